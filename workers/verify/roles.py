@@ -18,7 +18,7 @@ from mcontroller.data.protocol import DataProto
 from mcontroller.ppo.losses.registry import POLICY_LOSSES
 from mcontroller.ppo.roles import CONFIG_KEYS, Role, role_workers
 from mcontroller.verify.layouts import Variant
-from mcontroller.verify.program import Program
+from mcontroller.verify.program import Program, VerifyError
 from mcontroller.verify.training import ADAM_EPS, LEARNING_RATE, StepValues, Training
 from parallel_state.layout import ParallelLayout
 from workers.config import ActorConfig, OptimConfig, ParallelConfig
@@ -175,8 +175,14 @@ class RoleProgram(Program):
         lengths = _PROMPT + _RESPONSE
         return cls(config, worker.build_model, worker.forward_step, batch, lengths, micro_batches, _ROWS, role=role)
 
-    def smaller(self, *, micro_batches: int | None = None, **fields: Any) -> RoleProgram:
-        """Return the role with fewer micro-batches, and other values of fields of its model."""
+    def smaller(self, *, micro_batches: int | None = None, seq_length: int | None = None, **fields: Any) -> RoleProgram:
+        """Return the role with fewer micro-batches, and other values of fields of its model.
+
+        Raises:
+            VerifyError: other lengths are asked for.
+        """
+        if seq_length not in (None, self.seq_length):
+            raise VerifyError(f"the rows of a role have {self.seq_length} tokens; leave seq_length out")
         config = replace(self.role.config, model=replace(self.role.config.model, **fields))
         return self.of(replace(self.role, config=config), micro_batches or self.micro_batches)
 
