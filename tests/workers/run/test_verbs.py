@@ -48,7 +48,8 @@ def folder(tmp_path: Path) -> Path:
     LlamaForCausalLM(tiny).save_pretrained(tmp_path / "Qwen3-0.6B")
     rows = [{"prompt": f"{a}+{b}", "answer": str(a + b)} for a in range(8) for b in range(8)]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    block = (ROOT / "docs/training.md").read_text().split("## Train on your own data")[1].split("```")[1]
+    section = (ROOT / "docs/training.md").read_text().split("## Train on your own data")[1]
+    block = section.split("```bash\n")[1].split("```")[0]
     assert len(block.strip().splitlines()) <= 15
     for name, text in re.findall(r"cat > (\S+) <<'END'\n(.*?)END\n", block, re.S):
         on_cpu = text.replace("use_gpu: true", "use_gpu: false")
