@@ -32,7 +32,6 @@ _CUSTOM_SPLIT = (
 # Fields of TransformerConfig, the only supported value, and the reason: with another value Megatron would silently
 # compute something else, or fail inside a layer.
 _NOT_COMPUTED: dict[str, tuple[object, str]] = {
-    "multi_latent_attention": (False, "its sizes are not fields of TransformerConfig; override build_model"),
     "mtp_num_layers": (None, "multi-token prediction would be built without its loss; override build_model"),
     "experimental_attention_variant": (None, "only standard attention is built"),
     "heterogeneous_block_specs": (False, "all layers are built the same; override build_model"),

@@ -31,6 +31,8 @@ from workers.weights.hf.model import load_hf
 
 __all__ = ["ModelProvider", "build_model"]
 
+_LATENT_EPSILON = 1e-6
+
 
 class ModelProvider(Protocol):
     """A function that builds a user-defined model, one chunk at a time, as in Megatron-LM's training scripts.
@@ -146,6 +148,13 @@ def _is_last(parallel: ParallelConfig, context: MegatronContext) -> bool:
     return context.pg.pp.rank() == parallel.pp - 1
 
 
+def _set_latent_epsilon(chunk: torch.nn.Module) -> None:
+    """Set the epsilon of the norms of compressed queries, keys and values, which no config.json has a key for."""
+    for name, module in chunk.named_modules():
+        if name.endswith((".linear_q_up_proj", ".linear_kv_up_proj")) and hasattr(module, "layer_norm_weight"):
+            module.eps = _LATENT_EPSILON  # type: ignore[assignment]
+
+
 @functools.cache
 def _print_once(choice: str) -> None:
     """Print once in a process. A logger's info is not visible unless a program configures logging."""
@@ -195,6 +204,7 @@ class _OwnModel:
             raise ConfigError(f"megatron-core cannot build the model: {error}", key="model", value=model) from error
         if self.implementation == "local":
             use_gated_mlps(chunk)
+        _set_latent_epsilon(chunk)
         attend_over_rows(chunk)
         chunk.model_family = model.family  # read by workers.weights.hf
         return chunk

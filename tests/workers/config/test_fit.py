@@ -113,7 +113,6 @@ def test_fields_that_packed_rows_do_not_support_are_rejected(transformer: dict[s
 @pytest.mark.parametrize(
     ("transformer", "key"),
     [
-        ({"multi_latent_attention": True}, "multi_latent_attention"),
         ({"mtp_num_layers": 1}, "mtp_num_layers"),
         ({"experimental_attention_variant": "gated_delta_net"}, "experimental_attention_variant"),
         ({"heterogeneous_block_specs": True}, "heterogeneous_block_specs"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -32,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 # Tensors that old checkpoints contain and that follow from the configuration.
 _DERIVED = ".rotary_emb.inv_freq"
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
 @torch.no_grad()
@@ -217,8 +219,11 @@ def _check_names(
     """Raise, on all ranks, unless the checkpoint fits the model, which may lack the names ``left``."""
     missing = sorted(shapes.keys() - files.names - left)
     # A model with tied embeddings or a value head does not need the output layer of a checkpoint.
-    spare = names_of(family).get(OUTPUT_LAYER, ())
-    unexpected = sorted(name for name in files.names - shapes.keys() - {*spare} if not name.endswith(_DERIVED))
+    spare = {*names_of(family).get(OUTPUT_LAYER, ())}
+    if family is not None and family.has_extra_layers:
+        layers = max(int(number[1]) for name in shapes if (number := _LAYER.search(name)))
+        spare |= {name for name in files.names if (number := _LAYER.search(name)) and int(number[1]) > layers}
+    unexpected = sorted(name for name in files.names - shapes.keys() - spare if not name.endswith(_DERIVED))
     differing = [
         f"{name} is {list(files.shape(name))}, the model's is {list(shapes[name])}"
         for name in sorted(shapes.keys() & files.names)
