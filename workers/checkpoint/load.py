@@ -26,7 +26,7 @@ from workers.checkpoint.checksums import verify_files
 from workers.checkpoint.directories import Manifest, Shapes, find_checkpoint, read_manifest
 from workers.checkpoint.megatron_lm import find_megatron_lm_checkpoint, megatron_lm_manifest
 from workers.checkpoint.optimizer_state import check_buckets, merge_optimizer_state
-from workers.checkpoint.state import layout_of, sharded_state, weight_prefix, weight_shapes
+from workers.checkpoint.state import is_adapted, layout_of, sharded_state, weight_prefix, weight_shapes
 from workers.checkpoint.unpickle import check_objects, known_types, read_common, read_metadata
 from workers.train.state import TrainingState, set_random_state
 
@@ -217,7 +217,8 @@ def _load_models(training: TrainingState, loaded: Mapping[str, Any], sources: Ma
         prefix = weight_prefix(source)
         for index, chunk in enumerate(training.models[part]):
             weights = loaded[f"{part}{index}"]
-            unwrap_model(chunk).load_state_dict({name.removeprefix(prefix): value for name, value in weights.items()})
+            state = {name.removeprefix(prefix): value for name, value in weights.items()}
+            unwrap_model(chunk).load_state_dict(state, strict=not is_adapted(chunk))
             for name, copy in training.float32[part][index].items() if part in training.float32 else ():
                 copy.copy_(weights[prefix + name])
     for part in training.models.keys() - sources.keys():
