@@ -9,11 +9,11 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Protocol
 
 from mcontroller.config.checks import close_names
 from mcontroller.errors import ConfigError
 from workers.config.lora import LoraConfig
+from workers.config.model import ModelConfig
 from workers.weights.hf.family import MODEL_FAMILIES, ModelFamily, matching_family
 
 __all__ = ["Target", "adapter_target", "check_trained", "hf_names_of", "matches", "trains"]
@@ -22,20 +22,6 @@ _LINEAR = re.compile(r"(decoder\.layers\.\d+\.(?:self_attention|mlp)\.[\w.]*?)(l
 _EXPERT = re.compile(r"\.mlp\.experts\.linear_fc[12]$")
 _LAYER_NUMBER = re.compile(r"(decoder\.layers\.)(\d+)(\..*)")
 _NUMBERED = re.compile(r"(.*\.experts\.linear_fc[12]\.(?:weight|bias))(\d+)")
-
-
-class TrainedModel(Protocol):
-    """The fields of ``ModelConfig`` that say what is trained; its module imports this package."""
-
-    family: str | None
-    num_layers: int
-    num_moe_experts: int | None
-    gated_linear_unit: bool
-    add_qkv_bias: bool
-    qk_layernorm: bool
-    lora: LoraConfig | None
-    freeze: list[str]
-    train_only: list[str]
 
 
 @dataclass(frozen=True)
@@ -99,7 +85,7 @@ def matches(patterns: Iterable[str], names: Sequence[str]) -> bool:
     return any(fnmatchcase(name, each) or fnmatchcase(name, f"*.{each}") for each in patterns for name in names)
 
 
-def trains(model: TrainedModel, name: str, hf_names: Sequence[str]) -> bool:
+def trains(model: ModelConfig, name: str, hf_names: Sequence[str]) -> bool:
     """Return whether a weight of the model is trained; adapters always are.
 
     Args:
@@ -128,7 +114,7 @@ def hf_names_of(family: ModelFamily | None, name: str) -> tuple[str, ...]:
     return tuple(each.format(**numbers) for each in found)
 
 
-def check_trained(model: TrainedModel) -> None:
+def check_trained(model: ModelConfig) -> None:
     """Check that every name in ``lora``, ``freeze`` and ``train_only`` selects something, and that something is left.
 
     Raises:
@@ -157,7 +143,7 @@ def check_trained(model: TrainedModel) -> None:
         raise ConfigError(text, key="model.freeze", value=model.freeze)
 
 
-def _weights_of(model: TrainedModel) -> Iterator[tuple[str, tuple[str, ...]]]:
+def _weights_of(model: ModelConfig) -> Iterator[tuple[str, tuple[str, ...]]]:
     """The names of the weights of the model's family, of all layers and experts, by Megatron and Hugging Face."""
     fields = {name: getattr(model, name) for name in ("add_qkv_bias", "qk_layernorm", "num_moe_experts")}
     family = MODEL_FAMILIES.get(model.family) if model.family else matching_family(fields)
@@ -170,7 +156,7 @@ def _weights_of(model: TrainedModel) -> Iterator[tuple[str, tuple[str, ...]]]:
                 yield name, hf_names_of(family, name)
 
 
-def _linears_of(model: TrainedModel, weights: Mapping[str, tuple[str, ...]]) -> Iterator[tuple[str, tuple[str, ...]]]:
+def _linears_of(model: ModelConfig, weights: Mapping[str, tuple[str, ...]]) -> Iterator[tuple[str, tuple[str, ...]]]:
     for name, hf_names in weights.items():
         linear = _LINEAR.fullmatch(name)
         if linear is not None and linear[3] in ("", "0"):

@@ -85,18 +85,23 @@ class Adapter(nn.Module):
         weight = layer.weight0 if target.experts else layer.weight
         self.blocks = weight.size(0) // sum(heights)
         for number in self.numbers:
-            for index in range(len(target.factors)):
-                self._add(f"A{index}", number, (lora.rank, weight.size(1)), config, weight)
-            for index in self._adapted():
-                self._add(f"B{index}", number, (self.blocks * heights[index], lora.rank), config, weight)
+            for pair in range(len(target.factors)):
+                self._add(self._name("A", pair, number), (lora.rank, weight.size(1)), config, weight)
+            for piece, pair in enumerate(target.pieces):
+                if pair is not None:
+                    name = self._name("B", pair, number, piece)
+                    self._add(name, (self.blocks * heights[piece], lora.rank), config, weight)
 
-    def _adapted(self) -> list[int]:
-        return [index for index, pair in enumerate(self.target.pieces) if pair is not None]
+    def _name(self, factor: str, pair: int, number: int | None, piece: int = 0) -> str:
+        """The name of a parameter, such as ``A_q_proj``, or ``B1_gate_up_proj_3`` of an expert's second piece."""
+        several = factor == "B" and self.target.pieces.count(pair) > 1
+        end = self.target.factors[pair].rpartition(".")[2]
+        return f"{factor}{piece if several else ''}_{end}{'' if number is None else f'_{number}'}"
 
-    def _add(self, factor: str, number: int | None, shape: tuple[int, int], config: Any, weight: Tensor) -> None:
+    def _add(self, name: str, shape: tuple[int, int], config: Any, weight: Tensor) -> None:
         value = torch.zeros(shape, dtype=config.params_dtype, device=weight.device)
         parameter: Any = nn.Parameter(value)
-        divided = factor[0] == "AB"[self.split == 0]
+        divided = name[0] == self.divided
         if divided or self.target.experts:
             set_tensor_model_parallel_attributes(parameter, True, self.split, 1)
         if not divided:
@@ -105,11 +110,21 @@ class Adapter(nn.Module):
             # Megatron counts every parameter of tp rank 0 in the norm of the gradients, and others if they are divided.
             parameter.shared = not divided and self.group.rank() > 0
             parameter.allreduce = getattr(weight, "allreduce", True)
-        self.register_parameter(factor if number is None else f"{factor}_{number}", parameter)
+        self.register_parameter(name, parameter)
 
-    def factor(self, name: str, number: int | None) -> Tensor:
-        """Return a factor, ``A0`` or ``B0``, of the expert with this number; None if the layer is not of experts."""
-        value: Tensor = getattr(self, name if number is None else f"{name}_{number}")
+    @property
+    def divided(self) -> str:
+        """The factor that is divided, ``A`` or ``B``."""
+        return "A" if self.split else "B"
+
+    def a(self, pair: int, number: int | None) -> Tensor:
+        """Return A of a pair ``[rank, in]``, of the expert with this number; None if the layer is not of experts."""
+        value: Tensor = getattr(self, self._name("A", pair, number))
+        return value
+
+    def b(self, piece: int, number: int | None) -> Tensor:
+        """Return B ``[rows, rank]`` of the rows of a piece that has a pair."""
+        value: Tensor = getattr(self, self._name("B", self.target.pieces[piece] or 0, number, piece))
         return value
 
     def both(self, number: int | None) -> tuple[Tensor, Tensor]:
@@ -118,13 +133,13 @@ class Adapter(nn.Module):
         A row of B has zeros for the pairs that are not its own.
         """
         pairs = len(self.target.factors)
-        a = torch.cat([self.factor(f"A{index}", number) for index in range(pairs)])
+        a = torch.cat([self.a(pair, number) for pair in range(pairs)])
         rows = []
-        for index, (height, pair) in enumerate(zip(self.heights, self.target.pieces, strict=True)):
+        for piece, (height, pair) in enumerate(zip(self.heights, self.target.pieces, strict=True)):
             if pair is None:
                 rows.append(a.new_zeros(self.blocks, height, pairs * self.rank))
                 continue
-            own = self.factor(f"B{index}", number).view(self.blocks, height, self.rank)
+            own = self.b(piece, number).view(self.blocks, height, self.rank)
             rows.append(pad(own, (pair * self.rank, (pairs - pair - 1) * self.rank)))
         return a, torch.cat(rows, 1).flatten(0, 1)
 
@@ -184,8 +199,8 @@ class Adapter(nn.Module):
         """Draw A uniformly between ``+-1 / sqrt(in)``, as PEFT does, and the same in every layout; B stays 0."""
         ways, index = (self.group.size(), self.group.rank()) if self.split else (1, 0)
         for number in self.numbers:
-            for name in self.target.factors:
-                value = self.factor(f"A{self.target.factors.index(name)}", number)
+            for pair, name in enumerate(self.target.factors):
+                value = self.a(pair, number)
                 digest = hashlib.sha256(f"{seed}/{self.target.name}/{name}/{number}".encode()).digest()
                 generator = torch.Generator().manual_seed(int.from_bytes(digest[:8]) >> 1)
                 width = value.size(1) * ways
@@ -259,9 +274,8 @@ class Adapters(nn.Module):
         for name, adapter in self.named_modules():
             if not isinstance(adapter, Adapter):
                 continue
-            divided = "A" if adapter.split else "B"
             own = dict(adapter.named_parameters())
-            axes = {each: adapter.split for each in own if each.startswith(divided)}
+            axes = {each: adapter.split for each in own if each[0] == adapter.divided}
             tensors = make_sharded_tensors_for_checkpoint(
                 own, f"{prefix}{name}.", axes, tp_group=adapter.group, dp_cp_group=replicas
             )

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mcontroller.errors import ConfigError, DataError, before_changes
-from parallel_state.agreement import raise_on_every_rank
+from parallel_state.agreement import all_gather_values, raise_on_every_rank
 from workers.config.model import ModelConfig
 from workers.lora.adapters import Adapter, adapters_of
 from workers.lora.base import base_hash, tensor_headers
-from workers.weights.resharding import WholeTensors, tensors_in
+from workers.weights.resharding import Wanted, WholeTensors, tensors_in
 from workers.weights.resharding_schedule import Span
 from workers.weights.shards import WeightShard
 
@@ -43,13 +43,12 @@ def _of_adapter(adapter: Adapter, number: int | None, experts: set[str]) -> Iter
     of_expert = number is not None
     keys = [f"{_experts_name(name, experts)}.{number}" if of_expert else name for name in target.factors]
     for index, key in enumerate(keys):
-        factor = adapter.factor(f"A{index}", number)
-        yield _part(adapter, f"{_PREFIX}{key}.{'lora_A' if of_expert else 'lora_A.weight'}", factor, 1)
+        name = f"{_PREFIX}{key}.{'lora_A' if of_expert else 'lora_A.weight'}"
+        yield _part(adapter, name, adapter.a(index, number), 1)
     for index, pair in enumerate(target.pieces):
         if pair is not None:
-            factor = adapter.factor(f"B{index}", number)
-            name = f"lora_B{index}" if of_expert else "lora_B.weight"
-            yield _part(adapter, f"{_PREFIX}{keys[pair]}.{name}", factor, 0)
+            name = f"{_PREFIX}{keys[pair]}.{f'lora_B{index}' if of_expert else 'lora_B.weight'}"
+            yield _part(adapter, name, adapter.b(index, number), 0)
 
 
 def _experts_name(name: str, experts: set[str]) -> str:
@@ -70,7 +69,7 @@ def _part(adapter: Adapter, name: str, factor: Tensor, dim: int) -> WeightShard:
 @torch.no_grad()
 def adapter_tensors(chunks: Sequence[Any]) -> dict[str, Tensor]:
     """Return the whole adapter under PEFT's names, in host memory of rank 0; nothing on others (a collective)."""
-    wanted = "all" if dist.get_rank() == 0 else "none"
+    wanted: Wanted = "all" if dist.get_rank() == 0 else "none"
     whole = WholeTensors(lambda: list(_shards(chunks)))
     single = {
         name: tensor.clone() for name, tensor in tensors_in(partial(whole.buckets, wanted=wanted), torch.device("cpu"))
@@ -158,14 +157,13 @@ def export_adapter(chunks: Sequence[Any], path: str, model: ModelConfig) -> None
         raise_on_every_rank(lambda: _create(target) if dist.get_rank() == 0 else None)
     names = {name for adapters in adapters_of(chunks) for each in adapters.each() for name in each.target.factors}
     tensors = adapter_tensors(chunks)
-    everywhere = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, sorted(names))
+    everywhere = {name for theirs in all_gather_values(names) for name in theirs}
     if dist.get_rank() == 0:
         from safetensors.torch import save_file
 
         metadata = {"format": "pt", "base_sha256": base_hash(model)}
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, target / _FILE, metadata=metadata)
-        config = _peft_config(model, sorted({name for each in everywhere for name in each or ()}))
+        config = _peft_config(model, sorted(everywhere))
         (target / "adapter_config.json").write_text(json.dumps(config, indent=2))
     dist.barrier()
 

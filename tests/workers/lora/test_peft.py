@@ -210,5 +210,5 @@ def test_adapters_compute_what_transformers_computes(case: str, checkpoints: dic
     assert found.keys() == gradients.keys()
     norm = torch.stack([each.norm() for each in gradients.values()]).norm()
     for name, gradient in gradients.items():
-        torch.testing.assert_close(found[name], gradient, atol=2e-6, rtol=1e-4, msg=lambda text: f"{name}: {text}")
+        torch.testing.assert_close(found[name], gradient, atol=2e-6, rtol=1e-4)
     assert ranks[0]["norm"] == pytest.approx(float(norm), rel=1e-5)
