@@ -22,6 +22,8 @@ from workers.checkpoint.checkpointer import Checkpointer
 from workers.checkpoint.writer import BackgroundSaves
 from workers.config import ModelConfig, OptimConfig, ParallelConfig
 from workers.config.fit import length_multiple_of
+from workers.lora.base import base_hash
+from workers.lora.peft_files import check_adapter
 from workers.megatron_worker import MegatronWorker
 from workers.memory.offloader import Offloader
 from workers.model.transformer_config import check_chunks
@@ -76,7 +78,7 @@ class ModelWorker(MegatronWorker):
         **dict.fromkeys(("offload", "reload", "take_memory_use", "verify_checkpoint", "wait_for_checkpoint"), ()),
         "save_checkpoint": ("params", "reference", "optimizer"),
         "load_checkpoint": ("params", "reference", "optimizer"),
-        "export_hf": ("params",),
+        **dict.fromkeys(("export_hf", "export_adapter"), ("params",)),
         "forward_backward": ("params", "grads", "optimizer"),
         "optim_step": ("params", "grads", "optimizer"),
     }
@@ -93,7 +95,8 @@ class ModelWorker(MegatronWorker):
         """Check the constructor's arguments, and that ``config`` is a ``config_class``, before any process starts.
 
         Raises:
-            ConfigError: an argument is missing, unknown, or of another type.
+            ConfigError: an argument is missing, unknown, or of another type; or the adapter at ``model.lora.path`` is
+                of another base.
         """
         signature = inspect.signature(cls.__init__)
         try:
@@ -102,6 +105,8 @@ class ModelWorker(MegatronWorker):
             names = ", ".join(list(signature.parameters)[1:])
             raise ConfigError(f"{cls.__name__}: {error}; its arguments are {names}", key=cls.__name__) from error
         config = bound.get("config")
+        if isinstance(model := getattr(config, "model", None), ModelConfig):
+            check_adapter(model)
         if cls.config_class is None or "config" not in bound or isinstance(config, cls.config_class):
             return
         name, kind = cls.config_class.__name__, type(config).__name__
@@ -238,6 +243,10 @@ class ModelWorker(MegatronWorker):
         model = self.build_model()
         check_chunks(model, self.model_config, self.parallel, f"{type(self).__name__}.build_model")
         self.state.models["model"] = model
+        lora = self.model_config.lora
+        if lora is not None:
+            base, path = base_hash(self.model_config), self.model_config.hf_path
+            self.state.base = {"path": path, "sha256": base, "scale": lora.scale}
         self.trainer.set_up(phases, ddp)
 
     def _checked_optimizer(

@@ -31,6 +31,7 @@ from workers.checkpoint.optimizer_state import buckets_to_save
 from workers.checkpoint.state import layout_of, sharded_state, weight_shapes
 from workers.checkpoint.writer import BackgroundSaves, prepare_write
 from workers.config import ModelConfig
+from workers.lora.peft_files import export_adapter
 from workers.train.state import TrainingState
 from workers.train.trainer import Trainer
 from workers.weights.hf.model import export_hf
@@ -122,6 +123,7 @@ def _manifest(training: TrainingState, state: Mapping[str, Any], step: int, buck
         "scheduler_steps": 0 if training.scheduler is None else training.scheduler.num_steps,
         "counters": training.counters | ({"reference_in_float32": 1} if training.float32 else {}),
         "weights": weight_shapes(training, state, {part: part for part in training.models}),
+        "base": training.base,
         "files": {},
     }
 
@@ -188,6 +190,8 @@ class Checkpointer:
     def export_hf(self, path: str) -> None:
         """Write the model as a new Hugging Face directory, with the tokenizer of the one that it was loaded from.
 
+        An adapter is merged into the weights that are written; the model's own stay as they are.
+
         Args:
             path: a directory that does not exist yet, or is empty, on a file system that all nodes share.
 
@@ -196,3 +200,16 @@ class Checkpointer:
             ConfigError: no model family is built like the model.
         """
         export_hf(self._state.model, self._state.context, path, self._model, companions_from=self._model.hf_path)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def export_adapter(self, path: str) -> None:
+        """Write the adapter alone as a new directory in PEFT's format; ``export_hf`` writes the merged model.
+
+        Args:
+            path: a directory that does not exist yet, or is empty, on a file system that all nodes share.
+
+        Raises:
+            DataError: ``path`` is not empty.
+            ConfigError: the model has no adapter, or is trained in other weights too.
+        """
+        export_adapter(self._state.model, path, self._model)

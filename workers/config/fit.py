@@ -10,6 +10,7 @@ from mcontroller.errors import ConfigError
 from workers.config.model import ModelConfig
 from workers.config.parallel import ParallelConfig
 from workers.config.precision import check_precision, token_block
+from workers.config.trained_weights import check_trained
 
 __all__ = [
     "check_fit",
@@ -108,6 +109,7 @@ def check_fit(model: ModelConfig, parallel: ParallelConfig, at: str = "parallel"
         text = f"{at}.ep is {parallel.ep}, but the model has no experts"
         raise ConfigError(text, key=f"{at}.ep", value=parallel.ep)
     check_precision(model, parallel)
+    check_trained(model)
 
 
 def check_generation(parallel: ParallelConfig, at: str) -> None:

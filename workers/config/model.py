@@ -9,6 +9,7 @@ from typing import Any
 from mcontroller.config.checks import check_above, check_at_least, check_between
 from mcontroller.config.fields import strict_fields
 from mcontroller.errors import ConfigError
+from workers.config.lora import LoraConfig
 from workers.weights.hf.config import model_fields_from_hf
 
 __all__ = ["ModelConfig"]
@@ -84,6 +85,15 @@ class ModelConfig:
     """Directory of a Hugging Face checkpoint with the initial weights. None: random weights from the seed."""
     family: str | None = None
     """Model type that the model is exported as. None: the type of the registered family that is built like it."""
+    lora: LoraConfig | None = None
+    """Adapters of low rank, which are trained in place of the weights. None: the weights are trained."""
+    freeze: list[str] = field(default_factory=list)
+    """Weights that are not trained, by patterns: the end of a name in Megatron or Hugging Face, such as router.weight.
+
+    They cost neither gradients nor optimizer state. A pattern may contain ``*``: decoder.layers.0.*
+    """
+    train_only: list[str] = field(default_factory=list)
+    """The only weights that are trained, by patterns as in freeze. Empty: all; with lora, none beside the adapters."""
     transformer: dict[str, Any] = field(default_factory=dict)
     """Other fields of Megatron's TransformerConfig, under Megatron's names."""
 

@@ -19,6 +19,7 @@ from workers.config import ModelConfig, ParallelConfig
 from workers.config.fit import check_local, padded_vocab_size
 from workers.config.precision import check_device
 from workers.distinct_tokens import attend_over_rows
+from workers.lora.attach import choose_trained_weights
 from workers.model.gpu_defaults import chosen_implementation, gpu_defaults
 from workers.model.initialize import initialize_weights
 from workers.model.local_modules import use_gated_mlps
@@ -102,6 +103,7 @@ def build_model(
         if initialize and isinstance(model_provider, _OwnModel):
             left = None if model.hf_path is None else load_hf(chunks, model.hf_path, context)
             initialize_weights(chunks, context, model.seed, only=left)
+        choose_trained_weights(chunks, model, context, value_head=value_head)
     return chunks
 
 
