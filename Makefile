@@ -31,7 +31,7 @@ test-fake-cuda: $(STAMP)
 # The newest megatron-core that pip has, in an environment of its own with Python 3.12, which it needs. Where there is no
 # Python 3.12, nothing is tested. pip may install a torch of several GB with CUDA libraries; it runs on a CPU as well.
 NEWEST       := .venv-newest
-NEWEST_TESTS := tests/parallel_state $(addprefix tests/workers/,checkpoint generate model router_replay train test_parity.py test_process_groups.py test_roles.py test_simulated_roles.py) tests/mcontroller/verify
+NEWEST_TESTS := tests/parallel_state $(addprefix tests/workers/,checkpoint generate model router_replay train test_parity.py test_process_groups.py test_roles.py test_simulated_roles.py verify) tests/mcontroller/verify
 PYTHON312    ?= $(shell for it in python3.12 $(wildcard $(HOME)/.pyenv/versions/3.12*/bin/python); do $$it -c "" 2> /dev/null && echo $$it && break; done)
 test-newest:
 	@if test -z "$(PYTHON312)"; then echo "test-newest: there is no Python 3.12, so nothing is tested; install it, or set PYTHON312"; \

@@ -31,7 +31,7 @@ tables show the largest absolute differences: over all response tokens for log-p
 by the norm), and over all weights of both models after these steps. bfloat16 is compared with one process in bfloat16.
 
 The clipping of ratios and values is disabled. With clipping, TP2 x DP2 in bfloat16 failed (gradient norm 3.03 instead
-of 3.22), since rounding moves tokens across the edge of a clip. `tests/workers/test_parity.py` clips, in float32.
+of 3.22), since rounding moves tokens across the edge of a clip. `tests/workers/verify/` clips, in float32.
 Weights are drawn with a standard deviation of 0.05. In bfloat16 the smallest difference to expect is that of one
 process that computes the same rows in another arrangement: see "one process, packed".
 

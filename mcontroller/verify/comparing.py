@@ -13,7 +13,7 @@ from mcontroller.verify.marks import wrong_marks
 from mcontroller.verify.outcome import Difference
 from mcontroller.verify.program import Program, VerifyError
 from mcontroller.verify.seeds import InitialPart
-from mcontroller.verify.training import LEARNING_RATE, Training
+from mcontroller.verify.training import LEARNING_RATE, training_of
 from mcontroller.verify.weights import ModelTensors, NamedTensor, assemble, digest_of
 
 __all__ = [
@@ -36,12 +36,18 @@ _SMALL = 1e-3  # of the largest gradient: the error of a smaller one is measured
 
 @dataclass
 class ReferenceStep:
-    """What one process computed in a step, by name."""
+    """What one process computed in a step, by name; ``updated`` has what the update reports, the norm first."""
 
     gradients: ModelTensors
     weights: ModelTensors
     losses: dict[str, float]
-    norm: float
+    updated: dict[str, float]
+    scores: ModelTensors = field(default_factory=dict)
+
+    @property
+    def norm(self) -> float:
+        """The gradient norm."""
+        return next(iter(self.updated.values()), 0.0)
 
     @property
     def floor(self) -> float:
@@ -75,7 +81,7 @@ class OneProcess:
             for values in (step.gradients, step.weights):
                 for name in sorted(values):
                     found.update(name.encode() + digest_of(values[name]).encode())
-            found.update(repr((sorted(step.losses.items()), step.norm)).encode())
+            found.update(repr((sorted(step.losses.items()), step.updated)).encode())
         return found.hexdigest()[:16]
 
 
@@ -132,7 +138,7 @@ def here(variant: Variant) -> tuple[int, dict[str, int]]:
 
 def train_reference(program: Program, dtype: torch.dtype, steps: int, start: ModelTensors | None = None) -> OneProcess:
     """Train in one process, which this simulated rank is; from given weights, or from the program's own."""
-    training = Training(program, ONE_PROCESS, dtype, start)
+    training = training_of(program, ONE_PROCESS, dtype, start)
     start = assemble(training.named, [each.tensor for each in training.named])
     found = OneProcess(dtype, start, [], training.config.hidden_size, _elements(training.named))
     for step in range(steps):
@@ -141,9 +147,10 @@ def train_reference(program: Program, dtype: torch.dtype, steps: int, start: Mod
         flat = [value[0].clone() for value in values.gradients if value is not None]
         gradients = [value.reshape(each.tensor.shape) for each, value in zip(parameters, flat, strict=True)]
         whole = assemble(parameters, gradients)
-        norm = training.update()
+        scores = {name: value for name, (value, _) in values.scores.items()}
+        updated = training.update(step)
         weights = assemble(training.named, [each.tensor for each in training.named])
-        found.steps.append(ReferenceStep(whole, weights, values.losses, norm))
+        found.steps.append(ReferenceStep(whole, weights, values.losses, updated, scores))
     return found
 
 
@@ -177,7 +184,7 @@ def compare_references(mine: OneProcess, saved: OneProcess, allowed: float) -> t
             compared.tensors(
                 "gradient", name, one.gradients.get(name, torch.full_like(value, math.nan)), value, true.floor
             )
-        compared.numbers("gradient norm", "of all parameters", one.norm, true.norm)
+        compared.updates(one.updated, true.updated)
         for name, value in true.weights.items():
             compared.tensors("weight", name, one.weights.get(name, value * math.nan), value, 0.0)
     return report.differences, report.largest
@@ -185,14 +192,17 @@ def compare_references(mine: OneProcess, saved: OneProcess, allowed: float) -> t
 
 def compare_rank(program: Program, variant: Variant, reference: OneProcess) -> RankReport:
     """Train this rank, and compare each step with that of one process until one differs."""
-    training = Training(program, variant, reference.dtype, reference.start)
+    training = training_of(program, variant, reference.dtype, reference.start)
     _check_divided(variant, _elements(training.named), reference.elements)
     report = RankReport(*here(variant), initial=training.initial)
     for name, note in wrong_marks(training.named, variant):
         report.differences.append(Difference("mark", name, 1, report.rank, report.coordinates, math.inf, note))
+    for name in training.moved if program.seeded else ():
+        note = "its initial values are not those of one process"
+        report.differences.append(Difference("seed", name, 1, report.rank, report.coordinates, math.inf, note))
     before = reference.start
     for step, true in enumerate(reference.steps):
-        compared = _Compared(report, step + 1, tolerance(program, reference))
+        compared = _Compared(report, step + 1, tolerance(program, reference), program.scale)
         values = training.forward_backward(step)
         for name, value in values.losses.items():
             compared.numbers("loss", name, value, true.losses.get(name, math.nan))
@@ -201,7 +211,9 @@ def compare_rank(program: Program, variant: Variant, reference: OneProcess) -> R
                 mine, elements = gradient
                 expected = each.of(true.gradients).reshape(-1)
                 compared.tensors("gradient", each.name, mine, expected[elements], true.floor)
-        compared.numbers("gradient norm", "of all parameters", training.update(), true.norm)
+        for name, (score, rows) in values.scores.items():
+            compared.tensors("scores", name, score, true.scores[name][rows], 0.0)
+        compared.updates(training.update(step), true.updated)
         for each in training.named:
             compared.update(each, before, true)
         before = true.weights
@@ -224,8 +236,8 @@ def _check_divided(variant: Variant, elements: int, whole: int) -> None:
 class _Compared:
     """Adds the differences of a step to the report of a rank, unless an earlier step has some."""
 
-    def __init__(self, report: RankReport, step: int, tolerance: float) -> None:
-        self._report, self._step, self._tolerance = report, step, tolerance
+    def __init__(self, report: RankReport, step: int, tolerance: float, scale: float = 0.0) -> None:
+        self._report, self._step, self._tolerance, self._scale = report, step, tolerance, scale
         self._counts = all(each.step == step for each in report.differences)
 
     def tensors(self, kind: str, name: str, mine: torch.Tensor, true: torch.Tensor, floor: float) -> None:
@@ -234,9 +246,16 @@ class _Compared:
 
     def numbers(self, kind: str, name: str, mine: float, true: float) -> None:
         """Compare two numbers."""
-        error = error_between(torch.tensor([mine], dtype=torch.float64), torch.tensor([true], dtype=torch.float64))
+        values = (torch.tensor([each], dtype=torch.float64) for each in (mine, true))
+        error = error_between(*values, self._scale)
         note = f"{mine:.8g} instead of {true:.8g}"
         self._add(kind, name, error, note, self._tolerance / _DEPTH)  # one sum, without the depth of the model
+
+    def updates(self, mine: dict[str, float], true: dict[str, float]) -> None:
+        """Compare what an update reports: the gradient norm first."""
+        for index, name in enumerate(dict.fromkeys([*true, *mine])):
+            kind = "loss" if index else "gradient norm"
+            self.numbers(kind, name, mine.get(name, math.nan), true.get(name, math.nan))
 
     def update(self, named: NamedTensor, before: ModelTensors, true: ReferenceStep) -> None:
         """Compare what a step added to a weight or a buffer, to the rounding of the sum."""

@@ -16,7 +16,7 @@ from mcontroller.verify.marks import missing_mark
 from mcontroller.verify.outcome import Difference, DifferingModule
 from mcontroller.verify.program import Program
 from mcontroller.verify.recording import ModuleCall, StepRecords, record_step
-from mcontroller.verify.training import Training
+from mcontroller.verify.training import training_of
 from parallel_state.simulated import CommunicationTrace, Transfer, run_ranks
 
 __all__ = ["Located", "locate", "record_reference"]
@@ -26,11 +26,12 @@ _Pair = tuple[torch.Tensor, torch.Tensor]
 
 @dataclasses.dataclass
 class _Recorded:
-    """A rank's step: ``first`` is the index in the step of its first micro-batch."""
+    """A rank's step: ``first`` is the index in the step of its first micro-batch, and ``count`` their number."""
 
     rank: int
     coordinates: dict[str, int]
     first: int
+    count: int
     records: StepRecords
     gradients: dict[str, _Pair]  # the finalized ones and those of one process, by name
     missing_marks: dict[str, str]  # by name, if the sum over tp is missing
@@ -88,10 +89,10 @@ def _record_rank(
     program: Program, variant: Variant, reference: OneProcess, step: int, trace: CommunicationTrace
 ) -> _Recorded:
     """Train this rank up to a step, and record it."""
-    training = Training(program, variant, reference.dtype, reference.start)
+    training = training_of(program.recorded(), variant, reference.dtype, reference.start)
     for index in range(step - 1):
         training.forward_backward(index)
-        training.update()
+        training.update(index)
     records = record_step(training.models, trace)
     values = training.forward_backward(step - 1)
     true = reference.steps[step - 1].gradients
@@ -100,9 +101,10 @@ def _record_rank(
         for each, gradient in zip(training.named, values.gradients, strict=True)
         if gradient is not None
     }
-    first = training.micro_batches(step - 1)[0] - program.micro_batches * (step - 1)
+    own = training.micro_batches(step - 1)
+    first, count = own[0] - program.micro_batches * (step - 1), len(own) // variant.merged
     marks = {each.name: missing_mark(each, variant) for each in training.named}
-    return _Recorded(*here(variant), first, records, pairs, marks)
+    return _Recorded(*here(variant), first, count, records, pairs, marks)
 
 
 class _Search:
@@ -180,7 +182,8 @@ class _Search:
             else (rank.records.gradients, self._true.gradients)
         )
         for call, mine in own.items():
-            wholes = self._wholes(true, call, rank.first) if call[0] == name else []
+            is_trained = call[1] < rank.count  # later passes compute scores, of other rows
+            wholes = self._wholes(true, call, rank.first) if call[0] == name and is_trained else []
             scale = self._scale(rank, call) if direction == "backward" else 1.0
             parts = [each for whole in wholes for each in self._parts(whole, rank)]
             candidates = [each * scale for each in parts if each.shape == mine.shape]
@@ -277,6 +280,9 @@ class _Search:
             parts = [values[member] for member in members]
             if any(each is None or each.shape != true.shape for each in parts):
                 continue
+            mine = values[rank]
+            if all(each is None or mine is None or torch.equal(each, mine) for each in parts):
+                continue  # reduced already
             total = torch.stack([each for each in parts if each is not None]).sum(0)
             factor = _factor(total, true)
             if factor and error_between(total, true * factor) <= self._tolerance:

@@ -18,7 +18,11 @@ def in_float64() -> Iterator[None]:
 
     Names that modules have bound at their import, such as ``from torch import float32``, stay float32.
     """
-    double = torch.float64
+    from megatron.core.optimizer import OptimizerConfig
+
+    single, double = torch.float32, torch.float64
+    init = OptimizerConfig.__init__  # its defaults were read at the import
+    defaults = tuple(double if each is single else each for each in init.__defaults__ or ())
     before, type_of = torch.get_default_dtype(), torch.Tensor.type
 
     def type_name(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -27,7 +31,7 @@ def in_float64() -> Iterator[None]:
 
     names = mock.patch.multiple(torch, float32=double, float=double)
     methods = mock.patch.multiple(torch.Tensor, float=torch.Tensor.double, type=type_name)
-    with names, methods:
+    with names, methods, mock.patch.object(init, "__defaults__", defaults):
         torch.set_default_dtype(double)
         try:
             yield

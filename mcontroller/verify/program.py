@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -37,7 +37,14 @@ class Program:
         seq_length: tokens in a row, over all ranks.
         micro_batches: micro-batches of one step, over all data-parallel ranks.
         micro_batch_size: rows of a micro-batch.
+        trained_by: the subclass of ``Training`` that trains a rank; None for Megatron's schedule.
+        seeded: whether the initial weights are the same in every layout.
+        scale: of reported values; the error of smaller ones is measured against it.
     """
+
+    trained_by: ClassVar[Any] = None
+    seeded: ClassVar[bool] = False
+    scale: ClassVar[float] = 0.0
 
     config: Callable[..., Any]
     model_provider: Callable[..., Any]
@@ -62,6 +69,10 @@ class Program:
             return found
 
         return replace(self, config=config, micro_batches=micro_batches or self.micro_batches)
+
+    def recorded(self) -> Program:
+        """Return the program whose modules are compared one by one, to find where the program differs."""
+        return self
 
     def merged_batch(self, indices: Sequence[int]) -> Any:
         """Return several micro-batches as one.

@@ -54,20 +54,19 @@ def shrink(program: Program, layout: str, steps: int) -> Shrunk | None:
     return found
 
 
-def source_of_test(reference: str, shrunk: Shrunk) -> str:
+def source_of_test(imports: str, expression: str, shrunk: Shrunk) -> str:
     """Return the source of a test that fails as long as the program differs.
 
     Args:
-        reference: FILE.py:NAME or MODULE:NAME of the program.
+        imports: the statements that import what the expression needs.
+        expression: its value is the program.
         shrunk: the smallest program.
     """
     name = "".join(each if each.isalnum() else "_" for each in shrunk.layout)
     arguments = ", ".join(f"{key}={value}" for key, value in shrunk.changes.items())
     program = f"program.smaller({arguments})" if arguments else "program"
     return (
-        "from mcontroller.verify import verify_layout\n"
-        "from mcontroller.verify.program import load_program\n\n"
-        f"program = load_program({reference!r})\n\n\n"
+        f"from mcontroller.verify import verify_layout\n{imports}\n\nprogram = {expression}\n\n\n"
         f"def test_{name}_trains_the_model_of_one_process():\n"
         f"    verify_layout({program}, {shrunk.layout!r}, steps={shrunk.steps})\n"
     )

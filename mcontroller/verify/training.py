@@ -13,11 +13,10 @@ from mcontroller.verify.program import Program, VerifyError
 from mcontroller.verify.seeds import initial_parts
 from mcontroller.verify.weights import ModelTensors, NamedTensor, named_tensors
 
-__all__ = ["LEARNING_RATE", "StepValues", "Training", "config_for"]
+__all__ = ["ADAM_EPS", "LEARNING_RATE", "StepValues", "Training", "config_for", "training_of"]
 
 LEARNING_RATE = 0.1
-_FLOAT32 = torch.float32
-_ADAM_EPS = 1.0  # an update is in proportion to its gradient: with a small value, it jumps where the gradient is 0
+ADAM_EPS = 1.0  # an update is in proportion to its gradient: with a small value, it jumps where the gradient is 0
 
 
 @dataclasses.dataclass
@@ -28,12 +27,12 @@ class StepValues:
         gradients: the finalized gradient of each parameter and the range of its elements that this rank has, in the
             order of ``Training.named``; None for buffers.
         losses: reported value by name, averaged as Megatron's training loop does; empty but on the last stage.
-        norm: the gradient norm.
+        scores: computed value of each row by name, on the last stage, and the range of rows that this rank has.
     """
 
     gradients: list[tuple[torch.Tensor, slice] | None]
     losses: dict[str, float]
-    norm: float = 0.0
+    scores: dict[str, tuple[torch.Tensor, slice]] = dataclasses.field(default_factory=dict)
 
 
 def config_for(program: Program, variant: Variant, dtype: torch.dtype) -> Any:
@@ -91,32 +90,46 @@ class Training:
         models: the chunks of the model.
         named: their parameters and buffers.
         initial: what the program initialized them with.
+        moved: the names of those that began with other values than ``start`` has.
     """
 
     def __init__(self, program: Program, variant: Variant, dtype: torch.dtype, start: ModelTensors | None) -> None:
+        self.program, self.variant = program, variant
+        self.config = config_for(program, variant, dtype)
+        self.models = self.build()
+        self.named = named_tensors(self.models)
+        self.initial = initial_parts(self.named)
+        self.moved: list[str] = []
+        for each in self.named if start is not None else ():
+            given = each.of(start or {})
+            if not torch.equal(each.tensor, given):
+                self.moved.append(each.name)
+                each.tensor.detach().copy_(given)
+        self.optimizer = self.make_optimizer()
+
+    def build(self) -> list[torch.nn.Module]:
+        """Return the chunks of the model, with the program's weights."""
         from megatron.core import tensor_parallel
+
+        torch.manual_seed(1)
+        tensor_parallel.model_parallel_cuda_manual_seed(1)
+        return list(self._stages())
+
+    def make_optimizer(self) -> Any:
+        """Return the optimizer of the chunks, after they are wrapped to be trained."""
         from megatron.core.distributed import (
             DistributedDataParallel,
             DistributedDataParallelConfig,
             finalize_model_grads,
         )
 
-        self.program, self.variant = program, variant
-        self.config = config_for(program, variant, dtype)
-        torch.manual_seed(1)
-        tensor_parallel.model_parallel_cuda_manual_seed(1)
-        self.models = list(self._stages())
-        self.named = named_tensors(self.models)
-        self.initial = initial_parts(self.named)
-        if start is not None:
-            with torch.no_grad():
-                for each in self.named:
-                    each.tensor.copy_(each.of(start))
-        ddp = DistributedDataParallelConfig(use_distributed_optimizer=variant.distributed_optimizer)
+        distributed = self.variant.distributed_optimizer
+        ddp = DistributedDataParallelConfig(use_distributed_optimizer=distributed)
         self._wrapped = [DistributedDataParallel(self.config, ddp, model) for model in self.models]
-        self._optimizer = _optimizer(self._wrapped, variant.distributed_optimizer)
+        optimizer = _optimizer(self._wrapped, distributed)
         self.config.finalize_model_grads_func = finalize_model_grads
-        self.config.grad_scale_func = self._optimizer.scale_loss
+        self.config.grad_scale_func = optimizer.scale_loss
+        return optimizer
 
     def _stages(self) -> Iterator[Any]:
         from megatron.core import parallel_state as mpu
@@ -143,7 +156,7 @@ class Training:
         parts = [indices[start : start + merged] for start in range(0, len(indices), merged)]
         for each in self._wrapped:
             each.zero_grad_buffer()
-        self._optimizer.zero_grad()
+        self.optimizer.zero_grad()
         data = [iter([program.merged_batch(part) for part in parts]) for _ in self._wrapped]
         interleaved = self.variant.layout.vpp is not None
         reports = get_forward_backward_func()(
@@ -155,12 +168,16 @@ class Training:
             micro_batch_size=program.micro_batch_size * merged,
             forward_only=False,
         )
-        return StepValues([self._gradient(each) for each in self.named], _mean_reports(reports))
+        return StepValues(self.gradients(), _mean_reports(reports))
 
-    def update(self) -> float:
-        """Make a step of the optimizer, and return the gradient norm."""
-        _, norm, _ = self._optimizer.step()
-        return float(norm)
+    def update(self, step: int) -> dict[str, float]:
+        """Make a step of the optimizer, counted from 0; return the gradient norm first, and what else it reports."""
+        _, norm, _ = self.optimizer.step()
+        return {"of all parameters": float(norm)}
+
+    def gradients(self) -> list[tuple[torch.Tensor, slice] | None]:
+        """Return the finalized gradients, as ``StepValues`` has them."""
+        return [self._gradient(each) for each in self.named]
 
     def _gradient(self, named: NamedTensor) -> tuple[torch.Tensor, slice] | None:
         """Return the gradient of a parameter, flat, and the range of elements that this rank has the sums of."""
@@ -169,7 +186,7 @@ class Training:
         flat = named.tensor.main_grad.reshape(-1)  # type: ignore[attr-defined]
         if not self.variant.distributed_optimizer:
             return flat, slice(0, flat.numel())
-        for optimizer in getattr(self._optimizer, "chained_optimizers", [self._optimizer]):
+        for optimizer in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
             ranges = getattr(optimizer, "model_param_gbuf_map", {})
             if named.tensor in ranges:
                 of_param = optimizer._get_model_param_range_map(named.tensor)["param"]
@@ -177,21 +194,24 @@ class Training:
         return flat[:0], slice(0, 0)
 
 
+def training_of(program: Program, variant: Variant, dtype: torch.dtype, start: ModelTensors | None) -> Training:
+    """Return what trains this rank of a program, with the arguments of ``Training``."""
+    found: Training = (program.trained_by or Training)(program, variant, dtype, start)
+    return found
+
+
 def _optimizer(wrapped: list[Any], distributed: bool) -> Any:
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-    # Defaults were read at the import: in float64, they are still float32.
-    types = {each.name: torch.float32 for each in dataclasses.fields(OptimizerConfig) if each.default is _FLOAT32}
     config = OptimizerConfig(
         optimizer="adam",
         lr=LEARNING_RATE,
-        adam_eps=_ADAM_EPS,
+        adam_eps=ADAM_EPS,
         weight_decay=0.0,
         clip_grad=1.0,
         use_distributed_optimizer=distributed,
         bf16=False,
         fp16=False,
-        **types,
     )
     return get_megatron_optimizer(config, wrapped, use_gloo_process_groups=False)
 

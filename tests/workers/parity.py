@@ -107,23 +107,48 @@ IN_BFLOAT16 = (
 )
 CASES = [(layout, "float32") for layout in LAYOUTS] + [(layout, "bfloat16") for layout in IN_BFLOAT16]
 COVERED = {
-    "TP2": "TP2, recomputation",
-    "PP2": "PP2, tied embeddings; untied: PP4",
-    "CP2": "CP4 x PP2",
-    "DP8": "test_parity.py: tp2-pp2-dp2",
-    "TP2 x PP2 x DP2": "test_parity.py: tp2-pp2-dp2",
-    "TP2 x PP2 x CP2": "CP4 x PP2; with tp: TP2 x PP2 x CP2 with SP, packed, by tokens",
-    "TP2 x PP2 x EP2 with SP": "TP2 x PP2 x EP4 with SP, router losses; over dp: test_parity.py: tp2-ep2-sp",
-    "EP2, decisive routers": "EP2; decisive for bfloat16",
+    **{
+        layout: f"test_verified_roles.py: {case}"
+        for case, layouts in {
+            "dense": (
+                "TP2",
+                "TP4",
+                "TP2 with SP",
+                "PP2",
+                "PP4",
+                "PP2 with VPP2",
+                "CP2",
+                "CP4 x PP2",
+                "DP8",
+                "TP2 x PP2 x DP2",
+                "DP2, distributed optimizer",
+            ),
+            "experts": (
+                "EP2",
+                "EP2, decisive routers",
+            ),
+            "overlap": ("PP2 x DP2, distributed optimizer with overlap",),
+            "recomputation": ("TP2, recomputation",),
+            "tied embeddings": ("PP2, tied embeddings",),
+            "by tokens": (
+                "TP2 x PP2 x DP2, micro-batches by tokens",
+                "PP2 with VPP2, micro-batches by tokens",
+            ),
+            "packed": ("TP2 with SP, packed",),
+            "router losses": (
+                "EP2, router losses",
+                "CP2 x EP2, router losses",
+            ),
+        }.items()
+        for layout in layouts
+    },
+    "TP2 x PP2 x CP2": "TP2 x PP2 x CP2 with SP, packed, by tokens",
+    "TP2 x PP2 x EP2 with SP": "TP2 x PP2 x EP4 with SP, router losses",
     "TP2 x PP2 x EP2 with SP, decisive routers": "TP2 x PP2 x EP4 with SP, router losses; decisive for bfloat16",
-    "DP2, distributed optimizer": "test_parity.py: dp2-distributed-optimizer",
-    "TP2 x PP2 x DP2, micro-batches by tokens": "test_parity.py: tp2-pp2-dp2-micro-batches-by-tokens",
-    "PP2 with VPP2, micro-batches by tokens": "test_parity.py: pp2-vpp2-dp2-micro-batches-by-tokens",
     "TP2, packed": "TP2 x PP2 x DP2, packed, by tokens",
     "PP2, packed": "TP2 x PP2 x DP2, packed, by tokens",
     "PP2 with VPP2, packed": "PP2 with VPP2, packed, by tokens",
     "CP2, packed": "CP2, learned positions, packed",
-    "EP2, router losses": "CP2 x EP2, router losses",
     "TP2 x PP2 x EP2 with SP, router losses": "TP2 x PP2 x EP4 with SP, router losses",
 }
 """Layouts of the page -> what has all their paths in float32; these are compared by ``make test-slow`` alone."""

@@ -11,11 +11,8 @@ import torch
 
 from tests.ranks import run_ranks
 from tests.workers.roles import (
-    FOR_GRADIENTS,
     SAMPLED,
-    accumulated_gradients,
     actor,
-    critic,
     experience,
     largest_difference,
     own_shard,
@@ -27,70 +24,11 @@ pytestmark = pytest.mark.simulated
 
 TOLERANCE = 1e-5
 ROWS = 16
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "tp2-pp2-dp2": (8, {"tp": 2, "pp": 2}),
-    "dp2-distributed-optimizer": (2, {}),
-    "pp2-dp2-distributed-optimizer-overlap": (4, {"pp": 2}),
-    "tp2-pp2-dp2-micro-batches-by-tokens": (8, {"tp": 2, "pp": 2}),
-    "pp2-vpp2-dp2-micro-batches-by-tokens": (4, {"pp": 2, "vpp": 2}),
-    "cp2-dp2-packed-by-tokens": (4, {"cp": 2}),
-}
-"""What an update of several mini-batches and epochs depends on: dp, micro-batches, stages and the optimizer.
-
-The parity matrix has the axes alone.
-"""
-OPTIM = {
-    "dp2-distributed-optimizer": ["distributed_optimizer"],
-    "pp2-dp2-distributed-optimizer-overlap": ["distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"],
-}
 
 
 @functools.cache
 def in_one_process(run: Callable[..., Any]) -> dict[str, Any]:
     return run_ranks(run, 1, {})[0]
-
-
-def on(layout: str, run: Callable[..., Any]) -> list[dict[str, Any]]:
-    world_size, parallel = LAYOUTS[layout]
-    return run_ranks(run, world_size, parallel, *OPTIM.get(layout, []))
-
-
-def updated(parallel: dict[str, Any], *optim: str, max_tokens: int = 0, packed: bool = False) -> dict[str, Any]:
-    """Return weights and metrics after several epochs of shuffled mini-batches."""
-    change: dict[str, Any] = {"optim": dict.fromkeys(optim, True), "packed": packed}
-    change["ppo_max_tokens_per_micro_batch"] = max_tokens
-    roles = actor(parallel, "actor", use_kl_loss=True, entropy_coeff=0.01, **change), critic(parallel, **change)
-    batch = experience(ROWS)
-    metrics = roles[0].update_actor(own_shard(batch, roles[0])).meta_info["metrics"]
-    metrics |= roles[1].update_critic(own_shard(batch, roles[1])).meta_info["metrics"]
-    state = {f"{index}.{name}": tensor for index, role in enumerate(roles) for name, tensor in weights(role).items()}
-    return {"weights": state, "metrics": metrics}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_update_has_the_weights_and_metrics_of_one_process(layout: str) -> None:
-    expected = in_one_process(updated)
-    max_tokens = 37 if layout.endswith("by-tokens") else 0
-    run = functools.partial(updated, max_tokens=max_tokens, packed="packed" in layout)
-    ranks = on(layout, run)
-    assert largest_difference(expected["weights"], ranks[0]["weights"]) < TOLERANCE
-    for rank in ranks:
-        assert rank["metrics"] == pytest.approx(expected["metrics"], abs=TOLERANCE, rel=TOLERANCE)
-
-
-def gradients(parallel: dict[str, Any]) -> dict[str, Any]:
-    """Return the gradient of one mini-batch and its norm; the learning rate is 0."""
-    worker = actor(parallel, "actor", ppo_mini_batch_size=ROWS, ppo_epochs=1, optim=FOR_GRADIENTS)
-    metrics = worker.update_actor(own_shard(experience(ROWS), worker)).meta_info["metrics"]
-    return {"gradients": accumulated_gradients(worker), "norm": metrics["actor/grad_norm"]}
-
-
-def test_gradients_equal_those_of_one_process() -> None:
-    expected = in_one_process(gradients)
-    found = on("tp2-pp2-dp2", gradients)[0]
-    assert found["norm"] == pytest.approx(expected["norm"], abs=TOLERANCE)
-    assert max(float(gradient.abs().max()) for gradient in expected["gradients"].values()) > 1e-3
-    assert largest_difference(expected["gradients"], found["gradients"]) < TOLERANCE
 
 
 def updated_unevenly(parallel: dict[str, Any], filled_at: list[int]) -> dict[str, torch.Tensor]:

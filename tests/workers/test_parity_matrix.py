@@ -33,4 +33,4 @@ def test_every_row_of_the_page_runs_or_names_what_has_its_paths() -> None:
     assert COVERED.keys() < LAYOUTS.keys()
     for covering in COVERED.values():
         layout = covering.partition(";")[0]
-        assert layout.startswith("test_parity.py: ") or layout in LAYOUTS.keys() - COVERED.keys(), layout
+        assert layout.startswith("test_verified_roles.py: ") or layout in LAYOUTS.keys() - COVERED.keys(), layout

@@ -21,6 +21,7 @@ from workers.model.gpu_defaults import gpu_defaults
 
 __all__ = ["check_chunks", "checked_fields", "coerced", "transformer_config"]
 
+_DTYPES = ("float32", "bfloat16", "float16")
 _ACTIVATIONS = {
     "silu": torch.nn.functional.silu,
     "gelu": torch.nn.functional.gelu,
@@ -29,7 +30,6 @@ _ACTIVATIONS = {
     "squared_relu": activations.squared_relu,
     "quick_gelu": activations.quick_gelu,
 }
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def transformer_config(model: ModelConfig, parallel: ParallelConfig) -> TransformerConfig:
@@ -87,7 +87,7 @@ _SAME_NAME = (
 
 
 def _from_model(model: ModelConfig) -> dict[str, Any]:
-    dtype = _DTYPES[model.dtype]
+    dtype = getattr(torch, model.dtype)
     fields = {name: getattr(model, name) for name in _SAME_NAME}
     fields |= {
         "activation_func": _ACTIVATIONS[model.activation],
@@ -270,7 +270,7 @@ def coerced(value: Any, hint: Any) -> Any:
     if hint is collections.abc.Callable or origin is collections.abc.Callable or hint is typing.Callable:
         return _accept(value, callable(value), hint)
     if hint is torch.dtype and isinstance(value, str):
-        return _DTYPES[_accept(value, value in _DTYPES, hint)]
+        return getattr(torch, _accept(value, value in _DTYPES, hint))
     if isinstance(hint, type) and issubclass(hint, enum.Enum) and isinstance(value, str):
         return hint[_accept(value, value in hint.__members__, hint)]
     if hint is float and type(value) is int:

@@ -147,7 +147,9 @@ def test_the_smallest_program_is_saved_as_a_test_that_fails(tmp_path: Path) -> N
 
 def test_the_source_of_a_test_without_changes_has_the_program_itself() -> None:
     shrunk = shrink_result("tp=2,sp")
-    assert "verify_layout(program, 'tp=2,sp', steps=1)\n" in source_of_test("my_model.py:program", shrunk)
+    assert "verify_layout(program, 'tp=2,sp', steps=1)\n" in source_of_test(
+        "from my_model import program", "program", shrunk
+    )
 
 
 def shrink_result(layout: str) -> Any:

@@ -1,0 +1,272 @@
+"""The roles of a run as programs that ``verify`` trains: each with its own worker class, loss and update rules.
+
+A step calls ``forward_backward``, the methods that score, ``optim_step``, and the update that the trainer calls, with
+its mini-batches and epochs. A role that is not trained only scores.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+
+from mcontroller.data.protocol import DataProto
+from mcontroller.ppo.losses.registry import POLICY_LOSSES
+from mcontroller.ppo.roles import CONFIG_KEYS, Role, role_workers
+from mcontroller.verify.layouts import Variant
+from mcontroller.verify.program import Program
+from mcontroller.verify.training import ADAM_EPS, LEARNING_RATE, StepValues, Training
+from parallel_state.layout import ParallelLayout
+from workers.config import ActorConfig, OptimConfig, ParallelConfig
+from workers.model.transformer_config import transformer_config
+from workers.run.check_verb import pool_size
+from workers.run.config import RunConfig
+from workers.run.parts import roles_of
+from workers.verify.sizes import small_layout, small_model
+
+__all__ = ["RoleProgram", "RoleTraining", "TrainedRole", "role_programs"]
+
+_PROMPT, _RESPONSE, _ROWS = 8, 8, 2  # tokens, and rows of a micro-batch
+_SCORES = {"actor": "compute_log_prob", "ref": "compute_ref_log_prob"}
+
+
+@dataclass(frozen=True)
+class TrainedRole:
+    """A role of a run.
+
+    Attributes:
+        worker_class: the class of its workers.
+        config: their configuration.
+        roles: of an actor's workers, such as ``"actor_ref"``; empty for others.
+        variant: its layout.
+    """
+
+    worker_class: Any
+    config: Any
+    roles: str
+    variant: Variant
+
+    def worker(self, variant: Variant, rows: int) -> Any:
+        """Return the worker of this rank, without a model yet; ``rows`` are those of a step."""
+        rank, size = str(torch.distributed.get_rank()), str(torch.distributed.get_world_size())
+        os.environ.update({"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size})
+        config = replace(self.config, **self._changes(variant, rows))
+        return self.worker_class(config, self.roles) if self.roles else self.worker_class(config)
+
+    def _changes(self, variant: Variant, rows: int) -> dict[str, Any]:
+        known = {each.name for each in dataclasses.fields(self.config)}
+        changes: dict[str, Any] = dict.fromkeys((each for each in known if "micro_batch" in each), 0)
+        limits = [each for each in known if each.endswith("tokens_per_micro_batch") and getattr(self.config, each)]
+        changes |= dict.fromkeys(limits, (_PROMPT + _RESPONSE) * _ROWS * variant.merged)
+        changes["micro_batch_size" if "micro_batch_size" in known else "ppo_micro_batch_size"] = _ROWS * variant.merged
+        changes["parallel"] = _parallel(variant.layout, variant.sequence_parallel)
+        if "optim" in known:
+            changes["optim"] = _steady(self.config.optim, variant.distributed_optimizer)
+            changes["ppo_epochs"] = min(self.config.ppo_epochs, 2)
+            changes |= {"ppo_mini_batch_size": rows // 2, "ppo_mini_batch_prompts": 0}
+        if isinstance(self.config, ActorConfig):
+            lengths = {"prompt_length": _PROMPT, "response_length": _RESPONSE}
+            rollout = replace(self.config.rollout, **lengths, parallel=None, engine="megatron")
+            changes |= {"rollout": rollout, "router_replay": "none", "sft_optim": None}
+        return changes
+
+
+def _steady(optim: OptimConfig, distributed: bool) -> OptimConfig:
+    """Return an optimizer whose updates are in proportion to the gradients."""
+    return replace(
+        optim,
+        **{"lr": LEARNING_RATE, "min_lr": 0.0, "eps": ADAM_EPS, "decay_style": "constant"},
+        **{"warmup_steps": 0, "total_steps": 0, "wsd_decay_steps": 0},
+        distributed_optimizer=distributed,
+        overlap_param_gather=optim.overlap_param_gather and distributed,
+        megatron={} if optim.optimizer == "adam" else optim.megatron,
+    )
+
+
+def _parallel(layout: ParallelLayout, sequence_parallel: bool) -> ParallelConfig:
+    axes = {name: getattr(layout, name) for name in ("tp", "pp", "cp", "ep", "etp", "vpp", "order")}
+    return ParallelConfig(**axes, sequence_parallel=sequence_parallel)
+
+
+class RoleTraining(Training):
+    """A role's worker on this rank; see ``Training``."""
+
+    program: RoleProgram
+
+    def build(self) -> list[Any]:
+        """Return the chunks of the worker's model, or of its reference if it has no other."""
+        role, program = self.program.role, self.program
+        self.worker = role.worker(self.variant, program.micro_batches * _ROWS)
+        with self.worker.call_context("init_model"):
+            self.worker.init_model()
+        models = self.worker.model or self.worker.reference
+        return [getattr(chunk, "module", chunk) for chunk in models]
+
+    def make_optimizer(self) -> Any:
+        """Return the worker's optimizer, with the weights that the chunks have now; None if it is not trained."""
+        optimizer = self.worker.state.optimizer
+        if optimizer is not None:
+            optimizer.reload_model_params()
+        return optimizer
+
+    def forward_backward(self, step: int) -> StepValues:
+        """Compute the gradients of a step, and then the scores."""
+        metrics: dict[str, float] = {}
+        if self.optimizer is not None:
+            metrics = self._call("forward_backward", step).meta_info["metrics"]
+        rows = self.micro_batches(step)
+        first = (rows[0] - step * self.program.micro_batches) * _ROWS
+        own = slice(first, first + len(rows) * _ROWS)
+        scores = {}
+        for method in self._scoring():
+            found = self._call(method, step)
+            for name, column in () if found is None else found.batch.items():
+                scores[name] = column, own
+        gradients = self.gradients() if self.optimizer is not None else [None] * len(self.named)
+        return StepValues(gradients, metrics, scores)
+
+    def update(self, step: int) -> dict[str, float]:
+        """Make a step of the optimizer, and the trainer's update of the same batch."""
+        if self.optimizer is None:
+            return {}
+        with self.worker.call_context("optim_step"):
+            metrics: dict[str, float] = self.worker.trainer.optim_step()
+        found = {"of all parameters": metrics.pop("grad_norm"), **metrics}
+        update = "update_actor" if self.program.role.roles else "update_critic"
+        metrics = self._call(update, step).meta_info["metrics"]
+        return found | {f"{update}: {name}": value for name, value in metrics.items() if not name.endswith("mfu")}
+
+    def _scoring(self) -> list[str]:
+        if self.program.role.roles:
+            return [method for role, method in _SCORES.items() if role in self.worker.roles]
+        return ["compute_values"] if self.optimizer is not None else ["compute_rm_score"]
+
+    def _call(self, method: str, step: int) -> Any:
+        data = DataProto.concat([self.program.batch(index) for index in self.micro_batches(step)])
+        with self.worker.call_context(method):
+            return getattr(self.worker, method)(data)
+
+
+@dataclass(frozen=True)
+class RoleProgram(Program):
+    """A role of a run, as ``verify`` trains it; see ``role_programs``."""
+
+    trained_by: ClassVar[Any] = RoleTraining
+    seeded: ClassVar[bool] = True
+    scale: ClassVar[float] = 1.0
+
+    role: TrainedRole = None  # type: ignore[assignment]
+
+    @classmethod
+    def of(cls, role: TrainedRole, micro_batches: int) -> RoleProgram:
+        """Return the program of a role, with a number of micro-batches in a step over all ranks."""
+        model, worker = role.config.model, role.worker_class
+
+        def config(**fields: Any) -> Any:
+            return transformer_config(model, ParallelConfig.from_megatron_args(_Fields(fields)))
+
+        def batch(index: int) -> DataProto:
+            return _batch(index, model.vocab_size, getattr(role.config, "policy_loss", None))
+
+        lengths = _PROMPT + _RESPONSE
+        return cls(config, worker.build_model, worker.forward_step, batch, lengths, micro_batches, _ROWS, role=role)
+
+    def smaller(self, *, micro_batches: int | None = None, **fields: Any) -> RoleProgram:
+        """Return the role with fewer micro-batches, and other values of fields of its model."""
+        config = replace(self.role.config, model=replace(self.role.config.model, **fields))
+        return self.of(replace(self.role, config=config), micro_batches or self.micro_batches)
+
+    def recorded(self) -> RoleProgram:
+        """Return the role with the same rows, whole, in every micro-batch of every layout."""
+        neutral = {"share_prompts": False, "ppo_max_tokens_per_micro_batch": 0, "max_tokens_per_micro_batch": 0}
+        known = {each.name for each in dataclasses.fields(self.role.config)}
+        config = replace(self.role.config, **{name: value for name, value in neutral.items() if name in known})
+        return self.of(replace(self.role, config=config), self.micro_batches)
+
+
+class _Fields:
+    def __init__(self, fields: dict[str, Any]) -> None:
+        vars(self).update(fields)
+
+
+def _batch(index: int, vocabulary: int, policy_loss: str | None) -> DataProto:
+    """Return the rows of a micro-batch: full ones in which some tokens do not count, or padded ones with one prompt."""
+    generator = torch.Generator().manual_seed(index)
+    is_padded = index % 2 == 1
+
+    def noise(scale: float) -> torch.Tensor:
+        return torch.randn(_ROWS, _RESPONSE, generator=generator) * scale
+
+    tokens = torch.randint(0, vocabulary, (_ROWS, _PROMPT + _RESPONSE), generator=generator)
+    mask, counted = torch.ones_like(tokens), (torch.rand(_ROWS, _RESPONSE, generator=generator) < 0.7).long()
+    counted[:, 0] = 1
+    if is_padded:
+        tokens[:, :_PROMPT] = tokens[:1, :_PROMPT]
+        mask[:, : index % (_PROMPT - 1)] = 0
+        lengths = torch.randint(1, _RESPONSE + 1, (_ROWS, 1), generator=generator)
+        mask[:, _PROMPT:] = counted = (torch.arange(_RESPONSE) < lengths).long()
+    tokens = tokens * mask
+    columns = {
+        "input_ids": tokens,
+        "attention_mask": mask,
+        "responses": tokens[:, _PROMPT:].contiguous(),
+        "response_mask": counted,
+        "old_log_probs": noise(0.1) - math.log(vocabulary),
+        "rollout_log_probs": noise(0.1) - math.log(vocabulary),
+        "ref_log_prob": noise(0.1) - math.log(vocabulary),
+        "advantages": noise(1.0),
+        "importance_weights": 1.0 + noise(0.1),
+        "values": noise(0.5),
+        "returns": noise(1.0),
+    }
+    of_loss = POLICY_LOSSES[policy_loss].columns if policy_loss else ()
+    columns |= {name: noise(1.0) for name in of_loss if name not in columns}
+    return DataProto.from_dict(columns)
+
+
+def role_programs(config: RunConfig, *, most_ranks: int = 8, shrinks: bool = True) -> dict[str, RoleProgram]:
+    """Return the roles of a run as programs, by their keys in the configuration; ``role.variant`` is the layout.
+
+    A rollout is left out: it has the weights of the actor.
+
+    Args:
+        config: the configuration of the run.
+        most_ranks: axes are halved until a layout has no more ranks, or all of them are 2.
+        shrinks: whether to make models and layouts small.
+
+    Raises:
+        LayoutError: the axes of a role do not divide its pool.
+        ConfigError: a worker cannot build the small model; the message names the field.
+    """
+    found = {}
+    for each in role_workers(config, roles_of(config)):
+        if each.role is Role.Rollout:
+            continue
+        key, section = CONFIG_KEYS[each.role], each.init.kwargs["config"]
+        layout = section.parallel.layout(pool_size(config, key))
+        layout = small_layout(layout, most_ranks) if shrinks else layout
+        model = small_model(section.model, layout) if shrinks else replace(section.model, hf_path=None)
+        variant = _variant(section, layout)
+        section = replace(section, model=model, parallel=_parallel(layout, variant.sequence_parallel))
+        roles = "_".join(part for part in each.init.kwargs.get("role", "").split("_") if part != "rollout")
+        count = 2 * layout.dp * (layout.pp if layout.vpp else 1)
+        found[key] = RoleProgram.of(TrainedRole(each.init.cls, section, roles, variant), max(count, 4))
+    return found
+
+
+def _variant(section: Any, layout: ParallelLayout) -> Variant:
+    """Return a role's layout with its flags, and its text."""
+    sharded = False
+    if hasattr(section, "optim"):
+        chosen = section.optim.resolved(layout.dp * layout.cp, on_gpu=True).distributed_optimizer
+        sharded = bool(chosen) and layout.dp * layout.cp > 1
+    sequence_parallel = section.parallel.sequence_parallel and layout.tp > 1
+    sizes = {axis: layout.sizes[axis] for axis in ("tp", "pp", "cp", "dp", "ep")}
+    parts = [f"{axis}={size}" for axis, size in sizes.items() if size > 1]
+    parts += [f"etp={layout.etp}"] * (layout.etp not in (None, layout.tp) and layout.ep > 1)
+    parts += [f"vpp={layout.vpp}"] * bool(layout.vpp) + ["sp"] * sequence_parallel + ["distopt"] * sharded
+    return Variant(",".join(parts) or "one process", layout, sequence_parallel, sharded)
