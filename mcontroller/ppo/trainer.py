@@ -128,7 +128,7 @@ class RayPPOTrainer:
         directory, keep = config.trainer.default_local_dir, config.trainer.max_to_keep
         self.checkpoints = RunCheckpoints(directory, keep, self.stages.devices)
         self.preemption = Preemption(config.trainer.max_seconds)
-        self.recovery = Recovery(config.trainer)
+        self.recovery = Recovery(config.trainer, logs=resource_pool_manager.logs)
         self.global_steps = self.drawn_batches = self.num_tokens = 0
         self._stopping = self._preempted = False
         self._saved_at = time.monotonic()

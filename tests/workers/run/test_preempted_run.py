@@ -83,6 +83,8 @@ def test_stopped_or_with_a_killed_rank_a_run_goes_on_to_the_same_weights(
     assert (failure["kind"], failure["step"], failure["restarted"]) == ("WorkerDied", 2, True)
     metrics = [json.loads(line) for line in (folder / "healed" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in metrics if "train/restarts" in line] == [1, 2]
+    logged = sorted(log.name for log in (folder / "healed" / "logs").glob("*.log"))
+    assert logged == [f"actor-rank{rank}-tp{rank}-cp0-dp0-pp0.log" for rank in range(2)], logged
 
     assert SECRET not in done.stdout + done.stderr
     written = [path for run in ("out", "whole", "healed") for path in (folder / run).rglob("*")]
