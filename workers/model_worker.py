@@ -75,6 +75,7 @@ class ModelWorker(MegatronWorker):
 
     parts_needed: ClassVar[Mapping[str, tuple[str, ...]]] = {
         **dict.fromkeys(("get_megatron_rank_info", "get_megatron_global_info", "execute_func_rank_zero"), ()),
+        **dict.fromkeys(("save_to_memory", "load_from_memory"), ("params", "reference", "optimizer")),
         **dict.fromkeys(("offload", "reload", "take_memory_use", "verify_checkpoint", "wait_for_checkpoint"), ()),
         "save_checkpoint": ("params", "reference", "optimizer"),
         "load_checkpoint": ("params", "reference", "optimizer"),

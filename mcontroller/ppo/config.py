@@ -226,6 +226,9 @@ class TrainerConfig:
     """[steps] Save a checkpoint every so many steps. 0: as save_minutes says, and after the last one. -1: never."""
     save_minutes: float = 60.0
     """[minutes] With save_freq=0, save after the first step that ends so long after the last save. 0: never."""
+    memory_save_freq: int = 0
+    """[steps] Copy the state of every rank to the memory of its node and another one every so many steps; recovery from
+    a failure then loads it if it is newer than the last checkpoint. 0: never. See docs/reliability.md."""
     max_to_keep: int | None = None
     """[checkpoints] Checkpoints that are kept. None: all."""
     save_reshardable: bool = False
@@ -293,6 +296,7 @@ class TrainerConfig:
         check_at_least("trainer.critic_warmup", self.critic_warmup, 0)
         check_at_least("trainer.test_freq", self.test_freq, -1)
         check_at_least("trainer.save_freq", self.save_freq, -1)
+        check_at_least("trainer.memory_save_freq", self.memory_save_freq, 0)
         check_at_least("trainer.save_minutes", self.save_minutes, 0.0)
         check_at_least("trainer.max_seconds", self.max_seconds, 0.0)
         check_at_least("trainer.max_restarts", self.max_restarts, 0)

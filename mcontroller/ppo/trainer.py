@@ -20,6 +20,7 @@ from mcontroller.ppo.groups import RunGroups
 from mcontroller.ppo.rewards.reward import CombineRewards, Reward, RewardFunction, RewardSources
 from mcontroller.ppo.roles import Role, check_generates_alone, check_reference_sync, check_roles
 from mcontroller.ppo.saving.checkpoints import RunCheckpoints, RunState, Stateful
+from mcontroller.ppo.saving.memory import MemoryCheckpoints
 from mcontroller.ppo.saving.preemption import Preempted, Preemption
 from mcontroller.ppo.saving.recovery import Recovery
 from mcontroller.ppo.saving.run_record import BatchInFlight, read_record
@@ -127,8 +128,9 @@ class RayPPOTrainer:
         self.step = PPOStep(config, tokenizer, self.run_groups, self.stages, rewards, rollout_fn)
         directory, keep = config.trainer.default_local_dir, config.trainer.max_to_keep
         self.checkpoints = RunCheckpoints(directory, keep, self.stages.devices)
+        self.memory = MemoryCheckpoints(self.stages.devices)
         self.preemption = Preemption(config.trainer.max_seconds)
-        self.recovery = Recovery(config.trainer)
+        self.recovery = Recovery(config.trainer, logs=resource_pool_manager.logs)
         self.global_steps = self.drawn_batches = self.num_tokens = 0
         self._stopping = self._preempted = False
         self._saved_at = time.monotonic()
@@ -142,6 +144,8 @@ class RayPPOTrainer:
             ResourceError: the cluster does not have the resources of the pools; raised before any process starts.
         """
         self.run_groups.start()
+        if self.config.trainer.memory_save_freq:
+            self.memory.check(self.run_groups.trained())
         self.step.connect()
         groups = self.run_groups
         self.actor, self.rollout, self.critic = groups.actor, groups.rollout, groups.critic
@@ -208,19 +212,25 @@ class RayPPOTrainer:
         raise error
 
     def _restore(self, begin: RunState) -> None:
-        """Give every group and this trainer the state of the last checkpoint, or that of the beginning."""
+        """Give every group and this trainer the newest state, in memory or on the disk, or that of the beginning."""
         groups = self.run_groups
         broken = [name for name, group in self.groups.items() if group.broken is not None]
         self.checkpoints.abandon(broken)
-        saved = self.checkpoints.saved_step is not None or self.config.trainer.resume
+        on_disk = self.checkpoints.saved_step is not None or self.config.trainer.resume
+        in_memory = self.memory.step is not None and self.memory.step >= (self.checkpoints.saved_step or 0)
+        saved = on_disk or in_memory
         if groups.rollout is not groups.actor and {"actor", "rollout"} & {*(broken if saved else self.groups)}:
             with contextlib.suppress(GroupError):  # of connections that have ended with their processes
                 self.step.weights.close()
             self.step.weights.connect(groups.actor, groups.rollout)
         groups.restart(broken if saved else self.groups)
-        if saved:
+        if in_memory and (state := self.memory.load(groups.trained())) is not None:
+            self._continue_from(state)
+        elif on_disk:
             self.load_checkpoint()
         else:
+            if in_memory:  # and damaged
+                groups.restart(self.groups)
             self._continue_from(begin)
 
     def _train(self) -> None:
@@ -246,6 +256,7 @@ class RayPPOTrainer:
                 else:
                     self.checkpoints.finish_if_written()
                 self.log(metrics)
+                self._save_to_memory()
         self.checkpoints.finish()
         if self.config.trainer.export_hf is not None:
             with self.stages("export", self.actor.export_hf):
@@ -353,6 +364,13 @@ class RayPPOTrainer:
         for callback in self.callbacks:
             callback.saved(self, self.config.trainer.default_local_dir)
 
+    def _save_to_memory(self) -> None:
+        """Copy the state of every trained role to memory, if it is due and the run goes on."""
+        every, total = self.config.trainer.memory_save_freq, self.config.trainer.total_training_steps
+        if every and self.global_steps % every == 0 and self.global_steps < total and not self._stopping:
+            with self.stages("memory"):
+                self.memory.save(self.run_groups.trained(), self._state())
+
     def _state(self) -> RunState:
         in_flight: Sequence[BatchInFlight] = ()
         rollout: Mapping[str, Any] = {}
@@ -430,6 +448,7 @@ class RayPPOTrainer:
             [
                 ("display", self.display.close),
                 ("checkpoints", self.checkpoints.close),
+                ("memory", self.memory.close),
                 ("weights", self.step.weights.close),
                 *((f"group {role}", group.shutdown) for role, group in self.groups.items()),
                 ("pools", self.resource_pool_manager.shutdown),

@@ -23,6 +23,7 @@ from mcontroller.ray.calls.supervision import GroupProcesses
 from mcontroller.ray.detached import NAMESPACE, RecordedLease
 from mcontroller.ray.process import Identity, ProcessInfo, WorkerProcess
 from mcontroller.ray.process_handles import ProcessHandles
+from mcontroller.ray.rank_logs import write_places
 from mcontroller.ray.reservation import Bundle
 from mcontroller.ray.resource_pool import RayResourcePool, SlotLease
 from mcontroller.ray.threads import threads_of_rank
@@ -84,6 +85,8 @@ def launch(
             handles.lease = recorded
         reports = _start(handles, pool, lease, unique, options, detached)
         handles.infos = _with_threads(pool, lease, _await_infos(reports, next(iter(packed)), timeout))
+        if pool.logs is not None:
+            write_places(pool.logs, name, [info.node for info in handles.infos])
         processes = GroupProcesses(name, handles, detached=detached, state=GroupState.STARTING)
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
         call = _build(processes, pool, lease, roles.values(), packed, left)
@@ -244,7 +247,7 @@ def _identities(
             gpus, device = gpus[local_rank : local_rank + 1], 0
             environment = RankEnvironment(rank, pool.world_size)
         env = {**environment.variables(), **ray_names, "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
-        yield Identity(name, rank, env, device, infos[rank].threads, cuda)
+        yield Identity(name, rank, env, device, infos[rank].threads, cuda, pool.logs)
 
 
 _Actor: Any = ray.remote(WorkerProcess)

@@ -27,6 +27,7 @@ from mcontroller.channel.server import Reply
 from mcontroller.devices import check_torch_without_gpu, compute_capability, device_of_rank
 from mcontroller.errors import CallRejected, GroupError, WorkerError, is_before_changes
 from mcontroller.ray.node_processes import NodeProcess
+from mcontroller.ray.rank_logs import RankLog
 from mcontroller.ray.threads import chosen_threads, keep_freed_memory, set_threads, usable_cores
 from mcontroller.ray.values.handles import ArgumentFailed, ArgumentLost, fetch
 from mcontroller.ray.values.wire import Encoded, Packed, decode, encode
@@ -56,6 +57,7 @@ class Identity:
         device: index of its GPU among those that the process can see; None in a pool without GPUs.
         threads: threads that it computes with on the CPU; None for those that Ray has set.
         cuda: environment variables that CUDA reads; those that the process has already stay.
+        logs: directory of the file of its output; None for Ray's alone.
     """
 
     group: str
@@ -64,6 +66,7 @@ class Identity:
     device: int | None = None
     threads: int | None = None
     cuda: Mapping[str, str] = field(default_factory=dict)
+    logs: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +218,7 @@ class WorkerProcess:
             WorkerError: a worker's constructor raised.
         """
         self._identity, self._running = identity, "__init__"
+        log = None if identity.logs is None else RankLog.open(identity.logs, identity.group, identity.rank)
         for name, value in identity.cuda.items():
             os.environ.setdefault(name, value)
         os.environ.update(identity.env, MASTER_ADDR=rendezvous.address, MASTER_PORT=str(rendezvous.port))
@@ -232,7 +236,10 @@ class WorkerProcess:
                 raise self._error_of(role, "__init__", error) from None
             self._roles[role] = worker
             _siblings[role] = worker
-        _set_title(identity, next(iter(self._roles.values())))
+        coordinates = reported_coordinates(next(iter(self._roles.values())))
+        _set_title(identity, coordinates)
+        if log is not None:
+            log.rename(coordinates)
 
     def finish(self) -> None:
         """Call ``before_shutdown`` of the workers of every role."""
@@ -322,9 +329,9 @@ def sibling(role: str) -> Any:
     return _siblings[role]
 
 
-def _set_title(identity: Identity, worker: Any) -> None:
+def _set_title(identity: Identity, coordinates: Mapping[str, int]) -> None:
     """Show the rank in lists of processes, such as ``ray::actor rank 3 (tp=1 pp=0)``."""
-    axes = " ".join(f"{axis}={index}" for axis, index in reported_coordinates(worker).items())
+    axes = " ".join(f"{axis}={index}" for axis, index in coordinates.items())
     raylet: Any = ray._raylet
     raylet.setproctitle(f"ray::{identity.group} rank {identity.rank}" + (f" ({axes})" if axes else ""))
 

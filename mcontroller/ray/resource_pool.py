@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -88,6 +89,8 @@ class RayResourcePool(ResourcePool):
             it is set, or the CPUs that a process asks for; otherwise, without GPUs, the cores of the node divided by
             the processes of a group there, and those of a group of each other pool of one ``ResourcePoolManager``; and
             1 with GPUs or ``warm_start=False``.
+        logs: directory for a file of the output of each rank, named by group, rank and coordinates; nodes that do not
+            share it have their own. None: only Ray's files.
 
     Raises:
         ResourceError: ``process_on_nodes`` is not a list or is empty, or a count is not a positive integer.
@@ -106,6 +109,7 @@ class RayResourcePool(ResourcePool):
         channel: ChannelOptions | None = None,
         record_collectives: bool = True,
         threads: int | None = None,
+        logs: str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__(process_on_nodes, max_colocate_count)
         if threads is not None and (not isinstance(threads, int) or isinstance(threads, bool) or threads < 1):
@@ -119,6 +123,7 @@ class RayResourcePool(ResourcePool):
         self.channel = channel or ChannelOptions()
         self.record_collectives = record_collectives
         self.threads = threads
+        self.logs = None if logs is None else os.path.abspath(logs)
         self._beside: tuple[Reservation, ...] = ()
         reservation = Reservation(self.shapes, max_colocate_count, self.name_prefix, detached)
         self._parts: tuple[_Part, ...] = (_Part(reservation, 0, self.world_size),)
@@ -305,7 +310,7 @@ class RayResourcePool(ResourcePool):
         )
 
     def _kind(self) -> dict[str, object]:
-        process = ("accelerator_type", "isolate_gpus", "warm_start", "channel", "record_collectives", "threads")
+        process = ("accelerator_type", "isolate_gpus", "warm_start", "channel", "record_collectives", "threads", "logs")
         names = ("use_gpu", "max_colocate_count", "detached", *process)
         return {name: getattr(self, name) for name in names}
 
@@ -380,6 +385,7 @@ class ResourcePoolManager:
         isolate_gpus: whether each process sees only its own GPU; see ``RayResourcePool``.
         record_collectives: whether each process records its last collectives; see ``RayResourcePool``.
         threads: threads that each process computes with on the CPU; see ``RayResourcePool``.
+        logs: directory for the output of each rank; see ``RayResourcePool``.
         resource_pool_dict: the pools by name, after ``create_resource_pool``.
 
     Raises:
@@ -393,6 +399,7 @@ class ResourcePoolManager:
     isolate_gpus: bool = field(default=False, kw_only=True)
     record_collectives: bool = field(default=True, kw_only=True)
     threads: int | None = field(default=None, kw_only=True)
+    logs: str | os.PathLike[str] | None = field(default=None, kw_only=True)
     resource_pool_dict: dict[str, RayResourcePool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -426,6 +433,7 @@ class ResourcePoolManager:
             isolate_gpus=self.isolate_gpus,
             record_collectives=self.record_collectives,
             threads=self.threads,
+            logs=self.logs,
         )
 
     def get_resource_pool(self, role: Enum) -> RayResourcePool:

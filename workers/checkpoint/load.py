@@ -30,7 +30,7 @@ from workers.checkpoint.state import is_adapted, layout_of, sharded_state, weigh
 from workers.checkpoint.unpickle import check_objects, known_types, read_common, read_metadata
 from workers.train.state import TrainingState, set_random_state
 
-__all__ = ["check_checkpoint", "load_checkpoint", "open_checkpoint", "verify"]
+__all__ = ["check_checkpoint", "load_checkpoint", "load_models", "load_optimizer", "open_checkpoint", "verify"]
 
 _HEAD = "output_layer.weight"
 _CONFIG = "metadata.json"
@@ -187,9 +187,9 @@ def load_checkpoint(
     loaded = _read(state if own is None else state | {"tensors_of_optimizer": own}, checkpoint, replicas)
     for part, values in kept.items():
         loaded[part] |= values
-    _load_models(training, loaded, sources)
+    load_models(training, loaded, sources)
     merged = None if own is None else merge_optimizer_state(loaded["tensors_of_optimizer"], own, loaded["optimizer"])
-    _load_optimizer(training, merged, 0 if without_head else manifest["scheduler_steps"])
+    load_optimizer(training, merged, 0 if without_head else manifest["scheduler_steps"])
     if same_layout:
         set_random_state(loaded["random"])
 
@@ -236,7 +236,14 @@ def _sources(training: TrainingState, manifest: Manifest) -> dict[str, str]:
     return {part: source for part, source in sources.items() if part == source or "model" not in training.models}
 
 
-def _load_models(training: TrainingState, loaded: Mapping[str, Any], sources: Mapping[str, str]) -> None:
+def load_models(training: TrainingState, loaded: Mapping[str, Any], sources: Mapping[str, str]) -> None:
+    """Copy loaded weights into the models.
+
+    Args:
+        training: the models.
+        loaded: the weights of every chunk by name, by part and chunk.
+        sources: by part, the part whose names the weights have; a part without one is copied from "model".
+    """
     for part, source in sources.items():
         prefix = weight_prefix(source)
         for index, chunk in enumerate(training.models[part]):
@@ -251,7 +258,8 @@ def _load_models(training: TrainingState, loaded: Mapping[str, Any], sources: Ma
 
 
 @torch.no_grad()
-def _load_optimizer(training: TrainingState, state: Any, scheduler_steps: int) -> None:
+def load_optimizer(training: TrainingState, state: Any, scheduler_steps: int) -> None:
+    """Load the argument of ``load_state_dict`` into the optimizer, if there is one; None: start with the weights."""
     optimizer, scheduler = training.optimizer, training.scheduler
     if optimizer is None or scheduler is None:
         return

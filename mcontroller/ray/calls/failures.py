@@ -14,6 +14,7 @@ from mcontroller.errors import GroupError, WorkerDied, WorkerError
 from mcontroller.ray.node_processes import on_node, recorded_status
 from mcontroller.ray.process import ProcessInfo
 from mcontroller.ray.process_handles import ProcessEnded
+from mcontroller.ray.rank_logs import without_import_warnings
 from mcontroller.ray.warm_start import exits
 
 __all__ = ["NO_CALL", "RankFailure", "RankLabel", "first_cause", "is_follower", "tail"]
@@ -221,7 +222,7 @@ def _read_tail(paths: Sequence[str]) -> str:
         if os.path.exists(path):
             with open(path, "rb") as log:
                 log.seek(max(0, os.path.getsize(path) - LOG_BYTES))
-                written = log.read(LOG_BYTES).decode(errors="replace").splitlines()
+                written = without_import_warnings(log.read(LOG_BYTES).decode(errors="replace").splitlines())
             lines += [line for line in written if line and not line.startswith(":")][-LOG_LINES:]
     return "\n".join([*(lines or ["(empty)"]), *(line for path in paths[:1] for line in _full_disk(path))])
 

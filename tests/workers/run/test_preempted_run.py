@@ -42,10 +42,13 @@ resumed = main(["resume", "out"])
 def killed(self, *args, **kwargs):
     if self.global_steps == 1 and not self.recovery.failures:
         os.kill(self.actor.executor.processes.handles.infos[-1].pid, signal.SIGKILL)
+    elif self.recovery.failures:
+        print("again after step", self.global_steps)
     return step(self, *args, **kwargs)
 
 RayPPOTrainer.train_step = killed
-print("codes", whole, stopped, resumed, main(["train", "run.yaml", "run_dir=healed", "trainer.save_freq=1", *small]))
+healed = main(["train", "run.yaml", "run_dir=healed", "trainer.memory_save_freq=1", *small])
+print("codes", whole, stopped, resumed, healed)
 """
 
 
@@ -71,6 +74,7 @@ def test_stopped_or_with_a_killed_rank_a_run_goes_on_to_the_same_weights(
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert "codes 0 75 0 0" in done.stdout, done.stdout[-3000:] + done.stderr[-3000:]
     assert "SIGTERM: the run has ended" in done.stdout
+    assert "again after step 1\n" in done.stdout  # from memory: nothing was on the disk
     resume = f"python -m mcontroller resume {folder / 'out'}"
     assert f"step 1 of 2 is saved, 0 later steps are lost; continue with: {resume}\n" in done.stdout
     assert "resuming from step 1 of 2, saved 0 min ago" in done.stdout
@@ -83,6 +87,8 @@ def test_stopped_or_with_a_killed_rank_a_run_goes_on_to_the_same_weights(
     assert (failure["kind"], failure["step"], failure["restarted"]) == ("WorkerDied", 2, True)
     metrics = [json.loads(line) for line in (folder / "healed" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in metrics if "train/restarts" in line] == [1, 2]
+    logged = sorted(log.name for log in (folder / "healed" / "logs").glob("*.log"))
+    assert logged == ["actor-rank0-tp0-cp0-dp0-pp0.log"] and failure["logs"]
 
     assert SECRET not in done.stdout + done.stderr
     written = [path for run in ("out", "whole", "healed") for path in (folder / run).rglob("*")]
