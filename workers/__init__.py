@@ -1,6 +1,7 @@
 """Megatron-Core models and their training, as workers of a group. No controller code.
 
-Importing the package makes Megatron-Core importable on a machine without a GPU.
+Importing the package makes Megatron-Core importable on a machine without a GPU. torch is loaded when Megatron-Core is:
+configurations are read and checked without it.
 """
 
 from __future__ import annotations
@@ -8,14 +9,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from parallel_state.lazy import lazy_exports
+from parallel_state.patches.import_hook import call_before_import
 from parallel_state.requirements import require, require_importable
 
 require("torch", "megatron.core")
 
-from parallel_state import cpu  # noqa: E402  # loads torch
 
-if not cpu.install():
-    require_importable("transformer_engine")  # Megatron does not report it if that fails
+def _prepare_megatron() -> None:
+    from parallel_state import cpu  # loads torch
+
+    if not cpu.install():
+        require_importable("transformer_engine")  # Megatron does not report it if that fails
+
+
+call_before_import("megatron.core", _prepare_megatron)
 
 if TYPE_CHECKING:
     from workers.actor import ActorRolloutRefWorker as ActorRolloutRefWorker

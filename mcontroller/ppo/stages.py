@@ -14,10 +14,7 @@ from mcontroller.group import GroupMethod, WorkerGroup
 from mcontroller.ray.resource_pool import RayResourcePool
 from mcontroller.transport import Future
 
-__all__ = ["OFFLOAD_CHOICES", "OverlappingStages", "SharedDevices", "StageCall", "Stages"]
-
-
-OFFLOAD_CHOICES = ("auto", "always", "never")
+__all__ = ["OverlappingStages", "SharedDevices", "StageCall", "Stages"]
 
 
 class SharedDevices:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from mcontroller.errors import ConfigError
 from workers.communication.estimate import StepRows, Traffic, communication_of_step
 from workers.config import ActorConfig
-from workers.run.check_verb import layout_of_role, pool_size, read_roles
+from workers.run.check_report import layout_of_role, pool_size, read_roles
 
 __all__ = ["add_arguments", "run", "traffic_table"]
 

@@ -17,12 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeVar
-
-from torch import Tensor
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 from mcontroller.config.checks import check_above
 from mcontroller.config.registry import Registry
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = [
     "AGGREGATIONS",
@@ -49,7 +50,7 @@ class Weights:
     count: Tensor
 
 
-Aggregation = Callable[[Tensor, Tensor, int], Weights]
+Aggregation = Callable[["Tensor", "Tensor", int], Weights]
 """Maps the mask of this rank's tokens, the mask of all tokens, and the longest possible response to ``Weights``.
 
 Both masks are float ``[rows, response]``. They differ under context parallelism, where ranks share the tokens of a
