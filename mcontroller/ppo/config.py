@@ -20,13 +20,96 @@ from mcontroller.ppo.estimators.built_in import (
 )
 from mcontroller.ppo.estimators.registry import ADVANTAGE_ESTIMATORS, KLInReward
 from mcontroller.ppo.kl import KL_ESTIMATORS, KLControlConfig
-from mcontroller.ppo.mismatch import ImportanceConfig
-from mcontroller.ppo.selection import FilterGroupsConfig, OverlongConfig
-from mcontroller.ppo.stages import OFFLOAD_CHOICES
 
-__all__ = ["AlgorithmConfig", "DataConfig", "PPOConfig", "TrainerConfig", "ValidationConfig", "WarmUpConfig"]
+__all__ = [
+    "SCORE",
+    "AlgorithmConfig",
+    "DataConfig",
+    "FilterGroupsConfig",
+    "ImportanceConfig",
+    "MultiTurnConfig",
+    "OverlongConfig",
+    "PPOConfig",
+    "TrainerConfig",
+    "ValidationConfig",
+    "WarmUpConfig",
+]
 
 OLD_LOG_PROBS = ("auto", "policy", "rollout")
+OFFLOAD_CHOICES = ("auto", "always", "never")
+LEVELS = ("none", "token", "sequence")
+MODES = ("truncate", "mask")
+
+
+@strict_fields
+@dataclass(frozen=True, slots=True)
+class ImportanceConfig:
+    """Importance weights ``policy / rollout`` of the sampled tokens in the policy loss."""
+
+    level: str = "none"
+    """Weight of a token: its own ratio (token), the product of the ratios of its response (sequence), or none."""
+    mode: str = "truncate"
+    """Limit of the weights: truncate to threshold, or mask the tokens whose weight is outside of the limits."""
+    threshold: float = 2.0
+    """Highest weight."""
+    least: float = 0.0
+    """Lowest weight that is not masked; 0 keeps all. Only with mode=mask."""
+
+    def __post_init__(self) -> None:
+        check_one_of("algorithm.importance.level", self.level, LEVELS)
+        check_one_of("algorithm.importance.mode", self.mode, MODES)
+        check_above("algorithm.importance.threshold", self.threshold, 0.0)
+
+
+SCORE = "score"
+"""The metric that stands for the scores to train on."""
+
+
+@strict_fields
+@dataclass(frozen=True, slots=True)
+class FilterGroupsConfig:
+    """Dynamic sampling: draw other prompts in place of prompts whose responses all have the same score."""
+
+    enable: bool = False
+    """Draw again."""
+    metric: str = SCORE
+    """Values that must differ in a group: score (with length penalties), or a column of the reward such as accuracy."""
+    max_batches: int = 10
+    """[batches] Most batches of prompts that one step generates. Groups of equal scores then fill the rest of it."""
+
+    def __post_init__(self) -> None:
+        check_at_least("algorithm.filter_groups.max_batches", self.max_batches, 1)
+
+
+@strict_fields
+@dataclass(frozen=True, slots=True)
+class OverlongConfig:
+    """DAPO's soft penalty for responses that are almost, or exactly, as long as the longest possible one."""
+
+    buffer: int = 0
+    """[tokens] Tokens before ``rollout.response_length`` in which the penalty grows from 0. 0: no penalty."""
+    penalty: float = 1.0
+    """Penalty of a response of the full length, subtracted from its score."""
+
+    def __post_init__(self) -> None:
+        check_at_least("algorithm.overlong.buffer", self.buffer, 0)
+        check_at_least("algorithm.overlong.penalty", self.penalty, 0.0)
+
+
+@strict_fields
+@dataclass(frozen=True, slots=True)
+class MultiTurnConfig:
+    """Responses of several turns, between which an environment replies."""
+
+    environment: str | None = None
+    """Name of a registered environment. None: the responses have one turn."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Other keyword arguments of the environment."""
+    max_turns: int = 8
+    """[turns] Most turns of the policy in one response."""
+
+    def __post_init__(self) -> None:
+        check_at_least("multi_turn.max_turns", self.max_turns, 1)
 
 
 @strict_fields
@@ -75,7 +158,7 @@ class AlgorithmConfig:
     old_log_probs: str = "auto"
     """Log-probabilities in the denominator of the ratio: policy, rollout or auto.
 
-    policy: those of the policy before the update, computed in a pass of their own. rollout: those with which the
+    policy: of the policy before the update, computed in a separate pass. rollout: the ones with which the
     responses were sampled. auto: policy, without the pass if the update makes one optimizer step and nothing else reads
     them.
     """
@@ -224,12 +307,12 @@ class TrainerConfig:
     """[steps] Validate every so many steps and after the last one. 0: only after the last one. -1: never."""
     save_freq: int = 0
     """[steps] Save a checkpoint every so many steps. 0: as save_minutes says, and after the last one. -1: never."""
-    save_minutes: float = 60.0
+    save_minutes: float = 10.0
     """[minutes] With save_freq=0, save after the first step that ends so long after the last save. 0: never."""
     memory_save_freq: int = 0
     """[steps] Copy the state of every rank to the memory of its node and another one every so many steps; recovery from
     a failure then loads it if it is newer than the last checkpoint. 0: never. See docs/reliability.md."""
-    max_to_keep: int | None = None
+    max_to_keep: int | None = 3
     """[checkpoints] Checkpoints that are kept. None: all."""
     save_reshardable: bool = False
     """Save distributed optimizers for any layout in every save, not only in the last one of a run.

@@ -22,6 +22,7 @@ from workers.weights.fingerprints import Fingerprint, shard_fingerprints
 from workers.weights.hf.config import ModelDescription, family_at, family_of, hf_config_of
 from workers.weights.hf.family import ModelFamily
 from workers.weights.hf.files import WeightFiles, WeightWriter, finish_export, start_export
+from workers.weights.hf.hub import local_directory
 from workers.weights.hf.names import OUTPUT_LAYER, hf_shards, model_family, names_of
 from workers.weights.resharding import BucketMemory, Wanted, WholeTensors, tensor_in, tensors_in
 from workers.weights.resharding_schedule import TensorInBucket, places_in_bucket
@@ -59,7 +60,7 @@ def load_hf(
     with before_changes():
         family = raise_on_every_rank(lambda: family_at(path) or model_family(chunks))
         shards = raise_on_every_rank(lambda: hf_shards(chunks, context, family, complete=False))
-        files = raise_on_every_rank(lambda: WeightFiles(Path(path)))
+        files = raise_on_every_rank(lambda: WeightFiles(Path(local_directory(path))))
         shapes = {name: shape for theirs in all_gather_values(_shapes(shards)) for name, shape in theirs.items()}
         head = (family or ModelFamily).value_head
         left = {head} if head in shapes and head not in files.names else set[str]()
@@ -113,7 +114,7 @@ class CheckpointTensors:
     """
 
     def __init__(self, path: str | os.PathLike[str], bucket_bytes: int) -> None:
-        self._files, self._bucket_bytes = WeightFiles(Path(path)), bucket_bytes
+        self._files, self._bucket_bytes = WeightFiles(Path(local_directory(path))), bucket_bytes
         self._names = sorted(name for name in self._files.names if not name.endswith(_DERIVED))
 
     def buckets(self, memory: BucketMemory, wanted: Wanted = "all") -> Iterator[list[TensorInBucket]]:

@@ -85,6 +85,13 @@ def test_a_record_without_a_usable_prompt_is_rejected_with_its_line(row, message
         PromptRows(records({"prompt": "a"}, row), ProblemsConfig(), Letters(), 9)
 
 
+def test_an_answer_column_that_no_record_has_is_rejected_with_those_there_are():
+    rows = records({"prompt": "a", "answer": "b"}, {"prompt": "c", "level": 2})
+    with pytest.raises(ConfigError, match="no such column; did you mean answer\\?; it has prompt, answer, level"):
+        PromptRows(rows, ProblemsConfig(answer_key="anser"), Letters(), 5)
+    assert PromptRows(records({"prompt": "a"}), ProblemsConfig(), Letters(), 5)[0]["answer"] is None
+
+
 def test_demonstrations_teach_the_answer_and_the_end_alone():
     prompts = PromptRows(records({"prompt": "1+1", "answer": "2"}), ProblemsConfig(), Letters(), 4)
     shown = Demonstrations(prompts, 3)[0]
