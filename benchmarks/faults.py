@@ -46,7 +46,7 @@ from mcontroller.trackers import Samples
 from workers.actor import ActorRolloutRefWorker
 from workers.run.config import RunConfig, read_run_config
 from workers.run.parts import make_parts
-from workers.run.train_verb import make_trainer
+from workers.run.training import make_trainer
 
 DEADLINE = 15.0
 """[s] Deadline of calls: after it a rank that is stopped or waits for ever is found."""
