@@ -315,8 +315,8 @@ class WorkerGroup(Generic[W_co]):
     def restart(self, timeout: float | None = 600.0) -> None:
         """Start the ranks again, with workers constructed from the same arguments, in slots of the same pool.
 
-        The group is the same object with the same options, and so are those of other roles of its processes. What the
-        workers had is lost: build and load their models again. Futures and batches that were not read before raise
+        The group is the same object with the same options, and so are the groups of its other roles. What the workers
+        had is lost: build and load their models again. Futures and batches that were not read before raise
         GroupBroken. A group that works is ended first, as by a failure.
 
         Args:

@@ -293,7 +293,7 @@ class Executor(Protocol):
         """End all ranks, and construct the workers again from their init arguments, in other processes.
 
         Args:
-            timeout: deadline in seconds, for ranks that are processes of their own; None for none.
+            timeout: deadline in seconds, for ranks that are separate processes; None for none.
         """
 
     def shutdown(self, timeout: float | None = None) -> None:

@@ -119,7 +119,7 @@ class PreparedCall:
 
         With the result ``concat``, DataProtos are joined in the order of the caller's rows, without padding rows.
         DataProtos that have only ``meta_info`` are joined as ``DataProto.concat`` does, but a key of ``meta_info``
-        whose values differ keeps that of the first returning rank. In a list, padding rows are dropped from every
+        whose values differ keeps the value of the first returning rank. In a list, padding rows are dropped from every
         DataProto.
 
         Args:
@@ -354,7 +354,7 @@ def _arguments(values: Mapping[Key, Any]) -> Arguments:
 
 
 def _sendable(value: Any, executor: Executor) -> Any:
-    """Return what no transport, or another one, passes on as a value that is here; any other value unchanged."""
+    """Return what no transport, or another one, passes on as a local value; any other value unchanged."""
     if isinstance(value, Future):
         return value.get()
     if isinstance(value, DataProto) and any(each.transport != executor.transport for each in value.remote):

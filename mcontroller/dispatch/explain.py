@@ -38,7 +38,7 @@ class RankExplanation:
         padding: how many of the rows, the last ones, are padding.
         bytes: size of its arguments, without values that are still on the workers.
         returns: whether its value is returned.
-        unknown_bytes: whether it also fetches values that are kept elsewhere, whose size is not known here.
+        unknown_bytes: whether it also fetches values that are kept elsewhere, of unknown size.
     """
 
     rank: int
@@ -93,7 +93,7 @@ class Explanation:
         sent, stored = _size_text(self.sent_bytes, unknown), _size_text(self.stored_bytes, False)
         tail = f"{sent} read by all ranks, {stored} stored"
         if unknown:
-            tail += "; the size of columns on workers is not known here"
+            tail += "; the size of columns on workers is not known in the controller"
         crossing = locality(self.plan.topology).lines()
         return "\n".join([f"{head}, {returning} return as {self.plan.spec.result}", *lines, tail, *crossing])
 
@@ -156,7 +156,7 @@ def _size_text(size: int, unknown: bool) -> str:
 
 
 def _axes_with_several_ranks(topology: Topology) -> list[str]:
-    """Return the axes on which ranks differ; those of the expert grid only if there are several groups of experts."""
+    """Return the axes on which ranks differ; expert axes only if there are several groups of experts."""
     experts = topology.expert_axes if topology.sizes.get("ep", 1) > 1 else ()
     return [axis for axis in dict.fromkeys((*topology.dense_axes, *experts)) if topology.sizes[axis] > 1]
 

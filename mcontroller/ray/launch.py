@@ -18,7 +18,6 @@ from mcontroller.channel.address import ChannelKeys
 from mcontroller.errors import CallTimeout, ConfigError, ResourceError
 from mcontroller.ray.calls.call import GroupCall
 from mcontroller.ray.calls.failures import RankFailure, RankLabel, first_cause
-from mcontroller.ray.calls.states import GroupState
 from mcontroller.ray.calls.supervision import GroupProcesses
 from mcontroller.ray.detached import NAMESPACE, RecordedLease
 from mcontroller.ray.process import Identity, ProcessInfo, WorkerProcess
@@ -76,24 +75,23 @@ def launch(
     packed = {role: _pack_init(init) for role, init in roles.items()}
     lease = pool.lease(name)
     unique = f"{name}/{uuid.uuid4().hex[:8]}"
-    handles = ProcessHandles(lease, pool.channel)
+    handles = ProcessHandles(lease.release, pool.channel)
     deadline = None if timeout is None else time.monotonic() + timeout
     recorded: RecordedLease | None = None
     try:
         if detached:
             recorded = RecordedLease(unique, lease, {role: init.cls for role, init in roles.items()})
-            handles.lease = recorded
+            handles.release = recorded.release
         reports = _start(handles, pool, lease, unique, options, detached)
         handles.infos = _with_threads(pool, lease, _await_infos(reports, next(iter(packed)), timeout))
         if pool.logs is not None:
             write_places(pool.logs, name, [info.node for info in handles.infos])
-        processes = GroupProcesses(name, handles, detached=detached, state=GroupState.STARTING)
+        processes = GroupProcesses(name, handles, detached=detached)
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
         call = _build(processes, pool, lease, roles.values(), packed, left)
         with _progress(name, len(call.ranks)) as show:
-            show(processes, call)
-            processes.settle(call)
-        processes.change(GroupState.READY)
+            show(call)
+            call.check()
         if recorded is not None:
             recorded.complete(handles)
         processes.launch_again = lambda limit: launch(
@@ -198,8 +196,8 @@ def _build(
     rendezvous = processes.handles.infos[0].rendezvous
     cuda = _cuda_variables(inits, processes.handles.infos) if pool.use_gpu else {}
     identities = _identities(pool, processes.name, lease, processes.handles.infos, cuda)
-    arguments = [Arguments((each, rendezvous, classes)) for each in identities]
-    return processes.call_processes(next(iter(packed)), "__init__", "build", arguments, timeout)
+    arguments = {rank: Arguments((each, rendezvous, classes)) for rank, each in enumerate(identities)}
+    return processes.send(next(iter(packed)), "__init__", arguments, timeout=timeout, of_process="build")
 
 
 def _with_threads(pool: RayResourcePool, lease: SlotLease, infos: Sequence[ProcessInfo]) -> list[ProcessInfo]:
@@ -228,7 +226,7 @@ def _identities(
 ) -> Iterator[Identity]:
     """Yield the identity of every rank, with the variables that torchrun would set and the GPUs that it can see.
 
-    LOCAL_RANK is the index of the rank's GPU among those that it can see: those of its group on its node, or only its
+    LOCAL_RANK is the index of the rank's GPU among the GPUs that it can see: all of its group on its node, or only its
     own. A rank that sees only its own is alone on its node for torch: LOCAL_RANK is 0 and LOCAL_WORLD_SIZE is 1. Ranks
     of a pool without GPUs see none.
     """
@@ -258,7 +256,7 @@ _Actor: Any = ray.remote(WorkerProcess)
 def _progress(name: str, ranks: int) -> Iterator[Any]:
     """Show a progress bar of the ranks that have started, if standard error is a terminal."""
     if not sys.stderr.isatty():
-        yield lambda processes, call: None
+        yield lambda call: None
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -267,8 +265,8 @@ def _progress(name: str, ranks: int) -> Iterator[Any]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(f"starting {name}", total=ranks)
 
-        def show(processes: GroupProcesses, call: GroupCall) -> None:
-            while not processes.wait(call, 0.2):
+        def show(call: GroupCall) -> None:
+            while not call.wait(0.2):
                 bar.update(task, completed=ranks - len(call.pending))
 
         yield show
