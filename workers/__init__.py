@@ -50,10 +50,14 @@ if TYPE_CHECKING:
     from workers.model.placement import place_chunks as place_chunks
     from workers.model_worker import ModelWorker as ModelWorker
     from workers.reward import RewardModelWorker as RewardModelWorker
+    from workers.train.batches import TokenBatch as TokenBatch
+    from workers.train.losses import masked_sum as masked_sum
+    from workers.train.losses import value_loss as value_loss
     from workers.weights.hf.family import ModelFamily as ModelFamily
     from workers.weights.hf.family import register_model_family as register_model_family
     from workers.weights.hf.model import export_hf as export_hf
     from workers.weights.hf.model import hf_tensors as hf_tensors
     from workers.weights.hf.model import load_hf as load_hf
+    from workers.weights.transfer.weight_transfer import WeightTransfer as WeightTransfer
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__)

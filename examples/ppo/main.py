@@ -2,7 +2,7 @@
 
 python -m examples.ppo.main [layout=8] [seed=1] [key.of.a.field=value ...]
 
-It is ``mcontroller train examples/ppo/config.yaml`` with a picture of the curves at the end.
+It is ``mcontroller train examples/ppo/config.yaml`` with the held-out accuracy at the end.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from mcontroller.ppo.data import BatchStream as BatchStream
     from mcontroller.ppo.data import UpdateRules as UpdateRules
     from mcontroller.ppo.data import collate as collate
+    from mcontroller.ppo.data import supervised_rows as supervised_rows
     from mcontroller.ppo.datasets.config import DatasetConfig as DatasetConfig
     from mcontroller.ppo.datasets.config import ProblemsConfig as ProblemsConfig
     from mcontroller.ppo.datasets.prompts import Demonstration as Demonstration
@@ -59,6 +60,8 @@ if TYPE_CHECKING:
     from mcontroller.ppo.losses.registry import POLICY_LOSSES as POLICY_LOSSES
     from mcontroller.ppo.losses.registry import PolicyLoss as PolicyLoss
     from mcontroller.ppo.losses.registry import register_policy_loss as register_policy_loss
+    from mcontroller.ppo.mismatch import importance_weights as importance_weights
+    from mcontroller.ppo.mismatch import mismatch_metrics as mismatch_metrics
     from mcontroller.ppo.rewards.config import RewardFunctionConfig as RewardFunctionConfig
     from mcontroller.ppo.rewards.config import RewardsConfig as RewardsConfig
     from mcontroller.ppo.rewards.configured import FunctionRewards as FunctionRewards

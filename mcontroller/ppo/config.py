@@ -68,7 +68,7 @@ SCORE = "score"
 @strict_fields
 @dataclass(frozen=True, slots=True)
 class FilterGroupsConfig:
-    """Dynamic sampling: draw further prompts in place of those whose responses all have the same score."""
+    """Dynamic sampling: draw other prompts in place of prompts whose responses all have the same score."""
 
     enable: bool = False
     """Draw again."""
@@ -104,7 +104,7 @@ class MultiTurnConfig:
     environment: str | None = None
     """Name of a registered environment. None: the responses have one turn."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Further keyword arguments of the environment."""
+    """Other keyword arguments of the environment."""
     max_turns: int = 8
     """[turns] Most turns of the policy in one response."""
 
@@ -158,7 +158,7 @@ class AlgorithmConfig:
     old_log_probs: str = "auto"
     """Log-probabilities in the denominator of the ratio: policy, rollout or auto.
 
-    policy: those of the policy before the update, computed in a pass of their own. rollout: those with which the
+    policy: of the policy before the update, computed in a separate pass. rollout: the ones with which the
     responses were sampled. auto: policy, without the pass if the update makes one optimizer step and nothing else reads
     them.
     """
@@ -307,9 +307,9 @@ class TrainerConfig:
     """[steps] Validate every so many steps and after the last one. 0: only after the last one. -1: never."""
     save_freq: int = 0
     """[steps] Save a checkpoint every so many steps. 0: as save_minutes says, and after the last one. -1: never."""
-    save_minutes: float = 60.0
+    save_minutes: float = 10.0
     """[minutes] With save_freq=0, save after the first step that ends so long after the last save. 0: never."""
-    max_to_keep: int | None = None
+    max_to_keep: int | None = 3
     """[checkpoints] Checkpoints that are kept. None: all."""
     save_reshardable: bool = False
     """Save distributed optimizers for any layout in every save, not only in the last one of a run.

@@ -70,7 +70,7 @@ def mismatch_metrics(data: DataProto) -> dict[str, float]:
     if not policy.numel():
         return {}
     kl = float((rollout - policy).mean())
-    difference = rollout.exp_().sub_(policy.exp_()).abs_()  # in place: the controller has all tokens of a batch here
+    difference = rollout.exp_().sub_(policy.exp_()).abs_()  # in place: the controller has all tokens of a batch
     return {
         "training/rollout_probs_diff_mean": float(difference.mean()),
         "training/rollout_probs_diff_max": float(difference.max()),

@@ -65,7 +65,7 @@ GROUPS: Mapping[Role, tuple[str, Mapping[str, Any]]] = {
     Role.Critic: ("critic", {}),
     Role.RewardModel: ("reward", {}),
 }
-"""The group's name and further arguments of a role's workers, in the order in which groups start."""
+"""The group's name and other arguments of a role's workers, in the order in which groups start."""
 
 
 @dataclass(frozen=True)
@@ -310,7 +310,7 @@ def check_generates_alone(
     if others:
         raise ConfigError(
             f"{_KEY} is {staleness}, and Role.Rollout shares the pool {pool!r} with {', '.join(others)}, with which it "
-            "takes turns: give it a pool of its own, with pools.rollout.process_on_nodes in the configuration of a run "
+            "takes turns: give it a separate pool, with pools.rollout.process_on_nodes in the configuration of a run "
             f"or the mapping in a program of your own; or set {_KEY}=0",
             key=_KEY,
             value=staleness,
@@ -318,7 +318,7 @@ def check_generates_alone(
 
 
 def _check_transfer(config: PPOConfig, actor: Any, rollout: Any) -> None:
-    """Raise ConfigError if the weights of the actor cannot become those of the rollout.
+    """Raise ConfigError if the weights of the actor cannot become the weights of the rollout.
 
     Args:
         config: the configuration of the run.
@@ -349,7 +349,7 @@ def _check_colocated(pools: ResourcePoolManager, actor: Role, rollout: Role) -> 
     if pools.use_gpu and nodes > 1 and pool == pools.mapping.get(actor):
         raise ConfigError(
             f"{actor} and {rollout} share the GPUs of pool {pool!r} on {nodes} nodes, and weights travel between "
-            f"groups that share GPUs within one node only: give {rollout} a pool of its own (pools.rollout), let the "
+            f"groups that share GPUs within one node only: give {rollout} a separate pool (pools.rollout), let the "
             "processes of the actor generate (Role.ActorRollout; in a file, no section rollout), or use one node",
             key="role_worker_mapping",
             value=pool,

@@ -52,7 +52,7 @@ class GroupFilter:
         """Add the responses to a batch of prompts.
 
         Args:
-            batch: rows with the non-tensor column ``uid``; those of a group are neighbors.
+            batch: rows with the non-tensor column ``uid``; the rows of a group are neighbors.
             reward: their reward.
 
         Raises:
@@ -124,7 +124,7 @@ def penalized(reward: Reward, response_mask: Tensor, config: OverlongConfig, lim
 
     With ``L`` the longest possible response and ``b`` the buffer, a response of ``l`` tokens loses
     ``penalty * clip((l - (L - b)) / b, 0, 1)`` (Yu et al., 2025, arXiv:2503.14476, equation 13). The tokens of an
-    environment between those of the policy count, because they take room too.
+    environment between the tokens of the policy count, because they take room too.
 
     Args:
         reward: the reward of a batch.

@@ -82,8 +82,8 @@ class SharedDevices:
         """Free the memory that a call of this method does not need, on the devices of its group."""
         if not self.are_shared(method.group):
             return
-        further = {"communicators": True} if self.communicators else {}
-        leaving = [other.offload.options(blocking=False)(**further) for other in self.neighbors(method.group)]
+        options = {"communicators": True} if self.communicators else {}
+        leaving = [other.offload.options(blocking=False)(**options) for other in self.neighbors(method.group)]
         leaving.append(method.group.offload.options(blocking=False)(keep_for=method.name))
         for call in leaving:
             call.get()
@@ -265,7 +265,7 @@ class Stages:
     """The stages of a step: ``with stages("generate", actor.generate_sequences): ...``. They do not nest.
 
     A stage hands the memory of shared devices to the group that it calls, and adds the seconds of its block to its
-    name; those of handing over are added to the stage ``offload``. Stages that do not depend on each other run at the
+    name, and the seconds of handing over to the stage ``offload``. Stages that do not depend on each other run at the
     same time in a block of ``overlapping``.
 
     Args:

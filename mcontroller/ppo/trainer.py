@@ -29,12 +29,14 @@ from mcontroller.ppo.summary import experience_metrics, mean_of_parts
 from mcontroller.ppo.validation import validate
 from mcontroller.ray.resource_pool import ResourcePoolManager
 from mcontroller.ray.worker_group import MegatronRayWorkerGroup
-from mcontroller.trackers import Rewinds, Tracker
+from mcontroller.trackers import TRAIN, Rewinds, Tracker
 
 __all__ = ["RayPPOTrainer", "restart_rollout"]
 
 _logger = logging.getLogger(__name__)
 
+WARM_UP = "warm_up"
+"""The phase of the supervised steps, for trackers."""
 SAMPLES_PER_STEP = 16
 """Rows of the table of samples that trackers log at every step."""
 
@@ -43,22 +45,22 @@ class RayPPOTrainer:
     """PPO over groups of workers, from one process.
 
     Args:
-        config: the configuration of the run; those of the workers are passed to them.
+        config: the configuration of the run; the sections of the workers are passed to them.
         tokenizer: its ``eos_token_id`` and ``pad_token_id`` are passed to generation.
         role_worker_mapping: the worker class of every role: ``ActorRolloutRef``; or ``ActorRollout`` and
-            ``RefPolicy``; or ``Actor`` and ``Rollout`` in groups of their own, and ``RefPolicy``. ``Critic`` if the
+            ``RefPolicy``; or ``Actor`` and ``Rollout`` in separate groups, and ``RefPolicy``. ``Critic`` if the
             advantage estimator needs one; ``RewardModel`` if there is one.
         resource_pool_manager: the pools, and the pool of each role.
         ray_worker_group_cls: called with ``(pool, class with arguments, name_prefix=...)`` to start a group.
         reward_fn: the reward of the responses to train on. None: the scores of the reward model.
         val_reward_fn: the reward of the responses to held-out problems; ``reward_fn`` by default.
         train_dataset: problems; a row has ``input_ids`` and ``attention_mask`` ``[prompt]``, padded on the left, and
-            any further columns, which are passed to ``reward_fn``.
+            any other columns, which are passed to ``reward_fn``.
         val_dataset: held-out problems, in the same form. None: no validation.
         warm_up_dataset: demonstrations for the supervised phase: rows of ``input_ids``, ``attention_mask`` and
             ``loss_mask`` ``[seq]``.
-        combine_rewards: makes one score of those of ``reward_fn`` and of the reward model, if there are both, such as
-            ``weighted_sum(rule=1.0, model=0.5)``; ``rule_only`` for a ``reward_fn`` that reads ``rm_scores`` itself.
+        combine_rewards: makes one score of that of ``reward_fn`` and that of the reward model, if there are both, such
+            as ``weighted_sum(rule=1.0, model=0.5)``; ``rule_only`` for a ``reward_fn`` that reads ``rm_scores`` itself.
         rollout_fn: your program's own rollout loop, such as ``MultiTurnRollout`` with tools. None: one call.
         stateful: objects of your program by name, such as a data loader of your own: their ``state_dict()`` is saved
             with every checkpoint, and passed to ``load_state_dict`` by a run that resumes.
@@ -208,7 +210,7 @@ class RayPPOTrainer:
         raise error
 
     def _restore(self, begin: RunState) -> None:
-        """Give every group and this trainer the state of the last checkpoint, or that of the beginning."""
+        """Give every group and this trainer the state of the last checkpoint, or of the beginning."""
         groups = self.run_groups
         broken = [name for name, group in self.groups.items() if group.broken is not None]
         self.checkpoints.abandon(broken)
@@ -277,7 +279,7 @@ class RayPPOTrainer:
         """Run one step of PPO on a batch of problems and return its metrics.
 
         With ``trainer.max_staleness=1``, the responses to these problems are generated during the step, which trains
-        on those of the step before. With ``algorithm.filter_groups``, further batches of problems are drawn.
+        on the responses of the step before. With ``algorithm.filter_groups``, more batches of problems are drawn.
         """
         started, stages, step = time.perf_counter(), self.stages, self.step
         stages.drop_step()
@@ -306,12 +308,12 @@ class RayPPOTrainer:
                 metrics = mean_of_parts(self.actor.update_sft(batches[step]))
             self.step.weights.changed()
             self.display.step(metrics)
-            self.log(metrics, step + 1)
+            self.log(metrics, step + 1, WARM_UP)
         if self.reference is not None:
             self.reference.sync_reference()
 
     def validate(self) -> dict[str, float]:
-        """Return the statistics of scores and further columns of responses to the held-out problems.
+        """Return the statistics of scores and other columns of responses to the held-out problems.
 
         See ``validation_metrics``.
         """
@@ -325,10 +327,10 @@ class RayPPOTrainer:
 
     # ---- metrics and checkpoints -----------------------------------------------------------------------------------
 
-    def log(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Log the metrics of a step with every tracker, by default of the last one."""
+    def log(self, metrics: Mapping[str, float], step: int | None = None, phase: str = TRAIN) -> None:
+        """Log the metrics of a step of a phase with every tracker, by default of the last one."""
         for tracker in self.trackers:
-            tracker.log(metrics, self.global_steps if step is None else step)
+            tracker.log(metrics, self.global_steps if step is None else step, phase)
 
     def show_samples(self, reward: Reward) -> None:
         """Show decoded samples of this step, and log a table of them with every tracker."""

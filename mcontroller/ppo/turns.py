@@ -35,7 +35,7 @@ class Conversation:
 
     Attributes:
         prompt: token ids of the prompt, without padding.
-        problem: the further columns of the problem, such as ``answer`` and ``record``.
+        problem: the other columns of the problem, such as ``answer`` and ``record``.
         tokens: token ids of the response.
         own: for each token, 1 if the policy sampled it, 0 if it is the environment's.
         log_probs: for each token, that of the policy when it sampled it; 0 for the environment's.
@@ -152,7 +152,7 @@ class MultiTurnRollout:
         """Return the responses to problems.
 
         Args:
-            problems: ``input_ids`` and ``attention_mask`` ``[rows, prompt]`` and further columns, which the
+            problems: ``input_ids`` and ``attention_mask`` ``[rows, prompt]`` and other columns, which the
                 environment can read; ``meta_info`` of ``generate_sequences``.
             generate: ``generate_sequences``.
 

@@ -24,7 +24,7 @@ from workers.generate.engines import ROLLOUT_ENGINES
 from workers.memory.estimate import Memory, host_memory
 from workers.model.gpu_defaults import max_connections
 from workers.run.config import MAIN_POOL, RunConfig, read_run_config
-from workers.run.parts import make_parts, roles_of
+from workers.run.parts import chosen_lines, make_parts, roles_of
 from workers.run.pools import pool_names, pool_nodes, pools_of, role_layouts
 from workers.run.role_calls import CallMemory, Lengths, RoleConfig, calls_of_run
 
@@ -53,15 +53,17 @@ def report(arguments: argparse.Namespace) -> int:
         lines += [*_locality_lines(config), *_resource_lines(config)]
         pools = pool_names(config)
     reference = not isinstance(config, RunConfig) or reads_reference(config, roles_of(config))
-    lines += _role_lines(roles, sizes, reference)
-    calls = calls_of_run(roles, sizes, _lengths(config, roles), fused=arguments.layers == "transformer_engine")
+    on_gpu = not isinstance(config, RunConfig) or config.pool.use_gpu
+    lines += _role_lines(roles, sizes, reference, on_gpu)
+    layers = arguments.layers or ("transformer_engine" if on_gpu else "local")
+    calls = calls_of_run(roles, sizes, _lengths(config, roles), fused=layers == "transformer_engine")
     calls = [call for call in calls if reference or call.role != "reference"]
-    sys.stdout.write("\n".join([*lines, "", memory_table(calls, pools), ""]))
+    sys.stdout.write("\n".join([*lines, "", memory_table(calls, pools, on_gpu=on_gpu), ""]))
     return 0
 
 
 def _generating_lines(config: Any, roles: Mapping[str, RoleConfig], sizes: Mapping[str, int]) -> Iterator[str]:
-    """A line for the role that generates: how many of its GPUs do."""
+    """A line for the role that generates: how many of its GPUs, or processes, do."""
     for key, role in roles.items():
         if not isinstance(role, ActorConfig) or key == "ref" or (key != "rollout" and "rollout" in roles):
             continue
@@ -69,7 +71,8 @@ def _generating_lines(config: Any, roles: Mapping[str, RoleConfig], sizes: Mappi
         used = ROLLOUT_ENGINES.get_or_raise(role.rollout.engine).gpus_used(
             role, shards, _nodes(config, key, sizes[key])
         )
-        yield f"{key}: {used} of {sizes[key]} GPUs generate"
+        unit = "processes" if isinstance(config, RunConfig) and not config.pool.use_gpu else "GPUs"
+        yield f"{key}: {used} of {sizes[key]} {unit} generate"
 
 
 def _nodes(config: Any, key: str, world_size: int) -> list[str]:
@@ -107,12 +110,12 @@ def read_roles(arguments: argparse.Namespace) -> tuple[Any, dict[str, RoleConfig
 
 
 def _problems(config: Any) -> list[str]:
-    """Return a line for each data set of a run, after everything that a run reads has been read and checked."""
+    """Return lines for the data sets and defaults of a run, after all that it reads has been read and checked."""
     if not isinstance(config, RunConfig):
         return []
     parts = make_parts(config)
     parts.try_rewards(in_process=True)
-    return parts.problem_lines()
+    return [*parts.problem_lines(), *chosen_lines(config)]
 
 
 def pool_size(config: Any, role: str) -> int:
@@ -143,12 +146,13 @@ def _lengths(config: Any, roles: dict[str, RoleConfig]) -> Lengths:
     return Lengths(0, longest, 0)
 
 
-def memory_table(calls: Sequence[CallMemory], pools: Mapping[str, str] | None = None) -> str:
+def memory_table(calls: Sequence[CallMemory], pools: Mapping[str, str] | None = None, *, on_gpu: bool = True) -> str:
     """Return a table with a row for every call, of the stage that needs the most memory, in units of 2**30 bytes.
 
     Args:
         calls: the calls.
         pools: the name of the pool of each role, by its key. None: all are in one.
+        on_gpu: whether the memory is that of GPUs, which roles share; otherwise it is that of processes.
     """
     rows = [("role", "call", "stage", *_COLUMNS, "total")]
     for call in calls:
@@ -157,6 +161,8 @@ def memory_table(calls: Sequence[CallMemory], pools: Mapping[str, str] | None = 
         rows.append((call.role, call.call, str(call.most), *(f"{size / _GB:.2f}" for size in (*sizes, memory.total))))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    if not on_gpu:
+        return "\n".join(["GB (2**30 bytes) in a process of the stage that needs the most", *lines])
     of_pool: dict[str, list[CallMemory]] = {}
     for call in calls:
         of_pool.setdefault((pools or {}).get(call.key, MAIN_POOL), []).append(call)
@@ -182,16 +188,21 @@ def _sums(calls: Sequence[CallMemory]) -> str:
     return f"{handed / _GB:.2f} GB with trainer.offload=auto, {never / _GB:.2f} GB with trainer.offload=never"
 
 
-def _role_lines(roles: Mapping[str, RoleConfig], sizes: Mapping[str, int], reference: bool) -> Iterator[str]:
+def _role_lines(
+    roles: Mapping[str, RoleConfig], sizes: Mapping[str, int], reference: bool, on_gpu: bool
+) -> Iterator[str]:
     """Return the lines of all roles.
 
     Args:
         roles: configurations by key.
         sizes: ranks of each group, by the same keys.
         reference: whether the run has a reference policy.
+        on_gpu: whether the lines are those of GPUs too.
     """
     for key, config in roles.items():
         yield f"{key}: collectives fail after {key}.timeout_s = {config.timeout_s:g} s"
+        if not on_gpu:
+            continue
         value, reason = max_connections(config.parallel, None)
         if value is not None:
             yield f"{key}: CUDA_DEVICE_MAX_CONNECTIONS={value} on GPUs before compute capability 10.0: {reason}"

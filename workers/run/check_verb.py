@@ -26,8 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--layers",
         choices=("transformer_engine", "local"),
-        default="transformer_engine",
-        help="implementation of the layers; default: transformer_engine, as on a GPU",
+        help="implementation of the layers; default: transformer_engine on GPUs, local with pool.use_gpu=false",
     )
 
 

@@ -10,11 +10,13 @@ import argparse
 import shutil
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from mcontroller.group import WorkerGroup
-from mcontroller.ppo.saving.run_record import read_record
 from workers.run.conversion import add_layout_arguments, check_new_directory, on_workers
 from workers.run.resume_verb import config_of_run
+
+if TYPE_CHECKING:
+    from mcontroller.group import WorkerGroup
 
 __all__ = ["add_arguments", "run"]
 
@@ -31,6 +33,8 @@ def run(arguments: argparse.Namespace) -> int:
     check_new_directory(arguments.hf)
     config = config_of_run(arguments.directory, [])
     checkpoints = config.trainer.default_local_dir
+    from mcontroller.ppo.saving.run_record import read_record  # with torch
+
     record = read_record(Path(checkpoints))
     target = str(Path(arguments.hf).resolve())
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from mcontroller.config.load import CollectedErrors
 from mcontroller.errors import ConfigError
+from mcontroller.ppo.config import TrainerConfig
 from mcontroller.ppo.data import BatchStream
 from mcontroller.ppo.datasets.prompts import Demonstrations, PromptRows
 from mcontroller.ppo.datasets.sources import Records, load_records
@@ -29,7 +31,7 @@ from workers.run.config import RunConfig
 from workers.run.conversion import check_new_directory
 from workers.run.pools import check_layout, pool_errors, pools_of, role_layouts
 
-__all__ = ["RunParts", "make_parts", "policy_loss_line", "roles_of"]
+__all__ = ["RunParts", "chosen_lines", "make_parts", "roles_of"]
 
 
 @dataclass(frozen=True)
@@ -81,10 +83,43 @@ class RunParts:
             answer = row["answer"]
             response = answer if isinstance(answer, str) else ""
             samples.append({**row["record"], "prompt": row["prompt"], "answer": answer, "response": response})
-        self.rewards.check(samples, must_apply=self.combine is None, here=in_process)
+        self.rewards.check(samples, must_apply=self.combine is None, in_process=in_process)
 
 
-def policy_loss_line(config: ActorConfig) -> str:
+def chosen_lines(config: RunConfig) -> list[str]:
+    """Return what follows from defaults: the policy loss, the mini-batches, and when a run is saved, with the keys."""
+    return [_policy_loss_line(config.actor_rollout_ref), *_mini_batch_lines(config), _saving_line(config.trainer)]
+
+
+def _mini_batch_lines(config: RunConfig) -> Iterator[str]:
+    """Yield a line for each trained role whose optimizer steps do not have the rows that it sets."""
+    n = config.actor_rollout_ref.rollout.n if config.rollout is None else config.rollout.rollout.n
+    rows = config.data.train_batch_size * n
+    critic = config.critic if ADVANTAGE_ESTIMATORS[config.algorithm.adv_estimator].needs_critic else None
+    for key, role in (("actor_rollout_ref", config.actor_rollout_ref), ("critic", critic)):
+        if role is None or rows % (size := role.ppo_mini_batch_prompts * n or role.ppo_mini_batch_size) == 0:
+            continue
+        steps = -(-rows // size)
+        each = f"{rows // steps} or {-(-rows // steps)}" if rows % steps else str(rows // steps)
+        yield (
+            f"{key}: the {rows} responses of a step ({config.data.train_batch_size} problems x {n}) are divided into "
+            f"{steps} mini-batch{'es' if steps > 1 else ''} of {each}: ppo_mini_batch_size={size} does not divide them"
+        )
+
+
+def _saving_line(trainer: TrainerConfig) -> str:
+    """Return when a run is saved, what is lost at most, and how many checkpoints are kept."""
+    if trainer.save_freq > 0:
+        when = f"every {trainer.save_freq} steps (trainer.save_freq)"
+    elif trainer.save_freq == 0 and trainer.save_minutes:
+        when = f"after the step that ends {trainer.save_minutes:g} minutes after the last (trainer.save_minutes)"
+    else:
+        when = "at the end alone (trainer.save_freq, trainer.save_minutes): a run that is killed loses everything"
+    kept = "all are kept" if trainer.max_to_keep is None else f"the last {trainer.max_to_keep} are kept"
+    return f"checkpoints: {when}; {kept} (trainer.max_to_keep)"
+
+
+def _policy_loss_line(config: ActorConfig) -> str:
     """Return the policy loss of a run, with its average and its limits, also if they are the loss's own."""
     low, high = config.clip_limits()
     average = config.loss_agg_mode or POLICY_LOSSES[config.policy_loss].loss_agg_mode

@@ -16,11 +16,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from mcontroller.curves import draw_curves
 from mcontroller.errors import DataError
 from mcontroller.files import replace_text
+from mcontroller.ppo.display import without_zeros
 from mcontroller.ppo.saving.run_record import RECORD, read_record
 from mcontroller.ppo.trainer import RayPPOTrainer
-from mcontroller.trackers import Samples
+from mcontroller.trackers import TRAIN, Samples
 from workers.run.config import RunConfig
 
 __all__ = ["RunReport"]
@@ -45,7 +47,7 @@ class RunReport:
         self._began = time.perf_counter()
         self._results: dict[str, float] = {}
         self._process: dict[str, Any] = {
-            "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+            "command": shlex.join([Path(sys.argv[0]).name.replace("__main__.py", "mcontroller"), *sys.argv[1:]]),
             "commit": _commit(),
             "versions": _versions(),
             "host": socket.gethostname(),
@@ -104,13 +106,23 @@ class RunReport:
         for name, seconds in [*rows, ("other", wall - sum(stages.values()))]:
             table.add_row(name, f"{seconds:.1f}", f"{seconds / wall:.0%}")
         self._console.print(table)
-        self._print(f"run directory: {self._directory}")
+        self._print(f"run directory: {self._directory}{self._curves()}")
+
+    def _curves(self) -> str:
+        """Draw the curves of the run, and return what its last line says of them."""
+        if not (self._directory / "metrics.jsonl").is_file():
+            return " (curves.png needs the tracker jsonl)"
+        try:
+            return f", with {draw_curves(self._directory).name}"
+        except ImportError:
+            return " (for curves.png: pip install matplotlib)"
 
     # ---- a tracker -------------------------------------------------------------------------------------------------
 
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
+    def log(self, metrics: Mapping[str, float], step: int, phase: str = TRAIN) -> None:
         """Keep the results."""
-        self._results |= {name: value for name, value in metrics.items() if name.startswith(RESULTS)}
+        found = {name: value for name, value in metrics.items() if name.startswith(RESULTS)}
+        self._results |= without_zeros(found)
 
     def log_samples(self, samples: Samples, step: int) -> None:
         """Do nothing."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,7 +27,7 @@ from mcontroller.ppo.saving.run_record import read_record
 from mcontroller.ppo.trainer import RayPPOTrainer
 from mcontroller.trackers import Run, Tracker, make_trackers
 from workers.run.config import CONFIG_FILE, RunConfig
-from workers.run.parts import RunParts, make_parts, policy_loss_line, roles_of
+from workers.run.parts import RunParts, chosen_lines, make_parts, roles_of
 from workers.run.pools import pools_of
 from workers.run.run_report import RunReport
 
@@ -69,7 +71,7 @@ def train(config: RunConfig, console: Console) -> Path:
     _check_unused(directory, config)
     config = config.within(directory)
     parts = make_parts(config)
-    for line in (*parts.problem_lines(), policy_loss_line(config.actor_rollout_ref)):
+    for line in (*parts.problem_lines(), *chosen_lines(config)):
         console.print(line, highlight=False, soft_wrap=True)
     try:
         parts.try_rewards()
@@ -133,14 +135,32 @@ def start_ray(config: RunConfig) -> None:
     if cluster.address is not None:
         ray.init(address=cluster.address, log_to_driver=False)
         return
-    ray.init(
-        address="local",
-        num_cpus=cluster.num_cpus or pools_of(config, roles_of(config)).get_n_slots(),
-        object_store_memory=cluster.object_store_memory,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.WARNING,
-    )
+    with _children_in_new_sessions():
+        ray.init(
+            address="local",
+            num_cpus=cluster.num_cpus or pools_of(config, roles_of(config)).get_n_slots(),
+            object_store_memory=cluster.object_store_memory,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.WARNING,
+        )
+
+
+_new_sessions = threading.Event()
+os.register_at_fork(after_in_child=lambda: os.setsid() if _new_sessions.is_set() else None)
+
+
+@contextmanager
+def _children_in_new_sessions() -> Iterator[None]:
+    """Start the processes of Ray outside of this process group.
+
+    A scheduler sends SIGTERM to the whole group: Ray would end before this process has saved the run with it.
+    """
+    _new_sessions.set()
+    try:
+        yield
+    finally:
+        _new_sessions.clear()
 
 
 @contextmanager

@@ -19,9 +19,9 @@ __all__ = ["Demonstration", "Demonstrations", "PromptRows", "prompt_text"]
 
 
 class PromptRows:
-    """Rows of ``input_ids`` and ``attention_mask`` ``[prompt]``, int64, padded on the left, and further objects.
+    """Rows of ``input_ids`` and ``attention_mask`` ``[prompt]``, int64, padded on the left, and other objects.
 
-    The further objects are ``prompt``, the text, ``answer``, None if the record lacks it, and ``record``, all columns.
+    The other objects are ``prompt``, the text, ``answer``, None if the record lacks it, and ``record``, all columns.
     All prompts are encoded once. Those that are longer than ``prompt_length`` are dropped. A prompt that is a text, and
     does not go through the chat template, begins with the tokenizer's ``text_prefix``, such as BOS.
 

@@ -28,7 +28,7 @@ class Recorder:
     def __init__(self) -> None:
         self.lines: list[tuple[int, dict[str, float]]] = []
 
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
+    def log(self, metrics: Mapping[str, float], step: int, phase: str) -> None:
         kept = {name: value for name, value in metrics.items() if not name.startswith(VARYING)}
         self.lines.append((step, kept))
 

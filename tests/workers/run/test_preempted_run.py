@@ -22,6 +22,7 @@ VERBS = """
 import os
 import signal
 import sys
+import time
 from mcontroller.cli.main import main
 from mcontroller.ppo.trainer import RayPPOTrainer
 
@@ -31,11 +32,14 @@ whole = main(["train", "run.yaml", "run_dir=whole", *small])
 step = RayPPOTrainer.train_step
 
 def signalled(self, *args, **kwargs):
-    os.kill(os.getpid(), signal.SIGTERM)
+    global sent
+    sent = time.monotonic()
+    os.killpg(os.getpgrp(), signal.SIGTERM)  # as a scheduler does: to every process of the job
     return step(self, *args, **kwargs)
 
 RayPPOTrainer.train_step = signalled
 stopped = main(["train", "run.yaml", "run_dir=out", *small])
+print("ended after", time.monotonic() - sent)
 RayPPOTrainer.train_step = step
 resumed = main(["resume", "out"])
 
@@ -68,9 +72,10 @@ def test_stopped_or_with_a_killed_rank_a_run_goes_on_to_the_same_weights(
     before = names_in_shared_folders()
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | dict.fromkeys(SECRETS, SECRET)
     command = [sys.executable, "-c", VERBS]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, start_new_session=True)
     assert "codes 0 75 0 0" in done.stdout, done.stdout[-3000:] + done.stderr[-3000:]
     assert "SIGTERM: the run has ended" in done.stdout
+    assert float(done.stdout.split("ended after ")[1].split()[0]) < 30  # a step, a save, and the end of Ray
     resume = f"python -m mcontroller resume {folder / 'out'}"
     assert f"step 1 of 2 is saved, 0 later steps are lost; continue with: {resume}\n" in done.stdout
     assert "resuming from step 1 of 2, saved 0 min ago" in done.stdout
@@ -82,7 +87,7 @@ def test_stopped_or_with_a_killed_rank_a_run_goes_on_to_the_same_weights(
     [failure] = map(json.loads, (folder / "healed" / "checkpoints" / FAILURES).read_text().splitlines())
     assert (failure["kind"], failure["step"], failure["restarted"]) == ("WorkerDied", 2, True)
     metrics = [json.loads(line) for line in (folder / "healed" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in metrics if "train/restarts" in line] == [1, 2]
+    assert [line["global_step"] for line in metrics if "train/restarts" in line] == [1, 2]
 
     assert SECRET not in done.stdout + done.stderr
     written = [path for run in ("out", "whole", "healed") for path in (folder / run).rglob("*")]

@@ -66,9 +66,9 @@ def test_a_run_from_the_readme_is_trained_resumed_exported_and_converted(folder)
     from safetensors.torch import load_file
 
     lines = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines if "train/right" in line] == [1, 2]
+    assert [line["global_step"] for line in lines if "train/right" in line] == [1, 2]
     samples = [json.loads(line) for line in (folder / "out" / "samples.jsonl").read_text().splitlines()]
-    assert {sample["step"] for sample in samples} == {1, 2} and samples[0]["prompt"].startswith("u ")
+    assert {sample["global_step"] for sample in samples} == {1, 2} and samples[0]["prompt"].startswith("u ")
     assert "data.train: 64 prompts" in done.stdout and "step 2 of out is in" in done.stdout
     assert "policy_loss=ppo: loss_agg_mode=token-mean, clip_ratio_low=0.2, clip_ratio_high=0.2" in done.stdout
     trained, again = (load_file(folder / name / "model.safetensors") for name in ("trained", "again"))
