@@ -47,7 +47,11 @@ class _Before(importlib.abc.MetaPathFinder):
         if fullname != self._name:
             return None
         sys.meta_path.remove(self)
-        self._function()
+        try:
+            self._function()
+        except BaseException:
+            sys.meta_path.insert(0, self)
+            raise
         return importlib.util.find_spec(fullname)  # by the finders that the function may have added
 
 
