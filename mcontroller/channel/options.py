@@ -34,6 +34,10 @@ class ChannelOptions:
 
     It is logged once, and again when the ranks wait for something else."""
 
+    fail_stuck: bool = False
+    """Fail such a call, as after a deadline, if its ranks still wait for the same twice as long after the report, or
+    after ten times ``report_after`` in any case."""
+
     def __post_init__(self) -> None:
         if self.ports is not None and not 0 < self.ports[0] < self.ports[1] - 1 < 65535:
             raise ConfigError(

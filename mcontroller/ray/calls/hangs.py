@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import ray
 
+from mcontroller.channel.options import ChannelOptions
 from mcontroller.channel.queries import ask
 from mcontroller.errors import CallTimeout
 from mcontroller.ray.calls.call import GroupCall
@@ -33,6 +34,9 @@ _FROZEN = {"T": "is stopped by a signal", "t": "is stopped by a debugger", "Z": 
 
 AGAIN_SECONDS = 5.0
 """Time after which ranks that wait are looked at again, to see whether they still wait for the same."""
+
+FAIL_LOOKS = 10
+"""A call fails after so many times ``report_after``, if stuck calls fail."""
 
 QUICK_SECONDS = 0.3
 """Time in which most processes answer; of the others it is first found out whether they are stopped or have ended."""
@@ -135,21 +139,22 @@ def report_if_late(
     call: GroupCall,
     infos: Sequence[ProcessInfo],
     coordinates: Sequence[Mapping[str, int]],
-    every: float | None,
+    options: ChannelOptions,
     timeout: float,
 ) -> None:
     """Log who waits for whom in a call that has had no answer for long: once, and again when it is another wait.
 
-    A wait is logged if two looks see the same: ranks of a call that makes progress wait too, but not for long.
+    A wait is logged if two looks see the same: ranks of a call that makes progress wait too, but not for long. If they
+    wait for the same much later, and ``options.fail_stuck``, the deadline of the call is now.
 
     Args:
         call: the call.
         infos: where the process of every rank runs.
         coordinates: index on each axis, by rank; empty if unknown.
-        every: seconds between looks; None: do nothing.
+        options: the seconds between looks, and what follows from them.
         timeout: seconds to wait for the answers of the processes.
     """
-    now, left = time.monotonic(), call.remaining()
+    now, left, every = time.monotonic(), call.remaining(), options.report_after
     if every is None or (left is not None and left < 2 * timeout):  # then the deadline reports it
         return
     is_new = call.waits not in ("", call.reported)
@@ -159,6 +164,9 @@ def report_if_late(
     late = sorted(call.pending)
     hang = look_at_ranks(infos, coordinates, call.ranks, late, timeout)
     call.looked = time.monotonic()
+    stuck = hang.report and hang.report == call.reported  # since the look before, at least twice ``every`` ago
+    if options.fail_stuck and (stuck or now - call.started >= FAIL_LOOKS * every):
+        call.timeout = call.looked - call.started
     if hang.report and hang.report == call.waits != call.reported:
         call.reported = hang.report
         who = f"{call.role}.{call.method} has no answer from {len(late)} of {len(call.ranks)} ranks"

@@ -428,8 +428,10 @@ class GroupProcesses:
                 raise _Failed
             if end is not None and time.monotonic() >= end:
                 return False
-            every = self.handles.options.report_after
-            report_if_late(call, self.handles.infos, self.coordinates.get(call.role, ()), every, QUERY_SECONDS)
+            options, coordinates = self.handles.options, self.coordinates.get(call.role, ())
+            report_if_late(call, self.handles.infos, coordinates, options, QUERY_SECONDS)
+            if call.remaining() == 0.0:
+                return False
 
     def _has_news(self, call: GroupCall, lost: int) -> bool:
         return bool(not call.pending or self._errors or self._restored) or len(self._lost) != lost
