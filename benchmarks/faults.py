@@ -28,7 +28,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -232,7 +232,7 @@ class Faults(Callback):
 
     def step_ended(self, trainer: Any, metrics: dict[str, float]) -> None:
         now = time.monotonic()
-        self.seconds, self._ended = min(now - self._ended, 5.0), now
+        self.seconds, self._ended = min(now - self._ended, self.seconds), now  # of the shortest step
         digests = trainer.actor.digest()
         step, trial = trainer.global_steps, self._running
         if self.is_reference:
@@ -253,7 +253,8 @@ class Faults(Callback):
     def restarted(self, trainer: Any, failure: Any) -> None:
         trial = self._running
         assert trial is not None
-        trial.known = trial.known or failure.time - trial.at
+        first = next(each for each in trainer.recovery.failures if each.time >= trial.at)
+        trial.known = first.time - trial.at
         rank = failure.details.get("rank", failure.details.get("ranks"))
         trial.named = f"{failure.kind}, {failure.role} rank {rank}"
         trial.again = time.time() - trial.at
@@ -303,7 +304,7 @@ def of_ranks(folder: Path, names: list[str], repeats: int, seed: int) -> list[Tr
     ray.init("local", num_cpus=4, object_store_memory=300_000_000, include_dashboard=False, logging_level="ERROR",
              log_to_driver=False)  # fmt: skip
     reference = Faults([], [], seed)
-    train(folder / "undisturbed", reference, total_steps(4 * len(plan) + 4), "trainer.memory_save_freq=0")
+    train(folder / "undisturbed", reference, total_steps(8 * len(plan) + 8), "trainer.memory_save_freq=0")
     disturbed = Faults(reference.expected, plan, seed)
     try:
         train(folder / "disturbed", disturbed)
@@ -341,6 +342,7 @@ OF_THE_DRIVER = {
     "SIGKILL of the driver, then resume": signal.SIGKILL,
     "SIGTERM in a step, then resume": signal.SIGTERM,
     "SIGINT in a step, then resume": signal.SIGINT,
+    "disk full (as root), then space and resume": None,
 }
 
 
@@ -350,14 +352,17 @@ def of_the_driver(folder: Path, names: list[str], repeats: int, seed: int) -> li
     expected = Program(folder / "whole").finish()
     trials = []
     for fault in names * repeats:
-        program = Program(folder / f"driver{len(trials)}")
+        number = OF_THE_DRIVER[fault]
+        program = Program(folder / f"driver{len(trials)}", disk=number is None)
         while len(program.steps()) < 3:
             time.sleep(0.01)
         time.sleep(draw.uniform(0.0, 0.5))
         trial = Trial(fault, at=time.time())
-        os.kill(program.process.pid, OF_THE_DRIVER[fault])
-        code = program.process.wait()
-        trial.known, trial.named = time.time() - trial.at, f"exit code {code}"
+        with program.full_disk() if number is None else contextlib.nullcontext():
+            if number is not None:
+                os.kill(program.process.pid, number)
+            trial.named = f"exit code {program.process.wait()}"
+        trial.known = time.time() - trial.at
         while program.left() and time.time() - trial.at < 30:
             time.sleep(0.1)
         trial.left, done = len(program.left()), len(program.steps())
@@ -371,6 +376,8 @@ def of_the_driver(folder: Path, names: list[str], repeats: int, seed: int) -> li
             time.sleep(0.01)
         trial.again = time.time() - trial.at
         trial.exact = program.finish() == expected
+        if number is None:
+            subprocess.run(["umount", "--lazy", str(program.checkpoints)], check=True)
         trials.append(trial)
         print(json.dumps(dataclasses.asdict(trial)), flush=True)
     return trials
@@ -379,9 +386,13 @@ def of_the_driver(folder: Path, names: list[str], repeats: int, seed: int) -> li
 class Program:
     """``mcontroller train`` of six steps in a process of its own."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, disk: bool = False) -> None:
         self.folder, self.mark = folder, f"FAULTS_RUN={folder}"
+        self.checkpoints = folder / "run" / "checkpoints"
         folder.mkdir(parents=True)
+        if disk:
+            self.checkpoints.mkdir(parents=True)
+            subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "none", str(self.checkpoints)], check=True)
         (folder / "run.yaml").write_text(CONFIG)
         self.start(
             "train", str(folder / "run.yaml"), f"run_dir={folder / 'run'}", total_steps(6), "trainer.save_freq=2"
@@ -393,6 +404,14 @@ class Program:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "mcontroller", *arguments], env=environment, stdout=output, stderr=output
             )
+
+    @contextlib.contextmanager
+    def full_disk(self) -> Iterator[None]:
+        with open(self.checkpoints / "other", "wb", buffering=0) as file, contextlib.suppress(OSError):
+            while True:
+                file.write(bytes(4096))
+        yield
+        (self.checkpoints / "other").unlink()
 
     def output(self) -> list[str]:
         return (self.folder / "output").read_text().splitlines()
@@ -414,7 +433,7 @@ class Program:
         """Wait for the end, and return the SHA-256 of the shards of the last checkpoint."""
         if self.process.wait():
             raise SystemExit("\n".join(self.output()))
-        manifest = self.folder / "run" / "checkpoints" / "actor" / "global_step_6" / "manifest.json"
+        manifest = self.checkpoints / "actor" / "global_step_6" / "manifest.json"
         files = json.loads(manifest.read_text())["files"]
         return {name: entry["sha256"] for name, entry in files.items() if name.endswith(".distcp")}
 
