@@ -28,7 +28,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import ray
 import torch
+from ray.cluster_utils import Cluster
 from rich.console import Console
 from rich.table import Table
 
@@ -50,6 +51,8 @@ from workers.run.training import make_trainer
 
 DEADLINE = 15.0
 """[s] Deadline of calls: after it a rank that is stopped or waits for ever is found."""
+
+ADDRESSES = ("127.0.0.11", "127.0.0.12", "127.0.0.13")
 
 CONFIG = """
 pool: {process_on_nodes: [4], use_gpu: false}
@@ -194,6 +197,7 @@ class Faults(Callback):
     def __init__(self, expected: list[list[str]], plan: list[str], seed: int) -> None:
         self.expected, self.plan, self.draw = expected, plan, random.Random(seed)
         self.trials: list[Trial] = []
+        self.is_reference = not plan
         self.seconds = 1.0
         self.held: Any = None
         self._ended = time.monotonic()
@@ -228,10 +232,10 @@ class Faults(Callback):
 
     def step_ended(self, trainer: Any, metrics: dict[str, float]) -> None:
         now = time.monotonic()
-        self.seconds, self._ended = min(now - self._ended, 5.0), now
+        self.seconds, self._ended = min(now - self._ended, self.seconds), now  # of the shortest step
         digests = trainer.actor.digest()
         step, trial = trainer.global_steps, self._running
-        if len(self.expected) < step:
+        if self.is_reference:
             self.expected.append(digests)
         if trial is not None and trial.at and (trial.known is not None or time.time() - trial.at > 3 * self.seconds):
             trial.exact = digests == self.expected[step - 1]
@@ -239,10 +243,9 @@ class Faults(Callback):
             self.trials.append(trial)
             self._running = self.held = None
             print(json.dumps(dataclasses.asdict(trial)), flush=True)
-        if self._running is None:
-            if not self.plan:
-                trainer.stop()
-                return
+        if self._running is None and self.trials and not self.plan:
+            trainer.stop()
+        elif self._running is None and self.plan:
             self._running = Trial(self.plan.pop())
             if self._running.fault != IN_SAVE:
                 self._after(self.draw.uniform(0.0, self.seconds))
@@ -250,7 +253,8 @@ class Faults(Callback):
     def restarted(self, trainer: Any, failure: Any) -> None:
         trial = self._running
         assert trial is not None
-        trial.known = trial.known or failure.time - trial.at
+        first = next(each for each in trainer.recovery.failures if each.time >= trial.at)
+        trial.known = first.time - trial.at
         rank = failure.details.get("rank", failure.details.get("ranks"))
         trial.named = f"{failure.kind}, {failure.role} rank {rank}"
         trial.again = time.time() - trial.at
@@ -300,16 +304,142 @@ def of_ranks(folder: Path, names: list[str], repeats: int, seed: int) -> list[Tr
     ray.init("local", num_cpus=4, object_store_memory=300_000_000, include_dashboard=False, logging_level="ERROR",
              log_to_driver=False)  # fmt: skip
     reference = Faults([], [], seed)
-    total = f"trainer.total_training_steps={4 * len(plan) + 4}"
-    reference.plan = []
-    reference.step_ended = lambda trainer, metrics: reference.expected.append(trainer.actor.digest())  # type: ignore[method-assign]
-    train(folder / "undisturbed", reference, total, "trainer.memory_save_freq=0")
+    train(folder / "undisturbed", reference, total_steps(8 * len(plan) + 8), "trainer.memory_save_freq=0")
     disturbed = Faults(reference.expected, plan, seed)
     try:
         train(folder / "disturbed", disturbed)
     finally:
         ray.shutdown()
     return disturbed.trials
+
+
+RAYLET = "SIGKILL of a raylet, with a spare node"
+
+
+def of_nodes(folder: Path, repeats: int, seed: int) -> list[Trial]:
+    """Return the trials of the loss of a node: two ranks on each of two of three nodes, two CPUs each."""
+    trials = []
+    expected: list[list[str]] = []
+    for number in range(-1, repeats):
+        small = {"object_store_memory": 100_000_000}
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, **small})
+        nodes = {each: cluster.add_node(num_cpus=2, node_ip_address=each, **small) for each in ADDRESSES}
+        ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+
+        def lose_node(faults: Faults, draw: random.Random, nodes: Any = nodes, cluster: Any = cluster) -> None:
+            cluster.remove_node(nodes[draw.choice(faults.trainer.actor.executor.nodes)], allow_graceful=False)
+
+        OF_RANKS[RAYLET] = lose_node
+        faults = Faults(expected, [RAYLET] if number >= 0 else [], seed + number)
+        train(folder / f"nodes{number}", faults, "pool.process_on_nodes=[2, 2]", total_steps(6 if number < 0 else 1000))
+        trials += faults.trials
+        ray.shutdown()
+        cluster.shutdown()
+    return trials
+
+
+OF_THE_DRIVER = {
+    "SIGKILL of the driver, then resume": signal.SIGKILL,
+    "SIGTERM in a step, then resume": signal.SIGTERM,
+    "SIGINT in a step, then resume": signal.SIGINT,
+    "disk full (as root), then space and resume": None,
+}
+
+
+def of_the_driver(folder: Path, names: list[str], repeats: int, seed: int) -> list[Trial]:
+    """Return the trials of signals to the program of a run with checkpoints every two steps of six."""
+    draw = random.Random(seed)
+    expected = Program(folder / "whole").finish()
+    trials = []
+    for fault in names * repeats:
+        number = OF_THE_DRIVER[fault]
+        program = Program(folder / f"driver{len(trials)}", disk=number is None)
+        while len(program.steps()) < 3:
+            time.sleep(0.01)
+        time.sleep(draw.uniform(0.0, 0.5))
+        trial = Trial(fault, at=time.time())
+        with program.full_disk() if number is None else contextlib.nullcontext():
+            if number is not None:
+                os.kill(program.process.pid, number)
+            trial.named = f"exit code {program.process.wait()}"
+        trial.known = time.time() - trial.at
+        while program.left() and time.time() - trial.at < 30:
+            time.sleep(0.1)
+        trial.left, done = len(program.left()), len(program.steps())
+        program.start("resume", str(program.folder / "run"))
+        while not any("resuming from step" in line for line in program.output()):
+            time.sleep(0.01)
+        saved = next(line for line in program.output() if "resuming from step" in line)
+        trial.lost = max(done - int(saved.split()[3]), 0)
+        lines = len(program.steps())
+        while len(program.steps()) <= min(lines, 5) and program.process.poll() is None:
+            time.sleep(0.01)
+        trial.again = time.time() - trial.at
+        trial.exact = program.finish() == expected
+        if number is None:
+            subprocess.run(["umount", "--lazy", str(program.checkpoints)], check=True)
+        trials.append(trial)
+        print(json.dumps(dataclasses.asdict(trial)), flush=True)
+    return trials
+
+
+class Program:
+    """``mcontroller train`` of six steps in a process of its own."""
+
+    def __init__(self, folder: Path, disk: bool = False) -> None:
+        self.folder, self.mark = folder, f"FAULTS_RUN={folder}"
+        self.checkpoints = folder / "run" / "checkpoints"
+        folder.mkdir(parents=True)
+        if disk:
+            self.checkpoints.mkdir(parents=True)
+            subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "none", str(self.checkpoints)], check=True)
+        (folder / "run.yaml").write_text(CONFIG)
+        self.start(
+            "train", str(folder / "run.yaml"), f"run_dir={folder / 'run'}", total_steps(6), "trainer.save_freq=2"
+        )
+
+    def start(self, *arguments: str) -> None:
+        environment = os.environ | dict([self.mark.split("=", 1)])
+        with open(self.folder / "output", "w") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "mcontroller", *arguments], env=environment, stdout=output, stderr=output
+            )
+
+    @contextlib.contextmanager
+    def full_disk(self) -> Iterator[None]:
+        with open(self.checkpoints / "other", "wb", buffering=0) as file, contextlib.suppress(OSError):
+            while True:
+                file.write(bytes(4096))
+        yield
+        (self.checkpoints / "other").unlink()
+
+    def output(self) -> list[str]:
+        return (self.folder / "output").read_text().splitlines()
+
+    def steps(self) -> list[str]:
+        path = self.folder / "run" / "metrics.jsonl"
+        return path.read_text().splitlines() if path.exists() else []
+
+    def left(self) -> list[int]:
+        """Return the processes that this one and its children have started, whoever their parent is."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):
+                if self.mark.encode() in path.read_bytes().split(b"\0"):
+                    found.append(int(path.parent.name))
+        return found
+
+    def finish(self) -> dict[str, str]:
+        """Wait for the end, and return the SHA-256 of the shards of the last checkpoint."""
+        if self.process.wait():
+            raise SystemExit("\n".join(self.output()))
+        manifest = self.checkpoints / "actor" / "global_step_6" / "manifest.json"
+        files = json.loads(manifest.read_text())["files"]
+        return {name: entry["sha256"] for name, entry in files.items() if name.endswith(".distcp")}
+
+
+def total_steps(number: int) -> str:
+    return f"trainer.total_training_steps={number}"
 
 
 def show(trials: list[Trial]) -> None:
@@ -342,12 +472,22 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="print the names of the faults")
     arguments = parser.parse_args()
     if arguments.list:
-        print("\n".join(OF_RANKS))
+        print("\n".join([*OF_RANKS, RAYLET, *OF_THE_DRIVER]))
         return
-    names = arguments.fault or list(OF_RANKS)
+    names = arguments.fault or [*OF_RANKS, RAYLET, *OF_THE_DRIVER]
+    if unknown := set(names) - {*OF_RANKS, RAYLET, *OF_THE_DRIVER}:
+        parser.error(f"there is no fault {unknown.pop()!r}; --list prints them")
     folder = Path(tempfile.mkdtemp(prefix="faults-"))
     try:
-        show(of_ranks(folder, names, arguments.repeats, arguments.seed))
+        trials: list[Trial] = []
+        rest = arguments.repeats, arguments.seed
+        if chosen := [name for name in names if name in OF_RANKS]:
+            trials += of_ranks(folder, chosen, *rest)
+        if chosen := [name for name in names if name in OF_THE_DRIVER]:
+            trials += of_the_driver(folder, chosen, *rest)
+        if RAYLET in names:
+            trials += of_nodes(folder, *rest)
+        show(trials)
     except MControllerError as error:
         print(f"{type(error).__name__}: {error}")
         sys.exit(1)

@@ -34,6 +34,10 @@ class ChannelOptions:
 
     It is logged once, and again when the ranks wait for something else."""
 
+    fail_stuck: bool = False
+    """Fail such a call, as after a deadline, if its ranks still wait for the same twice as long after the report, or
+    after ten times ``report_after`` in any case."""
+
     watch_every: float | None = 1.0
     """[s] Time between two questions to every process whether it answers; None: do not ask.
 

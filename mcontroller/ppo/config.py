@@ -349,6 +349,11 @@ class TrainerConfig:
     object_store."""
     weight_timeout: float = 600.0
     """[s] A transfer of weights from Role.Actor to Role.Rollout fails if it has not ended by then."""
+    patience: float = 0.0
+    """[s] Report who waits for whom in a stage that takes longer; if the ranks wait for the same twice as long after
+    that, or after ten times as long in any case, the step fails. 0: report after 60 s, and never fail."""
+    patience_factor: float = 10.0
+    """Times the slowest run of the stage so far, in place of ``patience`` if it is more."""
     max_restarts: int = 3
     """[restarts in an hour] Go on after a process died, hung or was lost: restart the groups that broke, and load the
     last checkpoint; without one, begin again. Counted for each cause. 0: end the run at the first failure."""
@@ -382,6 +387,8 @@ class TrainerConfig:
         check_at_least("trainer.memory_save_freq", self.memory_save_freq, 0)
         check_at_least("trainer.save_minutes", self.save_minutes, 0.0)
         check_at_least("trainer.max_seconds", self.max_seconds, 0.0)
+        check_at_least("trainer.patience", self.patience, 0.0)
+        check_at_least("trainer.patience_factor", self.patience_factor, 0.0)
         check_at_least("trainer.max_restarts", self.max_restarts, 0)
         check_at_least("trainer.ref_sync_steps", self.ref_sync_steps, 0)
         check_above("trainer.ref_sync_mix", self.ref_sync_mix, 0.0)

@@ -122,7 +122,9 @@ class RayPPOTrainer:
         self.callbacks = callbacks
         self.display = display or Display()
         self.train_batches = BatchStream(train_dataset, config.data.train_batch_size, config.data.seed)
-        self.stages = Stages(SharedDevices(config.trainer.offload, config.trainer.offload_communicators))
+        options = config.trainer
+        devices = SharedDevices(options.offload, options.offload_communicators)
+        self.stages = Stages(devices, options.patience, options.patience_factor)
         self.run_groups = RunGroups(
             *(config, role_worker_mapping, resource_pool_manager, ray_worker_group_cls, self.stages, self.display)
         )

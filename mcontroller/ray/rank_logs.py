@@ -4,7 +4,7 @@ A process of each rank gets what the rank writes to its standard output and erro
 everything on to where it went before (Ray's files, from which Ray prints lines in the driver, and folds equal ones),
 and adds it to the file of the rank. It outlives the rank, so that the file has the last line before a crash.
 
-This file runs as a script without any package; it imports the standard library alone.
+This file runs as a script without any package: at its start, it imports the standard library alone.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import heapq
 import json
+import logging
 import os
 import re
 import selectors
@@ -50,12 +51,22 @@ class RankLog(NamedTuple):
     coordinates: Mapping[str, int]
 
     @classmethod
-    def open(cls, directory: str, role: str, rank: int) -> RankLog:
-        """Copy the output of this process to the file of its rank, from now on; those of earlier starts stay in it."""
+    def open(cls, directory: str, role: str, rank: int) -> RankLog | None:
+        """Copy the output of this process to the file of its rank, from now on; those of earlier starts stay in it.
+
+        Returns:
+            None, after a warning, if this node cannot write into the directory.
+        """
         name = role.replace("/", "_")
-        Path(directory).mkdir(parents=True, exist_ok=True)
-        earlier = [log for log in find_logs(Path(directory)) if (log.role, log.rank) == (name, rank)]
-        log = earlier[0] if earlier else cls(Path(directory, f"{name}-rank{rank}.log"), name, rank, {})
+        try:
+            Path(directory).mkdir(parents=True, exist_ok=True)
+            earlier = [log for log in find_logs(Path(directory)) if (log.role, log.rank) == (name, rank)]
+            log = earlier[0] if earlier else cls(Path(directory, f"{name}-rank{rank}.log"), name, rank, {})
+            log.path.touch()
+        except OSError as error:
+            text = "%s rank %d has no file of its output in %s: %s. Ray's files of the process have it"
+            logging.getLogger(__name__).warning(text, role, rank, directory, error)
+            return None
         pipes = [os.pipe(), os.pipe()]
         reads = [read for read, _ in pipes]
         command = [sys.executable, "-I", "-S", __file__, str(log.path), *map(str, reads)]
@@ -130,9 +141,18 @@ def merged_lines(logs: Sequence[RankLog], offsets: dict[str, int]) -> Iterator[L
 
 
 def write_places(directory: str, role: str, nodes: Sequence[str]) -> None:
-    """Record the node of every rank of a group: its file is there, if the nodes do not share the directory."""
-    Path(directory).mkdir(parents=True, exist_ok=True)
-    Path(directory, role.replace("/", "_") + PLACES).write_text(json.dumps(list(nodes)))
+    """Record the node of every rank of a group: its file is there, if the nodes do not share the directory.
+
+    Raises:
+        DataError: the directory cannot be written.
+    """
+    try:
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        Path(directory, role.replace("/", "_") + PLACES).write_text(json.dumps(list(nodes)))
+    except OSError as error:
+        from mcontroller.errors import DataError
+
+        raise DataError(f"cannot write the output of ranks to logs={directory}: {error}", path=directory) from error
 
 
 _WARNING = re.compile(r"\S+\.py:\d+: \w*Warning: ")

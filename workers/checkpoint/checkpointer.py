@@ -183,7 +183,7 @@ class Checkpointer:
         if counters:
             state.gradients = None
             state.counters.pop("ended_phases", None)
-            state.counters |= counters | {"phase": state.counters["phase"]}
+            state.counters |= {**counters, "phase": state.counters["phase"]}
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL)
     def save_to_memory(self, path: str) -> int:

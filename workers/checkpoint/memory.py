@@ -22,10 +22,10 @@ from workers.checkpoint.unpickle import known_types
 from workers.checkpoint.writer import without_crc32
 from workers.train.state import TrainingState, set_random_state
 
-__all__ = ["RankState", "load_state", "read_state", "save_state"]
+__all__ = ["RankFileContent", "load_state", "read_state", "save_state"]
 
 
-class RankState(TypedDict):
+class RankFileContent(TypedDict):
     """The content of a file."""
 
     state: dict[str, Any]
@@ -52,7 +52,7 @@ def save_state(training: TrainingState, path: str) -> int:
         training = dataclasses.replace(training, optimizer=None)
     in_buckets = training.optimizer is not None and buckets_to_save(training.optimizer) is not None
     state = dict_list_map_outplace(_own, sharded_state(training, loading=False, in_buckets=in_buckets))
-    content = RankState(
+    content = RankFileContent(
         state=state,
         in_buckets=in_buckets,
         scheduler_steps=steps,
@@ -72,14 +72,14 @@ def _own(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
 
 
-def read_state(path: str) -> RankState:
+def read_state(path: str) -> RankFileContent:
     """Return the content of a file that ``save_state`` has written."""
     with known_types():
-        content: RankState = torch.load(path, map_location="cpu", weights_only=True)
+        content: RankFileContent = torch.load(path, map_location="cpu", weights_only=True)
     return content
 
 
-def load_state(training: TrainingState, content: RankState) -> None:
+def load_state(training: TrainingState, content: RankFileContent) -> None:
     """Load the state of this rank into the models, the optimizer and the schedule (a collective)."""
     state = content["state"]
     optimizer = training.optimizer if "optimizer" in state else None

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import ray
 
+from mcontroller.channel.options import ChannelOptions
 from mcontroller.channel.queries import ask
 from mcontroller.errors import CallTimeout
 from mcontroller.ray.calls.call import GroupCall
@@ -33,6 +34,9 @@ _FROZEN = {"T": "is stopped by a signal", "t": "is stopped by a debugger", "Z": 
 
 AGAIN_SECONDS = 5.0
 """Time after which ranks that wait are looked at again, to see whether they still wait for the same."""
+
+FAIL_LOOKS = 10
+"""A call fails after so many times ``report_after``, if stuck calls fail."""
 
 QUICK_SECONDS = 0.3
 """Time in which most processes answer; of the others it is first found out whether they are stopped or have ended."""
@@ -138,38 +142,46 @@ def late_error(
 class LateReports:
     """Logs who waits for whom in a call that has had no answer for long: once, and again when it is another wait.
 
-    A wait is logged if two looks see the same: ranks of a call that makes progress wait too, but not for long.
+    A wait is logged if two looks see the same: ranks of a call that makes progress wait too, but not for long. If they
+    wait for the same much later, and ``options.fail_stuck``, the deadline of the call is now.
 
     Args:
         infos: where the process of every rank runs.
-        every: seconds between looks; None for none.
+        options: the seconds between looks, and what follows from them.
         timeout: seconds to wait for the answers of the processes.
     """
 
-    def __init__(self, infos: Sequence[ProcessInfo], every: float | None, timeout: float) -> None:
-        self._infos, self._every, self._patience = infos, every, timeout
+    def __init__(self, infos: Sequence[ProcessInfo], options: ChannelOptions, timeout: float) -> None:
+        self._infos, self._options, self._patience = infos, options, timeout
         self._number = -1
 
-    def look(self, call: GroupCall, coordinates: Sequence[Mapping[str, int]]) -> None:
-        """Look at the oldest call in flight, if it is time to; ``coordinates`` as in ``late_error``."""
+    def look(self, call: GroupCall, coordinates: Sequence[Mapping[str, int]]) -> bool:
+        """Look at the oldest call in flight, if it is time to; return whether it is to fail because it is stuck.
+
+        Args:
+            call: the call.
+            coordinates: as in ``late_error``.
+        """
         if call.number != self._number:
             self._number, self._looked, self._looks = call.number, call.started, 0
             self._waits = self._reported = ""
-        now, left = time.monotonic(), call.remaining()
-        if self._every is None or (left is not None and left < 2 * self._patience):  # then the deadline reports it
-            return
+        now, left, every = time.monotonic(), call.remaining(), self._options.report_after
+        if every is None or (left is not None and left < 2 * self._patience):  # then the deadline reports it
+            return False
         is_new = self._waits not in ("", self._reported)
-        if now - self._looked < (AGAIN_SECONDS if is_new else self._every * 2**self._looks):
-            return
+        if now - self._looked < (AGAIN_SECONDS if is_new else every * 2**self._looks):
+            return False
         self._looks += not is_new  # a look takes seconds if a rank holds the interpreter: ever fewer of a long call
         late = sorted(call.pending)
         hang = look_at_ranks(self._infos, coordinates, call.ranks, late, self._patience)
         self._looked = time.monotonic()
+        stuck = hang.report != "" and hang.report == self._reported  # since a look at least twice ``every`` ago
         if hang.report and hang.report == self._waits != self._reported:
             self._reported = hang.report
             who = f"{call.role}.{call.method} has no answer from {len(late)} of {len(call.ranks)} ranks"
             _logger.warning("%s after %.0f s: %s\n\n%s", who, now - call.started, hang.cause, hang.report)
         self._waits = hang.report
+        return self._options.fail_stuck and (stuck or now - call.started >= FAIL_LOOKS * every)
 
 
 def frozen_ranks(infos: Sequence[ProcessInfo], ranks: Sequence[int]) -> dict[int, tuple[str, bool]]:

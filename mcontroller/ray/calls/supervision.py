@@ -112,7 +112,7 @@ class GroupProcesses:
             weakref.finalize(self, handles.end)
         _living.add(self)
         self._wake = Wake()
-        self._late = LateReports(handles.infos, handles.options.report_after, QUERY_SECONDS)
+        self._late = LateReports(handles.infos, handles.options, QUERY_SECONDS)
         _on_thread(watch_ends, weakref.WeakMethod(self._look), self._wake, handles.watch(self._wake.set))
         late, frozen = weakref.WeakMethod(self._report_late), weakref.WeakMethod(self._frozen)
         _on_thread(watch_answers, late, frozen, handles.infos, handles.options)
@@ -436,12 +436,12 @@ class GroupProcesses:
         )
 
     def _report_late(self) -> bool:
-        """Report who waits for whom in a call that is late; called by the watch, see ``watch_answers``."""
+        """Report who waits for whom in a call that is late, or end the group; see ``watch_answers``."""
         if self.handles.ended:
             return False
         call = next(iter(tuple(self._calls.values())), None)
-        if call is not None and call.pending:
-            self._late.look(call, self.coordinates.get(call.role, ()))
+        if call is not None and call.pending and self._late.look(call, self.coordinates.get(call.role, ())):
+            call.end_late(time.monotonic() - call.started)
         return not self.handles.ended
 
     def _frozen(self, rank: int, seconds: float, reason: str) -> None:

@@ -6,12 +6,13 @@ import os
 from collections.abc import Iterator
 
 import pytest
+import ray
 import torch
 
 from mcontroller.errors import ConfigError
 from mcontroller.local import LocalWorkerGroup
 from mcontroller.ppo.saving.checkpoints import RunState
-from mcontroller.ppo.saving.memory import MemoryCheckpoints
+from mcontroller.ppo.saving.memory import MemoryCheckpoints, StateHolder
 from mcontroller.ppo.stages import SharedDevices
 from mcontroller.ray import RayClassWithInitArgs
 from mcontroller.worker import Worker
@@ -78,3 +79,21 @@ def test_a_worker_class_without_the_methods_is_rejected(memory: MemoryCheckpoint
     group = LocalWorkerGroup(RayClassWithInitArgs(Worker), 1, name_prefix="actor")
     with pytest.raises(ConfigError, match="Worker of group 'actor' has no registered methods save_to_memory"):
         memory.check({"actor": group})
+
+
+def test_another_process_has_a_copy_that_is_verified_and_outlives_the_first(ray_cluster: None) -> None:
+    first, second = (ray.remote(StateHolder).options(num_cpus=0, max_concurrency=4).remote() for _ in range(2))
+    content = bytes(range(256)) * 4096 * 70  # more than travels at a time
+    [path] = ray.get(first.create.remote(["actor.0.1"]))
+    with open(path, "wb") as file:
+        file.write(content)
+    ray.get(second.pull.remote(["actor.0.1"], first))
+    ray.kill(first)
+    [copied, missing] = ray.get(second.whole.remote(["actor.0.1", "actor.1.1"]))
+    assert missing is None
+    with open(copied, "r+b") as file:
+        assert file.read() == content
+        file.seek(0)
+        file.write(b"\1")
+    assert ray.get(second.whole.remote(["actor.0.1"])) == [None]
+    ray.kill(second)

@@ -15,11 +15,11 @@ import pytest
 from mcontroller.cli.main import main
 from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
-from mcontroller.errors import WorkerDied
+from mcontroller.errors import DataError, WorkerDied
 from mcontroller.ppo.config import TrainerConfig
 from mcontroller.ppo.saving.recovery import FAILURES, Recovery
 from mcontroller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
-from mcontroller.ray.rank_logs import find_logs, without_import_warnings, write_places
+from mcontroller.ray.rank_logs import RankLog, find_logs, without_import_warnings, write_places
 from parallel_state.infos import DistRankInfo
 from tests.mcontroller.ray.roles import end
 
@@ -102,6 +102,16 @@ def test_the_verb_names_the_node_of_a_file_that_is_not_here(tmp_path: Path, caps
     output = capsys.readouterr()
     assert output.out == "2026-11-25 18:00:00.000001 actor rank 0 (tp=0): a line\n"
     assert "actor rank 1: its file is on 10.0.0.2" in output.err
+
+
+def test_a_directory_that_cannot_be_written_costs_the_file_and_not_the_rank(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "logs").write_text("a file")
+    assert RankLog.open(str(tmp_path / "logs"), "actor", 3) is None
+    assert "actor rank 3 has no file of its output" in caplog.text
+    with pytest.raises(DataError, match="logs="):
+        write_places(str(tmp_path / "logs"), "actor", ["10.0.0.1"])
 
 
 def test_warnings_of_imports_are_left_out_and_others_are_not() -> None:
