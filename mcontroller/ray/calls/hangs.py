@@ -14,13 +14,13 @@ from typing import NamedTuple
 
 import ray
 
-from mcontroller.channel.options import ChannelOptions
 from mcontroller.channel.queries import ask
 from mcontroller.errors import CallTimeout
 from mcontroller.ray.calls.call import GroupCall
 from mcontroller.ray.calls.failures import RankLabel
 from mcontroller.ray.node_processes import NODE_SECONDS, SLOW, NodeProcess, begin_on_node, why_silent
 from mcontroller.ray.process import ProcessInfo, ProcessPosition
+from mcontroller.ray.process_handles import ProcessHandles
 from parallel_state.hangs.record import RankRecord, read_rank_record
 from parallel_state.hangs.report import RecordedRanks
 
@@ -146,13 +146,12 @@ class LateReports:
     wait for the same much later, and ``options.fail_stuck``, the deadline of the call is now.
 
     Args:
-        infos: where the process of every rank runs.
-        options: the seconds between looks, and what follows from them.
+        handles: the processes. Their options say when to look, and may change.
         timeout: seconds to wait for the answers of the processes.
     """
 
-    def __init__(self, infos: Sequence[ProcessInfo], options: ChannelOptions, timeout: float) -> None:
-        self._infos, self._options, self._patience = infos, options, timeout
+    def __init__(self, handles: ProcessHandles, timeout: float) -> None:
+        self._handles, self._patience = handles, timeout
         self._number = -1
 
     def look(self, call: GroupCall, coordinates: Sequence[Mapping[str, int]]) -> bool:
@@ -165,7 +164,7 @@ class LateReports:
         if call.number != self._number:
             self._number, self._looked, self._looks = call.number, call.started, 0
             self._waits = self._reported = ""
-        now, left, every = time.monotonic(), call.remaining(), self._options.report_after
+        now, left, every = time.monotonic(), call.remaining(), self._handles.options.report_after
         if every is None or (left is not None and left < 2 * self._patience):  # then the deadline reports it
             return False
         is_new = self._waits not in ("", self._reported)
@@ -173,7 +172,7 @@ class LateReports:
             return False
         self._looks += not is_new  # a look takes seconds if a rank holds the interpreter: ever fewer of a long call
         late = sorted(call.pending)
-        hang = look_at_ranks(self._infos, coordinates, call.ranks, late, self._patience)
+        hang = look_at_ranks(self._handles.infos, coordinates, call.ranks, late, self._patience)
         self._looked = time.monotonic()
         stuck = hang.report != "" and hang.report == self._reported  # since a look at least twice ``every`` ago
         if hang.report and hang.report == self._waits != self._reported:
@@ -181,7 +180,7 @@ class LateReports:
             who = f"{call.role}.{call.method} has no answer from {len(late)} of {len(call.ranks)} ranks"
             _logger.warning("%s after %.0f s: %s\n\n%s", who, now - call.started, hang.cause, hang.report)
         self._waits = hang.report
-        return self._options.fail_stuck and (stuck or now - call.started >= FAIL_LOOKS * every)
+        return self._handles.options.fail_stuck and (stuck or now - call.started >= FAIL_LOOKS * every)
 
 
 def frozen_ranks(infos: Sequence[ProcessInfo], ranks: Sequence[int]) -> dict[int, tuple[str, bool]]:

@@ -112,7 +112,7 @@ class GroupProcesses:
             weakref.finalize(self, handles.end)
         _living.add(self)
         self._wake = Wake()
-        self._late = LateReports(handles.infos, handles.options, QUERY_SECONDS)
+        self._late = LateReports(handles, QUERY_SECONDS)
         _on_thread(watch_ends, weakref.WeakMethod(self._look), self._wake, handles.watch(self._wake.set))
         late, frozen = weakref.WeakMethod(self._report_late), weakref.WeakMethod(self._frozen)
         _on_thread(watch_answers, late, frozen, handles.infos, handles.options)
