@@ -66,6 +66,7 @@ class ProcessHandles:
         hub: the connections to the processes, once there are any.
         cause: the failure because of which they were ended; None if they run, or were shut down.
         gone: Ray's ids of the nodes that are gone, with all their processes.
+        killed: whether this driver has ended the processes.
         remaining: the processes that the last ``end`` could not end, with node, process id and reason.
     """
 
@@ -79,11 +80,9 @@ class ProcessHandles:
     cause: GroupError | None = None
     gone: set[str] = field(default_factory=set)
     remaining: list[str] = field(default_factory=list)
+    killed: bool = False
     _seen: dict[int, NodeProcess] = field(default_factory=dict)
     _watches: dict[Any, list[int]] = field(default_factory=dict)
-    _ended_elsewhere: set[int] = field(default_factory=set)
-    _unreported: set[int] = field(default_factory=set)
-    _killed: bool = False
     _freed: bool = False
     _session: tuple[str, str] | None = field(default_factory=session)
     _lock: threading.RLock = field(default_factory=threading.RLock)
@@ -96,7 +95,7 @@ class ProcessHandles:
     @property
     def ended(self) -> bool:
         """Whether the processes were killed, or are out of reach."""
-        return self._killed or not self.reachable
+        return self.killed or not self.reachable
 
     def broken_error(self, role: str) -> GroupBroken:
         """Return the error of a call of ``role``, or of a read, after the failure ``cause``."""
@@ -104,11 +103,6 @@ class ProcessHandles:
         error = GroupBroken(text, role=role, first_cause=self.cause)
         error.__cause__ = self.cause
         return error
-
-    @property
-    def killed(self) -> bool:
-        """Whether this driver has ended the processes."""
-        return self._killed
 
     @property
     def actor_ids(self) -> list[str]:
@@ -142,53 +136,47 @@ class ProcessHandles:
                 descriptors.append(os.pidfd_open(process.pid))
         return descriptors
 
-    def deaths(self, timeout: float = 0.0) -> dict[int, BaseException]:
-        """Return the error of each process that has ended, by rank; wait ``timeout`` seconds for Ray's first.
+    def deaths(self, lost: Iterable[int]) -> dict[int, BaseException]:
+        """Return the error of each process that has ended, by rank.
 
         Ray notices the end of a process by its connections, which a child that the process has forked keeps open. So
-        the processes are looked at too: by this process if it can see them, else by a task on their node.
+        the processes are looked at too: by this process if it can see them, else by a task on their node. And Ray needs
+        about 14 s to notice that a node is gone, of which the closed port of its raylet is a sign.
+
+        Args:
+            lost: ranks whose connections are lost.
         """
         if not self.watched or not self.reachable:
             return {}
-        ended = [rank for rank, process in self._seen.items() if not process.runs]
-        ended += self._ends_on_other_nodes()
-        errors = self._reported(range(len(self.watched)), timeout)
-        silent = [rank for rank in ended if rank not in errors and rank not in self._unreported]
-        if silent:
-            errors |= self._reported(silent, REPORT_SECONDS)
-            self._unreported.update(silent)
+        ended = {rank for rank, process in self._seen.items() if not process.runs} | self._ends_on_other_nodes()
+        found = self._reported(range(len(self.watched)), 0)
+        if ended - found.keys():
+            found |= self._reported(sorted(ended - found.keys()), REPORT_SECONDS)
         hidden = "Ray has not noticed it: a process that it has forked keeps its connections open"
-        return {rank: ProcessEnded(hidden) for rank in ended} | errors
+        found = {rank: ProcessEnded(hidden) for rank in ended} | found
+        unseen = [rank for rank in lost if rank not in self._seen]
+        addresses = {rank: self.infos[rank].address for rank in unseen}
+        closed = [rank for rank, each in addresses.items() if is_port_closed(each.host, each.call_port)]
+        self._look_for_lost_nodes({self.infos[rank].node_id for rank in (*found, *closed)})
+        text = "its node {} is gone: neither the process nor Ray's raylet there accepts connections"
+        gone = {rank: info for rank, info in enumerate(self.infos) if info.node_id in self.gone}
+        return found | {rank: ProcessEnded(text.format(info.node), node_gone=True) for rank, info in gone.items()}
 
-    def lost_with_their_nodes(self, ranks: Iterable[int]) -> dict[int, BaseException]:
-        """Return the error of each of these ranks whose node is gone, although Ray does not report it yet.
-
-        Ray needs about 14 s to find that its raylet does not answer. A raylet that has ended, and its worker processes
-        with it, accept no connections at once.
-
-        Args:
-            ranks: ranks whose connections are lost.
-        """
-        elsewhere = [self.infos[rank] for rank in ranks if rank not in self._seen]
-        closed = [info for info in elsewhere if is_port_closed(info.address.host, info.address.call_port)]
-        nodes = {info.node_id for info in closed} - self.gone
-        for node in ray.nodes() if nodes else ():
+    def _look_for_lost_nodes(self, nodes: set[str]) -> None:
+        """Find out which of the nodes of processes that have ended are gone."""
+        for node in ray.nodes() if nodes - self.gone else ():
             if node["NodeID"] in nodes and is_port_closed(node["NodeManagerAddress"], node["NodeManagerPort"]):
                 self.gone.add(node["NodeID"])
-        text = "its node {} is gone: neither the process nor Ray's raylet there accepts connections"
-        lost = [info for info in self.infos if info.node_id in self.gone]
-        return {self.infos.index(info): ProcessEnded(text.format(info.node), node_gone=True) for info in lost}
 
     def _ends_on_other_nodes(self) -> set[int]:
         """Return the ranks whose end a task on their node has found."""
-        if self._watches:
-            watches = list(self._watches)
-            done, _ = ray.wait(watches, num_returns=len(watches), timeout=0, fetch_local=False)
-            for watch in done:
-                ranks = self._watches.pop(watch)
-                with contextlib.suppress(RayError):  # the node is lost, which Ray reports for its processes
-                    self._ended_elsewhere.update(ranks[place] for place in ray.get(watch))
-        return self._ended_elsewhere
+        watches = list(self._watches)
+        done, _ = ray.wait(watches, num_returns=len(watches), timeout=0, fetch_local=False) if watches else ([], [])
+        ended: set[int] = set()
+        for watch in done:
+            with contextlib.suppress(RayError):  # the node is lost
+                ended.update(self._watches[watch][place] for place in ray.get(watch))
+        return ended
 
     def _reported(self, ranks: Sequence[int], timeout: float) -> dict[int, BaseException]:
         """Return Ray's error for each of these processes that has ended; wait ``timeout`` seconds for the first."""
@@ -205,7 +193,7 @@ class ProcessHandles:
         second call does nothing, unless the first was interrupted or processes remain: then it does the same again.
         """
         with self._lock:
-            self._killed = True
+            self.killed = True
             if not self._freed and self.reachable:
                 self.remaining = self._kill()
                 if self.remaining:

@@ -397,9 +397,7 @@ class GroupProcesses:
             self._restored.discard(rank)
             calls = [call for call in tuple(self._calls.values()) if rank in call.pending and rank in call.sent]
             self.hub.send([(rank, call.sent[rank]) for call in calls])
-        found = self.handles.deaths()
-        lost = [rank for rank in tuple(self._lost) if rank not in found]
-        found |= self.handles.lost_with_their_nodes(lost)
+        found = self.handles.deaths(tuple(self._lost))
         for rank, since in tuple(self._lost.items()):
             seconds = time.monotonic() - since
             if rank not in found and seconds > min(self.handles.options.frozen_after, RECONNECT_SECONDS):

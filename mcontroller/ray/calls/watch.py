@@ -110,13 +110,12 @@ def watch_answers(
         due = {rank: age for rank, age in due.items() if rank in silent}
         ages = {rank: time.monotonic() - since for rank, since in silent.items()}
         late_ranks = [rank for rank, age in ages.items() if age >= due.get(rank, options.frozen_after)]
-        for rank, (reason, at_once) in frozen_ranks(infos, late_ranks).items():
+        for rank, (reason, at_once) in (frozen_ranks(infos, late_ranks) if late_ranks else {}).items():
             wait = 0.0 if at_once else options.report_after
             report = frozen()
             if report is not None and reason and wait is not None and ages[rank] >= wait:
                 report(rank, ages[rank], reason)
                 due[rank] = options.end_frozen_after or float("inf")
-                due[rank] = due[rank] if ages[rank] < due[rank] else float("inf")
             else:
                 due[rank] = min(2 * ages[rank], wait or float("inf"), options.end_frozen_after or float("inf"))
             del report
