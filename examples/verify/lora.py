@@ -1,12 +1,14 @@
-"""The GPT of `gpt.py` with adapters, every factor of which starts from random numbers."""
+"""The GPT of `gpt.py` with adapters, whose B starts from random numbers, so that every factor has a gradient."""
 
+import contextlib
+import dataclasses
 from types import SimpleNamespace
 
+import gpt
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-from examples.verify import gpt
-from mcontroller.verify import Program
 from workers.config import LoraConfig, ModelConfig
 from workers.lora.attach import choose_trained_weights
 
@@ -20,9 +22,13 @@ def model_provider(config, pre_process, post_process, vp_stage=None):
     chunk = gpt.model_provider(config, pre_process, post_process, vp_stage)
     context = SimpleNamespace(pg=ProcessGroupCollection.use_mpu_process_groups())
     choose_trained_weights([chunk], MODEL, context)
-    for factor in chunk.lora.parameters():
-        torch.nn.init.normal_(factor, std=0.3)
+    for adapter in chunk.lora.each():
+        for name, factor in adapter.named_parameters():
+            divided = adapter.divided == name[0]
+            with get_cuda_rng_tracker().fork() if divided else contextlib.nullcontext():
+                if name[0] == "B":
+                    torch.nn.init.normal_(factor, std=0.3)
     return chunk
 
 
-program = Program(gpt.config, model_provider, gpt.forward_step, gpt.batch, seq_length=gpt.LENGTH)
+program = dataclasses.replace(gpt.program, model_provider=model_provider)
