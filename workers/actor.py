@@ -299,9 +299,12 @@ class ActorRolloutRefWorker(ModelWorker):
     def compute_ref_log_prob(self, data: DataProto) -> DataProto | None:
         """Compute ``ref_log_prob`` of the reference, with the arguments, shapes and errors of ``compute_log_prob``."""
         require_role(self.roles, "ref", "compute_ref_log_prob")
-        reference = self.reference or self.model
-        with without_adapters(reference):
-            scores = self._scores(self._rows(data, "compute_ref_log_prob"), reference)
+        rows = self._rows(data, "compute_ref_log_prob")
+        if self.reference:
+            scores = self._scores(rows, self.reference)
+        else:
+            with without_adapters(self.model):
+                scores = self._scores(rows, self.model)
         return None if scores is None else DataProto.from_dict({"ref_log_prob": scores[0]})
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO, padding="zero_loss")

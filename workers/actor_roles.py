@@ -105,7 +105,7 @@ def check_reference_moves(config: ActorConfig) -> None:
         with before_changes():
             raise ConfigError(
                 "the reference cannot move towards a policy with model.lora: it is the policy without its adapter; set "
-                "trainer.ref_sync_steps=0 and warm_up.steps=0, or start from an adapter with model.lora.path",
+                "trainer.ref_sync_steps=0 and warm_up.steps=0",
                 key="model.lora",
             )
 

@@ -49,7 +49,7 @@ class RunGroups:
         self.by_name: dict[str, WorkerGroup] = {}
         self._pools, self._group_cls, self._stages, self._display = pools, group_cls, stages, display
         self._axes = config.trainer.axes_across_nodes
-        self._reference_in_actor = Role.ActorRolloutRef in mapping and reads_reference(config, mapping)
+        self._reference_in_actor = Role.RefPolicy not in mapping and reads_reference(config, mapping)
 
     def start(self) -> None:
         """Start the group of every role in its pool, and build the models of all workers.

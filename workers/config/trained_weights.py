@@ -16,7 +16,7 @@ from workers.config.lora import LoraConfig
 from workers.config.model import ModelConfig
 from workers.weights.hf.family import MODEL_FAMILIES, ModelFamily, matching_family
 
-__all__ = ["Target", "adapter_target", "check_trained", "hf_names_of", "matches", "trains"]
+__all__ = ["Target", "adapter_target", "check_trained", "hf_names_of", "matches", "model_family_of", "trains"]
 
 _LINEAR = re.compile(r"(decoder\.layers\.\d+\.(?:self_attention|mlp)\.[\w.]*?)(linear_\w+)\.weight(\d*)")
 _EXPERT = re.compile(r"\.mlp\.experts\.linear_fc[12]$")
@@ -98,6 +98,13 @@ def trains(model: ModelConfig, name: str, hf_names: Sequence[str]) -> bool:
     return chosen and not matches(model.freeze, names)
 
 
+def model_family_of(model: ModelConfig) -> ModelFamily | None:
+    """Return the family that a model names; if it names none, the first that is built like it, if any is."""
+    if model.family is not None:
+        return MODEL_FAMILIES.get_or_raise(model.family, "model.family")
+    return matching_family({name: getattr(model, name) for name in ("add_qkv_bias", "qk_layernorm", "num_moe_experts")})
+
+
 def hf_names_of(family: ModelFamily | None, name: str) -> tuple[str, ...]:
     """Return the names of the tensors that a weight of Megatron consists of; empty if the family has none.
 
@@ -145,8 +152,7 @@ def check_trained(model: ModelConfig) -> None:
 
 def _weights_of(model: ModelConfig) -> Iterator[tuple[str, tuple[str, ...]]]:
     """The names of the weights of the model's family, of all layers and experts, by Megatron and Hugging Face."""
-    fields = {name: getattr(model, name) for name in ("add_qkv_bias", "qk_layernorm", "num_moe_experts")}
-    family = MODEL_FAMILIES.get(model.family) if model.family else matching_family(fields)
+    family = model_family_of(model)
     tables = [each.names for each in ([family] if family else MODEL_FAMILIES.values())]
     experts = range(model.num_moe_experts or 0)
     for template in dict.fromkeys(name for table in tables for name in table):

@@ -79,7 +79,9 @@ class Adapter(nn.Module):
         self.group = pg.expt_tp if target.experts else pg.tp
         self.expert_replicas = pg.expt_dp if target.experts else None
         local = layer.num_gemms if target.experts else 1
-        self.numbers = [pg.ep.rank() * local + index for index in range(local)] if target.experts else [None]
+        self.numbers: list[int | None] = [None]
+        if target.experts:
+            self.numbers = [pg.ep.rank() * local + index for index in range(local)]
         self.heights = tuple(heights)
         self.sequence_parallel = config.sequence_parallel and not target.experts  # generation switches it off
         weight = layer.weight0 if target.experts else layer.weight

@@ -183,7 +183,8 @@ def _peft_config(model: ModelConfig, names: Sequence[str]) -> dict[str, Any]:
     of_experts = [name for name in names if ".experts." in name]
     linears = [name for name in names if ".experts." not in name]
     ends = sorted({name.rpartition(".")[2] for name in linears})
-    everywhere = not lora.exclude and not any("." in each for each in lora.targets)
+    short = all("*" not in each and ("." not in each or "experts." in each) for each in lora.targets)
+    everywhere = short and not lora.exclude
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

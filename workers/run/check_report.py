@@ -207,7 +207,8 @@ def _role_lines(
         if value is not None:
             yield f"{key}: CUDA_DEVICE_MAX_CONNECTIONS={value} on GPUs before compute capability 10.0: {reason}"
         trained = isinstance(config, ActorConfig | CriticConfig) and key not in ("ref", "rollout")
-        models = 2 if key == "actor_rollout_ref" and reference and "ref" not in roles else 1
+        copied = key == "actor_rollout_ref" and reference and "ref" not in roles and config.model.lora is None
+        models = 2 if copied else 1
         host = host_memory(config, sizes[key], trained=trained, models=models)
         line = f"{key}: host memory of a process: {host.offloaded / _GB:.2f} GB offloaded (pinned)"
         line += f", {host.saved / _GB:.2f} GB to save" if host.saved else ""

@@ -271,9 +271,10 @@ def _with_absolute_path(dataset: DatasetConfig) -> DatasetConfig:
 def _with_absolute_hf_path(section: Any) -> Any:
     if section is None:
         return None
-    return dataclasses.replace(
-        section, model=dataclasses.replace(section.model, hf_path=_downloaded(section.model.hf_path, "hf_path"))
-    )
+    model = dataclasses.replace(section.model, hf_path=_downloaded(section.model.hf_path, "hf_path"))
+    if model.lora is not None:
+        model = dataclasses.replace(model, lora=dataclasses.replace(model.lora, path=_absolute(model.lora.path)))
+    return dataclasses.replace(section, model=model)
 
 
 def _downloaded(path: str | None, key: str) -> str | None:

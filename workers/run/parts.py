@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,7 @@ from mcontroller.ppo.roles import Role, check_generates_alone, check_roles, role
 from mcontroller.ppo.turns import Demonstrating, MultiTurnRollout, make_environment
 from mcontroller.trackers import TRACKERS
 from workers.actor import ActorRolloutRefWorker
-from workers.config import ActorConfig
+from workers.config import ActorConfig, ModelConfig
 from workers.critic import CriticWorker
 from workers.reward import RewardModelWorker
 from workers.run import hf_tokenizer  # noqa: F401  # registers its tokenizer
@@ -188,17 +188,27 @@ def make_parts(config: RunConfig) -> RunParts:
 def roles_of(config: RunConfig) -> dict[Role, Any]:
     """Return the worker class of every role of the run: a critic if the estimator needs one."""
     roles: dict[Role, Any] = {}
+    separate = config.ref is not None and not _is_base(config.ref.model, config.actor_rollout_ref.model)
     if config.rollout is not None:
         roles |= {Role.Actor: ActorRolloutRefWorker, Role.Rollout: ActorRolloutRefWorker}
     else:
-        roles[Role.ActorRolloutRef if config.ref is None else Role.ActorRollout] = ActorRolloutRefWorker
-    if config.ref is not None:
+        roles[Role.ActorRollout if separate else Role.ActorRolloutRef] = ActorRolloutRefWorker
+    if separate:
         roles[Role.RefPolicy] = ActorRolloutRefWorker
     if ADVANTAGE_ESTIMATORS[config.algorithm.adv_estimator].needs_critic:
         roles[Role.Critic] = CriticWorker
     if config.reward_model is not None:
         roles[Role.RewardModel] = RewardModelWorker
     return roles
+
+
+def _is_base(reference: ModelConfig, policy: ModelConfig) -> bool:
+    """Return whether the reference is what the policy is without its adapter: then no second model is built."""
+    if policy.lora is None or (reference.lora is not None and reference.lora.path is not None):
+        return False
+    return replace(reference, lora=None, freeze=[], train_only=[]) == replace(
+        policy, lora=None, freeze=[], train_only=[]
+    )
 
 
 def make_tokenizer(config: RunConfig, train: Records, val: Records | None) -> TextTokenizer:

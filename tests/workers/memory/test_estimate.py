@@ -47,6 +47,11 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
     "learned positions": ({"pp": 2}, {"position_embedding_type": "learned_absolute", "add_qkv_bias": True}, False),
     "head norms, value head": ({"pp": 2}, {"qk_layernorm": True, "tie_embeddings": True}, True),
     "experts": ({"ep": 2, "tp": 2, "sequence_parallel": True}, EXPERTS, False),
+    "adapters": (
+        {"ep": 2, "tp": 2, "etp": 2, "sequence_parallel": True},
+        EXPERTS | {"lora": {"rank": 4, "alpha": 8.0, "targets": ["q_proj", "linear_proj", "linear_fc1", "down_proj"]}},
+        False,
+    ),
     "some layers with experts": (
         {"ep": 2, "pp": 2},
         EXPERTS | {"transformer": {"moe_layer_freq": 2, "moe_shared_expert_intermediate_size": 96}},
