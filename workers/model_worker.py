@@ -40,6 +40,7 @@ from workers.train.optimizer import (
 from workers.train.scorer import Scorer
 from workers.train.state import TrainingState
 from workers.train.trainer import Trainer
+from workers.weights.hf.checkpoint import check_files
 
 __all__ = ["ModelWorker"]
 
@@ -93,11 +94,12 @@ class ModelWorker(MegatronWorker):
 
     @classmethod
     def check_init(cls, *args: Any, **kwargs: Any) -> None:
-        """Check the constructor's arguments, and that ``config`` is a ``config_class``, before any process starts.
+        """Check the constructor's arguments, and the files of a checkpoint, before any process starts.
 
         Raises:
             ConfigError: an argument is missing, unknown, or of another type; or the adapter at ``model.lora.path`` is
                 of another base.
+            DataError: files of ``model.hf_path`` are missing or damaged.
         """
         signature = inspect.signature(cls.__init__)
         try:
@@ -106,9 +108,10 @@ class ModelWorker(MegatronWorker):
             names = ", ".join(list(signature.parameters)[1:])
             raise ConfigError(f"{cls.__name__}: {error}; its arguments are {names}", key=cls.__name__) from error
         config = bound.get("config")
-        if isinstance(model := getattr(config, "model", None), ModelConfig):
-            check_adapter(model)
         if cls.config_class is None or "config" not in bound or isinstance(config, cls.config_class):
+            if isinstance(model := getattr(config, "model", None), ModelConfig):
+                check_files(model)
+                check_adapter(model)
             return
         name, kind = cls.config_class.__name__, type(config).__name__
         made = f"load_config({name}, {{...}})" if isinstance(config, Mapping) else f"{name}(...)"

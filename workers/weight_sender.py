@@ -31,7 +31,8 @@ __all__ = ["WeightSender", "check_same_policy"]
 
 MAY_DIFFER = (
     *("attention_dropout", "hidden_dropout", "init_method_std", "max_sequence_length"),
-    *("dtype", "transformer_impl", "seed", "hf_path", "family", "transformer", "lora", "freeze", "train_only"),
+    *("dtype", "transformer_impl", "seed", "hf_path", "verify_load", "family", "transformer"),
+    *("lora", "freeze", "train_only"),
 )
 """Fields of ModelConfig that two groups with the same weights may differ in."""
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mcontroller.config.checks import check_above, check_at_least, check_between
+from mcontroller.config.checks import check_above, check_at_least, check_between, check_one_of
 from mcontroller.config.fields import strict_fields
 from mcontroller.errors import ConfigError
 from workers.config.lora import LoraConfig
@@ -83,6 +83,8 @@ class ModelConfig:
     """Seed of the initial weights, which are the same for every layout."""
     hf_path: str | None = None
     """Directory of a Hugging Face checkpoint with the initial weights. None: random weights from the seed."""
+    verify_load: str = "auto"
+    """Compare every layer with transformers on the CPU after loading: layers, off, or auto (files up to 1 GiB)."""
     family: str | None = None
     """Model type that the model is exported as. None: the type of the registered family that is built like it."""
     lora: LoraConfig | None = None
@@ -98,6 +100,7 @@ class ModelConfig:
     """Other fields of Megatron's TransformerConfig, under Megatron's names."""
 
     def __post_init__(self) -> None:
+        check_one_of("model.verify_load", self.verify_load, ("auto", "layers", "off"))
         check_above("model.layernorm_epsilon", self.layernorm_epsilon, 0.0)
         check_at_least("model.init_method_std", self.init_method_std, 0.0)
         if self.rope_scaling_factor is not None:

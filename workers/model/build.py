@@ -29,6 +29,7 @@ from workers.model.transformer_config import transformer_config
 from workers.model.value_head import put_value_head
 from workers.model.vocab_padding import mask_padded_vocabulary
 from workers.weights.hf.model import load_hf
+from workers.weights.hf.verify_load import verify_load
 
 __all__ = ["ModelProvider", "build_model"]
 
@@ -80,7 +81,8 @@ def build_model(
             ``model.seed``.
 
     Raises:
-        DataError: the checkpoint at ``model.hf_path`` does not fit the model; with the names of its tensors.
+        DataError: the checkpoint at ``model.hf_path`` does not fit the model, with the names of its tensors; or the
+            model computes something else than transformers (``model.verify_load``), with the name of the layer.
         ConfigError: before the first collective: the axes do not divide the model, or differ from the context's; a
             field is unknown or of a wrong type; Transformer Engine is requested and cannot run. Also if Megatron
             cannot build the model, or a provider's chunk has no Megatron config or one whose flags contradict its
@@ -103,6 +105,10 @@ def build_model(
         if initialize and isinstance(model_provider, _OwnModel):
             left = None if model.hf_path is None else load_hf(chunks, model.hf_path, context)
             initialize_weights(chunks, context, model.seed, only=left)
+            if model.hf_path is not None and model.verify_load != "off":
+                verified = verify_load(chunks, model, context, automatic=model.verify_load == "auto")
+                if dist.get_rank() == 0:
+                    _print_once(verified)
         choose_trained_weights(chunks, model, context, value_head=value_head)
     return chunks
 
@@ -154,7 +160,7 @@ def _set_latent_epsilon(chunk: torch.nn.Module) -> None:
     """Set the epsilon of the norms of compressed queries, keys and values, which no config.json has a key for."""
     for name, module in chunk.named_modules():
         if name.endswith((".linear_q_up_proj", ".linear_kv_up_proj")) and hasattr(module, "layer_norm_weight"):
-            module.eps = _LATENT_EPSILON  # type: ignore[assignment]
+            module.eps = _LATENT_EPSILON
 
 
 @functools.cache

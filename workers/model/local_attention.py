@@ -22,7 +22,7 @@ from megatron.core.transformer.module import MegatronModule
 from mcontroller.errors import ConfigError, DataError
 from workers.model.attend_once import attend_once, attend_short, is_short
 from workers.model.packed_rows import bounds_on_host
-from workers.model.zigzag import zigzag_positions
+from workers.zigzag import zigzag_positions
 
 __all__ = ["TEDotProductAttention", "attention_window"]
 

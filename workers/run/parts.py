@@ -30,6 +30,7 @@ from workers.run import hf_tokenizer  # noqa: F401  # registers its tokenizer
 from workers.run.config import RunConfig
 from workers.run.conversion import check_new_directory
 from workers.run.pools import check_layout, pool_errors, pools_of, role_layouts
+from workers.weights.hf.checkpoint import check_files
 
 __all__ = ["RunParts", "chosen_lines", "make_parts", "roles_of"]
 
@@ -146,6 +147,9 @@ def make_parts(config: RunConfig) -> RunParts:
     errors.errors += pool_errors(config, roles)
     attempt(lambda: check_roles(config, roles, pools_of(config, roles)))
     attempt(lambda: role_workers(config, roles))
+    for section in (config.actor_rollout_ref, config.critic, config.ref, config.reward_model):
+        if section is not None:
+            attempt(partial(check_files, section.model))
     has_rollout_fn = config.multi_turn.environment is not None
     attempt(lambda: check_generates_alone(config, roles, pools_of(config, roles), has_rollout_fn))
     if config.trainer.export_hf is not None:
@@ -221,7 +225,9 @@ def make_tokenizer(config: RunConfig, train: Records, val: Records | None) -> Te
         prompts, answers = ([row[key] for row in rows if isinstance(row.get(key), str)] for key in keys)
         return prompts, answers
 
-    return TOKENIZERS.get_or_raise(config.tokenizer.kind)(TokenizerSource(path, texts))
+    return TOKENIZERS.get_or_raise(config.tokenizer.kind)(
+        TokenizerSource(path, texts, config.tokenizer.chat_template_kwargs)
+    )
 
 
 def check_vocabulary(config: RunConfig, tokenizer: TextTokenizer) -> None:

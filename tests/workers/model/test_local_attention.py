@@ -19,7 +19,7 @@ from workers.config import ParallelConfig
 from workers.model.build import build_model
 from workers.model.local_attention import TEDotProductAttention
 from workers.model.transformer_config import transformer_config
-from workers.model.zigzag import zigzag_join, zigzag_slice
+from workers.zigzag import zigzag_join, zigzag_slice
 
 pytestmark = pytest.mark.simulated
 

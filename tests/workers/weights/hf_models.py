@@ -121,15 +121,15 @@ def world_size(axes: dict[str, Any]) -> int:
     return int(axes.get("pp", 1) * max(tp, ep))
 
 
-def config_of(name: str) -> Any:
+def config_of(name: str, **changes: Any) -> Any:
     classes, fields = MODELS[name]
-    return getattr(transformers, f"{classes}Config")(**fields)
+    return getattr(transformers, f"{classes}Config")(**fields | changes)
 
 
-def save_model(name: str, directory: Path) -> Path:
+def save_model(name: str, directory: Path, **changes: Any) -> Path:
     """Save a random model; vectors, such as norms and biases, which are built as ones and zeros, are random too."""
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config_of(name)).float()
+    model = transformers.AutoModelForCausalLM.from_config(config_of(name, **changes)).float()
     with torch.no_grad():
         for tensor in (*model.parameters(), *(b for n, b in model.named_buffers() if n.endswith("_correction_bias"))):
             if tensor.dim() == 1:

@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
@@ -68,6 +68,19 @@ class WeightFiles:
         if absent:
             raise DataError(f"{_INDEX} in {str(directory)!r} names missing files: {absent}", missing=absent)
 
+    def check(self) -> None:
+        """Open every file, which reads its header and compares its length.
+
+        Raises:
+            DataError: a file is damaged, or lacks a tensor that the index says it has.
+        """
+        for path in sorted(set(self._file_of.values())):
+            missing = sorted(
+                {name for name, file in self._file_of.items() if file == path} - {*self._opened(path).keys()}
+            )
+            if missing:
+                self._raise_without(path, missing[0])
+
     @property
     def names(self) -> set[str]:
         """The names of all tensors but the scales of others."""
@@ -80,8 +93,7 @@ class WeightFiles:
             DataError: the file does not have it, or its values are no floating-point numbers of 16 bits or more.
         """
         if name not in self._opened(self._file_of[name]).keys():  # noqa: SIM118 - not a mapping
-            text = f"{self._file_of[name]} in {str(self.directory)!r} has no tensor {name}, which {_INDEX} says it has"
-            raise DataError(text, path=str(self.directory), tensor=name)
+            self._raise_without(self._file_of[name], name)
         found = self._file(name).get_slice(name)
         shape, dtype = tuple(found.get_shape()), found.get_dtype()
         if name + _SCALE in self._file_of:
@@ -103,6 +115,10 @@ class WeightFiles:
         ]
         scales = self._file(name + _SCALE).get_tensor(name + _SCALE)
         return values.float().mul_(scales.float()[of_block[0]][:, of_block[1]])
+
+    def _raise_without(self, path: str, name: str) -> NoReturn:
+        text = f"{path} in {str(self.directory)!r} has no tensor {name}, which {_INDEX} says it has"
+        raise DataError(text, path=str(self.directory), tensor=name)
 
     def _slice(self, name: str, dim: int | None, start: int, stop: int) -> torch.Tensor:
         if dim is None:

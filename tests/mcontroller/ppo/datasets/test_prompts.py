@@ -128,6 +128,32 @@ def test_a_tokenizer_without_a_chat_template_is_rejected_for_chat_messages(tmp_p
     assert plain.encode("hi") == [1]
 
 
+def test_generation_config_and_arguments_of_the_template_are_used(tmp_path):
+    pytest.importorskip("transformers", reason="the extra hf: no transformers")
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    from mcontroller.ppo.datasets.tokenizers import TokenizerConfig, TokenizerSource
+    from workers.run.hf_tokenizer import HuggingFaceTokenizer
+
+    core = Tokenizer(models.WordLevel({"<eos>": 0, "hi": 1, "<turn>": 2, "<unk>": 3}, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Whitespace()
+    saved = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<turn>")
+    saved.chat_template = "{{ messages[0].content }} {{ enable_thinking }} {% for t in tools %}{{ t.name }}{% endfor %}"
+    saved.save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [0, 2]}')
+    config = TokenizerConfig(chat_template_kwargs={"enable_thinking": False, "tools": [{"name": "search"}]})
+    source = TokenizerSource(str(tmp_path), lambda: ([], []), config.chat_template_kwargs)
+    tokenizer = HuggingFaceTokenizer(source)
+    assert tokenizer.render([{"role": "user", "content": "hi"}]) == "hi False search"
+    assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == ([2, 0], 2)
+    with pytest.raises(ConfigError, match=r"chat_template_kwargs has tokenize, which every prompt has already"):
+        TokenizerConfig(chat_template_kwargs={"tokenize": True})
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": ["</s>"]}')
+    with pytest.raises(ConfigError, match=r"generation_config.json: eos_token_id is \['</s>'\]; expected token ids"):
+        HuggingFaceTokenizer(source)
+
+
 @pytest.mark.parametrize("template", ["$A", "<bos> $A", "<bos> <hi> $A <eos>", "$A <eos>"])
 def test_prompts_that_are_texts_begin_as_the_tokenizer_begins_them(template, tmp_path):
     pytest.importorskip("transformers", reason="the extra hf: no transformers")

@@ -56,7 +56,7 @@ class DeepseekV3(RoutedByBias):
         }
     )
     computed: ClassVar[tuple[str, ...]] = (*RoutedByBias.computed, *_WIDTHS, "q_lora_rank", "quantization_config")
-    # ``head_dim`` and ``qk_head_dim`` follow from the other widths; the rest is read by other code only.
+    # ``qk_head_dim`` follows from the other widths; the rest is read by other code only.
     inert: ClassVar[tuple[str, ...]] = (
         *RoutedByBias.inert,
         "qk_head_dim",
@@ -99,6 +99,8 @@ class DeepseekV3(RoutedByBias):
         heads, groups = fields["num_attention_heads"], fields["num_query_groups"]
         if groups != heads:
             raise not_built("num_key_value_heads", groups, heads)
+        if source.get("head_dim") not in (None, source["qk_rope_head_dim"]):
+            raise not_built("head_dim", source["head_dim"], source["qk_rope_head_dim"])
         _check_quantization(source.get("quantization_config"))
         latent: dict[str, Any] = {ours: size_of(source, theirs) for theirs, ours in _WIDTHS.items()}
         latent |= {"multi_latent_attention": True, "q_lora_rank": optional_size_of(source, "q_lora_rank")}

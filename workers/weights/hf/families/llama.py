@@ -129,6 +129,8 @@ class Llama(ModelFamily):
         layers = source.get("layer_types") or ()
         if not isinstance(layers, list | tuple) or any(kind != "full_attention" for kind in layers):
             raise not_built("layer_types", layers, "full_attention throughout")
+        if layers and len(layers) != source["num_hidden_layers"]:
+            raise not_built("layer_types", layers, f"one for each of {source['num_hidden_layers']} layers")
         heads = size_of(source, "num_attention_heads")
         return {
             "vocab_size": size_of(source, "vocab_size"),

@@ -118,8 +118,9 @@ def _groups(source: Mapping[str, Any]) -> dict[str, Any]:
         raise not_built("topk_group", best, f"at most n_group={groups}")
     if best == groups:
         return {}
-    if source["n_routed_experts"] % groups:
-        raise not_built("n_group", groups, f"a divisor of n_routed_experts={source['n_routed_experts']}")
+    experts = size_of(source, "n_routed_experts")
+    if experts % groups or experts < 2 * groups:
+        raise not_built("n_group", groups, f"a divisor of n_routed_experts={experts}, with several in each group")
     # A group counts as much as its two best experts; in Megatron, as its num_experts_per_tok // topk_group best ones.
     if chosen // best != 2:
         raise not_built("topk_group", best, f"half of num_experts_per_tok={chosen}")
