@@ -12,6 +12,7 @@ from mcontroller.data.protocol import DataProto
 from mcontroller.errors import ConfigError, GroupBroken, GroupError
 from mcontroller.group import GroupMethod, WorkerGroup
 from mcontroller.ray.resource_pool import RayResourcePool
+from mcontroller.trace.recorder import recorder
 from mcontroller.transport import Future
 
 __all__ = ["OFFLOAD_CHOICES", "OverlappingStages", "SharedDevices", "StageCall", "Stages"]
@@ -336,6 +337,9 @@ class Stages:
         """Add the seconds of a stage that ran from ``started`` to ``ended``, by ``time.perf_counter``."""
         self._add(name, ended - started)
         self._intervals.append((started, ended))
+        if (trace := recorder()) is not None:
+            trace.add(f"stage {name}", int(started * 1e9), int(ended * 1e9))
+            trace.flush_if_due()
 
     def _add(self, name: str, seconds: float) -> None:
         self.totals[name] = self.totals.get(name, 0.0) + seconds

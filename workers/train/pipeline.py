@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from workers.train.batches import TokenBatch
 from workers.train.forward import token_positions
 from workers.train.metrics import LOSS_COUNT
+from workers.train.timers import tracing
 
 __all__ = ["Count", "Forward", "Loss", "releasing_inputs", "run_for_gradients", "run_for_scores", "scoring"]
 
@@ -72,7 +73,7 @@ def run_for_scores(
         with _choosing_experts(model, rows, pg):
             return forward(model, rows), lambda output, non_loss_data: output
 
-    with scoring(chunks), releasing_inputs(chunks):
+    with scoring(chunks), releasing_inputs(chunks), tracing(chunks, micro_batches[0].tokens.device):
         return _schedule(chunks, pg)(
             forward_step_func=step,
             **_schedule_arguments(chunks, micro_batches, pg),
@@ -109,7 +110,8 @@ def run_for_gradients(
     for chunk in chunks:
         if not chunk.training:
             chunk.train()
-    with releasing_inputs(chunks), _ending_replay(micro_batches):
+    device = micro_batches[0].tokens.device
+    with releasing_inputs(chunks), _ending_replay(micro_batches), tracing(chunks, device):
         return _schedule(chunks, pg)(
             forward_step_func=step,
             **_schedule_arguments(chunks, micro_batches, pg),
