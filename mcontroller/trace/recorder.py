@@ -171,7 +171,7 @@ def recording(directory: Path | str) -> Iterator[TraceRecorder]:
     Args:
         directory: the directory of the run, which all nodes share; the files are in its folder ``trace``.
     """
-    lane = f"{CONTROLLER}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    lane = f"{CONTROLLER}-{os.getpid()}-{time.time_ns() // 1_000_000}"
     made = TraceRecorder(Path(directory).resolve() / FOLDER, lane, {"group": CONTROLLER, "rank": 0, "clocks": {}})
     before = _Current.recorder
     set_recorder(made)
@@ -196,8 +196,9 @@ def on_rank(role: str, rank: int, coordinates: Mapping[str, int]) -> Iterator[No
     roles = {role: dict(coordinates)}
     made = process.ranks.get((role, rank))
     if made is None:
-        lane = f"{role}-{process.about['pid']}-{rank}"
-        made = process.ranks[role, rank] = TraceRecorder(process.directory, lane, {"group": role, "rank": rank})
+        launch = f"{role}-{process.about['lane'].removeprefix(CONTROLLER + '-')}"
+        about = {"group": role, "rank": rank, "launch": launch}
+        made = process.ranks[role, rank] = TraceRecorder(process.directory, f"{launch}-{rank}", about)
     if made.about.get("roles") != roles:
         made.describe(roles=roles)
     before, _current.recorder = _current.recorder, made
