@@ -10,7 +10,17 @@ from statistics import mean, median
 
 from mcontroller.trace.reading import RunTrace, TraceEvent, TraceLane
 
-__all__ = ["Bubble", "PathPart", "Straggler", "bubbles", "critical_path", "stage_shares", "stragglers", "summary_lines"]
+__all__ = [
+    "Bubble",
+    "PathPart",
+    "Straggler",
+    "bubbles",
+    "critical_path",
+    "end_lines",
+    "stage_shares",
+    "stragglers",
+    "summary_lines",
+]
 
 SLOWER = 0.05
 """A rank is a straggler if it takes longer than the median of its peers by more than this share,"""
@@ -276,6 +286,13 @@ def summary_lines(trace: RunTrace) -> list[str]:
     if error := max((lane.clock_error for lane in trace.ranks), default=0.0):
         lines.append(f"times of ranks on other machines are right to {error:.0f} us")
     return lines
+
+
+def end_lines(trace: RunTrace) -> list[str]:
+    """Return the two lines that a run prints at its end: the critical path, and ranks that are slower than others."""
+    path = ", ".join(f"{part.work} {part.share:.0%}" for part in critical_path(trace)[:4])
+    slow = "; ".join(map(str, stragglers(trace)[:2])) or "no rank is slower than its peers"
+    return [f"critical path: {path}", f"{slow} (mcontroller trace shows more)"]
 
 
 def _by_step(trace: RunTrace, events: Iterable[TraceEvent]) -> Iterator[tuple[TraceEvent, list[TraceEvent]]]:

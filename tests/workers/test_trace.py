@@ -43,7 +43,10 @@ def test_a_rank_that_sleeps_longer_in_backward_is_named_and_nothing_else(tmp_pat
         **{"ppo_micro_batch_size": 1, "rollout": {"prompt_length": PROMPT, "response_length": RESPONSE}},
     }
     config = load_config(ActorConfig, settings)
-    with recording(tmp_path), simulated_worker_group(Slow, ParallelLayout(8, tp=2, pp=2), config, name="actor") as group:
+    with (
+        recording(tmp_path),
+        simulated_worker_group(Slow, ParallelLayout(8, tp=2, pp=2), config, name="actor") as group,
+    ):
         group.init_model()
         for step in range(STEPS):
             with span("step", step + 1):

@@ -20,6 +20,8 @@ from mcontroller.errors import DataError
 from mcontroller.files import replace_text
 from mcontroller.ppo.saving.run_record import RECORD, read_record
 from mcontroller.ppo.trainer import RayPPOTrainer
+from mcontroller.trace.reading import read_trace
+from mcontroller.trace.summary import end_lines
 from mcontroller.trackers import Samples
 from workers.run.config import RunConfig
 
@@ -104,6 +106,9 @@ class RunReport:
         for name, seconds in [*rows, ("other", wall - sum(stages.values()))]:
             table.add_row(name, f"{seconds:.1f}", f"{seconds / wall:.0%}")
         self._console.print(table)
+        if self._trainer.trace:
+            for line in end_lines(read_trace(self._directory)):
+                self._print(line)
         self._print(f"run directory: {self._directory}")
 
     # ---- a tracker -------------------------------------------------------------------------------------------------
