@@ -1,4 +1,4 @@
-"""What a trace shows: ranks that are slower than others at the same work, the bubble of the pipeline, where time goes."""
+"""What a trace shows: ranks that are slower than others at the same work, a pipeline's bubble, where the time goes."""
 
 from __future__ import annotations
 

@@ -28,12 +28,14 @@ BACKWARD_S, SLOWER, STEPS = 0.03, 0.12, 9
 class Slow(ActorRolloutRefWorker):
     """Sleeps in every backward pass, and longer on one rank."""
 
+    seconds = BACKWARD_S
+
     def forward_step(self, model: nn.Module, rows: TokenBatch) -> Tensor:
         output = super().forward_step(model, rows)
         info = self.get_megatron_rank_info()
         planted = (info.tp_rank, info.pp_rank, info.dp_rank) == (1, 0, 1)
         if torch.is_grad_enabled():
-            output.register_hook(lambda gradient: time.sleep(BACKWARD_S * (1 + SLOWER * planted)))
+            output.register_hook(lambda gradient: time.sleep(self.seconds * (1 + SLOWER * planted)))
         return output
 
 

@@ -1,6 +1,8 @@
 """The parts of a pass through the pipeline in the trace: each micro-batch forward and backward, sends and receives.
 
-Status: on a GPU tested on a fake CUDA device only; there are the times those of CUDA events, not of the host.
+Status: tested on a fake CUDA device only.
+
+On a GPU the times are those of CUDA events, which are read when the trace is written next, and not of the host.
 """
 
 from __future__ import annotations

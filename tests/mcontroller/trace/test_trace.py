@@ -112,7 +112,7 @@ def test_perfetto_gets_a_lane_for_each_rank_and_an_arrow_for_each_call(
     write(tmp_path, 0.0)
     assert main(["trace", str(tmp_path), "--steps", "2:3"]) == 0
     assert capsys.readouterr().out.startswith("2 steps, 2 to 3: median 0.3 s\n")
-    events = json.loads(gzip.open(tmp_path / "trace.json.gz").read())["traceEvents"]
+    events = json.loads(gzip.decompress((tmp_path / "trace.json.gz").read_bytes()))["traceEvents"]
     names = {(e["pid"], e.get("tid")): e["args"]["name"] for e in events if e["ph"] == "M" and "name" in e["args"]}
     assert names[1, None] == "actor" and names[1, 3] == "rank 3 (tp=1 pp=0 dp=1)" and names[0, 1] == "stages"
     methods = [e for e in events if e["name"] == METHOD]
