@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mcontroller.trace.reading import read_trace
 from mcontroller.trace.recorder import FOLDER, TraceRecorder
-from workers.train.timers import ScheduleTimers
+from mcontroller.trace.schedule import ScheduleTimers
 
 
 def test_events_of_the_device_are_read_when_the_trace_is_written(tmp_path: Path) -> None:

@@ -13,8 +13,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Self
 
 import torch
-from megatron.core.utils import get_model_config
-from torch import nn
 
 from mcontroller.trace.recorder import Laps, TraceRecorder, recorder
 
@@ -84,18 +82,18 @@ class _CudaTimer:
 
 
 @contextlib.contextmanager
-def tracing(chunks: Sequence[nn.Module], device: torch.device) -> Iterator[None]:
-    """Record what Megatron's schedules do with the chunks while the block runs, if this rank is recorded.
+def tracing(configs: Sequence[Any], device: torch.device) -> Iterator[None]:
+    """Record what Megatron's schedules do while the block runs, if this rank is recorded.
 
     Args:
-        chunks: this rank's model chunks.
+        configs: Megatron's configurations of this rank's model chunks; they get the timers.
         device: of the chunks.
     """
     trace = recorder()
     if trace is None:
         yield
         return
-    timers, configs = ScheduleTimers(trace, on_gpu=device.type == "cuda"), [get_model_config(each) for each in chunks]
+    timers = ScheduleTimers(trace, on_gpu=device.type == "cuda")
     for config in configs:
         config.timers = timers
     try:
