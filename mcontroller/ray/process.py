@@ -189,7 +189,7 @@ class WorkerProcess:
                     worker = self if header.role is None else self._roles[header.role]
                     with call_context(worker, header.method):
                         value = complete(getattr(worker, header.method)(*inputs[0], **inputs[1]))
-                    laps(f"{header.role}.{header.method}")
+                    laps(f"{header.role or 'process'}.{header.method}")
                     inputs = None  # free them before the value is serialized
                     if self._identity.rank in header.returning:
                         outlined = encode(outline(value), sys.maxsize) if keep else _NOTHING

@@ -112,13 +112,13 @@ def read_trace(run_dir: Path | str) -> RunTrace:
         DataError: there is no trace, or a file of it is damaged.
     """
     folder = Path(run_dir) / FOLDER
-    names = {path.name.partition(".")[0] for path in folder.glob("*.jsonl.gz")}
-    if not names:
-        raise DataError(f"{run_dir} has no trace: there is no file {folder}/*.jsonl.gz", path=str(folder))
     lanes = []
-    for name in sorted(names):
+    for name in sorted({path.name.partition(".")[0] for path in folder.glob("*.jsonl.gz")}):
         files = [folder / f"{name}{suffix}" for suffix in (".old.jsonl.gz", ".jsonl.gz")]
         lanes.append(_lane([path for path in files if path.is_file()]))
+    lanes = [lane for lane in lanes if lane.about]  # the first line of a process may be missing too
+    if not lanes:
+        raise DataError(f"{run_dir} has no trace: there is no file {folder}/*.jsonl.gz", path=str(folder))
     controllers = [lane for lane in lanes if lane.about["group"] == CONTROLLER]
     ranks = [lane for lane in lanes if lane.about["group"] != CONTROLLER]
     boots = {lane.about["boot"] for lane in controllers}

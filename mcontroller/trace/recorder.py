@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import socket
 import threading
@@ -47,6 +48,7 @@ FLUSH_NS = 2_000_000_000
 """[ns] ``flush_if_due`` writes the events that have been recorded for so long."""
 
 now = time.monotonic_ns
+_logger = logging.getLogger(__name__)
 
 
 class TraceRecorder:
@@ -76,6 +78,7 @@ class TraceRecorder:
         self._flushed, self._written, self._described = now(), 0, False
         self._names: dict[str, int] = {}
         self._deflate = zlib.compressobj(6, wbits=31)
+        self._failed = False
         self._lock = threading.Lock()
 
     def describe(self, **about: Any) -> None:
@@ -106,15 +109,20 @@ class TraceRecorder:
             self.flush()
 
     def flush(self) -> None:
-        """Append the events to the file."""
+        """Append the events to the file; after an error of the file, which is logged, drop them."""
         with self._lock:
             for resolve in self.deferred:
                 resolve()
             self.deferred.clear()
             events, self._events = self._events, []
             self._flushed = now()
-            if events:
+            if not events or self._failed:
+                return
+            try:
                 self._write(sorted(events, key=lambda event: event[1]))
+            except OSError as error:  # a full disk must not end the run
+                self._failed = True
+                _logger.warning("%s is not continued: %s", self._path, error)
 
     def _write(self, events: list[tuple[str, int, int, int, int]]) -> None:
         names, known, last = self._names, len(self._names), 0

@@ -255,7 +255,7 @@ def critical_path(trace: RunTrace) -> list[PathPart]:
             took[call.name] += call.took
             own = [event.own for event, _ in ends[call]]
             uneven[call.name] += max(own) - int(mean(own))
-            last[call.name][next(lane for event, lane in ends[call] if event is call).label()] += 1
+            last[call.name][next(lane for event, lane in ends[call] if event == call).label()] += 1
             at = call.begin
         took["controller"] += at - step.begin
     parts = [PathPart("controller", took.pop("controller", 0) / max(total, 1))]

@@ -21,6 +21,7 @@ from mcontroller.files import replace_text
 from mcontroller.ppo.saving.run_record import RECORD, read_record
 from mcontroller.ppo.trainer import RayPPOTrainer
 from mcontroller.trace.reading import read_trace
+from mcontroller.trace.recorder import FOLDER
 from mcontroller.trace.summary import end_lines
 from mcontroller.trackers import Samples
 from workers.run.config import RunConfig
@@ -29,6 +30,8 @@ __all__ = ["RunReport"]
 
 SUMMARY = "summary.json"
 PACKAGES = ("mcontroller", "torch", "megatron-core", "ray")
+READ_AT_END = 64
+"""Files of a trace up to which it is read at the end of a run, which takes up to a second for each."""
 RESULTS = ("train/score", "train/accuracy", "held_out/")
 """Beginnings of the names of the metrics whose last value is in the summary."""
 
@@ -107,9 +110,19 @@ class RunReport:
             table.add_row(name, f"{seconds:.1f}", f"{seconds / wall:.0%}")
         self._console.print(table)
         if self._trainer.trace:
-            for line in end_lines(read_trace(self._directory)):
-                self._print(line)
+            self._print_trace()
         self._print(f"run directory: {self._directory}")
+
+    def _print_trace(self) -> None:
+        if len(list((self._directory / FOLDER).iterdir())) > READ_AT_END:
+            self._print(f"where the time went: python -m mcontroller trace {self._directory}")
+            return
+        try:
+            lines = end_lines(read_trace(self._directory))
+        except DataError as error:  # the run itself has succeeded
+            lines = [str(error)]
+        for line in lines:
+            self._print(line)
 
     # ---- a tracker -------------------------------------------------------------------------------------------------
 
