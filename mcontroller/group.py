@@ -17,6 +17,7 @@ from mcontroller.dispatch.modes import Dispatch, DispatchSpec, Execute, Plan, pl
 from mcontroller.dispatch.registration import Registration, registrations
 from mcontroller.errors import DispatchError, MControllerError, TopologyError
 from mcontroller.partition import Padding
+from mcontroller.trace.recorder import Laps
 from mcontroller.transport import Executor, Future
 from mcontroller.worker import W_co
 from parallel_state.axes import DENSE_AXES
@@ -80,12 +81,17 @@ class GroupMethod(Generic[P, Result_co, Future_co]):
             GroupError: the call failed: WorkerError, WorkerDied, CallTimeout or GroupBroken.
         """
         group, rule = self.group, self.registration
+        laps = Laps(f"{group.name}.{self.name}")
         call = PreparedCall(group, self.name, self.plan(), changes_rows=rule.changes_rows)
+        laps("plan")
         call = dispatch(call, args, kwargs, rule.rows, materialize=rule.materialize_futures)
+        laps("split")
         keep = call.concatenates and not rule.blocking
         timeout = group.timeout if rule.timeout is None else rule.timeout
         returning = call.plan.collected
         in_flight = group.executor.submit(self.name, call.arguments, returning, timeout=timeout, keep=keep)
+        laps.number = in_flight.number
+        laps("send")
         future: Any = call.future(in_flight)
         if keep:
             return DataProto.later(future, lambda: call.kept(in_flight))  # type: ignore[return-value]  # as declared

@@ -100,6 +100,10 @@ class InFlightCall(Protocol):
     """
 
     @property
+    def number(self) -> int:
+        """The number of the call among those of this caller to the same ranks."""
+
+    @property
     def parts(self) -> Sequence[Handle]:
         """Handles of the values. Reading this does not wait and fetches nothing."""
 

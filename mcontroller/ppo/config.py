@@ -366,6 +366,8 @@ class TrainerConfig:
 
     Mini-batches have the same rows either way. Rows of a prompt stay together if their passes share it.
     """
+    trace: bool = True
+    """Have `mcontroller train` record what every process does in the run's directory, for `mcontroller trace`."""
     axes_across_nodes: tuple[str, ...] = ()
     """Axes (tp, cp, ep, etp) that may cross nodes without a warning when a group starts; rank: the order of ranks."""
 

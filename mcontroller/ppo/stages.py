@@ -14,6 +14,7 @@ from mcontroller.errors import ConfigError, GroupBroken, GroupError
 from mcontroller.group import GroupMethod, WorkerGroup
 from mcontroller.ray.calls.executor import RayExecutor
 from mcontroller.ray.resource_pool import RayResourcePool
+from mcontroller.trace.recorder import recorder
 from mcontroller.transport import Future
 
 __all__ = ["OverlappingStages", "SharedDevices", "StageCall", "Stages"]
@@ -345,6 +346,9 @@ class Stages:
         self._add(name, ended - started)
         self._slowest[name] = max(self._slowest.get(name, 0.0), ended - started)
         self._intervals.append((started, ended))
+        if (trace := recorder()) is not None:
+            trace.add(f"stage {name}", int(started * 1e9), int(ended * 1e9))
+            trace.flush_if_due()
 
     def _add(self, name: str, seconds: float) -> None:
         self.totals[name] = self.totals.get(name, 0.0) + seconds

@@ -30,6 +30,7 @@ from mcontroller.ppo.summary import experience_metrics, mean_of_parts
 from mcontroller.ppo.validation import validate
 from mcontroller.ray.resource_pool import ResourcePoolManager
 from mcontroller.ray.worker_group import MegatronRayWorkerGroup
+from mcontroller.trace.recorder import recorder, span
 from mcontroller.trackers import TRAIN, Rewinds, Tracker
 
 __all__ = ["RayPPOTrainer", "restart_rollout"]
@@ -202,6 +203,8 @@ class RayPPOTrainer:
         """
         while (failure := self.recovery.admit(error, self.global_steps + 1)) is not None:
             self.display.starting(f"step {failure.step} failed: {failure.message}")
+            if (trace := recorder()) is not None:
+                trace.mark(f"failure {failure.message:.200}", failure.step)
             try:
                 self._restore(begin)
             except MControllerError as another:
@@ -245,7 +248,7 @@ class RayPPOTrainer:
         self.display.phase(name, total, done=self.global_steps)
         while self.global_steps < total and not self._stopping:
             self._stop_if_preempted()
-            with self.preemption.timing():
+            with self.preemption.timing(), span("step", self.global_steps + 1):
                 metrics = self.train_step(self.draw())
                 self.global_steps += 1
                 for callback in self.callbacks:

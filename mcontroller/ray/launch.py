@@ -14,7 +14,8 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from mcontroller.channel.address import ChannelKeys
+from mcontroller.channel.address import Address, ChannelKeys
+from mcontroller.channel.queries import ask
 from mcontroller.errors import CallTimeout, ConfigError, ResourceError
 from mcontroller.ray.calls.call import GroupCall
 from mcontroller.ray.calls.failures import RankFailure, RankLabel, first_cause
@@ -29,10 +30,14 @@ from mcontroller.ray.threads import threads_of_rank
 from mcontroller.ray.values.handles import StoredValue
 from mcontroller.ray.values.wire import Packed, pack, store
 from mcontroller.ray.warm_start.executable import with_warm_start
+from mcontroller.trace.recorder import clock_offset, recorder
 from mcontroller.transport import Arguments
 from mcontroller.worker import ClassWithInitArgs, RankEnvironment, Worker
 
 __all__ = ["launch"]
+
+CLOCK_SECONDS = 1.0
+"""[s] Time for an answer to the question for a node's clock; without one, its times in a trace are not aligned."""
 
 
 def launch(
@@ -196,8 +201,26 @@ def _build(
     rendezvous = processes.handles.infos[0].rendezvous
     cuda = _cuda_variables(inits, processes.handles.infos) if pool.use_gpu else {}
     identities = _identities(pool, processes.name, lease, processes.handles.infos, cuda)
+    if (trace := recorder()) is not None:
+        lanes = [name.replace("/", "-") for name in processes.handles.names]
+        traces = [(trace.directory, lane) for lane in lanes]
+        identities = (replace(each, trace=of) for each, of in zip(identities, traces, strict=True))
+        trace.describe(clocks={**trace.about["clocks"], **_clocks(processes.handles.infos)})
     arguments = {rank: Arguments((each, rendezvous, classes)) for rank, each in enumerate(identities)}
     return processes.send(next(iter(packed)), "__init__", arguments, timeout=timeout, of_process="build")
+
+
+def _clocks(infos: Sequence[ProcessInfo]) -> dict[str, tuple[float, float]]:
+    """Return how far the clock of each node is ahead of the one here, and how wrong that can be: microseconds."""
+    clocks = {}
+    for address in {info.node: info.address for info in infos}.values():
+
+        def clock(address: Address = address) -> tuple[str, int] | None:
+            (answer,) = ask([address], "clock", timeout=CLOCK_SECONDS)
+            return None if answer is None else answer[0]
+
+        clocks |= clock_offset(clock)
+    return clocks
 
 
 def _with_threads(pool: RayResourcePool, lease: SlotLease, infos: Sequence[ProcessInfo]) -> list[ProcessInfo]:

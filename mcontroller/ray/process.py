@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import ray
@@ -31,6 +32,7 @@ from mcontroller.ray.rank_logs import RankLog
 from mcontroller.ray.threads import chosen_threads, keep_freed_memory, set_threads, usable_cores
 from mcontroller.ray.values.handles import ArgumentFailed, ArgumentLost, fetch
 from mcontroller.ray.values.wire import Encoded, Packed, decode, encode
+from mcontroller.trace.recorder import Laps, TraceRecorder, boot_id, recorder, set_recorder
 from mcontroller.transport import call_context, complete, finish, outline, reported_coordinates, resolve
 from parallel_state.hangs.lines import calling_position, source_line
 from parallel_state.hangs.record import RankRecord, RecordMemory, read_rank_record
@@ -58,6 +60,7 @@ class Identity:
         threads: threads that it computes with on the CPU; None for those that Ray has set.
         cuda: environment variables that CUDA reads; those that the process has already stay.
         logs: directory of the file of its output; None for Ray's alone.
+        trace: the folder of the trace, and the name of this process in it; None if it is not recorded.
     """
 
     group: str
@@ -67,6 +70,7 @@ class Identity:
     threads: int | None = None
     cuda: Mapping[str, str] = field(default_factory=dict)
     logs: str | None = None
+    trace: tuple[Path, str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +148,7 @@ class WorkerProcess:
         queries: dict[str, Callable[..., None]] = {
             "position": lambda reply: reply(self._position()),
             "idle": lambda reply: reply(self._running is None),
+            "clock": lambda reply: reply((boot_id(), time.monotonic_ns())),
             "value": self._read_value,
             "release": self._release,
         }
@@ -176,21 +181,25 @@ class WorkerProcess:
             keep = header.keep and self._identity.rank in header.returning
             error, outlined, encoded = None, _NOTHING, _NOTHING
             inputs: Any = None
+            laps = Laps(number=header.number)
             if self._endpoint.cancellation.start(call.caller, header.number):
                 self._running = header.method
                 self._record_calls()
                 try:
                     inputs = resolve(decode([(call.data, call.frames)])[0], fetch)
                     call.frames.clear()
+                    laps("fetch")
                     worker = self if header.role is None else self._roles[header.role]
                     with call_context(worker, header.method):
                         value = complete(getattr(worker, header.method)(*inputs[0], **inputs[1]))
+                    laps(f"{header.role or 'process'}.{header.method}")
                     inputs = None  # free them before the value is serialized
                     if self._identity.rank in header.returning:
                         outlined = encode(outline(value), sys.maxsize) if keep else _NOTHING
                         encoded = encode(value, self._inline_bytes)
                     del value
                 except BaseException as raised:
+                    laps(f"failure {type(raised).__name__} {header.role}.{header.method}")
                     error = self._error_of(header.role or "", header.method, raised)
                 finally:
                     self._running = None
@@ -204,6 +213,8 @@ class WorkerProcess:
             self._finished[call.caller] = header.number
             sent = _NOTHING if keep else encoded
             self._endpoint.answer(call, sent.data, sent.frames, error=error, stored=sent.stored is not None)
+            laps("answer")
+            laps.end()
             del call, header, inputs, error, outlined, encoded, sent  # the next call may come much later
 
     def build(self, identity: Identity, rendezvous: Rendezvous, packed: Mapping[str, Packed]) -> None:
@@ -219,6 +230,10 @@ class WorkerProcess:
         """
         self._identity, self._running = identity, "__init__"
         log = None if identity.logs is None else RankLog.open(identity.logs, identity.group, identity.rank)
+        if identity.trace is not None:
+            folder, lane = identity.trace
+            about = {"group": identity.group, "rank": identity.rank, "launch": lane.rpartition("-")[0]}
+            set_recorder(TraceRecorder(folder, lane, about))
         for name, value in identity.cuda.items():
             os.environ.setdefault(name, value)
         os.environ.update(identity.env, MASTER_ADDR=rendezvous.address, MASTER_PORT=str(rendezvous.port))
@@ -240,6 +255,8 @@ class WorkerProcess:
         _set_title(identity, coordinates)
         if log is not None:
             log.rename(coordinates)
+        if (trace := recorder()) is not None:
+            trace.describe(roles={role: reported_coordinates(worker) for role, worker in self._roles.items()})
 
     def finish(self) -> None:
         """Call ``before_shutdown`` of the workers of every role."""
@@ -249,6 +266,8 @@ class WorkerProcess:
                 finish(worker)
             except BaseException as error:
                 raise self._error_of(role, "before_shutdown", error) from None
+        if (trace := recorder()) is not None:
+            trace.flush()
 
     def _record_calls(self) -> None:
         """Record collectives from now on, once the program has imported torch."""

@@ -22,6 +22,9 @@ from mcontroller.files import replace_text
 from mcontroller.ppo.display import without_zeros
 from mcontroller.ppo.saving.run_record import RECORD, read_record
 from mcontroller.ppo.trainer import RayPPOTrainer
+from mcontroller.trace.reading import read_trace
+from mcontroller.trace.recorder import FOLDER
+from mcontroller.trace.summary import end_lines
 from mcontroller.trackers import TRAIN, Samples
 from workers.run.config import RunConfig
 
@@ -29,6 +32,8 @@ __all__ = ["RunReport"]
 
 SUMMARY = "summary.json"
 PACKAGES = ("mcontroller", "torch", "megatron-core", "ray")
+READ_AT_END = 64
+"""Files of a trace up to which it is read at the end of a run, which takes up to a second for each."""
 RESULTS = ("train/score", "train/accuracy", "held_out/")
 """Beginnings of the names of the metrics whose last value is in the summary."""
 
@@ -106,6 +111,8 @@ class RunReport:
         for name, seconds in [*rows, ("other", wall - sum(stages.values()))]:
             table.add_row(name, f"{seconds:.1f}", f"{seconds / wall:.0%}")
         self._console.print(table)
+        if self._trainer.trace:
+            self._print_trace()
         self._print(f"run directory: {self._directory}{self._curves()}")
 
     def _curves(self) -> str:
@@ -116,6 +123,17 @@ class RunReport:
             return f", with {draw_curves(self._directory).name}"
         except ImportError:
             return " (for curves.png: pip install matplotlib)"
+
+    def _print_trace(self) -> None:
+        if len(list((self._directory / FOLDER).iterdir())) > READ_AT_END:
+            self._print(f"where the time went: python -m mcontroller trace {self._directory}")
+            return
+        try:
+            lines = end_lines(read_trace(self._directory))
+        except DataError as error:  # the run itself has succeeded
+            lines = [str(error)]
+        for line in lines:
+            self._print(line)
 
     # ---- a tracker -------------------------------------------------------------------------------------------------
 

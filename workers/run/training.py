@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 
@@ -25,6 +25,7 @@ from mcontroller.ppo.saving.checkpoints import LOCK
 from mcontroller.ppo.saving.preemption import PREEMPTED, Preempted
 from mcontroller.ppo.saving.run_record import read_record
 from mcontroller.ppo.trainer import RayPPOTrainer
+from mcontroller.trace.recorder import recording
 from mcontroller.trackers import Run, Tracker, make_trackers
 from workers.run.config import CONFIG_FILE, RunConfig
 from workers.run.parts import RunParts, chosen_lines, make_parts, roles_of
@@ -84,7 +85,7 @@ def train(config: RunConfig, console: Console) -> Path:
             parts.tokenizer.save(directory)
         report.begin()
         try:
-            with trainer:
+            with recording(directory) if config.trainer.trace else nullcontext(), trainer:
                 with trainer.stages("start"):
                     start_ray(config)
                 trainer.init_workers()
