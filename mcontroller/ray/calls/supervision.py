@@ -498,7 +498,7 @@ class GroupProcesses:
                 self._unraised = between_calls and not self._calls
                 self.handles.cause = cause
                 if self._unraised:
-                    _logger.error("%s", str(cause).partition("\n")[0])
+                    _logger.warning("%s", str(cause).partition("\n")[0])
             if not self.handles.killed:
                 self.handles.end()
             return self.handles.cause

@@ -24,7 +24,8 @@ def seen() -> Iterator[dict[str, Any]]:
     environment.pop("RAY_ADDRESS", None)
     command = [sys.executable, "-m", "tests.mcontroller.ray.several_nodes"]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, timeout=300, check=True)
-    yield json.loads(done.stdout.splitlines()[-1])
+    [found] = [line for line in done.stdout.splitlines() if line.startswith('{"where"')]  # Ray prints after it
+    yield json.loads(found)
     shutil.rmtree(directory, ignore_errors=True)
 
 
