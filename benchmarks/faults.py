@@ -363,7 +363,7 @@ def of_the_driver(folder: Path, names: list[str], repeats: int, seed: int) -> li
                 os.kill(program.process.pid, number)
             trial.named = f"exit code {program.process.wait()}"
         trial.known = time.time() - trial.at
-        while program.left() and time.time() - trial.at < 30:
+        while program.left() and time.time() - trial.at < 90:  # agents of Ray look for its end now and then
             time.sleep(0.1)
         trial.left, done = len(program.left()), len(program.steps())
         program.start("resume", str(program.folder / "run"))
