@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from megatron.core.transformer import TransformerConfig
 
@@ -17,7 +18,6 @@ __all__ = ["Parameters", "Shape", "count_parameters", "layers_of_chunks"]
 
 # Fields of model.transformer that add parameters which are not counted, and the values without an effect.
 _NOT_COUNTED = {
-    "multi_latent_attention": (False,),
     "mtp_num_layers": (None, 0),
     "attention_output_gate": (False,),
     "moe_latent_size": (None,),
@@ -138,14 +138,7 @@ def _of_ends(shape: Shape, model: ModelConfig, parallel: ParallelConfig, pp_rank
 def _of_layer(shape: Shape, with_experts: bool) -> Parameters:
     config, hidden = shape.config, shape.hidden
     dense = 2 * _norm(shape, hidden)
-    mixed = shape.queries + 2 * shape.keys
-    dense += mixed * hidden + shape.queries * hidden
-    if config.add_bias_linear or config.add_qkv_bias:
-        dense += mixed
-    if config.add_bias_linear:
-        dense += hidden
-    if config.qk_layernorm:
-        dense += 2 * _norm(shape, config.kv_channels)
+    dense += _latent_attention(shape) if config.multi_latent_attention else _attention(shape)
     if not with_experts:
         return Parameters(dense + _mlp(shape, shape.mlp, config.add_bias_linear))
     dense += config.hidden_size * config.num_moe_experts
@@ -153,6 +146,27 @@ def _of_layer(shape: Shape, with_experts: bool) -> Parameters:
         dense += _mlp(shape, shape.shared_mlp, config.add_bias_linear)
         dense += hidden if getattr(config, "moe_shared_expert_gate", False) else 0
     return Parameters(dense, shape.experts * _mlp(shape, shape.expert_mlp, False))
+
+
+def _attention(shape: Shape) -> int:
+    config, hidden, mixed = shape.config, shape.hidden, shape.queries + 2 * shape.keys
+    count = mixed * hidden + shape.queries * hidden
+    if config.add_bias_linear or config.add_qkv_bias:
+        count += mixed
+    if config.add_bias_linear:
+        count += hidden
+    return count + (2 * _norm(shape, config.kv_channels) if config.qk_layernorm else 0)
+
+
+def _latent_attention(shape: Shape) -> int:
+    """Parameters of multi-latent attention, whose down-projections every tensor-parallel rank has whole."""
+    config: Any = shape.config
+    heads = shape.queries // config.kv_channels
+    rank, latent, rotary = config.q_lora_rank, config.kv_lora_rank, config.qk_pos_emb_head_dim
+    normed = [latent] if rank is None else [latent, rank]
+    count = (latent + rotary) * shape.hidden + heads * (config.qk_head_dim + config.v_head_dim) * latent
+    count += shape.queries * shape.hidden if rank is None else rank * (shape.hidden + shape.queries)
+    return count + heads * config.v_head_dim * shape.hidden + sum(_norm(shape, width) for width in normed)
 
 
 def _mlp(shape: Shape, width: int, biases: bool) -> int:
