@@ -13,6 +13,7 @@ from workers.config.precision import check_precision, token_block
 from workers.config.trained_weights import check_trained
 
 __all__ = [
+    "check_engine_windows",
     "check_fit",
     "check_generation",
     "check_local",
@@ -160,6 +161,22 @@ def check_local(model: ModelConfig, *, on_gpu: bool) -> None:
                 key=key,
                 value=value,
             )
+
+
+def check_engine_windows(model: ModelConfig, parallel: ParallelConfig) -> None:
+    """Check that Transformer Engine can compute the sliding windows of a model in this layout.
+
+    Raises:
+        ConfigError: windows are divided over cp in a way that it does not have; ``key`` names the field.
+    """
+    kind, window = model.transformer.get("cp_comm_type"), model.transformer.get("window_size")
+    if window is not None and parallel.cp > 1 and kind not in ("a2a", "all_gather"):
+        raise ConfigError(
+            f"model.transformer.window_size={window!r} with parallel.cp={parallel.cp}: Transformer Engine computes "
+            f"sliding windows over cp only with model.transformer.cp_comm_type a2a or all_gather, not {kind!r}",
+            key="model.transformer.cp_comm_type",
+            value=kind,
+        )
 
 
 def check_packing(model: ModelConfig) -> None:

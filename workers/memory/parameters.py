@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from megatron.core.transformer import TransformerConfig
 
@@ -19,7 +20,6 @@ __all__ = ["Parameters", "Shape", "count_parameters", "layers_of_chunks"]
 
 # Fields of model.transformer that add parameters which are not counted, and the values without an effect.
 _NOT_COUNTED = {
-    "multi_latent_attention": (False,),
     "mtp_num_layers": (None, 0),
     "attention_output_gate": (False,),
     "moe_latent_size": (None,),
@@ -164,17 +164,7 @@ def _weights_of_stage(
 def _weights_of_layer(shape: Shape, with_experts: bool) -> Iterator[_Weight]:
     """The weights of a layer; a norm and a bias are one with the weight of the same name."""
     config, hidden = shape.config, shape.hidden
-    mixed = shape.queries + 2 * shape.keys
-    yield _Weight("self_attention.linear_qkv.layer_norm_weight", _norm(shape, hidden))
-    yield _Weight("self_attention.linear_qkv.weight", mixed, hidden)
-    yield _Weight("self_attention.linear_proj.weight", hidden, shape.queries)
-    if config.add_bias_linear or config.add_qkv_bias:
-        yield _Weight("self_attention.linear_qkv.bias", mixed)
-    if config.add_bias_linear:
-        yield _Weight("self_attention.linear_proj.bias", hidden)
-    if config.qk_layernorm:
-        yield _Weight("self_attention.q_layernorm.weight", _norm(shape, config.kv_channels))
-        yield _Weight("self_attention.k_layernorm.weight", _norm(shape, config.kv_channels))
+    yield from _latent_attention(shape) if config.multi_latent_attention else _attention(shape)
     if not with_experts:
         yield _Weight("mlp.linear_fc1.layer_norm_weight", _norm(shape, hidden))
         yield from _mlp(shape, "mlp", shape.mlp, config.add_bias_linear)
@@ -187,6 +177,38 @@ def _weights_of_layer(shape: Shape, with_experts: bool) -> Iterator[_Weight]:
             yield _Weight("mlp.shared_experts.gate_weight", hidden)
     for weight in _mlp(shape, "mlp.experts", shape.expert_mlp, False):
         yield replace(weight, experts=shape.experts)
+
+
+def _attention(shape: Shape) -> Iterator[_Weight]:
+    config, hidden, mixed = shape.config, shape.hidden, shape.queries + 2 * shape.keys
+    yield _Weight("self_attention.linear_qkv.layer_norm_weight", _norm(shape, hidden))
+    yield _Weight("self_attention.linear_qkv.weight", mixed, hidden)
+    yield _Weight("self_attention.linear_proj.weight", hidden, shape.queries)
+    if config.add_bias_linear or config.add_qkv_bias:
+        yield _Weight("self_attention.linear_qkv.bias", mixed)
+    if config.add_bias_linear:
+        yield _Weight("self_attention.linear_proj.bias", hidden)
+    if config.qk_layernorm:
+        yield _Weight("self_attention.q_layernorm.weight", _norm(shape, config.kv_channels))
+        yield _Weight("self_attention.k_layernorm.weight", _norm(shape, config.kv_channels))
+
+
+def _latent_attention(shape: Shape) -> Iterator[_Weight]:
+    """The weights of multi-latent attention, whose down-projections every tensor-parallel rank has whole."""
+    config: Any = shape.config
+    hidden, heads = shape.hidden, shape.queries // config.kv_channels
+    rank, latent = config.q_lora_rank, config.kv_lora_rank
+    yield _Weight("input_layernorm.weight", _norm(shape, hidden))
+    if rank is None:
+        yield _Weight("self_attention.linear_q_proj.weight", shape.queries, hidden)
+    else:
+        yield _Weight("self_attention.linear_q_down_proj.weight", rank, hidden)
+        yield _Weight("self_attention.linear_q_up_proj.layer_norm_weight", _norm(shape, rank))
+        yield _Weight("self_attention.linear_q_up_proj.weight", shape.queries, rank)
+    yield _Weight("self_attention.linear_kv_down_proj.weight", latent + config.qk_pos_emb_head_dim, hidden)
+    yield _Weight("self_attention.linear_kv_up_proj.layer_norm_weight", _norm(shape, latent))
+    yield _Weight("self_attention.linear_kv_up_proj.weight", heads * (config.qk_head_dim + config.v_head_dim), latent)
+    yield _Weight("self_attention.linear_proj.weight", hidden, heads * config.v_head_dim)
 
 
 def _mlp(shape: Shape, name: str, width: int, biases: bool) -> Iterator[_Weight]:

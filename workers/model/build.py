@@ -16,7 +16,7 @@ from megatron.core.transformer import TransformerConfig
 from mcontroller.errors import ConfigError
 from parallel_state.megatron import MegatronContext
 from workers.config import ModelConfig, ParallelConfig
-from workers.config.fit import check_local, padded_vocab_size
+from workers.config.fit import check_engine_windows, check_local, padded_vocab_size
 from workers.config.precision import check_device
 from workers.distinct_tokens import attend_over_rows
 from workers.lora.attach import choose_trained_weights
@@ -181,6 +181,8 @@ class _OwnModel:
         self.implementation = chosen_implementation(model.transformer_impl)
         if self.implementation == "local":
             check_local(model, on_gpu=torch.cuda.is_available())
+        else:
+            check_engine_windows(model, parallel)
         if torch.cuda.is_available():
             check_device(model, torch.cuda.get_device_capability(), torch.cuda.get_device_name())
         if dist.get_rank() == 0:

@@ -15,7 +15,18 @@ from safetensors.torch import save_file
 from mcontroller.errors import DataError
 from tests.ranks import run_ranks
 from tests.training import new_context
-from tests.workers.weights.hf_models import LAYOUTS, MODELS, Reference, config_of, saved, transformers
+from tests.workers.roles import PROMPT, RESPONSE, actor, prompts
+from tests.workers.weights.hf_models import (
+    GREEDY,
+    LAYOUTS,
+    MODELS,
+    ROWS,
+    Reference,
+    config_of,
+    saved,
+    tensors_of,
+    transformers,
+)
 from tests.workers.weights.test_hf import assert_equal
 from workers.config import ParallelConfig
 from workers.config.from_hf import model_config_from_hf
@@ -157,3 +168,32 @@ def test_kimi_and_layers_that_predict_more_tokens(reference: Callable[[str], Ref
     exported = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (exported["model_type"], exported["architectures"]) == ("kimi_k2", ["DeepseekV3ForCausalLM"])
     assert exported["num_nextn_predict_layers"] == 0
+
+
+def generated_elsewhere_and_saved(path: Path, axes: dict[str, Any], checkpoint: Path) -> torch.Tensor | None:
+    """Generate with a copy of the weights in another layout, and save a checkpoint."""
+    settings = {"rollout": {"parallel": {"ep": 2}, "prompt_length": PROMPT, "response_length": RESPONSE}}
+    model = dataclasses.asdict(model_config_from_hf(path))
+    worker = actor(axes, "actor_rollout", model=model, **settings)
+    worker.save_checkpoint(str(checkpoint))
+    found = worker.generate_sequences(prompts(ROWS, GREEDY))
+    return None if found is None else found.batch["responses"]
+
+
+def loaded(path: Path, checkpoint: Path) -> dict[str, torch.Tensor]:
+    model = dataclasses.asdict(model_config_from_hf(path)) | {"hf_path": None}
+    worker = actor({}, "actor", model=model)
+    worker.load_checkpoint(str(checkpoint))
+    return tensors_of(worker)
+
+
+@pytest.mark.simulated
+def test_biases_of_routers_move_between_layouts_and_into_checkpoints(
+    reference: Callable[[str], Reference], tmp_path: Path
+) -> None:
+    of_model = reference("deepseek_v3")
+    axes = {"tp": 2, "sequence_parallel": True, "pp": 2, "ep": 2, "etp": 1}
+    found = run_ranks(generated_elsewhere_and_saved, 4, of_model.path, axes, tmp_path)
+    returned = [tokens for tokens in found if tokens is not None]
+    assert returned and all(torch.equal(tokens, of_model.computed["greedy"]) for tokens in returned)
+    assert_equal(run_ranks(loaded, 1, of_model.path, tmp_path)[0], saved(of_model.path))

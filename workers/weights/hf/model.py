@@ -223,7 +223,10 @@ def _check_names(
     spare = {*names_of(family).get(OUTPUT_LAYER, ())}
     if family is not None and family.has_extra_layers:
         layers = max(int(number[1]) for name in shapes if (number := _LAYER.search(name)))
-        spare |= {name for name in files.names if (number := _LAYER.search(name)) and int(number[1]) > layers}
+        extra = {name for name in files.names if (number := _LAYER.search(name)) and int(number[1]) > layers}
+        spare |= extra
+        if extra and dist.get_rank() == 0:
+            logger.warning("%s: left out %d tensors of layers that predict more tokens at once", path, len(extra))
     unexpected = sorted(name for name in files.names - shapes.keys() - spare if not name.endswith(_DERIVED))
     differing = [
         f"{name} is {list(files.shape(name))}, the model's is {list(shapes[name])}"
