@@ -126,7 +126,7 @@ def _value(shard: WeightShard, tensors: dict[str, Tensor], rank: int, path: Path
         number = int(of_expert[2])
         if of_expert[3] == "A":
             value = value[number * rank : (number + 1) * rank]
-        else:
+        elif value.dim() == 2 and value.size(1) % rank == 0:
             value = value.unflatten(1, (rank, -1))[..., number]
             value = value if len(value) == shard.full_shape[0] else value.chunk(2)[int(of_expert[3][1])]
     if value is None or tuple(value.shape) != shard.full_shape:
