@@ -88,7 +88,7 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
     "alpha_pattern": ({}, None),
     "layers_to_transform": ([], None),
     "layer_replication": ([], None),
-    "modules_to_save": (["score"], [], None),
+    "modules_to_save": (None, []),
     "use_qalora": (False, None),
     "lora_bias": (False, None),
 }

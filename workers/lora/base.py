@@ -57,6 +57,7 @@ def tensor_headers(directory: Path) -> Iterator[tuple[str, dict[str, Any], Path,
                 headers: Any = json.loads(opened.read(length) if length < file.stat().st_size else b"")
             for name, header in headers.items():
                 if name != "__metadata__":
+                    header["dtype"], header["shape"], sum(header["data_offsets"])
                     yield name, header, file, 8 + length
-        except (ValueError, OSError, AttributeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, OSError, AttributeError, RecursionError) as error:
             raise DataError(f"{str(file)!r} is damaged: {error}", path=str(file)) from error

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from mcontroller.errors import ConfigError, DataError, before_changes
@@ -125,7 +126,7 @@ def _value(shard: WeightShard, tensors: dict[str, Tensor], rank: int, path: Path
         number = int(of_expert[2])
         if of_expert[3] == "A":
             value = value[number * rank : (number + 1) * rank]
-        else:
+        elif value.dim() == 2 and value.size(1) % rank == 0:
             value = value.unflatten(1, (rank, -1))[..., number]
             value = value if len(value) == shard.full_shape[0] else value.chunk(2)[int(of_expert[3][1])]
     if value is None or tuple(value.shape) != shard.full_shape:
@@ -150,8 +151,9 @@ def export_adapter(chunks: Sequence[Any], path: str, model: ModelConfig) -> None
     """
     lora, target = model.lora, Path(path)
     with before_changes():
-        if lora is None or model.train_only:
-            why = "model.lora is not set" if lora is None else f"model.train_only={model.train_only} trains weights too"
+        also = {name for names in all_gather_values(_trained_weights(chunks)) for name in names}
+        if lora is None or also:
+            why = "model.lora is not set" if lora is None else f"{', '.join(sorted(also)[:3])} are trained too"
             text = f"the adapter alone cannot be exported: {why}; export the merged model instead"
             raise ConfigError(text, key="model.lora")
         raise_on_every_rank(lambda: _create(target) if dist.get_rank() == 0 else None)
@@ -166,6 +168,12 @@ def export_adapter(chunks: Sequence[Any], path: str, model: ModelConfig) -> None
         config = _peft_config(model, sorted(everywhere))
         (target / "adapter_config.json").write_text(json.dumps(config, indent=2))
     dist.barrier()
+
+
+def _trained_weights(chunks: Sequence[Any]) -> list[str]:
+    """The names of weights of this rank that are trained and not of an adapter, such as a value head's."""
+    named = (each for chunk in chunks for each in unwrap_model(chunk).named_parameters())
+    return [name for name, parameter in named if parameter.requires_grad and not name.startswith("lora.")]
 
 
 def _create(target: Path) -> None:
