@@ -81,7 +81,8 @@ class ModelConfig:
     seed: int = 1234
     """Seed of the initial weights, which are the same for every layout."""
     hf_path: str | None = None
-    """Directory of a Hugging Face checkpoint with the initial weights. None: random weights from the seed."""
+    """Directory of a Hugging Face checkpoint with the initial weights, or a name of the hub, such as Qwen/Qwen3-0.6B,
+    which is downloaded. None: random weights from the seed."""
     family: str | None = None
     """Model type that the model is exported as. None: the type of the registered family that is built like it."""
     transformer: dict[str, Any] = field(default_factory=dict)
