@@ -82,7 +82,8 @@ class ModelConfig:
     seed: int = 1234
     """Seed of the initial weights, which are the same for every layout."""
     hf_path: str | None = None
-    """Directory of a Hugging Face checkpoint with the initial weights. None: random weights from the seed."""
+    """Directory of a Hugging Face checkpoint with the initial weights, or a name of the hub, such as Qwen/Qwen3-0.6B,
+    which is downloaded. None: random weights from the seed."""
     verify_load: str = "auto"
     """Compare every layer with transformers on the CPU after loading: layers, off, or auto (files up to 1 GiB)."""
     family: str | None = None

@@ -42,10 +42,10 @@ def folder(tmp_path: Path) -> Path:
     core.pre_tokenizer, core.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>")
     tokenizer.chat_template = "{% for m in messages %}{{ m['role'][0] }} {{ m['content'] }}={% endfor %}"
-    tokenizer.save_pretrained(tmp_path / "Qwen3-0.6B")
+    tokenizer.save_pretrained(tmp_path / "Qwen/Qwen3-0.6B")
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     tiny = LlamaConfig(vocab_size=len(vocabulary), num_key_value_heads=2, max_position_embeddings=1024, **sizes)
-    LlamaForCausalLM(tiny).save_pretrained(tmp_path / "Qwen3-0.6B")
+    LlamaForCausalLM(tiny).save_pretrained(tmp_path / "Qwen/Qwen3-0.6B")
     rows = [{"prompt": f"{a}+{b}", "answer": str(a + b)} for a in range(8) for b in range(8)]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     section = (ROOT / "docs/training.md").read_text().split("## Train on your own data")[1]
