@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +14,10 @@ from mcontroller.errors import DataError
 from mcontroller.trace.recorder import CONTROLLER, FOLDER
 
 __all__ = ["RunTrace", "TraceEvent", "TraceLane", "read_trace"]
+
+
+DERIVED = {"etp", "edp"}
+"""Axes of experts, whose index follows from the others."""
 
 
 class TraceEvent(NamedTuple):
@@ -52,20 +56,22 @@ class TraceLane:
         about: what it has written of itself; ``group``, ``rank``, ``node`` and ``roles`` with coordinates among it.
         events: the events.
         clock_error: [us] how wrong its times can be against those of the controller.
+        axes: the axes on which ranks of its group differ, which its label shows.
     """
 
     about: dict[str, Any] = field(default_factory=dict)
     events: list[TraceEvent] = field(default_factory=list)
     clock_error: float = 0.0
+    axes: frozenset[str] = frozenset()
 
     @property
     def coordinates(self) -> dict[str, int]:
-        """The index on each axis with more than one rank known; of the first role of the process."""
+        """The index on each axis, of the first role of the process."""
         return next(iter(self.about.get("roles", {}).values()), {})
 
     def label(self) -> str:
         """Return the rank and its coordinates, as in ``rank 3 (tp=1 pp=0 dp=1)``."""
-        axes = " ".join(f"{axis}={index}" for axis, index in self.coordinates.items())
+        axes = " ".join(f"{axis}={index}" for axis, index in self.coordinates.items() if axis in self.axes)
         return f"rank {self.about['rank']}" + (f" ({axes})" if axes else "")
 
 
@@ -100,7 +106,7 @@ class RunTrace:
 
         def inside(lanes: list[TraceLane]) -> list[TraceLane]:
             kept = ([event for event in lane.events if event.end > begin and event.begin < end] for lane in lanes)
-            return [TraceLane(lane.about, events, lane.clock_error) for lane, events in zip(lanes, kept, strict=True)]
+            return [replace(lane, events=events) for lane, events in zip(lanes, kept, strict=True)]
 
         return RunTrace(inside(self.controllers), inside(self.ranks))
 
@@ -127,6 +133,9 @@ def read_trace(run_dir: Path | str) -> RunTrace:
         if (boot := lane.about["boot"]) in clocks and boot not in boots:
             offset, lane.clock_error = clocks[boot]
             lane.events = [event._replace(begin=event.begin - round(offset)) for event in lane.events]
+    for lane in ranks:
+        group = [each.coordinates for each in ranks if each.about["group"] == lane.about["group"]]
+        lane.axes = frozenset(axis for each in group for axis, index in each.items() if index) - DERIVED
     ranks.sort(key=lambda lane: (lane.about["group"], lane.about["rank"]))
     return RunTrace(controllers, ranks)
 

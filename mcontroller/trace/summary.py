@@ -23,9 +23,9 @@ __all__ = [
 ]
 
 SLOWER = 0.05
-"""A rank is a straggler if it takes longer than the median of its peers by more than this share,"""
-OFTEN = 0.8
-"""in more than this share of the calls,"""
+"""A rank is a straggler if it takes longer than the median of its peers by more than this share in the median call,"""
+OFTEN = 0.75
+"""by more than half of that in more than this share of the calls,"""
 FEWEST_CALLS = 8
 """of at least so many calls,"""
 SHORTEST_US = 1000
@@ -46,7 +46,7 @@ class Straggler:
         node: its node.
         work: the method, or the part of it, in which it is slower.
         slower: the median, over the calls, of its time without waiting, over the median of its peers', less 1.
-        often: the share of the calls in which it is slower by more than ``SLOWER``.
+        often: the share of the calls in which it is slower by more than half of ``SLOWER``.
         calls: the number of calls.
     """
 
@@ -86,12 +86,11 @@ def stragglers(trace: RunTrace) -> list[Straggler]:
             for index, lane in enumerate(lanes):
                 others = [median(took for rank, took in call.items() if rank != index) for call in calls]
                 ratios = [call[index] / max(other, 1) - 1 for call, other in zip(calls, others, strict=True)]
-                often = mean(ratio > SLOWER for ratio in ratios)
+                often, slower = mean(ratio > SLOWER / 2 for ratio in ratios), median(ratios)
                 method = work.rpartition(" of ")[2]
-                if often > OFTEN and (work != method or (index, method) not in named):
+                if slower > SLOWER and often > OFTEN and (work != method or (index, method) not in named):
                     named.add((index, method))
                     about = lane.about
-                    slower = median(ratios)
                     found.append(
                         Straggler(about["group"], lane.label(), about["node"], work, slower, often, len(calls))
                     )
@@ -203,7 +202,7 @@ def stage_shares(trace: RunTrace) -> dict[str, float]:
     """Return the share of each stage in the time of the steps, the longest first, and what the controller needs itself.
 
     Stages that run at the same time count each. ``controller`` is the time in which no stage runs, and the planning,
-    splitting, sending and collecting of calls.
+    splitting, sending and collecting of calls in the stages.
     """
     took, total = Counter[str](), 0
     events = (event for lane in trace.controllers for event in lane.events)
@@ -212,8 +211,9 @@ def stage_shares(trace: RunTrace) -> dict[str, float]:
         stages = [event for event in inside if event.name.startswith("stage ")]
         for event in stages:
             took[event.name.removeprefix("stage ")] += event.took
-        took["controller"] += step.took - _union(stages)
-        took["controller"] += sum(each.took for each in inside if each.name.startswith(OWN_OF_CONTROLLER))
+        calls = [event for event in inside if event.name.startswith(OWN_OF_CONTROLLER)]
+        in_stages = [call for call in calls if any(_is_in(call, stage) for stage in stages)]
+        took["controller"] += step.took - _union(stages) + sum(call.took for call in in_stages)
     return {name: share / total for name, share in took.most_common()}
 
 

@@ -96,7 +96,7 @@ def test_the_bubble_of_equal_stages_is_the_one_on_paper(tmp_path: Path) -> None:
     assert found.measured == pytest.approx(found.on_paper) == pytest.approx(1 / 5)
 
 
-def test_the_time_of_a_step_is_that_of_stages_the_controller_and_the_critical_path(trace: RunTrace) -> None:
+def test_stages_and_the_critical_path_have_their_share_of_the_steps(trace: RunTrace) -> None:
     assert stage_shares(trace) == pytest.approx({"update actor": 0.7, "controller": 0.3 + 0.01})
     update, controller = critical_path(trace)
     assert (update.work, controller.work) == (METHOD, "controller")
@@ -160,7 +160,7 @@ def test_files_are_bounded_and_keep_the_newest_steps(tmp_path: Path) -> None:
     assert list(steps) == list(range(min(steps), 100_000)) and len(steps) > 10_000
 
 
-def test_the_file_of_a_killed_process_is_read_up_to_its_last_whole_line(tmp_path: Path) -> None:
+def test_the_file_of_a_killed_process_is_read_to_its_last_whole_line(tmp_path: Path) -> None:
     write(tmp_path, 0.0)
     path = tmp_path / FOLDER / "actor-a-0.jsonl.gz"
     recorder = recorder_of(tmp_path, "actor-a-0", group="actor", rank=0)
