@@ -16,6 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from mcontroller.config.fields import changed_fields
 from mcontroller.errors import DataError
 from mcontroller.files import replace_text
 from mcontroller.ppo.saving.run_record import RECORD, read_record
@@ -50,6 +51,7 @@ class RunReport:
             "versions": _versions(),
             "host": socket.gethostname(),
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "changes": changed_fields(config),
         }
 
     def begin(self) -> None:
