@@ -22,16 +22,16 @@ from parallel_state.topology import Topology
 
 __all__ = ["RunFiles", "few_points", "last_records", "read_metrics", "read_run", "read_samples", "role_grids"]
 
-POINTS = 500
+POINTS = 400
 """Most points of a curve; each stands for equally many steps."""
-SAMPLE_BYTES = 3_000_000
+SAMPLE_BYTES = 2_000_000
 """Most bytes of samples; they are read from places spread evenly over a larger file."""
 SAMPLE_PIECES = 48
 MAX_RANKS = 2048
 """Most ranks of a grid."""
 
 Record = dict[str, Any]
-Columns = dict[str, tuple["array[float]", "array[float]"]]
+Curves = dict[str, tuple["array[float]", "array[float]"]]
 """Name of a metric -> its steps and its values."""
 
 
@@ -140,9 +140,9 @@ def last_records(path: Path, size: int = 1 << 17) -> list[Record]:
         return [record for record in _records(file.read()) if isinstance(record.get("step"), int)]
 
 
-def read_metrics(path: Path) -> Columns:
+def read_metrics(path: Path) -> Curves:
     """Return the steps and values of every metric of ``metrics.jsonl``; none without a file."""
-    found: Columns = {}
+    found: Curves = {}
     if path.is_file():
         with open(path, "rb") as file:
             for record in itertools.chain.from_iterable(map(_records, file)):
@@ -155,26 +155,29 @@ def read_metrics(path: Path) -> Columns:
     return found
 
 
-def few_points(steps: Sequence[float], values: Sequence[float], points: int = POINTS) -> dict[str, list[float | None]]:
-    """Return a curve in at most ``points`` points.
+def few_points(steps: Sequence[float], values: Sequence[float], most: int = POINTS) -> dict[str, list[float | None]]:
+    """Return a curve in at most ``most`` points.
 
     Returns:
         ``x``, the first step of each point; ``y``, the mean of its values; ``lo`` and ``hi``, the least and the largest
-        one, if a point has more than one. None for a point without a finite value.
+        one, if a point has more than one; these have 6 digits. None for a point without a finite value.
     """
-    size = math.ceil(len(values) / points) or 1
-    x, y, lo, hi = [], [], [], []
+    size = math.ceil(len(values) / most) or 1
+    x: list[float | None] = []
+    y: list[float | None] = []
+    lo: list[float | None] = []
+    hi: list[float | None] = []
     for begin in range(0, len(values), size):
         part = [value for value in values[begin : begin + size] if math.isfinite(value)]
         x.append(int(steps[begin]))
-        y.append(sum(part) / len(part) if part else None)
-        lo.append(min(part, default=None))
-        hi.append(max(part, default=None))
+        found = (sum(part) / len(part), min(part), max(part)) if part else (None, None, None)
+        for points, value in zip((y, lo, hi), found, strict=True):
+            points.append(value if value is None or size == 1 else float(f"{value:.6g}"))
     return {"x": x, "y": y} | ({"lo": lo, "hi": hi} if size > 1 else {})
 
 
 def read_samples(path: Path) -> tuple[list[Record], bool]:
-    """Return the lines of ``samples.jsonl``, and whether they are all: of a large file, lines from evenly spread places.
+    """Return lines of ``samples.jsonl``, and whether they are all; of a large file, from evenly spread places.
 
     Args:
         path: the file; without one, there are no samples.
