@@ -63,7 +63,7 @@ class RunFiles:
     def facts(self) -> list[tuple[str, str]]:
         """Return what started the run and how far it is, as names and texts; a fact without a record is left out."""
         process, summary = self.process(), self.summary
-        total = self.config.get("trainer", {}).get("total_training_steps")
+        total = (self.config.get("trainer") or {}).get("total_training_steps")
         last = last_records(self.directory / "metrics.jsonl")
         holder = "{pid} on {host} since {since}".format_map(self.holder) if self.holder else ""
         if holder and self.holder["host"] == socket.gethostname() and not psutil.pid_exists(self.holder["pid"]):
@@ -93,7 +93,7 @@ def read_run(directory: Path) -> RunFiles:
         expected = "expected a run directory, with config.yaml, metrics.jsonl or summary.json"
         raise DataError(f"{directory} contains no run: {expected}", path=str(directory))
     config = _object(directory / "config.yaml")
-    given = config.get("trainer", {}).get("default_local_dir", "checkpoints")
+    given = (config.get("trainer") or {}).get("default_local_dir", "checkpoints")
     inside = os.path.relpath(given, config.get("run_dir") or directory) if os.path.isabs(given) else given
     checkpoints = directory / inside  # of the directory as it is called here, which may be mounted elsewhere
     return RunFiles(
@@ -199,11 +199,13 @@ def read_samples(path: Path) -> tuple[list[Record], bool]:
 def role_grids(config: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the grid of ranks of each role of a configuration; roles with the same ranks share one.
 
+    A role whose pool is not in the configuration has none.
+
     Returns:
         ``roles``, ``pool`` and ``layout`` as text; ``head``, the title of each pipeline stage; ``tp``, the columns of
         each; ``rows``, each a title and its cells ``[rank, node, coordinates]``, stage by stage.
     """
-    nodes = {"pool": config.get("pool", {}).get("process_on_nodes", [])}
+    nodes = {"pool": (config.get("pool") or {}).get("process_on_nodes", [])}
     pool_of: dict[str, str] = {}
     for name, pool in (config.get("pools") or {}).items():
         nodes[name] = pool["process_on_nodes"]
@@ -213,7 +215,8 @@ def role_grids(config: Mapping[str, Any]) -> list[dict[str, Any]]:
         if isinstance(section, Mapping) and isinstance(parallel := section.get("parallel"), Mapping):
             key = json.dumps({axis: parallel.get(axis) for axis in ("tp", "pp", "cp", "ep", "etp", "vpp", "order")})
             roles.setdefault((pool_of.get(role, "pool"), key), []).append(role)
-    return [_grid(", ".join(names), pool, nodes[pool], json.loads(key)) for (pool, key), names in roles.items()]
+    placed = [(pool, key, ", ".join(names)) for (pool, key), names in roles.items() if nodes[pool]]
+    return [_grid(names, pool, nodes[pool], json.loads(key)) for pool, key, names in placed]
 
 
 def _grid(roles: str, pool: str, nodes: Sequence[int], parallel: Mapping[str, Any]) -> dict[str, Any]:

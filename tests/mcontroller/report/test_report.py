@@ -136,6 +136,7 @@ def test_layouts_are_grids_of_ranks_on_nodes() -> None:
     assert (ref["roles"], ref["pool"]) == ("ref", "scoring: 1 ranks on 1 node")
     together = {**CONFIG, "critic": {"parallel": {"tp": 2, "pp": 2}}}
     assert role_grids(together)[0]["roles"] == "actor_rollout_ref, critic"
+    assert role_grids({**CONFIG, "pool": None, "pools": None}) == []
 
 
 def test_a_long_curve_has_few_points_with_the_least_and_largest_values() -> None:
