@@ -16,6 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from mcontroller.config.fields import changed_fields
 from mcontroller.curves import draw_curves
 from mcontroller.errors import DataError
 from mcontroller.files import replace_text
@@ -57,6 +58,7 @@ class RunReport:
             "versions": _versions(),
             "host": socket.gethostname(),
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "changes": changed_fields(config),
         }
 
     def begin(self) -> None:
