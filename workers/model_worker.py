@@ -40,7 +40,7 @@ from workers.train.optimizer import (
 from workers.train.scorer import Scorer
 from workers.train.state import TrainingState
 from workers.train.trainer import Trainer
-from workers.weights.hf.checkpoint import check_files
+from workers.weights.hf.checkpoint import check_checkpoint_files
 
 __all__ = ["ModelWorker"]
 
@@ -110,7 +110,7 @@ class ModelWorker(MegatronWorker):
         config = bound.get("config")
         if cls.config_class is None or "config" not in bound or isinstance(config, cls.config_class):
             if isinstance(model := getattr(config, "model", None), ModelConfig):
-                check_files(model)
+                check_checkpoint_files(model)
                 check_adapter(model)
             return
         name, kind = cls.config_class.__name__, type(config).__name__

@@ -20,7 +20,7 @@ from mcontroller.ppo.datasets.sources import check_dataset
 from mcontroller.ppo.datasets.tokenizers import TokenizerConfig
 from mcontroller.ppo.rewards.config import RewardsConfig
 from workers.config import ActorConfig, CriticConfig, ModelConfig, ParallelConfig, RewardConfig
-from workers.run.hf_generation import sampling_of
+from workers.weights.hf.generation import sampling_of
 from workers.weights.hf.hub import is_hub_name, local_directory
 
 __all__ = [

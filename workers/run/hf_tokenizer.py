@@ -9,7 +9,7 @@ from typing import Any
 from mcontroller.config.imports import import_extra
 from mcontroller.errors import ConfigError
 from mcontroller.ppo.datasets.tokenizers import TOKENIZERS, Message, TokenizerSource
-from workers.run.hf_generation import stop_tokens_of
+from workers.weights.hf.generation import stop_tokens_of
 
 __all__ = ["HuggingFaceTokenizer"]
 

@@ -30,7 +30,7 @@ from workers.run import hf_tokenizer  # noqa: F401  # registers its tokenizer
 from workers.run.config import RunConfig
 from workers.run.conversion import check_new_directory
 from workers.run.pools import check_layout, pool_errors, pools_of, role_layouts
-from workers.weights.hf.checkpoint import check_files
+from workers.weights.hf.checkpoint import check_checkpoint_files
 
 __all__ = ["RunParts", "chosen_lines", "make_parts", "roles_of"]
 
@@ -149,7 +149,7 @@ def make_parts(config: RunConfig) -> RunParts:
     attempt(lambda: role_workers(config, roles))
     for section in (config.actor_rollout_ref, config.critic, config.ref, config.reward_model):
         if section is not None:
-            attempt(partial(check_files, section.model))
+            attempt(partial(check_checkpoint_files, section.model))
     has_rollout_fn = config.multi_turn.environment is not None
     attempt(lambda: check_generates_alone(config, roles, pools_of(config, roles), has_rollout_fn))
     if config.trainer.export_hf is not None:

@@ -16,7 +16,7 @@ from mcontroller.errors import DataError
 from workers import ActorRolloutRefWorker
 from workers.config import ActorConfig
 from workers.config.from_hf import model_config_from_hf
-from workers.weights.hf.checkpoint import check_files
+from workers.weights.hf.checkpoint import check_checkpoint_files
 from workers.weights.hf.families.llama import Llama
 from workers.weights.hf.files import WeightFiles, finish_export, start_export
 
@@ -107,12 +107,12 @@ def test_a_checkpoint_is_checked_before_it_is_loaded(tmp_path: Path) -> None:
     tensors = {"model.embed_tokens.weight": embedding, "lm_head.weight": embedding.clone()}
     save_file(tensors, tmp_path / "model.safetensors")
     model = model_config_from_hf(tmp_path)
-    check_files(model)
+    check_checkpoint_files(model)
     tensors["lm_head.weight"][5] += 1
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(DataError, match=r"tie_word_embeddings=true, but row 5 of lm_head.weight differs from"):
-        check_files(model)
+        check_checkpoint_files(model)
     truncate(tmp_path, 200)
     with pytest.raises(DataError, match=r"model.safetensors in .* is damaged"):
         ActorRolloutRefWorker.check_init(config=ActorConfig(model=model))
-    check_files(dataclasses.replace(model, hf_path="/not/on/this/node"))
+    check_checkpoint_files(dataclasses.replace(model, hf_path="/not/on/this/node"))

@@ -8,12 +8,12 @@ from mcontroller.errors import DataError
 from workers.weights.hf.config import ModelDescription, family_at
 from workers.weights.hf.files import WeightFiles
 
-__all__ = ["check_files"]
+__all__ = ["check_checkpoint_files"]
 
 _ROWS = 16
 
 
-def check_files(model: ModelDescription) -> None:
+def check_checkpoint_files(model: ModelDescription) -> None:
     """Check that the files at ``model.hf_path`` are whole, and that an output layer is tied as ``config.json`` says.
 
     The headers of all files are read, and a few rows of the output layer. Nothing is checked if this node does not have
