@@ -89,9 +89,9 @@ class Adapter(nn.Module):
         for number in self.numbers:
             for pair in range(len(target.factors)):
                 self._add(self._name("A", pair, number), (lora.rank, weight.size(1)), config, weight)
-            for piece, pair in enumerate(target.pieces):
-                if pair is not None:
-                    name = self._name("B", pair, number, piece)
+            for piece, own in enumerate(target.pieces):
+                if own is not None:
+                    name = self._name("B", own, number, piece)
                     self._add(name, (self.blocks * heights[piece], lora.rank), config, weight)
 
     def _name(self, factor: str, pair: int, number: int | None, piece: int = 0) -> str:
