@@ -16,7 +16,6 @@ from workers.config import ActorConfig, load_config
 from workers.weights.transfer.weight_transfer import WeightTransfer
 
 TIED = {"tie_embeddings": True}
-ADAPTERS = {"lora": {"rank": 4, "alpha": 8.0}}
 EXPERTS = {"num_layers": 2, "num_moe_experts": 4, "moe_ffn_hidden_size": 32}
 
 
@@ -47,9 +46,8 @@ def generated(of: Any) -> DataProto:
         ({}, 4, {"tp": 2, "pp": 2}, 2, {}),
         (TIED, 2, {"pp": 2}, 2, {"tp": 2}),
         (EXPERTS, 2, {"ep": 2}, 1, {}),
-        (ADAPTERS, 2, {"tp": 2}, 2, {"pp": 2}),
     ],
-    ids=["tp2", "tp2-pp2", "tied-pp2-tp2", "ep2", "adapters-tp2-pp2"],
+    ids=["tp2", "tp2-pp2", "tied-pp2-tp2", "ep2"],
 )
 def test_a_rollout_group_generates_what_the_actor_generates_in_the_same_layout(
     model: dict[str, Any], ranks: int, from_axes: dict[str, Any], to_ranks: int, to_axes: dict[str, Any]
