@@ -211,7 +211,7 @@ def _build(
 
 def _clocks(infos: Sequence[ProcessInfo]) -> dict[str, tuple[float, float]]:
     """Return how far the clock of each node is ahead of the one here, and how wrong that can be: microseconds."""
-    clocks = {}
+    clocks: dict[str, tuple[float, float]] = {}
     for address in {info.node: info.address for info in infos}.values():
 
         def clock(address: Address = address) -> tuple[str, int] | None:
