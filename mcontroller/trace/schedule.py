@@ -18,6 +18,8 @@ from mcontroller.trace.recorder import Laps, TraceRecorder, recorder
 
 __all__ = ["ScheduleTimers", "tracing"]
 
+_cuda: Any = torch.cuda  # its events have no types
+
 
 class ScheduleTimers:
     """The ``timers`` that Megatron's schedules start and stop (``megatron.core.timers``), as events of a trace.
@@ -43,7 +45,7 @@ class ScheduleTimers:
         return self._timers[name]
 
     def _resolve(self, trace: TraceRecorder) -> None:
-        last = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        last = _cuda.Event(enable_timing=True)
         last.record()
         last.synchronize()
         now = time.monotonic_ns()
@@ -70,12 +72,12 @@ class _CudaTimer:
         self._name, self._ran, self._count = name, ran, 0
 
     def start(self, barrier: bool = False) -> Self:
-        self._begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self._begin = _cuda.Event(enable_timing=True)
         self._begin.record()
         return self
 
     def stop(self, barrier: bool = False) -> None:
-        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        end = _cuda.Event(enable_timing=True)
         end.record()
         self._ran.append((self._name, self._begin, end, self._count))
         self._count += 1
