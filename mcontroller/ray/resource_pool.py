@@ -234,7 +234,7 @@ class RayResourcePool(ResourcePool):
 
     def _repr_html_(self) -> str:
         caption, rows = self._table()
-        return table_html(caption, *(rows[:1] or [()]), rows[1:])
+        return table_html(caption, rows[0] if rows else (), rows[1:])
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name_prefix}: {self._store} x {self.max_colocate_count})"
