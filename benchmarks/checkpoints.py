@@ -4,7 +4,8 @@
 
 Eight ranks are forked, one thread each. The seconds of a call are of the slowest rank, in the fastest round. Extra
 memory is the peak of the resident memory of a rank (VmHWM) during the call, less the memory before it; for an
-asynchronous save, the files that stay in memory until they are written are added. CPU seconds are of all ranks and of
+asynchronous save, the files that stay in memory until they are written are added, and for a save to memory nothing: the
+file is the other column. CPU seconds are of all ranks and of
 the processes that write, in the round with the least; a process that writes counts in the call in which it ends.
 "verify" is what a load adds to read and hash every file once before anything changes. The files are read from the cache
 of the system, so storage that is slower than SHA-256 hides more of it.
@@ -13,6 +14,7 @@ of the system, so storage that is slower than SHA-256 hides more of it.
 from __future__ import annotations
 
 import argparse
+import os
 import resource
 import sys
 import tempfile
@@ -74,6 +76,11 @@ def measure(path: str, model: dict[str, Any], distributed: bool) -> dict[str, An
         add("asynchronous save", lambda step=step: worker.save_checkpoint(f"{path}/later", step, 1, asynchronous=True))
         add("step during the save", lambda: worker.update_actor(batch))
         add("wait for the save", worker.wait_for_checkpoint)
+        file = f"/proc/self/fd/{os.memfd_create('state')}"
+        add("save to memory", lambda file=file: worker.save_to_memory(file))
+        in_memory = os.stat(file).st_size
+        add("load from memory", lambda file=file: worker.load_from_memory(file))
+        os.close(int(file.rpartition("/")[2]))
         checkpoint = Path(path) / "at_once" / f"global_step_{step}"
         manifest = read_manifest(checkpoint)
         add("verify", lambda manifest=manifest, checkpoint=checkpoint: verify(checkpoint, manifest))
@@ -82,7 +89,7 @@ def measure(path: str, model: dict[str, Any], distributed: bool) -> dict[str, An
             lambda manifest=manifest, checkpoint=checkpoint: load_checkpoint(worker.state, checkpoint, manifest),
         )
     written = sum(file.stat().st_size for file in checkpoint.glob(f"__{dist.get_rank()}_*"))
-    return {"rounds": rounds, "written": written}
+    return {"rounds": rounds, "written": written, "in memory": in_memory}
 
 
 def main() -> None:
@@ -110,13 +117,14 @@ def show(ranks: list[dict[str, Any]]) -> None:
     console = Console()
     calls = list(ranks[0]["rounds"])
     with_memory = [call for call in calls if "step" not in call and "wait" not in call]
-    by_rank = Table("rank", "written MiB", *(f"{call}: extra MiB" for call in with_memory))
+    by_rank = Table("rank", "written MiB", "in memory MiB", *(f"{call}: extra MiB" for call in with_memory))
     for number, rank in enumerate(ranks):
         peaks = (
             max(extra for _, extra, _ in rank["rounds"][call]) + ("asynchronous" in call) * rank["written"]
             for call in with_memory
         )
-        by_rank.add_row(str(number), f"{rank['written'] / MIB:.1f}", *(f"{peak / MIB:.0f}" for peak in peaks))
+        sizes = (f"{rank[size] / MIB:.1f}" for size in ("written", "in memory"))
+        by_rank.add_row(str(number), *sizes, *(f"{peak / MIB:.0f}" for peak in peaks))
     console.print(by_rank)
     seconds = {
         call: min(max(rank["rounds"][call][number][0] for rank in ranks) for number in range(ROUNDS)) for call in calls

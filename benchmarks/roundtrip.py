@@ -47,7 +47,7 @@ from parallel_state import ParallelLayout, Topology
 LAYOUT = ParallelLayout(8, tp=2, pp=2)
 TOPOLOGY = Topology.from_layout(LAYOUT)
 SEQUENCE = 1024
-STEP_SECONDS, STEP_MEGABYTES, STEP_TARGET = 0.2, 0.2, 0.01
+STEP_SECONDS, STEP_MEGABYTES = 0.2, 0.2
 STEPS_IN_A_ROW = 10
 SETTLE_SECONDS = 0.1
 TARGETS = {0.2: 0.5, 15: 1.05, 120: 1.05}
@@ -306,8 +306,7 @@ def report_step(group: Any, repeats: int) -> None:
     rows[f"{STEPS_IN_A_ROW} steps, each read while the next runs"] = (taken["late"] - taken["alone"]) / STEPS_IN_A_ROW
     print(f"added to a step of {STEP_SECONDS:g} s by forward_backward, with {STEP_MEGABYTES:g} MB, and by optim_step:")
     for what, seconds in rows.items():
-        share = seconds / STEP_SECONDS
-        print(f"  {what:<48} {seconds * 1e3:>6.2f} ms {share:>6.1%}  {'ok' if share < STEP_TARGET else 'MISSED'}")
+        print(f"  {what:<48} {seconds * 1e3:>6.2f} ms {seconds / STEP_SECONDS:>6.1%}")
     script = Path(__file__).with_name("roundtrip_floor.py")
     rows_of = len(batch) // LAYOUT.dp
     command = [sys.executable, str(script), "--rows", str(rows_of), "--repeats", str(repeats)]

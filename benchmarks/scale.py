@@ -112,13 +112,6 @@ class BareNothing:
         return value
 
 
-class NoLease:
-    """The slots of light endpoints."""
-
-    def release(self) -> None:
-        """Do nothing."""
-
-
 def measure(runs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, tuple[float, float]]:
     """Return the median time [ms] and the mean CPU time of this process [us] of each, run alternately."""
     times: dict[str, list[float]] = {name: [] for name in runs}
@@ -246,7 +239,7 @@ def light_group(addresses: list[Address]) -> WorkerGroup[Any]:
     process, rendezvous = NodeProcess(0, 0, 0, None), Rendezvous("127.0.0.1", 0)
     node = ray.get_runtime_context().get_node_id()
     infos = [ProcessInfo("127.0.0.1", node, 0, (), each, rendezvous, process) for each in addresses]
-    handles = ProcessHandles(NoLease(), ChannelOptions(), infos=infos)
+    handles = ProcessHandles(lambda: None, ChannelOptions(watch_every=None), infos=infos)  # they answer no queries
     topology = Topology.from_layout(ParallelLayout(len(addresses)))
     return WorkerGroup(Nothing, RayExecutor(GroupProcesses("light", handles), "light"), "light", topology=topology)
 

@@ -25,16 +25,16 @@ class Scorer(Worker):
 
 
 def main() -> None:
-    ray.init("local", num_cpus=8, object_store_memory=200_000_000, include_dashboard=False, log_to_driver=False)
+    ray.init("local", num_cpus=8, object_store_memory=200_000_000)
     pool = RayResourcePool(process_on_nodes=[4], use_gpu=False, max_colocate_count=2)
     batch = DataProto.from_dict({"input_ids": torch.arange(24).view(6, 4)})
 
     with RayWorkerGroup(pool, RayClassWithInitArgs(Scorer, weight=0.5), name_prefix="scorer") as scorer:
         print(pool.describe(), end="\n\n")
-        print(scorer.score.explain(batch), end="\n\n")
+        print(scorer.score.explain(batch))  # runs nothing: the rows and bytes of each rank, and which ranks return
         scored = scorer.score(batch)  # reads like a local call
-        print("scores", scored.batch["scores"].tolist())
-        print("rank  ", scored.batch["rank"].tolist())
+        print(scored.batch["scores"].tolist())
+        print(scored.batch["rank"].tolist())
     ray.shutdown()
 
 

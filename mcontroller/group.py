@@ -17,9 +17,11 @@ from mcontroller.dispatch.modes import Dispatch, DispatchSpec, Execute, Plan, pl
 from mcontroller.dispatch.registration import Registration, registrations
 from mcontroller.errors import DispatchError, MControllerError, TopologyError
 from mcontroller.partition import Padding
+from mcontroller.trace.recorder import Laps
 from mcontroller.transport import Executor, Future
 from mcontroller.worker import W_co
 from parallel_state.axes import DENSE_AXES
+from parallel_state.describe import table_html
 from parallel_state.infos import DistGlobalInfo, DistRankInfo
 from parallel_state.layout import ParallelLayout
 from parallel_state.topology import Topology
@@ -80,12 +82,17 @@ class GroupMethod(Generic[P, Result_co, Future_co]):
             GroupError: the call failed: WorkerError, WorkerDied, CallTimeout or GroupBroken.
         """
         group, rule = self.group, self.registration
+        laps = Laps(f"{group.name}.{self.name}")
         call = PreparedCall(group, self.name, self.plan(), changes_rows=rule.changes_rows)
+        laps("plan")
         call = dispatch(call, args, kwargs, rule.rows, materialize=rule.materialize_futures)
+        laps("split")
         keep = call.concatenates and not rule.blocking
         timeout = group.timeout if rule.timeout is None else rule.timeout
         returning = call.plan.collected
         in_flight = group.executor.submit(self.name, call.arguments, returning, timeout=timeout, keep=keep)
+        laps.number = in_flight.number
+        laps("send")
         future: Any = call.future(in_flight)
         if keep:
             return DataProto.later(future, lambda: call.kept(in_flight))  # type: ignore[return-value]  # as declared
@@ -315,8 +322,8 @@ class WorkerGroup(Generic[W_co]):
     def restart(self, timeout: float | None = 600.0) -> None:
         """Start the ranks again, with workers constructed from the same arguments, in slots of the same pool.
 
-        The group is the same object with the same options, and so are those of other roles of its processes. What the
-        workers had is lost: build and load their models again. Futures and batches that were not read before raise
+        The group is the same object with the same options, and so are the groups of its other roles. What the workers
+        had is lost: build and load their models again. Futures and batches that were not read before raise
         GroupBroken. A group that works is ended first, as by a failure.
 
         Args:
@@ -431,6 +438,10 @@ class WorkerGroup(Generic[W_co]):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name}: {self.world_size} x {self.worker_cls.__name__})"
+
+    def _repr_html_(self) -> str:
+        methods = [(name, method.dispatch_mode.name) for name, method in sorted(self._methods.items())]
+        return table_html(f"{self!r}, {self._topology or self._flat!r}", ("method", "dispatch mode"), methods)
 
 
 def _changed(value: T, **changes: Any) -> T:

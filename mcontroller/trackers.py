@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import sys
+import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -53,6 +54,9 @@ class Run:
         return path.read_text(encoding="utf-8")
 
 
+TRAIN = "train"
+"""The phase of the steps that are counted from 1 to the end of the run."""
+
 Samples = Sequence[Mapping[str, Any]]
 """Rows of a table, as mappings of texts and numbers by column."""
 
@@ -60,8 +64,14 @@ Samples = Sequence[Mapping[str, Any]]
 class Tracker(Protocol):
     """A destination of metrics."""
 
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Record metrics of a step, by names such as ``train/score``."""
+    def log(self, metrics: Mapping[str, float], step: int, phase: str = TRAIN) -> None:
+        """Record metrics of a step.
+
+        Args:
+            metrics: by names such as ``train/score``.
+            step: the number of the step in its phase.
+            phase: ``"train"``, or ``"warm_up"``, whose steps are counted apart.
+        """
 
     def log_samples(self, samples: Samples, step: int) -> None:
         """Record a table of samples of a step: all of them have the same columns, such as ``prompt`` and ``score``."""
@@ -79,6 +89,12 @@ class Rewinds(Protocol):
 
 
 _PRINTED_SAMPLES = 2
+WORTH_READING = (
+    *("sft/loss", "train/score", "train/accuracy", "held_out/score", "held_out/accuracy"),
+    *("actor/reward_kl_penalty", "actor/kl_loss", "actor/entropy", "actor/grad_norm", "critic/explained_variance"),
+    *("response/length", "response/truncated", "perf/tokens_per_s", "timing_s/step"),
+)
+"""The metrics that the console shows."""
 
 TRACKERS: Registry[Callable[[Run], Tracker]] = Registry("tracker", key="trackers")
 """Trackers by the name that a configuration uses; ``TRACKERS.register`` adds one."""
@@ -86,7 +102,10 @@ TRACKERS: Registry[Callable[[Run], Tracker]] = Registry("tracker", key="trackers
 
 @TRACKERS.register("jsonl")
 class JsonlTracker:
-    """Tracker that appends a line ``{"step": 3, "train/score": 0.5, ...}`` to ``metrics.jsonl`` at every call.
+    """Tracker that appends a line to ``metrics.jsonl`` at every call.
+
+    It is ``{"global_step": 3, "phase": "train", "time": 1767225600.0, "train/score": 0.5, ...}``, the time in seconds
+    since 1970.
 
     In a resumed run, the steps after its checkpoint are removed first: they are repeated.
     """
@@ -107,14 +126,14 @@ class JsonlTracker:
         self.close()
         self._open(step)
 
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
+    def log(self, metrics: Mapping[str, float], step: int, phase: str = TRAIN) -> None:
         """Record metrics of a step."""
-        self._file.write(json.dumps({"step": step, **metrics}) + "\n")
+        self._file.write(json.dumps({"global_step": step, "phase": phase, "time": time.time(), **metrics}) + "\n")
 
     def log_samples(self, samples: Samples, step: int) -> None:
         """Append a line for each sample to ``samples.jsonl``."""
         for sample in samples:
-            self._samples.write(json.dumps({"step": step, **sample}, default=str) + "\n")
+            self._samples.write(json.dumps({"global_step": step, **sample}, default=str) + "\n")
 
     def close(self) -> None:
         """Flush and release resources."""
@@ -132,7 +151,7 @@ class TensorBoardTracker:
         after = None if run.resumed_at is None else run.resumed_at + 1
         self._writer = writer.SummaryWriter(str(run.directory / "tensorboard"), purge_step=after)
 
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
+    def log(self, metrics: Mapping[str, float], step: int, phase: str = TRAIN) -> None:
         """Record metrics of a step."""
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
@@ -151,15 +170,19 @@ class TensorBoardTracker:
 
 @TRACKERS.register("console")
 class ConsoleTracker:
-    """Tracker that prints a line to standard output at every call."""
+    """Tracker that prints a line to standard output at every call: the metrics that say how a run goes.
+
+    All of them are printed if none is among ``WORTH_READING``.
+    """
 
     def __init__(self, run: Run) -> None:
         self._name = run.name
 
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
+    def log(self, metrics: Mapping[str, float], step: int, phase: str = TRAIN) -> None:
         """Record metrics of a step."""
-        values = " ".join(f"{name}={value:.4g}" for name, value in metrics.items())
-        sys.stdout.write(f"{self._name} step {step}: {values}\n")
+        shown = {name: value for name, value in metrics.items() if name in WORTH_READING} or metrics
+        values = " ".join(f"{name}={value:.4g}" for name, value in shown.items())
+        sys.stdout.write(f"{self._name} {'' if phase == TRAIN else f'{phase} '}step {step}: {values}\n")
         sys.stdout.flush()
 
     def log_samples(self, samples: Samples, step: int) -> None:
@@ -189,14 +212,14 @@ class WandbTracker:
             resume="allow",
         )
 
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
+    def log(self, metrics: Mapping[str, float], step: int, phase: str = TRAIN) -> None:
         """Record metrics of a step."""
-        self._run.log({**metrics, "step": step})
+        self._run.log({**metrics, "global_step": step, "phase": phase})
 
     def log_samples(self, samples: Samples, step: int) -> None:
         """Record a table."""
         columns, rows = _table(samples)
-        self._run.log({"samples": self._wandb.Table(columns=columns, data=rows), "step": step})
+        self._run.log({"samples": self._wandb.Table(columns=columns, data=rows), "global_step": step})
 
     def close(self) -> None:
         """Flush and release resources."""
@@ -213,7 +236,7 @@ class TrackioTracker:
         resume = "never" if run.resumed_at is None else "allow"
         self._trackio.init(project=run.project, name=run.name, config=dict(run.config), resume=resume)
 
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
+    def log(self, metrics: Mapping[str, float], step: int, phase: str = TRAIN) -> None:
         """Record metrics of a step."""
         self._trackio.log(dict(metrics), step=step)
 
@@ -243,7 +266,7 @@ class MlflowTracker:
         run.remembered(self._ID, lambda: str(started.info.run_id))
         self._mlflow.log_params(_flat(run.config))
 
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
+    def log(self, metrics: Mapping[str, float], step: int, phase: str = TRAIN) -> None:
         """Record metrics of a step."""
         self._mlflow.log_metrics(dict(metrics), step=step)
 
@@ -288,7 +311,7 @@ def _remove_later_steps(path: Path, step: int) -> None:
 def _step_of(line: str) -> float:
     """Return the step of a line; infinity for one that a killed run left incomplete."""
     try:
-        return int(json.loads(line)["step"])
+        return int(json.loads(line)["global_step"])
     except ValueError:
         return math.inf
 

@@ -100,6 +100,10 @@ class InFlightCall(Protocol):
     """
 
     @property
+    def number(self) -> int:
+        """The number of the call among those of this caller to the same ranks."""
+
+    @property
     def parts(self) -> Sequence[Handle]:
         """Handles of the values. Reading this does not wait and fetches nothing."""
 
@@ -293,7 +297,7 @@ class Executor(Protocol):
         """End all ranks, and construct the workers again from their init arguments, in other processes.
 
         Args:
-            timeout: deadline in seconds, for ranks that are processes of their own; None for none.
+            timeout: deadline in seconds, for ranks that are separate processes; None for none.
         """
 
     def shutdown(self, timeout: float | None = None) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import html
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from parallel_state.axes import DENSE_AXES, EXPERT_AXES, RANK_AXIS, dense_grid, expert_grid, product_text
 from parallel_state.errors import TopologyError
 
-__all__ = ["runs_text", "table_text", "topology_text"]
+__all__ = ["runs_text", "table_html", "table_text", "topology_html", "topology_text"]
 
 Sizes = Mapping[str, int]
 Indices = Mapping[str, Sequence[int]]
@@ -98,15 +99,28 @@ def _headline(sizes: Sizes, columns: Indices, vpp: int | None) -> str:
 
 
 def _stage_blocks(sizes: Sizes, columns: Indices, max_rows: int) -> Iterator[str]:
-    extra = [axis for axis in dense_grid(sizes) if axis not in DENSE_AXES and sizes[axis] > 1]
+    extra = _extra_axes(sizes)
     yield _stage_block(sizes, columns, rows=(*extra, "dp"), cell=("cp", "tp"), max_rows=max_rows)
     if _uses_experts(sizes):
         experts = _stage_block(sizes, columns, rows=(*extra, "edp"), cell=("ep", "etp"), max_rows=max_rows)
         yield f"experts\n{experts}"
 
 
+def _extra_axes(sizes: Sizes) -> list[str]:
+    return [axis for axis in dense_grid(sizes) if axis not in DENSE_AXES and sizes[axis] > 1]
+
+
 def _stage_block(sizes: Sizes, columns: Indices, rows: Sequence[str], cell: Sequence[str], max_rows: int) -> str:
-    """Return a table with replicas down and pipeline stages across.
+    head, body = _stage_table(sizes, columns, rows, cell)
+    inside = [f"{axis} {runs_text(range(sizes[axis]))}" for axis in reversed(cell) if sizes[axis] > 1]
+    legend = f"\n(ranks in a cell: {', then '.join(inside)})" if inside else ""
+    return table_text(head, body, max_rows) + legend
+
+
+def _stage_table(
+    sizes: Sizes, columns: Indices, rows: Sequence[str], cell: Sequence[str]
+) -> tuple[list[str], list[list[str]]]:
+    """Return head and body of a table with replicas down and pipeline stages across.
 
     Each cell lists its ranks in the order of the ``cell`` axes, the last axis fastest.
     """
@@ -119,9 +133,7 @@ def _stage_block(sizes: Sizes, columns: Indices, rows: Sequence[str], cell: Sequ
     for replica, stages in ranks_at.items():
         label = ", ".join(f"{axis} {index}" for axis, index in zip(rows, replica, strict=True))
         body.append([label, *(runs_text(ranks) for ranks in stages.values())])
-    inside = [f"{axis} {runs_text(range(sizes[axis]))}" for axis in reversed(cell) if sizes[axis] > 1]
-    legend = f"\n(ranks in a cell: {', then '.join(inside)})" if inside else ""
-    return table_text(head, body, max_rows) + legend
+    return head, body
 
 
 def _node_block(sizes: Sizes, columns: Indices, nodes: Sequence[str], max_rows: int) -> str:
@@ -190,3 +202,19 @@ def table_text(head: Sequence[str], body: Sequence[Sequence[str]], max_rows: int
         cells = [part for i in shown for part in ([".."] if i == gap_at else []) + [row[i].ljust(widths[i])]]
         lines.append(GAP.join(cells).rstrip())
     return "\n".join(lines)
+
+
+def topology_html(sizes: Sizes, columns: Indices, vpp: int | None, max_rows: int = 16) -> str:
+    """Return the table of replicas by pipeline stage as HTML; of ranks without axes, the number of ranks."""
+    rows = (*_extra_axes(sizes), "dp")
+    head, body = _stage_table(sizes, columns, rows, ("cp", "tp")) if "pp" in sizes else ([], [])
+    return table_html(_headline(sizes, columns, vpp), head, body, max_rows)
+
+
+def table_html(caption: str, head: Sequence[str], body: Sequence[Sequence[object]], max_rows: int = 64) -> str:
+    """Return an HTML table for notebooks; texts are escaped, and a last row counts the rows past ``max_rows``."""
+    rows = [*body[:max_rows], *([[f"... and {len(body) - max_rows:,} more"]] if len(body) > max_rows else [])]
+    lines = "".join(f"<tr>{''.join(f'<td>{html.escape(str(cell))}</td>' for cell in row)}</tr>" for row in rows)
+    titles = "".join(f"<th>{html.escape(title)}</th>" for title in head)
+    caption = html.escape(caption).replace("\n", "<br>")
+    return f"<table><caption>{caption}</caption><thead><tr>{titles}</tr></thead><tbody>{lines}</tbody></table>"

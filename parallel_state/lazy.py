@@ -6,6 +6,13 @@ A package lists its public names once, in the form that type checkers read, and 
         from package.module import Name as Name
     else:
         __getattr__, __dir__, __all__ = lazy_exports(__name__)
+
+A module that registers functions of tensors, and is read by configurations, imports torch when one is called::
+
+    if TYPE_CHECKING:
+        import torch
+    else:
+        torch = Lazy("torch")
 """
 
 from __future__ import annotations
@@ -21,7 +28,31 @@ from typing import Any
 from parallel_state.errors import MissingPackageError
 from parallel_state.requirements import EXTRAS, missing_package
 
-__all__ = ["lazy_exports"]
+__all__ = ["Lazy", "lazy_exports"]
+
+
+class Lazy:
+    """A module, or one object of it, that is imported when it is called or an attribute of it is read.
+
+    Args:
+        module: the dotted name of the module.
+        name: the name of the object in the module; "" for the module itself.
+    """
+
+    def __init__(self, module: str, name: str = "") -> None:
+        self._source = module, name
+
+    def _load(self) -> Any:
+        module, name = self._source
+        loaded = importlib.import_module(module)
+        return getattr(loaded, name) if name else loaded
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(self._load(), attribute)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the object."""
+        return self._load()(*args, **kwargs)
 
 
 def lazy_exports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:

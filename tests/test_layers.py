@@ -34,6 +34,8 @@ PURE = (
     "mcontroller.dispatch.modes",
     "mcontroller.errors",
     "mcontroller.partition",
+    "mcontroller.report.top",
+    "mcontroller.report.verb",
 )
 """Modules that load neither torch nor Ray."""
 

@@ -18,8 +18,8 @@ from parallel_state.layout import ParallelLayout
 from parallel_state.megatron import MegatronContext
 from workers.config import ModelConfig, ParallelConfig
 from workers.model.build import build_model
-from workers.model.zigzag import zigzag_join, zigzag_slice
 from workers.weights.full_state import full_state_dict
+from workers.zigzag import zigzag_join, zigzag_slice
 
 ROWS, LENGTH = 8, 16
 SMALL_GPT = ModelConfig(

@@ -1,6 +1,7 @@
 """Megatron-Core models and their training, as workers of a group. No controller code.
 
-Importing the package makes Megatron-Core importable on a machine without a GPU.
+Importing the package makes Megatron-Core importable on a machine without a GPU. torch is loaded when Megatron-Core is:
+configurations are read and checked without it.
 """
 
 from __future__ import annotations
@@ -8,14 +9,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from parallel_state.lazy import lazy_exports
+from parallel_state.patches.import_hook import call_before_import
 from parallel_state.requirements import require, require_importable
 
 require("torch", "megatron.core")
 
-from parallel_state import cpu  # noqa: E402  # loads torch
 
-if not cpu.install():
-    require_importable("transformer_engine")  # Megatron does not report it if that fails
+def _prepare_megatron() -> None:
+    from parallel_state import cpu  # loads torch
+
+    if not cpu.install():
+        require_importable("transformer_engine")  # Megatron does not report it if that fails
+
+
+call_before_import("megatron.core", _prepare_megatron)
 
 if TYPE_CHECKING:
     from workers.actor import ActorRolloutRefWorker as ActorRolloutRefWorker
@@ -43,10 +50,14 @@ if TYPE_CHECKING:
     from workers.model.placement import place_chunks as place_chunks
     from workers.model_worker import ModelWorker as ModelWorker
     from workers.reward import RewardModelWorker as RewardModelWorker
+    from workers.train.batches import TokenBatch as TokenBatch
+    from workers.train.losses import masked_sum as masked_sum
+    from workers.train.losses import value_loss as value_loss
     from workers.weights.hf.family import ModelFamily as ModelFamily
     from workers.weights.hf.family import register_model_family as register_model_family
     from workers.weights.hf.model import export_hf as export_hf
     from workers.weights.hf.model import hf_tensors as hf_tensors
     from workers.weights.hf.model import load_hf as load_hf
+    from workers.weights.transfer.weight_transfer import WeightTransfer as WeightTransfer
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__)

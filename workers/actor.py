@@ -16,12 +16,20 @@ from mcontroller.errors import before_changes
 from mcontroller.ppo.kl import KL_ESTIMATORS
 from mcontroller.ppo.losses.registry import POLICY_LOSSES
 from parallel_state.megatron import MegatronContext
-from workers.actor_roles import check_engine, check_rollout_layout, parsed_roles, require_role, serves_engine
+from workers.actor_roles import (
+    check_engine,
+    check_reference_moves,
+    check_rollout_layout,
+    parsed_roles,
+    require_role,
+    serves_engine,
+)
 from workers.config import ActorConfig, ParallelConfig
 from workers.config.fit import divided_for
 from workers.generate.engines import ROLLOUT_ENGINES
 from workers.generate.generator import Generator
 from workers.generate.rollout_protocol import Rollout
+from workers.lora.adapters import without_adapters
 from workers.model.build import build_model
 from workers.model_worker import ModelWorker
 from workers.router_replay.replay import RouterReplay
@@ -157,7 +165,8 @@ class ActorRolloutRefWorker(ModelWorker):
             parallel: the axes ``rollout.parallel``.
             context: their layout.
         """
-        model = divided_for(self.config.model, parallel, self.config.parallel)
+        merged = replace(self.config.model, lora=None, freeze=[], train_only=[])
+        model = divided_for(merged, parallel, self.config.parallel)
         return build_model(model, parallel, context, initialize=False)
 
     @takes_distinct_tokens
@@ -195,8 +204,8 @@ class ActorRolloutRefWorker(ModelWorker):
     def init_model(self) -> None:
         """Build the models of the role, with the weights of ``model.hf_path`` or of ``model.seed``.
 
-        The reference is built by a second call of ``build_model``. Next to a policy, it is a copy of it. A worker that
-        only serves an engine has no model.
+        The reference is built by a second call of ``build_model``. Next to a policy, it is a copy of it; next to one
+        with ``model.lora``, it is the policy without its adapter. A worker that only serves an engine has no model.
         """
         if self.generator.serves_engine:
             self.state.check_context()
@@ -205,7 +214,9 @@ class ActorRolloutRefWorker(ModelWorker):
             self.set_up(phases if "actor" in self.roles else {}, self.config.ddp)
             if self.config.router_replay != "none":
                 self.router_replay = RouterReplay(self.config.router_replay, ModelRouters(self.model, self.context.pg))
-        if "ref" in self.roles:
+        if "ref" in self.roles and self.model and self.config.model.lora is not None:
+            self.offloader.needs["compute_ref_log_prob"] = ("params",)
+        elif "ref" in self.roles:
             reference = self.build_model()
             for chunk in reference:
                 chunk.requires_grad_(False)
@@ -288,7 +299,12 @@ class ActorRolloutRefWorker(ModelWorker):
     def compute_ref_log_prob(self, data: DataProto) -> DataProto | None:
         """Compute ``ref_log_prob`` of the reference, with the arguments, shapes and errors of ``compute_log_prob``."""
         require_role(self.roles, "ref", "compute_ref_log_prob")
-        scores = self._scores(self._rows(data, "compute_ref_log_prob"), self.reference)
+        rows = self._rows(data, "compute_ref_log_prob")
+        if self.reference:
+            scores = self._scores(rows, self.reference)
+        else:
+            with without_adapters(self.model):
+                scores = self._scores(rows, self.model)
         return None if scores is None else DataProto.from_dict({"ref_log_prob": scores[0]})
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO, padding="zero_loss")
@@ -402,10 +418,12 @@ class ActorRolloutRefWorker(ModelWorker):
                 arXiv:2404.09656, soft and hard updates).
 
         Raises:
-            ConfigError: the role does not include both ``actor`` and ``ref``.
+            ConfigError: the role does not include both ``actor`` and ``ref``, or the reference is the policy without
+                its adapter.
         """
         require_role(self.roles, "actor", "sync_reference")
         require_role(self.roles, "ref", "sync_reference")
+        check_reference_moves(self.config)
         copies = mix_weights(self.reference, self.model, mix, self.state.float32.get("reference", []))
         self.state.float32 = {"reference": copies} if copies else {}
 

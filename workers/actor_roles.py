@@ -9,7 +9,14 @@ from parallel_state import LayoutError
 from workers.config import ActorConfig
 from workers.generate.engines import ROLLOUT_ENGINES
 
-__all__ = ["check_engine", "check_rollout_layout", "parsed_roles", "require_role", "serves_engine"]
+__all__ = [
+    "check_engine",
+    "check_reference_moves",
+    "check_rollout_layout",
+    "parsed_roles",
+    "require_role",
+    "serves_engine",
+]
 
 _ROLES = ("actor", "rollout", "ref")
 
@@ -90,6 +97,17 @@ def check_rollout_layout(config: ActorConfig, world_size: int, worker: str, over
             key="rollout.parallel",
             value=config.rollout.parallel,
         )
+
+
+def check_reference_moves(config: ActorConfig) -> None:
+    """Raise ConfigError if the reference is the policy without its adapter, which nothing changes."""
+    if config.model.lora is not None:
+        with before_changes():
+            raise ConfigError(
+                "the reference cannot move towards a policy with model.lora: it is the policy without its adapter; set "
+                "trainer.ref_sync_steps=0 and warm_up.steps=0",
+                key="model.lora",
+            )
 
 
 def require_role(roles: Collection[str], role: str, method: str) -> None:

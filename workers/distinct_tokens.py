@@ -296,6 +296,7 @@ def _computes(chunk: nn.Module) -> bool:
         return False  # shapes differ from batch to batch
     if config.num_moe_experts is not None or config.mtp_num_layers or config.multi_latent_attention:
         return False
-    if config.hidden_dropout or config.attention_dropout or config.context_parallel_size > 1:
+    of_adapters = getattr(getattr(chunk, "lora", None), "dropout", 0.0)
+    if of_adapters or config.hidden_dropout or config.attention_dropout or config.context_parallel_size > 1:
         return False
     return all(isinstance(each, AttentionOverRows) for each in _core_attentions(chunk))

@@ -22,6 +22,8 @@ from workers.checkpoint.checkpointer import Checkpointer
 from workers.checkpoint.writer import BackgroundSaves
 from workers.config import ModelConfig, OptimConfig, ParallelConfig
 from workers.config.fit import length_multiple_of
+from workers.lora.base import base_hash
+from workers.lora.peft_files import check_adapter
 from workers.megatron_worker import MegatronWorker
 from workers.memory.offloader import Offloader
 from workers.model.transformer_config import check_chunks
@@ -38,6 +40,7 @@ from workers.train.optimizer import (
 from workers.train.scorer import Scorer
 from workers.train.state import TrainingState
 from workers.train.trainer import Trainer
+from workers.weights.hf.checkpoint import check_checkpoint_files
 
 __all__ = ["ModelWorker"]
 
@@ -73,10 +76,11 @@ class ModelWorker(MegatronWorker):
 
     parts_needed: ClassVar[Mapping[str, tuple[str, ...]]] = {
         **dict.fromkeys(("get_megatron_rank_info", "get_megatron_global_info", "execute_func_rank_zero"), ()),
+        **dict.fromkeys(("save_to_memory", "load_from_memory"), ("params", "reference", "optimizer")),
         **dict.fromkeys(("offload", "reload", "take_memory_use", "verify_checkpoint", "wait_for_checkpoint"), ()),
         "save_checkpoint": ("params", "reference", "optimizer"),
         "load_checkpoint": ("params", "reference", "optimizer"),
-        "export_hf": ("params",),
+        **dict.fromkeys(("export_hf", "export_adapter"), ("params",)),
         "forward_backward": ("params", "grads", "optimizer"),
         "optim_step": ("params", "grads", "optimizer"),
     }
@@ -90,10 +94,12 @@ class ModelWorker(MegatronWorker):
 
     @classmethod
     def check_init(cls, *args: Any, **kwargs: Any) -> None:
-        """Check the constructor's arguments, and that ``config`` is a ``config_class``, before any process starts.
+        """Check the constructor's arguments, and the files of a checkpoint, before any process starts.
 
         Raises:
-            ConfigError: an argument is missing, unknown, or of another type.
+            ConfigError: an argument is missing, unknown, or of another type; or the adapter at ``model.lora.path`` is
+                of another base.
+            DataError: files of ``model.hf_path`` are missing or damaged.
         """
         signature = inspect.signature(cls.__init__)
         try:
@@ -103,6 +109,9 @@ class ModelWorker(MegatronWorker):
             raise ConfigError(f"{cls.__name__}: {error}; its arguments are {names}", key=cls.__name__) from error
         config = bound.get("config")
         if cls.config_class is None or "config" not in bound or isinstance(config, cls.config_class):
+            if isinstance(model := getattr(config, "model", None), ModelConfig):
+                check_checkpoint_files(model)
+                check_adapter(model)
             return
         name, kind = cls.config_class.__name__, type(config).__name__
         made = f"load_config({name}, {{...}})" if isinstance(config, Mapping) else f"{name}(...)"
@@ -238,6 +247,10 @@ class ModelWorker(MegatronWorker):
         model = self.build_model()
         check_chunks(model, self.model_config, self.parallel, f"{type(self).__name__}.build_model")
         self.state.models["model"] = model
+        lora = self.model_config.lora
+        if lora is not None:
+            base, path = base_hash(self.model_config), self.model_config.hf_path
+            self.state.base = {"path": path, "sha256": base, "scale": lora.scale}
         self.trainer.set_up(phases, ddp)
 
     def _checked_optimizer(

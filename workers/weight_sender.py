@@ -18,6 +18,7 @@ from workers.config import ActorConfig
 from workers.generate.generator import Generator
 from workers.generate.rollout_protocol import PolicyWeights, ReadableRollout
 from workers.gpu_ids import gpu_id, visible_gpus
+from workers.lora.adapters import adapters_of
 from workers.train.state import TrainingState
 from workers.weights.fingerprints import Fingerprint, shard_fingerprints
 from workers.weights.hf.names import hf_shards, model_family
@@ -30,7 +31,8 @@ __all__ = ["WeightSender", "check_same_policy"]
 
 MAY_DIFFER = (
     *("attention_dropout", "hidden_dropout", "init_method_std", "max_sequence_length"),
-    *("dtype", "transformer_impl", "seed", "hf_path", "family", "transformer"),
+    *("dtype", "transformer_impl", "seed", "hf_path", "verify_load", "family", "transformer"),
+    *("lora", "freeze", "train_only"),
 )
 """Fields of ModelConfig that two groups with the same weights may differ in."""
 
@@ -143,7 +145,12 @@ class WeightSender:
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL)
     def listen_for_weights(self, schedule: RankSchedule) -> Any:
-        """Open this rank's side of a transfer, and return what other ranks need to reach it."""
+        """Open this rank's side of a transfer, and return what other ranks need to reach it.
+
+        Weights arrive with the sender's adapter merged, so adapters of this model are off from now on.
+        """
+        for adapters in () if schedule.sends else adapters_of(self._state.model):
+            adapters.enabled = False
         endpoint = TransferEndpoint(
             schedule, self._shards(schedule.hf_names and schedule.sends), self._device, _node()[1]
         )

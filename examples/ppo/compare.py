@@ -64,7 +64,7 @@ def curve(directory: Path) -> Curve:
     """Return the held-out accuracy by step of a complete run."""
     lines = (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     records = [json.loads(line) for line in lines]
-    return [(each["step"], each["held_out/accuracy"]) for each in records if "held_out/accuracy" in each]
+    return [(each["global_step"], each["held_out/accuracy"]) for each in records if "held_out/accuracy" in each]
 
 
 def learning_table(curves: Mapping[str, Mapping[int, Curve]]) -> str:

@@ -2,7 +2,7 @@
 
 python -m examples.ppo.main [layout=8] [seed=1] [key.of.a.field=value ...]
 
-It is ``mcontroller train examples/ppo/config.yaml`` with a picture of the curves at the end.
+It is ``mcontroller train examples/ppo/config.yaml`` with the held-out accuracy at the end.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rich.markup import escape
 from examples.ppo.report import write_report
 from mcontroller.errors import MControllerError
 from workers.run.config import read_run_config
-from workers.run.train_verb import train, until_interrupted
+from workers.run.training import train, until_interrupted
 
 CONFIG = Path(__file__).with_name("config.yaml")
 

@@ -9,7 +9,7 @@ from megatron.core.transformer import TransformerConfig
 
 from mcontroller.verify import Program
 from workers.model.local_spec import block_spec
-from workers.model.zigzag import zigzag_positions
+from workers.zigzag import zigzag_positions
 
 VOCABULARY, LENGTH = 64, 16
 

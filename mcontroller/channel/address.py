@@ -82,7 +82,7 @@ class Address:
     def _url(self, kind: str, port: int) -> str:
         folder = private_folder(self.folder) if self.folder and self.machine == machine() else None
         path = f"{folder}/{self.name}.{kind}"
-        # containers on one machine have the same folder of a Ray session, each in a file system of its own
+        # containers on one machine have the same folder of a Ray session, each in a separate file system
         return f"ipc://{path}" if folder and os.path.exists(path) else endpoint_url(self.host, port)
 
 
@@ -90,7 +90,7 @@ class Address:
 def private_folder(path: str) -> str | None:
     """Return the path of a folder that only this user can enter; None if there is no such folder.
 
-    Who may write into the folder above can replace it at any time. So the path that is returned is that of an open
+    Who may write into the folder above can replace it at any time. So the returned path is the path of an open
     descriptor: what is used is what was checked. It is also short, as the path of a socket has to be.
     """
     try:

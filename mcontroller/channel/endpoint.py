@@ -34,7 +34,7 @@ class ReceivedCall(NamedTuple):
         caller: the controller.
         header: its header.
         data: the pickle of its arguments.
-        frames: the buffers of its arguments, in memory of their own.
+        frames: the buffers of its arguments, in separate memory.
     """
 
     caller: bytes
@@ -79,9 +79,10 @@ class Endpoint:
         self._forget = forget
         self._unreachable: dict[bytes, float] = {}
         order = CallOrder()
-        own = {
+        own: dict[str, Callable[..., None]] = {
             "prepare": lambda reply, *call: reply(self.cancellation.prepare(*call)),
             "commit": self._commit,
+            "ping": lambda reply: reply(None),
             "place": lambda reply, *call: reply(order.assign(*call)),
         }
         server = QueryServer(host, keys, ports, folder)

@@ -22,8 +22,8 @@ LOOK_SECONDS = 1.0
 class Hub:
     """Sends messages to ranks and delivers their answers, for any number of threads.
 
-    There is no background thread: answers are delivered while some thread is in ``wait``. One waiting thread polls the
-    socket; the others sleep until it has delivered something, or leaves.
+    Answers are delivered while some thread is in ``wait``. One waiting thread polls the socket; the others sleep until
+    it has delivered something, or leaves.
 
     An interrupt (Ctrl-C) may end any method anywhere in the main thread. The lock is a lock of C that is only taken by
     ``with``, which releases it then. Whoever takes it next finds that its last holder was interrupted, and connects
@@ -58,6 +58,19 @@ class Hub:
     def closed(self) -> bool:
         """Whether the hub was closed."""
         return self._closed
+
+    @property
+    def events_descriptor(self) -> int:
+        """A descriptor to poll for reading: then a connection was lost or established, which ``wait`` finds out."""
+        with self._turn:
+            return self._wake if self._closed else self._links.filenos[1]
+
+    def wake(self) -> None:
+        """Have all threads in ``wait`` look again whether they are ready."""
+        with self._turn:
+            self._enter()
+            self._wake_others()
+            self._in_use = False
 
     def connect(self, addresses: Iterable[Address]) -> None:
         """Connect to the endpoint of every rank, in the order of ranks. Called once."""

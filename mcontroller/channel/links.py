@@ -126,7 +126,7 @@ def send_frames(socket: zmq.Socket[Any], frames: Sequence[Any]) -> None:
 
 
 def receive_frames(recv: Callable[..., Any]) -> list[Buffer]:
-    """Return the frames of a message with the ``recv`` of its socket, in memory of their own."""
+    """Return the frames of a message with the ``recv`` of its socket, in separate memory."""
     frame = recv(copy=False)
     frames = [frame.buffer]
     while frame.more:
@@ -143,8 +143,8 @@ def _has_messages(socket: zmq.Socket[Any]) -> bool:
 def configure(socket: zmq.Socket[Any]) -> zmq.Socket[Any]:
     """Set what both sides of the channel have in common: no limit of queued messages, and what notices a lost node.
 
-    The kernel probes connections, also those of a frozen process. ZeroMQ's own heartbeats search all timers of a
-    process for each reply: with 16,384 connections they took half of its thread's time.
+    The kernel probes connections, also to a frozen process. ZeroMQ's own heartbeats search all timers of a process
+    for each reply: with 16,384 connections they took half of its thread's time.
     """
     socket.sndhwm = socket.rcvhwm = socket.linger = 0
     socket.tcp_keepalive, socket.tcp_keepalive_cnt = 1, 2

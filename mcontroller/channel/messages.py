@@ -60,7 +60,7 @@ def unpack_call(frame: Buffer) -> tuple[CallHeader, memoryview]:
     """Return the header of a call, and the pickle of its arguments.
 
     Raises:
-        DataError: if the frame is not that of a call.
+        DataError: if the frame is not of a call.
     """
     header, data = _split(frame, "call")
     match header:
@@ -94,7 +94,7 @@ def unpack_answer(frame: Buffer) -> tuple[int, GroupError | None, bool, memoryvi
     """Return what ``pack_answer`` was called with.
 
     Raises:
-        DataError: if the frame is not that of an answer.
+        DataError: if the frame is not of an answer.
     """
     header, data = _split(frame, "answer")
     match header:

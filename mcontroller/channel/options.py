@@ -34,6 +34,26 @@ class ChannelOptions:
 
     It is logged once, and again when the ranks wait for something else."""
 
+    fail_stuck: bool = False
+    """Fail such a call, as after a deadline, if its ranks still wait for the same twice as long after the report, or
+    after ten times ``report_after`` in any case."""
+
+    watch_every: float | None = 1.0
+    """[s] Time between two questions to every process whether it answers; None: do not ask.
+
+    At least 2 ms for each rank of the group, so that the questions take a bounded part of the controller's time."""
+
+    frozen_after: float = 2.0
+    """[s] Log a process that has not answered for so long, if it is stopped by a signal.
+
+    One that is in native code that holds the interpreter, or in a wait of the kernel, may go on by itself: it is logged
+    after ``report_after``. One that is only slow is not logged."""
+
+    end_frozen_after: float | None = None
+    """[s] End the group of a process that has been frozen in one of these ways for so long; None: never.
+
+    Choose more than the longest native call of your workers, such as loading a model."""
+
     def __post_init__(self) -> None:
         if self.ports is not None and not 0 < self.ports[0] < self.ports[1] - 1 < 65535:
             raise ConfigError(
@@ -47,9 +67,10 @@ class ChannelOptions:
                 key="inline_bytes",
                 value=self.inline_bytes,
             )
-        if self.report_after is not None and not self.report_after > 0:
-            raise ConfigError(
-                f"report_after is {self.report_after}; expected a number of seconds above 0, or None",
-                key="report_after",
-                value=self.report_after,
-            )
+        for key in ("report_after", "watch_every", "frozen_after", "end_frozen_after"):
+            seconds = getattr(self, key)
+            if not (seconds > 0 if seconds is not None else key != "frozen_after"):
+                or_none = "" if key == "frozen_after" else ", or None"
+                raise ConfigError(
+                    f"{key} is {seconds}; expected a number of seconds above 0{or_none}", key=key, value=seconds
+                )

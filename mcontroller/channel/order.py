@@ -55,7 +55,7 @@ class CallOrder:
 
 
 class CallQueue(Generic[T]):
-    """The calls that a rank has received: those of each controller by number, each once, after those that they follow.
+    """The calls that a rank has received, each once, in its order, behind the calls that they follow.
 
     Used by one thread.
     """

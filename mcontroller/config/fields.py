@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from mcontroller.errors import ConfigError
 
-__all__ = ["mapped_config", "nested_config", "strict_fields", "unknown_field"]
+__all__ = ["changed_fields", "mapped_config", "nested_config", "strict_fields", "unknown_field"]
 
 C = TypeVar("C")
 
@@ -98,6 +98,38 @@ def mapped_config(cls: type, name: str) -> type | None:
     """Return the dataclass of the values of the field ``name`` if it is a mapping of names to dataclasses, or None."""
     hint = _hints(cls)[name]
     return _dataclass_among(typing.get_args(hint)[1:]) if typing.get_origin(hint) is dict else None
+
+
+def changed_fields(config: Any, usual: Any = None, prefix: str = "") -> dict[str, Any]:
+    """Return the default of each field that has another value, by dotted key; ``"required"`` without a default.
+
+    Args:
+        config: an instance of a dataclass; of nested ones, the fields are compared.
+        usual: the default of ``config`` as a whole; None: the defaults of its class.
+        prefix: the dotted key of ``config``, with a dot at the end.
+    """
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        default = _default_of(field) if usual is None else getattr(usual, field.name)
+        value, key = getattr(config, field.name), f"{prefix}{field.name}"
+        if dataclasses.is_dataclass(value):
+            found |= changed_fields(value, default if type(default) is type(value) else None, f"{key}.")
+        elif (list(value) if isinstance(value, tuple) else value) != (default := _plain(default)):
+            found[key] = default
+    return found
+
+
+def _plain(default: Any) -> Any:
+    """Return a default as a file has it: mappings for dataclasses, lists for tuples."""
+    if dataclasses.is_dataclass(default) and not isinstance(default, type):
+        return dataclasses.asdict(default)
+    return list(default) if isinstance(default, tuple) else default
+
+
+def _default_of(field: dataclasses.Field[Any]) -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return "required" if field.default is dataclasses.MISSING else field.default
 
 
 def _dataclass_among(options: Iterable[Any]) -> type | None:

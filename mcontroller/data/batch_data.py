@@ -34,6 +34,7 @@ from mcontroller.data.storage import load_batch, save_batch
 from mcontroller.data.tensordicts import is_tensordict_base
 from mcontroller.errors import DataError
 from mcontroller.transport import Future, countdown
+from parallel_state.describe import table_html
 
 if TYPE_CHECKING:
     from os import PathLike
@@ -71,7 +72,7 @@ class BatchData(OutOfBand):
         meta_info: values for the whole batch by name.
 
     Attributes:
-        stored_batch: low level: the tensors that are here as they are stored, for code that moves rows. A TensorDict,
+        stored_batch: low level: the local tensors as they are stored, for code that moves rows. A TensorDict,
             or ``Columns``, which are cheaper and become a TensorDict at the first access to ``batch``; None if there
             are no tensors.
         non_tensor_batch: Numpy arrays ``[rows, ...]`` by name.
@@ -231,7 +232,7 @@ class BatchData(OutOfBand):
         Args:
             batch: the tensors, as ``stored_batch`` has them.
             non_tensor_batch: the non-tensor columns; the dict is not copied.
-            meta_info: values for the whole batch; None copies those of this batch.
+            meta_info: values for the whole batch; None copies the values of this batch.
             remote: the tensors that are kept on workers.
         """
         if meta_info is None:
@@ -407,7 +408,7 @@ class BatchData(OutOfBand):
         return {} if self.stored_batch is None else dict(self.stored_batch.items())
 
     def column_names(self) -> list[str]:
-        """Return the names of all columns: those of ``batch``, then those of ``non_tensor_batch``."""
+        """Return the names of all columns: first of ``batch``, then of ``non_tensor_batch``."""
         return [*self.tensor_names, *self.non_tensor_batch]
 
     def row_lengths(self, key: str = "attention_mask") -> list[int]:
@@ -428,7 +429,7 @@ class BatchData(OutOfBand):
         return list(lengths.tolist())
 
     def nbytes(self) -> int:
-        """Return the bytes of the tensors and numpy arrays that are here; object arrays count as their pointers."""
+        """Return the bytes of the local tensors and numpy arrays; object arrays count as their pointers."""
         return sum(self._sizes())
 
     def _sizes(self) -> tuple[int, int]:
@@ -436,7 +437,7 @@ class BatchData(OutOfBand):
         return tensors, sum(array.nbytes for array in self.non_tensor_batch.values())
 
     def summary(self) -> str:
-        """Return one line: rows, dtype and shape of every column that is here, keys of ``meta_info``, bytes."""
+        """Return one line: rows, dtype and shape of every local column, keys of ``meta_info``, bytes."""
         if self._future is not None:
             return f"DataProto({'computed' if self.done() else 'being computed'} on the workers)"
         tensors = "{}" if self.stored_batch is None else describe_column(self.stored_batch)
@@ -449,6 +450,15 @@ class BatchData(OutOfBand):
         )
 
     __repr__ = summary
+
+    def _repr_html_(self) -> str:
+        if self._future is not None:
+            return table_html(self.summary(), (), ())
+        here = {**self.tensors_here(), **self.non_tensor_batch}
+        names = self.column_names()
+        columns = [(name, describe_column(here[name]) if name in here else "on the workers") for name in names]
+        caption = f"DataProto: {len(self)} rows, {format_bytes(self.nbytes())}"
+        return table_html(caption, ("column", "type"), [*columns, ("meta_info", ", ".join(self.meta_info))])
 
     def print_size(self, prefix: str = "") -> None:
         """Print the size of the tensors and of the non-tensor columns.

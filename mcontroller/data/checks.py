@@ -78,7 +78,7 @@ def counts(argument: str, values: Any, rows: int) -> np.ndarray:
     """Return an argument that counts something for each row as an int64 array.
 
     Raises:
-        DataError: if their number is not that of the rows, or one is negative or not an integer.
+        DataError: if their number is not the number of rows, or one is negative or not an integer.
     """
     numbers = integers(values)
     if numbers.shape != (rows,) or (numbers.size and numbers.dtype.kind not in "iub") or (numbers < 0).any():
@@ -111,7 +111,7 @@ def check_columns(batch: Batch | None, arrays: Mapping[str, Any]) -> None:
     """Check the kind of every column, and that all have the same number of rows.
 
     Raises:
-        DataError: if a column is of another kind, or its number of rows is not that of the first; names it.
+        DataError: if a column is of another kind, or has another number of rows than the first; names it.
     """
     expected: int | None = None
     if batch is not None:
@@ -189,7 +189,7 @@ def make_batch(tensors: Mapping[str, Any], batch_dims: int) -> Batch:
         batch_dims: number of leading dims that all columns must share.
 
     Raises:
-        DataError: if a column is not a tensor, or its batch dims are not those of the first; names the column.
+        DataError: if a column is not a tensor, or has other batch dims than the first; names the column.
     """
     first_key: str | None = None
     batch_size = torch.Size()

@@ -192,7 +192,7 @@ def column_names(batch: Batch) -> tuple[str, ...]:
 
 
 def leaf_tensors(batch: Batch | None) -> Iterator[Tensor]:
-    """Yield every tensor of a batch, those of nested TensorDicts included."""
+    """Yield every tensor of a batch, also of nested TensorDicts."""
     for value in () if batch is None else batch.values():
         if isinstance(value, Tensor):
             yield value

@@ -239,7 +239,7 @@ class DataProto(BatchData):
             repeat_times: one number per row, each at least 0.
 
         Raises:
-            DataError: if their number is not that of the rows, or one is negative.
+            DataError: if their number is not the number of rows, or one is negative.
         """
         times = checks.counts("repeat_times", repeat_times, len(self))
         return self.select_idxs(np.arange(len(self)).repeat(times))

@@ -44,7 +44,7 @@ class RemoteColumns:
         return replace(self, index=self.index[index])
 
     def only(self, names: Iterable[str]) -> list[RemoteColumns]:
-        """Return the columns of these names, as far as they are here: one entry, or none."""
+        """Return the columns of these names, as far as they are local: one entry, or none."""
         kept = {name: self.names[name] for name in names if name in self.names}
         return [replace(self, names=kept)] if kept else []
 
@@ -81,7 +81,7 @@ class RemoteColumns:
         return self.parts == other.parts and np.array_equal(self.index, other.index)
 
     def _needed(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the numbers of the parts that have these rows, of one part if there are none, and that of each row."""
+        """Return the parts that have these rows (one part if there are none), and the part of each row."""
         part_of = np.searchsorted(self.starts[1:], rows, side="right")
         return (np.unique(part_of) if len(rows) else np.zeros(1, dtype=np.int64)), part_of
 
@@ -97,7 +97,7 @@ class RemoteColumns:
 
 
 def joinable(data: Sequence[Any]) -> tuple[list[Batch | None], list[RemoteColumns]]:
-    """Return the tensors of each of several batches to join here, and those that stay on the workers, joined.
+    """Return the local tensors of each of several batches to join, and the tensors that stay on the workers, joined.
 
     All are fetched if the batches differ in the tensors that they have on workers.
     """

@@ -20,6 +20,7 @@ from mcontroller.dispatch.modes import RANK, ArgumentRule, DispatchSpec, Plan, R
 from mcontroller.dispatch.registration import owner_of, written_parameters
 from mcontroller.errors import DataError, DispatchError
 from mcontroller.partition import Partition, Restoration, split_rows
+from mcontroller.trace.recorder import Laps
 from mcontroller.transport import Arguments, Deferred, Executor, Fetch, Future, Handle, InFlightCall
 
 __all__ = ["CallingGroup", "PreparedCall", "SentBatch", "dispatch"]
@@ -84,7 +85,13 @@ class PreparedCall:
 
         def collected(timeout: float | None) -> Any:
             joined = self.concatenates and len(self.plan.collected) > 1
-            return self.collect(in_flight.result(timeout, joined=joined))
+            laps = Laps(f"{self.group.name}.{self.method}", in_flight.number)
+            values = in_flight.result(timeout, joined=joined)
+            laps("wait")
+            result = self.collect(values)
+            laps("collect")
+            laps.end()
+            return result
 
         return Future(in_flight, collected)
 
@@ -119,7 +126,7 @@ class PreparedCall:
 
         With the result ``concat``, DataProtos are joined in the order of the caller's rows, without padding rows.
         DataProtos that have only ``meta_info`` are joined as ``DataProto.concat`` does, but a key of ``meta_info``
-        whose values differ keeps that of the first returning rank. In a list, padding rows are dropped from every
+        whose values differ keeps the value of the first returning rank. In a list, padding rows are dropped from every
         DataProto.
 
         Args:
@@ -354,7 +361,7 @@ def _arguments(values: Mapping[Key, Any]) -> Arguments:
 
 
 def _sendable(value: Any, executor: Executor) -> Any:
-    """Return what no transport, or another one, passes on as a value that is here; any other value unchanged."""
+    """Return what no transport, or another one, passes on as a local value; any other value unchanged."""
     if isinstance(value, Future):
         return value.get()
     if isinstance(value, DataProto) and any(each.transport != executor.transport for each in value.remote):

@@ -16,11 +16,13 @@ from mcontroller.dispatch.call import PreparedCall, SentBatch
 from mcontroller.dispatch.modes import Plan
 from mcontroller.locality import locality
 from mcontroller.transport import Arguments, Deferred
+from parallel_state.describe import table_html
 from parallel_state.topology import Topology
 
 __all__ = ["Explanation", "RankExplanation", "explain", "payload_bytes"]
 
 SHOWN_RANKS = 64
+TITLES = ("rank", "coordinates", "node", "shard", "rows", "bytes", "returns")
 
 UNKNOWN_SIZE = "columns on workers"
 
@@ -38,7 +40,7 @@ class RankExplanation:
         padding: how many of the rows, the last ones, are padding.
         bytes: size of its arguments, without values that are still on the workers.
         returns: whether its value is returned.
-        unknown_bytes: whether it also fetches values that are kept elsewhere, whose size is not known here.
+        unknown_bytes: whether it also fetches values that are kept elsewhere, of unknown size.
     """
 
     rank: int
@@ -77,9 +79,7 @@ class Explanation:
 
     def __str__(self) -> str:
         shown = self.ranks[:SHOWN_RANKS]
-        axes = _axes_with_several_ranks(self.plan.topology)
-        table = [("rank", "coordinates", "node", "shard", "rows", "bytes", "returns")]
-        table += [_cells(rank, axes) for rank in shown]
+        table = [TITLES, *self._rows(shown)]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
         for row in range(len(shown) - 1, 0, -1):  # from the end, so that the earlier rows keep their positions
@@ -87,17 +87,26 @@ class Explanation:
                 lines.insert(1 + row, "  ".join("-" * width for width in widths))
         if len(shown) < len(self.ranks):
             lines.append(f"... and {len(self.ranks) - len(shown)} more ranks")
-        returning = len(self.plan.collected)
-        head = f"{self.method} ({self.mode}): {len(self.ranks)} ranks, {self.plan.shard_count} shards"
         unknown = any(rank.unknown_bytes for rank in self.ranks)
         sent, stored = _size_text(self.sent_bytes, unknown), _size_text(self.stored_bytes, False)
         tail = f"{sent} read by all ranks, {stored} stored"
         if unknown:
-            tail += "; the size of columns on workers is not known here"
+            tail += "; the size of columns on workers is not known in the controller"
         crossing = locality(self.plan.topology).lines()
-        return "\n".join([f"{head}, {returning} return as {self.plan.spec.result}", *lines, tail, *crossing])
+        return "\n".join([self._headline(), *lines, tail, *crossing])
 
     __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return table_html(self._headline(), TITLES, self._rows(self.ranks), SHOWN_RANKS)
+
+    def _headline(self) -> str:
+        head = f"{self.method} ({self.mode}): {len(self.ranks)} ranks, {self.plan.shard_count} shards"
+        return f"{head}, {len(self.plan.collected)} return as {self.plan.spec.result}"
+
+    def _rows(self, ranks: Sequence[RankExplanation]) -> list[tuple[str, ...]]:
+        axes = _axes_with_several_ranks(self.plan.topology)
+        return [_cells(rank, axes) for rank in ranks]
 
 
 def explain(call: PreparedCall) -> Explanation:
@@ -156,12 +165,12 @@ def _size_text(size: int, unknown: bool) -> str:
 
 
 def _axes_with_several_ranks(topology: Topology) -> list[str]:
-    """Return the axes on which ranks differ; those of the expert grid only if there are several groups of experts."""
+    """Return the axes on which ranks differ; expert axes only if there are several groups of experts."""
     experts = topology.expert_axes if topology.sizes.get("ep", 1) > 1 else ()
     return [axis for axis in dict.fromkeys((*topology.dense_axes, *experts)) if topology.sizes[axis] > 1]
 
 
-def _cells(rank: RankExplanation, axes: Sequence[str]) -> tuple[str, str, str, str, str, str, str]:
+def _cells(rank: RankExplanation, axes: Sequence[str]) -> tuple[str, ...]:
     coordinates = " ".join(f"{axis}={rank.coordinates[axis]}" for axis in axes)
     returns = "yes" if rank.returns else ""
     size = _size_text(rank.bytes, rank.unknown_bytes)

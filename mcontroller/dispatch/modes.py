@@ -241,7 +241,7 @@ class Dispatch(metaclass=_Modes):
             result: ``concat`` (default with axes), ``list`` (default without axes) or ``value``.
             arguments: ``rows`` splits the rows of DataProtos, ``entries`` takes lists with one entry per shard.
             by: the axes that the results are listed by; ``axes`` by default, or every rank without axes.
-            extra: user-defined axes whose names are close to that of a Megatron axis, such as ``"fsdp"``; without
+            extra: user-defined axes whose names are close to the name of a Megatron axis, such as ``"fsdp"``; without
                 this, a close name is rejected as a spelling error.
 
         Returns:
@@ -307,7 +307,7 @@ def _reject_misspelled(mode: str, axes: Iterable[object], extra: Collection[str]
 
 @dataclass(frozen=True)
 class ExecuteMode(Generic[ZeroOnly_co]):
-    """Which ranks run: those of the dispatch mode, or rank 0 alone, with the arguments as they are.
+    """Which ranks run: all of the dispatch mode, or rank 0 alone, with the arguments as they are.
 
     Attributes:
         name: the name in messages.

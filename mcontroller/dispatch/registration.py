@@ -167,7 +167,7 @@ def register(
 
 
 def owner_of(worker_cls: type, method: str) -> type:
-    """Return the class that has a method: the worker class, or else that of one of its components."""
+    """Return the class that has a method: the worker class, or else the class of one of its components."""
     if hasattr(worker_cls, method):
         return worker_cls
     components: Mapping[str, type] = getattr(worker_cls, "components", {})
@@ -175,7 +175,7 @@ def owner_of(worker_cls: type, method: str) -> type:
 
 
 def registration_of(worker_cls: type, method: str) -> Registration | None:
-    """Return the registration of a method, its own or that of the method that it overrides; None without one."""
+    """Return the registration of a method, or of the method that it overrides; None without one."""
     for base in owner_of(worker_cls, method).__mro__:
         registration: Registration | None = getattr(vars(base).get(method), MAGIC_ATTR, None)
         if registration is not None:
@@ -191,7 +191,7 @@ def written_parameters(signature: inspect.Signature) -> list[inspect.Parameter]:
 def registrations(worker_cls: type) -> dict[str, Registration]:
     """Return the registration of every registered method of a worker class, inherited ones too, by name.
 
-    Those of its components (see ``Worker``) are among them.
+    Methods of its components (see ``Worker``) are among them.
     """
     found = {}
     for owner in (worker_cls, *getattr(worker_cls, "components", {}).values()):

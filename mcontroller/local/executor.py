@@ -14,6 +14,7 @@ from typing import Any, NoReturn, TypeVar
 
 from mcontroller.errors import DispatchError, GroupBroken, GroupError, MControllerError, WorkerError, is_before_changes
 from mcontroller.local.copies import private_arguments, private_copy
+from mcontroller.trace.recorder import Laps, on_rank
 from mcontroller.transport import (
     Arguments,
     Handle,
@@ -46,7 +47,10 @@ class LocalCall:
 
     is_read = False
 
-    def __init__(self, values: Sequence[Any], keep: bool = False, error: MControllerError | None = None) -> None:
+    def __init__(
+        self, values: Sequence[Any], keep: bool = False, error: MControllerError | None = None, number: int = -1
+    ) -> None:
+        self.number = number
         self.parts = [LocalHandle(value) for value in values]
         self.outlines = [LocalHandle(outline(value)) for value in values] if keep else []
         self._error = error
@@ -130,6 +134,7 @@ class LocalExecutor:
         self.broken: MControllerError | None = None
         self.workers: list[Any] = []
         self._init = cls_with_init
+        self._number = -1
         self._construct()
 
     def restart(self, timeout: float | None = None) -> None:
@@ -198,6 +203,7 @@ class LocalExecutor:
     ) -> LocalCall:
         """Run ``method`` on the ranks, one after another; see ``mcontroller.transport.Executor.submit``."""
         self.check_alive(method)
+        self._number += 1
         functions = {rank: functools.partial(self._try, rank, method, each) for rank, each in arguments.items()}
         try:
             values = self.on_ranks(method, functions)
@@ -209,7 +215,7 @@ class LocalExecutor:
             if len(rejected) < len(values):
                 return self.fail(errors[min(errors)])
             return LocalCall((), error=rejection(self.role, method, errors))
-        return LocalCall([values.get(rank) for rank in returning], keep)
+        return LocalCall([values.get(rank) for rank in returning], keep, number=self._number)
 
     def _try(self, rank: int, method: str, arguments: Arguments) -> Any:
         """Run ``method`` on one rank; return a ``_Rejected`` if it raises before it has changed anything."""
@@ -222,10 +228,16 @@ class LocalExecutor:
 
     def run(self, rank: int, method: str, arguments: Arguments) -> Any:
         """Run ``method`` on one rank with copies of the arguments; return its value."""
-        args, kwargs = resolve(private_arguments(arguments), self.fetch)
         worker = self.workers[rank]
-        with call_context(worker, method):
-            return complete(getattr(worker, method)(*args, **kwargs))
+        with on_rank(self.role, rank, self.coordinates[rank] if self.coordinates else {}):
+            laps = Laps(number=self._number)
+            args, kwargs = resolve(private_arguments(arguments), self.fetch)
+            laps("fetch")
+            try:
+                with call_context(worker, method):
+                    return complete(getattr(worker, method)(*args, **kwargs))
+            finally:
+                laps(f"{self.role}.{method}")
 
     def fetch(self, handles: Sequence[Handle], timeout: float | None = None) -> list[Any]:
         """Return copies of the values of handles, at once."""

@@ -9,6 +9,10 @@ from parallel_state.lazy import lazy_exports
 if TYPE_CHECKING:
     from mcontroller.ppo.config import AlgorithmConfig as AlgorithmConfig
     from mcontroller.ppo.config import DataConfig as DataConfig
+    from mcontroller.ppo.config import FilterGroupsConfig as FilterGroupsConfig
+    from mcontroller.ppo.config import ImportanceConfig as ImportanceConfig
+    from mcontroller.ppo.config import MultiTurnConfig as MultiTurnConfig
+    from mcontroller.ppo.config import OverlongConfig as OverlongConfig
     from mcontroller.ppo.config import PPOConfig as PPOConfig
     from mcontroller.ppo.config import TrainerConfig as TrainerConfig
     from mcontroller.ppo.config import ValidationConfig as ValidationConfig
@@ -16,6 +20,7 @@ if TYPE_CHECKING:
     from mcontroller.ppo.data import BatchStream as BatchStream
     from mcontroller.ppo.data import UpdateRules as UpdateRules
     from mcontroller.ppo.data import collate as collate
+    from mcontroller.ppo.data import supervised_rows as supervised_rows
     from mcontroller.ppo.datasets.config import DatasetConfig as DatasetConfig
     from mcontroller.ppo.datasets.config import ProblemsConfig as ProblemsConfig
     from mcontroller.ppo.datasets.prompts import Demonstration as Demonstration
@@ -55,7 +60,8 @@ if TYPE_CHECKING:
     from mcontroller.ppo.losses.registry import POLICY_LOSSES as POLICY_LOSSES
     from mcontroller.ppo.losses.registry import PolicyLoss as PolicyLoss
     from mcontroller.ppo.losses.registry import register_policy_loss as register_policy_loss
-    from mcontroller.ppo.mismatch import ImportanceConfig as ImportanceConfig
+    from mcontroller.ppo.mismatch import importance_weights as importance_weights
+    from mcontroller.ppo.mismatch import mismatch_metrics as mismatch_metrics
     from mcontroller.ppo.rewards.config import RewardFunctionConfig as RewardFunctionConfig
     from mcontroller.ppo.rewards.config import RewardsConfig as RewardsConfig
     from mcontroller.ppo.rewards.configured import FunctionRewards as FunctionRewards
@@ -66,14 +72,11 @@ if TYPE_CHECKING:
     from mcontroller.ppo.rewards.reward import sum_of_rewards as sum_of_rewards
     from mcontroller.ppo.rewards.reward import weighted_sum as weighted_sum
     from mcontroller.ppo.roles import Role as Role
-    from mcontroller.ppo.selection import FilterGroupsConfig as FilterGroupsConfig
-    from mcontroller.ppo.selection import OverlongConfig as OverlongConfig
     from mcontroller.ppo.stages import Stages as Stages
     from mcontroller.ppo.trainer import RayPPOTrainer as RayPPOTrainer
     from mcontroller.ppo.trainer import restart_rollout as restart_rollout
     from mcontroller.ppo.turns import ENVIRONMENTS as ENVIRONMENTS
     from mcontroller.ppo.turns import Conversation as Conversation
-    from mcontroller.ppo.turns import MultiTurnConfig as MultiTurnConfig
     from mcontroller.ppo.turns import MultiTurnRollout as MultiTurnRollout
     from mcontroller.ppo.turns import TurnEnvironment as TurnEnvironment
 else:

@@ -20,13 +20,96 @@ from mcontroller.ppo.estimators.built_in import (
 )
 from mcontroller.ppo.estimators.registry import ADVANTAGE_ESTIMATORS, KLInReward
 from mcontroller.ppo.kl import KL_ESTIMATORS, KLControlConfig
-from mcontroller.ppo.mismatch import ImportanceConfig
-from mcontroller.ppo.selection import FilterGroupsConfig, OverlongConfig
-from mcontroller.ppo.stages import OFFLOAD_CHOICES
 
-__all__ = ["AlgorithmConfig", "DataConfig", "PPOConfig", "TrainerConfig", "ValidationConfig", "WarmUpConfig"]
+__all__ = [
+    "SCORE",
+    "AlgorithmConfig",
+    "DataConfig",
+    "FilterGroupsConfig",
+    "ImportanceConfig",
+    "MultiTurnConfig",
+    "OverlongConfig",
+    "PPOConfig",
+    "TrainerConfig",
+    "ValidationConfig",
+    "WarmUpConfig",
+]
 
 OLD_LOG_PROBS = ("auto", "policy", "rollout")
+OFFLOAD_CHOICES = ("auto", "always", "never")
+LEVELS = ("none", "token", "sequence")
+MODES = ("truncate", "mask")
+
+
+@strict_fields
+@dataclass(frozen=True, slots=True)
+class ImportanceConfig:
+    """Importance weights ``policy / rollout`` of the sampled tokens in the policy loss."""
+
+    level: str = "none"
+    """Weight of a token: its own ratio (token), the product of the ratios of its response (sequence), or none."""
+    mode: str = "truncate"
+    """Limit of the weights: truncate to threshold, or mask the tokens whose weight is outside of the limits."""
+    threshold: float = 2.0
+    """Highest weight."""
+    least: float = 0.0
+    """Lowest weight that is not masked; 0 keeps all. Only with mode=mask."""
+
+    def __post_init__(self) -> None:
+        check_one_of("algorithm.importance.level", self.level, LEVELS)
+        check_one_of("algorithm.importance.mode", self.mode, MODES)
+        check_above("algorithm.importance.threshold", self.threshold, 0.0)
+
+
+SCORE = "score"
+"""The metric that stands for the scores to train on."""
+
+
+@strict_fields
+@dataclass(frozen=True, slots=True)
+class FilterGroupsConfig:
+    """Dynamic sampling: draw other prompts in place of prompts whose responses all have the same score."""
+
+    enable: bool = False
+    """Draw again."""
+    metric: str = SCORE
+    """Values that must differ in a group: score (with length penalties), or a column of the reward such as accuracy."""
+    max_batches: int = 10
+    """[batches] Most batches of prompts that one step generates. Groups of equal scores then fill the rest of it."""
+
+    def __post_init__(self) -> None:
+        check_at_least("algorithm.filter_groups.max_batches", self.max_batches, 1)
+
+
+@strict_fields
+@dataclass(frozen=True, slots=True)
+class OverlongConfig:
+    """DAPO's soft penalty for responses that are almost, or exactly, as long as the longest possible one."""
+
+    buffer: int = 0
+    """[tokens] Tokens before ``rollout.response_length`` in which the penalty grows from 0. 0: no penalty."""
+    penalty: float = 1.0
+    """Penalty of a response of the full length, subtracted from its score."""
+
+    def __post_init__(self) -> None:
+        check_at_least("algorithm.overlong.buffer", self.buffer, 0)
+        check_at_least("algorithm.overlong.penalty", self.penalty, 0.0)
+
+
+@strict_fields
+@dataclass(frozen=True, slots=True)
+class MultiTurnConfig:
+    """Responses of several turns, between which an environment replies."""
+
+    environment: str | None = None
+    """Name of a registered environment. None: the responses have one turn."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Other keyword arguments of the environment."""
+    max_turns: int = 8
+    """[turns] Most turns of the policy in one response."""
+
+    def __post_init__(self) -> None:
+        check_at_least("multi_turn.max_turns", self.max_turns, 1)
 
 
 @strict_fields
@@ -75,7 +158,7 @@ class AlgorithmConfig:
     old_log_probs: str = "auto"
     """Log-probabilities in the denominator of the ratio: policy, rollout or auto.
 
-    policy: those of the policy before the update, computed in a pass of their own. rollout: those with which the
+    policy: of the policy before the update, computed in a separate pass. rollout: the ones with which the
     responses were sampled. auto: policy, without the pass if the update makes one optimizer step and nothing else reads
     them.
     """
@@ -224,9 +307,12 @@ class TrainerConfig:
     """[steps] Validate every so many steps and after the last one. 0: only after the last one. -1: never."""
     save_freq: int = 0
     """[steps] Save a checkpoint every so many steps. 0: as save_minutes says, and after the last one. -1: never."""
-    save_minutes: float = 60.0
+    save_minutes: float = 10.0
     """[minutes] With save_freq=0, save after the first step that ends so long after the last save. 0: never."""
-    max_to_keep: int | None = None
+    memory_save_freq: int = 0
+    """[steps] Copy the state of every rank to the memory of its node and another one every so many steps; recovery from
+    a failure then loads it if it is newer than the last checkpoint. 0: never. See docs/reliability.md."""
+    max_to_keep: int | None = 3
     """[checkpoints] Checkpoints that are kept. None: all."""
     save_reshardable: bool = False
     """Save distributed optimizers for any layout in every save, not only in the last one of a run.
@@ -263,6 +349,11 @@ class TrainerConfig:
     object_store."""
     weight_timeout: float = 600.0
     """[s] A transfer of weights from Role.Actor to Role.Rollout fails if it has not ended by then."""
+    patience: float = 0.0
+    """[s] Report who waits for whom in a stage that takes longer; if the ranks wait for the same twice as long after
+    that, or after ten times as long in any case, the step fails. 0: report after 60 s, and never fail."""
+    patience_factor: float = 10.0
+    """Times the slowest run of the stage so far, in place of ``patience`` if it is more."""
     max_restarts: int = 3
     """[restarts in an hour] Go on after a process died, hung or was lost: restart the groups that broke, and load the
     last checkpoint; without one, begin again. Counted for each cause. 0: end the run at the first failure."""
@@ -275,6 +366,8 @@ class TrainerConfig:
 
     Mini-batches have the same rows either way. Rows of a prompt stay together if their passes share it.
     """
+    trace: bool = True
+    """Have `mcontroller train` record what every process does in the run's directory, for `mcontroller trace`."""
     axes_across_nodes: tuple[str, ...] = ()
     """Axes (tp, cp, ep, etp) that may cross nodes without a warning when a group starts; rank: the order of ranks."""
 
@@ -293,8 +386,11 @@ class TrainerConfig:
         check_at_least("trainer.critic_warmup", self.critic_warmup, 0)
         check_at_least("trainer.test_freq", self.test_freq, -1)
         check_at_least("trainer.save_freq", self.save_freq, -1)
+        check_at_least("trainer.memory_save_freq", self.memory_save_freq, 0)
         check_at_least("trainer.save_minutes", self.save_minutes, 0.0)
         check_at_least("trainer.max_seconds", self.max_seconds, 0.0)
+        check_at_least("trainer.patience", self.patience, 0.0)
+        check_at_least("trainer.patience_factor", self.patience_factor, 0.0)
         check_at_least("trainer.max_restarts", self.max_restarts, 0)
         check_at_least("trainer.ref_sync_steps", self.ref_sync_steps, 0)
         check_above("trainer.ref_sync_mix", self.ref_sync_mix, 0.0)

@@ -28,6 +28,7 @@ __all__ = [
     "in_order",
     "special_tokens",
     "stop_tokens",
+    "supervised_rows",
     "tokens_of",
     "with_tokens",
     "without",
@@ -97,7 +98,7 @@ class UpdateRules:
         """Return the mini-batch of each row in each epoch of an update, int64 ``[rows, epochs]``.
 
         The trainer balances the tokens of each of them, and passes them as the column ``MINI_BATCHES``. None: it
-        balances those of the whole batch.
+        balances the rows of the whole batch.
 
         Args:
             rows: rows of the batch that have a valid token.
@@ -186,6 +187,25 @@ def columns(batch: DataProto, *names: str) -> list[Tensor]:
     return [tensors[name] for name in names]
 
 
+def supervised_rows(responses: DataProto) -> DataProto:
+    """Return responses as rows of ``update_sft``, which train on the tokens of the policy.
+
+    Args:
+        responses: ``input_ids``, ``attention_mask`` ``[rows, prompt + response]``, ``response_mask``
+            ``[rows, response]``.
+
+    Returns:
+        ``input_ids``, ``attention_mask`` and ``loss_mask``, int64 ``[rows, prompt + response]``.
+
+    Raises:
+        DataError: a column is missing.
+    """
+    ids, attention, mask = columns(responses, "input_ids", "attention_mask", "response_mask")
+    loss_mask = torch.zeros_like(attention)
+    loss_mask[:, -mask.size(1) :] = mask
+    return DataProto.from_dict({"input_ids": ids, "attention_mask": attention, "loss_mask": loss_mask})
+
+
 def without(batch: DataProto, names: Collection[str]) -> DataProto:
     """Return a batch without the tensor columns of these names; those that it does not have are no error."""
     return batch.select([name for name in batch.tensor_names if name not in names])
@@ -195,8 +215,8 @@ def with_tokens(batch: DataProto, problems: DataProto) -> DataProto:
     """Return a batch with the columns ``TOKENS`` and ``PROMPTS``.
 
     Args:
-        batch: responses; their ``attention_mask`` is read, and not kept here.
-        problems: those of the rows, in their order, with the non-tensor column ``uid`` of whole numbers.
+        batch: responses; their ``attention_mask`` is read, and not kept in the result.
+        problems: of the rows, in their order, with the non-tensor column ``uid`` of whole numbers.
     """
     (mask,) = columns(batch.slice(), "attention_mask")
     prompts = torch.tensor(problems.non_tensor_batch["uid"].tolist())
@@ -242,7 +262,7 @@ class BatchStream:
         self._start = (index, position)
 
     def position(self, index: int) -> int:
-        """Return the number of rows before batch ``index``: all rows of earlier passes, and those read of its own."""
+        """Return the number of rows before batch ``index``: all rows of earlier passes, and the ones of its pass."""
         return self._start[1] if index == self._start[0] else self._first_row(index - 1) + self.batch_size
 
     def passes(self, index: int) -> float:

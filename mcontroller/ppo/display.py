@@ -15,7 +15,7 @@ from mcontroller.ppo.saving.recovery import Failure
 from parallel_state.axes import RANK_AXIS
 from parallel_state.topology import Topology
 
-__all__ = ["Callback", "Display", "ProgressDisplay", "RunningTrainer", "group_table", "rank_table"]
+__all__ = ["Callback", "Display", "ProgressDisplay", "RunningTrainer", "group_table", "rank_table", "without_zeros"]
 
 
 class Display:
@@ -156,7 +156,7 @@ class ProgressDisplay(Display):
 
     def held_out(self, step: int, metrics: Mapping[str, float]) -> None:
         """Print the metrics of the held-out problems."""
-        values = ", ".join(f"{name.rpartition('/')[2]} {value:.3f}" for name, value in metrics.items())
+        values = ", ".join(f"{name.rpartition('/')[2]} {value:.3f}" for name, value in without_zeros(metrics).items())
         self.console.print(f"held-out after {step} steps of PPO: [bold]{values}[/bold]", highlight=False)
 
     def close(self) -> None:
@@ -167,6 +167,12 @@ class ProgressDisplay(Display):
 def metrics_text(metrics: Mapping[str, float]) -> str:
     """Return the metrics of a step as the bar shows them."""
     return "  ".join(f"{label} {metrics[name]:{form}}" for name, (label, form) in SHOWN.items() if name in metrics)
+
+
+def without_zeros(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics without the shares of failures that are 0."""
+    counts = ("unscored", "reward_failed", "reward_failed_std")
+    return {name: value for name, value in metrics.items() if value or name.rpartition("/")[2] not in counts}
 
 
 def group_table(groups: Mapping[str, WorkerGroup]) -> Table:

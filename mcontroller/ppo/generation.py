@@ -64,7 +64,7 @@ class RolloutWeights:
 
     @property
     def sends(self) -> bool:
-        """Whether a group of its own generates."""
+        """Whether a separate group generates."""
         return self._groups is not None
 
     def changed(self) -> None:
@@ -123,7 +123,7 @@ GenerateSequences = Callable[[DataProto], DataProto]
 RolloutFunction = Callable[[DataProto, GenerateSequences], DataProto]
 """A program's own rollout loop: generates the responses to problems with calls of the rollout.
 
-It gets problems: ``input_ids`` and ``attention_mask`` ``[rows, prompt]``, the further columns of the data set, and the
+It gets problems: ``input_ids`` and ``attention_mask`` ``[rows, prompt]``, the other columns of the data set, and the
 ``meta_info`` of ``generate_sequences``. It returns a batch with the columns of ``generate_sequences``, ``n`` rows for
 each problem next to each other, in the order of the problems. ``response_mask`` is 1 for the tokens that the policy
 sampled, which are trained on; ``attention_mask`` is 1 for all tokens of a response. It may add ``truncated``, bool
@@ -246,7 +246,7 @@ class Generations:
     def connect(
         self, rollout: WorkerGroup[Any], sampling: Mapping[str, Any], rollout_fn: RolloutFunction | None
     ) -> None:
-        """Generate with a group from now on; the arguments are those of ``start_responses``."""
+        """Generate with a group from now on; the arguments are the same as of ``start_responses``."""
         self._rollout, self._sampling, self._rollout_fn = rollout, sampling, rollout_fn
 
     def restart(self, rollout: WorkerGroup[Any]) -> None:
@@ -262,7 +262,7 @@ class Generations:
     def exchange(
         self, problems: DataProto, draw: Callable[[], DataProto]
     ) -> tuple[DataProto, DataProto, DataProto, dict[str, float]]:
-        """Start to generate the responses to problems with the newest weights, and return those of the oldest batch.
+        """Start to generate with the newest weights, and return the responses of the oldest batch.
 
         Args:
             problems: rows of ``input_ids`` and ``attention_mask`` ``[prompt]``.
@@ -329,7 +329,7 @@ class Generations:
         return state
 
     def _saves_sampling(self) -> bool:
-        """Whether the group is one of its own, whose worker class has ``sampling_state`` and ``restore_sampling``."""
+        """Whether it is a separate group, whose worker class has ``sampling_state`` and ``restore_sampling``."""
         return self._weights.sends and all(map(self._rollout.offers, ("sampling_state", "restore_sampling")))
 
     def _generated(self) -> tuple[BatchInFlight, ...]:

@@ -49,7 +49,7 @@ class RunGroups:
         self.by_name: dict[str, WorkerGroup] = {}
         self._pools, self._group_cls, self._stages, self._display = pools, group_cls, stages, display
         self._axes = config.trainer.axes_across_nodes
-        self._reference_in_actor = Role.ActorRolloutRef in mapping and reads_reference(config, mapping)
+        self._reference_in_actor = Role.RefPolicy not in mapping and reads_reference(config, mapping)
 
     def start(self) -> None:
         """Start the group of every role in its pool, and build the models of all workers.
@@ -82,10 +82,10 @@ class RunGroups:
 
     def _start_group(self, worker: RoleWorker) -> WorkerGroup:
         pool = self._pools.get_resource_pool(worker.role)
-        further: dict[str, Any] = {"axes_across_nodes": self._axes} if self._axes else {}  # a custom class needs none
+        options: dict[str, Any] = {"axes_across_nodes": self._axes} if self._axes else {}  # a custom class needs none
         with self._stages("start"):
             self._display.starting(f"starting {worker.name}: {worker.init.cls.__name__}")
-            group = self._group_cls(pool, worker.init, name_prefix=worker.name, **further)
+            group = self._group_cls(pool, worker.init, name_prefix=worker.name, **options)
             self._stages.devices.add(group, pool)
         self.by_name[worker.name] = group
         return group
@@ -127,7 +127,7 @@ class TokenBalance:
     """Makes calls split their rows by tokens. Results and mini-batches are the same as without, up to rounding.
 
     A rank that has more tokens than the others makes them wait in every optimizer step, so the rows of each mini-batch
-    are balanced by themselves. Methods that are registered with a ``balance`` of their own keep it.
+    are balanced by themselves. Methods that are registered with another ``balance`` keep it.
 
     Args:
         workers: the worker classes of the run's groups with their arguments, by role.

@@ -6,40 +6,14 @@ An inference engine, another precision or a stale policy computes other log-prob
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from mcontroller.config.checks import check_above, check_one_of
-from mcontroller.config.fields import strict_fields
 from mcontroller.data.protocol import DataProto
+from mcontroller.ppo.config import ImportanceConfig
 from mcontroller.ppo.data import columns
 
-__all__ = ["ImportanceConfig", "importance_weights", "mismatch_metrics"]
-
-LEVELS = ("none", "token", "sequence")
-MODES = ("truncate", "mask")
-
-
-@strict_fields
-@dataclass(frozen=True, slots=True)
-class ImportanceConfig:
-    """Importance weights ``policy / rollout`` of the sampled tokens in the policy loss."""
-
-    level: str = "none"
-    """Weight of a token: its own ratio (token), the product of the ratios of its response (sequence), or none."""
-    mode: str = "truncate"
-    """Limit of the weights: truncate to threshold, or mask the tokens whose weight is outside of the limits."""
-    threshold: float = 2.0
-    """Highest weight."""
-    least: float = 0.0
-    """Lowest weight that is not masked; 0 keeps all. Only with mode=mask."""
-
-    def __post_init__(self) -> None:
-        check_one_of("algorithm.importance.level", self.level, LEVELS)
-        check_one_of("algorithm.importance.mode", self.mode, MODES)
-        check_above("algorithm.importance.threshold", self.threshold, 0.0)
+__all__ = ["importance_weights", "mismatch_metrics"]
 
 
 def importance_weights(data: DataProto, config: ImportanceConfig) -> tuple[Tensor, dict[str, float]]:
@@ -96,7 +70,7 @@ def mismatch_metrics(data: DataProto) -> dict[str, float]:
     if not policy.numel():
         return {}
     kl = float((rollout - policy).mean())
-    difference = rollout.exp_().sub_(policy.exp_()).abs_()  # in place: the controller has all tokens of a batch here
+    difference = rollout.exp_().sub_(policy.exp_()).abs_()  # in place: the controller has all tokens of a batch
     return {
         "training/rollout_probs_diff_mean": float(difference.mean()),
         "training/rollout_probs_diff_max": float(difference.max()),

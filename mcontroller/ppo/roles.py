@@ -24,6 +24,7 @@ __all__ = [
     "check_generates_alone",
     "check_reference_sync",
     "check_roles",
+    "has_adapter",
     "has_reference",
     "reads_reference",
     "response_limit",
@@ -65,7 +66,7 @@ GROUPS: Mapping[Role, tuple[str, Mapping[str, Any]]] = {
     Role.Critic: ("critic", {}),
     Role.RewardModel: ("reward", {}),
 }
-"""The group's name and further arguments of a role's workers, in the order in which groups start."""
+"""The group's name and other arguments of a role's workers, in the order in which groups start."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,8 @@ def role_workers(config: PPOConfig, mapping: Mapping[Role, Any]) -> list[RoleWor
             continue
         if role is Role.ActorRolloutRef and not reference:
             arguments = {"role": "actor_rollout"}
+        if role in (Role.Actor, Role.ActorRollout) and reference and Role.RefPolicy not in mapping:
+            arguments = {"role": f"{arguments['role']}_ref"}  # the policy without its adapter
         worker_config = getattr(config, CONFIG_KEYS[role])
         if worker_config is None:
             raise _misfit(mapping, f"{role} has no configuration: set {CONFIG_KEYS[role]}")
@@ -123,14 +126,22 @@ def check_roles(config: PPOConfig, mapping: Mapping[Role, Any], pools: ResourceP
     algorithm = config.algorithm
     if _needs_critic(config) and Role.Critic not in mapping:
         raise _misfit(mapping, f"algorithm.adv_estimator={algorithm.adv_estimator} needs Role.Critic")
-    if algorithm.kl_in_reward and not has_reference(mapping):
+    if algorithm.kl_in_reward and not has_reference(config, mapping):
         raise _misfit(mapping, "algorithm.use_kl_in_reward needs Role.ActorRolloutRef or Role.RefPolicy, or is false")
-    if getattr(config.actor_rollout_ref, "use_kl_loss", False) and not has_reference(mapping):
+    if getattr(config.actor_rollout_ref, "use_kl_loss", False) and not has_reference(config, mapping):
         raise _misfit(mapping, "actor_rollout_ref.use_kl_loss needs Role.ActorRolloutRef or Role.RefPolicy")
     _check_group_size(config)
     _check_router_replay(config)
     if algorithm.overlong.buffer:
         response_limit(config)
+    if config.warm_up.steps and has_adapter(config) and reads_reference(config, mapping):
+        raise ConfigError(
+            f"warm_up.steps is {config.warm_up.steps} with actor_rollout_ref.model.lora: the reference, which is the "
+            "policy without its adapter, would not be the policy after the warm-up. Set warm_up.steps=0, or "
+            "actor_rollout_ref.use_kl_loss and algorithm.use_kl_in_reward to false",
+            key="warm_up.steps",
+            value=config.warm_up.steps,
+        )
     if config.warm_up.steps and Role.RefPolicy in mapping:
         raise _misfit(
             mapping,
@@ -142,6 +153,13 @@ def check_roles(config: PPOConfig, mapping: Mapping[Role, Any], pools: ResourceP
 def check_reference_sync(config: PPOConfig, mapping: Mapping[Role, Any]) -> None:
     """Raise ConfigError if the reference is to follow the policy, and is not in the same workers or never read."""
     steps = config.trainer.ref_sync_steps
+    if steps and has_adapter(config):
+        raise ConfigError(
+            f"trainer.ref_sync_steps is {steps} with actor_rollout_ref.model.lora: the reference is the policy without "
+            "its adapter, and does not move; set trainer.ref_sync_steps=0",
+            key="trainer.ref_sync_steps",
+            value=steps,
+        )
     if steps and Role.ActorRolloutRef not in mapping:
         raise _misfit(
             mapping,
@@ -175,9 +193,14 @@ def response_limit(config: PPOConfig) -> int:
     return length
 
 
-def has_reference(mapping: Mapping[Role, Any]) -> bool:
-    """Return whether there is a reference policy."""
-    return Role.ActorRolloutRef in mapping or Role.RefPolicy in mapping
+def has_reference(config: PPOConfig, mapping: Mapping[Role, Any]) -> bool:
+    """Return whether there is a reference policy: an actor with an adapter is one when that is off."""
+    return Role.ActorRolloutRef in mapping or Role.RefPolicy in mapping or has_adapter(config)
+
+
+def has_adapter(config: PPOConfig) -> bool:
+    """Return whether the actor trains an adapter beside its weights (``model.lora``)."""
+    return getattr(getattr(config.actor_rollout_ref, "model", None), "lora", None) is not None
 
 
 def reads_reference(config: PPOConfig, mapping: Mapping[Role, Any]) -> bool:
@@ -186,7 +209,8 @@ def reads_reference(config: PPOConfig, mapping: Mapping[Role, Any]) -> bool:
     A reference that nothing reads is not built.
     """
     actor = _with_kl_loss(config.actor_rollout_ref, config, mapping)
-    return has_reference(mapping) and (config.algorithm.kl_in_reward or bool(getattr(actor, "use_kl_loss", False)))
+    in_loss = bool(getattr(actor, "use_kl_loss", False))
+    return has_reference(config, mapping) and (config.algorithm.kl_in_reward or in_loss)
 
 
 def updates_once(config: PPOConfig, actor: RoleWorker, rows: int, n: int) -> bool:
@@ -214,7 +238,7 @@ def _with_kl_loss(actor: Any, config: PPOConfig, mapping: Mapping[Role, Any]) ->
     """Return the actor's configuration with the default of ``use_kl_loss``: true if the KL is not in the reward."""
     if getattr(actor, "use_kl_loss", False) is not None:
         return actor
-    return dataclasses.replace(actor, use_kl_loss=has_reference(mapping) and not config.algorithm.kl_in_reward)
+    return dataclasses.replace(actor, use_kl_loss=has_reference(config, mapping) and not config.algorithm.kl_in_reward)
 
 
 def _check_group_size(config: PPOConfig) -> None:
@@ -310,7 +334,7 @@ def check_generates_alone(
     if others:
         raise ConfigError(
             f"{_KEY} is {staleness}, and Role.Rollout shares the pool {pool!r} with {', '.join(others)}, with which it "
-            "takes turns: give it a pool of its own, with pools.rollout.process_on_nodes in the configuration of a run "
+            "takes turns: give it a separate pool, with pools.rollout.process_on_nodes in the configuration of a run "
             f"or the mapping in a program of your own; or set {_KEY}=0",
             key=_KEY,
             value=staleness,
@@ -318,7 +342,7 @@ def check_generates_alone(
 
 
 def _check_transfer(config: PPOConfig, actor: Any, rollout: Any) -> None:
-    """Raise ConfigError if the weights of the actor cannot become those of the rollout.
+    """Raise ConfigError if the weights of the actor cannot become the weights of the rollout.
 
     Args:
         config: the configuration of the run.
@@ -349,7 +373,7 @@ def _check_colocated(pools: ResourcePoolManager, actor: Role, rollout: Role) -> 
     if pools.use_gpu and nodes > 1 and pool == pools.mapping.get(actor):
         raise ConfigError(
             f"{actor} and {rollout} share the GPUs of pool {pool!r} on {nodes} nodes, and weights travel between "
-            f"groups that share GPUs within one node only: give {rollout} a pool of its own (pools.rollout), let the "
+            f"groups that share GPUs within one node only: give {rollout} a separate pool (pools.rollout), let the "
             "processes of the actor generate (Role.ActorRollout; in a file, no section rollout), or use one node",
             key="role_worker_mapping",
             value=pool,

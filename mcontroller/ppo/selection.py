@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from mcontroller.config.checks import check_at_least
-from mcontroller.config.fields import strict_fields
 from mcontroller.data.protocol import DataProto
 from mcontroller.errors import DataError
+from mcontroller.ppo.config import SCORE, FilterGroupsConfig, OverlongConfig
 from mcontroller.ppo.data import columns
 from mcontroller.ppo.estimators.built_in import groups_of
 from mcontroller.ppo.rewards.reward import Reward, joined, outcome_scores
 
-__all__ = ["FilterGroupsConfig", "GroupFilter", "OverlongConfig", "penalized", "trained_on", "truncated_rows"]
+__all__ = ["GroupFilter", "penalized", "trained_on", "truncated_rows"]
 
 
 def trained_on(batch: DataProto, kept: Tensor) -> DataProto:
@@ -33,26 +31,6 @@ def trained_on(batch: DataProto, kept: Tensor) -> DataProto:
         return batch
     (mask,) = columns(batch, "response_mask")
     return batch.with_tensors({"response_mask": mask * kept[:, None]})
-
-
-SCORE = "score"
-"""The metric that stands for the scores to train on."""
-
-
-@strict_fields
-@dataclass(frozen=True, slots=True)
-class FilterGroupsConfig:
-    """Dynamic sampling: draw further prompts in place of those whose responses all have the same score."""
-
-    enable: bool = False
-    """Draw again."""
-    metric: str = SCORE
-    """Values that must differ in a group: score (with length penalties), or a column of the reward such as accuracy."""
-    max_batches: int = 10
-    """[batches] Most batches of prompts that one step generates. Groups of equal scores then fill the rest of it."""
-
-    def __post_init__(self) -> None:
-        check_at_least("algorithm.filter_groups.max_batches", self.max_batches, 1)
 
 
 class GroupFilter:
@@ -74,7 +52,7 @@ class GroupFilter:
         """Add the responses to a batch of prompts.
 
         Args:
-            batch: rows with the non-tensor column ``uid``; those of a group are neighbors.
+            batch: rows with the non-tensor column ``uid``; the rows of a group are neighbors.
             reward: their reward.
 
         Raises:
@@ -141,27 +119,12 @@ def _all(batch: DataProto) -> Tensor:
     return torch.ones(len(batch), dtype=torch.bool)
 
 
-@strict_fields
-@dataclass(frozen=True, slots=True)
-class OverlongConfig:
-    """DAPO's soft penalty for responses that are almost, or exactly, as long as the longest possible one."""
-
-    buffer: int = 0
-    """[tokens] Tokens before ``rollout.response_length`` in which the penalty grows from 0. 0: no penalty."""
-    penalty: float = 1.0
-    """Penalty of a response of the full length, subtracted from its score."""
-
-    def __post_init__(self) -> None:
-        check_at_least("algorithm.overlong.buffer", self.buffer, 0)
-        check_at_least("algorithm.overlong.penalty", self.penalty, 0.0)
-
-
 def penalized(reward: Reward, response_mask: Tensor, config: OverlongConfig, limit: int) -> Reward:
     """Return the reward with the length penalty on the last token of every response, and as a column.
 
     With ``L`` the longest possible response and ``b`` the buffer, a response of ``l`` tokens loses
     ``penalty * clip((l - (L - b)) / b, 0, 1)`` (Yu et al., 2025, arXiv:2503.14476, equation 13). The tokens of an
-    environment between those of the policy count, because they take room too.
+    environment between the tokens of the policy count, because they take room too.
 
     Args:
         reward: the reward of a batch.

@@ -6,18 +6,18 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from mcontroller.data.protocol import DataProto
 from mcontroller.errors import ConfigError, GroupBroken, GroupError
 from mcontroller.group import GroupMethod, WorkerGroup
+from mcontroller.ray.calls.executor import RayExecutor
 from mcontroller.ray.resource_pool import RayResourcePool
+from mcontroller.trace.recorder import recorder
 from mcontroller.transport import Future
 
-__all__ = ["OFFLOAD_CHOICES", "OverlappingStages", "SharedDevices", "StageCall", "Stages"]
-
-
-OFFLOAD_CHOICES = ("auto", "always", "never")
+__all__ = ["OverlappingStages", "SharedDevices", "StageCall", "Stages"]
 
 
 class SharedDevices:
@@ -85,8 +85,8 @@ class SharedDevices:
         """Free the memory that a call of this method does not need, on the devices of its group."""
         if not self.are_shared(method.group):
             return
-        further = {"communicators": True} if self.communicators else {}
-        leaving = [other.offload.options(blocking=False)(**further) for other in self.neighbors(method.group)]
+        options = {"communicators": True} if self.communicators else {}
+        leaving = [other.offload.options(blocking=False)(**options) for other in self.neighbors(method.group)]
         leaving.append(method.group.offload.options(blocking=False)(keep_for=method.name))
         for call in leaving:
             call.get()
@@ -268,19 +268,24 @@ class Stages:
     """The stages of a step: ``with stages("generate", actor.generate_sequences): ...``. They do not nest.
 
     A stage hands the memory of shared devices to the group that it calls, and adds the seconds of its block to its
-    name; those of handing over are added to the stage ``offload``. Stages that do not depend on each other run at the
+    name, and the seconds of handing over to the stage ``offload``. Stages that do not depend on each other run at the
     same time in a block of ``overlapping``.
 
     Args:
         devices: the devices that groups share; by default none is shared.
+        patience: ``trainer.patience``: seconds after which calls of a stage are reported, and fail if they are stuck;
+            0 for none.
+        factor: ``trainer.patience_factor``: times the slowest run of a stage so far, if that is more.
 
     Attributes:
         totals: seconds by stage, of the whole run.
         devices: as passed.
     """
 
-    def __init__(self, devices: SharedDevices | None = None) -> None:
+    def __init__(self, devices: SharedDevices | None = None, patience: float = 0.0, factor: float = 0.0) -> None:
         self.devices = devices or SharedDevices("never")
+        self._patience, self._factor = patience, factor
+        self._slowest: dict[str, float] = {}
         self.totals: dict[str, float] = {}
         self._step: dict[str, float] = {}
         self._intervals: list[tuple[float, float]] = []
@@ -320,6 +325,10 @@ class Stages:
         if group is not method.group:  # a group that was started again has the same name
             self._called[method.group.name] = (method.group, {})
         self._called[method.group.name][1][method.name] = name
+        if self._patience and isinstance(method.group.executor, RayExecutor):
+            seconds = max(self._patience, self._factor * self._slowest.get(name, 0.0))
+            handles = method.group.executor.processes.handles
+            handles.options = replace(handles.options, report_after=seconds, fail_stuck=True)
         if self.devices.are_shared(method.group):
             with self._timed("offload"):
                 self.devices.make_room(method)
@@ -335,7 +344,11 @@ class Stages:
     def ran(self, name: str, started: float, ended: float) -> None:
         """Add the seconds of a stage that ran from ``started`` to ``ended``, by ``time.perf_counter``."""
         self._add(name, ended - started)
+        self._slowest[name] = max(self._slowest.get(name, 0.0), ended - started)
         self._intervals.append((started, ended))
+        if (trace := recorder()) is not None:
+            trace.add(f"stage {name}", int(started * 1e9), int(ended * 1e9))
+            trace.flush_if_due()
 
     def _add(self, name: str, seconds: float) -> None:
         self.totals[name] = self.totals.get(name, 0.0) + seconds

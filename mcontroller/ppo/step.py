@@ -49,7 +49,7 @@ class PPOStep:
         rollout_fn: the program's own rollout loop; None: one call.
 
     Attributes:
-        weights: those of the group that generates.
+        weights: the weights of the group that generates.
         generations: the responses that are being generated.
         kl_ctrl: the weight of the KL penalty in the reward.
     """
@@ -83,7 +83,7 @@ class PPOStep:
 
         The responses have scores, and log-probabilities and values as far as they are needed.
 
-        With ``algorithm.filter_groups``, groups without a signal are replaced by those of further problems first. The
+        With ``algorithm.filter_groups``, groups without a signal are replaced by groups of other problems first. The
         batch has the columns of its problems too. Its tensors stay on the workers until they are read.
         """
         rule = self.config.algorithm
@@ -200,7 +200,7 @@ class PPOStep:
 
         Args:
             batch: responses.
-            problems: the further columns of their problems, in the same order.
+            problems: the other columns of their problems, in the same order.
             start: starts the reward model; the reward function is called while the other stages run.
             held_out: whether the problems are held out: ``val_reward_fn`` scores them.
             started: the scores of the reward function, if it has been started.

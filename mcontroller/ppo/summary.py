@@ -32,7 +32,7 @@ def mean_of_parts(update: DataProto) -> dict[str, float]:
 
 
 def reward_metrics(prefix: str, reward: Reward) -> dict[str, float]:
-    """Return statistics of the responses' scores, and mean and deviation of every further column: ``prefix/...``.
+    """Return statistics of the responses' scores, and mean and deviation of every other column: ``prefix/...``.
 
     ``unscored`` is the share of responses without a score; the others are over those with one. ``score`` is the mean
     score; ``score_std``, ``score_min`` and ``score_max`` are over responses too. A column is reported as its mean under

@@ -20,6 +20,7 @@ from mcontroller.ppo.groups import RunGroups
 from mcontroller.ppo.rewards.reward import CombineRewards, Reward, RewardFunction, RewardSources
 from mcontroller.ppo.roles import Role, check_generates_alone, check_reference_sync, check_roles
 from mcontroller.ppo.saving.checkpoints import RunCheckpoints, RunState, Stateful
+from mcontroller.ppo.saving.memory import MemoryCheckpoints
 from mcontroller.ppo.saving.preemption import Preempted, Preemption
 from mcontroller.ppo.saving.recovery import Recovery
 from mcontroller.ppo.saving.run_record import BatchInFlight, read_record
@@ -29,12 +30,15 @@ from mcontroller.ppo.summary import experience_metrics, mean_of_parts
 from mcontroller.ppo.validation import validate
 from mcontroller.ray.resource_pool import ResourcePoolManager
 from mcontroller.ray.worker_group import MegatronRayWorkerGroup
-from mcontroller.trackers import Rewinds, Tracker
+from mcontroller.trace.recorder import recorder, span
+from mcontroller.trackers import TRAIN, Rewinds, Tracker
 
 __all__ = ["RayPPOTrainer", "restart_rollout"]
 
 _logger = logging.getLogger(__name__)
 
+WARM_UP = "warm_up"
+"""The phase of the supervised steps, for trackers."""
 SAMPLES_PER_STEP = 16
 """Rows of the table of samples that trackers log at every step."""
 
@@ -43,22 +47,22 @@ class RayPPOTrainer:
     """PPO over groups of workers, from one process.
 
     Args:
-        config: the configuration of the run; those of the workers are passed to them.
+        config: the configuration of the run; the sections of the workers are passed to them.
         tokenizer: its ``eos_token_id`` and ``pad_token_id`` are passed to generation.
         role_worker_mapping: the worker class of every role: ``ActorRolloutRef``; or ``ActorRollout`` and
-            ``RefPolicy``; or ``Actor`` and ``Rollout`` in groups of their own, and ``RefPolicy``. ``Critic`` if the
+            ``RefPolicy``; or ``Actor`` and ``Rollout`` in separate groups, and ``RefPolicy``. ``Critic`` if the
             advantage estimator needs one; ``RewardModel`` if there is one.
         resource_pool_manager: the pools, and the pool of each role.
         ray_worker_group_cls: called with ``(pool, class with arguments, name_prefix=...)`` to start a group.
         reward_fn: the reward of the responses to train on. None: the scores of the reward model.
         val_reward_fn: the reward of the responses to held-out problems; ``reward_fn`` by default.
         train_dataset: problems; a row has ``input_ids`` and ``attention_mask`` ``[prompt]``, padded on the left, and
-            any further columns, which are passed to ``reward_fn``.
+            any other columns, which are passed to ``reward_fn``.
         val_dataset: held-out problems, in the same form. None: no validation.
         warm_up_dataset: demonstrations for the supervised phase: rows of ``input_ids``, ``attention_mask`` and
             ``loss_mask`` ``[seq]``.
-        combine_rewards: makes one score of those of ``reward_fn`` and of the reward model, if there are both, such as
-            ``weighted_sum(rule=1.0, model=0.5)``; ``rule_only`` for a ``reward_fn`` that reads ``rm_scores`` itself.
+        combine_rewards: makes one score of that of ``reward_fn`` and that of the reward model, if there are both, such
+            as ``weighted_sum(rule=1.0, model=0.5)``; ``rule_only`` for a ``reward_fn`` that reads ``rm_scores`` itself.
         rollout_fn: your program's own rollout loop, such as ``MultiTurnRollout`` with tools. None: one call.
         stateful: objects of your program by name, such as a data loader of your own: their ``state_dict()`` is saved
             with every checkpoint, and passed to ``load_state_dict`` by a run that resumes.
@@ -119,7 +123,9 @@ class RayPPOTrainer:
         self.callbacks = callbacks
         self.display = display or Display()
         self.train_batches = BatchStream(train_dataset, config.data.train_batch_size, config.data.seed)
-        self.stages = Stages(SharedDevices(config.trainer.offload, config.trainer.offload_communicators))
+        options = config.trainer
+        devices = SharedDevices(options.offload, options.offload_communicators)
+        self.stages = Stages(devices, options.patience, options.patience_factor)
         self.run_groups = RunGroups(
             *(config, role_worker_mapping, resource_pool_manager, ray_worker_group_cls, self.stages, self.display)
         )
@@ -127,8 +133,9 @@ class RayPPOTrainer:
         self.step = PPOStep(config, tokenizer, self.run_groups, self.stages, rewards, rollout_fn)
         directory, keep = config.trainer.default_local_dir, config.trainer.max_to_keep
         self.checkpoints = RunCheckpoints(directory, keep, self.stages.devices)
+        self.memory = MemoryCheckpoints(self.stages.devices)
         self.preemption = Preemption(config.trainer.max_seconds)
-        self.recovery = Recovery(config.trainer)
+        self.recovery = Recovery(config.trainer, logs=resource_pool_manager.logs)
         self.global_steps = self.drawn_batches = self.num_tokens = 0
         self._stopping = self._preempted = False
         self._saved_at = time.monotonic()
@@ -142,6 +149,8 @@ class RayPPOTrainer:
             ResourceError: the cluster does not have the resources of the pools; raised before any process starts.
         """
         self.run_groups.start()
+        if self.config.trainer.memory_save_freq:
+            self.memory.check(self.run_groups.trained())
         self.step.connect()
         groups = self.run_groups
         self.actor, self.rollout, self.critic = groups.actor, groups.rollout, groups.critic
@@ -194,6 +203,8 @@ class RayPPOTrainer:
         """
         while (failure := self.recovery.admit(error, self.global_steps + 1)) is not None:
             self.display.starting(f"step {failure.step} failed: {failure.message}")
+            if (trace := recorder()) is not None:
+                trace.mark(f"failure {failure.message:.200}", failure.step)
             try:
                 self._restore(begin)
             except MControllerError as another:
@@ -208,19 +219,25 @@ class RayPPOTrainer:
         raise error
 
     def _restore(self, begin: RunState) -> None:
-        """Give every group and this trainer the state of the last checkpoint, or that of the beginning."""
+        """Give every group and this trainer the newest state, in memory or on the disk, or that of the beginning."""
         groups = self.run_groups
         broken = [name for name, group in self.groups.items() if group.broken is not None]
         self.checkpoints.abandon(broken)
-        saved = self.checkpoints.saved_step is not None or self.config.trainer.resume
+        on_disk = self.checkpoints.saved_step is not None or self.config.trainer.resume
+        in_memory = self.memory.step is not None and self.memory.step >= (self.checkpoints.saved_step or 0)
+        saved = on_disk or in_memory
         if groups.rollout is not groups.actor and {"actor", "rollout"} & {*(broken if saved else self.groups)}:
             with contextlib.suppress(GroupError):  # of connections that have ended with their processes
                 self.step.weights.close()
             self.step.weights.connect(groups.actor, groups.rollout)
         groups.restart(broken if saved else self.groups)
-        if saved:
+        if in_memory and (state := self.memory.load(groups.trained())) is not None:
+            self._continue_from(state)
+        elif on_disk:
             self.load_checkpoint()
         else:
+            if in_memory:  # and damaged
+                groups.restart(self.groups)
             self._continue_from(begin)
 
     def _train(self) -> None:
@@ -231,7 +248,7 @@ class RayPPOTrainer:
         self.display.phase(name, total, done=self.global_steps)
         while self.global_steps < total and not self._stopping:
             self._stop_if_preempted()
-            with self.preemption.timing():
+            with self.preemption.timing(), span("step", self.global_steps + 1):
                 metrics = self.train_step(self.draw())
                 self.global_steps += 1
                 for callback in self.callbacks:
@@ -246,6 +263,7 @@ class RayPPOTrainer:
                 else:
                     self.checkpoints.finish_if_written()
                 self.log(metrics)
+                self._save_to_memory()
         self.checkpoints.finish()
         if self.config.trainer.export_hf is not None:
             with self.stages("export", self.actor.export_hf):
@@ -277,7 +295,7 @@ class RayPPOTrainer:
         """Run one step of PPO on a batch of problems and return its metrics.
 
         With ``trainer.max_staleness=1``, the responses to these problems are generated during the step, which trains
-        on those of the step before. With ``algorithm.filter_groups``, further batches of problems are drawn.
+        on the responses of the step before. With ``algorithm.filter_groups``, more batches of problems are drawn.
         """
         started, stages, step = time.perf_counter(), self.stages, self.step
         stages.drop_step()
@@ -306,12 +324,12 @@ class RayPPOTrainer:
                 metrics = mean_of_parts(self.actor.update_sft(batches[step]))
             self.step.weights.changed()
             self.display.step(metrics)
-            self.log(metrics, step + 1)
+            self.log(metrics, step + 1, WARM_UP)
         if self.reference is not None:
             self.reference.sync_reference()
 
     def validate(self) -> dict[str, float]:
-        """Return the statistics of scores and further columns of responses to the held-out problems.
+        """Return the statistics of scores and other columns of responses to the held-out problems.
 
         See ``validation_metrics``.
         """
@@ -325,10 +343,10 @@ class RayPPOTrainer:
 
     # ---- metrics and checkpoints -----------------------------------------------------------------------------------
 
-    def log(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Log the metrics of a step with every tracker, by default of the last one."""
+    def log(self, metrics: Mapping[str, float], step: int | None = None, phase: str = TRAIN) -> None:
+        """Log the metrics of a step of a phase with every tracker, by default of the last one."""
         for tracker in self.trackers:
-            tracker.log(metrics, self.global_steps if step is None else step)
+            tracker.log(metrics, self.global_steps if step is None else step, phase)
 
     def show_samples(self, reward: Reward) -> None:
         """Show decoded samples of this step, and log a table of them with every tracker."""
@@ -352,6 +370,13 @@ class RayPPOTrainer:
                 self.checkpoints.finish()
         for callback in self.callbacks:
             callback.saved(self, self.config.trainer.default_local_dir)
+
+    def _save_to_memory(self) -> None:
+        """Copy the state of every trained role to memory, if it is due and the run goes on."""
+        every, total = self.config.trainer.memory_save_freq, self.config.trainer.total_training_steps
+        if every and self.global_steps % every == 0 and self.global_steps < total and not self._stopping:
+            with self.stages("memory"):
+                self.memory.save(self.run_groups.trained(), self._state())
 
     def _state(self) -> RunState:
         in_flight: Sequence[BatchInFlight] = ()
@@ -430,6 +455,7 @@ class RayPPOTrainer:
             [
                 ("display", self.display.close),
                 ("checkpoints", self.checkpoints.close),
+                ("memory", self.memory.close),
                 ("weights", self.step.weights.close),
                 *((f"group {role}", group.shutdown) for role, group in self.groups.items()),
                 ("pools", self.resource_pool_manager.shutdown),

@@ -10,11 +10,10 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from mcontroller.config.checks import check_at_least
-from mcontroller.config.fields import strict_fields
 from mcontroller.config.registry import Registry
 from mcontroller.data.protocol import DataProto
 from mcontroller.errors import ConfigError, DataError
+from mcontroller.ppo.config import MultiTurnConfig
 from mcontroller.ppo.data import ROUTED_EXPERTS, columns
 from mcontroller.ppo.datasets.prompts import Demonstration
 from mcontroller.ppo.datasets.tokenizers import TextTokenizer
@@ -24,7 +23,6 @@ __all__ = [
     "ENVIRONMENTS",
     "Conversation",
     "Demonstrating",
-    "MultiTurnConfig",
     "MultiTurnRollout",
     "TurnEnvironment",
     "make_environment",
@@ -37,7 +35,7 @@ class Conversation:
 
     Attributes:
         prompt: token ids of the prompt, without padding.
-        problem: the further columns of the problem, such as ``answer`` and ``record``.
+        problem: the other columns of the problem, such as ``answer`` and ``record``.
         tokens: token ids of the response.
         own: for each token, 1 if the policy sampled it, 0 if it is the environment's.
         log_probs: for each token, that of the policy when it sampled it; 0 for the environment's.
@@ -112,22 +110,6 @@ ENVIRONMENTS: Registry[Callable[..., TurnEnvironment]] = Registry("environment",
 """Functions from the tokenizer and the options of ``multi_turn`` to an environment, by name."""
 
 
-@strict_fields
-@dataclass(frozen=True, slots=True)
-class MultiTurnConfig:
-    """Responses of several turns, between which an environment replies."""
-
-    environment: str | None = None
-    """Name of a registered environment. None: the responses have one turn."""
-    options: dict[str, Any] = field(default_factory=dict)
-    """Further keyword arguments of the environment."""
-    max_turns: int = 8
-    """[turns] Most turns of the policy in one response."""
-
-    def __post_init__(self) -> None:
-        check_at_least("multi_turn.max_turns", self.max_turns, 1)
-
-
 def make_environment(config: MultiTurnConfig, tokenizer: TextTokenizer) -> TurnEnvironment | None:
     """Return the environment of a configuration, if it names one.
 
@@ -170,7 +152,7 @@ class MultiTurnRollout:
         """Return the responses to problems.
 
         Args:
-            problems: ``input_ids`` and ``attention_mask`` ``[rows, prompt]`` and further columns, which the
+            problems: ``input_ids`` and ``attention_mask`` ``[rows, prompt]`` and other columns, which the
                 environment can read; ``meta_info`` of ``generate_sequences``.
             generate: ``generate_sequences``.
 

@@ -118,7 +118,7 @@ def attach(worker_names: Sequence[str]) -> tuple[GroupProcesses, dict[str, type]
         raise ResourceError(f"the cluster is still starting group {group}: try again", name=group, missing=missing)
     actors = [ray.get_actor(name, namespace=NAMESPACE) for name in worker_names]
     handles = ProcessHandles(
-        _AttachedLease(group, record.placements),
+        _AttachedLease(group, record.placements).release,
         record.options or ChannelOptions(),
         list(worker_names),
         actors,

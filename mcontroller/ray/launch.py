@@ -14,25 +14,30 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from mcontroller.channel.address import ChannelKeys
+from mcontroller.channel.address import Address, ChannelKeys
+from mcontroller.channel.queries import ask
 from mcontroller.errors import CallTimeout, ConfigError, ResourceError
 from mcontroller.ray.calls.call import GroupCall
 from mcontroller.ray.calls.failures import RankFailure, RankLabel, first_cause
-from mcontroller.ray.calls.states import GroupState
 from mcontroller.ray.calls.supervision import GroupProcesses
 from mcontroller.ray.detached import NAMESPACE, RecordedLease
 from mcontroller.ray.process import Identity, ProcessInfo, WorkerProcess
 from mcontroller.ray.process_handles import ProcessHandles
+from mcontroller.ray.rank_logs import write_places
 from mcontroller.ray.reservation import Bundle
 from mcontroller.ray.resource_pool import RayResourcePool, SlotLease
 from mcontroller.ray.threads import threads_of_rank
 from mcontroller.ray.values.handles import StoredValue
 from mcontroller.ray.values.wire import Packed, pack, store
 from mcontroller.ray.warm_start.executable import with_warm_start
+from mcontroller.trace.recorder import clock_offset, recorder
 from mcontroller.transport import Arguments
 from mcontroller.worker import ClassWithInitArgs, RankEnvironment, Worker
 
 __all__ = ["launch"]
+
+CLOCK_SECONDS = 1.0
+"""[s] Time for an answer to the question for a node's clock; without one, its times in a trace are not aligned."""
 
 
 def launch(
@@ -75,22 +80,23 @@ def launch(
     packed = {role: _pack_init(init) for role, init in roles.items()}
     lease = pool.lease(name)
     unique = f"{name}/{uuid.uuid4().hex[:8]}"
-    handles = ProcessHandles(lease, pool.channel)
+    handles = ProcessHandles(lease.release, pool.channel)
     deadline = None if timeout is None else time.monotonic() + timeout
     recorded: RecordedLease | None = None
     try:
         if detached:
             recorded = RecordedLease(unique, lease, {role: init.cls for role, init in roles.items()})
-            handles.lease = recorded
+            handles.release = recorded.release
         reports = _start(handles, pool, lease, unique, options, detached)
         handles.infos = _with_threads(pool, lease, _await_infos(reports, next(iter(packed)), timeout))
-        processes = GroupProcesses(name, handles, detached=detached, state=GroupState.STARTING)
+        if pool.logs is not None:
+            write_places(pool.logs, name, [info.node for info in handles.infos])
+        processes = GroupProcesses(name, handles, detached=detached)
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
         call = _build(processes, pool, lease, roles.values(), packed, left)
         with _progress(name, len(call.ranks)) as show:
-            show(processes, call)
-            processes.settle(call)
-        processes.change(GroupState.READY)
+            show(call)
+            call.check()
         if recorded is not None:
             recorded.complete(handles)
         processes.launch_again = lambda limit: launch(
@@ -195,8 +201,26 @@ def _build(
     rendezvous = processes.handles.infos[0].rendezvous
     cuda = _cuda_variables(inits, processes.handles.infos) if pool.use_gpu else {}
     identities = _identities(pool, processes.name, lease, processes.handles.infos, cuda)
-    arguments = [Arguments((each, rendezvous, classes)) for each in identities]
-    return processes.call_processes(next(iter(packed)), "__init__", "build", arguments, timeout)
+    if (trace := recorder()) is not None:
+        lanes = [name.replace("/", "-") for name in processes.handles.names]
+        traces = [(trace.directory, lane) for lane in lanes]
+        identities = (replace(each, trace=of) for each, of in zip(identities, traces, strict=True))
+        trace.describe(clocks={**trace.about["clocks"], **_clocks(processes.handles.infos)})
+    arguments = {rank: Arguments((each, rendezvous, classes)) for rank, each in enumerate(identities)}
+    return processes.send(next(iter(packed)), "__init__", arguments, timeout=timeout, of_process="build")
+
+
+def _clocks(infos: Sequence[ProcessInfo]) -> dict[str, tuple[float, float]]:
+    """Return how far the clock of each node is ahead of the one here, and how wrong that can be: microseconds."""
+    clocks: dict[str, tuple[float, float]] = {}
+    for address in {info.node: info.address for info in infos}.values():
+
+        def clock(address: Address = address) -> tuple[str, int] | None:
+            (answer,) = ask([address], "clock", timeout=CLOCK_SECONDS)
+            return None if answer is None else answer[0]
+
+        clocks |= clock_offset(clock)
+    return clocks
 
 
 def _with_threads(pool: RayResourcePool, lease: SlotLease, infos: Sequence[ProcessInfo]) -> list[ProcessInfo]:
@@ -225,7 +249,7 @@ def _identities(
 ) -> Iterator[Identity]:
     """Yield the identity of every rank, with the variables that torchrun would set and the GPUs that it can see.
 
-    LOCAL_RANK is the index of the rank's GPU among those that it can see: those of its group on its node, or only its
+    LOCAL_RANK is the index of the rank's GPU among the GPUs that it can see: all of its group on its node, or only its
     own. A rank that sees only its own is alone on its node for torch: LOCAL_RANK is 0 and LOCAL_WORLD_SIZE is 1. Ranks
     of a pool without GPUs see none.
     """
@@ -244,7 +268,7 @@ def _identities(
             gpus, device = gpus[local_rank : local_rank + 1], 0
             environment = RankEnvironment(rank, pool.world_size)
         env = {**environment.variables(), **ray_names, "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
-        yield Identity(name, rank, env, device, infos[rank].threads, cuda)
+        yield Identity(name, rank, env, device, infos[rank].threads, cuda, pool.logs)
 
 
 _Actor: Any = ray.remote(WorkerProcess)
@@ -255,7 +279,7 @@ _Actor: Any = ray.remote(WorkerProcess)
 def _progress(name: str, ranks: int) -> Iterator[Any]:
     """Show a progress bar of the ranks that have started, if standard error is a terminal."""
     if not sys.stderr.isatty():
-        yield lambda processes, call: None
+        yield lambda call: None
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -264,8 +288,8 @@ def _progress(name: str, ranks: int) -> Iterator[Any]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(f"starting {name}", total=ranks)
 
-        def show(processes: GroupProcesses, call: GroupCall) -> None:
-            while not processes.wait(call, 0.2):
+        def show(call: GroupCall) -> None:
+            while not call.wait(0.2):
                 bar.update(task, completed=ranks - len(call.pending))
 
         yield show

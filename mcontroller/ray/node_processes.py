@@ -18,6 +18,7 @@ from mcontroller.ray.warm_start import exits
 
 __all__ = [
     "NODE_SECONDS",
+    "SLOW",
     "NodeProcess",
     "begin_on_node",
     "end_processes",
@@ -35,6 +36,9 @@ STATUS_SECONDS = 2.0
 
 SAMPLE_SECONDS = 0.5
 """Time over which the switches of a thread are counted."""
+
+SLOW = "the process runs, in state "
+"""What ``why_silent`` begins with for a process that may answer later."""
 
 SWITCHES = 10
 """A thread that waits for the interpreter wakes up every 5 ms, 100 times in ``SAMPLE_SECONDS``; an idle one never."""
@@ -106,7 +110,7 @@ def begin_on_node(node_id: str, function: Callable[..., Any], *args: Any) -> Any
 
 
 def on_node(node_id: str, function: Callable[..., Any], *args: Any, timeout: float = NODE_SECONDS) -> Any:
-    """Call a function on a node, here if this is the node.
+    """Call a function on a node; in this process if this is the node.
 
     Raises:
         RayError: the node is gone.
@@ -205,10 +209,9 @@ def why_silent(process: NodeProcess) -> str:
     waits = _switches(process) - before >= SWITCHES
     if waits:
         return "the process is in native code that holds the interpreter"
-    return (
-        f"the process runs, in state {state}, and does not hold the interpreter: it or its node is slow, or its port "
-        "cannot be reached"
-    )
+    if state == process.state == "D":
+        return "the process waits in the kernel, in state D: for a disk or a network file system"
+    return f"{SLOW}{state}, and does not hold the interpreter: it or its node is slow, or its port cannot be reached"
 
 
 def _switches(process: NodeProcess) -> int:

@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import ray
@@ -27,9 +28,11 @@ from mcontroller.channel.server import Reply
 from mcontroller.devices import check_torch_without_gpu, compute_capability, device_of_rank
 from mcontroller.errors import CallRejected, GroupError, WorkerError, is_before_changes
 from mcontroller.ray.node_processes import NodeProcess
+from mcontroller.ray.rank_logs import RankLog
 from mcontroller.ray.threads import chosen_threads, keep_freed_memory, set_threads, usable_cores
 from mcontroller.ray.values.handles import ArgumentFailed, ArgumentLost, fetch
 from mcontroller.ray.values.wire import Encoded, Packed, decode, encode
+from mcontroller.trace.recorder import Laps, TraceRecorder, boot_id, recorder, set_recorder
 from mcontroller.transport import call_context, complete, finish, outline, reported_coordinates, resolve
 from parallel_state.hangs.lines import calling_position, source_line
 from parallel_state.hangs.record import RankRecord, RecordMemory, read_rank_record
@@ -56,6 +59,8 @@ class Identity:
         device: index of its GPU among those that the process can see; None in a pool without GPUs.
         threads: threads that it computes with on the CPU; None for those that Ray has set.
         cuda: environment variables that CUDA reads; those that the process has already stay.
+        logs: directory of the file of its output; None for Ray's alone.
+        trace: the folder of the trace, and the name of this process in it; None if it is not recorded.
     """
 
     group: str
@@ -64,6 +69,8 @@ class Identity:
     device: int | None = None
     threads: int | None = None
     cuda: Mapping[str, str] = field(default_factory=dict)
+    logs: str | None = None
+    trace: tuple[Path, str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +148,7 @@ class WorkerProcess:
         queries: dict[str, Callable[..., None]] = {
             "position": lambda reply: reply(self._position()),
             "idle": lambda reply: reply(self._running is None),
+            "clock": lambda reply: reply((boot_id(), time.monotonic_ns())),
             "value": self._read_value,
             "release": self._release,
         }
@@ -173,21 +181,25 @@ class WorkerProcess:
             keep = header.keep and self._identity.rank in header.returning
             error, outlined, encoded = None, _NOTHING, _NOTHING
             inputs: Any = None
+            laps = Laps(number=header.number)
             if self._endpoint.cancellation.start(call.caller, header.number):
                 self._running = header.method
                 self._record_calls()
                 try:
                     inputs = resolve(decode([(call.data, call.frames)])[0], fetch)
                     call.frames.clear()
+                    laps("fetch")
                     worker = self if header.role is None else self._roles[header.role]
                     with call_context(worker, header.method):
                         value = complete(getattr(worker, header.method)(*inputs[0], **inputs[1]))
+                    laps(f"{header.role or 'process'}.{header.method}")
                     inputs = None  # free them before the value is serialized
                     if self._identity.rank in header.returning:
                         outlined = encode(outline(value), sys.maxsize) if keep else _NOTHING
                         encoded = encode(value, self._inline_bytes)
                     del value
                 except BaseException as raised:
+                    laps(f"failure {type(raised).__name__} {header.role}.{header.method}")
                     error = self._error_of(header.role or "", header.method, raised)
                 finally:
                     self._running = None
@@ -201,6 +213,8 @@ class WorkerProcess:
             self._finished[call.caller] = header.number
             sent = _NOTHING if keep else encoded
             self._endpoint.answer(call, sent.data, sent.frames, error=error, stored=sent.stored is not None)
+            laps("answer")
+            laps.end()
             del call, header, inputs, error, outlined, encoded, sent  # the next call may come much later
 
     def build(self, identity: Identity, rendezvous: Rendezvous, packed: Mapping[str, Packed]) -> None:
@@ -215,6 +229,11 @@ class WorkerProcess:
             WorkerError: a worker's constructor raised.
         """
         self._identity, self._running = identity, "__init__"
+        log = None if identity.logs is None else RankLog.open(identity.logs, identity.group, identity.rank)
+        if identity.trace is not None:
+            folder, lane = identity.trace
+            about = {"group": identity.group, "rank": identity.rank, "launch": lane.rpartition("-")[0]}
+            set_recorder(TraceRecorder(folder, lane, about))
         for name, value in identity.cuda.items():
             os.environ.setdefault(name, value)
         os.environ.update(identity.env, MASTER_ADDR=rendezvous.address, MASTER_PORT=str(rendezvous.port))
@@ -232,7 +251,12 @@ class WorkerProcess:
                 raise self._error_of(role, "__init__", error) from None
             self._roles[role] = worker
             _siblings[role] = worker
-        _set_title(identity, next(iter(self._roles.values())))
+        coordinates = reported_coordinates(next(iter(self._roles.values())))
+        _set_title(identity, coordinates)
+        if log is not None:
+            log.rename(coordinates)
+        if (trace := recorder()) is not None:
+            trace.describe(roles={role: reported_coordinates(worker) for role, worker in self._roles.items()})
 
     def finish(self) -> None:
         """Call ``before_shutdown`` of the workers of every role."""
@@ -242,6 +266,8 @@ class WorkerProcess:
                 finish(worker)
             except BaseException as error:
                 raise self._error_of(role, "before_shutdown", error) from None
+        if (trace := recorder()) is not None:
+            trace.flush()
 
     def _record_calls(self) -> None:
         """Record collectives from now on, once the program has imported torch."""
@@ -322,9 +348,9 @@ def sibling(role: str) -> Any:
     return _siblings[role]
 
 
-def _set_title(identity: Identity, worker: Any) -> None:
+def _set_title(identity: Identity, coordinates: Mapping[str, int]) -> None:
     """Show the rank in lists of processes, such as ``ray::actor rank 3 (tp=1 pp=0)``."""
-    axes = " ".join(f"{axis}={index}" for axis, index in reported_coordinates(worker).items())
+    axes = " ".join(f"{axis}={index}" for axis, index in coordinates.items())
     raylet: Any = ray._raylet
     raylet.setproctitle(f"ray::{identity.group} rank {identity.rank}" + (f" ({axes})" if axes else ""))
 

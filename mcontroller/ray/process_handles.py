@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import ray
 from ray.exceptions import RayError
 
 from mcontroller.channel.hub import Hub
 from mcontroller.channel.options import ChannelOptions
-from mcontroller.errors import ResourceError
+from mcontroller.errors import GroupBroken, GroupError, ResourceError
 from mcontroller.ray.node_processes import NODE_SECONDS, NodeProcess, begin_on_node, end_processes, wait_for_ends
 from mcontroller.ray.process import ProcessInfo
 from mcontroller.ray.reservation import session
 
-__all__ = ["ProcessEnded", "ProcessHandles", "Releasable"]
+__all__ = ["ProcessEnded", "ProcessHandles"]
 
 END_SECONDS = 5.0
 """Time to wait until processes that Ray has killed are gone, before they get SIGKILL."""
@@ -31,21 +33,23 @@ KILL_SECONDS = 10.0
 REPORT_SECONDS = 0.3
 """Time in which Ray reports the end of a process whose connections are closed."""
 
+CONNECT_SECONDS = 0.3
+"""Timeout of a connection that is only made to find out whether a node has closed a port."""
+
 _log = logging.getLogger(__name__)
 
 
 class ProcessEnded(Exception):
-    """A process has ended, although Ray does not report it."""
+    """A process has ended, although Ray does not report it.
 
-    def __init__(self) -> None:
-        super().__init__("Ray has not noticed it: a process that it has forked keeps its connections open")
+    Args:
+        text: how that is known.
+        node_gone: whether its node is gone too, so that nothing can be read there.
+    """
 
-
-class Releasable(Protocol):
-    """The slots that processes run in."""
-
-    def release(self) -> None:
-        """Free the slots, once the processes are gone."""
+    def __init__(self, text: str, node_gone: bool = False) -> None:
+        super().__init__(text)
+        self.node_gone = node_gone
 
 
 @dataclass(eq=False, slots=True)
@@ -53,29 +57,32 @@ class ProcessHandles:
     """The actors of a group and the slots that they hold, as needed to end them.
 
     Attributes:
-        lease: the slots of the processes.
+        release: frees the slots of the processes, once they are gone.
         options: settings of the channel.
         names: name of each process, by rank; detached processes are found by it.
         actors: Ray's handles of the processes, by rank.
         watched: a task of each process that does not end before the process does, by rank.
         infos: where each process runs, by rank; empty until all have reported it.
         hub: the connections to the processes, once there are any.
+        cause: the failure because of which they were ended; None if they run, or were shut down.
+        gone: Ray's ids of the nodes that are gone, with all their processes.
+        killed: whether this driver has ended the processes.
         remaining: the processes that the last ``end`` could not end, with node, process id and reason.
     """
 
-    lease: Releasable
+    release: Callable[[], None]
     options: ChannelOptions
     names: list[str] = field(default_factory=list)
     actors: list[Any] = field(default_factory=list)
     watched: list[Any] = field(default_factory=list)
     infos: list[ProcessInfo] = field(default_factory=list)
     hub: Hub | None = None
+    cause: GroupError | None = None
+    gone: set[str] = field(default_factory=set)
     remaining: list[str] = field(default_factory=list)
+    killed: bool = False
     _seen: dict[int, NodeProcess] = field(default_factory=dict)
     _watches: dict[Any, list[int]] = field(default_factory=dict)
-    _ended_elsewhere: set[int] = field(default_factory=set)
-    _unreported: set[int] = field(default_factory=set)
-    _killed: bool = False
     _freed: bool = False
     _session: tuple[str, str] | None = field(default_factory=session)
     _lock: threading.RLock = field(default_factory=threading.RLock)
@@ -88,22 +95,30 @@ class ProcessHandles:
     @property
     def ended(self) -> bool:
         """Whether the processes were killed, or are out of reach."""
-        return self._killed or not self.reachable
+        return self.killed or not self.reachable
 
-    @property
-    def killed(self) -> bool:
-        """Whether this driver has ended the processes."""
-        return self._killed
+    def broken_error(self, role: str) -> GroupBroken:
+        """Return the error of a call of ``role``, or of a read, after the failure ``cause``."""
+        text = f"group {role} is broken and its processes are stopped; first cause: {self.cause}"
+        error = GroupBroken(text, role=role, first_cause=self.cause)
+        error.__cause__ = self.cause
+        return error
 
     @property
     def actor_ids(self) -> list[str]:
         """Ray's id of each process."""
         return [actor._actor_id.hex() for actor in self.actors]
 
-    def watch(self) -> None:
-        """Find out which processes this one can see, and have the nodes of the others watch them.
+    def watch(self, changed: Callable[[], None]) -> list[int]:
+        """Have the nodes of the processes watch them, and Ray.
 
         Called when all processes have reported where they run.
+
+        Args:
+            changed: called on any thread when one of them may have ended.
+
+        Returns:
+            Descriptors of the processes that this one can see, which are ready to be read if they have ended.
         """
         self._seen = {rank: info.process for rank, info in enumerate(self.infos) if info.process.is_seen}
         elsewhere: dict[str, list[int]] = {}
@@ -113,34 +128,55 @@ class ProcessHandles:
         for node, ranks in elsewhere.items():
             watch = begin_on_node(node, wait_for_ends, [self.infos[rank].process for rank in ranks])
             self._watches[watch] = ranks
+        for reference in (*self.watched, *self._watches):
+            reference.future().add_done_callback(lambda _: changed())
+        descriptors = []
+        for process in self._seen.values():
+            with contextlib.suppress(ProcessLookupError):
+                descriptors.append(os.pidfd_open(process.pid))
+        return descriptors
 
-    def deaths(self, timeout: float = 0.0) -> dict[int, BaseException]:
-        """Return the error of each process that has ended, by rank; wait ``timeout`` seconds for Ray's first.
+    def deaths(self, lost: Iterable[int]) -> dict[int, BaseException]:
+        """Return the error of each process that has ended, by rank.
 
         Ray notices the end of a process by its connections, which a child that the process has forked keeps open. So
-        the processes are looked at too: here if this process can see them, else by a task on their node.
+        the processes are looked at too: by this process if it can see them, else by a task on their node. And Ray needs
+        about 14 s to notice that a node is gone, of which the closed port of its raylet is a sign.
+
+        Args:
+            lost: ranks whose connections are lost.
         """
         if not self.watched or not self.reachable:
             return {}
-        ended = [rank for rank, process in self._seen.items() if not process.runs]
-        ended += self._ends_on_other_nodes()
-        errors = self._reported(range(len(self.watched)), timeout)
-        silent = [rank for rank in ended if rank not in errors and rank not in self._unreported]
-        if silent:
-            errors |= self._reported(silent, REPORT_SECONDS)
-            self._unreported.update(silent)
-        return {rank: ProcessEnded() for rank in ended} | errors
+        ended = {rank for rank, process in self._seen.items() if not process.runs} | self._ends_on_other_nodes()
+        found = self._reported(range(len(self.watched)), 0)
+        if ended - found.keys():
+            found |= self._reported(sorted(ended - found.keys()), REPORT_SECONDS)
+        hidden = "Ray has not noticed it: a process that it has forked keeps its connections open"
+        found = {rank: ProcessEnded(hidden) for rank in ended} | found
+        unseen = [rank for rank in lost if rank not in self._seen]
+        addresses = {rank: self.infos[rank].address for rank in unseen}
+        closed = [rank for rank, each in addresses.items() if is_port_closed(each.host, each.call_port)]
+        self._look_for_lost_nodes({self.infos[rank].node_id for rank in (*found, *closed)})
+        text = "its node {} is gone: neither the process nor Ray's raylet there accepts connections"
+        gone = {rank: info for rank, info in enumerate(self.infos) if info.node_id in self.gone}
+        return found | {rank: ProcessEnded(text.format(info.node), node_gone=True) for rank, info in gone.items()}
+
+    def _look_for_lost_nodes(self, nodes: set[str]) -> None:
+        """Find out which of the nodes of processes that have ended are gone."""
+        for node in ray.nodes() if nodes - self.gone else ():
+            if node["NodeID"] in nodes and is_port_closed(node["NodeManagerAddress"], node["NodeManagerPort"]):
+                self.gone.add(node["NodeID"])
 
     def _ends_on_other_nodes(self) -> set[int]:
         """Return the ranks whose end a task on their node has found."""
-        if self._watches:
-            watches = list(self._watches)
-            done, _ = ray.wait(watches, num_returns=len(watches), timeout=0, fetch_local=False)
-            for watch in done:
-                ranks = self._watches.pop(watch)
-                with contextlib.suppress(RayError):  # the node is lost, which Ray reports for its processes
-                    self._ended_elsewhere.update(ranks[place] for place in ray.get(watch))
-        return self._ended_elsewhere
+        watches = list(self._watches)
+        done, _ = ray.wait(watches, num_returns=len(watches), timeout=0, fetch_local=False) if watches else ([], [])
+        ended: set[int] = set()
+        for watch in done:
+            with contextlib.suppress(RayError):  # the node is lost
+                ended.update(self._watches[watch][place] for place in ray.get(watch))
+        return ended
 
     def _reported(self, ranks: Sequence[int], timeout: float) -> dict[int, BaseException]:
         """Return Ray's error for each of these processes that has ended; wait ``timeout`` seconds for the first."""
@@ -157,13 +193,13 @@ class ProcessHandles:
         second call does nothing, unless the first was interrupted or processes remain: then it does the same again.
         """
         with self._lock:
-            self._killed = True
+            self.killed = True
             if not self._freed and self.reachable:
                 self.remaining = self._kill()
                 if self.remaining:
                     _log.error("processes could not be ended, and keep their slots: %s", "; ".join(self.remaining))
                 else:
-                    self.lease.release()
+                    self.release()
                     self._freed = True
             if self.hub is not None:
                 self.hub.close()
@@ -190,7 +226,7 @@ class ProcessHandles:
         elsewhere = {
             node: begin_on_node(node, end_processes, [info.process for info in infos], *limits)
             for node, infos in by_node.items()
-            if node != here
+            if node != here and node not in self.gone
         }
         reasons = {here: end_processes([info.process for info in by_node.get(here, [])], *limits)}
         end = time.monotonic() + sum(limits) + NODE_SECONDS
@@ -203,7 +239,7 @@ class ProcessHandles:
             f"pid {info.pid} on {info.node}: {reasons[node][info.pid]}"
             for node, infos in by_node.items()
             for info in infos
-            if info.pid in reasons[node]
+            if info.pid in reasons.get(node, ())
         ]
 
 
@@ -215,6 +251,17 @@ def _reasons(reference: Any, node: str, infos: Sequence[ProcessInfo], timeout: f
             return {}  # the processes have ended with their node
         return {info.pid: f"unknown, its node does not answer: {type(error).__name__}" for info in infos}
     return found
+
+
+def is_port_closed(host: str, port: int) -> bool:
+    """Return whether a machine answers that no process listens on a port; False if it does not answer."""
+    try:
+        with socket.create_connection((host, port), timeout=CONNECT_SECONDS):
+            return False
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
 
 
 def _error_or_none(ref: Any) -> RayError | None:

@@ -291,7 +291,7 @@ def gpus_of_bundles(gpus: list[list[str]]) -> list[str]:
     names = [name for bundle in gpus for name in bundle]
     if len(names) != len(gpus) or len(set(names)) != len(names):
         raise ResourceError(
-            f"Ray assigns the GPUs {gpus} to the {len(gpus)} bundles of a node, but each needs one of its own: do not "
+            f"Ray assigns the GPUs {gpus} to the {len(gpus)} bundles of a node, but each needs a separate one: do not "
             "set CUDA_VISIBLE_DEVICES in the runtime_env of ray.init, set it where `ray start` runs",
             gpus=gpus,
         )

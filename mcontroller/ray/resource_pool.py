@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -14,6 +15,7 @@ from mcontroller.channel.options import ChannelOptions
 from mcontroller.errors import ConfigError, ResourceError, close_all
 from mcontroller.ray.reservation import Bundle, NodeShape, Reservation, check_fits
 from parallel_state.axes import is_count
+from parallel_state.describe import table_html
 
 __all__ = [
     "RayResourcePool",
@@ -88,6 +90,8 @@ class RayResourcePool(ResourcePool):
             it is set, or the CPUs that a process asks for; otherwise, without GPUs, the cores of the node divided by
             the processes of a group there, and those of a group of each other pool of one ``ResourcePoolManager``; and
             1 with GPUs or ``warm_start=False``.
+        logs: directory for a file of the output of each rank, named by group, rank and coordinates; nodes that do not
+            share it have their own. None: only Ray's files.
 
     Raises:
         ResourceError: ``process_on_nodes`` is not a list or is empty, or a count is not a positive integer.
@@ -106,6 +110,7 @@ class RayResourcePool(ResourcePool):
         channel: ChannelOptions | None = None,
         record_collectives: bool = True,
         threads: int | None = None,
+        logs: str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__(process_on_nodes, max_colocate_count)
         if threads is not None and (not isinstance(threads, int) or isinstance(threads, bool) or threads < 1):
@@ -119,6 +124,7 @@ class RayResourcePool(ResourcePool):
         self.channel = channel or ChannelOptions()
         self.record_collectives = record_collectives
         self.threads = threads
+        self.logs = None if logs is None else os.path.abspath(logs)
         self._beside: tuple[Reservation, ...] = ()
         reservation = Reservation(self.shapes, max_colocate_count, self.name_prefix, detached)
         self._parts: tuple[_Part, ...] = (_Part(reservation, 0, self.world_size),)
@@ -214,17 +220,26 @@ class RayResourcePool(ResourcePool):
 
     def describe(self) -> str:
         """Return a table of the bundle of every rank, and the groups that hold its slots."""
+        head, rows = self._table()
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        return "\n".join([head, *lines])
+
+    def _table(self) -> tuple[str, list[tuple[str, ...]]]:
+        """Return a line about the pool, and the titles and rows of its bundles; no rows if it is not reserved yet."""
         kind = "GPU" if self.use_gpu else "CPU"
         head = f"pool {self.name_prefix}: {self.world_size} {kind} bundle(s) x {self.max_colocate_count} slot(s)"
         if not all(part.reservation.held for part in self._parts):
-            return f"{head}, not reserved yet"
+            return f"{head}, not reserved yet", []
         rows = [("rank", "node", kind, *(f"slot {slot}" for slot in range(self.max_colocate_count)))]
         for rank, bundle in enumerate(self.bundles()):
             device = bundle.gpu or str(bundle.local_rank)
             rows.append((str(rank), bundle.address, device, *(holder or "-" for holder in bundle.holders)))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        return "\n".join([head, *lines])
+        return head, rows
+
+    def _repr_html_(self) -> str:
+        caption, rows = self._table()
+        return table_html(caption, rows[0] if rows else (), rows[1:])
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name_prefix}: {self._store} x {self.max_colocate_count})"
@@ -305,7 +320,7 @@ class RayResourcePool(ResourcePool):
         )
 
     def _kind(self) -> dict[str, object]:
-        process = ("accelerator_type", "isolate_gpus", "warm_start", "channel", "record_collectives", "threads")
+        process = ("accelerator_type", "isolate_gpus", "warm_start", "channel", "record_collectives", "threads", "logs")
         names = ("use_gpu", "max_colocate_count", "detached", *process)
         return {name: getattr(self, name) for name in names}
 
@@ -380,6 +395,7 @@ class ResourcePoolManager:
         isolate_gpus: whether each process sees only its own GPU; see ``RayResourcePool``.
         record_collectives: whether each process records its last collectives; see ``RayResourcePool``.
         threads: threads that each process computes with on the CPU; see ``RayResourcePool``.
+        logs: directory for the output of each rank; see ``RayResourcePool``.
         resource_pool_dict: the pools by name, after ``create_resource_pool``.
 
     Raises:
@@ -393,6 +409,7 @@ class ResourcePoolManager:
     isolate_gpus: bool = field(default=False, kw_only=True)
     record_collectives: bool = field(default=True, kw_only=True)
     threads: int | None = field(default=None, kw_only=True)
+    logs: str | os.PathLike[str] | None = field(default=None, kw_only=True)
     resource_pool_dict: dict[str, RayResourcePool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -426,6 +443,7 @@ class ResourcePoolManager:
             isolate_gpus=self.isolate_gpus,
             record_collectives=self.record_collectives,
             threads=self.threads,
+            logs=self.logs,
         )
 
     def get_resource_pool(self, role: Enum) -> RayResourcePool:

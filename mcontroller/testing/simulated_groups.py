@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from mcontroller.errors import DispatchError
+from mcontroller.errors import DispatchError, WorkerError
 from mcontroller.group import WorkerGroup
 from mcontroller.local.executor import LocalExecutor
 from mcontroller.testing.mocked_groups import as_topology
@@ -69,6 +69,15 @@ class SimulatedExecutor(LocalExecutor):
             self.fail(SimulationError(f"{self.role}.{method} ended with {type(error).__name__}", ranks=()))
             raise
 
+    def error_of(self, rank: int, method: str, error: BaseException) -> WorkerError:
+        """Return the error of a call from what a rank raised; without groups, say who makes them."""
+        if "initialized" in str(error) and not hasattr(self._init.cls, "get_megatron_rank_info"):
+            error.args = (
+                f"{error}; {self._init.cls.__name__} has no groups of torch.distributed or Megatron but those that it "
+                "makes: derive it from workers.MegatronWorker, whose constructor makes them for its layout",
+            )
+        return super().error_of(rank, method, error)
+
     def shutdown(self, timeout: float | None = None) -> None:
         """Call ``before_shutdown`` of every worker, unless the group is broken, and drop the workers and groups."""
         super().shutdown(timeout)
@@ -100,6 +109,9 @@ def simulated_worker_group(
     **kwargs: Any,
 ) -> SimulatedWorkerGroup[W_co]:
     """Make a group of ``worker`` objects on simulated ranks, one per rank of ``layout``.
+
+    As on a cluster, a worker has the groups of torch.distributed and Megatron that its constructor makes;
+    ``MegatronWorker`` makes those of its layout. Mocked ranks answer Megatron's getters without any.
 
     Args:
         worker: the worker class, or a ClassWithInitArgs, which allows no other arguments.

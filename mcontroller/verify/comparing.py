@@ -248,8 +248,8 @@ class _Compared:
 
     def numbers(self, kind: str, name: str, mine: float, true: float) -> None:
         """Compare two numbers."""
-        values = (torch.tensor([each], dtype=torch.float64) for each in (mine, true))
-        error = error_between(*values, self._scale)
+        ours, theirs = (torch.tensor([each], dtype=torch.float64) for each in (mine, true))
+        error = error_between(ours, theirs, self._scale)
         note = f"{mine:.8g} instead of {true:.8g}"
         self._add(kind, name, error, note, self._tolerance / _DEPTH)  # one sum, without the depth of the model
 

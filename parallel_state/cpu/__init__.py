@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 import threading
+import warnings
 from collections.abc import Collection
 
 import torch
@@ -52,6 +53,9 @@ def install(*, packages: Collection[str] = ()) -> bool:
                 module="megatron.core",
             )
         _hide_transformer_engine()
+        # what every command would print: ``megatron`` replaces these packages, and Megatron's own default is deprecated
+        for message in ("(Transformer Engine and )?Apex (is|are) not installed", "full scope is deprecated"):
+            warnings.filterwarnings("ignore", message, UserWarning, r"megatron\.core\b")
         torch_cuda.patch_cuda()
         gloo.patch_collectives()
         products.patch_products()

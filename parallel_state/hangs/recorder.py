@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -30,6 +31,7 @@ from parallel_state.hangs.record import (
     RecordedGroup,
     RecordMemory,
 )
+from parallel_state.hangs.waits import waited
 
 __all__ = ["Recorder", "record_calls"]
 
@@ -147,14 +149,19 @@ class Recorder:
         @functools.wraps(method)
         def recorded(work: Any, *args: Any, **options: Any) -> Any:
             number = waits.pop(id(work), None)
+            began = time.monotonic_ns()
             if number is None:
-                return method(work, *args, **options)
+                try:
+                    return method(work, *args, **options)
+                finally:
+                    waited.nanoseconds += time.monotonic_ns() - began
             at = RING_AT + number % RING * SLOT
             if numbers[at] == number + 1:
                 numbers[at + 6] = WAITING
             try:
                 return method(work, *args, **options)
             finally:
+                waited.nanoseconds += time.monotonic_ns() - began
                 if numbers[at] == number + 1:
                     numbers[at + 6] = DONE
 

@@ -1,15 +1,16 @@
-"""Patch modules when they are imported, or at once if they are imported already."""
+"""Patch modules when they are imported, or at once if they are imported already; call functions before an import."""
 
 from __future__ import annotations
 
 import importlib.abc
+import importlib.util
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-__all__ = ["ImportHook", "Patch", "patch_modules"]
+__all__ = ["ImportHook", "Patch", "call_before_import", "patch_modules"]
 
 Patch = Callable[[Any], None]
 """Called with a module right after its import."""
@@ -26,6 +27,32 @@ def patch_modules(patches: Mapping[str, Patch]) -> None:
             patch(sys.modules[name])
     later = {name: patch for name, patch in patches.items() if name not in sys.modules}
     sys.meta_path.insert(0, ImportHook(later.__contains__, lambda module: later[module.__name__](module)))
+
+
+def call_before_import(name: str, function: Callable[[], object]) -> None:
+    """Call a function before a module is imported for the first time; at once if it is imported already."""
+    if name in sys.modules:
+        function()
+    else:
+        sys.meta_path.insert(0, _Before(name, function))
+
+
+class _Before(importlib.abc.MetaPathFinder):
+    def __init__(self, name: str, function: Callable[[], object]) -> None:
+        self._name, self._function = name, function
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != self._name:
+            return None
+        sys.meta_path.remove(self)
+        try:
+            self._function()
+        except BaseException:
+            sys.meta_path.insert(0, self)
+            raise
+        return importlib.util.find_spec(fullname)  # by the finders that the function may have added
 
 
 class ImportHook(importlib.abc.MetaPathFinder):

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import datetime
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from parallel_state.hangs.lines import calling_line
+from parallel_state.hangs.waits import waited
 from parallel_state.simulated.calls import Call, SharedGroup
 from parallel_state.simulated.collectives import reduction_name
 
@@ -48,7 +50,9 @@ class SimulatedWork(dist.Work):
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
         """Wait until all members have made their part; there is no timeout."""
+        began = time.monotonic_ns()
         self._simulation.wait(self._call)
+        waited.nanoseconds += time.monotonic_ns() - began
         return True
 
     def synchronize(self) -> None:

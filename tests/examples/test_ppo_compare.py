@@ -27,7 +27,11 @@ def test_the_table_reports_mean_and_smallest_gain(tmp_path):
 
 
 def test_a_curve_has_the_steps_with_validation(tmp_path):
-    records = [{"step": 0, "held_out/accuracy": 0.5}, {"step": 1, "x": 1.0}, {"step": 2, "held_out/accuracy": 0.75}]
+    records = [
+        {"global_step": 0, "held_out/accuracy": 0.5},
+        {"global_step": 1, "x": 1.0},
+        {"global_step": 2, "held_out/accuracy": 0.75},
+    ]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
     assert curve(tmp_path) == [(0, 0.5), (2, 0.75)]
 
@@ -43,7 +47,7 @@ def test_the_runs_on_policy_and_one_step_off_differ_in_the_staleness_alone():
 def test_the_page_has_the_accuracy_and_the_seconds_of_both(tmp_path):
     curves = {name: {1: [(0, 0.25), (8, 0.75)]} for name in SETTINGS}
     for number, name in enumerate(SETTINGS):
-        records = [{"step": step, "timing_s/step": number + 1.5, "timing_s/generate": 0.5} for step in (1, 2)]
+        records = [{"global_step": step, "timing_s/step": number + 1.5, "timing_s/generate": 0.5} for step in (1, 2)]
         (tmp_path / f"{name}-1").mkdir()
         (tmp_path / f"{name}-1" / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
     write_off_policy(curves, tmp_path, tmp_path)

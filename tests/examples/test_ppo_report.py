@@ -4,16 +4,15 @@ import io
 import json
 
 import pytest
-from matplotlib import image
 from rich.console import Console
 
 from examples.ppo.report import accuracy_before_and_after, read_metrics, write_report
 
 LINES = [
-    {"step": 1, "sft/loss": 2.0},
-    {"step": 0, "held_out/accuracy": 0.25, "held_out/score": 0.3},
-    {"step": 1, "train/score": 0.3, "train/accuracy": 0.2, "actor/reward_kl_penalty": 0.0, "actor/entropy": 0.5},
-    {"step": 2, "train/score": 0.6, "train/accuracy": 0.5, "actor/entropy": 0.4, "held_out/accuracy": 0.75},
+    {"global_step": 1, "sft/loss": 2.0},
+    {"global_step": 0, "held_out/accuracy": 0.25, "held_out/score": 0.3},
+    {"global_step": 1, "train/score": 0.3, "train/accuracy": 0.2, "actor/reward_kl_penalty": 0.0, "actor/entropy": 0.5},
+    {"global_step": 2, "train/score": 0.6, "train/accuracy": 0.5, "actor/entropy": 0.4, "held_out/accuracy": 0.75},
 ]
 
 
@@ -39,10 +38,3 @@ def test_the_report_adds_the_accuracy_to_the_summary(run_dir):
         "wall_s": 10.0,
         "stages_s": {"generate": 3.0},
     }
-
-
-def test_the_curves_are_a_picture_with_something_drawn_in_it(run_dir):
-    write_report(run_dir, Console(file=io.StringIO()))
-    picture = image.imread(run_dir / "curves.png")
-    assert picture.shape[0] > 300 and picture.shape[1] > 1000
-    assert len({tuple(pixel) for pixel in picture[::7, ::7, :3].reshape(-1, 3)}) > 4

@@ -41,8 +41,8 @@ def test_a_short_run_leaves_config_metrics_events_curves_and_checkpoint(tmp_path
     assert run.returncode == 0, output
     assert "tp 2 x pp 2 x dp 1" in output and "tp 1 x pp 1 x dp 4" in output
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines if "held_out/accuracy" in line] == [0, 1, 2]
-    assert [line["step"] for line in lines if "actor/pg_loss" in line] == [2]  # the critic warms up in step 1
+    assert [line["global_step"] for line in lines if "held_out/accuracy" in line] == [0, 1, 2]
+    assert [line["global_step"] for line in lines if "actor/pg_loss" in line] == [2]  # the critic warms up in step 1
     written = json.loads((tmp_path / "checkpoints" / "trainer.json").read_text())
     assert written["global_steps"] == 2 and set(written["groups"]) == {"actor", "critic"}
     for checkpoint in written["groups"].values():

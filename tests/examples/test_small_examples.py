@@ -23,4 +23,4 @@ def test_the_quickstart_prints_scores_in_the_order_of_its_rows() -> None:
     done = subprocess.run([sys.executable, "-m", "examples.quickstart"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "scorer.score (DP_COMPUTE_PROTO): 4 ranks, 4 shards, 4 return as concat" in done.stdout
-    assert "scores [0.75, 2.75, 4.75, 6.75, 8.75, 10.75]\nrank   [0, 1, 1, 2, 3, 3]\n" in done.stdout
+    assert "[0.75, 2.75, 4.75, 6.75, 8.75, 10.75]\n[0, 1, 1, 2, 3, 3]\n" in done.stdout

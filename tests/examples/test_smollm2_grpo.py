@@ -48,7 +48,7 @@ def test_a_real_model_is_trained_in_bfloat16_and_exported(tmp_path):
         f"trainer.export_hf={tmp_path / 'trained'}",
         "actor_rollout_ref.optim.lr=1e-5",
     )
-    assert [step["step"] for step in steps] == list(range(1, STEPS + 1))
+    assert [step["global_step"] for step in steps] == list(range(1, STEPS + 1))
     for step in steps:
         assert all(math.isfinite(value) for value in step.values()), step
         mean, most = (step[f"training/rollout_probs_diff_{name}"] for name in ("mean", "max"))

@@ -29,6 +29,7 @@ SIMULATED = (
     "tests/workers/test_multi_turn.py",
     "tests/workers/test_simulated_roles.py",
     "tests/workers/test_token_balance.py",
+    "tests/workers/test_trace.py",
 )
 """Files or tests that simulate ranks themselves: these compute on the CPU, and reject tensors of other devices."""
 
@@ -49,6 +50,7 @@ CHOSEN: dict[str, tuple[str, ...]] = {
         "tests/fake_cuda/test_synchronisations.py",
         "tests/fake_cuda/test_vllm_engine.py",
         "tests/fake_cuda/test_workers.py",
+        "tests/fake_cuda/test_trace_times.py",
     ),
     "tensors of every axis in NCCL's collectives, with each kind of rows and of model": (
         f"{_MATRIX}[TP2 x PP2 x CP2 with SP, packed, by tokens, float32]",

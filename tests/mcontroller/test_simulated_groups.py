@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state as mpu
 
 from mcontroller import ClassWithInitArgs, Dispatch, DispatchError, GroupBroken, Worker, WorkerError, register
 from mcontroller.testing import SimulatedGroupMaker, simulated_worker_group
@@ -27,6 +28,20 @@ from parallel_state.simulated import (
     require_equal,
 )
 from tests.process_state import state_of_this_process
+
+
+class WithoutGroups(Worker):
+    @register(Dispatch.ONE_TO_ALL)
+    def rank_on_tp(self) -> int:
+        return mpu.get_tensor_model_parallel_rank()
+
+
+def test_a_worker_without_megatron_groups_is_told_who_makes_them() -> None:
+    group = simulated_worker_group(WithoutGroups, ParallelLayout(4, tp=2))
+    with pytest.raises(
+        WorkerError, match=r"not initialized; WithoutGroups has no groups.*derive it from workers\.Mega"
+    ):
+        group.rank_on_tp()
 
 
 class Faulty(Worker):

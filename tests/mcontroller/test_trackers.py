@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mcontroller.errors import ConfigError
-from mcontroller.trackers import Run, make_trackers
+from mcontroller.trackers import ConsoleTracker, Run, make_trackers
 
 STEPS = [(1, {"train/score": 0.25, "actor/lr": 1e-3}), (2, {"train/score": 0.5, "actor/lr": 2e-3})]
 
@@ -24,7 +25,9 @@ def log_steps(names, run):
 def test_json_lines_hold_every_step_as_soon_as_it_is_logged(tmp_path):
     log_steps(["jsonl"], Run(tmp_path / "new" / "run"))
     lines = (tmp_path / "new" / "run" / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line) for line in lines] == [{"step": step, **metrics} for step, metrics in STEPS]
+    records = [json.loads(line) for line in lines]
+    assert [abs(record.pop("time") - time.time()) < 60 for record in records] == [True, True]
+    assert records == [{"global_step": step, "phase": "train", **metrics} for step, metrics in STEPS]
 
 
 def test_tensorboard_reads_back_what_was_logged(tmp_path):
@@ -36,7 +39,8 @@ def test_tensorboard_reads_back_what_was_logged(tmp_path):
 
 def test_the_console_tracker_prints_a_line_a_step(tmp_path, capsys):
     log_steps(["console"], Run(tmp_path, name="try"))
-    assert capsys.readouterr().out.splitlines()[1] == "try step 2: train/score=0.5 actor/lr=0.002"
+    ConsoleTracker(Run(tmp_path, name="try")).log({"mine": 0.25}, 3, "warm_up")
+    assert capsys.readouterr().out.splitlines()[1:] == ["try step 2: train/score=0.5", "try warm_up step 3: mine=0.25"]
 
 
 SAMPLES = [{"prompt": "1 | 1\n=", "response": "2", "score": 1.0}, {"prompt": "2", "response": "?", "score": None}]
@@ -52,24 +56,25 @@ def test_samples_are_a_table_in_the_run_directory_and_in_every_tracker(tmp_path,
         if not hasattr(tracker, "_wandb"):
             tracker.close()
     lines = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
-    assert lines == [{"step": 3, **sample} for sample in SAMPLES]
+    assert lines == [{"global_step": 3, **sample} for sample in SAMPLES]
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     (event,) = events.Tensors("samples/text_summary")
     assert event.step == 3 and b"| 1 \\| 1<br>= | 2 | 1.0 |" in event.tensor_proto.string_val[0]
     assert capsys.readouterr().out.splitlines()[1] == "try step 3 sample: prompt='2' response='?' score=None"
     columns, rows = logged[0]["samples"]
-    assert columns == ["prompt", "response", "score"] and rows[1] == ["2", "?", None] and logged[0]["step"] == 3
+    assert columns == ["prompt", "response", "score"] and rows[1] == ["2", "?", None] and logged[0]["global_step"] == 3
 
 
 def test_a_resumed_run_has_no_step_twice(tmp_path):
-    lines = [{"step": 7, "sft/loss": 1.0}, {"step": 0}, {"step": 1}, {"step": 2}, {"step": 3}]
+    lines = [{"global_step": 7, "sft/loss": 1.0}, *({"global_step": step} for step in range(4))]
     text = "".join(json.dumps(line) + "\n" for line in lines)
-    (tmp_path / "metrics.jsonl").write_text(text + '{"step": 4, "trai')
+    (tmp_path / "metrics.jsonl").write_text(text + '{"global_step": 4, "trai')
     for tracker in make_trackers(["jsonl"], Run(tmp_path, resumed_at=1)):
         tracker.log({"train/score": 1.0}, 2)
         tracker.close()
     kept = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert kept == [*lines[:3], {"step": 2, "train/score": 1.0}]
+    assert kept[:3] == lines[:3]
+    assert kept[3] | {"time": 0} == {"global_step": 2, "phase": "train", "time": 0, "train/score": 1.0}
 
 
 def test_a_resumed_run_continues_the_run_of_its_service(tmp_path, monkeypatch):

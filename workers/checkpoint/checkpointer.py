@@ -27,10 +27,12 @@ from workers.checkpoint.directories import (
     partial_path,
 )
 from workers.checkpoint.load import check_checkpoint, load_checkpoint, open_checkpoint
+from workers.checkpoint.memory import load_state, read_state, save_state
 from workers.checkpoint.optimizer_state import buckets_to_save
 from workers.checkpoint.state import layout_of, sharded_state, weight_shapes
 from workers.checkpoint.writer import BackgroundSaves, prepare_write
 from workers.config import ModelConfig
+from workers.lora.peft_files import export_adapter
 from workers.train.state import TrainingState
 from workers.train.trainer import Trainer
 from workers.weights.hf.model import export_hf
@@ -122,6 +124,7 @@ def _manifest(training: TrainingState, state: Mapping[str, Any], step: int, buck
         "scheduler_steps": 0 if training.scheduler is None else training.scheduler.num_steps,
         "counters": training.counters | ({"reference_in_float32": 1} if training.float32 else {}),
         "weights": weight_shapes(training, state, {part: part for part in training.models}),
+        "base": training.base,
         "files": {},
     }
 
@@ -155,19 +158,53 @@ class Checkpointer:
             without_head = check_checkpoint(state, checkpoint, manifest, distributed)
         counters = dict(manifest["counters"])
         mixed = counters.pop("reference_in_float32", False) and {"model", "reference"} <= state.models.keys()
-        state.float32 = {"reference": float32_copies(state.models["reference"])} if mixed else {}
+        with_optimizer = "optimizer" in manifest["parts"] and not without_head
+        with self._changing({} if without_head else counters, mixed, with_optimizer):
+            load_checkpoint(state, checkpoint, manifest, without_head=without_head)
+        return manifest["step"]
+
+    @contextlib.contextmanager
+    def _changing(self, counters: Mapping[str, Any], float32: bool, with_optimizer: bool) -> Iterator[None]:
+        """Prepare the objects of the state for the block, which loads another; then set its counters, if there are any.
+
+        Args:
+            counters: of the state; empty if they are unknown or not taken over, and the phase of training stays.
+            float32: whether it has a reference in float32.
+            with_optimizer: whether it has an optimizer.
+        """
+        state, trainer = self._state, self._trainer
+        state.float32 = {"reference": float32_copies(state.models["reference"])} if float32 else {}
         state.counters.pop("ended_phases", None)
         if trainer.phases:
-            current = state.counters["phase"]
-            phase = current if without_head else counters.get("phase") or current
-            trainer.use_phase(phase, reset=without_head or "optimizer" not in manifest["parts"])
+            phase = counters.get("phase")
+            trainer.use_phase(phase or state.counters["phase"], reset=not with_optimizer)
         state.weights_version += 1
-        load_checkpoint(state, checkpoint, manifest, without_head=without_head)
-        if counters and not without_head:
+        yield
+        if counters:
             state.gradients = None
             state.counters.pop("ended_phases", None)
-            state.counters |= counters | {"phase": state.counters["phase"]}
-        return manifest["step"]
+            state.counters |= {**counters, "phase": state.counters["phase"]}
+
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
+    def save_to_memory(self, path: str) -> int:
+        """Write the state of this rank to a file in the memory of its node, and return its bytes.
+
+        Args:
+            path: an empty file; a list of one for each rank.
+        """
+        return save_state(self._state, path)
+
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
+    def load_from_memory(self, path: str) -> None:
+        """Go on from a file that ``save_to_memory`` of the same rank of the same layout has written.
+
+        Args:
+            path: the file; a list of one for each rank.
+        """
+        self._saves.finish()
+        content = read_state(path)
+        with self._changing(content["counters"], content["float32"], "optimizer" in content["state"]):
+            load_state(self._state, content)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def wait_for_checkpoint(self) -> None:
@@ -188,6 +225,8 @@ class Checkpointer:
     def export_hf(self, path: str) -> None:
         """Write the model as a new Hugging Face directory, with the tokenizer of the one that it was loaded from.
 
+        An adapter is merged into the weights that are written; the model's own stay as they are.
+
         Args:
             path: a directory that does not exist yet, or is empty, on a file system that all nodes share.
 
@@ -196,3 +235,16 @@ class Checkpointer:
             ConfigError: no model family is built like the model.
         """
         export_hf(self._state.model, self._state.context, path, self._model, companions_from=self._model.hf_path)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def export_adapter(self, path: str) -> None:
+        """Write the adapter alone as a new directory in PEFT's format; ``export_hf`` writes the merged model.
+
+        Args:
+            path: a directory that does not exist yet, or is empty, on a file system that all nodes share.
+
+        Raises:
+            DataError: ``path`` is not empty.
+            ConfigError: the model has no adapter, or is trained in other weights too.
+        """
+        export_adapter(self._state.model, path, self._model)

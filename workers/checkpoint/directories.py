@@ -14,7 +14,7 @@ import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypedDict, cast
+from typing import Any, NotRequired, TypedDict, cast
 
 from mcontroller.errors import DataError
 from mcontroller.files import acquire_lock, delete_with_links, release_lock, replace_text, sync_directory
@@ -63,6 +63,8 @@ class Manifest(TypedDict):
     """Counters of the worker, see ``TrainingState``; empty if unknown."""
     weights: Shapes
     """The shapes of the weights."""
+    base: NotRequired[dict[str, Any] | None]
+    """If the weights are of adapters: path and SHA-256 of the base, and the factor of the adapters; else None."""
     files: dict[str, FileEntry]
     """The other files of the directory, with their lengths and checksums; empty if unknown."""
 

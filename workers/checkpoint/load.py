@@ -26,11 +26,11 @@ from workers.checkpoint.checksums import verify_files
 from workers.checkpoint.directories import Manifest, Shapes, find_checkpoint, read_manifest
 from workers.checkpoint.megatron_lm import find_megatron_lm_checkpoint, megatron_lm_manifest
 from workers.checkpoint.optimizer_state import check_buckets, merge_optimizer_state
-from workers.checkpoint.state import layout_of, sharded_state, weight_prefix, weight_shapes
+from workers.checkpoint.state import is_adapted, layout_of, sharded_state, weight_prefix, weight_shapes
 from workers.checkpoint.unpickle import check_objects, known_types, read_common, read_metadata
 from workers.train.state import TrainingState, set_random_state
 
-__all__ = ["check_checkpoint", "load_checkpoint", "open_checkpoint", "verify"]
+__all__ = ["check_checkpoint", "load_checkpoint", "load_models", "load_optimizer", "open_checkpoint", "verify"]
 
 _HEAD = "output_layer.weight"
 _CONFIG = "metadata.json"
@@ -82,6 +82,7 @@ def check_checkpoint(
             missing, of an unknown phase, in buckets that this optimizer does not have, or that of a distributed
             optimizer and this one is not, or the reverse.
     """
+    raise_on_every_rank(lambda: _check_base(training.base, manifest.get("base"), checkpoint))
     sources = _sources(training, manifest)
     models = {part: training.models[part] for part in sources}
     weights = sharded_state(dataclasses.replace(training, models=models, optimizer=None), loading=True, sources=sources)
@@ -110,6 +111,29 @@ def check_checkpoint(
         if manifest["optimizer_buckets"] is not None and training.optimizer is not None:
             check_buckets(training.optimizer, layout_of(training), manifest, checkpoint)
     return False
+
+
+def _check_base(own: Mapping[str, Any] | None, saved: Mapping[str, Any] | None, checkpoint: Path) -> None:
+    """Raise DataError unless a checkpoint of adapters is loaded into adapters of the same base, or one of none."""
+    if own is None and saved is None:
+        return
+    start = f"the checkpoint {str(checkpoint)!r} has "
+    if own is None or saved is None:
+        has, needs = ("the whole model", "adapters (model.lora)") if saved is None else ("adapters", "the whole model")
+        advice = "set model.lora as it was saved" if own is None else "export it, and set model.hf_path to the export"
+        raise DataError(f"{start}{has}, and this role needs {needs}: {advice}", path=str(checkpoint))
+    if own["sha256"] != saved["sha256"]:
+        raise DataError(
+            f"{start}adapters of the base {saved['path']!r} with the SHA-256 {saved['sha256'][:16]}..., and "
+            f"model.hf_path={own['path']!r} has {own['sha256'][:16]}...: set model.hf_path to the same base",
+            path=str(checkpoint),
+        )
+    if own["scale"] != saved["scale"]:
+        raise DataError(
+            f"{start}adapters that are multiplied by {saved['scale']:g}, and model.lora says {own['scale']:g}: set "
+            "model.lora.alpha, rank and use_rslora as they were",
+            path=str(checkpoint),
+        )
 
 
 def _has_other_head(needed: Shapes, manifest: Manifest) -> bool:
@@ -163,9 +187,9 @@ def load_checkpoint(
     loaded = _read(state if own is None else state | {"tensors_of_optimizer": own}, checkpoint, replicas)
     for part, values in kept.items():
         loaded[part] |= values
-    _load_models(training, loaded, sources)
+    load_models(training, loaded, sources)
     merged = None if own is None else merge_optimizer_state(loaded["tensors_of_optimizer"], own, loaded["optimizer"])
-    _load_optimizer(training, merged, 0 if without_head else manifest["scheduler_steps"])
+    load_optimizer(training, merged, 0 if without_head else manifest["scheduler_steps"])
     if same_layout:
         set_random_state(loaded["random"])
 
@@ -212,12 +236,20 @@ def _sources(training: TrainingState, manifest: Manifest) -> dict[str, str]:
     return {part: source for part, source in sources.items() if part == source or "model" not in training.models}
 
 
-def _load_models(training: TrainingState, loaded: Mapping[str, Any], sources: Mapping[str, str]) -> None:
+def load_models(training: TrainingState, loaded: Mapping[str, Any], sources: Mapping[str, str]) -> None:
+    """Copy loaded weights into the models.
+
+    Args:
+        training: the models.
+        loaded: the weights of every chunk by name, by part and chunk.
+        sources: by part, the part whose names the weights have; a part without one is copied from "model".
+    """
     for part, source in sources.items():
         prefix = weight_prefix(source)
         for index, chunk in enumerate(training.models[part]):
             weights = loaded[f"{part}{index}"]
-            unwrap_model(chunk).load_state_dict({name.removeprefix(prefix): value for name, value in weights.items()})
+            state = {name.removeprefix(prefix): value for name, value in weights.items()}
+            unwrap_model(chunk).load_state_dict(state, strict=not is_adapted(chunk))
             for name, copy in training.float32[part][index].items() if part in training.float32 else ():
                 copy.copy_(weights[prefix + name])
     for part in training.models.keys() - sources.keys():
@@ -226,7 +258,8 @@ def _load_models(training: TrainingState, loaded: Mapping[str, Any], sources: Ma
 
 
 @torch.no_grad()
-def _load_optimizer(training: TrainingState, state: Any, scheduler_steps: int) -> None:
+def load_optimizer(training: TrainingState, state: Any, scheduler_steps: int) -> None:
+    """Load the argument of ``load_state_dict`` into the optimizer, if there is one; None: start with the weights."""
     optimizer, scheduler = training.optimizer, training.scheduler
     if optimizer is None or scheduler is None:
         return

@@ -17,6 +17,7 @@ from workers.checkpoint.directories import Shapes
 from workers.train.state import TrainingState, random_state
 
 __all__ = [
+    "is_adapted",
     "layout_of",
     "sharded_state",
     "weight_prefix",
@@ -60,6 +61,8 @@ def sharded_state(
         prefix = weight_prefix(part if sources is None else sources[part])
         for index, chunk in enumerate(chunks):
             weights = unwrap_model(chunk).sharded_state_dict(prefix=prefix, metadata=metadata)
+            if is_adapted(chunk):
+                weights = {name: weights[name] for name in weights.keys() & _changing(chunk, prefix)}
             for name, value in training.float32[part][index].items() if part in training.float32 else ():
                 weights[prefix + name] = _with_values(weights[prefix + name], value)
             state[f"{part}{index}"] = weights
@@ -70,6 +73,18 @@ def sharded_state(
     rank, world_size = dist.get_rank(), dist.get_world_size()
     state["random"] = ShardedObject("random", random_state(), (world_size,), (rank,))
     return state
+
+
+def is_adapted(chunk: Any) -> bool:
+    """Return whether a model chunk has adapters: its checkpoints have what changes, and not the base."""
+    return hasattr(unwrap_model(chunk), "lora")
+
+
+def _changing(chunk: Any, prefix: str) -> set[str]:
+    """The names of the tensors that training changes: trained parameters, and buffers."""
+    model = unwrap_model(chunk)
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return {prefix + name for name in trained | {name for name, _ in model.named_buffers()}}
 
 
 def _with_values(entry: ShardedTensor | ShardedTensorFactory, values: Tensor) -> ShardedTensor | ShardedTensorFactory:

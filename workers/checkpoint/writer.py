@@ -39,7 +39,7 @@ from parallel_state.releases import async_save_arguments
 from workers.checkpoint import write_from_memory
 from workers.checkpoint.checksums import FileEntry, HashedFile, NewFile, file_entry
 
-__all__ = ["BackgroundSaves", "PlannedWrite", "prepare_write"]
+__all__ = ["BackgroundSaves", "PlannedWrite", "prepare_write", "without_crc32"]
 
 _COMMON, _METADATA, _CONFIG = "common.pt", ".metadata", "metadata.json"
 
@@ -75,7 +75,7 @@ class PlannedWrite:
         if not buckets:
             return
         try:
-            with _without_crc32(), ThreadPoolExecutor(len(buckets)) as threads:
+            with without_crc32(), ThreadPoolExecutor(len(buckets)) as threads:
                 written = list(threads.map(functools.partial(_write_file, self._writer.transforms), buckets))
         except OSError as error:
             self._error = str(error)
@@ -223,7 +223,7 @@ def _without_results_queue() -> Iterator[None]:
         module._results_queue = before
 
 
-def _without_crc32() -> AbstractContextManager[None]:
+def without_crc32() -> AbstractContextManager[None]:
     """Leave out the CRC-32 of every tensor: it takes as long as the copy, and the manifest has a SHA-256."""
     settings: Any = serialization  # torch adds ``patch`` when it is imported
     return settings.patch({"save.compute_crc32": False})

@@ -180,9 +180,11 @@ class _Step:
 
     def _add_gradients(self, pp_rank: int, layers: Sequence[bool], ranks: int) -> None:
         model, shape = self.config.model, self.shape
-        count = count_parameters(model, self.parallel, pp_rank)
+        count = count_parameters(model, self.parallel, pp_rank, trained=True)
         self._add_buffer(["dp", "cp"], "DATA_PARALLEL_GROUP_WITH_CP", count.dense, self._padding(layers), ranks)
         self._add_buffer(["edp"], "EXPERT_DATA_PARALLEL_GROUP", count.expert, 0, ranks)
+        if model.lora is not None:
+            return
         if self.parallel.sequence_parallel:  # parameters that every tp rank applies to its part of the sequence
             last = pp_rank == self.parallel.pp - 1
             norms = (2 * len(layers) + last) * (2 if shape.config.normalization == "LayerNorm" else 1) * shape.hidden

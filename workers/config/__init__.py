@@ -11,6 +11,7 @@ from parallel_state.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from mcontroller.config.load import load_config as load_config
+    from workers.config.lora import LoraConfig as LoraConfig
     from workers.config.model import ModelConfig as ModelConfig
     from workers.config.optim import DECAY_STYLES as DECAY_STYLES
     from workers.config.optim import OptimConfig as OptimConfig

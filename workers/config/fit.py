@@ -10,8 +10,10 @@ from mcontroller.errors import ConfigError
 from workers.config.model import ModelConfig
 from workers.config.parallel import ParallelConfig
 from workers.config.precision import check_precision, token_block
+from workers.config.trained_weights import check_trained
 
 __all__ = [
+    "check_engine_windows",
     "check_fit",
     "check_generation",
     "check_local",
@@ -32,7 +34,6 @@ _CUSTOM_SPLIT = (
 # Fields of TransformerConfig, the only supported value, and the reason: with another value Megatron would silently
 # compute something else, or fail inside a layer.
 _NOT_COMPUTED: dict[str, tuple[object, str]] = {
-    "multi_latent_attention": (False, "its sizes are not fields of TransformerConfig; override build_model"),
     "mtp_num_layers": (None, "multi-token prediction would be built without its loss; override build_model"),
     "experimental_attention_variant": (None, "only standard attention is built"),
     "heterogeneous_block_specs": (False, "all layers are built the same; override build_model"),
@@ -109,6 +110,7 @@ def check_fit(model: ModelConfig, parallel: ParallelConfig, at: str = "parallel"
         text = f"{at}.ep is {parallel.ep}, but the model has no experts"
         raise ConfigError(text, key=f"{at}.ep", value=parallel.ep)
     check_precision(model, parallel)
+    check_trained(model)
 
 
 def check_generation(parallel: ParallelConfig, at: str) -> None:
@@ -159,6 +161,22 @@ def check_local(model: ModelConfig, *, on_gpu: bool) -> None:
                 key=key,
                 value=value,
             )
+
+
+def check_engine_windows(model: ModelConfig, parallel: ParallelConfig) -> None:
+    """Check that Transformer Engine can compute the sliding windows of a model in this layout.
+
+    Raises:
+        ConfigError: windows are divided over cp in a way that it does not have; ``key`` names the field.
+    """
+    kind, window = model.transformer.get("cp_comm_type"), model.transformer.get("window_size")
+    if window is not None and parallel.cp > 1 and kind not in ("a2a", "all_gather"):
+        raise ConfigError(
+            f"model.transformer.window_size={window!r} with parallel.cp={parallel.cp}: Transformer Engine computes "
+            f"sliding windows over cp only with model.transformer.cp_comm_type a2a or all_gather, not {kind!r}",
+            key="model.transformer.cp_comm_type",
+            value=kind,
+        )
 
 
 def check_packing(model: ModelConfig) -> None:

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mcontroller.config.checks import check_above, check_at_least, check_between
+from mcontroller.config.checks import check_above, check_at_least, check_between, check_one_of
 from mcontroller.config.fields import strict_fields
 from mcontroller.errors import ConfigError
+from workers.config.lora import LoraConfig
 from workers.weights.hf.config import model_fields_from_hf
 
 __all__ = ["ModelConfig"]
@@ -81,13 +82,26 @@ class ModelConfig:
     seed: int = 1234
     """Seed of the initial weights, which are the same for every layout."""
     hf_path: str | None = None
-    """Directory of a Hugging Face checkpoint with the initial weights. None: random weights from the seed."""
+    """Directory of a Hugging Face checkpoint with the initial weights, or a name of the hub, such as Qwen/Qwen3-0.6B,
+    which is downloaded. None: random weights from the seed."""
+    verify_load: str = "auto"
+    """Compare every layer with transformers on the CPU after loading: layers, off, or auto (files up to 1 GiB)."""
     family: str | None = None
     """Model type that the model is exported as. None: the type of the registered family that is built like it."""
+    lora: LoraConfig | None = None
+    """Adapters of low rank, which are trained in place of the weights. None: the weights are trained."""
+    freeze: list[str] = field(default_factory=list)
+    """Weights that are not trained, by patterns: the end of a name in Megatron or Hugging Face, such as router.weight.
+
+    They cost neither gradients nor optimizer state. A pattern may contain ``*``: decoder.layers.0.*
+    """
+    train_only: list[str] = field(default_factory=list)
+    """The only weights that are trained, by patterns as in freeze. Empty: all; with lora, none beside the adapters."""
     transformer: dict[str, Any] = field(default_factory=dict)
     """Other fields of Megatron's TransformerConfig, under Megatron's names."""
 
     def __post_init__(self) -> None:
+        check_one_of("model.verify_load", self.verify_load, ("auto", "layers", "off"))
         check_above("model.layernorm_epsilon", self.layernorm_epsilon, 0.0)
         check_at_least("model.init_method_std", self.init_method_std, 0.0)
         if self.rope_scaling_factor is not None:

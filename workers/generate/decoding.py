@@ -2,7 +2,8 @@
 
 Prompts go through the model aligned to column 0, so that a causal mask alone hides the padding after shorter ones. All
 rows then write their next token into the same column of the cache, after the longest prompt, with the rotation of its
-own position. Only the padding between a shorter prompt and its response has to be masked: one bool per row and column.
+own position. Only the padding between a shorter prompt and its response has to be masked, and what is before a sliding
+window, whose width is in positions and not in columns: one bool per row and column.
 No mask has a row for every query, which would turn off flash attention and take memory for every head.
 
 The rows of one prompt share its pass through the model: each gets a copy of the cache after it.
@@ -21,12 +22,14 @@ import torch
 import torch.distributed as dist
 from megatron.core.inference.contexts import StaticInferenceContext
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_model_config
 from torch import Tensor, nn
 
 from workers.generate.decoding_patches import (
     TokenPositions,
     check_positions,
     last_position_only,
+    latent_positions,
     masked_decoding,
     rotated_key_cache,
     unfused_rotation,
@@ -36,6 +39,7 @@ from workers.generate.inference_linears import inference_linears
 from workers.generate.rollout_protocol import Generated, Prompts
 from workers.generate.sampling import Sampling, draw_tokens, position_keys
 from workers.generate.shared_prompts import DistinctPrompts, distinct_prompts, repeat_cache
+from workers.model.local_attention import attention_window
 from workers.router_replay.routers import ModelRouters
 from workers.router_replay.rows import GeneratedExperts
 
@@ -87,6 +91,7 @@ def generate(
         masked_decoding(chunks),
         unfused_rotation(chunks),
         rotated_key_cache(chunks, decoder.tokens),
+        latent_positions(chunks, decoder.tokens),
         inference_linears(chunks),
         last_position_only(chunks, decoder.tokens),
     ):
@@ -135,12 +140,17 @@ class _Decoder:
         self.tokens = TokenPositions()
         self.device = device
         self.width = int(lengths.max())
-        self.lengths = None if bool((lengths == self.width).all()) else lengths.to(device)
+        self.window = attention_window(get_model_config(chunks[0]))
+        equal = bool((lengths == self.width).all())
+        self.lengths = None if equal and self.window is None else lengths.to(device)
         self.prompt_lengths = distinct.lengths.to(device)
         columns = torch.arange(max_length, device=device)
-        if self.lengths is not None:
+        if not equal:
             check_positions(chunks)
-            padding = (columns >= self.lengths[:, None]) & (columns < self.width)
+        if self.lengths is not None:
+            of_row, is_prompt = self.lengths[:, None], columns < self.width
+            self.positions = torch.where(is_prompt, columns, columns - self.width + of_row)
+            padding = (columns >= of_row) & is_prompt
             self.hidden = padding[:, None, None, :]  # as the model takes it: True for keys that are not attended to
 
     def next_logits(self, ids: Tensor) -> Tensor | None:
@@ -156,6 +166,9 @@ class _Decoder:
         elif self.lengths is not None:
             self.tokens.last, self.tokens.new = None, self.lengths + (start - self.width)
             positions, mask = self.tokens.new[:, None], self.hidden[..., : start + 1]
+            if self.window is not None:
+                before = (positions - self.positions[:, : start + 1])[:, None, None, :]
+                mask = mask | (before > self.window)
         output = None
         for index, chunk in enumerate(self.chunks):
             if self.stage > 0 or index > 0:

@@ -14,18 +14,20 @@ from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_e
 from megatron.core.transformer.attention import Attention, SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.utils import set_model_to_sequence_parallel
 from megatron.core.utils import get_model_config
 from torch import Tensor, nn
 
 from mcontroller.errors import ConfigError
 from workers.model.attend_once import attend_once
-from workers.model.local_attention import TEDotProductAttention
+from workers.model.local_attention import TEDotProductAttention, attention_window
 
 __all__ = [
     "TokenPositions",
     "check_positions",
     "last_position_only",
+    "latent_positions",
     "masked_decoding",
     "rotated_key_cache",
     "unfused_rotation",
@@ -44,7 +46,7 @@ def check_positions(chunks: Sequence[Any]) -> None:
     """
     for chunk in chunks:
         position, attentions = chunk.position_embedding_type, [m for m in chunk.modules() if isinstance(m, Attention)]
-        own = position in _ROTARY and all(isinstance(attention, SelfAttention) for attention in attentions)
+        own = position in _ROTARY and all(isinstance(each, SelfAttention | MLASelfAttention) for each in attentions)
         if not own and position not in ("learned_absolute", "none"):
             names = sorted({type(attention).__name__ for attention in attentions})
             raise ConfigError(
@@ -111,8 +113,9 @@ def masked_decoding(chunks: Sequence[nn.Module]) -> Iterator[None]:
 
     With cuDNN, Transformer Engine builds a plan for every number of keys: for every token of a response. It masks
     single keys only with the mask type ``arbitrary``, which turns its flash and fused kernels off and repeats keys for
-    all heads that share them. ``attend_once`` does neither. A core attention of another class, or with windows or
-    offsets, gets the mask with this type: ``[rows, 1, 1, keys]``, for one query per row.
+    all heads that share them. ``attend_once`` does neither. A core attention of another class, or with offsets or with
+    windows in some layers, gets the mask with this type: ``[rows, 1, 1, keys]``, for one query per row. A window of all
+    layers is part of the mask.
     """
     cores = [
         module
@@ -134,7 +137,7 @@ def _attend_to_allowed_keys(
 ) -> Tensor:
     forward = functools.partial(type(core).forward, core, query, key, value, attention_mask)
     engine = type(core).__module__.startswith("megatron.core.extensions.")
-    if engine and query.size(0) == 1 and _is_plain(core.config):
+    if engine and query.size(0) == 1 and _is_plain(core.config, attention_mask):
         scale = core.config.softmax_scale or 1.0 / math.sqrt(query.size(-1))
         return attend_once(query, key, value, None if attention_mask is None else ~attention_mask, scale)
     if attention_mask is None:
@@ -142,8 +145,9 @@ def _attend_to_allowed_keys(
     return forward(**kwargs | {"attn_mask_type": AttnMaskType.arbitrary})
 
 
-def _is_plain(config: Any) -> bool:
-    return config.window_size is None and config.softmax_type == "vanilla"
+def _is_plain(config: Any, attention_mask: Tensor | None) -> bool:
+    in_mask = attention_mask is not None and attention_window(config) is not None
+    return (config.window_size is None or in_mask) and config.softmax_type == "vanilla"
 
 
 @contextlib.contextmanager
@@ -194,6 +198,30 @@ def rotated_key_cache(chunks: Sequence[Any], tokens: TokenPositions) -> Iterator
     finally:
         for attention in attentions:
             del attention._adjust_key_value_for_inference
+
+
+@contextlib.contextmanager
+def latent_positions(chunks: Sequence[nn.Module], tokens: TokenPositions) -> Iterator[None]:
+    """Rotate each row's new token by its own position in multi-latent attention, which rotates before it caches."""
+    modules = (module for chunk in chunks for module in chunk.modules())
+    rotaries: list[Any] = [module.rotary_pos_emb for module in modules if isinstance(module, MLASelfAttention)]
+    for rotary in rotaries:
+        rotary.forward = functools.partial(_angles_of_rows, rotary, tokens)
+    try:
+        yield
+    finally:
+        for rotary in rotaries:
+            del rotary.forward
+
+
+def _angles_of_rows(rotary: Any, tokens: TokenPositions, length: int, **kwargs: Any) -> Any:
+    """Return the angles ``[length, 1, 1, width]``, or if rows differ the new tokens' ``[length, rows, 1, width]``."""
+    found = type(rotary).forward(rotary, length, **kwargs)
+    if tokens.new is None:
+        return found
+    angles, scale = found if isinstance(found, tuple) else (found, None)
+    of_rows = angles[tokens.new].transpose(0, 1).expand(length, -1, -1, -1)
+    return of_rows if scale is None else (of_rows, scale)
 
 
 def _cache_rotated(

@@ -136,11 +136,13 @@ class Generator:
             DataError: there is no such path, or the engine had other weights, which it has lost.
         """
         path, lost = self._config.model.hf_path, self._state.received_version is not None
-        if path is None or lost:
+        lora = self._config.model.lora
+        if path is None or lost or (lora is not None and lora.path is not None):
             with before_changes():
                 raise DataError(
                     "the engine has no weights"
                     + (" any more, since it has slept" if lost else "")
+                    + (f" with the adapter {lora.path!r}" if lora is not None and lora.path is not None else "")
                     + ": run a WeightTransfer to this group first"
                     + ("" if path is not None else ", or set model.hf_path")
                 )

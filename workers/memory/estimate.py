@@ -115,13 +115,18 @@ class PlannedRole:
         total = count.dense + count.expert
         if self.optim is None:
             return Memory(parameters=self.size * total, nccl=self.nccl())
+        trained = self.trained(pp_rank)
         in_float = self.ddp.get("grad_reduce_in_fp32", True)
         return Memory(
             parameters=self.size * total,
-            gradients=(_FLOAT if in_float else self.size) * total,
-            optimizer=self._optimizer(self.optim, count),
+            gradients=(_FLOAT if in_float else self.size) * (trained.dense + trained.expert),
+            optimizer=self._optimizer(self.optim, trained),
             nccl=self.nccl(),
         )
+
+    def trained(self, pp_rank: int) -> Parameters:
+        """Return the numbers of trained parameters on a stage, which have gradients and optimizer state."""
+        return count_parameters(self.model, self.parallel, pp_rank, value_head=self.value_head, trained=True)
 
     def _optimizer(self, optim: OptimConfig, count: Parameters) -> int:
         layout = self.layout
@@ -313,13 +318,16 @@ def host_memory(
     optim = config.optim if trained and not isinstance(config, RewardConfig) else None
     value_head = not isinstance(config, ActorConfig)
     role = PlannedRole(config.model, config.parallel, world_size, optim, value_head=value_head)
-    idle = max((role.idle(stage) for stage in range(config.parallel.pp)), key=lambda memory: memory.total)
+    stage = max(range(config.parallel.pp), key=lambda stage: role.idle(stage).total)
+    idle, changing = role.idle(stage), role.trained(stage)
     replicas = role.layout.dp * role.layout.cp
     sharded = role.optim is not None and role.optim.distributed_optimizer
     weights = models * idle.parameters
+    if config.model.lora is not None:  # a checkpoint has what training changes
+        weights = role.size * (changing.dense + changing.expert)
     part = weights // replicas + (idle.optimizer if sharded else idle.optimizer // replicas)
     return HostMemory(
-        offloaded=weights + idle.optimizer,
+        offloaded=models * idle.parameters + idle.optimizer,
         saved=2 * part if trained else 0,
-        gathered=_GATHERED * idle.parameters // role.size if sharded and replicas > 1 else 0,
+        gathered=_GATHERED * (changing.dense + changing.expert) if sharded and replicas > 1 else 0,
     )

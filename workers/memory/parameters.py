@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from megatron.core.transformer import TransformerConfig
 
 from mcontroller.errors import ConfigError
 from workers.config import ModelConfig, ParallelConfig
 from workers.config.fit import padded_vocab_size
+from workers.config.lora import LoraConfig
+from workers.config.trained_weights import adapter_target, hf_names_of, model_family_of, trains
 from workers.model.local_spec import expert_layers, layers_of_stage
 from workers.model.transformer_config import transformer_config
 
@@ -17,7 +20,6 @@ __all__ = ["Parameters", "Shape", "count_parameters", "layers_of_chunks"]
 
 # Fields of model.transformer that add parameters which are not counted, and the values without an effect.
 _NOT_COUNTED = {
-    "multi_latent_attention": (False,),
     "mtp_num_layers": (None, 0),
     "attention_output_gate": (False,),
     "moe_latent_size": (None,),
@@ -94,8 +96,21 @@ def layers_of_chunks(model: ModelConfig, parallel: ParallelConfig, pp_rank: int)
     return [[with_experts[layer] for layer in layers_of_stage(config, pp_rank, stage)] for stage in stages]
 
 
+@dataclass(frozen=True)
+class _Weight:
+    """A weight of a rank, or one of each of its ``experts`` if that is not 0."""
+
+    name: str
+    rows: int
+    columns: int = 1
+    experts: int = 0
+
+    def times(self, count: int) -> Parameters:
+        return Parameters(0, count * self.experts) if self.experts else Parameters(count)
+
+
 def count_parameters(
-    model: ModelConfig, parallel: ParallelConfig, pp_rank: int, *, value_head: bool = False
+    model: ModelConfig, parallel: ParallelConfig, pp_rank: int, *, value_head: bool = False, trained: bool = False
 ) -> Parameters:
     """Return the numbers of parameters of a rank on one stage of the pipeline; all ranks of a stage have the same.
 
@@ -104,60 +119,118 @@ def count_parameters(
         parallel: its axes.
         pp_rank: the stage.
         value_head: whether the model ends in a value head instead of an output layer.
+        trained: whether only the trained parameters are counted, which have gradients and optimizer state.
 
     Raises:
         ConfigError: as ``Shape``.
     """
     shape = Shape(model, parallel)
+    family = model_family_of(model)
     total = Parameters()
-    for chunk in layers_of_chunks(model, parallel, pp_rank):
-        for with_experts in chunk:
-            total += _of_layer(shape, with_experts)
-    return total + Parameters(_of_ends(shape, model, parallel, pp_rank, value_head))
+    for weight in _weights_of_stage(shape, model, parallel, pp_rank, value_head):
+        hf_names = hf_names_of(family, f"{weight.name}0" if weight.experts else weight.name)
+        head = value_head and weight.name.startswith("output_layer.")
+        if not trained or head or trains(model, weight.name, hf_names):
+            total += weight.times(weight.rows * weight.columns)
+        if model.lora is not None and ".linear_" in weight.name and weight.name.endswith(".weight"):
+            total += weight.times(_of_adapter(shape, model.lora, weight, hf_names))
+    return total
 
 
-def _of_ends(shape: Shape, model: ModelConfig, parallel: ParallelConfig, pp_rank: int, value_head: bool) -> int:
-    """Parameters in front of the layers of a stage and after them."""
-    embedding = shape.vocabulary * shape.hidden
+def _weights_of_stage(
+    shape: Shape, model: ModelConfig, parallel: ParallelConfig, pp_rank: int, value_head: bool
+) -> Iterator[_Weight]:
     first, last = pp_rank == 0, pp_rank == parallel.pp - 1
     tied = model.tie_embeddings and not value_head
-    count = 0
+    embedding = _Weight("embedding.word_embeddings.weight", shape.vocabulary, shape.hidden)
     if first:
-        count += embedding
+        yield embedding
         if model.position_embedding_type == "learned_absolute":
-            count += model.max_sequence_length * shape.hidden
+            yield _Weight("embedding.position_embeddings.weight", model.max_sequence_length, shape.hidden)
+    with_experts = expert_layers(shape.config)
+    stages: Sequence[int | None] = [None] if parallel.vpp is None else range(parallel.vpp)
+    for stage in stages:
+        for layer in layers_of_stage(shape.config, pp_rank, stage):
+            for weight in _weights_of_layer(shape, bool(with_experts[layer])):
+                yield replace(weight, name=f"decoder.layers.{layer}.{weight.name}")
     if last:
-        count += _norm(shape, shape.hidden)
+        yield _Weight("decoder.final_layernorm.weight", _norm(shape, shape.hidden))
         if value_head:
-            count += shape.hidden
+            yield _Weight("output_layer.weight", 1, shape.hidden)
         elif not (tied and first):  # a tied embedding has a copy on the last stage
-            count += embedding
-    return count
+            yield embedding if tied else replace(embedding, name="output_layer.weight")
 
 
-def _of_layer(shape: Shape, with_experts: bool) -> Parameters:
+def _weights_of_layer(shape: Shape, with_experts: bool) -> Iterator[_Weight]:
+    """The weights of a layer; a norm and a bias are one with the weight of the same name."""
     config, hidden = shape.config, shape.hidden
-    dense = 2 * _norm(shape, hidden)
-    mixed = shape.queries + 2 * shape.keys
-    dense += mixed * hidden + shape.queries * hidden
-    if config.add_bias_linear or config.add_qkv_bias:
-        dense += mixed
-    if config.add_bias_linear:
-        dense += hidden
-    if config.qk_layernorm:
-        dense += 2 * _norm(shape, config.kv_channels)
+    yield from _latent_attention(shape) if config.multi_latent_attention else _attention(shape)
     if not with_experts:
-        return Parameters(dense + _mlp(shape, shape.mlp, config.add_bias_linear))
-    dense += config.hidden_size * config.num_moe_experts
+        yield _Weight("mlp.linear_fc1.layer_norm_weight", _norm(shape, hidden))
+        yield from _mlp(shape, "mlp", shape.mlp, config.add_bias_linear)
+        return
+    yield _Weight("pre_mlp_layernorm.weight", _norm(shape, hidden))
+    yield _Weight("mlp.router.weight", config.num_moe_experts, hidden)
     if shape.shared_mlp:
-        dense += _mlp(shape, shape.shared_mlp, config.add_bias_linear)
-        dense += hidden if getattr(config, "moe_shared_expert_gate", False) else 0
-    return Parameters(dense, shape.experts * _mlp(shape, shape.expert_mlp, False))
+        yield from _mlp(shape, "mlp.shared_experts", shape.shared_mlp, config.add_bias_linear)
+        if getattr(config, "moe_shared_expert_gate", False):
+            yield _Weight("mlp.shared_experts.gate_weight", hidden)
+    for weight in _mlp(shape, "mlp.experts", shape.expert_mlp, False):
+        yield replace(weight, experts=shape.experts)
 
 
-def _mlp(shape: Shape, width: int, biases: bool) -> int:
-    count = (shape.gates + 1) * width * shape.hidden
-    return count + (shape.gates * width + shape.hidden if biases else 0)
+def _attention(shape: Shape) -> Iterator[_Weight]:
+    config, hidden, mixed = shape.config, shape.hidden, shape.queries + 2 * shape.keys
+    yield _Weight("self_attention.linear_qkv.layer_norm_weight", _norm(shape, hidden))
+    yield _Weight("self_attention.linear_qkv.weight", mixed, hidden)
+    yield _Weight("self_attention.linear_proj.weight", hidden, shape.queries)
+    if config.add_bias_linear or config.add_qkv_bias:
+        yield _Weight("self_attention.linear_qkv.bias", mixed)
+    if config.add_bias_linear:
+        yield _Weight("self_attention.linear_proj.bias", hidden)
+    if config.qk_layernorm:
+        yield _Weight("self_attention.q_layernorm.weight", _norm(shape, config.kv_channels))
+        yield _Weight("self_attention.k_layernorm.weight", _norm(shape, config.kv_channels))
+
+
+def _latent_attention(shape: Shape) -> Iterator[_Weight]:
+    """The weights of multi-latent attention, whose down-projections every tensor-parallel rank has whole."""
+    config: Any = shape.config
+    hidden, heads = shape.hidden, shape.queries // config.kv_channels
+    rank, latent = config.q_lora_rank, config.kv_lora_rank
+    yield _Weight("input_layernorm.weight", _norm(shape, hidden))
+    if rank is None:
+        yield _Weight("self_attention.linear_q_proj.weight", shape.queries, hidden)
+    else:
+        yield _Weight("self_attention.linear_q_down_proj.weight", rank, hidden)
+        yield _Weight("self_attention.linear_q_up_proj.layer_norm_weight", _norm(shape, rank))
+        yield _Weight("self_attention.linear_q_up_proj.weight", shape.queries, rank)
+    yield _Weight("self_attention.linear_kv_down_proj.weight", latent + config.qk_pos_emb_head_dim, hidden)
+    yield _Weight("self_attention.linear_kv_up_proj.layer_norm_weight", _norm(shape, latent))
+    yield _Weight("self_attention.linear_kv_up_proj.weight", heads * (config.qk_head_dim + config.v_head_dim), latent)
+    yield _Weight("self_attention.linear_proj.weight", hidden, heads * config.v_head_dim)
+
+
+def _mlp(shape: Shape, name: str, width: int, biases: bool) -> Iterator[_Weight]:
+    yield _Weight(f"{name}.linear_fc1.weight", shape.gates * width, shape.hidden)
+    yield _Weight(f"{name}.linear_fc2.weight", shape.hidden, width)
+    if biases:
+        yield _Weight(f"{name}.linear_fc1.bias", shape.gates * width)
+        yield _Weight(f"{name}.linear_fc2.bias", shape.hidden)
+
+
+def _of_adapter(shape: Shape, lora: LoraConfig, weight: _Weight, hf_names: Sequence[str]) -> int:
+    """The numbers in A and B of a linear layer."""
+    layer = weight.name.removesuffix(".weight")
+    if shape.gates == 1 and layer.endswith(".linear_fc1"):
+        hf_names = ()
+    target = adapter_target(lora, layer, [name.removesuffix(".weight") for name in hf_names])
+    if target is None:
+        return 0
+    pieces = len(target.pieces)
+    heights = (shape.queries, shape.keys, shape.keys) if pieces == 3 else (weight.rows // pieces,) * pieces
+    rows = sum(height for height, pair in zip(heights, target.pieces, strict=True) if pair is not None)
+    return lora.rank * (len(target.factors) * weight.columns + rows)
 
 
 def _norm(shape: Shape, width: int) -> int:

@@ -20,7 +20,7 @@ def attend_once(
     Args:
         query: ``[1, batch, heads, width]``.
         key: ``[seq, batch, groups, width]``.
-        value: as ``key``.
+        value: as ``key``; its heads may have another width.
         allowed: bool, broadcast to ``[batch, groups, heads / groups, seq]``; None allows all keys.
         scale: of the products of queries and keys.
     """
@@ -30,7 +30,7 @@ def attend_once(
     if allowed is not None:
         scores.masked_fill_(~allowed, -torch.inf)
     weights = scores.softmax(-1, dtype=torch.float32).to(value.dtype)
-    return torch.matmul(weights, value.permute(1, 2, 0, 3)).reshape(1, batch, heads * width)
+    return torch.matmul(weights, value.permute(1, 2, 0, 3)).reshape(1, batch, -1)
 
 
 def is_short(query: torch.Tensor, key: torch.Tensor) -> bool:

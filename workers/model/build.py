@@ -16,9 +16,10 @@ from megatron.core.transformer import TransformerConfig
 from mcontroller.errors import ConfigError
 from parallel_state.megatron import MegatronContext
 from workers.config import ModelConfig, ParallelConfig
-from workers.config.fit import check_local, padded_vocab_size
+from workers.config.fit import check_engine_windows, check_local, padded_vocab_size
 from workers.config.precision import check_device
 from workers.distinct_tokens import attend_over_rows
+from workers.lora.attach import choose_trained_weights
 from workers.model.gpu_defaults import chosen_implementation, gpu_defaults
 from workers.model.initialize import initialize_weights
 from workers.model.local_modules import use_gated_mlps
@@ -28,8 +29,11 @@ from workers.model.transformer_config import transformer_config
 from workers.model.value_head import put_value_head
 from workers.model.vocab_padding import mask_padded_vocabulary
 from workers.weights.hf.model import load_hf
+from workers.weights.hf.verify_load import verify_load
 
 __all__ = ["ModelProvider", "build_model"]
+
+_LATENT_EPSILON = 1e-6
 
 
 class ModelProvider(Protocol):
@@ -77,7 +81,8 @@ def build_model(
             ``model.seed``.
 
     Raises:
-        DataError: the checkpoint at ``model.hf_path`` does not fit the model; with the names of its tensors.
+        DataError: the checkpoint at ``model.hf_path`` does not fit the model, with the names of its tensors; or the
+            model computes something else than transformers (``model.verify_load``), with the name of the layer.
         ConfigError: before the first collective: the axes do not divide the model, or differ from the context's; a
             field is unknown or of a wrong type; Transformer Engine is requested and cannot run. Also if Megatron
             cannot build the model, or a provider's chunk has no Megatron config or one whose flags contradict its
@@ -100,6 +105,11 @@ def build_model(
         if initialize and isinstance(model_provider, _OwnModel):
             left = None if model.hf_path is None else load_hf(chunks, model.hf_path, context)
             initialize_weights(chunks, context, model.seed, only=left)
+            if model.hf_path is not None and model.verify_load != "off":
+                verified = verify_load(chunks, model, context, automatic=model.verify_load == "auto")
+                if dist.get_rank() == 0:
+                    _print_once(verified)
+        choose_trained_weights(chunks, model, context, value_head=value_head)
     return chunks
 
 
@@ -146,6 +156,13 @@ def _is_last(parallel: ParallelConfig, context: MegatronContext) -> bool:
     return context.pg.pp.rank() == parallel.pp - 1
 
 
+def _set_latent_epsilon(chunk: torch.nn.Module) -> None:
+    """Set the epsilon of the norms of compressed queries, keys and values, which no config.json has a key for."""
+    for name, module in chunk.named_modules():
+        if name.endswith((".linear_q_up_proj", ".linear_kv_up_proj")) and hasattr(module, "layer_norm_weight"):
+            module.eps = _LATENT_EPSILON
+
+
 @functools.cache
 def _print_once(choice: str) -> None:
     """Print once in a process. A logger's info is not visible unless a program configures logging."""
@@ -164,6 +181,8 @@ class _OwnModel:
         self.implementation = chosen_implementation(model.transformer_impl)
         if self.implementation == "local":
             check_local(model, on_gpu=torch.cuda.is_available())
+        else:
+            check_engine_windows(model, parallel)
         if torch.cuda.is_available():
             check_device(model, torch.cuda.get_device_capability(), torch.cuda.get_device_name())
         if dist.get_rank() == 0:
@@ -195,6 +214,7 @@ class _OwnModel:
             raise ConfigError(f"megatron-core cannot build the model: {error}", key="model", value=model) from error
         if self.implementation == "local":
             use_gated_mlps(chunk)
+        _set_latent_epsilon(chunk)
         attend_over_rows(chunk)
         chunk.model_family = model.family  # read by workers.weights.hf
         return chunk

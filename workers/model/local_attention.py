@@ -22,12 +22,19 @@ from megatron.core.transformer.module import MegatronModule
 from mcontroller.errors import ConfigError, DataError
 from workers.model.attend_once import attend_once, attend_short, is_short
 from workers.model.packed_rows import bounds_on_host
-from workers.model.zigzag import zigzag_positions
+from workers.zigzag import zigzag_positions
 
-__all__ = ["TEDotProductAttention"]
+__all__ = ["TEDotProductAttention", "attention_window"]
 
 # Fields of TransformerConfig that change attention in ways this module does not compute, and their neutral values.
-_NOT_COMPUTED = {"window_size": None, "softmax_type": "vanilla"}
+_NOT_COMPUTED = {"window_attn_skip_freq": None, "softmax_type": "vanilla"}
+
+
+def attention_window(config: TransformerConfig) -> int | None:
+    """Return how many tokens before itself a token attends to in every layer; None if there is no such limit."""
+    window = getattr(config, "window_size", None)
+    in_all = not getattr(config, "window_attn_skip_freq", None)
+    return int(window[0]) if window is not None and window[0] >= 0 and in_all else None
 
 
 class TEDotProductAttention(MegatronModule):
@@ -36,7 +43,8 @@ class TEDotProductAttention(MegatronModule):
     It takes the arguments of Megatron's class of the same name.
 
     Raises:
-        ConfigError: the config has sliding windows or learned softmax offsets, which need Transformer Engine.
+        ConfigError: the config has sliding windows in some layers, or learned softmax offsets, which need Transformer
+            Engine.
     """
 
     def __init__(
@@ -67,6 +75,7 @@ class TEDotProductAttention(MegatronModule):
         self.cp_rank = pg_collection.cp.rank()
         self.causal = attn_mask_type != AttnMaskType.no_mask
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        self.window = attention_window(config)
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
 
     def forward(
@@ -85,9 +94,10 @@ class TEDotProductAttention(MegatronModule):
             query: ``[seq, batch, heads, width]``, packed without the batch dim, at this rank's positions: the last
                 ones of the keys' if keys come from a cache, its zigzag part under context parallelism.
             key: as ``query``, of this rank, or of the cache.
-            value: as ``key``.
+            value: as ``key``; its heads may have another width.
             attention_mask: bool, True where attention is not allowed (Megatron's meaning); ``[batch, 1, 1, keys]``
-                masks keys in addition to causality, ``[batch or 1, 1, queries, keys]`` replaces it. Under context
+                masks keys in addition to causality and windows; for one new token after cached ones, it is all that
+                masks keys, since the cache may have gaps. ``[batch or 1, 1, queries, keys]`` replaces it. Under context
                 parallelism both dims are of the whole sequence, in its own order. None: causality only.
             attn_mask_type: ignored; the type of the layer counts.
             attention_bias: must be None.
@@ -103,7 +113,8 @@ class TEDotProductAttention(MegatronModule):
             value = gather_from_sequence_parallel_region(value.contiguous(), group=self.cp_group)
         if packed_seq_params is not None:
             return self._packed(query, key, value, packed_seq_params)
-        if self.cp == 1 and attention_mask is None and query.size(0) == key.size(0):
+        plain = self.cp == 1 and attention_mask is None and not self._limits(key.size(0))
+        if plain and query.size(0) == key.size(0):
             return self._attend(query, key, value, None, is_causal=self.causal)
         return self._attend(query, key, value, self._allowed(query.size(0), key.size(0), attention_mask, query.device))
 
@@ -118,7 +129,8 @@ class TEDotProductAttention(MegatronModule):
             local = slice(start // self.cp, end // self.cp)
             sequence = [query[local], key[:, local].flatten(0, 1), value[:, local].flatten(0, 1)]
             query_of, key_of, value_of = (tensor.unsqueeze(1) for tensor in sequence)
-            allowed = self._allowed(query_of.size(0), key_of.size(0), None, query.device) if self.cp > 1 else None
+            masked = self.cp > 1 or self._limits(key_of.size(0))
+            allowed = self._allowed(query_of.size(0), key_of.size(0), None, query.device) if masked else None
             outputs.append(self._attend(query_of, key_of, value_of, allowed, is_causal=allowed is None and self.causal))
         return torch.cat(outputs).squeeze(1)
 
@@ -126,8 +138,10 @@ class TEDotProductAttention(MegatronModule):
         self, queries: int, keys: int, masked: torch.Tensor | None, device: torch.device
     ) -> torch.Tensor | None:
         """The keys that each query attends to: bool ``[.., queries, keys]``, in this rank's order."""
-        if self.cp == 1 and queries == 1 and (masked is None or masked.size(-2) == 1):
-            return None if masked is None else ~masked  # the last token, which attends to all keys
+        if self.cp == 1 and queries == 1 and (masked is None or masked.size(-2) == 1):  # the last token
+            if masked is not None or not self._limits(keys):
+                return None if masked is None else ~masked
+            return torch.arange(-keys, 0, device=device) >= -1 - (self.window or 0)
         if self.cp > 1:
             query_positions, key_positions = self._zigzag(queries, keys, device)
         else:
@@ -139,11 +153,18 @@ class TEDotProductAttention(MegatronModule):
         allowed = None
         if self.causal and queries > 1:
             columns = torch.arange(keys, device=device) if key_positions is None else key_positions
-            allowed = query_positions[:, None] >= columns[None, :]
+            distance = query_positions[:, None] - columns[None, :]
+            allowed = distance >= 0
+            if self.window is not None:
+                allowed &= distance <= self.window
         if masked is not None:
             seen = ~(masked if key_positions is None else masked.index_select(-1, key_positions))
             allowed = seen if allowed is None else seen & allowed
         return allowed
+
+    def _limits(self, keys: int) -> bool:
+        """Whether the window hides keys of a sequence."""
+        return self.window is not None and keys > self.window + 1
 
     def _zigzag(self, queries: int, keys: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         if queries % 2 or keys != queries * self.cp:

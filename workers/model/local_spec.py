@@ -7,11 +7,13 @@ from typing import Any
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.post_training.modelopt.layers import Linear
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType, LayerType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from megatron.core.transformer.torch_norm import L2Norm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import (
@@ -99,17 +101,14 @@ def _layer_spec(config: TransformerConfig, with_experts: bool) -> ModuleSpec:
     qk_norm = TENorm if config.qk_layernorm else IdentityOp
     if config.qk_l2_norm:
         qk_norm = L2Norm
-    attention = ModuleSpec(
-        module=SelfAttention,
-        params={"attn_mask_type": AttnMaskType.causal},
-        submodules=SelfAttentionSubmodules(
-            linear_qkv=provider.column_parallel_layer_norm_linear(),
-            core_attention=provider.core_attention(),
-            linear_proj=provider.row_parallel_linear(),
-            q_layernorm=qk_norm,
-            k_layernorm=qk_norm,
-        ),
+    attention = SelfAttentionSubmodules(
+        linear_qkv=provider.column_parallel_layer_norm_linear(),
+        core_attention=provider.core_attention(),
+        linear_proj=provider.row_parallel_linear(),
+        q_layernorm=qk_norm,
+        k_layernorm=qk_norm,
     )
+    latent = config.multi_latent_attention
     mlp = gpt_layer_specs.get_mlp_module_spec_for_backend(
         backend=provider,
         num_experts=config.num_moe_experts if with_experts else None,
@@ -118,12 +117,33 @@ def _layer_spec(config: TransformerConfig, with_experts: bool) -> ModuleSpec:
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            self_attention=attention,
+            input_layernorm=TENorm if latent else IdentityOp,
+            self_attention=ModuleSpec(
+                module=MLASelfAttention if latent else SelfAttention,
+                params={"attn_mask_type": AttnMaskType.causal},
+                submodules=_latent_attention(config, provider) if latent else attention,
+            ),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=TENorm if with_experts else IdentityOp,
             mlp=mlp,
             mlp_bda=get_bias_dropout_add,
         ),
+    )
+
+
+def _latent_attention(config: TransformerConfig, provider: LocalProvider) -> MLASelfAttentionSubmodules:
+    """The modules of multi-latent attention as in Megatron's spec for Transformer Engine."""
+    up = provider.column_parallel_layer_norm_linear() if config.qk_layernorm else provider.column_parallel_linear()
+    return MLASelfAttentionSubmodules(
+        linear_q_proj=provider.column_parallel_linear(),
+        linear_q_down_proj=Linear,  # whole on every rank of tp
+        linear_q_up_proj=up,
+        linear_kv_down_proj=Linear,
+        linear_kv_up_proj=up,
+        core_attention=provider.core_attention(),
+        linear_proj=provider.row_parallel_linear(),
+        q_layernorm=IdentityOp,
+        kv_layernorm=IdentityOp,
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from megatron.core import activations
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 from mcontroller.errors import ConfigError
 from workers.config import ModelConfig, ParallelConfig
@@ -35,6 +35,8 @@ _ACTIVATIONS = {
 def transformer_config(model: ModelConfig, parallel: ParallelConfig) -> TransformerConfig:
     """Return the TransformerConfig of the model on these axes; needs no process group.
 
+    With ``model.transformer.multi_latent_attention`` it is an MLATransformerConfig.
+
     Args:
         model: the model; ``model.transformer`` has other fields of TransformerConfig.
         parallel: the sizes of the axes.
@@ -45,13 +47,19 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig) -> Transfor
     """
     check_fit(model, parallel)
     fields = _from_model(model) | _from_parallel(parallel)
+    kind, given = TransformerConfig, dict(model.transformer)
+    if given.get("multi_latent_attention"):
+        kind = MLATransformerConfig
+        fields |= {"rotary_base": model.rotary_base, "rotary_percent": model.rotary_percent}
+        if given.get("q_lora_rank", 0) is None:  # Megatron's class has no annotation for queries without compression
+            fields["q_lora_rank"] = given.pop("q_lora_rank")
     set_elsewhere = dict.fromkeys(fields.keys() - _CHANGEABLE, "model.* and parallel.*")
     fields |= {default.field: default.value for default in gpu_defaults(model)}
-    extra = checked_fields(TransformerConfig, model.transformer, "model.transformer", set_elsewhere)
+    extra = checked_fields(kind, given, "model.transformer", set_elsewhere)
     # Megatron computes a softmax over one chosen expert, but its check rejects it: the router is not trained then.
     chosen_only = model.moe_router_topk == 1 and extra.get("moe_router_pre_softmax") is False
     try:
-        config = TransformerConfig(**(fields | extra | ({"moe_router_pre_softmax": True} if chosen_only else {})))
+        config = kind(**(fields | extra | ({"moe_router_pre_softmax": True} if chosen_only else {})))
     except (AssertionError, ValueError) as error:
         raise ConfigError(f"TransformerConfig rejects the model: {error}", key="model", value=model) from error
     if chosen_only:

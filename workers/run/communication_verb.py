@@ -9,11 +9,13 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from mcontroller.errors import ConfigError
-from workers.communication.estimate import StepRows, Traffic, communication_of_step
 from workers.config import ActorConfig
-from workers.run.check_verb import layout_of_role, pool_size, read_roles
+
+if TYPE_CHECKING:
+    from workers.communication.estimate import Traffic
 
 __all__ = ["add_arguments", "run", "traffic_table"]
 
@@ -33,6 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the table of the actor."""
+    from workers.communication.estimate import StepRows, communication_of_step  # with torch and Megatron
+    from workers.run.check_report import layout_of_role, pool_size, read_roles
+
     config, roles = read_roles(arguments)
     role = roles.get(arguments.role or _ROLE)
     if not isinstance(role, ActorConfig):

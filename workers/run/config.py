@@ -5,22 +5,26 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mcontroller.config.checks import check_at_least
 from mcontroller.config.fields import nested_config, strict_fields
 from mcontroller.config.imports import absolute_path_of, import_module
-from mcontroller.config.load import given_values, load_config
+from mcontroller.config.load import CollectedErrors, given_values, load_config
 from mcontroller.errors import ConfigError
-from mcontroller.ppo.config import PPOConfig
+from mcontroller.ppo.config import MultiTurnConfig, PPOConfig
 from mcontroller.ppo.datasets.config import DatasetConfig, ProblemsConfig
+from mcontroller.ppo.datasets.sources import check_dataset
 from mcontroller.ppo.datasets.tokenizers import TokenizerConfig
 from mcontroller.ppo.rewards.config import RewardsConfig
-from mcontroller.ppo.turns import MultiTurnConfig
 from workers.config import ActorConfig, CriticConfig, ModelConfig, ParallelConfig, RewardConfig
+from workers.weights.hf.generation import sampling_of
+from workers.weights.hf.hub import is_hub_name, local_directory
 
 __all__ = [
+    "CONFIG_FILE",
     "MAIN_POOL",
     "OWN_POOL_ROLES",
     "ROLES",
@@ -28,6 +32,7 @@ __all__ = [
     "NamedPoolConfig",
     "PoolConfig",
     "RunConfig",
+    "check_files",
     "read_run_config",
 ]
 
@@ -35,6 +40,8 @@ OWN_POOL_ROLES = ("rollout", "critic", "ref", "reward_model")
 """The roles that can be in a pool of ``pools``."""
 ROLES = ("actor_rollout_ref", *OWN_POOL_ROLES)
 """The fields that are configurations of roles."""
+CONFIG_FILE = "config.yaml"
+"""Name of the configuration in the run's directory."""
 MAIN_POOL = "pool"
 """The name of the pool of all roles that are in no other pool."""
 
@@ -166,13 +173,16 @@ class RunConfig(PPOConfig):
             data=data,
             rewards=dataclasses.replace(self.rewards, functions=functions),
             imports=[absolute_path_of(path) for path in self.imports],
-            tokenizer=dataclasses.replace(self.tokenizer, path=_absolute(self.tokenizer.path)),
+            tokenizer=dataclasses.replace(self.tokenizer, path=_downloaded(self.tokenizer.path, "tokenizer.path")),
             **{role: _with_absolute_hf_path(getattr(self, role)) for role in ROLES},
         )
 
 
 def read_run_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
     """Return the configuration in a YAML file, after the modules of its ``imports`` have been imported.
+
+    How responses are sampled is read from ``generation_config.json`` of the actor's ``hf_path`` where the file does not
+    set it.
 
     Args:
         path: the file.
@@ -185,8 +195,32 @@ def read_run_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfi
     given = given_values(path, overrides=overrides)
     for module in _imports(given):
         import_module(module, "imports")
-    defaults = _rollout_defaults(given)
-    return load_config(RunConfig, defaults, path, overrides=overrides)
+    return load_config(RunConfig, _sampling_defaults(given), _rollout_defaults(given), path, overrides=overrides)
+
+
+def check_files(config: RunConfig) -> None:
+    """Check that the files and directories that a run reads exist, before torch is imported.
+
+    Raises:
+        ConfigError: some do not; all of them are reported together.
+    """
+    errors = CollectedErrors()
+    errors.attempt(partial(check_dataset, config.data.train, "data.train"))
+    if config.data.val is not None:
+        errors.attempt(partial(check_dataset, config.data.val, "data.val"))
+    sections = {role: getattr(config, role) for role in ROLES}
+    directories = {f"{role}.model.hf_path": each.model.hf_path for role, each in sections.items() if each is not None}
+    if config.tokenizer.kind == TokenizerConfig().kind:  # another kind may not read a directory
+        directories["tokenizer.path"] = config.tokenizer.path
+    for key, path in directories.items():
+        if path is not None:
+            errors.attempt(partial(local_directory, path, key))
+    for name, function in config.rewards.functions.items():
+        file, key = function.function.rpartition(":")[0], f"rewards.functions.{name}.function"
+        if file.endswith(".py") and not Path(file).is_file():
+            text = f"{key} is {function.function!r}, and there is no file {file!r} (in {Path.cwd()})"
+            errors.errors.append(ConfigError(text, key=key, value=function.function))
+    errors.raise_any()
 
 
 def _imports(given: Mapping[str, Any]) -> list[str]:
@@ -196,6 +230,15 @@ def _imports(given: Mapping[str, Any]) -> list[str]:
     if not isinstance(found, list):
         raise ConfigError(f"imports is {found!r}; expected a list of modules", key="imports", value=found)
     return [str(each) for each in found]
+
+
+def _sampling_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what ``generation_config.json`` of the actor's checkpoint says about sampling."""
+    section: Any = given.get("actor_rollout_ref")
+    model = section.get("model") if isinstance(section, Mapping) else None
+    path = model.get("hf_path") if isinstance(model, Mapping) else None
+    found = sampling_of(path) if isinstance(path, str) else {}
+    return {"actor_rollout_ref": {"rollout": found}} if found else {}
 
 
 def _rollout_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -240,9 +283,14 @@ def _with_absolute_path(dataset: DatasetConfig) -> DatasetConfig:
 def _with_absolute_hf_path(section: Any) -> Any:
     if section is None:
         return None
-    return dataclasses.replace(
-        section, model=dataclasses.replace(section.model, hf_path=_absolute(section.model.hf_path))
-    )
+    model = dataclasses.replace(section.model, hf_path=_downloaded(section.model.hf_path, "hf_path"))
+    if model.lora is not None:
+        model = dataclasses.replace(model, lora=dataclasses.replace(model.lora, path=_absolute(model.lora.path)))
+    return dataclasses.replace(section, model=model)
+
+
+def _downloaded(path: str | None, key: str) -> str | None:
+    return _absolute(local_directory(path, key) if path is not None and is_hub_name(path) else path)
 
 
 def _absolute(path: str | None) -> str | None:

@@ -6,16 +6,13 @@ import argparse
 import logging
 from collections.abc import Callable
 from pathlib import Path
-
-import ray
+from typing import TYPE_CHECKING
 
 from mcontroller.errors import DataError
-from mcontroller.group import WorkerGroup
-from mcontroller.ray.class_with_init import RayClassWithInitArgs
-from mcontroller.ray.resource_pool import RayResourcePool
-from mcontroller.ray.worker_group import MegatronRayWorkerGroup
-from workers.actor import ActorRolloutRefWorker
 from workers.config import ActorConfig, ModelConfig, ParallelConfig
+
+if TYPE_CHECKING:
+    from mcontroller.group import WorkerGroup
 
 __all__ = ["add_layout_arguments", "check_new_directory", "layout_of_arguments", "on_workers"]
 
@@ -54,6 +51,13 @@ def on_workers(model: ModelConfig, arguments: argparse.Namespace, action: Callab
         arguments: the layout, of ``add_layout_arguments``.
         action: called with the group after ``init_model``.
     """
+    import ray  # here, so that help and mistakes do not wait for it, nor for torch
+
+    from mcontroller.ray.class_with_init import RayClassWithInitArgs
+    from mcontroller.ray.resource_pool import RayResourcePool
+    from mcontroller.ray.worker_group import MegatronRayWorkerGroup
+    from workers.actor import ActorRolloutRefWorker
+
     parallel, world_size = layout_of_arguments(arguments)
     starts = not ray.is_initialized()
     if starts:

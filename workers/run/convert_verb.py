@@ -11,11 +11,14 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mcontroller.errors import ConfigError, DataError
-from mcontroller.group import WorkerGroup
 from workers.config.from_hf import model_config_from_hf
 from workers.run.conversion import add_layout_arguments, check_new_directory, on_workers
+
+if TYPE_CHECKING:
+    from mcontroller.group import WorkerGroup
 
 __all__ = ["add_arguments", "run"]
 

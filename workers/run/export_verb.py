@@ -1,7 +1,8 @@
-"""Write the actor of a run as a Hugging Face directory, with its tokenizer.
+"""Write the actor of a run as a Hugging Face directory, with its tokenizer, or its adapter in PEFT's format.
 
 examples: mcontroller export runs/20260101-120000 --hf model
           mcontroller export runs/20260101-120000 --hf model --tp 2
+          mcontroller export runs/20260101-120000 --hf adapter --adapter
 """
 
 from __future__ import annotations
@@ -10,11 +11,14 @@ import argparse
 import shutil
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from mcontroller.group import WorkerGroup
-from mcontroller.ppo.saving.run_record import read_record
+from mcontroller.errors import ConfigError
 from workers.run.conversion import add_layout_arguments, check_new_directory, on_workers
 from workers.run.resume_verb import config_of_run
+
+if TYPE_CHECKING:
+    from mcontroller.group import WorkerGroup
 
 __all__ = ["add_arguments", "run"]
 
@@ -23,6 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the verb."""
     parser.add_argument("directory", metavar="RUN_DIR", help="the directory of the run")
     parser.add_argument("--hf", metavar="DIR", required=True, help="the directory to write, which is new or empty")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--merged", action="store_true", help="the model with its adapter merged; the default")
+    what.add_argument("--adapter", action="store_true", help="only the adapter of a run with model.lora")
     add_layout_arguments(parser)
 
 
@@ -30,17 +37,26 @@ def run(arguments: argparse.Namespace) -> int:
     """Write the last checkpoint of the actor, and return the exit status."""
     check_new_directory(arguments.hf)
     config = config_of_run(arguments.directory, [])
+    model = config.actor_rollout_ref.model
+    if model.lora is None and (arguments.adapter or arguments.merged):
+        text = f"{arguments.directory} has no adapter: actor_rollout_ref.model.lora is not set; leave the option out"
+        raise ConfigError(text, key="--adapter" if arguments.adapter else "--merged")
     checkpoints = config.trainer.default_local_dir
+    from mcontroller.ppo.saving.run_record import read_record  # with torch
+
     record = read_record(Path(checkpoints))
     target = str(Path(arguments.hf).resolve())
 
     def export(group: WorkerGroup) -> None:
         group.load_checkpoint(str(record.locate(Path(checkpoints), record.last, "actor")))
-        group.export_hf(target)
+        if arguments.adapter:
+            group.export_adapter(target)
+        else:
+            group.export_hf(target)
 
-    on_workers(config.actor_rollout_ref.model, arguments, export)
+    on_workers(model, arguments, export)
     tokenizer = Path(arguments.directory) / "tokenizer"
-    for file in tokenizer.iterdir() if tokenizer.is_dir() else ():
+    for file in tokenizer.iterdir() if tokenizer.is_dir() and not arguments.adapter else ():
         if not (Path(target) / file.name).exists():
             shutil.copy(file, target)
     sys.stdout.write(f"step {record.last.global_steps} of {arguments.directory} is in {target}\n")

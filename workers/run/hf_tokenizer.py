@@ -9,6 +9,7 @@ from typing import Any
 from mcontroller.config.imports import import_extra
 from mcontroller.errors import ConfigError
 from mcontroller.ppo.datasets.tokenizers import TOKENIZERS, Message, TokenizerSource
+from workers.weights.hf.generation import stop_tokens_of
 
 __all__ = ["HuggingFaceTokenizer"]
 
@@ -51,18 +52,20 @@ class HuggingFaceTokenizer:
                 f"the tokenizer in {source.path!r} has no eos_token: set it in its tokenizer_config.json",
                 key="tokenizer.path",
             )
-        self.path = source.path
+        self.path, self.template_arguments = source.path, source.template_arguments
+        others = [token for token in stop_tokens_of(source.path) if token != self.tokenizer.eos_token_id]
+        self._stops = [int(self.tokenizer.eos_token_id), *others]
 
     @property
-    def eos_token_id(self) -> int:
-        """Token that ends a response."""
-        return int(self.tokenizer.eos_token_id)
+    def eos_token_id(self) -> int | list[int]:
+        """Token that ends a response; several if ``generation_config.json`` has others, the tokenizer's own first."""
+        return self._stops if len(self._stops) > 1 else self._stops[0]
 
     @property
     def pad_token_id(self) -> int:
         """Token that pads prompts and responses."""
         pad = self.tokenizer.pad_token_id
-        return self.eos_token_id if pad is None else int(pad)
+        return self._stops[0] if pad is None else int(pad)
 
     @property
     def vocab_size(self) -> int:
@@ -98,7 +101,9 @@ class HuggingFaceTokenizer:
                 value=self.path,
             )
         try:
-            rendered = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+            rendered = self.tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=True, **self.template_arguments
+            )
         except Exception as error:  # a template can raise anything
             shown = repr(list(messages))[:200]
             raise ConfigError(f"the chat template in {self.path!r} rejects {shown}: {error}", key="data") from error

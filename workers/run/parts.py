@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from mcontroller.config.load import CollectedErrors
 from mcontroller.errors import ConfigError
+from mcontroller.ppo.config import TrainerConfig
 from mcontroller.ppo.data import BatchStream
 from mcontroller.ppo.datasets.prompts import Demonstrations, PromptRows
 from mcontroller.ppo.datasets.sources import Records, load_records
@@ -21,15 +23,16 @@ from mcontroller.ppo.roles import Role, check_generates_alone, check_roles, role
 from mcontroller.ppo.turns import Demonstrating, MultiTurnRollout, make_environment
 from mcontroller.trackers import TRACKERS
 from workers.actor import ActorRolloutRefWorker
-from workers.config import ActorConfig
+from workers.config import ActorConfig, ModelConfig
 from workers.critic import CriticWorker
 from workers.reward import RewardModelWorker
 from workers.run import hf_tokenizer  # noqa: F401  # registers its tokenizer
 from workers.run.config import RunConfig
 from workers.run.conversion import check_new_directory
 from workers.run.pools import check_layout, pool_errors, pools_of, role_layouts
+from workers.weights.hf.checkpoint import check_checkpoint_files
 
-__all__ = ["RunParts", "make_parts", "policy_loss_line", "roles_of"]
+__all__ = ["RunParts", "chosen_lines", "make_parts", "roles_of"]
 
 
 @dataclass(frozen=True)
@@ -81,10 +84,43 @@ class RunParts:
             answer = row["answer"]
             response = answer if isinstance(answer, str) else ""
             samples.append({**row["record"], "prompt": row["prompt"], "answer": answer, "response": response})
-        self.rewards.check(samples, must_apply=self.combine is None, here=in_process)
+        self.rewards.check(samples, must_apply=self.combine is None, in_process=in_process)
 
 
-def policy_loss_line(config: ActorConfig) -> str:
+def chosen_lines(config: RunConfig) -> list[str]:
+    """Return what follows from defaults: the policy loss, the mini-batches, and when a run is saved, with the keys."""
+    return [_policy_loss_line(config.actor_rollout_ref), *_mini_batch_lines(config), _saving_line(config.trainer)]
+
+
+def _mini_batch_lines(config: RunConfig) -> Iterator[str]:
+    """Yield a line for each trained role whose optimizer steps do not have the rows that it sets."""
+    n = config.actor_rollout_ref.rollout.n if config.rollout is None else config.rollout.rollout.n
+    rows = config.data.train_batch_size * n
+    critic = config.critic if ADVANTAGE_ESTIMATORS[config.algorithm.adv_estimator].needs_critic else None
+    for key, role in (("actor_rollout_ref", config.actor_rollout_ref), ("critic", critic)):
+        if role is None or rows % (size := role.ppo_mini_batch_prompts * n or role.ppo_mini_batch_size) == 0:
+            continue
+        steps = -(-rows // size)
+        each = f"{rows // steps} or {-(-rows // steps)}" if rows % steps else str(rows // steps)
+        yield (
+            f"{key}: the {rows} responses of a step ({config.data.train_batch_size} problems x {n}) are divided into "
+            f"{steps} mini-batch{'es' if steps > 1 else ''} of {each}: ppo_mini_batch_size={size} does not divide them"
+        )
+
+
+def _saving_line(trainer: TrainerConfig) -> str:
+    """Return when a run is saved, what is lost at most, and how many checkpoints are kept."""
+    if trainer.save_freq > 0:
+        when = f"every {trainer.save_freq} steps (trainer.save_freq)"
+    elif trainer.save_freq == 0 and trainer.save_minutes:
+        when = f"after the step that ends {trainer.save_minutes:g} minutes after the last (trainer.save_minutes)"
+    else:
+        when = "at the end alone (trainer.save_freq, trainer.save_minutes): a run that is killed loses everything"
+    kept = "all are kept" if trainer.max_to_keep is None else f"the last {trainer.max_to_keep} are kept"
+    return f"checkpoints: {when}; {kept} (trainer.max_to_keep)"
+
+
+def _policy_loss_line(config: ActorConfig) -> str:
     """Return the policy loss of a run, with its average and its limits, also if they are the loss's own."""
     low, high = config.clip_limits()
     average = config.loss_agg_mode or POLICY_LOSSES[config.policy_loss].loss_agg_mode
@@ -111,6 +147,9 @@ def make_parts(config: RunConfig) -> RunParts:
     errors.errors += pool_errors(config, roles)
     attempt(lambda: check_roles(config, roles, pools_of(config, roles)))
     attempt(lambda: role_workers(config, roles))
+    for section in (config.actor_rollout_ref, config.critic, config.ref, config.reward_model):
+        if section is not None:
+            attempt(partial(check_checkpoint_files, section.model))
     has_rollout_fn = config.multi_turn.environment is not None
     attempt(lambda: check_generates_alone(config, roles, pools_of(config, roles), has_rollout_fn))
     if config.trainer.export_hf is not None:
@@ -153,17 +192,27 @@ def make_parts(config: RunConfig) -> RunParts:
 def roles_of(config: RunConfig) -> dict[Role, Any]:
     """Return the worker class of every role of the run: a critic if the estimator needs one."""
     roles: dict[Role, Any] = {}
+    separate = config.ref is not None and not _is_base(config.ref.model, config.actor_rollout_ref.model)
     if config.rollout is not None:
         roles |= {Role.Actor: ActorRolloutRefWorker, Role.Rollout: ActorRolloutRefWorker}
     else:
-        roles[Role.ActorRolloutRef if config.ref is None else Role.ActorRollout] = ActorRolloutRefWorker
-    if config.ref is not None:
+        roles[Role.ActorRollout if separate else Role.ActorRolloutRef] = ActorRolloutRefWorker
+    if separate:
         roles[Role.RefPolicy] = ActorRolloutRefWorker
     if ADVANTAGE_ESTIMATORS[config.algorithm.adv_estimator].needs_critic:
         roles[Role.Critic] = CriticWorker
     if config.reward_model is not None:
         roles[Role.RewardModel] = RewardModelWorker
     return roles
+
+
+def _is_base(reference: ModelConfig, policy: ModelConfig) -> bool:
+    """Return whether the reference is what the policy is without its adapter: then no second model is built."""
+    if policy.lora is None or (reference.lora is not None and reference.lora.path is not None):
+        return False
+    return replace(reference, lora=None, freeze=[], train_only=[]) == replace(
+        policy, lora=None, freeze=[], train_only=[]
+    )
 
 
 def make_tokenizer(config: RunConfig, train: Records, val: Records | None) -> TextTokenizer:
@@ -176,7 +225,9 @@ def make_tokenizer(config: RunConfig, train: Records, val: Records | None) -> Te
         prompts, answers = ([row[key] for row in rows if isinstance(row.get(key), str)] for key in keys)
         return prompts, answers
 
-    return TOKENIZERS.get_or_raise(config.tokenizer.kind)(TokenizerSource(path, texts))
+    return TOKENIZERS.get_or_raise(config.tokenizer.kind)(
+        TokenizerSource(path, texts, config.tokenizer.chat_template_kwargs)
+    )
 
 
 def check_vocabulary(config: RunConfig, tokenizer: TextTokenizer) -> None:

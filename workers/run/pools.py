@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from mcontroller.config.checks import close_names
 from mcontroller.errors import ConfigError, LayoutError
@@ -65,6 +66,7 @@ def pools_of(config: RunConfig, roles: Iterable[Role]) -> ResourcePoolManager:
         isolate_gpus=pool.isolate_gpus,
         record_collectives=pool.record_collectives,
         threads=pool.threads,
+        logs=None if config.run_dir is None else Path(config.run_dir, "logs"),
     )
 
 

@@ -12,8 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from mcontroller.errors import DataError
-from workers.run.config import RunConfig, read_run_config
-from workers.run.train_verb import CONFIG_FILE, train, until_interrupted
+from workers.run.config import CONFIG_FILE, RunConfig, check_files, read_run_config
 
 __all__ = ["add_arguments", "config_of_run", "run"]
 
@@ -27,7 +26,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Continue the run, and return the exit status."""
     overrides = [*arguments.overrides, "trainer.resume=true"]
-    return until_interrupted(lambda: train(config_of_run(arguments.directory, overrides), Console()))
+    config = config_of_run(arguments.directory, overrides)
+    check_files(config)
+    from workers.run.training import train, until_interrupted  # torch, Megatron and Ray: seconds
+
+    return until_interrupted(lambda: train(config, Console()))
 
 
 def config_of_run(directory: str, overrides: list[str]) -> RunConfig:

@@ -16,17 +16,25 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from mcontroller.config.fields import changed_fields
+from mcontroller.curves import draw_curves
 from mcontroller.errors import DataError
 from mcontroller.files import replace_text
+from mcontroller.ppo.display import without_zeros
 from mcontroller.ppo.saving.run_record import RECORD, read_record
 from mcontroller.ppo.trainer import RayPPOTrainer
-from mcontroller.trackers import Samples
+from mcontroller.trace.reading import read_trace
+from mcontroller.trace.recorder import FOLDER
+from mcontroller.trace.summary import end_lines
+from mcontroller.trackers import TRAIN, Samples
 from workers.run.config import RunConfig
 
 __all__ = ["RunReport"]
 
 SUMMARY = "summary.json"
 PACKAGES = ("mcontroller", "torch", "megatron-core", "ray")
+READ_AT_END = 64
+"""Files of a trace up to which it is read at the end of a run, which takes up to a second for each."""
 RESULTS = ("train/score", "train/accuracy", "held_out/")
 """Beginnings of the names of the metrics whose last value is in the summary."""
 
@@ -45,11 +53,12 @@ class RunReport:
         self._began = time.perf_counter()
         self._results: dict[str, float] = {}
         self._process: dict[str, Any] = {
-            "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+            "command": shlex.join([Path(sys.argv[0]).name.replace("__main__.py", "mcontroller"), *sys.argv[1:]]),
             "commit": _commit(),
             "versions": _versions(),
             "host": socket.gethostname(),
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "changes": changed_fields(config),
         }
 
     def begin(self) -> None:
@@ -104,13 +113,36 @@ class RunReport:
         for name, seconds in [*rows, ("other", wall - sum(stages.values()))]:
             table.add_row(name, f"{seconds:.1f}", f"{seconds / wall:.0%}")
         self._console.print(table)
-        self._print(f"run directory: {self._directory}")
+        if self._trainer.trace:
+            self._print_trace()
+        self._print(f"run directory: {self._directory}{self._curves()}")
+
+    def _curves(self) -> str:
+        """Draw the curves of the run, and return what its last line says of them."""
+        if not (self._directory / "metrics.jsonl").is_file():
+            return " (curves.png needs the tracker jsonl)"
+        try:
+            return f", with {draw_curves(self._directory).name}"
+        except ImportError:
+            return " (for curves.png: pip install matplotlib)"
+
+    def _print_trace(self) -> None:
+        if len(list((self._directory / FOLDER).iterdir())) > READ_AT_END:
+            self._print(f"where the time went: python -m mcontroller trace {self._directory}")
+            return
+        try:
+            lines = end_lines(read_trace(self._directory))
+        except DataError as error:  # the run itself has succeeded
+            lines = [str(error)]
+        for line in lines:
+            self._print(line)
 
     # ---- a tracker -------------------------------------------------------------------------------------------------
 
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
+    def log(self, metrics: Mapping[str, float], step: int, phase: str = TRAIN) -> None:
         """Keep the results."""
-        self._results |= {name: value for name, value in metrics.items() if name.startswith(RESULTS)}
+        found = {name: value for name, value in metrics.items() if name.startswith(RESULTS)}
+        self._results |= without_zeros(found)
 
     def log_samples(self, samples: Samples, step: int) -> None:
         """Do nothing."""

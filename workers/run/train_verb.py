@@ -7,46 +7,12 @@ examples: mcontroller train run.yaml
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import logging
-import signal
-import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
-from types import FrameType
 
-import ray
-from omegaconf import OmegaConf
 from rich.console import Console
 
-from mcontroller.errors import ConfigError
-from mcontroller.files import acquire_lock, release_lock
-from mcontroller.ppo.display import ProgressDisplay
-from mcontroller.ppo.saving.checkpoints import LOCK
-from mcontroller.ppo.saving.preemption import PREEMPTED, Preempted
-from mcontroller.ppo.saving.run_record import read_record
-from mcontroller.ppo.trainer import RayPPOTrainer
-from mcontroller.trackers import Run, Tracker, make_trackers
-from workers.run.config import RunConfig, read_run_config
-from workers.run.parts import RunParts, make_parts, policy_loss_line, roles_of
-from workers.run.pools import pools_of
-from workers.run.run_report import RunReport
+from workers.run.config import check_files, read_run_config
 
-__all__ = [
-    "CONFIG_FILE",
-    "INTERRUPTED",
-    "add_arguments",
-    "interruptible",
-    "make_trainer",
-    "run",
-    "start_ray",
-    "train",
-    "until_interrupted",
-]
-
-INTERRUPTED = 130
+__all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,142 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Train, and return the exit status. No process of the run is left, however it ends."""
-    return until_interrupted(lambda: train(read_run_config(arguments.file, arguments.overrides), Console()))
+    config = read_run_config(arguments.file, arguments.overrides)
+    check_files(config)
+    from workers.run.training import train, until_interrupted  # torch, Megatron and Ray: seconds
 
-
-def until_interrupted(action: Callable[[], object]) -> int:
-    """Return the exit status: 0 after the action, 75 if it stopped after a step, 130 if it was interrupted at once."""
-    with interruptible():
-        try:
-            action()
-        except KeyboardInterrupt:
-            sys.stdout.write("interrupted: all processes of the run have ended\n")
-            return INTERRUPTED
-        except Preempted as stopped:
-            sys.stdout.write(f"{stopped.reason}: the run has ended\n")
-            return PREEMPTED
-    return 0
-
-
-CONFIG_FILE = "config.yaml"
-"""Name of the configuration in the run's directory."""
-
-
-def train(config: RunConfig, console: Console) -> Path:
-    """Run a configuration and return the run's directory.
-
-    Everything that can be checked is checked before a process of a worker starts: files, prompts, and every reward
-    function on the first problem.
-
-    Raises:
-        ConfigError: see ``make_parts``, or the directory contains another run.
-        DataError: see ``make_parts``, a reward function fails in the trial, or another process runs in the directory.
-    """
-    directory = Path(config.run_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}").resolve()
-    _check_unused(directory, config)
-    config = config.within(directory)
-    parts = make_parts(config)
-    for line in (*parts.problem_lines(), policy_loss_line(config.actor_rollout_ref)):
-        console.print(line, highlight=False, soft_wrap=True)
-    try:
-        parts.try_rewards()
-        acquire_lock(directory / LOCK, f"the run in {directory}")
-        _check_unused(directory, config)
-        report = RunReport(directory, config, console)
-        trainer = make_trainer(config, parts, directory, console, [report])
-        if not config.trainer.resume:
-            (directory / CONFIG_FILE).write_text(OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config))))
-            parts.tokenizer.save(directory)
-        report.begin()
-        try:
-            with trainer:
-                with trainer.stages("start"):
-                    start_ray(config)
-                trainer.init_workers()
-                trainer.fit()
-        except BaseException:
-            report.end_early(trainer.global_steps)
-            raise
-    finally:
-        if parts.rewards is not None:
-            parts.rewards.close()
-        ray.shutdown()
-        release_lock(directory / LOCK)
-    report.end(trainer)
-    return directory
-
-
-def make_trainer(
-    config: RunConfig, parts: RunParts, directory: Path, console: Console, trackers: Sequence[Tracker] = ()
-) -> RayPPOTrainer:
-    """Return the trainer of a run; every role's group has a slot in each bundle of its pool.
-
-    Args:
-        config: the configuration of the run.
-        parts: what it is made of.
-        directory: the run's directory.
-        console: where the run is shown.
-        trackers: trackers beside those of the configuration.
-    """
-    return RayPPOTrainer(
-        config=config,
-        tokenizer=parts.tokenizer,
-        role_worker_mapping=parts.roles,
-        resource_pool_manager=pools_of(config, parts.roles),
-        reward_fn=parts.rewards,
-        train_dataset=parts.train,
-        val_dataset=parts.val,
-        warm_up_dataset=parts.warm_up,
-        combine_rewards=parts.combine,
-        rollout_fn=parts.rollout_fn,
-        trackers=[*make_trackers(config.trackers, _run_of_trackers(config, directory)), *trackers],
-        display=ProgressDisplay(console),
-    )
-
-
-def start_ray(config: RunConfig) -> None:
-    """Connect to the cluster of the configuration, or start one on this machine for this run only."""
-    cluster = config.cluster
-    if cluster.address is not None:
-        ray.init(address=cluster.address, log_to_driver=False)
-        return
-    ray.init(
-        address="local",
-        num_cpus=cluster.num_cpus or pools_of(config, roles_of(config)).get_n_slots(),
-        object_store_memory=cluster.object_store_memory,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.WARNING,
-    )
-
-
-@contextmanager
-def interruptible() -> Iterator[None]:
-    """Handle SIGTERM and SIGINT like Ctrl-C, even if the parent process made this one ignore SIGINT."""
-    before = {number: signal.signal(number, _interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _run_of_trackers(config: RunConfig, directory: Path) -> Run:
-    trainer = config.trainer
-    resumed_at = read_record(Path(trainer.default_local_dir)).last.global_steps if trainer.resume else None
-    return Run(directory, name=directory.name, config=dataclasses.asdict(config), resumed_at=resumed_at)
-
-
-def _check_unused(directory: Path, config: RunConfig) -> None:
-    """Raise ConfigError if the directory contains another run and this one does not resume it."""
-    if (directory / "metrics.jsonl").exists() and not config.trainer.resume:
-        raise ConfigError(
-            f"run_dir {directory} contains a run already: set another one, or resume it with mcontroller resume "
-            f"{directory}",
-            key="run_dir",
-            value=str(directory),
-        )
-
-
-def _interrupt(signal_number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
+    return until_interrupted(lambda: train(config, Console()))

@@ -18,10 +18,10 @@ from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor, nn
 
 from workers.model.vocab_parallel import log_probs_and_entropy
-from workers.model.zigzag import zigzag_slice
 from workers.train.batches import TokenBatch
 from workers.train.packing import OwnTargets
 from workers.train.router_losses import padding_matters
+from workers.zigzag import zigzag_slice
 
 __all__ = [
     "forward_hidden",

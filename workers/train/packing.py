@@ -2,7 +2,7 @@
 
 Packed rows of different lengths are one sequence, without padding between them (Megatron's THD format). They follow
 each other, each padded only to the multiple that the cp axis and sequence parallelism need. Under context parallelism
-every row is split on its own, in zigzag (see ``workers.model.zigzag``), and a rank has its part of every row. The
+every row is split on its own, in zigzag (see ``workers.zigzag``), and a rank has its part of every row. The
 output layer runs over the targets that count only.
 """
 

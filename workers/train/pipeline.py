@@ -15,6 +15,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor, nn
 
+from mcontroller.trace.schedule import tracing
 from workers.train.batches import TokenBatch
 from workers.train.forward import token_positions
 from workers.train.metrics import LOSS_COUNT
@@ -72,7 +73,7 @@ def run_for_scores(
         with _choosing_experts(model, rows, pg):
             return forward(model, rows), lambda output, non_loss_data: output
 
-    with scoring(chunks), releasing_inputs(chunks):
+    with scoring(chunks), releasing_inputs(chunks), _tracing(chunks, micro_batches):
         return _schedule(chunks, pg)(
             forward_step_func=step,
             **_schedule_arguments(chunks, micro_batches, pg),
@@ -109,7 +110,7 @@ def run_for_gradients(
     for chunk in chunks:
         if not chunk.training:
             chunk.train()
-    with releasing_inputs(chunks), _ending_replay(micro_batches):
+    with releasing_inputs(chunks), _ending_replay(micro_batches), _tracing(chunks, micro_batches):
         return _schedule(chunks, pg)(
             forward_step_func=step,
             **_schedule_arguments(chunks, micro_batches, pg),
@@ -143,6 +144,12 @@ def _with_reported_count(loss: Loss, rows: TokenBatch, output: Any) -> tuple[Ten
     # An infinite loss can have finite gradients. A loss of NaN makes them NaN, which the check before the step finds.
     total = total * torch.where(torch.isfinite(total.detach()), 1.0, math.nan)
     return total, torch.zeros((), dtype=torch.int, device=total.device), report | {LOSS_COUNT: count.detach()}
+
+
+def _tracing(
+    chunks: Sequence[nn.Module], micro_batches: Sequence[TokenBatch]
+) -> contextlib.AbstractContextManager[None]:
+    return tracing([get_model_config(chunk) for chunk in chunks], micro_batches[0].tokens.device)
 
 
 def _schedule(chunks: Sequence[nn.Module], pg: ProcessGroupCollection) -> Callable[..., Any]:

@@ -34,6 +34,7 @@ class TrainingState:
         float32: by part, for every chunk, copies in float32 of weights by name, which a checkpoint contains instead.
         received_version: the version of the policy that another group sent; None if it sent none. Not saved.
         weights_version: a number that changes whenever the weights may have changed. Not saved.
+        base: what the adapters of the part "model" belong to, for the manifest; None if it has none.
         gradients: the ``Gradients`` that ``optim_step`` applies; None if there are none. Not saved.
     """
 
@@ -45,6 +46,7 @@ class TrainingState:
     float32: dict[str, list[dict[str, Tensor]]] = field(default_factory=dict)
     weights_version: int = 0
     received_version: int | None = None
+    base: dict[str, Any] | None = None
     gradients: Any = None
 
     @property

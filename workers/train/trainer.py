@@ -16,6 +16,7 @@ from torch import Tensor
 from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
 from mcontroller.errors import ConfigError, before_changes
+from mcontroller.trace.recorder import span
 from workers.config import OptimConfig
 from workers.config.roles import MicroBatchSize
 from workers.model.utilization import model_flops_utilization
@@ -129,7 +130,8 @@ class Gradients:
         state, optimizer, scheduler = self._state, self._state.optimizer, self._state.scheduler
         assert optimizer is not None and scheduler is not None
         lr = float(scheduler.get_lr({}))
-        step = guarded_step(optimizer)
+        with span("optimizer"):
+            step = guarded_step(optimizer)
         if step.overflow and not all_finite(self.reports, self._batches[0].tokens.device):
             step = step._replace(overflow=False)  # a smaller scale of the loss would not help
         self.routers.end(step.made)

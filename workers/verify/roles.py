@@ -23,7 +23,7 @@ from mcontroller.verify.training import ADAM_EPS, LEARNING_RATE, StepValues, Tra
 from parallel_state.layout import ParallelLayout
 from workers.config import ActorConfig, OptimConfig, ParallelConfig
 from workers.model.transformer_config import transformer_config
-from workers.run.check_verb import pool_size
+from workers.run.check_report import pool_size
 from workers.run.config import RunConfig
 from workers.run.parts import roles_of
 from workers.verify.sizes import small_layout, small_model

@@ -29,7 +29,7 @@ from workers.weights.resharding_schedule import (
     schedule_resharding,
     whole_tensors,
 )
-from workers.weights.shards import WeightShard, model_shards, unknown_positions
+from workers.weights.shards import SliceReader, WeightShard, model_shards, unknown_positions
 
 __all__ = [
     "BucketMemory",
@@ -119,15 +119,15 @@ class Resharding:
         """Copy the current weights of the source to the target (a collective)."""
         torch.cuda.synchronize()  # the device may still run what was called before
         start = time.perf_counter()
-        rank, sent = dist.get_rank(), 0
+        rank, sent, sources = dist.get_rank(), 0, SliceReader(self._sources)
         for move in self.schedule.copies:
             if move.target_rank == rank:
-                self._target(move).copy_(_source(self._sources, move))
+                self._target(move).copy_(_source(sources, move))
         for shard in self._targets:
             shard.padding().zero_()
         for bucket in self.schedule.buckets:
             sent += sum(move.nbytes for move in bucket if move.source_rank == rank)
-            for move, part in _exchanged(bucket, self._sources):
+            for move, part in _exchanged(bucket, sources):
                 target = self._target(move)
                 target.copy_(part.view(target.shape))
         torch.cuda.synchronize()
@@ -174,10 +174,10 @@ class WholeTensors:
         mine = [shard.described() for shard in shards], wanted
         if any(all_gather_values(mine != self._planned_for)):
             self._make_schedule(mine)
-        device, rank = shards[0].param.device, dist.get_rank()
+        device, rank, sources = torch.device(torch.cuda.current_device()), dist.get_rank(), SliceReader(shards)
         for bucket in self._buckets:
-            arriving = _exchanged([move for move in bucket if move.source_rank != move.target_rank], shards)
-            kept = [(move, _source(shards, move)) for move in bucket if move.source_rank == rank == move.target_rank]
+            arriving = _exchanged([move for move in bucket if move.source_rank != move.target_rank], sources)
+            kept = [(move, _source(sources, move)) for move in bucket if move.source_rank == rank == move.target_rank]
             slots = sorted({move.target_slot for move in bucket if move.target_rank == rank})
             if slots:
                 tensors = {slot: self._wanted[slot] for slot in slots}
@@ -255,11 +255,11 @@ def tensor_in(memory: Tensor, place: TensorInBucket) -> Tensor:
     return memory[start : start + prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
 
-def _source(shards: Sequence[WeightShard], move: Move) -> Tensor:
-    return shards[move.source_slot].param.data.narrow(move.dim, move.source_start, move.length)
+def _source(shards: SliceReader, move: Move) -> Tensor:
+    return shards.read(move.source_slot, move.dim, move.source_start, move.length)
 
 
-def _exchanged(bucket: Sequence[Move], sources: Sequence[WeightShard]) -> list[tuple[Move, Tensor]]:
+def _exchanged(bucket: Sequence[Move], sources: SliceReader) -> list[tuple[Move, Tensor]]:
     """Exchange the moves of one bucket (a collective); return the moves to this rank with their values, flat."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if not bucket:

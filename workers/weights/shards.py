@@ -7,8 +7,8 @@ groups, fingerprints.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from parallel_state.megatron import MegatronContext
 from workers.weights.resharding_schedule import LocalTensor, Span, spans_of
 
-__all__ = ["WeightShard", "model_shards", "named_buffers", "named_shards", "unknown_positions"]
+__all__ = ["SliceReader", "WeightShard", "model_shards", "named_buffers", "named_shards", "unknown_positions"]
 
 _LAYER = re.compile(r"(decoder\.layers\.)(\d+)(\..*)")
 _GROUPED_EXPERT = re.compile(r"(.*\.experts\..*\.(?:weight|bias))(\d+)")
@@ -39,6 +39,7 @@ class WeightShard:
         dim: the dim that is divided; None if this rank has the whole tensor.
         spans: the parts of that dim that this rank has, in the order of its own tensor; padding is in none.
         ways, index: number of ranks that the dim is divided over (tp or etp), and this rank among them.
+        merging: returns ``param`` with an adapter added, in new memory; None if it has none.
     """
 
     name: str
@@ -48,26 +49,33 @@ class WeightShard:
     spans: tuple[Span, ...] = ()
     ways: int = 1
     index: int = 0
+    merging: Callable[[Tensor], Tensor] | None = None
+
+    def values(self) -> Tensor:
+        """Return this rank's tensor as it is moved: ``param``, or with an adapter a tensor in new memory."""
+        return self.param.data if self.merging is None else self.merging(self.param.data)
 
     def described(self) -> LocalTensor:
         """Return the description of this part without its values."""
-        dtype, contiguous = str(self.param.dtype).removeprefix("torch."), self.param.is_contiguous()
+        dtype = str(self.param.dtype).removeprefix("torch.")
+        contiguous = self.param.is_contiguous() and self.merging is None
         size = self.param.element_size()
         return LocalTensor(self.name, self.full_shape, dtype, size, self.dim, self.spans, contiguous)
 
     def runs(self) -> Iterator[tuple[int, Tensor]]:
         """Iterate over consecutive indices of the whole tensor along ``dim``: the first one, and the values."""
+        values = self.values()
         if self.dim is None:
-            yield 0, self.param.reshape(self.full_shape)
+            yield 0, values.reshape(self.full_shape)
             return
         run: list[Span] = []
         for span in self.spans:
             if run and span.start != run[-1].stop:
-                yield run[0].start, self._values(run, self.dim)
+                yield run[0].start, _joined(values, run, self.dim)
                 run = []
             run.append(span)
         if run:
-            yield run[0].start, self._values(run, self.dim)
+            yield run[0].start, _joined(values, run, self.dim)
 
     def padding(self) -> Tensor:
         """Return the rows of this rank's tensor that pad the vocabulary; usually none."""
@@ -84,17 +92,45 @@ class WeightShard:
             parts.append(full.new_zeros(missing, *full.shape[1:]))
         return torch.cat(parts, self.dim)
 
-    def _values(self, spans: Sequence[Span], dim: int) -> Tensor:
-        parts = [self.param.detach().narrow(dim, offset, stop - start) for start, stop, offset in spans]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+class SliceReader:
+    """Reads slices of shards. It keeps the last tensor, which may have an adapter added, for the next slice of it.
+
+    Args:
+        shards: by slot; their weights must not change while this object exists.
+    """
+
+    def __init__(self, shards: Sequence[WeightShard]) -> None:
+        self._shards = shards
+        self._last: tuple[Tensor, Tensor] | None = None
+
+    def read(self, slot: int, dim: int, start: int, length: int) -> Tensor:
+        """Return a slice of the tensor in ``slot``."""
+        shard = self._shards[slot]
+        if self._last is None or self._last[0] is not shard.param:
+            self._last = shard.param, shard.values()
+        return self._last[1].narrow(dim, start, length)
+
+
+def _joined(values: Tensor, spans: Sequence[Span], dim: int) -> Tensor:
+    parts = [values.narrow(dim, offset, stop - start) for start, stop, offset in spans]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def named_shards(chunks: Sequence[torch.nn.Module], context: MegatronContext) -> Iterator[WeightShard]:
-    """Iterate over the parameters of this rank's model chunks (wrapped or not), in their order."""
+    """Iterate over the parameters of this rank's model chunks (wrapped or not), in their order.
+
+    Adapters (``workers.lora``) are not among them: they are added to the weights when these are read.
+    """
     for wrapped in chunks:
         chunk = unwrap_model(wrapped)
+        adapters = getattr(chunk, "lora", None)
         for local_name, param in chunk.named_parameters():
-            yield _shard(chunk, local_name, param, context)
+            if adapters is None:
+                yield _shard(chunk, local_name, param, context)
+            elif not local_name.startswith("lora."):
+                shard = _shard(chunk, local_name, param, context)
+                yield replace(shard, merging=adapters.merging(local_name))
 
 
 def named_buffers(chunks: Sequence[torch.nn.Module], context: MegatronContext) -> Iterator[tuple[str, Tensor]]:

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcontroller.errors import DataError
+from mcontroller.config.checks import close_names
+from mcontroller.errors import ConfigError, DataError
 from mcontroller.ppo.datasets.config import ProblemsConfig
 from mcontroller.ppo.datasets.sources import Records
 from mcontroller.ppo.datasets.tokenizers import Message, PrefixingTokenizer, TextTokenizer
@@ -18,9 +19,9 @@ __all__ = ["Demonstration", "Demonstrations", "PromptRows", "prompt_text"]
 
 
 class PromptRows:
-    """Rows of ``input_ids`` and ``attention_mask`` ``[prompt]``, int64, padded on the left, and further objects.
+    """Rows of ``input_ids`` and ``attention_mask`` ``[prompt]``, int64, padded on the left, and other objects.
 
-    The further objects are ``prompt``, the text, ``answer``, None if the record lacks it, and ``record``, all columns.
+    The other objects are ``prompt``, the text, ``answer``, None if the record lacks it, and ``record``, all columns.
     All prompts are encoded once. Those that are longer than ``prompt_length`` are dropped. A prompt that is a text, and
     does not go through the chat template, begins with the tokenizer's ``text_prefix``, such as BOS.
 
@@ -35,14 +36,15 @@ class PromptRows:
 
     Raises:
         DataError: a record lacks the prompt, has one of another type, or all prompts are too long.
-        ConfigError: there are chat messages, and the tokenizer has no chat template.
+        ConfigError: there are chat messages, and the tokenizer has no chat template; or ``answer_key`` is set to a
+            column that no record has.
     """
 
     def __init__(self, records: Records, config: ProblemsConfig, tokenizer: TextTokenizer, prompt_length: int) -> None:
         self.tokenizer = tokenizer
         self.prompt_length = prompt_length
         self.kept: list[tuple[str, Tensor, Any, Mapping[str, Any]]] = []
-        _check_prompt_column(records, config)
+        _check_columns(records, config)
         prefix = tokenizer.text_prefix if isinstance(tokenizer, PrefixingTokenizer) else []
         shortest = 0
         for index, record in enumerate(records.rows):
@@ -142,8 +144,16 @@ class Demonstrations:
         return Demonstration(tokens, [1] * len(tokens))
 
 
-def _check_prompt_column(records: Records, config: ProblemsConfig) -> None:
-    """Raise DataError with the location of the first record that lacks the column of the prompt."""
+def _check_columns(records: Records, config: ProblemsConfig) -> None:
+    """Raise an error if a record lacks the column of the prompt, or all lack the column of the answer that was set."""
+    if config.answer_key != ProblemsConfig().answer_key and not any(config.answer_key in row for row in records.rows):
+        there = list(dict.fromkeys(name for row in records.rows for name in row))
+        raise ConfigError(
+            f"data.answer_key is {config.answer_key!r}, and {records.name} has no such column"
+            f"{close_names(config.answer_key, there)}; it has {', '.join(there)}",
+            key="data.answer_key",
+            value=config.answer_key,
+        )
     for index, record in enumerate(records.rows):
         if config.prompt_key not in record:
             raise DataError(

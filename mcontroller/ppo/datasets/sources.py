@@ -18,6 +18,7 @@ from mcontroller.ppo.rewards.functions import import_reasoning_gym
 __all__ = [
     "DATASET_SOURCES",
     "Records",
+    "check_dataset",
     "checked_record",
     "load_records",
     "read_hf",
@@ -252,6 +253,25 @@ def _lines(path: Path) -> list[str]:
         raise DataError(f"{path} is not text in UTF-8: byte {error.start}: {error.reason}", path=str(path)) from error
 
 
+def check_dataset(config: DatasetConfig, key: str) -> str:
+    """Return the name of the reader of a data set, whose file or directory exists if it has one.
+
+    Args:
+        config: the data set.
+        key: its key in the configuration, for error messages.
+
+    Raises:
+        ConfigError: there is no such reader, file or directory.
+    """
+    if config.source is None and config.path is None:
+        raise ConfigError(f"{key} has no path: set {key}.path to a JSONL or Parquet file", key=f"{key}.path")
+    name = config.source or source_of_path(Path(str(config.path)))
+    DATASET_SOURCES.get_or_raise(name, key=f"{key}.source")
+    if name in (*SUFFIXES.values(), "hf"):
+        _path(config)
+    return name
+
+
 def load_records(config: DatasetConfig, key: str) -> Records:
     """Return the rows of a data set that ``skip`` and ``size`` select.
 
@@ -263,10 +283,5 @@ def load_records(config: DatasetConfig, key: str) -> Records:
         ConfigError: there is no such reader, file or task, or an extra is missing.
         DataError: the content cannot be read, with the file and the line or row.
     """
-    name = config.source
-    if name is None:
-        if config.path is None:
-            raise ConfigError(f"{key} has no path: set {key}.path to a JSONL or Parquet file", key=f"{key}.path")
-        name = source_of_path(Path(config.path))
-    records = DATASET_SOURCES.get_or_raise(name, key=f"{key}.source")(config)
+    records = DATASET_SOURCES[check_dataset(config, key)](config)
     return records.selected(config.skip, config.size)

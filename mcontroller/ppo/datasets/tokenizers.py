@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from mcontroller.config.fields import strict_fields
 from mcontroller.config.registry import Registry
+from mcontroller.errors import ConfigError
 
 __all__ = ["TOKENIZERS", "Message", "PrefixingTokenizer", "TextTokenizer", "TokenizerConfig", "TokenizerSource"]
 
@@ -66,6 +67,17 @@ class TokenizerConfig:
     """Name of the implementation: huggingface, or one that you registered."""
     path: str | None = None
     """Directory of its files. None: the model's ``hf_path``."""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the chat template, such as ``enable_thinking: false``, or ``tools``, a list of JSON schemas."""
+
+    def __post_init__(self) -> None:
+        reserved = sorted(self.chat_template_kwargs.keys() & {"tokenize", "add_generation_prompt", "conversation"})
+        if reserved:
+            raise ConfigError(
+                f"tokenizer.chat_template_kwargs has {', '.join(reserved)}, which every prompt has already: leave out",
+                key="tokenizer.chat_template_kwargs",
+                value=self.chat_template_kwargs,
+            )
 
 
 @dataclass(frozen=True)
@@ -75,10 +87,12 @@ class TokenizerSource:
     Attributes:
         path: the directory of its files, if there is one.
         texts: prompts and answers of the problems, for a tokenizer that is made from them.
+        template_arguments: arguments of the chat template.
     """
 
     path: str | None
     texts: Callable[[], tuple[Iterable[str], Iterable[str]]]
+    template_arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
 TOKENIZERS: Registry[Callable[[TokenizerSource], TextTokenizer]] = Registry("tokenizer", key="tokenizer.kind")

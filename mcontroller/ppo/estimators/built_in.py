@@ -5,16 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from mcontroller.config.checks import check_one_of
 from mcontroller.config.fields import strict_fields
-from mcontroller.data.protocol import DataProto
 from mcontroller.errors import DataError
-from mcontroller.ppo.data import columns
 from mcontroller.ppo.estimators.registry import KLInReward, register_advantage_estimator
+from parallel_state.lazy import Lazy
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from mcontroller.data.protocol import DataProto
+    from mcontroller.ppo.data import columns
+else:
+    torch = Lazy("torch")
+    columns = Lazy("mcontroller.ppo.data", "columns")
 
 __all__ = [
     "GAEOptions",

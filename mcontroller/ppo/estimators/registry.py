@@ -18,15 +18,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol, TypeVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from mcontroller.config.registry import Registry
-from mcontroller.data.protocol import DataProto
 from mcontroller.errors import ConfigError
-from mcontroller.ppo.data import columns
+from parallel_state.lazy import Lazy
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from mcontroller.data.protocol import DataProto
+    from mcontroller.ppo.data import columns
+else:
+    torch = Lazy("torch")
+    DataProto, columns = Lazy("mcontroller.data.protocol", "DataProto"), Lazy("mcontroller.ppo.data", "columns")
 
 __all__ = [
     "ADVANTAGE_ESTIMATORS",
@@ -85,7 +91,7 @@ class AdvantageEstimator:
 ADVANTAGE_ESTIMATORS: Registry[AdvantageEstimator] = Registry("advantage estimator", key="algorithm.adv_estimator")
 """Advantage estimators by the name that ``algorithm.adv_estimator`` takes."""
 
-F = TypeVar("F", bound=Callable[..., tuple[Tensor, Tensor]])
+F = TypeVar("F", bound=Callable[..., "tuple[Tensor, Tensor]"])
 
 
 def register_advantage_estimator(

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from mcontroller.ppo.losses.registry import PolicyLoss, register_policy_loss
+from parallel_state.lazy import Lazy
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    torch = Lazy("torch")
 
 __all__ = [
     "cispo_policy_loss",

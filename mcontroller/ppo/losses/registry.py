@@ -17,12 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeVar
-
-from torch import Tensor
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 from mcontroller.config.checks import check_above
 from mcontroller.config.registry import Registry
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = [
     "AGGREGATIONS",
@@ -49,7 +50,7 @@ class Weights:
     count: Tensor
 
 
-Aggregation = Callable[[Tensor, Tensor, int], Weights]
+Aggregation = Callable[["Tensor", "Tensor", int], Weights]
 """Maps the mask of this rank's tokens, the mask of all tokens, and the longest possible response to ``Weights``.
 
 Both masks are float ``[rows, response]``. They differ under context parallelism, where ranks share the tokens of a
@@ -138,7 +139,7 @@ class RegisteredPolicyLoss:
 
     Attributes:
         function: its function.
-        columns: further columns of the batch that it reads, ``[rows, response]``.
+        columns: other columns of the batch that it reads, ``[rows, response]``.
         whole_sequences: whether it combines the tokens of a response, so that it needs all of them under cp too.
         loss_agg_mode: how it is averaged, unless the configuration sets another mode.
         clip_low: its ``clip_low``, unless the configuration sets ``clip_ratio_low`` or ``clip_ratio``.
@@ -172,10 +173,10 @@ def register_policy_loss(
 
     Args:
         name: the value of ``policy_loss`` that chooses it.
-        columns: further columns of the batch that it reads, ``[rows, response]``. The function gets them as
+        columns: other columns of the batch that it reads, ``[rows, response]``. The function gets them as
             ``columns``, a mapping; ``update_actor`` requires them.
         whole_sequences: whether it combines the tokens of a response. Under context parallelism it then gets the
-            log-probabilities of all tokens; otherwise those of this rank only.
+            log-probabilities of all tokens; otherwise of this rank only.
         loss_agg_mode: how it is averaged unless the configuration sets another mode: a name in ``AGGREGATIONS``.
         clip_low: its ``clip_low`` unless the configuration sets one; above 0. A ratio is never below 0, so 1 is no
             lower limit of a ratio.

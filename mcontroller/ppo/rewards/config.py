@@ -24,7 +24,7 @@ class RewardFunctionConfig:
     batch: bool = False
     """Call it once with lists of the values of all samples, instead of once for each sample."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Further keyword arguments of every call."""
+    """Other keyword arguments of every call."""
 
 
 @strict_fields

@@ -103,18 +103,18 @@ ASYNC_MARGIN_S = 5.0
 
 
 class Decoder(Protocol):
-    """The method of a tokenizer that is used here."""
+    """The method of a tokenizer that rewards use."""
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids."""
 
 
 class FunctionRewards:
-    """A reward function that calls those of a configuration for every response.
+    """A reward function that calls the functions of a configuration for every response.
 
     A function is called with the arguments that its signature names, of: ``prompt`` and ``response``, the texts;
     ``answer``; and the columns of the data set. It returns a number, None if it does not apply, or a mapping with a
-    ``score`` and further numbers, which are reported. A response to which no function applies has no score, nor has one
+    ``score`` and other numbers, which are reported. A response to which no function applies has no score, nor has one
     for which a function failed, unless there is a ``failed_score``.
 
     Reads ``responses`` and ``response_mask`` ``[rows, response]``, and the columns ``prompt``, ``answer`` and
@@ -165,13 +165,13 @@ class FunctionRewards:
             samples.append({**others["record"][row], **known})
         return samples
 
-    def check(self, samples: Sequence[Sample], *, must_apply: bool = True, here: bool = False) -> None:
+    def check(self, samples: Sequence[Sample], *, must_apply: bool = True, in_process: bool = False) -> None:
         """Call every function with the first problems and their right answers as responses; see ``try_functions``.
 
         Args:
             samples: problems, the right answer of each as its response.
             must_apply: reject functions that apply to none of them.
-            here: call the functions in this process, without a deadline, instead of starting processes.
+            in_process: call the functions in this process, without a deadline, instead of starting processes.
 
         Raises:
             ConfigError: a function cannot be imported.
@@ -179,7 +179,7 @@ class FunctionRewards:
         """
 
         def call(name: str, tried: Sequence[Sample]) -> Sequence[ScoreOutcome]:
-            if here:
+            if in_process:
                 return [each for part in self.functions[name].outcomes(tried, self.config.timeout_s) for each in part]
             found = self.pool.run(self._tasks(name, self.functions[name], tried))[name]
             return [found[row] for row in range(len(tried))]
@@ -206,7 +206,7 @@ class FunctionRewards:
             failed = [max(one, float(outcome.error is not None)) for one, outcome in zip(failed, each, strict=True)]
             applies = [one or score is not None for one, score in zip(applies, scores, strict=True)]
             reported[name] = [math.nan if score is None else score for score in scores]
-            reported |= self._further_values(name, each)
+            reported |= self._other_values(name, each)
         reported["reward_failed"] = failed
         lost = [one > 0 and self.config.failed_score is None for one in failed]
         scored = [any_applies and not one for any_applies, one in zip(applies, lost, strict=True)]
@@ -235,7 +235,7 @@ class FunctionRewards:
     def _sent(self, function: LoadedFunction, sample: Sample) -> Sample:
         return sample if function.takes_all else {key: value for key, value in sample.items() if key in function.names}
 
-    def _further_values(self, name: str, outcomes: Sequence[ScoreOutcome]) -> dict[str, Sequence[float]]:
+    def _other_values(self, name: str, outcomes: Sequence[ScoreOutcome]) -> dict[str, Sequence[float]]:
         prefix = "" if len(self.functions) == 1 else f"{name}/"
         keys = dict.fromkeys(key for outcome in outcomes for key in outcome.values or {})
         return {f"{prefix}{key}": [(outcome.values or {}).get(key, math.nan) for outcome in outcomes] for key in keys}

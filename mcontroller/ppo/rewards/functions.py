@@ -34,7 +34,7 @@ def math_verify(response: str, answer: str) -> float:
     r"""Return 1 if the response ends in an expression that is mathematically equal to the answer, else 0.
 
     Needs the extra ``math``. Both are parsed by math-verify: LaTeX, also in ``\\boxed{}``, and plain numbers. Its own
-    time limits are off, because those of the process apply.
+    time limits are off, because the process has its own.
     """
     library = import_extra("math_verify", "math", "rewards.functions")
     gold = library.parse(str(answer), parsing_timeout=None)

@@ -44,7 +44,7 @@ class ScoreOutcome:
 
     Attributes:
         score: the score; None if the function does not apply.
-        values: further values that the function returned, by name.
+        values: other values that the function returned, by name.
         error: the reason if there is no result.
     """
 
@@ -84,7 +84,7 @@ class LoadedFunction:
     def outcomes(self, samples: Sequence[Sample], timeout_s: float) -> Iterator[list[ScoreOutcome]]:
         """Yield the outcomes of all samples, in order. The samples of an async function are scored at the same time.
 
-        Those of an ordinary function are scored one after the other, and yielded when they have taken a moment.
+        The samples of an ordinary function are scored one after the other, and yielded when they have taken a moment.
         """
         if self.config.batch:
             yield self._of_batch(samples)
@@ -346,7 +346,7 @@ class ScoringProcesses:
     def _start(self) -> _Server:
         """Start a process that imports the functions. It does not import the main module of this program.
 
-        It is in a session of its own: Ctrl-C in the terminal ends the program, which ends its processes.
+        It is in a new session: Ctrl-C in the terminal ends the program, which ends its processes.
         """
         if self._closed:
             raise ConfigError("the processes of the reward functions were closed", key="rewards.functions")

@@ -39,9 +39,9 @@ class Reward:
 
     Attributes:
         token_level_scores: float32 ``[rows, response]``; ``outcome_scores`` makes it from one score per response.
-        columns: further values of every row, such as its ``accuracy``; their means and standard deviations are
+        columns: other values of every row, such as its ``accuracy``; their means and standard deviations are
             reported. NaN: the value does not apply to the row.
-        samples: what people look at: a mapping for each row with its ``prompt``, ``response`` and further texts and
+        samples: what people look at: a mapping for each row with its ``prompt``, ``response`` and other texts and
             numbers; empty if the function does not decode.
         answers: the answer of every row, such as the number that was extracted from it. Validation with several
             responses takes a majority vote over equal answers.
@@ -94,7 +94,7 @@ class StartableReward(Protocol):
 
 
 CombineRewards = Callable[[Tensor, Tensor], Tensor]
-"""Maps the scores of the reward function and those of the reward model to the scores to train on.
+"""Maps the scores of the reward function and of the reward model to the scores to train on.
 
 All three are float32 ``[rows, response]``. A row without a score of the reward function has none afterwards either.
 """
@@ -124,7 +124,7 @@ def outcome_scores(scores: Sequence[float] | Tensor, response_mask: Tensor) -> T
 def sum_of_rewards(
     functions: Mapping[str, RewardFunction], weights: Mapping[str, float] | None = None
 ) -> RewardFunction:
-    """Return a reward function that adds several, each with a column of its own scores in the metrics.
+    """Return a reward function that adds several, each with a column of its scores in the metrics.
 
     A function that returns None for a row adds nothing; a row for which all do has no score.
 
@@ -206,7 +206,7 @@ class RewardSources:
 
         Args:
             batch: responses.
-            problems: the further columns of their problems.
+            problems: the other columns of their problems.
         """
         if isinstance(self.training, StartableReward):
             return self.training.start(self.seen(batch).union(problems))

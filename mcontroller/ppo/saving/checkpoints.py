@@ -69,7 +69,7 @@ class RunState:
     program: Mapping[str, Any] = field(default_factory=dict)
     """The state of the program that runs the trainer, as JSON."""
     rollout: Mapping[str, Any] = field(default_factory=dict)
-    """The state of sampling of a rollout group of its own, as JSON."""
+    """The state of sampling of a separate rollout group, as JSON."""
     in_flight: tuple[BatchInFlight, ...] = ()
     """The batches whose responses were generated and not yet trained on."""
     next_row: int | None = None
@@ -151,7 +151,7 @@ class RunCheckpoints:
         for section in sections:
             if outside := outside_of(self.directory, section):
                 text = f"{self.directory / section} leads to {outside}, outside of the run's directory: links to"
-                raise DataError(f"{text} another disk must be those of the whole directory", path=outside)
+                raise DataError(f"{text} another disk must be links of the whole directory", path=outside)
         self.recover(groups)
         name = f"{_STAGED}{secrets.token_hex(4)}"
         staged = {section: self.directory / section / name for section in sections}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -20,6 +21,7 @@ from mcontroller.errors import (
     WorkerError,
 )
 from mcontroller.ppo.config import TrainerConfig
+from mcontroller.ray.rank_logs import find_logs
 
 __all__ = ["FAILURES", "Failure", "Recovery", "root_error"]
 
@@ -29,6 +31,9 @@ FAILURES = "failures.jsonl"
 """The file of the failures of a run, beside its checkpoints: a JSON object in each line."""
 
 HOUR_S = 3600.0
+
+LOG_LINES = 40
+"""Lines of the output of a rank in the record of its failure."""
 
 SAME_FAILURE = 3
 """The run ends when a step has failed so often for the same cause: it would fail again."""
@@ -78,13 +83,19 @@ class Recovery:
     Args:
         config: has the number of restarts, the types, and the directory of the record.
         now: the clock, in seconds.
+        logs: directory of the output of the ranks; None if there is none.
 
     Attributes:
         failures: the failures after which this process went on.
     """
 
-    def __init__(self, config: TrainerConfig, now: Callable[[], float] = time.time) -> None:
-        self._config, self._now = config, now
+    def __init__(
+        self,
+        config: TrainerConfig,
+        now: Callable[[], float] = time.time,
+        logs: str | os.PathLike[str] | None = None,
+    ) -> None:
+        self._config, self._now, self._logs = config, now, logs
         self.failures: list[Failure] = []
 
     def admit(self, error: BaseException, step: int) -> Failure | None:
@@ -134,8 +145,15 @@ class Recovery:
         directory = Path(self._config.default_local_dir)
         content = {**asdict(failure), "restarted": reason is None, "reason": reason}
         try:
+            content["logs"] = self._last_lines(failure)
             directory.mkdir(parents=True, exist_ok=True)
             with open(directory / FAILURES, "a", encoding="utf-8") as file:
                 file.write(json.dumps(content, default=str) + "\n")
         except OSError as error:  # must not replace the failure
             _logger.warning("cannot record a failure: %s", error)
+
+    def _last_lines(self, failure: Failure) -> dict[str, list[str]]:
+        """Return the end of the output of the ranks that failed, as far as their files are on this node."""
+        ranks = {failure.details.get("rank"), *failure.details.get("ranks", ())}
+        logs = [] if self._logs is None else find_logs(Path(self._logs))
+        return {str(log): log.tail(LOG_LINES) for log in logs if log.role == failure.role and log.rank in ranks}

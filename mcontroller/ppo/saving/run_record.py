@@ -125,7 +125,7 @@ class SavedStep:
         program: the state of the program that runs the trainer, as JSON.
         drawn_batches: batches of problems that were drawn; None: one for each step, as earlier versions did.
         num_tokens: tokens of prompts and responses so far.
-        rollout: the state of sampling of a rollout group of its own, as JSON.
+        rollout: the state of sampling of a separate rollout group, as JSON.
         in_flight: the batches whose responses were generated and not yet trained on.
         next_row: position in the data of the first row after those that were trained on; None: of an earlier version.
         batch_size: problems of a batch; None: of an earlier version.

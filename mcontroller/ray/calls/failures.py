@@ -14,6 +14,7 @@ from mcontroller.errors import GroupError, WorkerDied, WorkerError
 from mcontroller.ray.node_processes import on_node, recorded_status
 from mcontroller.ray.process import ProcessInfo
 from mcontroller.ray.process_handles import ProcessEnded
+from mcontroller.ray.rank_logs import without_import_warnings
 from mcontroller.ray.warm_start import exits
 
 __all__ = ["NO_CALL", "RankFailure", "RankLabel", "first_cause", "is_follower", "tail"]
@@ -86,8 +87,8 @@ class RankFailure:
 
     def _is_own(self, cause: GroupError) -> bool:
         fields, info = cause.fields, self.label.info
-        here = info is None or (fields.get("node"), fields.get("pid")) == (info.node, info.pid)
-        return here and fields.get("role") == self.label.role
+        same = info is None or (fields.get("node"), fields.get("pid")) == (info.node, info.pid)
+        return same and fields.get("role") == self.label.role
 
     @property
     def cause(self) -> GroupError | None:
@@ -118,7 +119,7 @@ def is_follower(cause: str) -> bool:
 def first_cause(failures: Sequence[RankFailure]) -> GroupError:
     """Return the error to raise for these failures: the earliest cause, with the number of other ranks that failed.
 
-    Failures after the loss of a peer come last; failures of other processes come after those of the group itself.
+    Failures after the loss of a peer come last; failures of other processes come after the failures of the group.
     """
     first = min(failures, key=lambda failure: (failure.follows, failure.upstream, failure.at, failure.label.rank))
     followers = len(failures) - 1
@@ -151,8 +152,11 @@ def _unexpected(failure: RankFailure, followers: int) -> WorkerError:
 
 
 def _died(failure: RankFailure, followers: int) -> WorkerDied:
-    exit_cause = _exit_cause(str(failure.error), failure.label.info)
-    log_tail = tail(failure.label.info)
+    info = failure.label.info
+    if isinstance(failure.error, ProcessEnded) and failure.error.node_gone:
+        exit_cause, log_tail = str(failure.error), "(not available)"
+    else:
+        exit_cause, log_tail = _exit_cause(str(failure.error), info), tail(info)
     when = "between calls" if failure.method == NO_CALL else f"in {failure.method}"
     return WorkerDied(
         f"{failure.label} died {when}: {exit_cause}{_counted(followers)}\nlast lines of its log:\n{log_tail}",
@@ -221,7 +225,7 @@ def _read_tail(paths: Sequence[str]) -> str:
         if os.path.exists(path):
             with open(path, "rb") as log:
                 log.seek(max(0, os.path.getsize(path) - LOG_BYTES))
-                written = log.read(LOG_BYTES).decode(errors="replace").splitlines()
+                written = without_import_warnings(log.read(LOG_BYTES).decode(errors="replace").splitlines())
             lines += [line for line in written if line and not line.startswith(":")][-LOG_LINES:]
     return "\n".join([*(lines or ["(empty)"]), *(line for path in paths[:1] for line in _full_disk(path))])
 

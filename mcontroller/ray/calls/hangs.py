@@ -18,12 +18,13 @@ from mcontroller.channel.queries import ask
 from mcontroller.errors import CallTimeout
 from mcontroller.ray.calls.call import GroupCall
 from mcontroller.ray.calls.failures import RankLabel
-from mcontroller.ray.node_processes import NODE_SECONDS, NodeProcess, begin_on_node, why_silent
+from mcontroller.ray.node_processes import NODE_SECONDS, SLOW, NodeProcess, begin_on_node, why_silent
 from mcontroller.ray.process import ProcessInfo, ProcessPosition
+from mcontroller.ray.process_handles import ProcessHandles
 from parallel_state.hangs.record import RankRecord, read_rank_record
 from parallel_state.hangs.report import RecordedRanks
 
-__all__ = ["Hang", "late_error", "look_at_ranks", "report_if_late", "stopped_ranks"]
+__all__ = ["Hang", "LateReports", "frozen_ranks", "late_error", "look_at_ranks", "stopped_ranks"]
 
 _logger = logging.getLogger(__name__)
 
@@ -33,6 +34,9 @@ _FROZEN = {"T": "is stopped by a signal", "t": "is stopped by a debugger", "Z": 
 
 AGAIN_SECONDS = 5.0
 """Time after which ranks that wait are looked at again, to see whether they still wait for the same."""
+
+FAIL_LOOKS = 10
+"""A call fails after so many times ``report_after``, if stuck calls fail."""
 
 QUICK_SECONDS = 0.3
 """Time in which most processes answer; of the others it is first found out whether they are stopped or have ended."""
@@ -66,7 +70,7 @@ def look_at_ranks(
         infos: where the process of every rank runs.
         coordinates: index on each axis, by rank; empty if unknown.
         called: the ranks that the call was sent to.
-        late: those of them that have not answered.
+        late: the called ranks that have not answered.
         timeout: seconds to wait for the answers of the processes.
     """
     positions = _positions(infos, range(len(infos)), min(timeout, QUICK_SECONDS))
@@ -95,8 +99,11 @@ def look_at_ranks(
 
 
 def late_error(
-    call: GroupCall,
-    timeout: float | None,
+    role: str,
+    method: str,
+    called: Sequence[int],
+    late: Sequence[int],
+    limit: float,
     what: str,
     infos: Sequence[ProcessInfo],
     coordinates: Sequence[Mapping[str, int]],
@@ -105,24 +112,25 @@ def late_error(
     """Return the error of a call that is late, with the stacks of the late ranks and who waits for whom.
 
     Args:
-        call: the call.
-        timeout: the seconds that a caller waited; None: those of the call.
+        role: the role that was called.
+        method: name of the method.
+        called: the ranks that the call was sent to.
+        late: the called ranks that are late.
+        limit: the seconds that have passed.
         what: what the call lacks, such as ``had no answer in``.
         infos: where the process of every rank runs.
         coordinates: index on each axis, by rank; empty if unknown.
         seconds: seconds to wait for the answers of the processes.
     """
-    late = sorted(call.pending)
-    hang = look_at_ranks(infos, coordinates, call.ranks, late, seconds)
-    limit = min(limit for limit in (call.timeout, timeout) if limit is not None)
-    labels = {rank: RankLabel(call.role, rank, coordinates[rank] if coordinates else {}, infos[rank]) for rank in late}
+    hang = look_at_ranks(infos, coordinates, called, late, seconds)
+    labels = {rank: RankLabel(role, rank, coordinates[rank] if coordinates else {}, infos[rank]) for rank in late}
     listed = "\n".join(f"{labels[rank]}:\n{hang.stacks[rank]}" for rank in late)
     explained = f" {hang.cause}\n\n{hang.report}\n\n" if hang.cause else "\n"
     return CallTimeout(
-        f"{call.role}.{call.method} {what} {limit:g} s from {len(late)} of {len(call.ranks)} "
+        f"{role}.{method} {what} {limit:g} s from {len(late)} of {len(called)} "
         f"ranks, {', '.join(map(str, late))}:{explained}{listed}",
-        role=call.role,
-        method=call.method,
+        role=role,
+        method=method,
         timeout=limit,
         ranks=tuple(late),
         stacks=hang.stacks,
@@ -131,39 +139,62 @@ def late_error(
     )
 
 
-def report_if_late(
-    call: GroupCall,
-    infos: Sequence[ProcessInfo],
-    coordinates: Sequence[Mapping[str, int]],
-    every: float | None,
-    timeout: float,
-) -> None:
-    """Log who waits for whom in a call that has had no answer for long: once, and again when it is another wait.
+class LateReports:
+    """Logs who waits for whom in a call that has had no answer for long: once, and again when it is another wait.
 
-    A wait is logged if two looks see the same: ranks of a call that makes progress wait too, but not for long.
+    A wait is logged if two looks see the same: ranks of a call that makes progress wait too, but not for long. If they
+    wait for the same much later, and ``options.fail_stuck``, the deadline of the call is now.
 
     Args:
-        call: the call.
-        infos: where the process of every rank runs.
-        coordinates: index on each axis, by rank; empty if unknown.
-        every: seconds between looks; None: do nothing.
+        handles: the processes. Their options say when to look, and may change.
         timeout: seconds to wait for the answers of the processes.
     """
-    now, left = time.monotonic(), call.remaining()
-    if every is None or (left is not None and left < 2 * timeout):  # then the deadline reports it
-        return
-    is_new = call.waits not in ("", call.reported)
-    if now - call.looked < (AGAIN_SECONDS if is_new else every * 2**call.looks):
-        return
-    call.looks += not is_new  # a look takes seconds if a rank holds the interpreter: ever fewer of a long call
-    late = sorted(call.pending)
-    hang = look_at_ranks(infos, coordinates, call.ranks, late, timeout)
-    call.looked = time.monotonic()
-    if hang.report and hang.report == call.waits != call.reported:
-        call.reported = hang.report
-        who = f"{call.role}.{call.method} has no answer from {len(late)} of {len(call.ranks)} ranks"
-        _logger.warning("%s after %.0f s: %s\n\n%s", who, now - call.started, hang.cause, hang.report)
-    call.waits = hang.report
+
+    def __init__(self, handles: ProcessHandles, timeout: float) -> None:
+        self._handles, self._patience = handles, timeout
+        self._number = -1
+
+    def look(self, call: GroupCall, coordinates: Sequence[Mapping[str, int]]) -> bool:
+        """Look at the oldest call in flight, if it is time to; return whether it is to fail because it is stuck.
+
+        Args:
+            call: the call.
+            coordinates: as in ``late_error``.
+        """
+        if call.number != self._number:
+            self._number, self._looked, self._looks = call.number, call.started, 0
+            self._waits = self._reported = ""
+        now, left, every = time.monotonic(), call.remaining(), self._handles.options.report_after
+        if every is None or (left is not None and left < 2 * self._patience):  # then the deadline reports it
+            return False
+        is_new = self._waits not in ("", self._reported)
+        if now - self._looked < (AGAIN_SECONDS if is_new else every * 2**self._looks):
+            return False
+        self._looks += not is_new  # a look takes seconds if a rank holds the interpreter: ever fewer of a long call
+        late = sorted(call.pending)
+        hang = look_at_ranks(self._handles.infos, coordinates, call.ranks, late, self._patience)
+        self._looked = time.monotonic()
+        stuck = hang.report != "" and hang.report == self._reported  # since a look at least twice ``every`` ago
+        if hang.report and hang.report == self._waits != self._reported:
+            self._reported = hang.report
+            who = f"{call.role}.{call.method} has no answer from {len(late)} of {len(call.ranks)} ranks"
+            _logger.warning("%s after %.0f s: %s\n\n%s", who, now - call.started, hang.cause, hang.report)
+        self._waits = hang.report
+        return self._handles.options.fail_stuck and (stuck or now - call.started >= FAIL_LOOKS * every)
+
+
+def frozen_ranks(infos: Sequence[ProcessInfo], ranks: Sequence[int]) -> dict[int, tuple[str, bool]]:
+    """Return why ranks do not answer, and whether they cannot go on by themselves; "" if they are only slow.
+
+    Args:
+        infos: where the process of every rank runs.
+        ranks: those that do not answer.
+    """
+    found = {}
+    for rank, seen in zip(ranks, _read_from_outside([infos[rank] for rank in ranks]), strict=True):
+        runs = seen.state == _FROZEN["Z"] or seen.reason.startswith(SLOW)  # the end of a process is found otherwise
+        found[rank] = "" if runs else seen.reason, bool(seen.state)
+    return found
 
 
 def _positions(infos: Sequence[ProcessInfo], ranks: Sequence[int], timeout: float) -> dict[int, ProcessPosition]:

@@ -36,12 +36,10 @@ def shutdown(processes: GroupProcesses, timeout: float | None = None) -> None:
     """
     try:
         with processes.sending:
-            nothing = [Arguments()] * processes.world_size
-            call = (
-                processes.call_processes(processes.name, "before_shutdown", "finish", nothing, timeout)
-                if processes.is_idle(timeout)
-                else None
-            )
+            call = None
+            if processes.is_idle(timeout):
+                nothing = dict.fromkeys(range(processes.world_size), Arguments())
+                call = processes.send(processes.name, "before_shutdown", nothing, timeout=timeout, of_process="finish")
         if call is not None:
             for keeping in tuple(processes.keeping):
                 _read_before_end(processes, keeping, call)
@@ -61,14 +59,15 @@ def _read_before_end(processes: GroupProcesses, keeping: GroupCall, last: GroupC
 
 def _break_if_stopped(processes: GroupProcesses, call: GroupCall, ranks: Sequence[int]) -> None:
     if stopped_ranks(processes.handles.infos, ranks, STOPPED_SECONDS):
-        raise processes.time_out(call, time.monotonic() - call.started)
+        call.end_late(time.monotonic() - call.started)
+        call.check()
 
 
 def _await_end(processes: GroupProcesses, call: GroupCall) -> None:
     """Wait for ``before_shutdown`` of all workers, but not for a process that is stopped by a signal."""
     with contextlib.suppress(WorkerDied):
         while (left := call.remaining()) is None or left > STOPPED_SECONDS:
-            if processes.wait(call, STOPPED_SECONDS):
+            if call.wait(STOPPED_SECONDS):
                 break
             _break_if_stopped(processes, call, sorted(call.pending))
-        processes.settle(call)
+        call.check()

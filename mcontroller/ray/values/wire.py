@@ -306,7 +306,7 @@ def _store_file(inode: int) -> int | None:
 
 
 def _raylets() -> Iterator[int]:
-    """Yield every raylet of this machine, that of a worker process first."""
+    """Yield every raylet of this machine, the raylet of a worker process first."""
     if "RAY_RAYLET_PID" in os.environ:
         yield int(os.environ["RAY_RAYLET_PID"])
     for process in psutil.process_iter(["name"]):

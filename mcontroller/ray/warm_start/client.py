@@ -98,7 +98,7 @@ def open_folder(command: Sequence[str]) -> int:
 
 
 def folder_path(folder: int) -> str:
-    """Return the path of an open folder in this process, which is also short: that of a socket has 107 characters."""
+    """Return a path of an open folder in this process, which is short: a socket has one of at most 107 characters."""
     return f"/proc/self/fd/{folder}"
 
 

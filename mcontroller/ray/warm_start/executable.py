@@ -26,7 +26,7 @@ def with_warm_start(options: Mapping[str, Any]) -> dict[str, Any]:
 
     A node that does not have this package at the same path starts the process as Ray does.
 
-    Options whose runtime environment has an interpreter of its own are returned unchanged, as are all options on a
+    Options whose runtime environment has another interpreter are returned unchanged, as are all options on a
     system other than Linux.
     """
     own = dict(options.get("runtime_env") or {})

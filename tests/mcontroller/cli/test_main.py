@@ -42,8 +42,8 @@ def test_the_module_is_a_program() -> None:
 
 
 def test_an_unknown_verb_is_rejected_with_near_matches(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["topolgy"]) == 2
-    assert capsys.readouterr().err == "mcontroller: there is no verb 'topolgy'; did you mean topology?\n"
+    assert main(["topologie"]) == 2
+    assert capsys.readouterr().err == "mcontroller: there is no verb 'topologie'; did you mean topology?\n"
 
 
 def test_errors_of_a_verb_are_one_line_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import pytest
 
 from mcontroller.config.checks import check_above, check_at_least, check_between, check_one_of
-from mcontroller.config.fields import nested_config, strict_fields
+from mcontroller.config.fields import changed_fields, nested_config, strict_fields
 from mcontroller.config.load import load_config
 from mcontroller.errors import ConfigError
 
@@ -87,3 +87,22 @@ def test_values_out_of_range_are_rejected_with_key_value_and_rule(check: Callabl
     with pytest.raises(ConfigError) as caught:
         check()
     assert str(caught.value) == rule and caught.value.fields["key"] == "a.b"
+
+
+def test_changed_fields_have_their_defaults() -> None:
+    car = Car(Engine(3), doors=2, extra={"radio": {"power": 5}})
+    assert changed_fields(car) == {"engine.power": "required", "doors": 4, "extra": {}}
+    assert changed_fields(Car(Engine(3, "gas"), trailer=Engine(1))) == {
+        "engine.power": "required",
+        "engine.fuel": "petrol",
+        "trailer.power": "required",
+    }
+
+    @dataclass(frozen=True)
+    class Trip:
+        car: Car | None = field(default_factory=lambda: Car(Engine(7)))
+        stops: Any = (1, 2)
+
+    assert changed_fields(Trip(stops=[1, 2])) == {}
+    assert changed_fields(Trip(Car(Engine(8)), stops=[1])) == {"car.engine.power": 7, "stops": [1, 2]}
+    assert changed_fields(Trip(None)) == {"car": dataclasses.asdict(Car(Engine(7)))}

@@ -50,7 +50,7 @@ class Versions(Callback):
 def run(config: PPOConfig, roles: dict[Role, Any] = SEPARATE, **others: Any) -> tuple[RayPPOTrainer, list[dict]]:
     """Return a trainer after its run, and the metrics of every step."""
     lines: list[dict[str, float]] = []
-    tracker = type("Lines", (), {"log": lambda self, metrics, step: lines.append(dict(metrics)), "close": print})()
+    tracker = type("Lines", (), {"log": lambda self, metrics, *_: lines.append(dict(metrics)), "close": print})()
     tracker.log_samples = lambda *_: None
     trainer = toy_trainer(config, roles, trackers=[tracker], **{"val_dataset": None, **others})
     trainer.init_workers()

@@ -186,7 +186,7 @@ def trained(sequential: bool) -> tuple[torch.Tensor, torch.Tensor, list[dict[str
     logged: list[dict[str, float]] = []
 
     class Logs:
-        def log(self, metrics: Mapping[str, float], step: int) -> None:
+        def log(self, metrics: Mapping[str, float], step: int, phase: str) -> None:
             logged.append({name: value for name, value in metrics.items() if not name.startswith(("timing", "perf"))})
 
         def close(self) -> None:

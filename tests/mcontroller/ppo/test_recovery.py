@@ -28,7 +28,7 @@ class Recorder:
     def __init__(self) -> None:
         self.lines: list[tuple[int, dict[str, float]]] = []
 
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
+    def log(self, metrics: Mapping[str, float], step: int, phase: str) -> None:
         kept = {name: value for name, value in metrics.items() if not name.startswith(VARYING)}
         self.lines.append((step, kept))
 
@@ -108,24 +108,33 @@ def run(made: tuple[PPOConfig, Any], events: Callback | None = None) -> tuple[di
         return tables(trainer), recorder.lines
 
 
-@pytest.mark.parametrize("make", [one_group, two_groups])
-@pytest.mark.parametrize("save_freq", [-1, 2])
+@pytest.mark.parametrize(
+    ("make", "save_freq", "memory"),
+    [
+        *((one_group, *saving) for saving in [(-1, 0), (2, 0), (-1, 1), (2, 3)]),
+        *((two_groups, *saving) for saving in [(-1, 0), (2, 0), (2, 1)]),
+    ],
+)
 def test_a_failure_at_any_call_changes_neither_weights_nor_metrics(
-    make: Any, save_freq: int, calls: Calls, tmp_path: Path
+    make: Any, save_freq: int, memory: int, calls: Calls, tmp_path: Path
 ) -> None:
-    weights, metrics = run(make(tmp_path / "undisturbed", save_freq=save_freq))
+    saving = {"save_freq": save_freq, "memory_save_freq": memory}
+    weights, metrics = run(make(tmp_path / "undisturbed", **saving))
     starts = len(make(tmp_path)[1] or (1, 2))  # init_model of each group, outside of fit
     total = calls.count
     assert total > 30
     for number in range(starts + 1, total + 1):
         calls.fail_at(number)
         events, directory = Events(), tmp_path / str(number)
-        found, lines = run(make(directory, save_freq=save_freq), events)
+        found, lines = run(make(directory, **saving), events)
         assert len(events.restarts) == events.started_times == 1, number
         assert all(torch.equal(found[name], weights[name]) for name in weights), number
         assert lines == metrics, number
         [failure] = map(json.loads, (directory / FAILURES).read_text().splitlines())
         assert failure["kind"] == "WorkerDied" and failure["restarted"] and failure["details"]["rank"] == 0
+        if memory == 1:  # at most the running step is lost, with its validation and its saves
+            lost = failure["step"] - 1 - events.restarts[0][0]
+            assert lost == 0 or (lost == 1 and failure["details"]["method"] != "update_actor"), failure
 
 
 def test_a_failure_within_the_recovery_from_another_is_recovered_from(calls: Calls, tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ def config_of(directory: Path, rule: AlgorithmConfig, steps: int, **trainer: Any
 
 def started(config: PPOConfig, roles: dict[Role, Any] = TWICE, **others: Any) -> tuple[RayPPOTrainer, list[dict]]:
     lines: list[dict[str, float]] = []
-    tracker = type("Lines", (), {"log": lambda self, metrics, step: lines.append(dict(metrics))})()
+    tracker = type("Lines", (), {"log": lambda self, metrics, *_: lines.append(dict(metrics))})()
     tracker.log_samples = lambda *_: None
     trainer = toy_trainer(config, roles, trackers=[tracker], **others)
     trainer.init_workers()

@@ -46,7 +46,7 @@ class Records:
         self.lines: list[tuple[int, dict[str, float]]] = []
         self.closed = False
 
-    def log(self, metrics, step):
+    def log(self, metrics, step, phase):
         self.lines.append((step, dict(metrics)))
 
     def close(self):

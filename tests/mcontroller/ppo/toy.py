@@ -79,6 +79,18 @@ class ToyRole(Worker):
                 setattr(self, name, torch.from_numpy(state[name]) if state[name].ndim else int(state[name]))
         return int(path.rpartition("_")[2])
 
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
+    def save_to_memory(self, path: str) -> int:
+        with open(path, "wb") as file:
+            np.savez(file, **{name: np.asarray(getattr(self, name)) for name in self.kept})
+            return file.tell()
+
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
+    def load_from_memory(self, path: str) -> None:
+        with np.load(path) as state:
+            for name in self.kept:
+                setattr(self, name, torch.from_numpy(state[name]) if state[name].ndim else int(state[name]))
+
 
 class ToyActor(ToyRole):
     """A policy ``table[letter]`` of logits over the answer, and a frozen copy of it."""

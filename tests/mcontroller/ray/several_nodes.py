@@ -160,7 +160,10 @@ def main() -> None:
     pair = group([2, 2], "pair")[1]
     waiting = pair.wait()
     cluster.remove_node(nodes[0], allow_graceful=False)
-    seen["node_death"] = died(waiting.get)
+    began = time.monotonic()
+    while pair.broken is None and time.monotonic() - began < 60:
+        time.sleep(0.01)
+    seen["node_death"] = {**died(waiting.get), "seconds": time.monotonic() - began}
     sys.stdout.write(json.dumps(seen) + "\n")
     sys.stdout.flush()
     ray.shutdown()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,8 @@ from mcontroller.channel.messages import CallHeader, pack_call, unpack_answer
 from mcontroller.errors import ConnectionLost, DataError, GroupBroken, WorkerError
 from mcontroller.ray import RayWorkerGroup
 from mcontroller.ray.calls import supervision
-from mcontroller.ray.calls.executor import RayCall, RayExecutor
+from mcontroller.ray.calls.call import GroupCall
+from mcontroller.ray.calls.executor import RayExecutor
 from mcontroller.ray.calls.supervision import GroupProcesses
 from mcontroller.transport import Arguments
 from tests.mcontroller.channel.endpoints import cut_local_connections
@@ -80,7 +82,7 @@ def test_a_lost_call_runs_before_one_sent_while_the_connection_was_lost(
     executor.processes.detached = detached
     assert call(executor, "number") == [1, 1]
 
-    def submit() -> RayCall:
+    def submit() -> GroupCall:
         return executor.submit("number", dict.fromkeys((0, 1), Arguments()), (0, 1), timeout=60)
 
     for number in (2, 4, 6):
@@ -88,8 +90,9 @@ def test_a_lost_call_runs_before_one_sent_while_the_connection_was_lost(
         assert [each.result() for each in calls] == [[number, number], [number + 1, number + 1]]
 
 
+@pytest.mark.parametrize("waiting", [True, False])
 def test_a_process_that_cannot_be_reached_is_told_apart_from_one_that_died(
-    start: Start, networks: list[Network], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: Start, networks: list[Network], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waiting: bool
 ) -> None:
     monkeypatch.setattr(supervision, "RECONNECT_SECONDS", 0.5)
     group = start("plain", Plain)
@@ -97,9 +100,12 @@ def test_a_process_that_cannot_be_reached_is_told_apart_from_one_that_died(
     pids = call(executor, "pid")
     for network in networks[2:]:
         network.end()
-    with pytest.raises(ConnectionLost, match=r"plain rank 1 .* cannot be reached since 0.5 s in wait_for_file") as lost:
+    method = "wait_for_file" if waiting else "no call"
+    while not waiting and executor.broken is None:
+        time.sleep(0.01)
+    with pytest.raises(ConnectionLost, match=rf"plain rank 1 .* cannot be reached since 0.5 s in {method}") as lost:
         call(executor, "wait_for_file", str(tmp_path / "never"))
-    assert (lost.value.rank, lost.value.pid, lost.value.method) == (1, pids[1], "wait_for_file")
+    assert (lost.value.rank, lost.value.pid, lost.value.method) == (1, pids[1], method)
     with pytest.raises(GroupBroken):
         call(executor, "pid")
 

@@ -124,20 +124,6 @@ def test_a_full_file_system_of_rays_folder_is_named_beside_the_log(
     assert (str(log) in texts[0]) is full
 
 
-def test_a_process_that_ended_between_calls_is_named_by_the_next_call(start: Start) -> None:
-    group = start("actor", Plain)
-    pids = group.pid()
-    os.kill(pids[1], signal.SIGKILL)
-    while runs(pids[1]):
-        time.sleep(0.01)
-    with pytest.raises(WorkerDied, match=r"rank 1 on .* died (between calls|in pid): killed by SIGKILL") as caught:
-        group.pid()
-    assert (caught.value.rank, caught.value.pid) == (1, pids[1])
-    with pytest.raises(GroupBroken) as later:
-        group.pid()
-    assert later.value.first_cause is caught.value
-
-
 def test_an_exception_without_a_text_is_reported_with_its_type_and_traceback(start: Start) -> None:
     with pytest.raises(WorkerError) as caught:
         start().execute_all_sync("fail_without_text")

@@ -11,6 +11,7 @@ import pytest
 
 from mcontroller.channel.options import ChannelOptions
 from mcontroller.errors import CallTimeout
+from mcontroller.ppo.stages import Stages
 from mcontroller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from mcontroller.ray.calls import hangs, supervision
 from mcontroller.testing import simulated_worker_group
@@ -62,6 +63,23 @@ def test_a_call_without_a_deadline_reports_a_hang_once(
     text = record.getMessage()
     assert text.startswith("pairs.skip_on has no answer from 1 of 4 ranks after ")
     assert text.endswith(f"{caught.value.cause}\n\n{caught.value.report}")
+
+
+def test_a_stuck_call_fails_without_a_deadline_after_it_was_reported(
+    ray_cluster: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(hangs, "AGAIN_SECONDS", 0.2)
+    with pairs(report_after=60.0) as group:
+        stages, handles = Stages(patience=0.5, factor=3.0), group.executor.processes.handles
+        stages.ran("other", 0.0, 9.0)
+        for seconds, expected in ((0.1, 0.5), (0.3, 0.9)):
+            stages.ran("skip", 0.0, seconds)
+            stages.prepare("skip", group.skip_on)
+            assert handles.options.report_after == pytest.approx(expected)
+        error = timeout_of(group.skip_on)
+        assert error.cause == "rank 1 (tp=1 dp=0) has ended, and rank 0 waits for it"
+        assert error.timeout > 1.5 and len(caplog.records) == 1
+        assert group.broken is error
 
 
 def test_a_rank_that_is_elsewhere_is_shown_with_its_line(ray_cluster: None) -> None:

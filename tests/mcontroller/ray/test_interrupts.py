@@ -22,7 +22,8 @@ from mcontroller.channel.options import ChannelOptions
 from mcontroller.channel.queries import ask
 from mcontroller.errors import GroupBroken
 from mcontroller.ray import process_handles
-from mcontroller.ray.calls.executor import RayCall, RayExecutor
+from mcontroller.ray.calls.call import GroupCall
+from mcontroller.ray.calls.executor import RayExecutor
 from mcontroller.ray.calls.supervision import GroupProcesses
 from mcontroller.ray.node_processes import NodeProcess
 from mcontroller.ray.process import ProcessInfo, Rendezvous
@@ -37,11 +38,6 @@ SECONDS = 20.0
 SESSION = ("node", "job")
 
 
-class NoSlots:
-    def release(self) -> None:
-        pass
-
-
 def answer(frames: list[bytes]) -> list[bytes]:
     [arguments] = decode([(frames[0], frames[1:])])
     encoded = encode(arguments.args[0], 1 << 20)
@@ -51,11 +47,11 @@ def answer(frames: list[bytes]) -> list[bytes]:
 def group_at(addresses: list[Address]) -> RayExecutor:
     process, nowhere = NodeProcess.this(0), Rendezvous("", 0)
     infos = [ProcessInfo("node", "id", os.getpid(), (), address, nowhere, process) for address in addresses]
-    handles = ProcessHandles(NoSlots(), ChannelOptions(), infos=infos, _session=SESSION)
+    handles = ProcessHandles(lambda: None, ChannelOptions(), infos=infos, _session=SESSION)
     return RayExecutor(GroupProcesses("group", handles), "role")
 
 
-def send(group: RayExecutor, value: Any) -> RayCall:
+def send(group: RayExecutor, value: Any) -> GroupCall:
     return group.submit("echo", {rank: Arguments((value,)) for rank in range(RANKS)}, range(RANKS), timeout=SECONDS)
 
 
@@ -88,7 +84,7 @@ def test_an_interrupt_at_any_moment_leaves_no_call_waiting(addresses: list[Addre
     interrupts = ended = 0
     while interrupts < INTERRUPTS:
         value, pause = chosen.choice(("small", b"x" * 40_000)), chosen.choice((0.0, 0.0, 0.001))
-        sent: list[RayCall] = []
+        sent: list[GroupCall] = []
         try:
             with interrupted_in(chosen.uniform(1e-6, 2 * usual + pause)):
                 sent.append(send(group, value))

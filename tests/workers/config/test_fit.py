@@ -9,7 +9,7 @@ import pytest
 
 from mcontroller.errors import ConfigError
 from workers.config import ActorConfig, ModelConfig, ParallelConfig, RolloutConfig
-from workers.config.fit import check_fit, check_local, length_multiple_of, padded_vocab_size
+from workers.config.fit import check_engine_windows, check_fit, check_local, length_multiple_of, padded_vocab_size
 
 GPT = ModelConfig(
     vocab_size=100,
@@ -113,7 +113,6 @@ def test_fields_that_packed_rows_do_not_support_are_rejected(transformer: dict[s
 @pytest.mark.parametrize(
     ("transformer", "key"),
     [
-        ({"multi_latent_attention": True}, "multi_latent_attention"),
         ({"mtp_num_layers": 1}, "mtp_num_layers"),
         ({"experimental_attention_variant": "gated_delta_net"}, "experimental_attention_variant"),
         ({"heterogeneous_block_specs": True}, "heterogeneous_block_specs"),
@@ -191,3 +190,12 @@ def test_row_lengths_are_rounded_up_to_a_multiple_of_axes_and_fp8_blocks(
 
 def test_the_vocabulary_is_padded_to_a_multiple_of_tp() -> None:
     assert [padded_vocab_size(100, tp) for tp in (1, 2, 3, 8)] == [100, 100, 102, 104]
+
+
+def test_windows_over_cp_need_a_way_that_transformer_engine_has() -> None:
+    model, parallel = dataclasses.replace(GPT, transformer={"window_size": [3, 0]}), ParallelConfig(cp=2)
+    with pytest.raises(ConfigError, match=r"sliding windows over cp only with model.transformer.cp_comm_type a2a"):
+        check_engine_windows(model, parallel)
+    check_engine_windows(model, ParallelConfig())
+    all_to_all = {"window_size": [3, 0], "cp_comm_type": "a2a"}
+    check_engine_windows(dataclasses.replace(model, transformer=all_to_all), parallel)

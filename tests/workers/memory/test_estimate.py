@@ -39,6 +39,20 @@ LAYOUTS: dict[str, Layout] = {
     ),
 }
 
+LATENT: dict[str, Any] = {
+    "qk_layernorm": True,
+    "num_query_groups": 4,
+    "kv_channels": 12,
+    "transformer": {
+        "multi_latent_attention": True,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 16,
+        "qk_head_dim": 8,
+        "qk_pos_emb_head_dim": 4,
+        "v_head_dim": 6,
+        "rope_type": "rope",
+    },
+}
 SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
     "dense": ({"tp": 2}, {}, False),
     "stages": ({"pp": 2, "vpp": 2}, {"tie_embeddings": True}, False),
@@ -47,10 +61,21 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
     "learned positions": ({"pp": 2}, {"position_embedding_type": "learned_absolute", "add_qkv_bias": True}, False),
     "head norms, value head": ({"pp": 2}, {"qk_layernorm": True, "tie_embeddings": True}, True),
     "experts": ({"ep": 2, "tp": 2, "sequence_parallel": True}, EXPERTS, False),
+    "adapters": (
+        {"ep": 2, "tp": 2, "etp": 2, "sequence_parallel": True},
+        EXPERTS | {"lora": {"rank": 4, "alpha": 8.0, "targets": ["q_proj", "linear_proj", "linear_fc1", "down_proj"]}},
+        False,
+    ),
     "some layers with experts": (
         {"ep": 2, "pp": 2},
         EXPERTS | {"transformer": {"moe_layer_freq": 2, "moe_shared_expert_intermediate_size": 96}},
         True,
+    ),
+    "latent attention": ({"tp": 2, "sequence_parallel": True}, LATENT, False),
+    "latent attention, queries as they are": (
+        {"pp": 2},
+        LATENT | {"transformer": {**LATENT["transformer"], "q_lora_rank": None}},
+        False,
     ),
 }
 

@@ -19,7 +19,7 @@ from workers.config import ParallelConfig
 from workers.model.build import build_model
 from workers.model.local_attention import TEDotProductAttention
 from workers.model.transformer_config import transformer_config
-from workers.model.zigzag import zigzag_join, zigzag_slice
+from workers.zigzag import zigzag_join, zigzag_slice
 
 pytestmark = pytest.mark.simulated
 
@@ -177,7 +177,7 @@ def test_a_sequence_that_does_not_divide_is_rejected() -> None:
 def test_fields_that_need_transformer_engine_are_rejected() -> None:
     def rejected() -> str:
         with pytest.raises(ConfigError) as caught:
-            attention(window_size=[3, 0])
+            attention(softmax_type="learnable")
         return str(caught.value)
 
-    assert run_ranks(rejected, 1)[0].startswith("model.transformer.window_size=(3, 0) needs Transformer Engine")
+    assert run_ranks(rejected, 1)[0].startswith("model.transformer.softmax_type='learnable' needs Transformer Engine")

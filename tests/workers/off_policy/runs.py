@@ -38,7 +38,7 @@ class Lines:
     def __init__(self) -> None:
         self.steps: dict[int, dict[str, float]] = {}
 
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
+    def log(self, metrics: Mapping[str, float], step: int, phase: str) -> None:
         kept = {name: value for name, value in metrics.items() if not _of_machine(name)}
         self.steps.setdefault(step, {}).update(kept)
 

@@ -52,7 +52,14 @@ def test_the_roles_of_a_run_are_printed_without_starting_anything(capsys: pytest
     config = ["examples/ppo/config.yaml"]
     assert main(["check", *config]) == 0
     printed = capsys.readouterr().out
-    assert "critic: 4 ranks" in printed and "trainer.offload=never" in printed
+    assert "critic: 4 ranks" in printed and "actor_rollout_ref: 4 of 4 processes generate" in printed
+    assert "GPU" not in printed.replace("0 GPUs", "") and "in a process of the stage" in printed
+    assert "checkpoints: after the step that ends 10 minutes after the last (trainer.save_minutes); the" in printed
+    assert main(["check", *config, "pool.use_gpu=true", "trainer.save_freq=25", "critic.ppo_mini_batch_size=100"]) == 0
+    printed = capsys.readouterr().out
+    assert "GB (2**30 bytes) on a GPU" in printed and "trainer.offload=never" in printed
+    assert "checkpoints: every 25 steps (trainer.save_freq); the last 3 are kept (trainer.max_to_keep)" in printed
+    assert "11 mini-batches of 93 or 94: ppo_mini_batch_size=100 does not divide them" in printed
 
 
 def test_a_layout_that_does_not_fit_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

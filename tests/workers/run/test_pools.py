@@ -139,7 +139,7 @@ def test_generation_ahead_says_which_section_and_which_pool_to_set(config_file: 
     (error,) = errors_of_run(config_file, *ahead)
     assert "Set rollout={} in the configuration of a run, and pools.rollout.process_on_nodes with GPUs" in error
     (error,) = errors_of_run(config_file, *ahead, "rollout={}", "pool.use_gpu=true", "pool.process_on_nodes=[4]")
-    assert "takes turns: give it a pool of its own, with pools.rollout.process_on_nodes" in error
+    assert "takes turns: give it a separate pool, with pools.rollout.process_on_nodes" in error
     make_parts(read(config_file, *ahead, *ROLLOUT, "pool.use_gpu=true"))
 
 
@@ -208,7 +208,7 @@ def test_groups_that_share_gpus_of_several_nodes_are_rejected(config_file: Path)
     (error,) = errors_of_run(config_file, *colocated)
     assert error.startswith(
         "Role.Actor and Role.Rollout share the GPUs of pool 'pool' on 2 nodes, and weights travel between groups that "
-        "share GPUs within one node only: give Role.Rollout a pool of its own (pools.rollout), "
+        "share GPUs within one node only: give Role.Rollout a separate pool (pools.rollout), "
     )
     for fits in (["pool.process_on_nodes=[4]"], [*ROLLOUT, "rollout.parallel.tp=2"], ["pool.use_gpu=false"]):
         make_parts(read(config_file, *colocated, *fits))

@@ -35,7 +35,7 @@ print("codes", codes)
 
 def metrics(run: Path, name: str) -> dict[int, float]:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return {line["step"]: line[name] for line in lines if name in line}
+    return {line["global_step"]: line[name] for line in lines if name in line}
 
 
 @pytest.mark.processes

@@ -22,6 +22,7 @@ VERBS = """
 import os
 import signal
 import sys
+import time
 from mcontroller.cli.main import main
 from mcontroller.ppo.trainer import RayPPOTrainer
 
@@ -31,21 +32,27 @@ whole = main(["train", "run.yaml", "run_dir=whole", *small])
 step = RayPPOTrainer.train_step
 
 def signalled(self, *args, **kwargs):
-    os.kill(os.getpid(), signal.SIGTERM)
+    global sent
+    sent = time.monotonic()
+    os.killpg(os.getpgrp(), signal.SIGTERM)  # as a scheduler does: to every process of the job
     return step(self, *args, **kwargs)
 
 RayPPOTrainer.train_step = signalled
 stopped = main(["train", "run.yaml", "run_dir=out", *small])
+print("ended after", time.monotonic() - sent)
 RayPPOTrainer.train_step = step
 resumed = main(["resume", "out"])
 
 def killed(self, *args, **kwargs):
     if self.global_steps == 1 and not self.recovery.failures:
         os.kill(self.actor.executor.processes.handles.infos[-1].pid, signal.SIGKILL)
+    elif self.recovery.failures:
+        print("again after step", self.global_steps)
     return step(self, *args, **kwargs)
 
 RayPPOTrainer.train_step = killed
-print("codes", whole, stopped, resumed, main(["train", "run.yaml", "run_dir=healed", "trainer.save_freq=1", *small]))
+healed = main(["train", "run.yaml", "run_dir=healed", "trainer.memory_save_freq=1", *small])
+print("codes", whole, stopped, resumed, healed)
 """
 
 
@@ -68,9 +75,11 @@ def test_stopped_or_with_a_killed_rank_a_run_goes_on_to_the_same_weights(
     before = names_in_shared_folders()
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | dict.fromkeys(SECRETS, SECRET)
     command = [sys.executable, "-c", VERBS]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, start_new_session=True)
     assert "codes 0 75 0 0" in done.stdout, done.stdout[-3000:] + done.stderr[-3000:]
     assert "SIGTERM: the run has ended" in done.stdout
+    assert "again after step 1\n" in done.stdout  # from memory: nothing was on the disk
+    assert float(done.stdout.split("ended after ")[1].split()[0]) < 30  # a step, a save, and the end of Ray
     resume = f"python -m mcontroller resume {folder / 'out'}"
     assert f"step 1 of 2 is saved, 0 later steps are lost; continue with: {resume}\n" in done.stdout
     assert "resuming from step 1 of 2, saved 0 min ago" in done.stdout
@@ -82,7 +91,9 @@ def test_stopped_or_with_a_killed_rank_a_run_goes_on_to_the_same_weights(
     [failure] = map(json.loads, (folder / "healed" / "checkpoints" / FAILURES).read_text().splitlines())
     assert (failure["kind"], failure["step"], failure["restarted"]) == ("WorkerDied", 2, True)
     metrics = [json.loads(line) for line in (folder / "healed" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in metrics if "train/restarts" in line] == [1, 2]
+    assert [line["global_step"] for line in metrics if "train/restarts" in line] == [1, 2]
+    logged = sorted(log.name for log in (folder / "healed" / "logs").glob("*.log"))
+    assert logged == ["actor-rank0-tp0-cp0-dp0-pp0.log"] and failure["logs"]
 
     assert SECRET not in done.stdout + done.stderr
     written = [path for run in ("out", "whole", "healed") for path in (folder / run).rglob("*")]

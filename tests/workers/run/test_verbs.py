@@ -42,13 +42,14 @@ def folder(tmp_path: Path) -> Path:
     core.pre_tokenizer, core.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>")
     tokenizer.chat_template = "{% for m in messages %}{{ m['role'][0] }} {{ m['content'] }}={% endfor %}"
-    tokenizer.save_pretrained(tmp_path / "Qwen3-0.6B")
+    tokenizer.save_pretrained(tmp_path / "Qwen/Qwen3-0.6B")
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     tiny = LlamaConfig(vocab_size=len(vocabulary), num_key_value_heads=2, max_position_embeddings=1024, **sizes)
-    LlamaForCausalLM(tiny).save_pretrained(tmp_path / "Qwen3-0.6B")
+    LlamaForCausalLM(tiny).save_pretrained(tmp_path / "Qwen/Qwen3-0.6B")
     rows = [{"prompt": f"{a}+{b}", "answer": str(a + b)} for a in range(8) for b in range(8)]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    block = (ROOT / "docs/training.md").read_text().split("## Train on your own data")[1].split("```")[1]
+    section = (ROOT / "docs/training.md").read_text().split("## Train on your own data")[1]
+    block = section.split("```bash\n")[1].split("```")[0]
     assert len(block.strip().splitlines()) <= 15
     for name, text in re.findall(r"cat > (\S+) <<'END'\n(.*?)END\n", block, re.S):
         on_cpu = text.replace("use_gpu: true", "use_gpu: false")
@@ -66,12 +67,46 @@ def test_a_run_from_the_readme_is_trained_resumed_exported_and_converted(folder)
     from safetensors.torch import load_file
 
     lines = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines if "train/right" in line] == [1, 2]
+    assert [line["global_step"] for line in lines if "train/right" in line] == [1, 2]
     samples = [json.loads(line) for line in (folder / "out" / "samples.jsonl").read_text().splitlines()]
-    assert {sample["step"] for sample in samples} == {1, 2} and samples[0]["prompt"].startswith("u ")
+    assert {sample["global_step"] for sample in samples} == {1, 2} and samples[0]["prompt"].startswith("u ")
     assert "data.train: 64 prompts" in done.stdout and "step 2 of out is in" in done.stdout
     assert "policy_loss=ppo: loss_agg_mode=token-mean, clip_ratio_low=0.2, clip_ratio_high=0.2" in done.stdout
     trained, again = (load_file(folder / name / "model.safetensors") for name in ("trained", "again"))
     assert trained.keys() == again.keys()
     assert all(bool((trained[name] == again[name]).all()) for name in trained)
     assert (folder / "trained" / "tokenizer.json").is_file()
+
+
+ADAPTERS = """
+import sys
+from mcontroller.cli.main import main
+key = "actor_rollout_ref."
+lora = [key + "model.lora.rank=4", key + "model.lora.alpha=8", key + "optim.lr=0.01"]
+small = ["trainer.total_training_steps=1", "data.train_batch_size=4"]
+verbs = [
+    ["train", "run.yaml", "run_dir=out", *small, *lora],
+    ["export", "out", "--hf", "merged"],
+    ["export", "out", "--hf", "adapter", "--adapter", "--tp", "2"],
+]
+sys.exit(max(main(verb) for verb in verbs))
+"""
+
+
+@pytest.mark.timeout(300)
+def test_a_run_with_adapters_is_exported_merged_and_alone(folder):
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", ADAPTERS], cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    from safetensors.torch import load_file
+
+    factors = load_file(folder / "adapter" / "adapter_model.safetensors")
+    base, merged = (load_file(folder / name / "model.safetensors") for name in ("Qwen3-0.6B", "merged"))
+    name = "model.layers.1.self_attn.v_proj"
+    a, b = (factors[f"base_model.model.{name}.lora_{factor}.weight"] for factor in "AB")
+    assert float(b.abs().max()) > 0
+    assert float((merged[f"{name}.weight"] - base[f"{name}.weight"] - 2.0 * b @ a).abs().max()) < 1e-6
+    config = json.loads((folder / "adapter" / "adapter_config.json").read_text())
+    assert config["r"] == 4 and config["base_model_name_or_path"] == str(folder / "Qwen3-0.6B")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from workers.model.zigzag import zigzag_slice
 from workers.train.batches import TokenBatch
 from workers.train.packing import locate_own_targets, packing_of
+from workers.zigzag import zigzag_slice
 
 LENGTHS = torch.tensor([16, 5, 11])
 TOKENS = torch.arange(3 * 16).view(3, 16) * (torch.arange(16) < LENGTHS[:, None])

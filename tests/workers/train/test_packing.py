@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from workers.model.zigzag import zigzag_positions
 from workers.train.packing import packing_of
+from workers.zigzag import zigzag_positions
 
 
 def test_rows_follow_each_other_rounded_up_to_the_multiple() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from collections.abc import Callable
@@ -12,6 +13,11 @@ import torch
 from safetensors.torch import save_file
 
 from mcontroller.errors import DataError
+from workers import ActorRolloutRefWorker
+from workers.config import ActorConfig
+from workers.config.from_hf import model_config_from_hf
+from workers.weights.hf.checkpoint import check_checkpoint_files
+from workers.weights.hf.families.llama import Llama
 from workers.weights.hf.files import WeightFiles, finish_export, start_export
 
 INDEX = "model.safetensors.index.json"
@@ -90,3 +96,23 @@ def test_a_second_export_into_a_directory_is_rejected_until_the_first_ends(tmp_p
     os.waitpid(pid, 0)
     assert sorted(found.name for found in tmp_path.iterdir()) == ["model"]
     assert sorted(found.name for found in target.iterdir()) == ["config.json", "weights"]
+
+
+def test_a_checkpoint_is_checked_before_it_is_loaded(tmp_path: Path) -> None:
+    """What a node without processes can see: whole files, and an output layer that is tied as config.json says."""
+    config = dict.fromkeys(Llama.sizes, 8) | {"num_attention_heads": 2}
+    config |= {"model_type": "llama", "tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    embedding = torch.randn(8, 8)
+    tensors = {"model.embed_tokens.weight": embedding, "lm_head.weight": embedding.clone()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    model = model_config_from_hf(tmp_path)
+    check_checkpoint_files(model)
+    tensors["lm_head.weight"][5] += 1
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(DataError, match=r"tie_word_embeddings=true, but row 5 of lm_head.weight differs from"):
+        check_checkpoint_files(model)
+    truncate(tmp_path, 200)
+    with pytest.raises(DataError, match=r"model.safetensors in .* is damaged"):
+        ActorRolloutRefWorker.check_init(config=ActorConfig(model=model))
+    check_checkpoint_files(dataclasses.replace(model, hf_path="/not/on/this/node"))

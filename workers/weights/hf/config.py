@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import re
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -17,6 +16,7 @@ from mcontroller.errors import ConfigError
 from workers.weights.hf import families  # noqa: F401  # registers them
 from workers.weights.hf.family import MODEL_FAMILIES, ModelFamily, family_like
 from workers.weights.hf.fields import check_config_keys, inert_of
+from workers.weights.hf.hub import local_directory
 
 __all__ = ["ModelDescription", "family_at", "family_of", "hf_config_of", "model_fields_from_hf"]
 
@@ -60,7 +60,7 @@ def model_fields_from_hf(path: str | os.PathLike[str]) -> dict[str, Any]:
             value=model_type,
         )
     check_config_keys(config, MODEL_FAMILIES[model_type])
-    return MODEL_FAMILIES[model_type].fields_from(config) | {"family": model_type, "hf_path": str(path)}
+    return MODEL_FAMILIES[model_type].fields_from(config) | {"family": model_type, "hf_path": local_directory(path)}
 
 
 def family_at(path: str | os.PathLike[str]) -> ModelFamily | None:
@@ -106,14 +106,9 @@ def _config_at(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
-    file = Path(path) / "config.json"
+    file = Path(local_directory(path)) / "config.json"
     if not file.is_file():
-        text, name = f"there is no config.json in {str(path)!r}", str(path)
-        if not Path(path).exists():
-            text = f"{name!r} does not exist; hf_path is a directory with config.json and the weights"
-            if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
-                text += f". To download a model of the Hugging Face hub: hf download {name} --local-dir {name}"
-        raise ConfigError(text, key="hf_path", value=name)
+        raise ConfigError(f"there is no config.json in {str(path)!r}", key="hf_path", value=str(path))
     try:
         config: Any = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:

@@ -7,10 +7,10 @@ module that the module of your worker imports::
     from workers import register_model_family
     from workers.weights.hf.families.llama import Llama
 
-    @register_model_family("mistral")
-    class Mistral(Llama):
-        architecture = "Mistral"
-        only_built = {**Llama.only_built, "sliding_window": (None,)}
+    @register_model_family("granite")
+    class Granite(Llama):
+        architecture = "Granite"
+        only_built = {**Llama.only_built, "embedding_multiplier": (1,)}
 """
 
 from __future__ import annotations
@@ -32,7 +32,11 @@ class ModelFamily(ABC):
         model_type: the name that the family is registered under, as ``config.json`` has it.
         architecture: prefix of the class names in transformers, as in ``LlamaForCausalLM``.
         add_qkv_bias, qk_layernorm, has_experts: the layers that the family has. They determine the family of a model
-            that was not read from a Hugging Face directory.
+            that was not read from a Hugging Face directory. None: with and without.
+        special: other fields of Megatron's TransformerConfig that determine the family, and their values.
+        has_extra_layers: whether checkpoints may have layers after the last one, which predict more tokens at once.
+            They are not built, and left out.
+        reference_type: the ``model_type`` that computes the same in transformers; None: the family's own.
         names: the tensors that one tensor of Megatron's GPT model consists of, stacked along dim 0, by its name.
             ``{layer}`` and ``{expert}`` are numbers, counted from 0 over the whole model. q, k and v of
             ``linear_qkv`` are interleaved by query group.
@@ -44,9 +48,16 @@ class ModelFamily(ABC):
     """
 
     architecture: ClassVar[str]
-    add_qkv_bias: ClassVar[bool] = False
-    qk_layernorm: ClassVar[bool] = False
+    add_qkv_bias: ClassVar[bool | None] = False
+    qk_layernorm: ClassVar[bool | None] = False
     has_experts: ClassVar[bool] = False
+    special: ClassVar[Mapping[str, Any]] = {
+        "multi_latent_attention": False,
+        "moe_router_enable_expert_bias": False,
+        "window_size": None,
+    }
+    has_extra_layers: ClassVar[bool] = False
+    reference_type: ClassVar[str | None] = None
     names: ClassVar[Mapping[str, tuple[str, ...]]]
     value_head: ClassVar[str] = "score.weight"
     computed: ClassVar[tuple[str, ...]] = ()
@@ -82,11 +93,16 @@ class ModelFamily(ABC):
         Args:
             fields: fields of ``ModelConfig`` or of Megatron's ``TransformerConfig``.
         """
-        own = {"add_qkv_bias": self.add_qkv_bias, "qk_layernorm": self.qk_layernorm}
-        differing: dict[str, Any] = {name: value for name, value in own.items() if fields.get(name) != value}
+        own: dict[str, Any] = {"add_qkv_bias": self.add_qkv_bias, "qk_layernorm": self.qk_layernorm}
+        differing: dict[str, Any] = {
+            name: value for name, value in own.items() if value not in (None, fields.get(name))
+        }
         if (fields.get("num_moe_experts") is not None) != self.has_experts:
             differing["num_moe_experts"] = "a number" if self.has_experts else None
-        return differing
+        inside = fields.get("transformer", fields)
+        return differing | {
+            name: value for name, value in self.special.items() if (inside.get(name) or None) != (value or None)
+        }
 
     def not_expressible(self, key: str, value: Any, expressible: Any) -> ConfigError:
         """Return the error for a field of the model that the family's ``config.json`` cannot express."""
@@ -138,7 +154,9 @@ def family_like(fields: Mapping[str, Any]) -> ModelFamily:
     else:
         nearest = min(MODEL_FAMILIES.values(), key=lambda family: _distance(family.differences(fields)))
     for name, value in nearest.differences(fields).items():
-        raise nearest.not_expressible(f"model.{name}", fields[name], value)
+        if name in fields:
+            raise nearest.not_expressible(f"model.{name}", fields[name], value)
+        raise nearest.not_expressible(f"model.transformer.{name}", fields["transformer"].get(name, False), value)
     return nearest
 
 

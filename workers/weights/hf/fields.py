@@ -6,7 +6,8 @@ key is in one of these lists, and a key in none of them is rejected:
 - computed: the keys that a family reads (``ModelFamily.computed``);
 - inert: ``INERT``, ``ModelFamily.inert`` and keys that begin with ``_``, where libraries keep their own notes, such
   as ``_name_or_path``: they change no logits; an export keeps them as they were;
-- neutral: ``NEUTRAL`` and ``ModelFamily.only_built``, accepted only with values that change nothing.
+- neutral: ``NEUTRAL`` and ``ModelFamily.only_built``, accepted only with values that change nothing, unless the family
+  computes the key.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ __all__ = [
     "INERT",
     "NEUTRAL",
     "check_config_keys",
+    "count_of",
     "flag_of",
     "inert_of",
     "number_of",
@@ -93,7 +95,7 @@ def check_config_keys(config: Mapping[str, Any], family: ModelFamily) -> None:
     neutral = {**NEUTRAL, **family.only_built}
     known = INERT | _READ_ELSEWHERE | frozenset(family.computed) | frozenset(family.inert)
     for key, value in config.items():
-        if key in neutral and key not in family.inert:
+        if key in neutral and key not in family.inert and key not in family.computed:
             if value not in neutral[key]:
                 raise not_built(key, value, neutral[key][0])
         elif key not in known and not key.startswith("_"):
@@ -131,6 +133,15 @@ def optional_size_of(config: Mapping[str, Any], key: str) -> int | None:
         ConfigError: it is something else.
     """
     return None if config.get(key) is None else size_of(config, key)
+
+
+def count_of(config: Mapping[str, Any], key: str) -> int:
+    """Return a key that is a whole number of at least 0.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    return 0 if type(config.get(key)) is int and config[key] == 0 else size_of(config, key)
 
 
 def number_of(config: Mapping[str, Any], key: str) -> float:

@@ -5,12 +5,13 @@ A directory becomes visible when it is completely written.
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
@@ -25,6 +26,8 @@ __all__ = ["WeightFiles", "WeightWriter", "WrittenFile", "finish_export", "start
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _DTYPES = ("F64", "F32", "F16", "BF16")
+# Weights in FP8 have one number for each block, by which its values are multiplied.
+_QUANTIZED, _SCALE = "F8_E4M3", "_scale_inv"
 _COMPANIONS = (
     "tokenizer*",
     "vocab*",
@@ -38,6 +41,8 @@ _COMPANIONS = (
 
 class WeightFiles:
     """The tensors of a directory by name. Reading a slice reads no other part of the files.
+
+    Weights in FP8 with a scale for each block, as DeepSeek-V3 has them on disk, are read as float32.
 
     Args:
         directory: one with ``model.safetensors``, or with ``model.safetensors.index.json``.
@@ -63,10 +68,23 @@ class WeightFiles:
         if absent:
             raise DataError(f"{_INDEX} in {str(directory)!r} names missing files: {absent}", missing=absent)
 
+    def check(self) -> None:
+        """Open every file, which reads its header and compares its length.
+
+        Raises:
+            DataError: a file is damaged, or lacks a tensor that the index says it has.
+        """
+        for path in sorted(set(self._file_of.values())):
+            missing = sorted(
+                {name for name, file in self._file_of.items() if file == path} - {*self._opened(path).keys()}
+            )
+            if missing:
+                self._raise_without(path, missing[0])
+
     @property
     def names(self) -> set[str]:
-        """The names of all tensors."""
-        return set(self._file_of)
+        """The names of all tensors but the scales of others."""
+        return self._file_of.keys() - {name + _SCALE for name in self._file_of}
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of the whole tensor.
@@ -75,20 +93,61 @@ class WeightFiles:
             DataError: the file does not have it, or its values are no floating-point numbers of 16 bits or more.
         """
         if name not in self._opened(self._file_of[name]).keys():  # noqa: SIM118 - not a mapping
-            text = f"{self._file_of[name]} in {str(self.directory)!r} has no tensor {name}, which {_INDEX} says it has"
-            raise DataError(text, path=str(self.directory), tensor=name)
+            self._raise_without(self._file_of[name], name)
         found = self._file(name).get_slice(name)
-        if found.get_dtype() not in _DTYPES:
-            text = f"{name} in {str(self.directory)!r} is of dtype {found.get_dtype()}, expected {', '.join(_DTYPES)}"
+        shape, dtype = tuple(found.get_shape()), found.get_dtype()
+        if name + _SCALE in self._file_of:
+            self._check_scales(name, shape, dtype)
+        elif dtype not in _DTYPES:
+            text = f"{name} in {str(self.directory)!r} is of dtype {dtype}, expected {', '.join(_DTYPES)}"
             raise DataError(text, path=str(self.directory), tensor=name)
-        return tuple(found.get_shape())
+        return shape
 
     def read(self, name: str, dim: int | None, start: int, stop: int) -> torch.Tensor:
         """Return ``[start:stop]`` of a tensor along ``dim`` (0 or 1), or all of it if ``dim`` is None."""
+        values = self._slice(name, dim, start, stop)
+        if name + _SCALE not in self._file_of:
+            return values
+        offsets = [start if each == dim else 0 for each in (0, 1)]
+        of_block = [
+            (torch.arange(size) + offset) // block
+            for size, offset, block in zip(values.shape, offsets, self.block, strict=True)
+        ]
+        scales = self._file(name + _SCALE).get_tensor(name + _SCALE)
+        return values.float().mul_(scales.float()[of_block[0]][:, of_block[1]])
+
+    def _raise_without(self, path: str, name: str) -> NoReturn:
+        text = f"{path} in {str(self.directory)!r} has no tensor {name}, which {_INDEX} says it has"
+        raise DataError(text, path=str(self.directory), tensor=name)
+
+    def _slice(self, name: str, dim: int | None, start: int, stop: int) -> torch.Tensor:
         if dim is None:
             return self._file(name).get_tensor(name)
         part = self._file(name).get_slice(name)
         return part[start:stop] if dim == 0 else part[:, start:stop]
+
+    @functools.cached_property
+    def block(self) -> tuple[int, int]:
+        """Rows and columns of the blocks that have a scale each, from ``config.json``."""
+        config = json.loads((self.directory / "config.json").read_text(encoding="utf-8"))
+        rows, columns = config["quantization_config"]["weight_block_size"]
+        return int(rows), int(columns)
+
+    def _check_scales(self, name: str, shape: tuple[int, ...], dtype: str) -> None:
+        """Check that every block of a weight in FP8 has a scale."""
+        found = tuple(self._file(name + _SCALE).get_slice(name + _SCALE).get_shape())
+        try:
+            expected = tuple(-(-size // block) for size, block in zip(shape, self.block, strict=True))
+        except (OSError, KeyError, TypeError, ValueError) as error:
+            text = f"{name} in {str(self.directory)!r} has {name + _SCALE}, but config.json has no weight_block_size"
+            raise DataError(text, path=str(self.directory), tensor=name) from error
+        if dtype != _QUANTIZED or found != expected:
+            raise DataError(
+                f"{name} in {str(self.directory)!r} is {dtype} {list(shape)} with scales {list(found)}; expected "
+                f"{_QUANTIZED} with scales {list(expected)} for blocks of {list(self.block)}",
+                path=str(self.directory),
+                tensor=name,
+            )
 
     def _file(self, name: str) -> safetensors.safe_open:
         return self._opened(self._file_of[name])

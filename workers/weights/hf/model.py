@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from workers.weights.fingerprints import Fingerprint, shard_fingerprints
 from workers.weights.hf.config import ModelDescription, family_at, family_of, hf_config_of
 from workers.weights.hf.family import ModelFamily
 from workers.weights.hf.files import WeightFiles, WeightWriter, finish_export, start_export
+from workers.weights.hf.hub import local_directory
 from workers.weights.hf.names import OUTPUT_LAYER, hf_shards, model_family, names_of
 from workers.weights.resharding import BucketMemory, Wanted, WholeTensors, tensor_in, tensors_in
 from workers.weights.resharding_schedule import TensorInBucket, places_in_bucket
@@ -32,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 # Tensors that old checkpoints contain and that follow from the configuration.
 _DERIVED = ".rotary_emb.inv_freq"
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
 @torch.no_grad()
@@ -57,7 +60,7 @@ def load_hf(
     with before_changes():
         family = raise_on_every_rank(lambda: family_at(path) or model_family(chunks))
         shards = raise_on_every_rank(lambda: hf_shards(chunks, context, family, complete=False))
-        files = raise_on_every_rank(lambda: WeightFiles(Path(path)))
+        files = raise_on_every_rank(lambda: WeightFiles(Path(local_directory(path))))
         shapes = {name: shape for theirs in all_gather_values(_shapes(shards)) for name, shape in theirs.items()}
         head = (family or ModelFamily).value_head
         left = {head} if head in shapes and head not in files.names else set[str]()
@@ -111,7 +114,7 @@ class CheckpointTensors:
     """
 
     def __init__(self, path: str | os.PathLike[str], bucket_bytes: int) -> None:
-        self._files, self._bucket_bytes = WeightFiles(Path(path)), bucket_bytes
+        self._files, self._bucket_bytes = WeightFiles(Path(local_directory(path))), bucket_bytes
         self._names = sorted(name for name in self._files.names if not name.endswith(_DERIVED))
 
     def buckets(self, memory: BucketMemory, wanted: Wanted = "all") -> Iterator[list[TensorInBucket]]:
@@ -217,8 +220,14 @@ def _check_names(
     """Raise, on all ranks, unless the checkpoint fits the model, which may lack the names ``left``."""
     missing = sorted(shapes.keys() - files.names - left)
     # A model with tied embeddings or a value head does not need the output layer of a checkpoint.
-    spare = names_of(family).get(OUTPUT_LAYER, ())
-    unexpected = sorted(name for name in files.names - shapes.keys() - {*spare} if not name.endswith(_DERIVED))
+    spare = {*names_of(family).get(OUTPUT_LAYER, ())}
+    if family is not None and family.has_extra_layers:
+        layers = max(int(number[1]) for name in shapes if (number := _LAYER.search(name)))
+        extra = {name for name in files.names if (number := _LAYER.search(name)) and int(number[1]) > layers}
+        spare |= extra
+        if extra and dist.get_rank() == 0:
+            logger.warning("%s: left out %d tensors of layers that predict more tokens at once", path, len(extra))
+    unexpected = sorted(name for name in files.names - shapes.keys() - spare if not name.endswith(_DERIVED))
     differing = [
         f"{name} is {list(files.shape(name))}, the model's is {list(shapes[name])}"
         for name in sorted(shapes.keys() & files.names)

@@ -1,4 +1,4 @@
-"""The parameters of this rank as parts of the tensors of a Hugging Face checkpoint."""
+"""The parameters and buffers of this rank as parts of the tensors of a Hugging Face checkpoint."""
 
 from __future__ import annotations
 
@@ -37,19 +37,20 @@ def hf_shards(
         complete: whether these tensors are to be the whole model.
 
     Raises:
-        DataError: the family has no such tensor; or ``complete``, and a buffer is part of the model, such as a learned
-            bias of experts.
+        DataError: the family has no such tensor; or ``complete``, and a buffer of the model has a value and no name in
+            the family, such as a learned bias of experts.
     """
-    for name, buffer in named_buffers(chunks, context) if complete else ():
-        if bool(buffer.any()):
-            text = f"{name} is a buffer and not 0: it has no counterpart in a Hugging Face checkpoint"
-            raise DataError(text, tensor=name)
-    return [
-        part
-        for chunk in chunks
-        for shard in named_shards([chunk], context)
-        for part in _parts(shard, family, get_model_config(chunk))
-    ]
+    found = []
+    for chunk in chunks:
+        config = get_model_config(chunk)
+        found += [part for shard in named_shards([chunk], context) for part in _parts(shard, family, config)]
+        for name, buffer in named_buffers([chunk], context):
+            if _template(name)[0] in names_of(family):
+                found += _parts(WeightShard(name, buffer, tuple(buffer.shape)), family, config)
+            elif complete and bool(buffer.any()):
+                text = f"{name} is a buffer and not 0: it has no counterpart in a Hugging Face checkpoint"
+                raise DataError(text, tensor=name)
+    return found
 
 
 def model_family(chunks: Sequence[torch.nn.Module]) -> ModelFamily | None:
@@ -90,16 +91,13 @@ def _parts(shard: WeightShard, family: ModelFamily | None, config: Any) -> Itera
 
 def _hf_names(shard: WeightShard, family: ModelFamily | None, config: Any) -> tuple[str, ...]:
     """The names of the tensors that the parameter consists of."""
-    in_layer, of_expert = _LAYER.fullmatch(shard.name), _EXPERT.fullmatch(shard.name)
-    numbers = {"layer": in_layer[2] if in_layer else "", "expert": of_expert[2] if of_expert else ""}
-    template = f"{of_expert[1]}{{expert}}" if of_expert else shard.name
-    if in_layer:
-        template = _LAYER.sub(r"\1{layer}\3", template)
+    template, numbers = _template(shard.name)
     names = names_of(family).get(template, ())
     if shard.name == OUTPUT_LAYER and shard.full_shape[0] == 1:  # a value head: no vocabulary is as small
         names = ((family or ModelFamily).value_head,)
     gated = config.gated_linear_unit or ".linear_fc1." not in shard.name
-    if not names or (len(names) > 1 and not gated) or (in_layer and getattr(config, "attention_output_gate", False)):
+    output_gate = numbers["layer"] and getattr(config, "attention_output_gate", False)
+    if not names or (len(names) > 1 and not gated) or output_gate:
         of = family.model_type if family else ", ".join(MODEL_FAMILIES)
         raise DataError(
             f"{shard.name} has no counterpart in a Hugging Face checkpoint of {of} (the built-in families have RMSNorm,"
@@ -107,6 +105,14 @@ def _hf_names(shard: WeightShard, family: ModelFamily | None, config: Any) -> tu
             tensor=shard.name,
         )
     return tuple(name.format(**numbers) for name in names)
+
+
+def _template(name: str) -> tuple[str, dict[str, str]]:
+    """A name with ``{layer}`` and ``{expert}`` in place of the numbers, and the numbers."""
+    in_layer, of_expert = _LAYER.fullmatch(name), _EXPERT.fullmatch(name)
+    numbers = {"layer": in_layer[2] if in_layer else "", "expert": of_expert[2] if of_expert else ""}
+    template = f"{of_expert[1]}{{expert}}" if of_expert else name
+    return _LAYER.sub(r"\1{layer}\3", template) if in_layer else template, numbers
 
 
 def _rows_of_group(config: Any) -> tuple[int, int, int]:

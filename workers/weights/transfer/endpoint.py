@@ -13,7 +13,7 @@ from torch import Tensor
 from mcontroller.errors import MControllerError
 from workers.weights.resharding import BucketMemory, Wanted, filled_bucket
 from workers.weights.resharding_schedule import LocalTensor, Move, TensorInBucket
-from workers.weights.shards import WeightShard
+from workers.weights.shards import SliceReader, WeightShard
 from workers.weights.transfer.errors import PeerLost
 from workers.weights.transfer.plan import PeerSlices, is_large
 from workers.weights.transfer.transport import Deadline, RankTraffic, Receiver, Sender
@@ -92,6 +92,7 @@ class TransferEndpoint:
         self, schedule: RankSchedule, shards: Sequence[WeightShard], device: torch.device, address: str
     ) -> None:
         self._schedule, self._shards, self._device = schedule, shards, device
+        self._reader = SliceReader(shards)
         self._deadline = Deadline(schedule.timeout)
         transport = TRANSPORTS.get_or_raise(schedule.transport)
         self._uses_in_place = transport.uses_in_place
@@ -160,6 +161,7 @@ class TransferEndpoint:
 
     def _send(self) -> None:
         sender: Any = self._end
+        self._reader = SliceReader(self._shards)  # the weights have changed
         sender.start()
         for index, bucket in enumerate(self._schedule.buckets):
             buffer = sender.buffer(index, self._deadline)
@@ -169,6 +171,7 @@ class TransferEndpoint:
                 torch.cuda.current_stream().synchronize()
             sender.send(index, self._deadline)
         sender.flush(self._deadline)
+        self._reader = SliceReader(self._shards)  # without the last merged tensor
 
     def _receive(self) -> None:
         for shard in self._shards:
@@ -195,15 +198,17 @@ class TransferEndpoint:
         """Return the memory of a slice, uint8 ``[bytes]``, if it is large, contiguous and of the dtype that travels."""
         if not self._uses_in_place or not is_large(move) or self._schedule.whole:
             return None
+        if self._schedule.sends and self._shards[move.source_slot].merging is not None:
+            return None
         tensor = self._slice(move)  # now: weights that were offloaded have new memory
         suits = tensor.is_contiguous() and tensor.dtype == getattr(torch, move.dtype)
         return tensor.view(-1).view(torch.uint8) if suits else None
 
     def _slice(self, move: Move) -> Tensor:
         """Return the slice of this rank's tensor that a move sends, or fills."""
-        sends = self._schedule.sends
-        slot, start = (move.source_slot, move.source_start) if sends else (move.target_slot, move.target_start)
-        return self._shards[slot].param.data.narrow(move.dim, start, move.length)
+        if self._schedule.sends:
+            return self._reader.read(move.source_slot, move.dim, move.source_start, move.length)
+        return self._shards[move.target_slot].param.data.narrow(move.dim, move.target_start, move.length)
 
     def _fill(self, data: Tensor, moves: Sequence[Move]) -> None:
         """Copy slices of this rank's tensors into ``data``, converted to the dtype that travels."""

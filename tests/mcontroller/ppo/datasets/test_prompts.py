@@ -85,6 +85,13 @@ def test_a_record_without_a_usable_prompt_is_rejected_with_its_line(row, message
         PromptRows(records({"prompt": "a"}, row), ProblemsConfig(), Letters(), 9)
 
 
+def test_an_answer_column_that_no_record_has_is_rejected_with_those_there_are():
+    rows = records({"prompt": "a", "answer": "b"}, {"prompt": "c", "level": 2})
+    with pytest.raises(ConfigError, match="no such column; did you mean answer\\?; it has prompt, answer, level"):
+        PromptRows(rows, ProblemsConfig(answer_key="anser"), Letters(), 5)
+    assert PromptRows(records({"prompt": "a"}), ProblemsConfig(), Letters(), 5)[0]["answer"] is None
+
+
 def test_demonstrations_teach_the_answer_and_the_end_alone():
     prompts = PromptRows(records({"prompt": "1+1", "answer": "2"}), ProblemsConfig(), Letters(), 4)
     shown = Demonstrations(prompts, 3)[0]
@@ -119,6 +126,32 @@ def test_a_tokenizer_without_a_chat_template_is_rejected_for_chat_messages(tmp_p
     with pytest.raises(ConfigError, match=r"prompts are chat messages, and the tokenizer in .* has no chat template"):
         PromptRows(chat, ProblemsConfig(), plain, 3)
     assert plain.encode("hi") == [1]
+
+
+def test_generation_config_and_arguments_of_the_template_are_used(tmp_path):
+    pytest.importorskip("transformers", reason="the extra hf: no transformers")
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    from mcontroller.ppo.datasets.tokenizers import TokenizerConfig, TokenizerSource
+    from workers.run.hf_tokenizer import HuggingFaceTokenizer
+
+    core = Tokenizer(models.WordLevel({"<eos>": 0, "hi": 1, "<turn>": 2, "<unk>": 3}, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Whitespace()
+    saved = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<turn>")
+    saved.chat_template = "{{ messages[0].content }} {{ enable_thinking }} {% for t in tools %}{{ t.name }}{% endfor %}"
+    saved.save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [0, 2]}')
+    config = TokenizerConfig(chat_template_kwargs={"enable_thinking": False, "tools": [{"name": "search"}]})
+    source = TokenizerSource(str(tmp_path), lambda: ([], []), config.chat_template_kwargs)
+    tokenizer = HuggingFaceTokenizer(source)
+    assert tokenizer.render([{"role": "user", "content": "hi"}]) == "hi False search"
+    assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == ([2, 0], 2)
+    with pytest.raises(ConfigError, match=r"chat_template_kwargs has tokenize, which every prompt has already"):
+        TokenizerConfig(chat_template_kwargs={"tokenize": True})
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": ["</s>"]}')
+    with pytest.raises(ConfigError, match=r"generation_config.json: eos_token_id is \['</s>'\]; expected token ids"):
+        HuggingFaceTokenizer(source)
 
 
 @pytest.mark.parametrize("template", ["$A", "<bos> $A", "<bos> <hi> $A <eos>", "$A <eos>"])

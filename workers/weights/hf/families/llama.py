@@ -5,20 +5,21 @@ Rotary halves lie the same way in both formats: no weight is permuted.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from mcontroller.errors import ConfigError
 from workers.weights.hf.family import ModelFamily, not_built, register_model_family
 from workers.weights.hf.fields import flag_of, number_of, optional_size_of, size_of
 
-__all__ = ["Llama", "names_in_layer"]
+__all__ = ["ROPE_DEFAULT", "Llama", "names_in_layer", "rope_kind"]
 
 _DTYPES = ("float32", "bfloat16", "float16")
 # The one scaling of rotary positions that Megatron has, with the three numbers that it has fixed.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-_ROPE_DEFAULT = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
-_ROPE_KEYS = {"default": _ROPE_DEFAULT, "llama3": (*_ROPE_DEFAULT, *_LLAMA3, "factor")}
+_PARTIAL = "partial_rotary_factor"
+ROPE_DEFAULT = ("rope_type", "type", "rope_theta", _PARTIAL)
+_ROPE_KEYS = {"default": ROPE_DEFAULT, "llama3": (*ROPE_DEFAULT, *_LLAMA3, "factor")}
 
 
 def names_in_layer(names: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
@@ -38,6 +39,8 @@ class Llama(ModelFamily):
         sizes: keys of ``config.json`` that are required.
         fixed: fields of ``ModelConfig`` that the family's ``config.json`` has no key for, and their values.
         fixed_transformer: the same of ``ModelConfig.transformer``.
+        rope_theta: what transformers supplies if ``config.json`` has no ``rope_theta``.
+        rotated: the same for ``partial_rotary_factor``; None: all channels of a head are rotated.
     """
 
     architecture = "Llama"
@@ -110,8 +113,9 @@ class Llama(ModelFamily):
         "softmax_scale": None,
         "softmax_type": "vanilla",
         "use_mup": False,
-        "window_size": None,
     }
+    rope_theta: ClassVar[float] = 10000.0
+    rotated: ClassVar[float | None] = None
 
     def fields_from(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return the fields of ``ModelConfig`` that ``config.json`` determines; see ``ModelFamily.fields_from``."""
@@ -125,6 +129,8 @@ class Llama(ModelFamily):
         layers = source.get("layer_types") or ()
         if not isinstance(layers, list | tuple) or any(kind != "full_attention" for kind in layers):
             raise not_built("layer_types", layers, "full_attention throughout")
+        if layers and len(layers) != source["num_hidden_layers"]:
+            raise not_built("layer_types", layers, f"one for each of {source['num_hidden_layers']} layers")
         heads = size_of(source, "num_attention_heads")
         return {
             "vocab_size": size_of(source, "vocab_size"),
@@ -140,7 +146,7 @@ class Llama(ModelFamily):
             "qk_layernorm": self.qk_layernorm,
             "tie_embeddings": flag_of(source, "tie_word_embeddings"),
             "dtype": _dtype_of(source),
-        } | _rope_fields(source)
+        } | self.rope_fields(source)
 
     def config_from(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Return ``config.json`` of a model of this family; see ``ModelFamily.config_from``."""
@@ -167,7 +173,59 @@ class Llama(ModelFamily):
             "initializer_range": fields["init_method_std"],
             "dtype": fields["dtype"],
             "torch_dtype": fields["dtype"],
-        } | _rope_config(fields)
+        } | self.rope_config(fields)
+
+    def rope_of(self, source: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the keys of rotary positions with ``rope_theta``, from whichever places they are in.
+
+        Raises:
+            ConfigError: two places disagree, or the base or the part of a head that is rotated is not supported.
+        """
+        rope = {"rope_theta": self.rope_theta} | _merged_rope(source)
+        if (theta := number_of(rope, "rope_theta")) != int(theta):
+            raise not_built("rope_theta", theta, "a whole number")
+        if self.rotated is None and rope.get("partial_rotary_factor", 1.0) != 1.0:
+            raise not_built("partial_rotary_factor", rope["partial_rotary_factor"], 1.0)
+        return rope
+
+    def rope_fields(self, source: Mapping[str, Any]) -> dict[str, Any]:
+        """From ``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling`` (before)."""
+        rope = self.rope_of(source)
+        fields: dict[str, Any] = {"rotary_base": int(rope["rope_theta"])}
+        if self.rotated is not None:
+            fields["rotary_percent"] = float(number_of({"partial_rotary_factor": self.rotated} | rope, _PARTIAL))
+        if rope_kind(rope, _ROPE_KEYS) == "default":
+            return fields
+        for key, fixed in _LLAMA3.items():
+            if rope.get(key) != fixed:
+                raise not_built(key, rope.get(key), fixed)
+        return fields | {"rope_scaling_factor": float(number_of(rope, "factor"))}
+
+    def rope_config(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """For transformers 5 and for earlier versions."""
+        theta, factor = float(fields["rotary_base"]), fields["rope_scaling_factor"]
+        scaled = None if factor is None else {"rope_type": "llama3", "factor": factor, **_LLAMA3}
+        part = {} if self.rotated is None else {"partial_rotary_factor": fields["rotary_percent"]}
+        return {
+            "rope_theta": theta,
+            "rope_scaling": scaled,
+            "rope_parameters": (scaled or {"rope_type": "default"}) | {"rope_theta": theta} | part,
+        } | part
+
+
+def rope_kind(rope: Mapping[str, Any], keys: Mapping[str, Sequence[str]]) -> str:
+    """Return the type of rotary positions, one of ``keys``, which has the keys that belong to each type.
+
+    Raises:
+        ConfigError: the type is another one, or a key does not belong to it.
+    """
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind not in (*keys,):
+        raise not_built("rope_type", kind, " or ".join(keys))
+    for key, value in rope.items():
+        if key not in keys[kind] and value is not None:
+            raise not_built(f"rope_parameters.{key}", value, None)
+    return str(kind)
 
 
 def _dtype_of(source: Mapping[str, Any]) -> str:
@@ -179,31 +237,8 @@ def _dtype_of(source: Mapping[str, Any]) -> str:
     return str(dtype)
 
 
-def _rope_fields(source: Mapping[str, Any]) -> dict[str, Any]:
-    """From ``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling`` (before)."""
-    rope = _rope_of(source)
-    theta = number_of(rope, "rope_theta")
-    if theta != int(theta):
-        raise not_built("rope_theta", theta, "a whole number")
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise not_built("partial_rotary_factor", rope["partial_rotary_factor"], 1.0)
-    fields: dict[str, Any] = {"rotary_base": int(theta)}
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind not in (*_ROPE_KEYS,):
-        raise not_built("rope_type", kind, "default or llama3")
-    for key, value in rope.items():
-        if key not in _ROPE_KEYS[kind] and value is not None:
-            raise not_built(f"rope_parameters.{key}", value, None)
-    if kind == "default":
-        return fields
-    for key, fixed in _LLAMA3.items():
-        if rope.get(key) != fixed:
-            raise not_built(key, rope.get(key), fixed)
-    return fields | {"rope_scaling_factor": float(number_of(rope, "factor"))}
-
-
-def _rope_of(source: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of rotary positions with ``rope_theta``, from whichever places they are in; these must agree."""
+def _merged_rope(source: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of rotary positions from all places, which must agree."""
     found: dict[str, Any] = {}
     for key in ("rope_scaling", "rope_parameters"):
         value = source.get(key)
@@ -212,17 +247,7 @@ def _rope_of(source: Mapping[str, Any]) -> dict[str, Any]:
         for name, setting in (value or {}).items():
             if found.setdefault(name, setting) != setting:
                 raise not_built(key, value, source["rope_scaling"])
-    if "rope_theta" in source and found.setdefault("rope_theta", source["rope_theta"]) != source["rope_theta"]:
-        raise not_built("rope_theta", source["rope_theta"], found["rope_theta"])
-    return {"rope_theta": 10000.0} | found
-
-
-def _rope_config(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """For transformers 5 and for earlier versions."""
-    theta, factor = float(fields["rotary_base"]), fields["rope_scaling_factor"]
-    scaled = None if factor is None else {"rope_type": "llama3", "factor": factor, **_LLAMA3}
-    return {
-        "rope_theta": theta,
-        "rope_scaling": scaled,
-        "rope_parameters": (scaled or {"rope_type": "default"}) | {"rope_theta": theta},
-    }
+    for key in ("rope_theta", _PARTIAL):
+        if key in source and found.setdefault(key, source[key]) != source[key]:
+            raise not_built(key, source[key], found[key])
+    return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from workers.model.zigzag import zigzag_join, zigzag_positions, zigzag_slice
+from workers.zigzag import zigzag_join, zigzag_positions, zigzag_slice
 
 
 def test_a_rank_has_one_piece_from_the_front_and_one_from_the_back() -> None:

@@ -1,0 +1,82 @@
+"""What the trace of a run costs: CPU of an event times events of a step, and bytes of an hour.
+
+    python benchmarks/trace.py RUN_DIR
+
+RUN_DIR is a finished run of `mcontroller train`, such as of `make demo`, whose events and steps count. The CPU of an
+event is that of adding it and of its share of a flush, with the events of the run itself; the CPU of a step is that of
+its wall time on one core for each process.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from mcontroller.trace.reading import TraceLane, read_trace
+from mcontroller.trace.recorder import Laps, TraceRecorder, set_recorder
+
+AT_MOST, MEGABYTES = 0.01, 20.0
+EVENTS = 200_000
+
+
+def cpu_of_lap() -> float:
+    """Return the CPU seconds of adding an event, with the two clocks that it reads."""
+    set_recorder(TraceRecorder(Path(tempfile.mkdtemp()), "lane", {}))
+    laps = Laps(number=1)
+    before = time.process_time()
+    for _ in range(EVENTS):
+        laps("forward")
+    took = (time.process_time() - before) / EVENTS
+    set_recorder(None)
+    return took
+
+
+def cpu_without() -> float:
+    """Return the CPU seconds of an event if nothing is recorded."""
+    laps = Laps(number=1)
+    before = time.process_time()
+    for _ in range(EVENTS):
+        laps("forward")
+    return (time.process_time() - before) / EVENTS
+
+
+def flushed(lane: TraceLane) -> tuple[float, int]:
+    """Return the CPU seconds of writing the events of a lane, every two seconds as in a run, and their bytes."""
+    recorder = TraceRecorder(Path(tempfile.mkdtemp()), "lane", lane.about, segment=1 << 40)
+    took, last = 0.0, 0
+    for event in lane.events:
+        recorder.add(event.name, event.begin * 1000, event.end * 1000, event.number, event.waiting * 1000)
+        if event.begin - last > 2_000_000 or event is lane.events[-1]:
+            before = time.process_time()
+            recorder.flush()
+            took, last = took + time.process_time() - before, event.begin
+    return took, (recorder.directory / "lane.jsonl.gz").stat().st_size
+
+
+def main() -> None:
+    """Print the table, and fail if the cost is above the bounds."""
+    trace, lap = read_trace(sys.argv[1]), cpu_of_lap()
+    steps = trace.steps().values()
+    seconds, count = sum(step.took for step in steps) / 1e6, len(steps)
+    lanes = [*trace.controllers, *trace.ranks]
+    written = [flushed(lane) for lane in lanes]
+    cpu = sum(lap * len(lane.events) + took for lane, (took, _) in zip(lanes, written, strict=True))
+    span = (max(lane.events[-1].end for lane in lanes) - min(lane.events[0].begin for lane in lanes)) / 1e6
+    events = sum(len(lane.events) for lane in lanes)
+    share, size = cpu / (span * len(lanes)), sum(size for _, size in written)
+    hourly = size * 3600 / span / len(lanes) * 9 / 1e6
+    print(f"{len(lanes)} processes, {count} steps of {seconds / count:.2f} s, {events} events in {span:.0f} s")
+    print(f"CPU of an event: {lap * 1e6:.2f} us; {cpu_without() * 1e6:.2f} us if nothing is recorded")
+    print(f"CPU of writing: {sum(took for took, _ in written) / events * 1e6:.2f} us an event")
+    print(f"share of the CPU of the processes: {share:.3%}; at most {AT_MOST:.0%}")
+    print(f"{size / events:.1f} bytes an event; {hourly:.2f} MB an hour for 8 ranks; at most {MEGABYTES:.0f}")
+    if share > AT_MOST or hourly > MEGABYTES:
+        raise SystemExit("above the bound")
+
+
+if __name__ == "__main__":
+    main()

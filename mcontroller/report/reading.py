@@ -1,0 +1,244 @@
+"""The files of a run directory, read for people: metrics in few points, samples, failures, layouts, facts."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import socket
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+from mcontroller.errors import DataError
+from parallel_state.layout import ParallelLayout
+from parallel_state.topology import Topology
+
+__all__ = ["RunFiles", "few_points", "last_records", "read_metrics", "read_run", "read_samples", "role_grids"]
+
+POINTS = 400
+"""Most points of a curve; each stands for equally many steps."""
+SAMPLE_BYTES = 2_000_000
+"""Most bytes of samples; they are read from places spread evenly over a larger file."""
+SAMPLE_PIECES = 48
+MAX_RANKS = 2048
+"""Most ranks of a grid."""
+
+Record = dict[str, Any]
+Curves = dict[str, tuple["array[float]", "array[float]"]]
+"""Name of a metric -> its steps and its values."""
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """The small files of a run.
+
+    Attributes:
+        directory: the run's directory.
+        config: the configuration; empty if there is none.
+        summary: ``summary.json``; empty if there is none.
+        saved: the record of the last save, ``trainer.json``; empty before the first.
+        failures: the lines of ``failures.jsonl``.
+        holder: the process that holds the run's lock (``host``, ``pid``, ``since``); empty if none does.
+    """
+
+    directory: Path
+    config: Record
+    summary: Record
+    saved: Record
+    failures: Sequence[Record]
+    holder: Record
+
+    def process(self) -> Record:
+        """Return what the last process of the run recorded: its command, versions and host."""
+        processes: Sequence[Record] = self.summary.get("processes") or [{}]
+        return processes[-1]
+
+    def facts(self) -> list[tuple[str, str]]:
+        """Return what started the run and how far it is, as names and texts; a fact without a record is left out."""
+        process, summary = self.process(), self.summary
+        total = (self.config.get("trainer") or {}).get("total_training_steps")
+        last = last_records(self.directory / "metrics.jsonl")
+        holder = "{pid} on {host} since {since}".format_map(self.holder) if self.holder else ""
+        if holder and self.holder["host"] == socket.gethostname() and not psutil.pid_exists(self.holder["pid"]):
+            holder += ", which was killed"
+        facts = {
+            "command": process.get("command"),
+            "host": process.get("host"),
+            "commit": process.get("commit"),
+            "versions": ", ".join(f"{name} {version}" for name, version in process.get("versions", {}).items()),
+            "started": ", ".join(str(each.get("started")) for each in summary.get("processes", [])),
+            "running process": holder,
+            "step": f"{last[-1]['step']} of {total or 'unknown'}" if last else "",
+            "saved step": self.saved.get("global_steps"),
+            "restarts": summary.get("restarts", sum(bool(each.get("restarted")) for each in self.failures)),
+            "wall time": f"{summary['wall_s']:,.0f} s" if "wall_s" in summary else "",
+        }
+        return [(name, str(value)) for name, value in facts.items() if value not in (None, "")]
+
+
+def read_run(directory: Path) -> RunFiles:
+    """Read the small files of a run.
+
+    Raises:
+        DataError: the directory is not one of a run, or a file is damaged.
+    """
+    if not any((directory / name).is_file() for name in ("config.yaml", "metrics.jsonl", "summary.json")):
+        expected = "expected a run directory, with config.yaml, metrics.jsonl or summary.json"
+        raise DataError(f"{directory} contains no run: {expected}", path=str(directory))
+    config = _object(directory / "config.yaml")
+    given = (config.get("trainer") or {}).get("default_local_dir", "checkpoints")
+    inside = os.path.relpath(given, config.get("run_dir") or directory) if os.path.isabs(given) else given
+    checkpoints = directory / inside  # of the directory as it is called here, which may be mounted elsewhere
+    return RunFiles(
+        directory,
+        config,
+        _object(directory / "summary.json"),
+        _object(checkpoints / "trainer.json"),
+        [] if not (path := checkpoints / "failures.jsonl").is_file() else list(_records(path.read_bytes())),
+        _object(checkpoints / "run.lock"),
+    )
+
+
+def _object(path: Path) -> Record:
+    """Return the mapping in a YAML or JSON file; empty without a file, and for an empty one."""
+    if not path.is_file():
+        return {}
+    read = yaml.safe_load if path.suffix == ".yaml" else json.loads
+    try:
+        found = read(text) if (text := path.read_text(encoding="utf-8")) else {}
+    except (yaml.YAMLError, ValueError) as error:
+        raise DataError(f"{path} is damaged: {error}", path=str(path)) from error
+    if not isinstance(found, dict):
+        raise DataError(f"{path} is damaged: expected a mapping, got {type(found).__name__}", path=str(path))
+    return found
+
+
+def _records(lines: bytes) -> Iterator[Record]:
+    """Yield the objects of JSON lines; the last line of a run that goes on may be incomplete."""
+    for line in lines.splitlines():
+        try:
+            found = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(found, dict):
+            yield found
+
+
+def last_records(path: Path, size: int = 1 << 17) -> list[Record]:
+    """Return the objects with a step in the last ``size`` bytes of a file; none without a file."""
+    if not path.is_file():
+        return []
+    with open(path, "rb") as file:
+        file.seek(max(0, path.stat().st_size - size))
+        return [record for record in _records(file.read()) if isinstance(record.get("step"), int)]
+
+
+def read_metrics(path: Path) -> Curves:
+    """Return the steps and values of every metric of ``metrics.jsonl``; none without a file."""
+    found: Curves = {}
+    if path.is_file():
+        with open(path, "rb") as file:
+            for record in itertools.chain.from_iterable(map(_records, file)):
+                step = record.pop("step", None)
+                for name, value in record.items() if isinstance(step, int) else ():
+                    if isinstance(value, int | float):
+                        steps, values = found.setdefault(name, (array("d"), array("d")))
+                        steps.append(step)
+                        values.append(value)
+    return found
+
+
+def few_points(steps: Sequence[float], values: Sequence[float], most: int = POINTS) -> dict[str, list[float | None]]:
+    """Return a curve in at most ``most`` points.
+
+    Returns:
+        ``x``, the first step of each point; ``y``, the mean of its values; ``lo`` and ``hi``, the least and the largest
+        one, if a point has more than one; these have 6 digits. None for a point without a finite value.
+    """
+    size = math.ceil(len(values) / most) or 1
+    x: list[float | None] = []
+    y: list[float | None] = []
+    lo: list[float | None] = []
+    hi: list[float | None] = []
+    for begin in range(0, len(values), size):
+        part = [value for value in values[begin : begin + size] if math.isfinite(value)]
+        x.append(int(steps[begin]))
+        found = (sum(part) / len(part), min(part), max(part)) if part else (None, None, None)
+        for points, value in zip((y, lo, hi), found, strict=True):
+            points.append(value if value is None or size == 1 else float(f"{value:.6g}"))
+    return {"x": x, "y": y} | ({"lo": lo, "hi": hi} if size > 1 else {})
+
+
+def read_samples(path: Path) -> tuple[list[Record], bool]:
+    """Return lines of ``samples.jsonl``, and whether they are all; of a large file, from evenly spread places.
+
+    Args:
+        path: the file; without one, there are no samples.
+    """
+    if not path.is_file():
+        return [], True
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        if size <= SAMPLE_BYTES:
+            return list(_records(file.read())), True
+        length = SAMPLE_BYTES // SAMPLE_PIECES
+        found: list[Record] = []
+        for piece in range(SAMPLE_PIECES):
+            file.seek((size - length) * piece // (SAMPLE_PIECES - 1))
+            found += _records(file.read(length))
+        return found, False
+
+
+def role_grids(config: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the grid of ranks of each role of a configuration; roles with the same ranks share one.
+
+    A role whose pool is not in the configuration has none.
+
+    Returns:
+        ``roles``, ``pool`` and ``layout`` as text; ``head``, the title of each pipeline stage; ``tp``, the columns of
+        each; ``rows``, each a title and its cells ``[rank, node, coordinates]``, stage by stage.
+    """
+    nodes = {"pool": (config.get("pool") or {}).get("process_on_nodes", [])}
+    pool_of: dict[str, str] = {}
+    for name, pool in (config.get("pools") or {}).items():
+        nodes[name] = pool["process_on_nodes"]
+        pool_of |= dict.fromkeys(pool.get("roles") or [name], name)
+    roles: dict[tuple[str, str], list[str]] = {}
+    for role, section in config.items():
+        if isinstance(section, Mapping) and isinstance(parallel := section.get("parallel"), Mapping):
+            key = json.dumps({axis: parallel.get(axis) for axis in ("tp", "pp", "cp", "ep", "etp", "vpp", "order")})
+            roles.setdefault((pool_of.get(role, "pool"), key), []).append(role)
+    placed = [(pool, key, ", ".join(names)) for (pool, key), names in roles.items() if nodes[pool]]
+    return [_grid(names, pool, nodes[pool], json.loads(key)) for pool, key, names in placed]
+
+
+def _grid(roles: str, pool: str, nodes: Sequence[int], parallel: Mapping[str, Any]) -> dict[str, Any]:
+    sizes = {axis: size for axis, size in parallel.items() if size is not None}
+    topology = Topology.from_layout(ParallelLayout(sum(nodes), **sizes))
+    experts = topology.expert_axes if topology.size("ep") > 1 else ()
+    axes = [axis for axis in dict.fromkeys((*topology.dense_axes, *experts)) if topology.size(axis) > 1]
+    node_of = list(itertools.chain.from_iterable([node] * count for node, count in enumerate(nodes)))
+    rows: dict[str, list[tuple[int, int, str]]] = {}
+    order = [topology.column(axis) for axis in ("dp", "cp", "pp", "tp")]
+    for rank in sorted(range(topology.world_size), key=lambda rank: [column[rank] for column in order])[:MAX_RANKS]:
+        at = topology.coordinates(rank)
+        title = f"dp {at['dp']}" + (f", cp {at['cp']}" if topology.size("cp") > 1 else "")
+        text = " ".join(f"{axis} {at[axis]}" for axis in axes)
+        rows.setdefault(title, []).append((rank, node_of[rank], text))
+    layout = " x ".join(f"{axis} {topology.size(axis)}" for axis in axes) or "one rank for each process"
+    hidden = topology.world_size - MAX_RANKS
+    return {
+        "roles": roles,
+        "pool": f"{pool}: {topology.world_size} ranks on {len(nodes)} node{'s' if len(nodes) > 1 else ''}",
+        "layout": layout + (f"; {hidden:,} ranks are not shown" if hidden > 0 else ""),
+        "head": [f"stage {stage}" for stage in range(topology.size("pp"))],
+        "tp": topology.size("tp"),
+        "rows": list(rows.items()),
+    }

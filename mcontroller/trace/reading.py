@@ -1,0 +1,166 @@
+"""Read the trace of a run: the lanes of its processes, on the clock of the controller."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mcontroller.errors import DataError
+from mcontroller.trace.recorder import CONTROLLER, FOLDER
+
+__all__ = ["RunTrace", "TraceEvent", "TraceLane", "read_trace"]
+
+
+DERIVED = {"etp", "edp"}
+"""Axes of experts, whose index follows from the others."""
+
+
+class TraceEvent(NamedTuple):
+    """What a process did in an interval.
+
+    Attributes:
+        name: what it did.
+        begin: [us] by the clock of the controller.
+        took: [us].
+        waiting: [us] of these in which its thread waited for other ranks.
+        number: of the call, the step or the micro-batch; -1 for none.
+    """
+
+    name: str
+    begin: int
+    took: int
+    waiting: int
+    number: int
+
+    @property
+    def end(self) -> int:
+        """[us] by the clock of the controller."""
+        return self.begin + self.took
+
+    @property
+    def own(self) -> int:
+        """[us] without those in which it waited for other ranks."""
+        return self.took - self.waiting
+
+
+@dataclass
+class TraceLane:
+    """The events of one process, in order of their begin.
+
+    Attributes:
+        about: what it has written of itself; ``group``, ``rank``, ``node`` and ``roles`` with coordinates among it.
+        events: the events.
+        clock_error: [us] how wrong its times can be against those of the controller.
+        axes: the axes on which ranks of its group differ, which its label shows.
+    """
+
+    about: dict[str, Any] = field(default_factory=dict)
+    events: list[TraceEvent] = field(default_factory=list)
+    clock_error: float = 0.0
+    axes: frozenset[str] = frozenset()
+
+    @property
+    def coordinates(self) -> dict[str, int]:
+        """The index on each axis, of the first role of the process."""
+        return next(iter(self.about.get("roles", {}).values()), {})
+
+    def label(self) -> str:
+        """Return the rank and its coordinates, as in ``rank 3 (tp=1 pp=0 dp=1)``."""
+        axes = " ".join(f"{axis}={index}" for axis, index in self.coordinates.items() if axis in self.axes)
+        return f"rank {self.about['rank']}" + (f" ({axes})" if axes else "")
+
+
+@dataclass
+class RunTrace:
+    """The trace of a run, or of some of its steps.
+
+    Attributes:
+        controllers: the lanes of the processes that called groups; several if the run was resumed.
+        ranks: the lanes of ranks, by group and rank.
+    """
+
+    controllers: list[TraceLane]
+    ranks: list[TraceLane]
+
+    def steps(self) -> dict[int, TraceEvent]:
+        """Return the steps, by number; a step that was repeated has its last interval."""
+        return {event.number: event for lane in self.controllers for event in lane.events if event.name == "step"}
+
+    def of_steps(self, first: int, last: int) -> RunTrace:
+        """Return the events that overlap the steps from ``first`` to ``last``, both included.
+
+        Raises:
+            DataError: the trace has none of these steps.
+        """
+        steps = self.steps()
+        chosen = [event for number, event in steps.items() if first <= number <= last]
+        if not chosen:
+            has = f"has the steps {min(steps)} to {max(steps)}" if steps else "has no whole step"
+            raise DataError(f"no event of the steps {first}:{last}; the trace {has}", steps=(first, last))
+        begin, end = min(event.begin for event in chosen), max(event.end for event in chosen)
+
+        def inside(lanes: list[TraceLane]) -> list[TraceLane]:
+            kept = ([event for event in lane.events if event.end > begin and event.begin < end] for lane in lanes)
+            return [replace(lane, events=events) for lane, events in zip(lanes, kept, strict=True)]
+
+        return RunTrace(inside(self.controllers), inside(self.ranks))
+
+
+def read_trace(run_dir: Path | str) -> RunTrace:
+    """Return the trace in the directory of a run. The last line of a file may be missing, as of a killed process.
+
+    Raises:
+        DataError: there is no trace, or a file of it is damaged.
+    """
+    folder = Path(run_dir) / FOLDER
+    lanes = []
+    for name in sorted({path.name.partition(".")[0] for path in folder.glob("*.jsonl.gz")}):
+        files = [folder / f"{name}{suffix}" for suffix in (".old.jsonl.gz", ".jsonl.gz")]
+        lanes.append(_lane([path for path in files if path.is_file()]))
+    lanes = [lane for lane in lanes if lane.about]  # the first line of a process may be missing too
+    if not lanes:
+        raise DataError(f"{run_dir} has no trace: there is no file {folder}/*.jsonl.gz", path=str(folder))
+    controllers = [lane for lane in lanes if lane.about["group"] == CONTROLLER]
+    ranks = [lane for lane in lanes if lane.about["group"] != CONTROLLER]
+    boots = {lane.about["boot"] for lane in controllers}
+    clocks = {boot: clock for lane in controllers for boot, clock in lane.about["clocks"].items()}
+    for lane in ranks:
+        if (boot := lane.about["boot"]) in clocks and boot not in boots:
+            offset, lane.clock_error = clocks[boot]
+            lane.events = [event._replace(begin=event.begin - round(offset)) for event in lane.events]
+    for lane in ranks:
+        group = [each.coordinates for each in ranks if each.about["group"] == lane.about["group"]]
+        lane.axes = frozenset(axis for each in group for axis, index in each.items() if index) - DERIVED
+    ranks.sort(key=lambda lane: (lane.about["group"], lane.about["rank"]))
+    return RunTrace(controllers, ranks)
+
+
+def _lane(paths: list[Path]) -> TraceLane:
+    lane = TraceLane()
+    for path in paths:
+        names: list[str] = []
+        try:
+            for line in _lines(path):
+                if "lane" in line:
+                    lane.about |= line
+                    continue
+                names += line["names"]
+                columns = [line[column] for column in ("name", "begin", "took", "waiting", "number")]
+                columns[0] = [names[index] for index in columns[0]]
+                columns[1] = accumulate(columns[1])
+                lane.events += map(TraceEvent, *columns)
+        except (ValueError, KeyError, IndexError, TypeError, zlib.error) as error:
+            raise DataError(f"{path} is damaged: {type(error).__name__}: {error}", path=str(path)) from error
+    lane.events.sort(key=lambda event: (event.begin, -event.took))
+    return lane
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    inflate = zlib.decompressobj(wbits=31)
+    *lines, _ = inflate.decompress(path.read_bytes()).split(b"\n")
+    return map(json.loads, lines)

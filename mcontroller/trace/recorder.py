@@ -1,0 +1,286 @@
+"""Record what a process does: events with a name, a begin and an end, kept in a list and appended to a file.
+
+``recording(directory)`` records this process, and the ranks of groups that are started while it is open. Without it,
+every hook costs one look at a variable. The file of a process is ``<lane>.jsonl.gz``: a line describes the process, and
+each other line is a column for each field of the events since the line before. A process that is killed leaves a
+readable file without its last seconds.
+
+A file is bounded: when it has ``SEGMENT_BYTES``, it becomes ``<lane>.old.jsonl.gz`` and a new one begins. The oldest
+events are lost with the file that was there before; between one and two segments of the newest events remain.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import socket
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from parallel_state.hangs.waits import waited
+
+__all__ = [
+    "CONTROLLER",
+    "FOLDER",
+    "Laps",
+    "TraceRecorder",
+    "boot_id",
+    "clock_offset",
+    "on_rank",
+    "recorder",
+    "recording",
+    "set_recorder",
+    "span",
+]
+
+FOLDER = "trace"
+"""The folder of the trace in the directory of a run."""
+CONTROLLER = "controller"
+"""The lane of the process that calls groups."""
+SEGMENT_BYTES = 1_000_000
+FLUSH_NS = 2_000_000_000
+"""[ns] ``flush_if_due`` writes the events that have been recorded for so long."""
+
+now = time.monotonic_ns
+_logger = logging.getLogger(__name__)
+
+
+class TraceRecorder:
+    """The events of one lane: the controller, or a rank.
+
+    Args:
+        directory: the folder of the trace.
+        lane: the name of the file.
+        about: what is written of the process, such as the coordinates of its rank.
+        segment: bytes after which a new file begins.
+
+    Attributes:
+        directory: as passed.
+        about: as passed, with the node and the process.
+        deferred: functions that add events which are not known yet, such as times of a GPU; called before a flush.
+        ranks: the recorders of ranks in this process, by role and rank.
+    """
+
+    def __init__(self, directory: Path, lane: str, about: Mapping[str, Any], segment: int = SEGMENT_BYTES) -> None:
+        self.directory = directory
+        process = {"pid": os.getpid(), "boot": boot_id(), "time_us": time.time_ns() // 1000 - now() // 1000}
+        self.about: dict[str, Any] = {"lane": lane, "node": socket.gethostname(), **process, **about}
+        self.deferred: list[Callable[[], None]] = []
+        self.ranks: dict[tuple[str, int], TraceRecorder] = {}
+        self._path, self._segment = directory / f"{lane}.jsonl.gz", segment
+        self._events: list[tuple[str, int, int, int, int]] = []
+        self._flushed, self._written, self._described = now(), 0, False
+        self._names: dict[str, int] = {}
+        self._deflate = zlib.compressobj(6, wbits=31)
+        self._failed = False
+        self._lock = threading.Lock()
+
+    def describe(self, **about: Any) -> None:
+        """Change what is written of the process."""
+        self.about |= about
+        self._described = False
+
+    def add(self, name: str, begin: int, end: int, number: int = -1, waiting: int = 0) -> None:
+        """Add an event; takes well under a microsecond.
+
+        Args:
+            name: what was done; the begin of the name up to the first space is its category.
+            begin: by ``time.monotonic_ns``.
+            end: as ``begin``.
+            number: of the call, the step or the micro-batch.
+            waiting: [ns] how long this thread waited for other ranks meanwhile.
+        """
+        self._events.append((name, begin, end, waiting, number))
+
+    def mark(self, name: str, number: int = -1) -> None:
+        """Add an event without a duration, such as a failure, and write everything."""
+        self.add(name, at := now(), at, number)
+        self.flush()
+
+    def flush_if_due(self) -> None:
+        """Write the events, if the last write is some seconds ago."""
+        if now() - self._flushed > FLUSH_NS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Append the events to the file; after an error of the file, which is logged, drop them."""
+        with self._lock:
+            for resolve in self.deferred:
+                resolve()
+            self.deferred.clear()
+            events, self._events = self._events, []
+            self._flushed = now()
+            if not events or self._failed:
+                return
+            try:
+                self._write(sorted(events, key=lambda event: event[1]))
+            except OSError as error:  # a full disk must not end the run
+                self._failed = True
+                _logger.warning("%s is not continued: %s", self._path, error)
+
+    def _write(self, events: list[tuple[str, int, int, int, int]]) -> None:
+        names, known, last = self._names, len(self._names), 0
+        columns: dict[str, list[Any]] = {"name": [], "begin": [], "took": [], "waiting": [], "number": []}
+        for name, begin, end, waiting, number in events:
+            columns["name"].append(names.setdefault(name, len(names)))
+            columns["begin"].append(begin // 1000 - last)
+            columns["took"].append((end - begin) // 1000)
+            columns["waiting"].append(waiting // 1000)
+            columns["number"].append(number)
+            last = begin // 1000
+        lines = [{"names": list(names)[known:], **columns}]
+        if not self._described:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            lines.insert(0, self.about)
+            self._described = True
+        text = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
+        data = self._deflate.compress(text.encode()) + self._deflate.flush(zlib.Z_SYNC_FLUSH)
+        with open(self._path, "ab") as file:
+            file.write(data)
+        self._written += len(data)
+        if self._written >= self._segment:
+            self._begin_segment()
+
+    def _begin_segment(self) -> None:
+        with open(self._path, "ab") as file:
+            file.write(self._deflate.flush())
+        os.replace(self._path, self._path.with_name(f"{self.about['lane']}.old.jsonl.gz"))
+        self._deflate, self._names = zlib.compressobj(6, wbits=31), {}
+        self._written, self._described = 0, False
+
+
+class _Current(threading.local):
+    recorder: TraceRecorder | None = None
+
+
+_current = _Current()
+
+
+def recorder() -> TraceRecorder | None:
+    """Return the recorder of this thread's rank, or of this process; None if nothing is recorded."""
+    return _current.recorder
+
+
+def set_recorder(new: TraceRecorder | None) -> None:
+    """Record all threads of this process, or none."""
+    _Current.recorder = new
+
+
+@contextlib.contextmanager
+def recording(directory: Path | str) -> Iterator[TraceRecorder]:
+    """Record this process as the controller while the block runs, and the ranks of groups that start in it.
+
+    Args:
+        directory: the directory of the run, which all nodes share; the files are in its folder ``trace``.
+    """
+    lane = f"{CONTROLLER}-{os.getpid()}-{time.time_ns() // 1_000_000}"
+    made = TraceRecorder(Path(directory).resolve() / FOLDER, lane, {"group": CONTROLLER, "rank": 0, "clocks": {}})
+    before = _Current.recorder
+    set_recorder(made)
+    try:
+        yield made
+    except BaseException as error:
+        made.mark(f"failure {type(error).__name__}")
+        raise
+    finally:
+        for each in (made, *made.ranks.values()):
+            each.flush()
+        set_recorder(before)
+
+
+@contextlib.contextmanager
+def on_rank(role: str, rank: int, coordinates: Mapping[str, int]) -> Iterator[None]:
+    """Record this thread as a rank of a group in this process while the block runs, if this process is recorded."""
+    process = _Current.recorder
+    if process is None:
+        yield
+        return
+    roles = {role: dict(coordinates)}
+    made = process.ranks.get((role, rank))
+    if made is None:
+        launch = f"{role}-{process.about['lane'].removeprefix(CONTROLLER + '-')}"
+        about = {"group": role, "rank": rank, "launch": launch}
+        made = process.ranks[role, rank] = TraceRecorder(process.directory, f"{launch}-{rank}", about)
+    if made.about.get("roles") != roles:
+        made.describe(roles=roles)
+    before, _current.recorder = _current.recorder, made
+    try:
+        yield
+    finally:
+        _current.recorder = before
+        made.flush_if_due()
+
+
+class Laps:
+    """The parts of one operation that follow each other: each call adds the time since the call before as an event.
+
+    Args:
+        what: ends the names of the events.
+        number: of the operation.
+    """
+
+    __slots__ = ("_last", "_recorder", "_waited", "_what", "number")
+
+    def __init__(self, what: str = "", number: int = -1) -> None:
+        self._what, self.number = what, number
+        self._recorder = _current.recorder
+        if self._recorder is not None:
+            self._waited, self._last = waited.nanoseconds, now()
+
+    def __call__(self, name: str) -> None:
+        """Add the event."""
+        if self._recorder is not None:
+            end, waiting = now(), waited.nanoseconds
+            name = f"{name} {self._what}" if self._what else name
+            self._recorder.add(name, self._last, end, self.number, waiting - self._waited)
+            self._waited, self._last = waiting, end
+
+    def end(self) -> None:
+        """Write the events of the process, if that is due."""
+        if self._recorder is not None:
+            self._recorder.flush_if_due()
+
+
+@contextlib.contextmanager
+def span(name: str, number: int = -1) -> Iterator[None]:
+    """Add an event with the time of the block, also if it raises."""
+    laps = Laps(number=number)
+    try:
+        yield
+    finally:
+        laps(name)
+
+
+def clock_offset(ask: Callable[[], tuple[str, int] | None], rounds: int = 5) -> dict[str, tuple[float, float]]:
+    """Return how far another monotonic clock is ahead of the one here, and how wrong that can be, by its ``boot_id``.
+
+    The other clock was read between a question and its answer: the quickest of several rounds counts, and half of its
+    time is the error. Both values are in microseconds.
+
+    Args:
+        ask: returns the ``boot_id`` and the nanoseconds of the other clock; None if it has no answer.
+        rounds: number of questions.
+    """
+    found: dict[str, tuple[float, float]] = {}
+    for _ in range(rounds):
+        before = now()
+        answer = ask()
+        after = now()
+        if answer is None:
+            break
+        boot, there = answer
+        error = (after - before) / 2000
+        if boot not in found or error < found[boot][1]:
+            found[boot] = (there - (before + after) / 2) / 1000, error
+    return found
+
+
+def boot_id() -> str:
+    """Return what all processes with the same monotonic clock have in common: the boot of their machine."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -1,0 +1,314 @@
+"""What a trace shows: ranks that are slower than others at the same work, a pipeline's bubble, where the time goes."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import mean, median
+
+from mcontroller.trace.reading import RunTrace, TraceEvent, TraceLane
+
+__all__ = [
+    "Bubble",
+    "PathPart",
+    "Straggler",
+    "bubbles",
+    "critical_path",
+    "end_lines",
+    "stage_shares",
+    "stragglers",
+    "summary_lines",
+]
+
+SLOWER = 0.05
+"""A rank is a straggler if it takes longer than the median of its peers by more than this share in the median call,"""
+OFTEN = 0.75
+"""by more than half of that in more than this share of the calls,"""
+FEWEST_CALLS = 8
+"""of at least so many calls,"""
+SHORTEST_US = 1000
+"""and of a part of the call that takes at least so long, and a tenth of it."""
+COMPUTING = ("forward", "backward", "optimizer")
+"""The parts of a method that are compared by themselves."""
+OWN_OF_CONTROLLER = ("plan ", "split ", "send ", "collect ")
+"""The begins of the names of events in which the controller works on a call."""
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A rank that is slower than its peers, the ranks of its group with the same pipeline stage.
+
+    Attributes:
+        group: its group.
+        rank: its label, with the coordinates.
+        node: its node.
+        work: the method, or the part of it, in which it is slower.
+        slower: the median, over the calls, of its time without waiting, over the median of its peers', less 1.
+        often: the share of the calls in which it is slower by more than half of ``SLOWER``.
+        calls: the number of calls.
+    """
+
+    group: str
+    rank: str
+    node: str
+    work: str
+    slower: float
+    often: float
+    calls: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.group} {self.rank} on node {self.node} is {self.slower:.0%} slower in {self.work}, in "
+            f"{self.often:.0%} of {self.calls} calls"
+        )
+
+
+def stragglers(trace: RunTrace) -> list[Straggler]:
+    """Return the ranks that are slower than their peers at the same work, the slowest first.
+
+    Times are those without waiting for other ranks, which all ranks of a group share. On a GPU the host does not wait:
+    there all ranks that communicate take equally long, and a slow one is not found.
+    """
+    found = []
+    for lanes in _peers(trace.ranks):
+        own: dict[str, dict[tuple[str, int], dict[int, int]]] = defaultdict(lambda: defaultdict(dict))
+        for index, lane in enumerate(lanes):
+            for work, call, took in _work(lane):
+                own[work][call][index] = took
+        named = set[tuple[int, str]]()
+        for work in sorted(own, key=lambda work: " of " not in work):  # parts first
+            calls = [by_rank for by_rank in own[work].values() if len(by_rank) == len(lanes)]
+            whole = own[work.rpartition(" of ")[2]]
+            if len(calls) < FEWEST_CALLS or not _counts(calls, whole.values()):
+                continue
+            for index, lane in enumerate(lanes):
+                others = [median(took for rank, took in call.items() if rank != index) for call in calls]
+                ratios = [call[index] / max(other, 1) - 1 for call, other in zip(calls, others, strict=True)]
+                often, slower = mean(ratio > SLOWER / 2 for ratio in ratios), median(ratios)
+                method = work.rpartition(" of ")[2]
+                if slower > SLOWER and often > OFTEN and (work != method or (index, method) not in named):
+                    named.add((index, method))
+                    about = lane.about
+                    found.append(
+                        Straggler(about["group"], lane.label(), about["node"], work, slower, often, len(calls))
+                    )
+    return sorted(found, key=lambda each: -each.slower)
+
+
+def _peers(lanes: Sequence[TraceLane]) -> Iterator[list[TraceLane]]:
+    """Yield the lanes that do the same work: of one start of a group, with the same pipeline stage."""
+    by_work: dict[tuple[str, str, int], list[TraceLane]] = defaultdict(list)
+    for lane in lanes:
+        key = lane.about["group"], lane.about.get("launch", ""), lane.coordinates.get("pp", 0)
+        by_work[key].append(lane)
+    yield from (each for each in by_work.values() if len(each) > 1)
+
+
+def _work(lane: TraceLane) -> Iterator[tuple[str, tuple[str, int], int]]:
+    """Yield (work, call, microseconds without waiting) of each method that ran, and of the parts in it."""
+    for call, inside in _calls(lane):
+        key = call.name, call.number
+        yield call.name, key, call.own
+        parts = Counter[str]()
+        for event in inside:
+            if event.name in COMPUTING:
+                parts[event.name] += event.own
+        for part, took in parts.items():
+            yield f"{part} of {call.name}", key, took
+
+
+def _calls(lane: TraceLane) -> Iterator[tuple[TraceEvent, list[TraceEvent]]]:
+    """Yield the methods that ran on a rank, each with the events inside it."""
+    call, inside = None, list[TraceEvent]()
+    for event in lane.events:
+        if call is not None and event.end > call.end:
+            yield call, inside
+            call, inside = None, []
+        if call is not None:
+            inside.append(event)
+        elif "." in event.name and " " not in event.name:
+            call = event
+    if call is not None:
+        yield call, inside
+
+
+def _counts(calls: Sequence[dict[int, int]], whole: Iterable[dict[int, int]]) -> bool:
+    took = median(median(call.values()) for call in calls)
+    return took >= max(SHORTEST_US, 0.1 * median(median(call.values()) for call in whole))
+
+
+@dataclass(frozen=True)
+class Bubble:
+    """The idle share of a pipeline's ranks between their first forward and their last backward.
+
+    Attributes:
+        work: the method.
+        measured: mean over the ranks and passes.
+        on_paper: ``(pp - 1) / (m * vpp + pp - 1)`` for ``m`` micro-batches, mean over the passes.
+        passes: the number of mini-batches.
+    """
+
+    work: str
+    measured: float
+    on_paper: float
+    passes: int
+
+    def __str__(self) -> str:
+        return f"bubble of {self.work}: {self.measured:.0%} measured, {self.on_paper:.0%} on paper"
+
+
+def bubbles(trace: RunTrace) -> list[Bubble]:
+    """Return the bubble of each method that runs a pipeline forward and backward."""
+    pipelines: dict[tuple[object, ...], list[TraceLane]] = defaultdict(list)
+    for lane in trace.ranks:
+        axes = tuple(sorted((axis, index) for axis, index in lane.coordinates.items() if axis != "pp"))
+        pipelines[lane.about["group"], lane.about.get("launch"), axes].append(lane)
+    found: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for lanes in pipelines.values():
+        stages = len({lane.coordinates.get("pp", 0) for lane in lanes})
+        passes: dict[tuple[str, int, int], list[list[TraceEvent]]] = defaultdict(list)
+        for lane in lanes if stages > 1 else ():
+            for call, inside in _calls(lane):
+                windows = [event for event in inside if event.name == "forward-backward"]
+                for index, window in enumerate(windows):
+                    computed = [each for each in inside if each.name in COMPUTING and _is_in(each, window)]
+                    if any(each.name == "backward" for each in computed):
+                        passes[call.name, call.number, index].append(computed)
+        for (work, _, _), ranks in passes.items():
+            if len(ranks) == stages:
+                found[work].append(_idle(ranks))
+    return [
+        Bubble(work, mean(idle for idle, _ in each), mean(paper for _, paper in each), len(each))
+        for work, each in found.items()
+    ]
+
+
+def _is_in(event: TraceEvent, window: TraceEvent) -> bool:
+    return window.begin <= event.begin and event.end <= window.end
+
+
+def _idle(ranks: Sequence[Sequence[TraceEvent]]) -> tuple[float, float]:
+    begin = min(event.begin for events in ranks for event in events)
+    end = max(event.end for events in ranks for event in events)
+    busy = sum(event.took for events in ranks for event in events)
+    forwards = max(sum(event.name == "forward" for event in events) for events in ranks)
+    stages = len(ranks)
+    return 1 - busy / max(1, stages * (end - begin)), (stages - 1) / (forwards + stages - 1)
+
+
+def stage_shares(trace: RunTrace) -> dict[str, float]:
+    """Return the share of each stage in the time of the steps, the longest first, and what the controller needs itself.
+
+    Stages that run at the same time count each. ``controller`` is the time in which no stage runs, and the planning,
+    splitting, sending and collecting of calls in the stages.
+    """
+    took, total = Counter[str](), 0
+    events = (event for lane in trace.controllers for event in lane.events)
+    for step, inside in _by_step(trace, events):
+        total += step.took
+        stages = [event for event in inside if event.name.startswith("stage ")]
+        for event in stages:
+            took[event.name.removeprefix("stage ")] += event.took
+        calls = [event for event in inside if event.name.startswith(OWN_OF_CONTROLLER)]
+        in_stages = [call for call in calls if any(_is_in(call, stage) for stage in stages)]
+        took["controller"] += step.took - _union(stages) + sum(call.took for call in in_stages)
+    return {name: share / total for name, share in took.most_common()}
+
+
+@dataclass(frozen=True)
+class PathPart:
+    """A part of the critical path of the steps: what a step waits for, from its end back to its begin.
+
+    Attributes:
+        work: a method; or the controller, if no rank runs what it waits for.
+        share: of the time of the steps.
+        last: the label of the rank that most often ends last.
+        often: in which share of the calls it does.
+        uneven: the share of the time of the steps that equal work of all ranks would save.
+    """
+
+    work: str
+    share: float
+    last: str = ""
+    often: float = 0.0
+    uneven: float = 0.0
+
+
+def critical_path(trace: RunTrace) -> list[PathPart]:
+    """Return the parts of the critical path of the steps, the longest first."""
+    calls: dict[tuple[object, ...], list[tuple[TraceEvent, TraceLane]]] = defaultdict(list)
+    for lane in trace.ranks:
+        for call, _ in _calls(lane):
+            calls[lane.about["group"], lane.about.get("launch"), call.name, call.number].append((call, lane))
+    ends = {max(ranks, key=lambda each: each[0].end)[0]: ranks for ranks in calls.values()}
+    took, uneven, total = Counter[str](), Counter[str](), 0
+    last: dict[str, Counter[str]] = defaultdict(Counter)
+    for step, inside in _by_step(trace, ends):
+        total += step.took
+        at = step.end
+        for call in sorted(inside, key=lambda event: -event.end):
+            if call.end > at:  # at the same time as one that is on the path
+                continue
+            took["controller"] += at - call.end
+            took[call.name] += call.took
+            own = [event.own for event, _ in ends[call]]
+            uneven[call.name] += max(own) - int(mean(own))
+            last[call.name][next(lane for event, lane in ends[call] if event == call).label()] += 1
+            at = call.begin
+        took["controller"] += at - step.begin
+    parts = [PathPart("controller", took.pop("controller", 0) / max(total, 1))]
+    for work, each in took.items():
+        [(rank, count)] = last[work].most_common(1)
+        often = count / last[work].total()
+        parts.append(PathPart(work, each / total, rank, often, uneven[work] / total))
+    return sorted(parts, key=lambda part: -part.share)
+
+
+def summary_lines(trace: RunTrace) -> list[str]:
+    """Return what the trace shows, in a few lines."""
+    steps = trace.steps()
+    if not steps:
+        return ["the trace has no whole step"]
+    seconds = [step.took / 1e6 for step in steps.values()]
+    lines = [f"{len(steps)} steps, {min(steps)} to {max(steps)}: median {median(seconds):.3g} s"]
+    lines.append("stages: " + ", ".join(f"{name} {share:.0%}" for name, share in stage_shares(trace).items()))
+    path = critical_path(trace)
+    lines.append("critical path: " + ", ".join(f"{part.work} {part.share:.0%}" for part in path if part.share >= 0.005))
+    if (most := max(path, key=lambda part: part.uneven)).uneven >= 0.01:
+        lines.append(
+            f"equal work of the ranks in {most.work} would save {most.uneven:.0%} of a step; {most.last} ends last in "
+            f"{most.often:.0%} of its calls"
+        )
+    lines += map(str, bubbles(trace))
+    lines += [str(each) for each in stragglers(trace)] or ["no rank is slower than its peers"]
+    if error := max((lane.clock_error for lane in trace.ranks), default=0.0):
+        lines.append(f"times of ranks on other machines are right to {error:.0f} us")
+    return lines
+
+
+def end_lines(trace: RunTrace) -> list[str]:
+    """Return the two lines that a run prints at its end: the critical path, and ranks that are slower than others."""
+    path = ", ".join(f"{part.work} {part.share:.0%}" for part in critical_path(trace)[:4])
+    slow = "; ".join(map(str, stragglers(trace)[:2])) or "no rank is slower than its peers"
+    return [f"critical path: {path}", f"{slow} (mcontroller trace shows more)"]
+
+
+def _by_step(trace: RunTrace, events: Iterable[TraceEvent]) -> Iterator[tuple[TraceEvent, list[TraceEvent]]]:
+    """Yield each step, and the events in it."""
+    steps = sorted(trace.steps().values(), key=lambda step: step.begin)
+    begins, inside = [step.begin for step in steps], [list[TraceEvent]() for _ in steps]
+    for event in events:
+        index = bisect_right(begins, event.begin) - 1
+        if index >= 0 and event.name != "step" and event.end <= steps[index].end:
+            inside[index].append(event)
+    return zip(steps, inside, strict=True)
+
+
+def _union(events: Sequence[TraceEvent]) -> int:
+    covered, reached = 0, 0
+    for event in sorted(events, key=lambda event: event.begin):
+        covered += max(0, event.end - max(event.begin, reached))
+        reached = max(reached, event.end)
+    return covered

@@ -1,0 +1,200 @@
+"""The page and the screen of a run directory: their values are those of the files."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from mcontroller.cli.main import main
+from mcontroller.report.reading import POINTS, SAMPLE_BYTES, few_points, read_samples, role_grids
+from mcontroller.trackers import JsonlTracker, Run
+
+STEPS = 12
+CONFIG = {
+    "run_dir": "/elsewhere/first",
+    "trainer": {"total_training_steps": 40, "default_local_dir": "/elsewhere/first/checkpoints"},
+    "actor_rollout_ref": {"parallel": {"tp": 2, "pp": 2}, "optim": {"lr": 0.002}},
+    "critic": {"parallel": {"tp": 1, "pp": 1}},
+    "ref": {"parallel": {"tp": 1, "pp": 1}},
+    "reward_model": None,
+    "pool": {"process_on_nodes": [2, 2]},
+    "pools": {"scoring": {"process_on_nodes": [1], "roles": ["ref"]}},
+}
+PROMPT = "</script><b>2 + 2 & 'more' ="
+FAILURE = {"time": 1.8e9, "step": 3, "kind": "WorkerDied", "role": "critic", "message": "rank 1 <died>", "details": {}}
+MakeRun = Callable[..., Path]
+
+
+def metrics_of(step: int) -> dict[str, float]:
+    score = math.nan if step == 5 else step / 7
+    return {"train/score": score, "train/score_std": 0.25, "timing_s/generate": 0.5, "timing_s/step": 1.0 + step}
+
+
+@pytest.fixture
+def make_run(tmp_path: Path) -> MakeRun:
+    def make(name: str = "first") -> Path:
+        """A run that goes on: its last lines are incomplete, and its lock names a process of another machine."""
+        directory = tmp_path / name
+        checkpoints = directory / "checkpoints"
+        checkpoints.mkdir(parents=True)
+        tracker = JsonlTracker(Run(directory))
+        for step in range(1, STEPS + 1):
+            tracker.log(metrics_of(step), step)
+            tracker.log_samples([{"prompt": PROMPT, "response": str(step), "score": None if step == 2 else 1.0}], step)
+        tracker.close()
+        for path, text in {
+            directory / "metrics.jsonl": '{"step": 13, "train/sc',
+            checkpoints / "failures.jsonl": json.dumps({**FAILURE, "restarted": True, "reason": None}) + "\n",
+            checkpoints / "run.lock": json.dumps({"host": "far", "pid": 7, "started": 1, "since": "noon"}),
+            checkpoints / "trainer.json": '{"global_steps": 10}',
+            directory / "config.yaml": yaml.safe_dump(CONFIG, sort_keys=False),
+        }.items():
+            with open(path, "a") as file:
+                file.write(text)
+        process = {"command": "train <x>", "host": "far", "versions": {"torch": "2"}, "started": "now"}
+        summary = {"processes": [{**process, "changes": {"actor_rollout_ref.optim.lr": 1e-05}}]}
+        (directory / "summary.json").write_text(json.dumps(summary))
+        return directory
+
+    return make
+
+
+class Page(HTMLParser):
+    """The embedded data of a page, and what it refers to."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.references: list[str] = []
+        self.data: Any = None
+        self._is_data = False
+        self.feed(path.read_text())
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.references += [value or "" for name, value in attrs if name in ("src", "href", "srcset", "action")]
+        self._is_data = ("id", "data") in attrs
+
+    def handle_data(self, data: str) -> None:
+        if self._is_data:
+            self.data, self._is_data = json.loads(data), False
+        else:
+            self.references += re.findall(r"https?:|url\(|@import|fetch\(|XMLHttp", data)
+
+
+def test_the_page_has_the_values_of_the_files_and_no_references(make_run: MakeRun) -> None:
+    directory = make_run()
+    assert main(["report", str(directory)]) == 0
+    page = Page(directory / "report.html")
+    assert {each for each in page.references if not each.startswith("#")} == {"data:,"}
+    (run,) = page.data["runs"]
+    steps = list(range(1, STEPS + 1))
+    for name in metrics_of(1):
+        values = [metrics_of(step)[name] for step in steps]
+        assert run["series"][name] == {"x": steps, "y": [None if math.isnan(value) else value for value in values]}
+    assert run["stages"] == {"generate": run["series"]["timing_s/generate"], "step": run["series"]["timing_s/step"]}
+    assert run["samples"] == [json.loads(line) for line in (directory / "samples.jsonl").read_text().splitlines()]
+    assert run["samples"][0]["prompt"] == PROMPT and run["all_samples"]
+    (failure,) = run["failures"]
+    assert failure == {
+        **{key: FAILURE[key] for key in failure.keys() & FAILURE.keys()},
+        "restarted": True,
+        "reason": None,
+    }
+    assert run["config"]["actor_rollout_ref.optim.lr"] == "0.002"
+    assert run["changes"] == {"actor_rollout_ref.optim.lr": "1e-05"}
+    assert dict(run["facts"]) == {
+        "directory": str(directory),
+        "command": "train <x>",
+        "host": "far",
+        "versions": "torch 2",
+        "started": "now",
+        "running process": "7 on far since noon",
+        "step": f"{STEPS} of 40",
+        "saved step": "10",
+        "restarts": "1",
+    }
+
+
+def test_layouts_are_grids_of_ranks_on_nodes() -> None:
+    actor, critic, ref = role_grids(CONFIG)
+    assert (actor["layout"], actor["pool"], actor["tp"]) == ("tp 2 x pp 2", "pool: 4 ranks on 2 nodes", 2)
+    cells = [(0, 0, "tp 0 pp 0"), (1, 0, "tp 1 pp 0"), (2, 1, "tp 0 pp 1"), (3, 1, "tp 1 pp 1")]
+    assert actor["rows"] == [("dp 0", cells)]
+    assert [(title, cells[0][:2]) for title, cells in critic["rows"]] == [(f"dp {i}", (i, i // 2)) for i in range(4)]
+    assert (ref["roles"], ref["pool"]) == ("ref", "scoring: 1 ranks on 1 node")
+    together = {**CONFIG, "critic": {"parallel": {"tp": 2, "pp": 2}}}
+    assert role_grids(together)[0]["roles"] == "actor_rollout_ref, critic"
+    assert role_grids({**CONFIG, "pool": None, "pools": None}) == []
+
+
+def test_a_long_curve_has_few_points_with_the_least_and_largest_values() -> None:
+    steps = range(1, 100_001)
+    values = [float(step % 1000) for step in steps]
+    values[70_000], values[70_001] = -5.0, math.inf
+    points = few_points(steps, values)
+    assert len(points["x"]) == POINTS and points["x"][:2] == [1, 251]
+    assert points["lo"][280] == -5.0 and min(low for low in points["lo"] if low is not None) == -5.0
+    assert max(points["hi"]) == 999.0 and points["y"][0] == sum(range(1, 251)) / 250
+    assert few_points([4], [math.nan]) == {"x": [4], "y": [None]}
+
+
+def test_samples_of_a_large_file_come_from_all_of_the_run(tmp_path: Path) -> None:
+    path = tmp_path / "samples.jsonl"
+    count = 3 * SAMPLE_BYTES // 1000
+    path.write_text("".join(json.dumps({"step": step, "prompt": "x" * 980}) + "\n" for step in range(count)))
+    samples, complete = read_samples(path)
+    found = [sample["step"] for sample in samples]
+    assert not complete and found[0] == 0 and found[-1] == count - 1 and found == sorted(set(found))
+    assert max(after - before for before, after in itertools.pairwise(found)) < count / 40
+    assert sum(len(json.dumps(sample)) for sample in samples) <= SAMPLE_BYTES
+
+
+def test_what_is_no_run_is_an_error(tmp_path: Path, make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(tmp_path / "none")]) == 1
+    assert "none contains no run: expected a run directory, with config.yaml" in capsys.readouterr().err
+    directory = make_run()
+    assert main(["report", *[str(directory)] * 3]) == 1
+    assert "3 runs; a page shows one run, or two side by side" in capsys.readouterr().err
+    assert main(["report", str(directory), "-o", str(tmp_path)]) == 1
+    assert "name another file with --output" in capsys.readouterr().err
+    (directory / "summary.json").write_text("[1]")
+    assert main(["top", str(directory), "--once"]) == 1
+    assert "summary.json is damaged: expected a mapping, got list" in capsys.readouterr().err
+
+
+def test_top_shows_the_last_metrics_and_events(make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = make_run()
+    os.utime(directory / "metrics.jsonl", (0, 0))
+    assert main(["top", str(directory), "--once"]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    screen = "\n".join(lines)
+    assert "process 7 on far since noon" in screen and f"step {STEPS} of 40" in screen
+    assert re.search(r"last metrics [\d,]+ s ago; the last steps took 7\.5 s", screen)
+    assert f"train/score {STEPS / 7:.4g} step 7.50" in screen
+    assert "critic dp 4 in pool: 4 ranks on 2 nodes" in screen
+    assert "step 3, critic: rank 1 <died> (restarted)" in screen
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not installed")
+def test_chromium_draws_two_runs_without_errors(make_run: MakeRun, tmp_path: Path) -> None:
+    path = tmp_path / "both.html"
+    assert main(["report", str(make_run()), str(make_run("second")), "-o", str(path)]) == 0
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom"]
+    command = ["chromium", *options, f"--user-data-dir={tmp_path}/user", path.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert [line for line in done.stderr.splitlines() if "CONSOLE" in line] == []
+    assert done.stdout.count('class="curve" d="M') == 4 and 'data-name="train/score"' in done.stdout
+    assert f"{2 * STEPS} of {2 * STEPS} samples" in done.stdout and "rank 1 &lt;died&gt;" in done.stdout

@@ -1,0 +1,185 @@
+"""A trace is written, bounded, read back, aligned, opened as Perfetto's JSON, and shows what was planted in it."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mcontroller.cli.main import main
+from mcontroller.errors import DataError
+from mcontroller.trace.reading import RunTrace, read_trace
+from mcontroller.trace.recorder import FOLDER, TraceRecorder, clock_offset
+from mcontroller.trace.summary import bubbles, critical_path, stage_shares, stragglers, summary_lines
+
+MS = 1_000_000
+CALLS, MICRO_BATCHES = 20, 4
+PLANTED = (1, 0, 1)
+METHOD = "actor.update_actor"
+
+
+def write(folder: Path, slower: float, *, offset: int = 0) -> None:
+    """Write the trace of a TP2 x PP2 x DP2 run: 1F1B, forward 10 ms, backward 20 ms, up to 3% of noise.
+
+    Args:
+        folder: of the run.
+        slower: the share by which the planted rank takes longer in backward; its tensor-parallel peer waits for it.
+        offset: [ns] of the clock of the machine of dp=1.
+    """
+    noise = random.Random(0)
+    clocks = {"there": (offset / 1000, 40.0)} if offset else {}
+    controller = recorder_of(folder, "controller", group="controller", rank=0, clocks=clocks)
+    for rank, (pp, dp, tp) in enumerate(itertools.product(range(2), range(2), range(2))):
+        far = dp == 1 and offset
+        about = {"group": "actor", "rank": rank, "launch": "a", "roles": {"actor": {"tp": tp, "pp": pp, "dp": dp}}}
+        lane = recorder_of(folder, f"actor-a-{rank}", **about, **({"boot": "there"} if far else {}))
+        for call in range(CALLS):
+            begin = call * 1000 * MS + 20 * MS + (offset if far else 0)
+            extra = slower if (tp, pp, dp) == PLANTED else 0.0
+            pair = slower if (pp, dp) == PLANTED[1:] else 0.0
+            for name, at, number in one_f_one_b(pp):
+                took = 10 * MS if name == "forward" else int(20 * MS * (1 + pair))
+                waits = int(20 * MS * (pair - extra)) if name == "backward" else 0
+                waits += int(took * noise.uniform(0.3, 0.33))
+                lane.add(name, begin + at * MS, begin + at * MS + took, number, waits)
+            lane.add("forward-backward", begin, begin + 160 * MS, 0)
+            lane.add(METHOD, begin - MS, begin + 160 * MS, call, 50 * MS)
+        lane.flush()
+    for call in range(CALLS):
+        at = call * 1000 * MS
+        for name, begin, end in (("send", 1, 2), ("wait", 2, 200), ("collect", 200, 202)):
+            controller.add(f"{name} {METHOD}", at + begin * MS, at + end * MS, call)
+        controller.add("stage update actor", at, at + 210 * MS)
+        controller.add("step", at, at + 300 * MS, call + 1)
+    controller.flush()
+
+
+def recorder_of(folder: Path, lane: str, **about: Any) -> TraceRecorder:
+    return TraceRecorder(folder / FOLDER, lane, {"node": "n", "boot": "here", **about})
+
+
+def one_f_one_b(stage: int) -> Iterator[tuple[str, int, int]]:
+    """Yield (name, begin [ms], number) of two stages: the first idles between its warm-up and its first backward."""
+    if stage == 1:
+        for number in range(MICRO_BATCHES):
+            yield "forward", 10 + 30 * number, number
+            yield "backward", 20 + 30 * number, number
+    else:
+        yield from (("forward", 0, 0), ("forward", 10, 1), ("backward", 40, 0), ("forward", 60, 2))
+        yield from (("backward", 70, 1), ("forward", 90, 3), ("backward", 100, 2), ("backward", 130, 3))
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> RunTrace:
+    write(tmp_path, 0.12)
+    return read_trace(tmp_path)
+
+
+def test_a_rank_that_is_slower_in_backward_is_named_and_nothing_else(trace: RunTrace, tmp_path: Path) -> None:
+    [found] = stragglers(trace)
+    assert (found.rank, found.work, found.calls) == ("rank 3 (tp=1 pp=0 dp=1)", f"backward of {METHOD}", CALLS)
+    assert found.often > 0.9 and 0.1 < found.slower < 0.25  # of its time without waiting, which is 70% of the whole
+    write(tmp_path / "equal", 0.0)
+    assert stragglers(read_trace(tmp_path / "equal")) == []
+
+
+def test_the_bubble_of_equal_stages_is_the_one_on_paper(tmp_path: Path) -> None:
+    write(tmp_path, 0.0)
+    [found] = bubbles(read_trace(tmp_path))
+    assert (found.work, found.passes) == (METHOD, 4 * CALLS)
+    assert found.measured == pytest.approx(found.on_paper) == pytest.approx(1 / 5)
+
+
+def test_stages_and_the_critical_path_have_their_share_of_the_steps(trace: RunTrace) -> None:
+    assert stage_shares(trace) == pytest.approx({"update actor": 0.7, "controller": 0.3 + 0.01})
+    update, controller = critical_path(trace)
+    assert (update.work, controller.work) == (METHOD, "controller")
+    assert (update.share, controller.share) == pytest.approx((161 / 300, 139 / 300))
+    lines = summary_lines(trace)
+    assert lines[0] == "20 steps, 1 to 20: median 0.3 s"
+    assert lines[-1].startswith("actor rank 3 (tp=1 pp=0 dp=1) on node n is")
+
+
+def test_perfetto_gets_a_lane_for_each_rank_and_an_arrow_for_each_call(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path, 0.0)
+    assert main(["trace", str(tmp_path), "--steps", "2:3"]) == 0
+    assert capsys.readouterr().out.startswith("2 steps, 2 to 3: median 0.3 s\n")
+    events = json.loads(gzip.decompress((tmp_path / "trace.json.gz").read_bytes()))["traceEvents"]
+    names = {(e["pid"], e.get("tid")): e["args"]["name"] for e in events if e["ph"] == "M" and "name" in e["args"]}
+    assert names[1, None] == "actor" and names[1, 3] == "rank 3 (tp=1 pp=0 dp=1)" and names[0, 1] == "stages"
+    methods = [e for e in events if e["name"] == METHOD]
+    assert sorted((e["tid"], e["args"]["number"]) for e in methods) == [(rank, n) for rank in range(8) for n in (1, 2)]
+    begins, ends = ({e["id"]: e for e in events if e["ph"] == phase} for phase in "sf")
+    assert len(begins) == 16 and begins.keys() == ends.keys()
+    assert {(ends[arrow]["ts"] - begins[arrow]["ts"]) for arrow in begins} == {18_000}  # from the begin of send
+
+
+def test_other_machines_are_on_the_clock_of_the_controller(tmp_path: Path) -> None:
+    write(tmp_path / "one", 0.0)
+    write(tmp_path / "two", 0.0, offset=7_000_000 * MS)
+    one, two = read_trace(tmp_path / "one"), read_trace(tmp_path / "two")
+    assert [lane.events for lane in one.ranks] == [lane.events for lane in two.ranks]
+    assert [lane.clock_error for lane in two.ranks] == [0.0, 0.0, 40.0, 40.0] * 2
+    assert summary_lines(two)[-1] == "times of ranks on other machines are right to 40 us"
+
+
+def test_a_clock_is_read_to_half_of_the_quickest_round() -> None:
+    ahead = 5_000 * MS
+
+    def ask() -> tuple[str, int]:
+        from mcontroller.trace import recorder
+
+        return "there", recorder.now() + ahead
+
+    offset, error = clock_offset(ask)["there"]
+    assert abs(offset - ahead / 1000) <= error < 100_000
+    assert clock_offset(lambda: None) == {}
+
+
+def test_files_are_bounded_and_keep_the_newest_steps(tmp_path: Path) -> None:
+    about, noise = {"group": "controller", "rank": 0, "clocks": {}}, random.Random(0)
+    recorder = TraceRecorder(tmp_path / FOLDER, "controller", about, segment=100_000)
+    for step in range(100_000):
+        at = step * 1000 * MS
+        recorder.add("stage update actor", at, at + noise.randrange(300 * MS))
+        recorder.add("step", at, at + noise.randrange(300 * MS, 900 * MS), step)
+        if step % 10 == 0:
+            recorder.flush()
+    recorder.flush()
+    sizes = [path.stat().st_size for path in (tmp_path / FOLDER).iterdir()]
+    assert len(sizes) == 2 and sum(sizes) < 210_000
+    steps = read_trace(tmp_path).steps()
+    assert list(steps) == list(range(min(steps), 100_000)) and len(steps) > 10_000
+
+
+def test_the_file_of_a_killed_process_is_read_to_its_last_whole_line(tmp_path: Path) -> None:
+    write(tmp_path, 0.0)
+    path = tmp_path / FOLDER / "actor-a-0.jsonl.gz"
+    recorder = recorder_of(tmp_path, "actor-a-0", group="actor", rank=0)
+    path.unlink()
+    for number in range(3):
+        recorder.add("forward", number * MS, number * MS + MS, number)
+        recorder.flush()
+        whole = path.stat().st_size
+    path.write_bytes(path.read_bytes()[: whole - 12])
+    assert [event.number for event in read_trace(tmp_path).ranks[0].events] == [0, 1]
+
+
+def test_what_is_missing_is_named(tmp_path: Path, trace: RunTrace, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(DataError, match="no event of the steps 30:31; the trace has the steps 1 to 20"):
+        trace.of_steps(30, 31)
+    assert main(["trace", str(tmp_path / "empty")]) == 1
+    assert "empty has no trace: there is no file" in capsys.readouterr().err
+    assert main(["trace", str(tmp_path), "--steps", "ten"]) == 1
+    assert "--steps is 'ten'; expected FIRST:LAST" in capsys.readouterr().err
+    (tmp_path / FOLDER / "actor-a-0.jsonl.gz").write_bytes(b"not gzip")
+    with pytest.raises(DataError, match=r"actor-a-0.jsonl.gz is damaged"):
+        read_trace(tmp_path)

@@ -1,0 +1,52 @@
+"""The reference of an actor with adapters is the actor, whatever the groups of the run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mcontroller.errors import ConfigError
+from mcontroller.ppo.roles import Role, check_reference_sync, check_roles, role_workers
+from tests.workers.roles import MODEL
+from workers.actor import ActorRolloutRefWorker
+from workers.config import load_config
+from workers.run.config import RunConfig
+from workers.run.parts import roles_of
+
+LORA = {"rank": 4, "alpha": 8.0}
+DATA = {"train": {"path": "train.jsonl"}}
+
+
+def config_of(**changes: Any) -> RunConfig:
+    rollout = {"prompt_length": 8, "response_length": 8, "n": 2}
+    defaults = {
+        "data": DATA,
+        "algorithm": {"adv_estimator": "rloo"},
+        "actor_rollout_ref": {"model": MODEL | {"lora": LORA}, "rollout": rollout},
+    }
+    return load_config(RunConfig, defaults, changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "groups"),
+    [
+        ({}, {"actor": "actor_rollout_ref"}),
+        ({"ref": {"model": MODEL}}, {"actor": "actor_rollout_ref"}),
+        ({"ref": {"model": MODEL | {"seed": 5}}}, {"actor": "actor_rollout", "ref": "ref"}),
+        ({"rollout": {"model": MODEL}}, {"actor": "actor_ref", "rollout": "rollout"}),
+    ],
+    ids=["alone", "a reference of the same model", "a reference of another model", "a separate rollout"],
+)
+def test_no_second_model_is_built_for_the_reference(changes: dict[str, Any], groups: dict[str, str]) -> None:
+    config = config_of(**changes)
+    found = {each.name: each.init.kwargs["role"] for each in role_workers(config, roles_of(config))}
+    assert found == groups
+
+
+@pytest.mark.parametrize("changes", [{"warm_up": {"steps": 2}}, {"trainer": {"ref_sync_steps": 2}}])
+def test_reference_that_would_move_is_rejected(changes: dict[str, Any]) -> None:
+    config, mapping = config_of(**changes), {Role.ActorRolloutRef: ActorRolloutRefWorker}
+    with pytest.raises(ConfigError, match=r"with actor_rollout_ref\.model\.lora"):
+        check_roles(config, mapping)
+        check_reference_sync(config, mapping)

@@ -1,0 +1,190 @@
+"""Which linear layers get adapters, and which weights are trained: names and patterns, without tensors.
+
+A pattern is the end of a whole name, in Megatron's names or Hugging Face's, and may contain ``*``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from mcontroller.config.checks import close_names
+from mcontroller.errors import ConfigError
+from workers.config.lora import LoraConfig
+from workers.config.model import ModelConfig
+from workers.weights.hf.family import MODEL_FAMILIES, ModelFamily, matching_family
+
+__all__ = ["Target", "adapter_target", "check_trained", "hf_names_of", "matches", "model_family_of", "trains"]
+
+_LINEAR = re.compile(r"(decoder\.layers\.\d+\.(?:self_attention|mlp)\.[\w.]*?)(linear_\w+)\.weight(\d*)")
+_EXPERT = re.compile(r"\.mlp\.experts\.linear_fc[12]$")
+_LAYER_NUMBER = re.compile(r"(decoder\.layers\.)(\d+)(\..*)")
+_NUMBERED = re.compile(r"(.*\.experts\.linear_fc[12]\.(?:weight|bias))(\d+)")
+
+
+@dataclass(frozen=True)
+class Target:
+    """The adapter of one linear layer.
+
+    Attributes:
+        name: of the layer in the whole model, in Megatron's names.
+        factors: the names of its pairs of A and B in PEFT; Megatron's if PEFT has none.
+        pieces: for each tensor that the rows of the weight consist of, the pair whose B has these rows, or None.
+        experts: whether it is the layer of a group of experts.
+    """
+
+    name: str
+    factors: tuple[str, ...]
+    pieces: tuple[int | None, ...]
+    experts: bool
+
+
+def adapter_target(lora: LoraConfig, name: str, hf_names: Sequence[str]) -> Target | None:
+    """Return the adapter of a linear layer; None if it has none.
+
+    Args:
+        lora: what is adapted.
+        name: of the layer in the whole model, ``decoder.layers.3.mlp.linear_fc1``.
+        hf_names: of the tensors that its weight consists of, in the order of its rows, without ``.weight``.
+
+    Raises:
+        ConfigError: gate and up of experts, which have one A, are not selected together.
+    """
+    experts = _EXPERT.search(name) is not None
+    if experts and not lora.experts:
+        return None
+    names = [re.sub(r"\.experts\.\d+\.", ".experts.", each) for each in hf_names] or [name]
+    chosen = [_is_chosen(lora, name, each) for each in names]
+    if experts and len(names) == 2:
+        both = f"{names[0].rpartition('.')[0]}.gate_up_proj"
+        if _is_chosen(lora, name, both) or all(chosen):
+            return Target(name, (both,), (0, 0), True)
+        if any(chosen):
+            raise ConfigError(
+                f"model.lora selects {names[chosen.index(True)]} and not {names[chosen.index(False)]}, which have one "
+                "A in a layer of experts: select both, or gate_up_proj, or set model.lora.experts=false",
+                key="model.lora.targets",
+                value=lora.targets,
+            )
+    if not any(chosen):
+        return None
+    numbers = iter(range(len(names)))
+    pieces = tuple(next(numbers) if each else None for each in chosen)
+    return Target(name, tuple(each for each, yes in zip(names, chosen, strict=True) if yes), pieces, experts)
+
+
+def _is_chosen(lora: LoraConfig, name: str, hf_name: str) -> bool:
+    both = name, hf_name
+    return ("all-linear" in lora.targets or matches(lora.targets, both)) and not matches(lora.exclude, both)
+
+
+def matches(patterns: Iterable[str], names: Sequence[str]) -> bool:
+    """Return whether a pattern is one of the names, or the end of one after a dot."""
+    return any(fnmatchcase(name, each) or fnmatchcase(name, f"*.{each}") for each in patterns for name in names)
+
+
+def trains(model: ModelConfig, name: str, hf_names: Sequence[str]) -> bool:
+    """Return whether a weight of the model is trained; adapters always are.
+
+    Args:
+        model: what is trained.
+        name: of the weight in the whole model, in Megatron's names.
+        hf_names: of the tensors that it consists of.
+    """
+    names = name, *hf_names
+    chosen = matches(model.train_only, names) if model.train_only else model.lora is None
+    return chosen and not matches(model.freeze, names)
+
+
+def model_family_of(model: ModelConfig) -> ModelFamily | None:
+    """Return the family that a model names; if it names none, the first that is built like it, if any is."""
+    if model.family is not None:
+        return MODEL_FAMILIES.get_or_raise(model.family, "model.family")
+    return matching_family({name: getattr(model, name) for name in ("add_qkv_bias", "qk_layernorm", "num_moe_experts")})
+
+
+def hf_names_of(family: ModelFamily | None, name: str) -> tuple[str, ...]:
+    """Return the names of the tensors that a weight of Megatron consists of; empty if the family has none.
+
+    Args:
+        family: of the model; None for the names of all.
+        name: in the whole model, in Megatron's names.
+    """
+    in_layer, of_expert = _LAYER_NUMBER.fullmatch(name), _NUMBERED.fullmatch(name)
+    numbers = {"layer": in_layer[2] if in_layer else "", "expert": of_expert[2] if of_expert else ""}
+    template = f"{of_expert[1]}{{expert}}" if of_expert else name
+    template = _LAYER_NUMBER.sub(r"\1{layer}\3", template)
+    families = [family] if family is not None else list(MODEL_FAMILIES.values())
+    found = next((each.names[template] for each in families if template in each.names), ())
+    return tuple(each.format(**numbers) for each in found)
+
+
+def check_trained(model: ModelConfig) -> None:
+    """Check that every name in ``lora``, ``freeze`` and ``train_only`` selects something, and that something is left.
+
+    Raises:
+        ConfigError: a name selects nothing; ``key`` names the field.
+    """
+    lora = model.lora
+    if lora is None and not model.freeze and not model.train_only:
+        return
+    weights = {name: hf_names for name, hf_names in _weights_of(model)}
+    for key in ("freeze", "train_only"):
+        _check_each(f"model.{key}", getattr(model, key), [(name, *hf) for name, hf in weights.items()])
+    if lora is not None:
+        linears = list(_linears_of(model, weights))
+        names = [(name, *hf, *_joined(name, hf)) for name, hf in linears]
+        _check_each("model.lora.targets", [each for each in lora.targets if each != "all-linear"], names)
+        _check_each("model.lora.exclude", lora.exclude, names)
+        if not any([adapter_target(lora, name, hf) for name, hf in linears]):
+            raise ConfigError(
+                f"model.lora: targets {lora.targets} without {lora.exclude} and experts={lora.experts} leave no linear "
+                "layer with an adapter",
+                key="model.lora.targets",
+                value=lora.targets,
+            )
+    elif not any(trains(model, name, hf) for name, hf in weights.items()):
+        text = "model.freeze and model.train_only leave no weight to train"
+        raise ConfigError(text, key="model.freeze", value=model.freeze)
+
+
+def _weights_of(model: ModelConfig) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """The names of the weights of the model's family, of all layers and experts, by Megatron and Hugging Face."""
+    family = model_family_of(model)
+    tables = [each.names for each in ([family] if family else MODEL_FAMILIES.values())]
+    experts = range(model.num_moe_experts or 0)
+    for template in dict.fromkeys(name for table in tables for name in table):
+        for layer in range(model.num_layers) if "{layer}" in template else (0,):
+            for expert in experts if "{expert}" in template else (0,):
+                name = template.format(layer=layer, expert=expert)
+                yield name, hf_names_of(family, name)
+
+
+def _linears_of(model: ModelConfig, weights: Mapping[str, tuple[str, ...]]) -> Iterator[tuple[str, tuple[str, ...]]]:
+    for name, hf_names in weights.items():
+        linear = _LINEAR.fullmatch(name)
+        if linear is not None and linear[3] in ("", "0"):
+            split = model.gated_linear_unit or linear[2] != "linear_fc1"
+            yield linear[1] + linear[2], tuple(each.removesuffix(".weight") for each in hf_names) if split else ()
+
+
+def _joined(name: str, hf_names: Sequence[str]) -> tuple[str, ...]:
+    """The name of gate and up of an expert in transformers, where one tensor has those of all experts."""
+    if not _EXPERT.search(name):
+        return ()
+    prefix = hf_names[0].partition(".experts.")[0] + ".experts"
+    return (f"{prefix}.gate_up_proj",) if len(hf_names) == 2 else (f"{prefix}.down_proj",)
+
+
+def _check_each(key: str, patterns: Sequence[str], names: Sequence[Sequence[str]]) -> None:
+    for pattern in patterns:
+        if not any(matches([pattern], each) for each in names):
+            ends = {end for each in names for name in each for end in (name.rpartition(".")[2], name)}
+            raise ConfigError(
+                f"{key}: {pattern!r} matches nothing in the model{close_names(pattern, sorted(ends))}; names are "
+                f"ends of names such as {names[0][0] if names else 'none'}, and may contain *",
+                key=key,
+                value=pattern,
+            )

@@ -1,0 +1,1 @@
+"""Adapters of low rank, and which weights are trained."""

@@ -1,0 +1,115 @@
+"""Freeze the weights of a model that are not trained, and give it the adapters of its configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from torch import nn
+
+from mcontroller.errors import ConfigError
+from parallel_state.megatron import MegatronContext
+from workers.config.model import ModelConfig
+from workers.config.trained_weights import adapter_target, hf_names_of, trains
+from workers.lora.adapters import Adapter, Adapters
+from workers.lora.peft_files import load_adapter
+from workers.weights.hf.names import model_family
+from workers.weights.shards import named_shards
+
+__all__ = ["choose_trained_weights"]
+
+
+def choose_trained_weights(
+    chunks: Sequence[nn.Module], model: ModelConfig, context: MegatronContext, *, value_head: bool = False
+) -> None:
+    """Freeze the weights that ``model`` says, and add new adapters if it has ``lora``; call it when weights are loaded.
+
+    A value head is always trained: it has no weights to start from.
+
+    Args:
+        chunks: this rank's model chunks, without DistributedDataParallel.
+        model: its ``lora``, ``freeze`` and ``train_only``.
+        context: the layout of the chunks.
+        value_head: whether the model ends in a value head.
+
+    Raises:
+        ConfigError: the adapters cannot be added to a layer.
+        DataError: the adapter at ``model.lora.path`` does not fit the model.
+    """
+    if model.lora is None and not model.freeze and not model.train_only:
+        return
+    family = model_family(chunks)
+    for shard in named_shards(chunks, context):
+        head = value_head and shard.name.startswith("output_layer.")
+        shard.param.requires_grad_(head or trains(model, shard.name, hf_names_of(family, shard.name)))
+    for chunk in chunks:
+        if model.lora is not None:
+            _add_adapters(chunk, model, context, family)
+        _start_backward_pass(chunk)
+    if model.lora is not None and model.lora.path is not None:
+        load_adapter(chunks, model)
+
+
+def _add_adapters(chunk: Any, model: ModelConfig, context: MegatronContext, family: Any) -> None:
+    config, lora = chunk.config, model.lora
+    assert lora is not None
+    adapters = Adapters(lora.dropout)
+    for position, block in enumerate(chunk.decoder.layers):
+        for inside, layer in block.named_modules():
+            if not any(kind in type(layer).__name__ for kind in ("ColumnParallel", "RowParallel")):
+                continue
+            name = f"decoder.layers.{block.layer_number - 1}.{inside}"
+            experts = hasattr(layer, "num_gemms")
+            weight = f"{name}.weight0" if experts else f"{name}.weight"
+            hf_names = [each.removesuffix(".weight") for each in hf_names_of(family, weight)]
+            gated = config.gated_linear_unit or not name.endswith(".linear_fc1")
+            target = adapter_target(lora, name, hf_names if gated else [])
+            if target is None:
+                continue
+            _check_layer(layer, name)
+            heights = _heights(layer.weight0 if experts else layer.weight, len(target.pieces), config)
+            adapters.add(
+                Adapter(target, layer, heights, lora, config, context.pg), layer, f"decoder.layers.{position}.{inside}"
+            )
+    for adapter in adapters.each():
+        adapter.initialize(model.seed)
+    chunk.lora = adapters.train(chunk.training)
+
+
+def _check_layer(layer: Any, name: str) -> None:
+    """Raise ConfigError for a linear layer that does not compute as the adapter expects."""
+    if ".local_experts." in name or getattr(layer, "gather_output", False) or getattr(layer, "expert", False):
+        raise ConfigError(
+            f"model.lora: {name} is a layer that adapters are not computed for ({type(layer).__name__}, a single "
+            "expert's or with gathered output): exclude it with model.lora.exclude",
+            key="model.lora.exclude",
+            value=name,
+        )
+
+
+def _heights(weight: torch.Tensor, pieces: int, config: Any) -> tuple[int, ...]:
+    """Rows of each piece of a weight in one of its blocks: q, k and v of a query group, or gate and up."""
+    if pieces == 3:
+        width = config.kv_channels
+        return config.num_attention_heads // config.num_query_groups * width, width, width
+    return (weight.size(0) // pieces,) * pieces
+
+
+def _start_backward_pass(chunk: Any) -> None:
+    """Let the embedding's output need a gradient if the pass must reach further than the trained weights do.
+
+    A recomputed layer has no backward pass unless an input needs a gradient, and a stage of a pipeline must have one.
+    """
+    config, embedding = chunk.config, getattr(chunk, "embedding", None)
+    if not isinstance(chunk, GPTModel) or embedding is None or not chunk.pre_process:
+        return
+    if config.recompute_granularity is None and config.pipeline_model_parallel_size == 1:
+        return
+
+    def hook(module: Any, inputs: Any, output: torch.Tensor) -> None:
+        if torch.is_grad_enabled() and not output.requires_grad:
+            output.requires_grad_()
+
+    embedding.register_forward_hook(hook)

@@ -1,0 +1,255 @@
+"""Adapters in PEFT's format: ``adapter_config.json`` and ``adapter_model.safetensors``."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.utils import unwrap_model
+from torch import Tensor
+
+from mcontroller.errors import ConfigError, DataError, before_changes
+from parallel_state.agreement import all_gather_values, raise_on_every_rank
+from workers.config.model import ModelConfig
+from workers.lora.adapters import Adapter, adapters_of
+from workers.lora.base import base_hash, tensor_headers
+from workers.weights.resharding import Wanted, WholeTensors, tensors_in
+from workers.weights.resharding_schedule import Span
+from workers.weights.shards import WeightShard
+
+__all__ = ["adapter_tensors", "check_adapter", "export_adapter", "load_adapter"]
+
+_FILE = "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+_EXPERT = re.compile(r"(.*)\.(\d+)\.lora_(A|B\d)")
+
+
+def _shards(chunks: Sequence[Any]) -> Iterator[WeightShard]:
+    """The parts of this rank, under PEFT's names; of experts under the name of each, with the pieces of B apart."""
+    for adapters in adapters_of(chunks):
+        experts = {name for each in adapters.each() if each.target.experts for name in each.target.factors}
+        for adapter in adapters.each():
+            for number in adapter.numbers:
+                yield from _of_adapter(adapter, number, experts)
+
+
+def _of_adapter(adapter: Adapter, number: int | None, experts: set[str]) -> Iterator[WeightShard]:
+    target = adapter.target
+    of_expert = number is not None
+    keys = [f"{_experts_name(name, experts)}.{number}" if of_expert else name for name in target.factors]
+    for index, key in enumerate(keys):
+        name = f"{_PREFIX}{key}.{'lora_A' if of_expert else 'lora_A.weight'}"
+        yield _part(adapter, name, adapter.a(index, number), 1)
+    for index, pair in enumerate(target.pieces):
+        if pair is not None:
+            name = f"{_PREFIX}{keys[pair]}.{f'lora_B{index}' if of_expert else 'lora_B.weight'}"
+            yield _part(adapter, name, adapter.b(index, number), 0)
+
+
+def _experts_name(name: str, experts: set[str]) -> str:
+    """PEFT wraps the module of all experts once for each tensor, gate_up_proj inside of down_proj."""
+    module, _, tensor = name.rpartition(".")
+    return f"{module}.base_layer" if tensor == "gate_up_proj" and f"{module}.down_proj" in experts else module
+
+
+def _part(adapter: Adapter, name: str, factor: Tensor, dim: int) -> WeightShard:
+    if adapter.split != dim:
+        return WeightShard(name, factor, tuple(factor.shape))
+    ways, index, size = adapter.group.size(), adapter.group.rank(), factor.size(dim)
+    shape = list(factor.shape)
+    shape[dim] *= ways
+    return WeightShard(name, factor, tuple(shape), dim, (Span(index * size, (index + 1) * size, 0),), ways, index)
+
+
+@torch.no_grad()
+def adapter_tensors(chunks: Sequence[Any]) -> dict[str, Tensor]:
+    """Return the whole adapter under PEFT's names, in host memory of rank 0; nothing on others (a collective)."""
+    wanted: Wanted = "all" if dist.get_rank() == 0 else "none"
+    whole = WholeTensors(lambda: list(_shards(chunks)))
+    single = {
+        name: tensor.clone() for name, tensor in tensors_in(partial(whole.buckets, wanted=wanted), torch.device("cpu"))
+    }
+    found: dict[str, Tensor] = {}
+    experts: dict[str, dict[int, dict[str, Tensor]]] = {}
+    for name, tensor in single.items():
+        of_expert = _EXPERT.fullmatch(name)
+        if of_expert is None:
+            found[name] = tensor
+        else:
+            experts.setdefault(of_expert[1], {}).setdefault(int(of_expert[2]), {})[of_expert[3]] = tensor
+    for key, of_layer in experts.items():
+        each = [of_layer[number] for number in sorted(of_layer)]
+        found[f"{key}.lora_A.weight"] = torch.cat([factors["A"] for factors in each])
+        b = [torch.cat([factors[piece] for piece in sorted(factors) if piece != "A"]) for factors in each]
+        found[f"{key}.lora_B.weight"] = torch.stack(b, -1).flatten(1)  # the experts last
+    return found
+
+
+@torch.no_grad()
+def load_adapter(chunks: Sequence[Any], model: ModelConfig) -> None:
+    """Fill the adapters from ``model.lora.path`` (a collective).
+
+    Raises:
+        DataError: on every rank: the file lacks a tensor, or has one of another shape, or others.
+    """
+    assert model.lora is not None and model.lora.path is not None
+    path, rank = Path(model.lora.path), model.lora.rank
+    with before_changes():
+        tensors = raise_on_every_rank(lambda: _read(path))
+        raise_on_every_rank(lambda: [_value(shard, tensors, rank, path) for shard in _shards(chunks)])
+    for shard in _shards(chunks):
+        shard.param.copy_(shard.slice_of(_value(shard, tensors, rank, path)))
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    import safetensors
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(path / _FILE)
+    except (OSError, safetensors.SafetensorError) as error:
+        raise DataError(f"the adapter {str(path / _FILE)!r} cannot be read: {error}", path=str(path)) from error
+
+
+def _value(shard: WeightShard, tensors: dict[str, Tensor], rank: int, path: Path) -> Tensor:
+    """Return the whole tensor of a part from those of a file."""
+    of_expert = _EXPERT.fullmatch(shard.name)
+    name = shard.name if of_expert is None else f"{of_expert[1]}.lora_{of_expert[3][0]}.weight"
+    value = tensors.get(name)
+    if value is not None and of_expert is not None:
+        number = int(of_expert[2])
+        if of_expert[3] == "A":
+            value = value[number * rank : (number + 1) * rank]
+        elif value.dim() == 2 and value.size(1) % rank == 0:
+            value = value.unflatten(1, (rank, -1))[..., number]
+            value = value if len(value) == shard.full_shape[0] else value.chunk(2)[int(of_expert[3][1])]
+    if value is None or tuple(value.shape) != shard.full_shape:
+        found = "none" if value is None else list(value.shape)
+        raise DataError(
+            f"the adapter at {str(path)!r} does not fit the model: {name} is {found}, expected "
+            f"{list(shard.full_shape)}{'' if of_expert is None else ' of each expert'}",
+            path=str(path),
+            tensor=name,
+        )
+    return value
+
+
+def export_adapter(chunks: Sequence[Any], path: str, model: ModelConfig) -> None:
+    """Write the adapter as a new directory in PEFT's format (a collective).
+
+    The file names the hash of the base (``base_hash``) in its metadata.
+
+    Raises:
+        ConfigError: the model has no adapter, or trains weights that PEFT's format does not have.
+        DataError: ``path`` exists and is not empty.
+    """
+    lora, target = model.lora, Path(path)
+    with before_changes():
+        also = {name for names in all_gather_values(_trained_weights(chunks)) for name in names}
+        if lora is None or also:
+            why = "model.lora is not set" if lora is None else f"{', '.join(sorted(also)[:3])} are trained too"
+            text = f"the adapter alone cannot be exported: {why}; export the merged model instead"
+            raise ConfigError(text, key="model.lora")
+        raise_on_every_rank(lambda: _create(target) if dist.get_rank() == 0 else None)
+    names = {name for adapters in adapters_of(chunks) for each in adapters.each() for name in each.target.factors}
+    tensors = adapter_tensors(chunks)
+    everywhere = {name for theirs in all_gather_values(names) for name in theirs}
+    if dist.get_rank() == 0:
+        from safetensors.torch import save_file
+
+        metadata = {"format": "pt", "base_sha256": base_hash(model)}
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, target / _FILE, metadata=metadata)
+        config = _peft_config(model, sorted(everywhere))
+        (target / "adapter_config.json").write_text(json.dumps(config, indent=2))
+    dist.barrier()
+
+
+def _trained_weights(chunks: Sequence[Any]) -> list[str]:
+    """The names of weights of this rank that are trained and not of an adapter, such as a value head's."""
+    named = (each for chunk in chunks for each in unwrap_model(chunk).named_parameters())
+    return [name for name, parameter in named if parameter.requires_grad and not name.startswith("lora.")]
+
+
+def _create(target: Path) -> None:
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise DataError(f"{str(target)!r} exists: export into a new directory", path=str(target))
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(f"cannot export to {str(target)!r}: {error}", path=str(target)) from error
+
+
+def _peft_config(model: ModelConfig, names: Sequence[str]) -> dict[str, Any]:
+    lora = model.lora
+    assert lora is not None
+    of_experts = [name for name in names if ".experts." in name]
+    linears = [name for name in names if ".experts." not in name]
+    ends = sorted({name.rpartition(".")[2] for name in linears})
+    short = all("*" not in each and ("." not in each or "experts." in each) for each in lora.targets)
+    everywhere = short and not lora.exclude
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": model.hf_path,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": lora.dropout,
+        "use_rslora": lora.use_rslora,
+        "bias": "none",
+        "target_modules": ends if everywhere else linears,
+        "target_parameters": sorted({f"mlp.experts.{name.rpartition('.')[2]}" for name in of_experts}) or None
+        if everywhere
+        else of_experts or None,
+    }
+
+
+def check_adapter(model: ModelConfig) -> None:
+    """Check that the adapter at ``model.lora.path`` belongs to the model's base, before any process starts.
+
+    Raises:
+        ConfigError: it names another base by its hash, or its tensors do not fit those of the base.
+        DataError: a file is damaged.
+    """
+    lora = model.lora
+    if lora is None or lora.path is None:
+        return
+    file = Path(lora.path) / _FILE
+    if not file.is_file():
+        raise ConfigError(f"model.lora.path: there is no {str(file)!r}", key="model.lora.path", value=lora.path)
+    own = {name: header["shape"] for name, header, found, _ in tensor_headers(Path(lora.path)) if found == file}
+    expected, base = _metadata(file).get("base_sha256"), base_hash(model)
+    if expected is not None and expected != base:
+        raise ConfigError(
+            f"the adapter at {lora.path!r} was trained on another base: its base has the SHA-256 {expected[:16]}..., "
+            f"model.hf_path={model.hf_path!r} has {base[:16]}...: set model.hf_path to the base of the adapter",
+            key="model.lora.path",
+            value=lora.path,
+        )
+    if model.hf_path is None:
+        return
+    of_base = {name: header["shape"] for name, header, *_ in tensor_headers(Path(model.hf_path))}
+    for name, shape in own.items():
+        module, _, factor = name.removeprefix(_PREFIX).removesuffix(".weight").rpartition(".lora_")
+        if ".experts" in module or not module:
+            continue
+        dim, whole = "BA".index(factor), of_base.get(f"{module}.weight")
+        if whole is None or shape[dim] != whole[dim]:
+            raise ConfigError(
+                f"the adapter at {lora.path!r} does not fit the base {model.hf_path!r}: {name} is {shape}, and "
+                f"{module}.weight is {whole}",
+                key="model.lora.path",
+                value=lora.path,
+            )
+
+
+def _metadata(file: Path) -> dict[str, str]:
+    with open(file, "rb") as opened:
+        headers = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+    found: dict[str, str] = headers.get("__metadata__", {})
+    return found

@@ -1,0 +1,43 @@
+"""Check the files of a checkpoint before any process starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mcontroller.errors import DataError
+from workers.weights.hf.config import ModelDescription, family_at
+from workers.weights.hf.files import WeightFiles
+
+__all__ = ["check_checkpoint_files"]
+
+_ROWS = 16
+
+
+def check_checkpoint_files(model: ModelDescription) -> None:
+    """Check that the files at ``model.hf_path`` are whole, and that an output layer is tied as ``config.json`` says.
+
+    The headers of all files are read, and a few rows of the output layer. Nothing is checked if this node does not have
+    the directory, or it is of no registered family.
+
+    Raises:
+        DataError: files are missing or damaged, or the output layer differs from the embedding that it is tied to.
+    """
+    if model.hf_path is None or not Path(model.hf_path).is_dir():
+        return
+    family = family_at(model.hf_path)
+    if family is None:
+        return
+    files = WeightFiles(Path(model.hf_path))
+    files.check()
+    names = [family.names.get(name, ("",))[0] for name in ("embedding.word_embeddings.weight", "output_layer.weight")]
+    if not getattr(model, "tie_embeddings", False) or not files.names.issuperset(names):
+        return
+    rows, *_ = files.shape(names[0])
+    for row in range(0, rows, max(rows // _ROWS, 1)):
+        embedding, output = (files.read(name, 0, row, row + 1) for name in names)
+        if not embedding.equal(output):
+            raise DataError(
+                f"{model.hf_path}: config.json has tie_word_embeddings=true, but row {row} of {names[1]} differs from "
+                f"{names[0]}: set tie_word_embeddings to false, or remove the tensor from the files",
+                tensor=names[1],
+            )

@@ -1,0 +1,61 @@
+"""GLM-4.5, 4.6 and 4.7: grouped queries of which a part is rotated, and experts chosen by scores with a bias."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from workers.weights.hf.families.qwen2 import Qwen2
+from workers.weights.hf.families.qwen3 import Qwen3
+from workers.weights.hf.families.routed_by_bias import RoutedByBias
+from workers.weights.hf.family import register_model_family
+from workers.weights.hf.fields import flag_of
+
+__all__ = ["Glm4Moe"]
+
+
+@register_model_family("glm4_moe")
+class Glm4Moe(RoutedByBias):
+    """GLM-4.5 and GLM-4.5-Air."""
+
+    architecture = "Glm4Moe"
+    add_qkv_bias = None
+    qk_layernorm = None
+    names = Qwen2.names | Qwen3.names | RoutedByBias.names
+    computed: ClassVar[tuple[str, ...]] = (
+        *RoutedByBias.computed,
+        "attention_bias",
+        "use_qk_norm",
+        "partial_rotary_factor",
+    )
+    only_built: ClassVar[Mapping[str, tuple[Any, ...]]] = {"hidden_act": ("silu",)}
+    fixed: ClassVar[Mapping[str, Any]] = {
+        key: value for key, value in RoutedByBias.fixed.items() if key != "rotary_percent"
+    }
+    rotated = 0.5
+    defaults: ClassVar[Mapping[str, Any]] = {
+        **RoutedByBias.defaults,
+        "rms_norm_eps": 1e-5,
+        "num_key_value_heads": 8,
+        "use_qk_norm": False,
+        "n_routed_experts": 128,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 1408,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.0,
+        "norm_topk_prob": True,
+    }
+
+    def fields_from(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """As of its base, with the biases and the norms of queries and keys that some models have."""
+        source = {**self.defaults, **config}
+        own = {"add_qkv_bias": flag_of(source, "attention_bias"), "qk_layernorm": flag_of(source, "use_qk_norm")}
+        return super().fields_from(config) | own
+
+    def config_from(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """As of its base."""
+        own = {"attention_bias": fields["add_qkv_bias"], "use_qk_norm": fields["qk_layernorm"]}
+        return super().config_from(fields) | own
