@@ -69,8 +69,13 @@ class TrainedRole:
             changes["ppo_epochs"] = min(self.config.ppo_epochs, 2)
             changes |= {"ppo_mini_batch_size": rows // 2, "ppo_mini_batch_prompts": 0}
         if isinstance(self.config, ActorConfig):
-            lengths = {"prompt_length": _PROMPT, "response_length": _RESPONSE}
-            rollout = replace(self.config.rollout, **lengths, parallel=None, engine="megatron")
+            rollout = replace(
+                self.config.rollout,
+                prompt_length=_PROMPT,
+                response_length=_RESPONSE,
+                parallel=None,
+                engine="megatron",
+            )
             changes |= {"rollout": rollout, "router_replay": "none", "sft_optim": None}
         return changes
 
@@ -79,8 +84,13 @@ def _steady(optim: OptimConfig, distributed: bool) -> OptimConfig:
     """Return an optimizer whose updates are in proportion to the gradients."""
     return replace(
         optim,
-        **{"lr": LEARNING_RATE, "min_lr": 0.0, "eps": ADAM_EPS, "decay_style": "constant"},
-        **{"warmup_steps": 0, "total_steps": 0, "wsd_decay_steps": 0},
+        lr=LEARNING_RATE,
+        min_lr=0.0,
+        eps=ADAM_EPS,
+        decay_style="constant",
+        warmup_steps=0,
+        total_steps=0,
+        wsd_decay_steps=0,
         distributed_optimizer=distributed,
         overlap_param_gather=optim.overlap_param_gather and distributed,
         megatron={} if optim.optimizer == "adam" else optim.megatron,
@@ -126,7 +136,9 @@ class RoleTraining(Training):
             found = self._call(method, step)
             for name, column in () if found is None else found.batch.items():
                 scores[name] = column, own
-        gradients = self.gradients() if self.optimizer is not None else [None] * len(self.named)
+        gradients: list[tuple[torch.Tensor, slice] | None] = [None] * len(self.named)
+        if self.optimizer is not None:
+            gradients = self.gradients()
         return StepValues(gradients, metrics, scores)
 
     def update(self, step: int) -> dict[str, float]:
@@ -252,13 +264,14 @@ def role_programs(config: RunConfig, *, most_ranks: int = 8, shrinks: bool = Tru
     for each in role_workers(config, roles_of(config)):
         if each.role is Role.Rollout:
             continue
-        key, section = CONFIG_KEYS[each.role], each.init.kwargs["config"]
+        key = CONFIG_KEYS[each.role]
+        section: Any = each.init.kwargs["config"]
         layout = section.parallel.layout(pool_size(config, key))
         layout = small_layout(layout, most_ranks) if shrinks else layout
         model = small_model(section.model, layout) if shrinks else replace(section.model, hf_path=None)
         variant = _variant(section, layout)
         section = replace(section, model=model, parallel=_parallel(layout, variant.sequence_parallel))
-        roles = "_".join(part for part in each.init.kwargs.get("role", "").split("_") if part != "rollout")
+        roles = "_".join(part for part in str(each.init.kwargs.get("role", "")).split("_") if part != "rollout")
         count = 2 * layout.dp * (layout.pp if layout.vpp else 1)
         found[key] = RoleProgram.of(TrainedRole(each.init.cls, section, roles, variant), max(count, 4))
     return found
