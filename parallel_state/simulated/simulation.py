@@ -167,8 +167,9 @@ class Simulation:
             if not call.is_transfer:
                 call.group.last_calls[call.rank] = call
             completed = self._exchange.match(call)
-        for each in completed if self._trace is not None else ():
-            self._trace.complete(each)
+        if self._trace is not None:
+            for each in completed:
+                self._trace.complete(each)
         if completed:
             self._scheduler.wake({each.rank: each for each in completed})
 

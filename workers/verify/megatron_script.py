@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -250,6 +250,6 @@ def _layers_without_engine() -> Iterator[None]:
     if specs.HAVE_TE:
         yield
         return
-    changes: dict[str, Callable[..., Any] | bool] = {"HAVE_TE": True, "TESpecProvider": LocalProvider, "TENorm": TENorm}
+    changes: dict[str, Any] = {"HAVE_TE": True, "TESpecProvider": LocalProvider, "TENorm": TENorm}
     with mock.patch.multiple(specs, create=True, **changes):
         yield
