@@ -7,10 +7,12 @@ parses and checks its own arguments, and each rank has them as its globals.
 from __future__ import annotations
 
 import importlib.util
+import io
 import math
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -111,8 +113,11 @@ class _Script:
         found.sequence_parallel, found.world_size = fields["sequence_parallel"], ranks
         if fields.get(_VPP):
             found.num_virtual_stages_per_pipeline_rank = fields[_VPP]
+        # Megatron-LM wants the variable on some GPUs, and prints what it derives.
+        variables = mock.patch.dict(os.environ, CUDA_DEVICE_MAX_CONNECTIONS="1")
         try:
-            validate_args(found, dict(self._defaults))
+            with variables, redirect_stdout(io.StringIO()):
+                validate_args(found, dict(self._defaults))
         except (AssertionError, ValueError) as error:
             raise VerifyError(f"Megatron-LM rejects the arguments of the script: {error}") from error
         found.padded_vocab_size = -(-(found.vocab_size + 1) // 64) * 64
@@ -246,10 +251,14 @@ class _Timers:
 def _layers_without_engine() -> Iterator[None]:
     """Return a context manager in which specs of Transformer Engine's layers have those of plain PyTorch."""
     from megatron.core.models.gpt import gpt_layer_specs as specs
+    from megatron.core.transformer import transformer_block
 
     if specs.HAVE_TE:
         yield
         return
     changes: dict[str, Any] = {"HAVE_TE": True, "TESpecProvider": LocalProvider, "TENorm": TENorm}
-    with mock.patch.multiple(specs, create=True, **changes):
+    with (
+        mock.patch.multiple(specs, create=True, **changes),
+        mock.patch.object(transformer_block, "LayerNormImpl", TENorm),
+    ):
         yield
