@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import logging
 import math
 import os
 import sys
@@ -79,12 +80,20 @@ class _Script:
         self.model_provider, self.forward_step = passed["model_provider"], passed["forward_step_func"]
         self._defaults, self._extra = passed.get("args_defaults") or {}, passed.get("extra_args_provider")
         self.given = self._parsed()
+        self.stages = self._virtual_stages()
 
     def _parsed(self) -> Any:
         from megatron.training.arguments import parse_args
 
         with mock.patch.object(sys, "argv", self._line):
             return parse_args(self._extra)
+
+    def _virtual_stages(self) -> int | None:
+        given, layers = self.given, self.given.num_layers_per_virtual_pipeline_stage
+        if layers is None:
+            stages: int | None = given.num_virtual_stages_per_pipeline_rank
+            return stages
+        return int(given.num_layers // given.pipeline_model_parallel_size // layers)
 
     def arguments(self, fields: Mapping[str, Any], ranks: int) -> Any:
         """Return the arguments for a layout.
@@ -108,15 +117,16 @@ class _Script:
         for name in _AXES.values():
             setattr(found, name, fields.get(name) or (None if name == _AXES["etp"] else 1))
         if self._shrinks:
-            found.num_layers = 4 if fields["pipeline_model_parallel_size"] > 2 or fields.get(_VPP) else 2
+            found.num_layers = max(self.given.pipeline_model_parallel_size * (self.stages or 1), 2)
             found.num_query_groups = 2 if found.group_query_attention else found.num_query_groups
         found.sequence_parallel, found.world_size = fields["sequence_parallel"], ranks
         if fields.get(_VPP):
             found.num_virtual_stages_per_pipeline_rank = fields[_VPP]
-        # Megatron-LM wants the variable on some GPUs, and prints what it derives.
+        # Megatron-LM wants the variable and the capability of some GPUs, and prints what it derives.
         variables = mock.patch.dict(os.environ, CUDA_DEVICE_MAX_CONNECTIONS="1")
+        capability = mock.patch.object(torch.cuda, "get_device_capability", lambda *args: (9, 0))
         try:
-            with variables, redirect_stdout(io.StringIO()):
+            with variables, capability, redirect_stdout(io.StringIO()):
                 validate_args(found, dict(self._defaults))
         except (AssertionError, ValueError) as error:
             raise VerifyError(f"Megatron-LM rejects the arguments of the script: {error}") from error
@@ -181,8 +191,7 @@ def script_program(path: str, arguments: Sequence[str], *, shrinks: bool = True)
     program = Program(script.config, script.build, script.forward_step, script.batch, seq_length=length)
     sizes = {axis: getattr(given, name, None) for axis, name in _AXES.items()}
     parts = [f"{axis}={size}" for axis, size in sizes.items() if size not in (None, 1) or (axis == "etp" and size)]
-    stages = getattr(given, "num_virtual_stages_per_pipeline_rank", None)
-    parts += [f"vpp={stages}"] * bool(stages)
+    parts += [f"vpp={script.stages}"] * bool(script.stages)
     parts += ["sp"] * bool(given.sequence_parallel and given.tensor_model_parallel_size > 1)
     if given.use_distributed_optimizer:
         parts += ["dp=2", "distopt"]
@@ -211,6 +220,7 @@ def _passed_to_pretrain(path: Path, line: Sequence[str]) -> dict[str, Any]:
         found.update(dict(zip(names, args, strict=False)) | kwargs)
         raise _Called
 
+    logging.getLogger("megatron").setLevel(logging.WARNING)
     module = ModuleType("__main__")
     module.__file__ = str(path)
     code = compile(rewrite(path.read_bytes()), str(path), "exec")
