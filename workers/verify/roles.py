@@ -261,20 +261,28 @@ def role_programs(config: RunConfig, *, most_ranks: int = 8, shrinks: bool = Tru
         ConfigError: a worker cannot build the small model; the message names the field.
     """
     found = {}
-    for each in role_workers(config, roles_of(config)):
+    for each in role_workers(_without_weights(config), roles_of(config)):
         if each.role is Role.Rollout:
             continue
         key = CONFIG_KEYS[each.role]
         section: Any = each.init.kwargs["config"]
         layout = section.parallel.layout(pool_size(config, key))
         layout = small_layout(layout, most_ranks) if shrinks else layout
-        model = small_model(section.model, layout) if shrinks else replace(section.model, hf_path=None)
+        model = small_model(section.model, layout) if shrinks else section.model
         variant = _variant(section, layout)
         section = replace(section, model=model, parallel=_parallel(layout, variant.sequence_parallel))
         roles = "_".join(part for part in str(each.init.kwargs.get("role", "")).split("_") if part != "rollout")
         count = 2 * layout.dp * (layout.pp if layout.vpp else 1)
         found[key] = RoleProgram.of(TrainedRole(each.init.cls, section, roles, variant), max(count, 4))
     return found
+
+
+def _without_weights(config: RunConfig) -> RunConfig:
+    """Return the run with random weights: a directory of Hugging Face may have its ``config.json`` alone."""
+    sections = {name: getattr(config, name) for name in CONFIG_KEYS.values()}
+    found = {name: section for name, section in sections.items() if hasattr(section, "model")}
+    models = {name: replace(section.model, hf_path=None) for name, section in found.items()}
+    return replace(config, **{name: replace(section, model=models[name]) for name, section in found.items()})
 
 
 def _variant(section: Any, layout: ParallelLayout) -> Variant:
