@@ -209,7 +209,7 @@ def _passed_to_pretrain(path: Path, line: Sequence[str]) -> dict[str, Any]:
     if importlib.util.find_spec("megatron.training") is None:
         raise VerifyError(
             f"{path} needs megatron.training, which megatron-core does not contain: put a checkout of Megatron-LM of "
-            "the same version on PYTHONPATH"
+            "the same version on PYTHONPATH, or name a Program as FILE.py:NAME"
         )
     import megatron.training as training
 
@@ -229,7 +229,9 @@ def _passed_to_pretrain(path: Path, line: Sequence[str]) -> dict[str, Any]:
             exec(code, vars(module))
         except _Called:
             return found
-    raise VerifyError(f"{path} does not call megatron.training.pretrain", path=str(path))
+    raise VerifyError(
+        f"{path} does not call megatron.training.pretrain; name a Program as FILE.py:NAME", path=str(path)
+    )
 
 
 def _set_globals(arguments: Any) -> None:

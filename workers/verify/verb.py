@@ -2,7 +2,7 @@
 
 examples: mcontroller verify my_model.py:program --layouts tp=2,pp=2 tp=2,ep=2,sp
           mcontroller verify run.yaml actor_rollout_ref.parallel.tp=4
-          mcontroller verify pretrain_gpt.py -- --tensor-model-parallel-size 2 ...
+          mcontroller verify --steps 1 -- pretrain_gpt.py --tensor-model-parallel-size 2 ...
 
 Of a run, each role is verified in its own layout, with a small model of the same structure; of a script of Megatron-LM,
 its model provider and forward step, in the layout of its arguments. A layout is a list of axes
@@ -36,7 +36,7 @@ _COLUMNS = "{:<32} {:>5}  {:<7} {:>8} {:>7}  {}"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the verb."""
     parser.add_argument("program", help="FILE.py:NAME or MODULE:NAME of a Program, a run's YAML, or a Megatron script")
-    parser.add_argument("rest", nargs="*", help="key=value for the YAML; after --, the command line of the script")
+    parser.add_argument("rest", nargs="*", help="key=value for the YAML, or, after --, the command line of the script")
     chosen = parser.add_mutually_exclusive_group()
     chosen.add_argument("--layouts", nargs="+", metavar="LAYOUT", help="such as tp=2,pp=2; default: the smallest ones")
     chosen.add_argument("--all", action="store_true", help="every layout of up to --ranks ranks that fits the program")
