@@ -1,4 +1,4 @@
-"""Ten faulty programs, each of a kind that teams have reported, and the layout in which verify shows the fault.
+"""Eleven faulty programs, each of a kind that teams have reported, and the layout in which verify shows the fault.
 
     python -m mcontroller verify examples/verify/gallery.py:label_smoothing --layouts tp=2
 
@@ -108,6 +108,10 @@ def without_token_counts(**parallel):
 
 
 mean_of_means = with_step(losses, mean_of_own_tokens, config=without_token_counts)
+
+
+# Megatron-LM#7452: Megatron divides the sum of a loss by the tokens that count on this context-parallel rank.
+counted_on_each_rank = dataclasses.replace(gpt.program, config=without_token_counts)
 
 
 # The first and the last stage have a copy of the embedding each, and Megatron does not know that they are one weight.

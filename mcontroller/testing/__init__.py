@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from mcontroller.testing.mocked_groups import mock_worker_group as mock_worker_group
     from mcontroller.testing.mocked_groups import mocked_rank as mocked_rank
     from mcontroller.testing.mocked_groups import raises as raises
+    from mcontroller.testing.pytest_plugin import LayoutFixture as LayoutFixture
     from mcontroller.testing.pytest_plugin import MockGroup as MockGroup
     from mcontroller.testing.pytest_plugin import MockRank as MockRank
     from mcontroller.testing.pytest_plugin import SimulatedGroupMaker as SimulatedGroupMaker

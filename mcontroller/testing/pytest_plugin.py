@@ -2,7 +2,8 @@
 
 ``mock_group(Worker, layout, ...)`` makes mocked worker groups as ``mcontroller.testing.mock_worker_group`` does, and
 shuts them down after the test; ``simulated_group`` makes groups of simulated ranks, which communicate.
-``mock_rank(layout, rank)`` runs the rest of the test as one rank of a layout.
+``mock_rank(layout, rank)`` runs the rest of the test as one rank of a layout. ``verify_layout(program, layout)`` fails
+the test with a report if a layout does not train the model that one process trains.
 """
 
 from __future__ import annotations
@@ -16,11 +17,22 @@ import pytest
 if TYPE_CHECKING:
     from mcontroller.testing.mocked_groups import InjectedFailure, MockWorkerGroup
     from mcontroller.testing.simulated_groups import SimulatedWorkerGroup
+    from mcontroller.verify.outcome import Outcome
+    from mcontroller.verify.program import Program
+    from mcontroller.verify.verifier import Verifier
     from mcontroller.worker import ClassWithInitArgs
     from parallel_state.layout import ParallelLayout
     from parallel_state.topology import Topology
 
-__all__ = ["MockGroup", "MockRank", "SimulatedGroupMaker", "mock_group", "mock_rank", "simulated_group"]
+__all__ = [
+    "LayoutFixture",
+    "MockGroup",
+    "MockRank",
+    "SimulatedGroupMaker",
+    "mock_group",
+    "mock_rank",
+    "simulated_group",
+]
 
 W = TypeVar("W")
 
@@ -55,6 +67,16 @@ class MockRank(Protocol):
 
     def __call__(self, layout: int | ParallelLayout | Topology, rank: int) -> dict[str, int]:
         """Run the rest of the test as this rank; return its coordinates."""
+
+
+class LayoutFixture(Protocol):
+    """The type of the fixture ``verify_layout``, for annotations of tests."""
+
+    def __call__(self, program: Program | str, layout: str, *, steps: int = 2, exact: bool = False) -> Outcome:
+        """Fail the test with a report unless the layout trains the model of one process; see ``Verifier``.
+
+        ``program`` is a Program, or FILE.py:NAME or MODULE:NAME of one. One process trains it once for all tests.
+        """
 
 
 @pytest.fixture
@@ -98,3 +120,24 @@ def mock_rank() -> Iterator[MockRank]:
             return stack.enter_context(mocked_rank(layout, rank))
 
         yield enter
+
+
+@pytest.fixture(scope="session", name="verify_layout")
+def layout_fixture() -> LayoutFixture:
+    """Verify layouts of programs; see ``LayoutFixture``."""
+    verifiers: dict[tuple[Program, int, bool], Verifier] = {}
+
+    def verify(program: Program | str, layout: str, *, steps: int = 2, exact: bool = False) -> Outcome:
+        from mcontroller.verify.program import load_program  # as above
+        from mcontroller.verify.verifier import Verifier
+
+        found = load_program(program) if isinstance(program, str) else program
+        key = found, steps, exact
+        if key not in verifiers:
+            verifiers[key] = Verifier(found, steps=steps, exact=exact)
+        outcome = verifiers[key].verify(layout)
+        if not outcome.equal:
+            pytest.fail(outcome.report(), pytrace=False)
+        return outcome
+
+    return verify

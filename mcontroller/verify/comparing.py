@@ -184,6 +184,8 @@ def compare_references(mine: OneProcess, saved: OneProcess, allowed: float) -> t
             compared.tensors(
                 "gradient", name, one.gradients.get(name, torch.full_like(value, math.nan)), value, true.floor
             )
+        for name, value in true.scores.items():
+            compared.tensors("scores", name, one.scores.get(name, value * math.nan), value, 0.0)
         compared.updates(one.updated, true.updated)
         for name, value in true.weights.items():
             compared.tensors("weight", name, one.weights.get(name, value * math.nan), value, 0.0)

@@ -77,7 +77,7 @@ def locate(
         differences: those of the step.
     """
     step = differences[0].step
-    trace = CommunicationTrace()
+    trace = CommunicationTrace(values=True)
     ranks = run_ranks(variant.layout, lambda: _record_rank(program, variant, reference, step, trace), trace=trace)
     search = _Search(program, variant, reference, step, true, ranks, list(trace))
     gradients = [each for each in differences if each.kind == "gradient"]
@@ -143,12 +143,18 @@ class _Search:
                 source = self._true.sources[name]
                 index = call[1] * self._variant.merged + rank.first
                 at = self._step, rank.rank, rank.coordinates
-                calls = self._calls(direction, call, rank)
+                calls = self._calls(direction, call, rank, candidates)
                 return DifferingModule(direction, name, source, index, *at, error, note, calls)
         return None
 
-    def _calls(self, direction: str, call: ModuleCall, rank: _Recorded) -> tuple[str, ...]:
-        """Return the collectives that a rank made in a module; backward, since the last gradient that is right."""
+    def _calls(
+        self, direction: str, call: ModuleCall, rank: _Recorded, true: Sequence[torch.Tensor]
+    ) -> tuple[str, ...]:
+        """Return the collectives that a rank made in a module; backward, since the last gradient that is right.
+
+        ``true`` has the values of one process that the module may have: what a collective got and returned is named if
+        it is one of them, or a multiple.
+        """
         records = rank.records
         if direction == "forward":
             start, end = records.ended[call]
@@ -160,9 +166,26 @@ class _Search:
         made = [each for each in self._trace[start:end] if each.rank == rank.rank]
         return tuple(
             dict.fromkeys(
-                f"{each.operation} over {each.axis or each.group} at {each.through or each.line}" for each in made
+                f"{each.operation} over {each.axis or each.group} at {each.through or each.line}"
+                f"{self._values(each, true)}"
+                for each in made
             )
         )
+
+    def _values(self, transfer: Transfer, true: Sequence[torch.Tensor]) -> str:
+        """Return what a collective got and returned, compared with values of one process."""
+        found = []
+        for name, tensors in (("its input", transfer.inputs), ("its result", transfer.outputs)):
+            for tensor in tensors:
+                same = [each for each in true if each.numel() == tensor.numel() and tensor.is_floating_point()]
+                texts = [self._compared(tensor.reshape(each.shape), each) for each in same]
+                found += [f"{name} {text}" for text in list(filter(None, texts))[:1]]
+        return f" ({', '.join(found)})" if found else ""
+
+    def _compared(self, mine: torch.Tensor, true: torch.Tensor) -> str:
+        if error_between(mine, true) <= self._tolerance:
+            return "is that of one process"
+        return _multiple(mine, true, self._tolerance)
 
     def _is_right(self, call: ModuleCall, rank: _Recorded) -> bool:
         for other, mine, candidates in self._pairs("backward", call[0], rank):

@@ -135,6 +135,11 @@ class Outcome:
         where = "in it" if self.place.direction == "forward" else "since the last gradient that is right"
         return [*found, str(self.place), f"{where}: {ran}"]
 
+    def report(self) -> str:
+        """Return the differences, as an error or a failing test shows them."""
+        lines = "\n  ".join(self.lines())
+        return f"{self.layout} does not train the model that one process trains:\n  {lines}"
+
     def as_json(self) -> dict[str, Any]:
         """Return the outcome in types of JSON."""
         return {**asdict(self), "equal": self.equal}

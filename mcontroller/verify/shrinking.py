@@ -1,4 +1,4 @@
-"""The smallest program that still differs: fewer axes, layers and micro-batches, and one step."""
+"""The smallest program that still differs: fewer axes, layers and micro-batches, shorter rows, and one step."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from typing import Any
 
 from mcontroller.verify.layouts import ONE_PROCESS, parallel_arguments
 from mcontroller.verify.outcome import Outcome
-from mcontroller.verify.program import Program, VerifyError
+from mcontroller.verify.program import Program
 from mcontroller.verify.verifier import Verifier
 
 __all__ = ["Shrunk", "shrink", "source_of_test"]
+
+_LEAST_LENGTH = 4  # shorter rows may have no token that counts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +40,8 @@ class Shrunk:
 def shrink(program: Program, layout: str, steps: int) -> Shrunk | None:
     """Return the smallest program that differs in the same way; None if the given one does not differ.
 
-    Axes and flags are left out while a difference remains, then steps, micro-batches and layers.
+    Axes and flags are left out while a difference remains, then steps, micro-batches, layers, and tokens of rows that
+    cp does not divide.
 
     Args:
         program: the program.
@@ -77,7 +80,7 @@ def _differing(program: Program, trial: Shrunk) -> Shrunk | None:
         verifier = Verifier(program.smaller(**trial.changes), steps=trial.steps)
         verifier.locates = False
         outcome = verifier.verify(trial.layout)
-    except VerifyError:
+    except Exception:  # whatever a program raises that cannot be this small
         return None
     expected = trial.outcome.failure
     if outcome.equal or (trial.outcome.ranks and _kind(outcome.failure) != _kind(expected)):
@@ -97,9 +100,11 @@ def _smaller(program: Program, found: Shrunk) -> Iterator[Shrunk]:
             yield dataclasses.replace(found, layout=layout)
     if found.steps > 1:
         yield dataclasses.replace(found, steps=1)
-    now = {"micro_batches": program.micro_batches, "num_layers": _layers(program), **found.changes}
-    for name, value in now.items():
-        for less in (each for each in range(1, value) if value % each == 0):
+    now = {"micro_batches": program.micro_batches, "num_layers": _layers(program)}
+    now |= {} if "cp=" in found.layout else {"seq_length": program.seq_length}
+    for name, value in (now | found.changes).items():
+        least = _LEAST_LENGTH if name == "seq_length" else 1
+        for less in (each for each in range(least, value) if value % each == 0):
             yield dataclasses.replace(found, changes={**found.changes, name: less})
 
 

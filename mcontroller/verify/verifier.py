@@ -56,6 +56,7 @@ class Verifier:
     Attributes:
         config: the program's config in one process.
         reference: the training of one process.
+        fingerprint: a sum over the bits of it.
         locates: whether ``verify`` trains again to find where a difference begins.
 
     Raises:
@@ -73,6 +74,7 @@ class Verifier:
             self.config = config_for(program, ONE_PROCESS, self._dtype)
             self.reference, again = self._one_process(), self._one_process()
         check_deterministic(self.reference, again)
+        self.fingerprint = self.reference.fingerprint
 
     def _precision(self) -> contextlib.AbstractContextManager[None]:
         return in_float64() if self._exact else contextlib.nullcontext()
@@ -157,6 +159,8 @@ class Verifier:
     def against(self, path: Path) -> Outcome:
         """Compare the training of one process with a saved one, from the saved weights.
 
+        Layouts that are verified later are compared with the saved one.
+
         Args:
             path: what ``save`` wrote with this program, in another environment or at another commit.
 
@@ -172,6 +176,8 @@ class Verifier:
         with self._precision():
             mine = self._one_process(saved.start)
         differences, largest = compare_references(mine, saved, self.tolerance)
+        self.reference = saved
+        self._records.clear()
         return Outcome(f"against {path.name}", 1, differences, None, None, largest, time.perf_counter() - began)
 
 
@@ -202,8 +208,7 @@ def verify_layout(program: Program, layout: str, *, steps: int = 2) -> Outcome:
     verifier = Verifier(program, steps=steps)
     outcome = verifier.verify(layout)
     if not outcome.equal:
-        lines = "\n  ".join(outcome.lines())
-        raise LayoutDiffers(f"{layout} does not train the model that one process trains:\n  {lines}", outcome=outcome)
+        raise LayoutDiffers(outcome.report(), outcome=outcome)
     return outcome
 
 

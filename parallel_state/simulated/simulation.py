@@ -35,7 +35,7 @@ from parallel_state.simulated.process_group import SimulatedGroup, SimulatedStor
 from parallel_state.simulated.process_state import ProcessState, has_megatron
 from parallel_state.simulated.scheduler import RankThread, Scheduler
 from parallel_state.simulated.shared_writes import SharedWrites
-from parallel_state.simulated.trace import CommunicationTrace, Transfer
+from parallel_state.simulated.trace import CommunicationTrace
 from parallel_state.topology import Topology
 
 __all__ = ["Simulation"]
@@ -163,10 +163,13 @@ class Simulation:
         with self._failing():
             self._check_caller(call)
             if self._trace is not None and "check" not in call.options:
-                self._trace.add(Transfer.of(call))
+                self._trace.begin(call)
             if not call.is_transfer:
                 call.group.last_calls[call.rank] = call
             completed = self._exchange.match(call)
+        if self._trace is not None:
+            for each in completed:
+                self._trace.complete(each)
         if completed:
             self._scheduler.wake({each.rank: each for each in completed})
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+
+import torch
 
 from parallel_state.hangs.lines import members_text
 from parallel_state.simulated.calls import Call
@@ -25,6 +27,8 @@ class Transfer:
         nbytes: the bytes that the rank passed to the operation: its inputs; of a receive, what it received.
         line: the line of the program that made the call.
         through: the line of Megatron that called torch for it; None if the program did.
+        inputs: copies of what the rank passed, if the trace keeps values.
+        outputs: copies of what it received, if the trace keeps values and the operation is complete.
     """
 
     rank: int
@@ -35,10 +39,12 @@ class Transfer:
     nbytes: int
     line: str
     through: str | None
+    inputs: tuple[torch.Tensor, ...] = field(default=(), compare=False, repr=False)
+    outputs: tuple[torch.Tensor, ...] = field(default=(), compare=False, repr=False)
 
     @classmethod
-    def of(cls, call: Call) -> Transfer:
-        """Return the record of a call."""
+    def of(cls, call: Call, *, values: bool = False) -> Transfer:
+        """Return the record of a call; with copies of its inputs if ``values``."""
         return cls(
             call.rank,
             call.operation,
@@ -48,6 +54,7 @@ class Transfer:
             call.payload,
             call.line.line,
             call.line.through,
+            _copies(call.inputs) if values else (),
         )
 
 
@@ -62,10 +69,13 @@ class CommunicationTrace:
 
     Args:
         transfers: the transfers.
+        values: whether to keep copies of what ranks pass to operations and receive.
     """
 
-    def __init__(self, transfers: Iterable[Transfer] = ()) -> None:
+    def __init__(self, transfers: Iterable[Transfer] = (), *, values: bool = False) -> None:
         self._transfers = list(transfers)
+        self._values = values
+        self._pending: dict[Call, int] = {}
 
     def __len__(self) -> int:
         return len(self._transfers)
@@ -77,9 +87,22 @@ class CommunicationTrace:
         """Append a transfer."""
         self._transfers.append(transfer)
 
+    def begin(self, call: Call) -> None:
+        """Append the record of a call that begins."""
+        if self._values:
+            self._pending[call] = len(self._transfers)
+        self.add(Transfer.of(call, values=self._values))
+
+    def complete(self, call: Call) -> None:
+        """Add copies of what a complete call received to its record, if values are kept."""
+        index = self._pending.pop(call, None)
+        if index is not None:
+            self._transfers[index] = replace(self._transfers[index], outputs=_copies(call.outputs or call.inputs))
+
     def clear(self) -> None:
         """Forget all transfers, to record the next part of a program alone."""
         self._transfers.clear()
+        self._pending.clear()
 
     @property
     def nbytes(self) -> int:
@@ -134,3 +157,7 @@ class CommunicationTrace:
             f"{members_text(each.members)} at {each.line}"
             for each in self._transfers
         )
+
+
+def _copies(tensors: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    return tuple(tensor.detach().clone() for tensor in tensors)

@@ -18,7 +18,7 @@ from mcontroller.data.protocol import DataProto
 from mcontroller.ppo.losses.registry import POLICY_LOSSES
 from mcontroller.ppo.roles import CONFIG_KEYS, Role, role_workers
 from mcontroller.verify.layouts import Variant
-from mcontroller.verify.program import Program
+from mcontroller.verify.program import Program, VerifyError
 from mcontroller.verify.training import ADAM_EPS, LEARNING_RATE, StepValues, Training
 from parallel_state.layout import ParallelLayout
 from workers.config import ActorConfig, OptimConfig, ParallelConfig
@@ -69,8 +69,13 @@ class TrainedRole:
             changes["ppo_epochs"] = min(self.config.ppo_epochs, 2)
             changes |= {"ppo_mini_batch_size": rows // 2, "ppo_mini_batch_prompts": 0}
         if isinstance(self.config, ActorConfig):
-            lengths = {"prompt_length": _PROMPT, "response_length": _RESPONSE}
-            rollout = replace(self.config.rollout, **lengths, parallel=None, engine="megatron")
+            rollout = replace(
+                self.config.rollout,
+                prompt_length=_PROMPT,
+                response_length=_RESPONSE,
+                parallel=None,
+                engine="megatron",
+            )
             changes |= {"rollout": rollout, "router_replay": "none", "sft_optim": None}
         return changes
 
@@ -79,8 +84,13 @@ def _steady(optim: OptimConfig, distributed: bool) -> OptimConfig:
     """Return an optimizer whose updates are in proportion to the gradients."""
     return replace(
         optim,
-        **{"lr": LEARNING_RATE, "min_lr": 0.0, "eps": ADAM_EPS, "decay_style": "constant"},
-        **{"warmup_steps": 0, "total_steps": 0, "wsd_decay_steps": 0},
+        lr=LEARNING_RATE,
+        min_lr=0.0,
+        eps=ADAM_EPS,
+        decay_style="constant",
+        warmup_steps=0,
+        total_steps=0,
+        wsd_decay_steps=0,
         distributed_optimizer=distributed,
         overlap_param_gather=optim.overlap_param_gather and distributed,
         megatron={} if optim.optimizer == "adam" else optim.megatron,
@@ -126,7 +136,9 @@ class RoleTraining(Training):
             found = self._call(method, step)
             for name, column in () if found is None else found.batch.items():
                 scores[name] = column, own
-        gradients = self.gradients() if self.optimizer is not None else [None] * len(self.named)
+        gradients: list[tuple[torch.Tensor, slice] | None] = [None] * len(self.named)
+        if self.optimizer is not None:
+            gradients = self.gradients()
         return StepValues(gradients, metrics, scores)
 
     def update(self, step: int) -> dict[str, float]:
@@ -175,8 +187,14 @@ class RoleProgram(Program):
         lengths = _PROMPT + _RESPONSE
         return cls(config, worker.build_model, worker.forward_step, batch, lengths, micro_batches, _ROWS, role=role)
 
-    def smaller(self, *, micro_batches: int | None = None, **fields: Any) -> RoleProgram:
-        """Return the role with fewer micro-batches, and other values of fields of its model."""
+    def smaller(self, *, micro_batches: int | None = None, seq_length: int | None = None, **fields: Any) -> RoleProgram:
+        """Return the role with fewer micro-batches, and other values of fields of its model.
+
+        Raises:
+            VerifyError: other lengths are asked for.
+        """
+        if seq_length not in (None, self.seq_length):
+            raise VerifyError(f"the rows of a role have {self.seq_length} tokens; leave seq_length out")
         config = replace(self.role.config, model=replace(self.role.config.model, **fields))
         return self.of(replace(self.role, config=config), micro_batches or self.micro_batches)
 
@@ -243,19 +261,28 @@ def role_programs(config: RunConfig, *, most_ranks: int = 8, shrinks: bool = Tru
         ConfigError: a worker cannot build the small model; the message names the field.
     """
     found = {}
-    for each in role_workers(config, roles_of(config)):
+    for each in role_workers(_without_weights(config), roles_of(config)):
         if each.role is Role.Rollout:
             continue
-        key, section = CONFIG_KEYS[each.role], each.init.kwargs["config"]
+        key = CONFIG_KEYS[each.role]
+        section: Any = each.init.kwargs["config"]
         layout = section.parallel.layout(pool_size(config, key))
         layout = small_layout(layout, most_ranks) if shrinks else layout
-        model = small_model(section.model, layout) if shrinks else replace(section.model, hf_path=None)
+        model = small_model(section.model, layout) if shrinks else section.model
         variant = _variant(section, layout)
         section = replace(section, model=model, parallel=_parallel(layout, variant.sequence_parallel))
-        roles = "_".join(part for part in each.init.kwargs.get("role", "").split("_") if part != "rollout")
+        roles = "_".join(part for part in str(each.init.kwargs.get("role", "")).split("_") if part != "rollout")
         count = 2 * layout.dp * (layout.pp if layout.vpp else 1)
         found[key] = RoleProgram.of(TrainedRole(each.init.cls, section, roles, variant), max(count, 4))
     return found
+
+
+def _without_weights(config: RunConfig) -> RunConfig:
+    """Return the run with random weights: a directory of Hugging Face may have its ``config.json`` alone."""
+    sections = {name: getattr(config, name) for name in CONFIG_KEYS.values()}
+    found = {name: section for name, section in sections.items() if hasattr(section, "model")}
+    models = {name: replace(section.model, hf_path=None) for name, section in found.items()}
+    return replace(config, **{name: replace(section, model=models[name]) for name, section in found.items()})
 
 
 def _variant(section: Any, layout: ParallelLayout) -> Variant:

@@ -2,8 +2,10 @@
 
 examples: mcontroller verify my_model.py:program --layouts tp=2,pp=2 tp=2,ep=2,sp
           mcontroller verify run.yaml actor_rollout_ref.parallel.tp=4
+          mcontroller verify pretrain_gpt.py -- --tensor-model-parallel-size 2 ...
 
-Of a run, each role is verified in its own layout, with a small model of the same structure. A layout is a list of axes
+Of a run, each role is verified in its own layout, with a small model of the same structure; of a script of Megatron-LM,
+its model provider and forward step, in the layout of its arguments. A layout is a list of axes
 (tp, pp, cp, dp, ep, etp, vpp) and flags: sp (sequence parallelism) and distopt (the distributed optimizer).
 docs/verify.md describes the program. The exit status is 0 if all layouts are equal, and 1 if not, or if the program
 cannot be verified.
@@ -33,13 +35,13 @@ _COLUMNS = "{:<32} {:>5}  {:<7} {:>8} {:>7}  {}"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the verb."""
-    parser.add_argument("program", help="FILE.py:NAME or MODULE:NAME of an mcontroller.verify.Program, or a run's YAML")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="values that replace those of the YAML")
+    parser.add_argument("program", help="FILE.py:NAME or MODULE:NAME of a Program, a run's YAML, or a Megatron script")
+    parser.add_argument("rest", nargs="*", help="key=value for the YAML; after --, the command line of the script")
     chosen = parser.add_mutually_exclusive_group()
     chosen.add_argument("--layouts", nargs="+", metavar="LAYOUT", help="such as tp=2,pp=2; default: the smallest ones")
     chosen.add_argument("--all", action="store_true", help="every layout of up to --ranks ranks that fits the program")
     parser.add_argument("--ranks", type=int, default=8, help="the most ranks of a layout of --all or a run; default: 8")
-    parser.add_argument("--full-size", action="store_true", help="do not make the models and layouts of a run small")
+    parser.add_argument("--full-size", action="store_true", help="do not make a run or a script small")
     parser.add_argument("--steps", type=int, default=2, help="training steps in each layout; default: 2")
     parser.add_argument("--exact", action="store_true", help="compute in float64, to tell faults from rounding")
     parser.add_argument("--shrink", type=Path, metavar="FILE", help="write the smallest failing test to this file")
@@ -91,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
     for part, verifier in zip(parts, verifiers, strict=True):
         of = f" of {part.name}" if part.name else ""
         sys.stdout.write(f"rounding{of}: below {verifier.tolerance:.1e} of the largest value of a tensor\n")
-        sys.stdout.write(f"fingerprint of one process{of}: {verifier.reference.fingerprint}\n")
+        sys.stdout.write(f"fingerprint of one process{of}: {verifier.fingerprint}\n")
     if arguments.json:
         _write_json(arguments.json, dict(zip((part.name for part in parts), verifiers, strict=True)), found)
     layouts = [(part, each.layout) for part, each in different if not each.layout.startswith("against ")]
@@ -101,18 +103,26 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _parts(arguments: argparse.Namespace) -> list[_Part]:
-    """Return the program that is named, or the roles of a run."""
+    """Return the program that is named, the roles of a run, or a script."""
+    if arguments.program.endswith(".py"):
+        from workers.verify.megatron_script import script_program
+
+        shrinks = not arguments.full_size
+        program, layout = script_program(arguments.program, arguments.rest, shrinks=shrinks)
+        imports = "from workers.verify.megatron_script import script_program"
+        text = f"script_program({arguments.program!r}, {arguments.rest!r}, shrinks={shrinks})[0]"
+        return [_Part("", program, [layout], (imports, text))]
     if not arguments.program.endswith((".yaml", ".yml")):
         source = "from mcontroller.verify.program import load_program", f"load_program({arguments.program!r})"
         return [_Part("", load_program(arguments.program), (), source)]
     from workers.run.config import read_run_config
     from workers.verify.roles import role_programs
 
-    config = read_run_config(arguments.program, arguments.overrides)
+    config = read_run_config(arguments.program, arguments.rest)
     shrinks = not arguments.full_size
     programs = role_programs(config, most_ranks=arguments.ranks, shrinks=shrinks)
     imports = "from workers.run.config import read_run_config\nfrom workers.verify.roles import role_programs"
-    read = f"role_programs(read_run_config({arguments.program!r}, {arguments.overrides!r}), shrinks={shrinks})"
+    read = f"role_programs(read_run_config({arguments.program!r}, {arguments.rest!r}), shrinks={shrinks})"
     return [
         _Part(key, program, [program.role.variant], (imports, f"{read}[{key!r}]")) for key, program in programs.items()
     ]
@@ -148,7 +158,7 @@ def _write_json(path: Path, verifiers: dict[str, Verifier], outcomes: Sequence[t
     programs = {
         name: {
             "tolerance": verifier.tolerance,
-            "fingerprint": verifier.reference.fingerprint,
+            "fingerprint": verifier.fingerprint,
             "layouts": [each.as_json() for part, each in outcomes if part.name == name],
         }
         for name, verifier in verifiers.items()

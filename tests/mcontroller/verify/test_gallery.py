@@ -17,6 +17,7 @@ REPORTS = {
     "attention_sinks": ("tp=2", "mark decoder.layers.self_attention.core_attention.softmax_offset[0], step 1"),
     "auxiliary_loss": ("mbs=2", "gradient decoder.layers.mlp.router.weight["),
     "mean_of_means": ("cp=2", "gradient of the output of GPTModel (GPTModel, "),
+    "counted_on_each_rank": ("cp=2", "gradient of the output of GPTModel (GPTModel, "),
     "tied_embeddings": ("pp=2", "the sum over pp is that of one process: a reduction over pp is missing"),
     "norm_weights": ("tp=2,sp", "a reduction over tp is missing; it is not marked sequence_parallel"),
     "rope_positions": ("cp=2", "first in the forward pass: output of embedding.word_embeddings (Vocab"),

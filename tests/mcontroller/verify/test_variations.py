@@ -81,6 +81,8 @@ def test_a_saved_result_is_compared_from_its_weights(tmp_path: Path) -> None:
     before.save(path)
     same = before.against(path)
     assert same.equal and same.largest == 0.0
+    other = Verifier(smaller(GPT, model_provider=drawn_again("linear_fc2.weight", None)))
+    assert other.against(path).equal and other.verify("pp=2").equal  # from the saved weights
     changed = Verifier(smaller(GPT, layernorm_epsilon=1e-2))
     assert changed.reference.fingerprint != before.reference.fingerprint == Verifier(program).reference.fingerprint
     outcome = changed.against(path)
@@ -130,8 +132,9 @@ def test_a_difference_is_shrunk_to_the_axis_that_shows_it() -> None:
     with without_tied_sum:
         shrunk = shrink(GPT, "pp=2,dp=2,distopt", 2)
     assert shrunk is not None
-    assert (shrunk.layout, shrunk.changes, shrunk.steps) == ("pp=2", {"micro_batches": 1, "num_layers": 2}, 1)
-    assert str(shrunk) == "layout pp=2, micro_batches=1, num_layers=2, steps=1"
+    small = {"micro_batches": 1, "num_layers": 2, "seq_length": 4}
+    assert (shrunk.layout, shrunk.changes, shrunk.steps) == ("pp=2", small, 1)
+    assert str(shrunk) == "layout pp=2, micro_batches=1, num_layers=2, seq_length=4, steps=1"
     assert shrink(dataclasses.replace(GPT, micro_batches=1), "pp=2", 1) is None
 
 

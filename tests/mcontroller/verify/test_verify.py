@@ -15,8 +15,10 @@ from megatron.core.optimizer import optimizer as optimizers
 from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.moe import experts, moe_layer
 
-from mcontroller.verify import LayoutDiffers, Outcome, Verifier, verify_layout
-from tests.mcontroller.verify.programs import GPT, MOE, PACKED, smaller
+from mcontroller.testing import LayoutFixture
+from mcontroller.verify import LayoutDiffers, Outcome, Verifier
+from mcontroller.verify import verify_layout as assert_layout
+from tests.mcontroller.verify.programs import EXAMPLES, GPT, MOE, PACKED, smaller
 
 pytestmark = pytest.mark.simulated
 
@@ -52,7 +54,7 @@ def test_layouts_of_a_mixture_of_experts_are_equal(moe: Verifier, layout: str) -
 @pytest.mark.parametrize("layout", ["ep=2,distopt", "tp=2,ep=2,sp"])
 def test_experts_that_are_computed_one_by_one_are_equal(layout: str) -> None:
     with mock.patch.object(experts.TEGroupedMLP, "forward", None):  # those of the other kind are not called
-        verify_layout(smaller(MOE, moe_grouped_gemm=False), layout)
+        assert_layout(smaller(MOE, moe_grouped_gemm=False), layout)
 
 
 def found(verifier: Verifier, layout: str, owner: Any, name: str, fault: Callable[..., Any]) -> Outcome:
@@ -152,7 +154,26 @@ def test_the_collectives_of_the_module_that_differs_are_listed(gpt: Verifier) ->
     assert outcome.place is not None
     (collective,) = outcome.place.collectives
     assert collective.startswith("all_reduce over tp at megatron/core/tensor_parallel/mappings.py:")
+    assert collective.endswith(" (its result is that of one process)")
     assert outcome.lines()[-1] == f"in it: {collective}"
+
+
+def test_a_reduction_of_what_is_reduced_already_is_named(gpt: Verifier) -> None:
+    reduce = layers.reduce_from_tensor_model_parallel_region
+    gpt.records(1)
+    outcome = found(gpt, "tp=2", layers, reduce.__name__, lambda *args, **kwargs: reduce(reduce(*args, **kwargs)))
+    assert outcome.place is not None
+    _, again = outcome.place.collectives
+    assert again.endswith(" (its input is that of one process, its result is 2 times that of one process)")
+
+
+def test_the_fixture_fails_with_the_report(verify_layout: LayoutFixture) -> None:
+    program = smaller(GPT)
+    assert verify_layout(program, "pp=2", steps=1).equal
+    fault = mock.patch.object(finalizing, "_allreduce_word_embedding_grads", nothing)
+    with fault, pytest.raises(pytest.fail.Exception, match="a reduction over pp is missing"):
+        verify_layout(program, "pp=2", steps=1)
+    assert verify_layout(f"{EXAMPLES / 'gpt.py'}:program", "pp=2", steps=1).equal
 
 
 def test_a_gradient_is_located_between_two_modules_and_its_collectives(gpt: Verifier) -> None:
@@ -198,7 +219,7 @@ def test_an_error_in_one_layout_is_its_outcome(gpt: Verifier) -> None:
 def test_verify_layout_raises_with_the_differences() -> None:
     fault = mock.patch.object(finalizing, "_allreduce_word_embedding_grads", nothing)
     with fault, pytest.raises(LayoutDiffers, match="pp=2 does not train the model that one process trains") as caught:
-        verify_layout(smaller(GPT), "pp=2", steps=1)
+        assert_layout(smaller(GPT), "pp=2", steps=1)
     assert "a reduction over pp is missing" in str(caught.value)
     assert [each.kind for each in caught.value.outcome.differences][:1] == ["gradient"]
 
@@ -221,7 +242,7 @@ def test_a_later_step_is_compared_too(gpt: Verifier) -> None:
 
 @pytest.mark.parametrize("layout", ["tp=2,sp", "pp=2,dp=2,distopt"])
 def test_packed_rows_are_equal(layout: str) -> None:
-    verify_layout(smaller(PACKED), layout)
+    assert_layout(smaller(PACKED), layout)
 
 
 def test_unequal_rows_are_averaged_over_all_tokens() -> None:
@@ -238,4 +259,4 @@ def test_unequal_rows_are_averaged_over_all_tokens() -> None:
 
     program = smaller(GPT, calculate_per_token_loss=False, forward_step=forward_step)
     with pytest.raises(LayoutDiffers, match="gradient of the output of GPTModel"):
-        verify_layout(program, "cp=2")
+        assert_layout(program, "cp=2")

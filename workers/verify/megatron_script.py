@@ -1,0 +1,274 @@
+"""Megatron-LM's own training scripts, such as ``pretrain_gpt.py``, as programs that ``verify`` trains.
+
+The script runs until it calls ``pretrain``: what it passes there is its model provider and forward step. Megatron-LM
+parses and checks its own arguments, and each rank has them as its globals.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import logging
+import math
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import torch
+
+from mcontroller.verify.layouts import Variant, parse_layout
+from mcontroller.verify.program import Program, VerifyError
+from parallel_state import cpu
+from parallel_state.cpu.literals import rewrite
+from workers.model.local_modules import TENorm
+from workers.model.local_spec import LocalProvider
+
+__all__ = ["script_program"]
+
+_AXES = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "cp": "context_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size",
+}
+_LENGTH, _VOCABULARY = 16, 64
+_SMALL = {
+    "hidden_size": 32, "ffn_hidden_size": 64, "num_attention_heads": 4, "kv_channels": 8, "seq_length": _LENGTH,
+    "max_position_embeddings": _LENGTH, "vocab_size": _VOCABULARY - 1, "moe_ffn_hidden_size": 32,
+    "moe_shared_expert_intermediate_size": 32, "num_experts": 4,
+}  # fmt: skip
+# What depends on GPUs, on files or on time, or draws other random numbers in every layout.
+_FIXED = {
+    "tokenizer_type": "NullTokenizer", "mock_data": True, "data_path": None, "load": None, "save": None,
+    "tensorboard_dir": None, "wandb_project": "", "distributed_backend": "gloo", "bf16": False, "fp16": False,
+    "fp8": None, "fp4": None, "hidden_dropout": 0.0, "attention_dropout": 0.0, "moe_input_jitter_eps": None,
+    "gradient_accumulation_fusion": False, "masked_softmax_fusion": False, "tp_comm_overlap": False,
+    "overlap_grad_reduce": False, "overlap_param_gather": False, "cross_entropy_loss_fusion": False,
+    "use_distributed_optimizer": False, "check_for_nan_in_loss_and_grad": False, "rerun_mode": "disabled",
+    "micro_batch_size": 1, "global_batch_size": None, "rampup_batch_size": None, "train_iters": 2,
+    "train_samples": None, "lr": 0.1, "min_lr": 0.0, "lr_warmup_fraction": None, "lr_warmup_iters": 0,
+    "accumulate_allreduce_grads_in_fp32": False, "cuda_graph_impl": "none", "world_size": None, "rank": 0,
+    "num_layers_per_virtual_pipeline_stage": None, "num_virtual_stages_per_pipeline_rank": None,
+    "decoder_first_pipeline_num_layers": None, "decoder_last_pipeline_num_layers": None,
+    "pipeline_model_parallel_layout": None, "moe_permute_fusion": False, "moe_router_fusion": False,
+    "apply_rope_fusion": False, "ckpt_format": "torch_dist", "use_precision_aware_optimizer": False,
+}  # fmt: skip
+
+
+class _Called(BaseException):
+    """``pretrain`` was called."""
+
+
+class _Script:
+    """A training script.
+
+    Args:
+        path: the script.
+        arguments: its command line.
+        shrinks: whether to make the model small.
+    """
+
+    def __init__(self, path: Path, arguments: Sequence[str], shrinks: bool) -> None:
+        self._line, self._shrinks = [str(path), *arguments], shrinks
+        passed = _passed_to_pretrain(path, self._line)
+        self.model_provider, self.forward_step = passed["model_provider"], passed["forward_step_func"]
+        self._defaults, self._extra = passed.get("args_defaults") or {}, passed.get("extra_args_provider")
+        self.given = self._parsed()
+        self.stages = self._virtual_stages()
+
+    def _parsed(self) -> Any:
+        from megatron.training.arguments import parse_args
+
+        with mock.patch.object(sys, "argv", self._line):
+            return parse_args(self._extra)
+
+    def _virtual_stages(self) -> int | None:
+        given, layers = self.given, self.given.num_layers_per_virtual_pipeline_stage
+        if layers is None:
+            stages: int | None = given.num_virtual_stages_per_pipeline_rank
+            return stages
+        return int(given.num_layers // given.pipeline_model_parallel_size // layers)
+
+    def arguments(self, fields: Mapping[str, Any], ranks: int) -> Any:
+        """Return the arguments for a layout.
+
+        Args:
+            fields: of the config, as they follow from the layout.
+            ranks: the number of ranks.
+
+        Raises:
+            VerifyError: Megatron-LM rejects them.
+        """
+        from megatron.training.arguments import validate_args
+
+        found = self._parsed()
+        for name, value in _FIXED.items():
+            if hasattr(found, name):
+                setattr(found, name, value)
+        for name, value in (_SMALL if self._shrinks else {}).items():
+            if getattr(found, name, None) is not None:
+                setattr(found, name, value)
+        for name in _AXES.values():
+            setattr(found, name, fields.get(name) or (None if name == _AXES["etp"] else 1))
+        if self._shrinks:
+            found.num_layers = max(self.given.pipeline_model_parallel_size * (self.stages or 1), 2)
+            found.num_query_groups = 2 if found.group_query_attention else found.num_query_groups
+        found.sequence_parallel, found.world_size = fields["sequence_parallel"], ranks
+        if fields.get(_VPP):
+            found.num_virtual_stages_per_pipeline_rank = fields[_VPP]
+        # Megatron-LM wants the variable and the capability of some GPUs, and prints what it derives.
+        variables = mock.patch.dict(os.environ, CUDA_DEVICE_MAX_CONNECTIONS="1")
+        capability = mock.patch.object(torch.cuda, "get_device_capability", lambda *args: (9, 0))
+        try:
+            with variables, capability, redirect_stdout(io.StringIO()):
+                validate_args(found, dict(self._defaults))
+        except (AssertionError, ValueError) as error:
+            raise VerifyError(f"Megatron-LM rejects the arguments of the script: {error}") from error
+        found.padded_vocab_size = -(-(found.vocab_size + 1) // 64) * 64
+        found.params_dtype = fields["params_dtype"]
+        return found
+
+    def config(self, **fields: Any) -> Any:
+        """Return the TransformerConfig of a layout; see ``Program``."""
+        from megatron.training.arguments import core_transformer_config_from_args
+
+        sizes = {axis: fields.get(name) or 1 for axis, name in _AXES.items()}
+        ranks = math.lcm(sizes["tp"] * sizes["cp"], sizes["ep"] * sizes["etp"]) * sizes["pp"]
+        if torch.distributed.is_initialized():
+            ranks = torch.distributed.get_world_size()
+        arguments = self.arguments(fields, ranks)
+        if torch.distributed.is_initialized():
+            _set_globals(arguments)
+        config = core_transformer_config_from_args(arguments)
+        for name in ("overlap_p2p_comm", "batch_p2p_comm", "pipeline_dtype"):
+            setattr(config, name, fields.get(name, getattr(config, name)))
+        return config
+
+    def build(self, config: Any, pre_process: bool, post_process: bool, vp_stage: int | None = None) -> Any:
+        """Return a stage of the model; see ``Program``."""
+        stage = {} if vp_stage is None else {"vp_stage": vp_stage}
+        with _layers_without_engine():
+            return self.model_provider(pre_process=pre_process, post_process=post_process, config=config, **stage)
+
+    def batch(self, index: int) -> dict[str, Any]:
+        """Return random rows; tokens that do not count are among them if losses are averaged over tokens."""
+        length = _LENGTH if self._shrinks else self.given.seq_length
+        generator = torch.Generator().manual_seed(index)
+        tokens = torch.randint(_VOCABULARY - 1, (1, length + 1), generator=generator)
+        mask = torch.ones(1, length)
+        if self.given.calculate_per_token_loss or self.given.eod_mask_loss:
+            mask = (torch.rand(1, length, generator=generator) < 0.7).float()
+        found = {"tokens": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous(), "loss_mask": mask}
+        found["position_ids"] = torch.arange(length)[None]
+        if self.given.create_attention_mask_in_dataloader:
+            found["attention_mask"] = torch.ones(1, 1, length, length).triu(1).bool()
+        return found
+
+
+_VPP = "virtual_pipeline_model_parallel_size"
+
+
+def script_program(path: str, arguments: Sequence[str], *, shrinks: bool = True) -> tuple[Program, Variant]:
+    """Return a training script as a program, and the layout that its arguments ask for.
+
+    Args:
+        path: the script, which calls ``megatron.training.pretrain``.
+        arguments: its command line.
+        shrinks: whether to make the model small.
+
+    Raises:
+        VerifyError: there is no such file, no ``megatron.training``, or the script does not call ``pretrain``.
+    """
+    script = _Script(Path(path), arguments, shrinks)
+    given = script.given
+    length = _LENGTH if shrinks else given.seq_length
+    program = Program(script.config, script.build, script.forward_step, script.batch, seq_length=length)
+    sizes = {axis: getattr(given, name, None) for axis, name in _AXES.items()}
+    parts = [f"{axis}={size}" for axis, size in sizes.items() if size not in (None, 1) or (axis == "etp" and size)]
+    parts += [f"vpp={script.stages}"] * bool(script.stages)
+    parts += ["sp"] * bool(given.sequence_parallel and given.tensor_model_parallel_size > 1)
+    if given.use_distributed_optimizer:
+        parts += ["dp=2", "distopt"]
+    return program, parse_layout(",".join(parts) or "dp=2")
+
+
+def _passed_to_pretrain(path: Path, line: Sequence[str]) -> dict[str, Any]:
+    """Run a script until it calls ``pretrain``, and return what it passes by the names of the parameters."""
+    if not path.is_file():
+        raise VerifyError(f"there is no file {path}", path=str(path))
+    folder = str(path.resolve().parent)
+    sys.path.insert(0, folder)
+    beside = [each.stem for each in path.resolve().parent.glob("*.py")]
+    cpu.install(packages=[each for each in beside if each not in sys.modules])
+    if importlib.util.find_spec("megatron.training") is None:
+        raise VerifyError(
+            f"{path} needs megatron.training, which megatron-core does not contain: put a checkout of Megatron-LM of "
+            "the same version on PYTHONPATH"
+        )
+    import megatron.training as training
+
+    found: dict[str, Any] = {}
+    names = ("train_valid_test_dataset_provider", "model_provider", "model_type", "forward_step_func")
+
+    def pretrain(*args: Any, **kwargs: Any) -> None:
+        found.update(dict(zip(names, args, strict=False)) | kwargs)
+        raise _Called
+
+    logging.getLogger("megatron").setLevel(logging.WARNING)
+    module = ModuleType("__main__")
+    module.__file__ = str(path)
+    code = compile(rewrite(path.read_bytes()), str(path), "exec")
+    with mock.patch.object(training, "pretrain", pretrain), mock.patch.object(sys, "argv", list(line)):
+        try:
+            exec(code, vars(module))
+        except _Called:
+            return found
+    raise VerifyError(f"{path} does not call megatron.training.pretrain", path=str(path))
+
+
+def _set_globals(arguments: Any) -> None:
+    """Set the globals of Megatron-LM on this rank."""
+    from megatron.core.rerun_state_machine import RerunMode, initialize_rerun_state_machine
+    from megatron.training import global_vars
+
+    for name in [each for each in vars(global_vars) if each.startswith("_GLOBAL_")]:
+        setattr(global_vars, name, None)
+    arguments.rank = torch.distributed.get_rank()
+    global_vars.set_args(arguments)
+    global_vars._GLOBAL_TIMERS = _Timers()
+    initialize_rerun_state_machine(mode=RerunMode.DISABLED)
+
+
+class _Timers:
+    """Timers that measure nothing."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> _Timers:
+        return self
+
+    def start(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing."""
+
+    stop = start
+
+
+@contextmanager
+def _layers_without_engine() -> Iterator[None]:
+    """Return a context manager in which specs of Transformer Engine's layers have those of plain PyTorch."""
+    from megatron.core.models.gpt import gpt_layer_specs as specs
+    from megatron.core.transformer import transformer_block
+
+    if specs.HAVE_TE:
+        yield
+        return
+    changes: dict[str, Any] = {"HAVE_TE": True, "TESpecProvider": LocalProvider, "TENorm": TENorm}
+    with (
+        mock.patch.multiple(specs, create=True, **changes),
+        mock.patch.object(transformer_block, "LayerNormImpl", TENorm),
+    ):
+        yield
