@@ -28,7 +28,7 @@ OFTEN = 0.75
 """by more than half of that in more than this share of the calls,"""
 FEWEST_CALLS = 8
 """of at least so many calls,"""
-SHORTEST_US = 1000
+SHORTEST_US = 10_000
 """and of a part of the call that takes at least so long, and a tenth of it."""
 COMPUTING = ("forward", "backward", "optimizer")
 """The parts of a method that are compared by themselves."""

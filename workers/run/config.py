@@ -20,7 +20,6 @@ from mcontroller.ppo.datasets.sources import check_dataset
 from mcontroller.ppo.datasets.tokenizers import TokenizerConfig
 from mcontroller.ppo.rewards.config import RewardsConfig
 from workers.config import ActorConfig, CriticConfig, ModelConfig, ParallelConfig, RewardConfig
-from workers.weights.hf.generation import sampling_of
 from workers.weights.hf.hub import is_hub_name, local_directory
 
 __all__ = [
@@ -181,8 +180,8 @@ class RunConfig(PPOConfig):
 def read_run_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
     """Return the configuration in a YAML file, after the modules of its ``imports`` have been imported.
 
-    How responses are sampled is read from ``generation_config.json`` of the actor's ``hf_path`` where the file does not
-    set it.
+    ``generation_config.json`` of a checkpoint does not change how responses are sampled: its filters, as ``top_k``,
+    are for answers, and training on filtered samples trains another policy. Its stop tokens are used.
 
     Args:
         path: the file.
@@ -195,7 +194,7 @@ def read_run_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfi
     given = given_values(path, overrides=overrides)
     for module in _imports(given):
         import_module(module, "imports")
-    return load_config(RunConfig, _sampling_defaults(given), _rollout_defaults(given), path, overrides=overrides)
+    return load_config(RunConfig, _rollout_defaults(given), path, overrides=overrides)
 
 
 def check_files(config: RunConfig) -> None:
@@ -230,15 +229,6 @@ def _imports(given: Mapping[str, Any]) -> list[str]:
     if not isinstance(found, list):
         raise ConfigError(f"imports is {found!r}; expected a list of modules", key="imports", value=found)
     return [str(each) for each in found]
-
-
-def _sampling_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what ``generation_config.json`` of the actor's checkpoint says about sampling."""
-    section: Any = given.get("actor_rollout_ref")
-    model = section.get("model") if isinstance(section, Mapping) else None
-    path = model.get("hf_path") if isinstance(model, Mapping) else None
-    found = sampling_of(path) if isinstance(path, str) else {}
-    return {"actor_rollout_ref": {"rollout": found}} if found else {}
 
 
 def _rollout_defaults(given: Mapping[str, Any]) -> dict[str, Any]:

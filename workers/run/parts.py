@@ -32,7 +32,7 @@ from workers.run.conversion import check_new_directory
 from workers.run.pools import check_layout, pool_errors, pools_of, role_layouts
 from workers.weights.hf.checkpoint import check_checkpoint_files
 
-__all__ = ["RunParts", "chosen_lines", "make_parts", "roles_of"]
+__all__ = ["RunParts", "chosen_lines", "make_parts", "policy_loss_line", "roles_of"]
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class RunParts:
 
 def chosen_lines(config: RunConfig) -> list[str]:
     """Return what follows from defaults: the policy loss, the mini-batches, and when a run is saved, with the keys."""
-    return [_policy_loss_line(config.actor_rollout_ref), *_mini_batch_lines(config), _saving_line(config.trainer)]
+    return [policy_loss_line(config.actor_rollout_ref), *_mini_batch_lines(config), _saving_line(config.trainer)]
 
 
 def _mini_batch_lines(config: RunConfig) -> Iterator[str]:
@@ -120,7 +120,7 @@ def _saving_line(trainer: TrainerConfig) -> str:
     return f"checkpoints: {when}; {kept} (trainer.max_to_keep)"
 
 
-def _policy_loss_line(config: ActorConfig) -> str:
+def policy_loss_line(config: ActorConfig) -> str:
     """Return the policy loss of a run, with its average and its limits, also if they are the loss's own."""
     low, high = config.clip_limits()
     average = config.loss_agg_mode or POLICY_LOSSES[config.policy_loss].loss_agg_mode

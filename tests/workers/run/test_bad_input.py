@@ -12,7 +12,6 @@ from mcontroller.cli.main import main
 from mcontroller.errors import ConfigError
 from mcontroller.files import acquire_lock
 from mcontroller.ppo.datasets.tokenizers import TokenizerSource
-from workers.run.config import read_run_config
 from workers.run.hf_tokenizer import HuggingFaceTokenizer
 
 RUN = """
@@ -157,17 +156,3 @@ def test_a_second_run_in_the_directory_of_a_living_one_writes_nothing(folder, ca
     assert [found.name for found in (folder / "out").iterdir()] == ["run.lock"]
     os.close(end)
     os.waitpid(pid, 0)
-
-
-def test_sampling_is_read_from_the_checkpoint_unless_the_file_sets_it(folder: Path) -> None:
-    (folder / "model").mkdir()
-    found = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "do_sample": False, "eos_token_id": 1}
-    (folder / "model" / "generation_config.json").write_text(json.dumps(found))
-    (folder / "run.yaml").write_text(RUN.replace("model: {", "model: {hf_path: model, "))
-    rollout = read_run_config(
-        folder / "run.yaml", ["actor_rollout_ref.rollout.temperature=1.0"]
-    ).actor_rollout_ref.rollout
-    assert (rollout.temperature, rollout.top_p, rollout.top_k, rollout.do_sample) == (1.0, 0.9, 20, True)
-    (folder / "model" / "generation_config.json").write_text('{"top_p": "0.9"}')
-    with pytest.raises(ConfigError, match=r"generation_config.json: top_p is '0.9'; expected a number"):
-        read_run_config(folder / "run.yaml", [])

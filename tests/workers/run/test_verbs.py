@@ -76,37 +76,3 @@ def test_a_run_from_the_readme_is_trained_resumed_exported_and_converted(folder)
     assert trained.keys() == again.keys()
     assert all(bool((trained[name] == again[name]).all()) for name in trained)
     assert (folder / "trained" / "tokenizer.json").is_file()
-
-
-ADAPTERS = """
-import sys
-from mcontroller.cli.main import main
-key = "actor_rollout_ref."
-lora = [key + "model.lora.rank=4", key + "model.lora.alpha=8", key + "optim.lr=0.01"]
-small = ["trainer.total_training_steps=1", "data.train_batch_size=4"]
-verbs = [
-    ["train", "run.yaml", "run_dir=out", *small, *lora],
-    ["export", "out", "--hf", "merged"],
-    ["export", "out", "--hf", "adapter", "--adapter", "--tp", "2"],
-]
-sys.exit(max(main(verb) for verb in verbs))
-"""
-
-
-@pytest.mark.timeout(300)
-def test_a_run_with_adapters_is_exported_merged_and_alone(folder):
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", ADAPTERS], cwd=folder, env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    from safetensors.torch import load_file
-
-    factors = load_file(folder / "adapter" / "adapter_model.safetensors")
-    base, merged = (load_file(folder / name / "model.safetensors") for name in ("Qwen3-0.6B", "merged"))
-    name = "model.layers.1.self_attn.v_proj"
-    a, b = (factors[f"base_model.model.{name}.lora_{factor}.weight"] for factor in "AB")
-    assert float(b.abs().max()) > 0
-    assert float((merged[f"{name}.weight"] - base[f"{name}.weight"] - 2.0 * b @ a).abs().max()) < 1e-6
-    config = json.loads((folder / "adapter" / "adapter_config.json").read_text())
-    assert config["r"] == 4 and config["base_model_name_or_path"] == str(folder / "Qwen3-0.6B")

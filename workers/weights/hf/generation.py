@@ -1,4 +1,4 @@
-"""``generation_config.json`` of a checkpoint: the tokens that end a response, and how its authors sample."""
+"""``generation_config.json`` of a checkpoint: the tokens that end a response."""
 
 from __future__ import annotations
 
@@ -8,22 +8,7 @@ from typing import Any
 
 from mcontroller.errors import ConfigError
 
-__all__ = ["sampling_of", "stop_tokens_of"]
-
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-
-
-def sampling_of(path: str | Path) -> dict[str, float]:
-    """Return the fields of ``RolloutConfig`` that the file sets; none if the directory has no such file.
-
-    Raises:
-        ConfigError: the file is damaged, or one of the values is no number.
-    """
-    found = {name: value for name, value in _read(path).items() if name in _SAMPLING and value is not None}
-    for name, value in found.items():
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise _wrong(path, name, value, "a number")
-    return found
+__all__ = ["stop_tokens_of"]
 
 
 def stop_tokens_of(path: str | Path) -> list[int]:
