@@ -93,7 +93,7 @@ class ModelConfig:
     freeze: list[str] = field(default_factory=list)
     """Weights that are not trained, by patterns: the end of a name in Megatron or Hugging Face, such as router.weight.
 
-    They cost neither gradients nor optimizer state. A pattern may contain ``*``: decoder.layers.0.*
+    A pattern may contain ``*``, as decoder.layers.0.*; such weights cost neither gradients nor optimizer state.
     """
     train_only: list[str] = field(default_factory=list)
     """The only weights that are trained, by patterns as in freeze. Empty: all; with lora, none beside the adapters."""
