@@ -75,7 +75,7 @@ class RunFiles:
             "versions": ", ".join(f"{name} {version}" for name, version in process.get("versions", {}).items()),
             "started": ", ".join(str(each.get("started")) for each in summary.get("processes", [])),
             "running process": holder,
-            "step": f"{last[-1]['step']} of {total or 'unknown'}" if last else "",
+            "step": f"{last[-1]['global_step']} of {total or 'unknown'}" if last else "",
             "saved step": self.saved.get("global_steps"),
             "restarts": summary.get("restarts", sum(bool(each.get("restarted")) for each in self.failures)),
             "wall time": f"{summary['wall_s']:,.0f} s" if "wall_s" in summary else "",
@@ -137,7 +137,7 @@ def last_records(path: Path, size: int = 1 << 17) -> list[Record]:
         return []
     with open(path, "rb") as file:
         file.seek(max(0, path.stat().st_size - size))
-        return [record for record in _records(file.read()) if isinstance(record.get("step"), int)]
+        return [record for record in _records(file.read()) if isinstance(record.get("global_step"), int)]
 
 
 def read_metrics(path: Path) -> Curves:
@@ -146,7 +146,7 @@ def read_metrics(path: Path) -> Curves:
     if path.is_file():
         with open(path, "rb") as file:
             for record in itertools.chain.from_iterable(map(_records, file)):
-                step = record.pop("step", None)
+                step, _ = record.pop("global_step", None), record.pop("time", None)
                 for name, value in record.items() if isinstance(step, int) else ():
                     if isinstance(value, int | float):
                         steps, values = found.setdefault(name, (array("d"), array("d")))

@@ -59,7 +59,7 @@ def screen(directory: Path) -> RenderableType:
     """
     found, records = read_run(directory), last_records(directory / "metrics.jsonl")
     steps = [record for record in records if f"{STAGE}step" in record]
-    latest: dict[str, Any] = {name: value for record in records for name, value in record.items()}
+    latest: dict[str, Any] = {name: value for record in records for name, value in record.items() if "/" in name}
     facts = dict(found.facts())
     chosen = [(name, facts[name]) for name in ("host", "step", "saved step", "restarts") if name in facts]
     process = facts.get("running process", "none holds the lock: the run has ended or was killed")
@@ -71,7 +71,7 @@ def screen(directory: Path) -> RenderableType:
     if "perf/tokens_per_s" in latest:
         head.append(("tokens/s", f"{latest['perf/tokens_per_s']:,.0f}"))
     groups = [(grid["roles"], f"{grid['layout']} in {grid['pool']}") for grid in role_grids(found.config)]
-    shown = SHOWN if steps else [name for name in latest if name != "step"]
+    shown = SHOWN if steps else list(latest)
     metrics = [(name, f"{latest[name]:.4g}") for name in shown if name in latest]
     stages = {name: _mean(steps, name) for name in latest if name.startswith(STAGE)} if steps else {}
     seconds = sorted(((name.removeprefix(STAGE), value) for name, value in stages.items()), key=lambda row: -row[1])

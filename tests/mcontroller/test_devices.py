@@ -112,7 +112,7 @@ def test_gpus_are_ordered_by_index_and_uuids_by_name() -> None:
 
 @pytest.mark.parametrize("assigned", [[["0"], ["0"]], [["0", "1"], ["1", "0"]], [[], ["1"]]])
 def test_bundles_without_a_gpu_of_their_own_are_rejected(assigned: list[list[str]]) -> None:
-    with pytest.raises(ResourceError, match=r"each needs one of its own: do not set CUDA_VISIBLE"):
+    with pytest.raises(ResourceError, match=r"each needs a separate one: do not set CUDA_VISIBLE"):
         gpus_of_bundles(assigned)
 
 

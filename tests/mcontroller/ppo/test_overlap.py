@@ -46,6 +46,7 @@ class Clock:
 class TimedCall(LocalCall):
     def __init__(self, call: LocalCall, clock: Clock, ends: float) -> None:
         self.parts, self.outlines, self._error = call.parts, call.outlines, call._error
+        self.number = call.number
         self.clock, self.ends, self.cancelled = clock, ends, False
 
     def wait(self, timeout: float | None = None) -> bool:

@@ -55,7 +55,7 @@ def make_run(tmp_path: Path) -> MakeRun:
             tracker.log_samples([{"prompt": PROMPT, "response": str(step), "score": None if step == 2 else 1.0}], step)
         tracker.close()
         for path, text in {
-            directory / "metrics.jsonl": '{"step": 13, "train/sc',
+            directory / "metrics.jsonl": '{"global_step": 13, "train/sc',
             checkpoints / "failures.jsonl": json.dumps({**FAILURE, "restarted": True, "reason": None}) + "\n",
             checkpoints / "run.lock": json.dumps({"host": "far", "pid": 7, "started": 1, "since": "noon"}),
             checkpoints / "trainer.json": '{"global_steps": 10}',
@@ -153,9 +153,9 @@ def test_a_long_curve_has_few_points_with_the_least_and_largest_values() -> None
 def test_samples_of_a_large_file_come_from_all_of_the_run(tmp_path: Path) -> None:
     path = tmp_path / "samples.jsonl"
     count = 3 * SAMPLE_BYTES // 1000
-    path.write_text("".join(json.dumps({"step": step, "prompt": "x" * 980}) + "\n" for step in range(count)))
+    path.write_text("".join(json.dumps({"global_step": step, "prompt": "x" * 980}) + "\n" for step in range(count)))
     samples, complete = read_samples(path)
-    found = [sample["step"] for sample in samples]
+    found = [sample["global_step"] for sample in samples]
     assert not complete and found[0] == 0 and found[-1] == count - 1 and found == sorted(set(found))
     assert max(after - before for before, after in itertools.pairwise(found)) < count / 40
     assert sum(len(json.dumps(sample)) for sample in samples) <= SAMPLE_BYTES
