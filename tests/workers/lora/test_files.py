@@ -132,7 +132,7 @@ def test_adapter_that_is_not_supported_is_rejected_by_name(
         ({"freeze": ["router.weight"]}, "model.freeze: 'router.weight' matches nothing"),
         ({"freeze": ["*"]}, "leave no weight to train"),
         (
-            {"num_moe_experts": 4, "lora": {"rank": 4, "alpha": 8.0, "targets": ["gate_proj"]}},
+            {"num_moe_experts": 4, "qk_layernorm": True, "lora": {"rank": 4, "alpha": 8.0, "targets": ["gate_proj"]}},
             "which have one A in a layer of experts",
         ),
     ],
