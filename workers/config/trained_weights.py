@@ -21,6 +21,7 @@ __all__ = ["Target", "adapter_target", "check_trained", "hf_names_of", "matches"
 _LINEAR = re.compile(r"(decoder\.layers\.\d+\.(?:self_attention|mlp)\.[\w.]*?)(linear_\w+)\.weight(\d*)")
 _EXPERT = re.compile(r"\.mlp\.experts\.linear_fc[12]$")
 _LAYER_NUMBER = re.compile(r"(decoder\.layers\.)(\d+)(\..*)")
+_GATED = (".gate_proj", ".up_proj", ".down_proj")
 _NUMBERED = re.compile(r"(.*\.experts\.linear_fc[12]\.(?:weight|bias))(\d+)")
 
 
@@ -50,13 +51,21 @@ def adapter_target(lora: LoraConfig, name: str, hf_names: Sequence[str]) -> Targ
         hf_names: of the tensors that its weight consists of, in the order of its rows, without ``.weight``.
 
     Raises:
-        ConfigError: gate and up of experts, which have one A, are not selected together.
+        ConfigError: gate and up of experts, which have one A, are not selected together; or the experts have other
+            names, as Mixtral's.
     """
     experts = _EXPERT.search(name) is not None
     if experts and not lora.experts:
         return None
     names = [re.sub(r"\.experts\.\d+\.", ".experts.", each) for each in hf_names] or [name]
     chosen = [_is_chosen(lora, name, each) for each in names]
+    if experts and hf_names and any(chosen) and not all(each.endswith(_GATED) for each in names):
+        raise ConfigError(
+            f"model.lora selects experts that PEFT has no names for: {names[chosen.index(True)]}; expected "
+            f"{', '.join(_GATED)}; set model.lora.experts=false",
+            key="model.lora.experts",
+            value=True,
+        )
     if experts and len(names) == 2:
         both = f"{names[0].rpartition('.')[0]}.gate_up_proj"
         if _is_chosen(lora, name, both) or all(chosen):

@@ -131,6 +131,7 @@ def test_adapter_that_is_not_supported_is_rejected_by_name(
         ({"lora": {"rank": 4, "alpha": 8.0, "use_dora": True}}, "has no field 'use_dora'"),
         ({"freeze": ["router.weight"]}, "model.freeze: 'router.weight' matches nothing"),
         ({"freeze": ["*"]}, "leave no weight to train"),
+        ({"num_moe_experts": 4, "lora": {"rank": 4, "alpha": 8.0}}, "selects experts that PEFT has no names for"),
         (
             {"num_moe_experts": 4, "qk_layernorm": True, "lora": {"rank": 4, "alpha": 8.0, "targets": ["gate_proj"]}},
             "which have one A in a layer of experts",

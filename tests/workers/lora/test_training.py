@@ -36,6 +36,7 @@ EXPERTS = {
     "num_layers": 2,
     "num_moe_experts": 4,
     "moe_ffn_hidden_size": 32,
+    "qk_layernorm": True,
     "transformer": {"moe_router_load_balancing_type": "none"},
 }
 DISTRIBUTED = {"distributed_optimizer": True}
