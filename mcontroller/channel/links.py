@@ -117,6 +117,9 @@ class Links:
             self._monitor.close(0)
             self.socket.close(0)
 
+    def __del__(self) -> None:
+        self.close()  # in this order: left to the sockets, the reader of the events may close first
+
 
 def send_frames(socket: zmq.Socket[Any], frames: Sequence[Any]) -> None:
     """Send a message. Only small frames are copied, because bytes never change."""

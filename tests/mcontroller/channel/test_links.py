@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from typing import Any
 
 import pytest
 
-from mcontroller.channel import links
-from mcontroller.channel.address import Address, KeyPair
+from mcontroller.channel import links, queries
+from mcontroller.channel.address import Address, ChannelKeys, KeyPair
 from mcontroller.channel.links import Links
+from mcontroller.channel.queries import ask
+from tests.mcontroller.channel.endpoints import SECONDS, start_endpoint
 
 
 def test_events_that_nobody_reads_do_not_stop_the_serving_thread(
@@ -27,3 +31,18 @@ def test_events_that_nobody_reads_do_not_stop_the_serving_thread(
     time.sleep(1.0)
     assert count >= 4000
     lost.close()
+
+
+def test_links_of_a_thread_that_has_ended_are_closed_in_order() -> None:
+    """Else ZeroMQ's thread, which serves all connections, may wait for a reader of events that is closed."""
+    sockets: list[Any] = []
+    address = start_endpoint(ChannelKeys.generate())
+
+    def ask_once() -> None:
+        assert ask([address], "double", 3, timeout=SECONDS) == [(6, [])]
+        sockets.append(queries._client()._links.socket)
+
+    thread = threading.Thread(target=ask_once)
+    thread.start()
+    thread.join()
+    assert sockets[0].closed
