@@ -72,15 +72,16 @@ def fused() -> tuple[torch.Tensor, torch.Tensor, list[tuple[Any, ...]]]:
     return generated("transformer_engine", transformer={"apply_rope_fusion": True})
 
 
-def test_windowed_layers_have_a_mask_for_the_one_query_of_a_row() -> None:
-    [(lengths, _, calls)] = run_ranks(windowed, 1)
+@pytest.mark.parametrize("skip", [None, 2])
+def test_windows_of_some_layers_need_a_mask_for_the_one_query_of_a_row(skip: int | None) -> None:
+    [(lengths, _, calls)] = run_ranks(windowed, 1, skip)
     width = int(lengths.max())
     later = [(1, (ROWS, 1, 1, width + step), "arbitrary") for step in range(1, RESPONSE) for _ in range(LAYERS)]
-    assert calls == [(width, None, "causal")] * LAYERS + later
+    assert calls == [(width, None, "causal")] * LAYERS + (later if skip else [])
 
 
-def windowed() -> tuple[torch.Tensor, torch.Tensor, list[tuple[Any, ...]]]:
-    return generated("transformer_engine", transformer={"window_size": (32, 0)})
+def windowed(skip: int | None) -> tuple[torch.Tensor, torch.Tensor, list[tuple[Any, ...]]]:
+    return generated("transformer_engine", transformer={"window_size": (32, 0), "window_attn_skip_freq": skip})
 
 
 @pytest.fixture(autouse=True)
