@@ -63,7 +63,9 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
     "experts": ({"ep": 2, "tp": 2, "sequence_parallel": True}, EXPERTS, False),
     "adapters": (
         {"ep": 2, "tp": 2, "etp": 2, "sequence_parallel": True},
-        EXPERTS | {"lora": {"rank": 4, "alpha": 8.0, "targets": ["q_proj", "linear_proj", "linear_fc1", "down_proj"]}},
+        EXPERTS
+        | {"qk_layernorm": True}
+        | {"lora": {"rank": 4, "alpha": 8.0, "targets": ["q_proj", "linear_proj", "linear_fc1", "down_proj"]}},
         False,
     ),
     "some layers with experts": (
