@@ -157,7 +157,7 @@ class ProgressDisplay(Display):
     def held_out(self, step: int, metrics: Mapping[str, float]) -> None:
         """Print the metrics of the held-out problems."""
         values = ", ".join(f"{name.rpartition('/')[2]} {value:.3f}" for name, value in without_zeros(metrics).items())
-        self.console.print(f"held-out after {step} steps of PPO: [bold]{values}[/bold]", highlight=False)
+        self.console.print(f"held-out after {step} steps: [bold]{values}[/bold]", highlight=False)
 
     def close(self) -> None:
         """Stop the bar."""

@@ -78,4 +78,4 @@ def test_without_a_terminal_a_phase_prints_few_lines_and_its_last_step():
 def test_held_out_results_are_printed_with_their_step():
     shown, out = display()
     shown.held_out(8, {"held_out/score": 0.75, "held_out/accuracy": 0.5})
-    assert out.getvalue().strip() == "held-out after 8 steps of PPO: score 0.750, accuracy 0.500"
+    assert out.getvalue().strip() == "held-out after 8 steps: score 0.750, accuracy 0.500"
