@@ -262,6 +262,7 @@ class ActorRolloutRefWorker(ModelWorker):
         self.state.check_context()
         with before_changes():
             self.config.check_lengths()
+        self.use_adapter_of(prompts)
         return self.generator.generate(prompts)
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
@@ -394,6 +395,7 @@ class ActorRolloutRefWorker(ModelWorker):
             NonFiniteGradient: a gradient is NaN or Inf, and ``on_nonfinite`` of the optimizer is ``raise``.
         """
         require_role(self.roles, "actor", "update_sft")
+        self.use_adapter_of(batch)
         rows = self.reader.supervised(batch, "update_sft")
         self.trainer.use_phase("sft")
         metrics = self.trainer.train(
@@ -429,6 +431,7 @@ class ActorRolloutRefWorker(ModelWorker):
 
     def _rows(self, data: DataProto, method: str, columns: Sequence[str] = (), *, replay: bool = False) -> TokenBatch:
         """Return the rows of a batch; if ``replay``, with the experts that ``router_replay`` makes routers choose."""
+        self.use_adapter_of(data)
         replayed = replay and self.router_replay.replays(method, data.tensors())
 
         def experts(batch: Mapping[str, Tensor], rows: TokenBatch) -> RowExperts:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import io
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch.distributed as dist
 
@@ -141,6 +142,8 @@ class Checkpointer:
 
     def __init__(self, state: TrainingState, model: ModelConfig, trainer: Trainer, saves: BackgroundSaves) -> None:
         self._state, self._model, self._trainer, self._saves = state, model, trainer, saves
+        self._adapter, self._initial = "", b""
+        self._adapters: dict[str, bytes] = {}  # the states of those that are not in use, in host memory
 
     def save(self, path: str, step: int, max_to_keep: int | None, asynchronous: bool, reshardable: bool) -> str:
         """Write a checkpoint, and return its directory; see ``ModelWorker.save_checkpoint``."""
@@ -151,6 +154,7 @@ class Checkpointer:
     def load(self, path: str) -> int:
         """Load a checkpoint, and return the step that it was saved at; see ``ModelWorker.load_checkpoint``."""
         self._saves.finish()
+        self.keep_initial_adapter()
         state, trainer = self._state, self._trainer
         distributed = {phase: bool(optim.distributed_optimizer) for phase, optim in trainer.phases.items()}
         with before_changes():
@@ -192,7 +196,8 @@ class Checkpointer:
         Args:
             path: an empty file; a list of one for each rank.
         """
-        return save_state(self._state, path)
+        save_state(self._state, path)
+        return os.stat(path).st_size
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL)
     def load_from_memory(self, path: str) -> None:
@@ -202,9 +207,42 @@ class Checkpointer:
             path: the file; a list of one for each rank.
         """
         self._saves.finish()
-        content = read_state(path)
+        self.keep_initial_adapter()
+        self._load_state(path)
+
+    def _load_state(self, file: str | IO[bytes]) -> None:
+        content = read_state(file)
         with self._changing(content["counters"], content["float32"], "optimizer" in content["state"]):
             load_state(self._state, content)
+
+    def use_adapter(self, name: str) -> None:
+        """Go on with another adapter; see ``ModelWorker.use_adapter``."""
+        names = [] if self._model.lora is None else self._model.lora.names
+        if name not in names:
+            with before_changes():
+                raise ConfigError(
+                    f"there is no adapter {name!r}; model.lora.names has {', '.join(names) or 'none'}",
+                    key="model.lora.names",
+                    value=name,
+                )
+        self.keep_initial_adapter()
+        if name == self._adapter:
+            return
+        self._saves.finish()
+        self._adapters[self._adapter] = self._saved_state()
+        self._load_state(io.BytesIO(self._adapters.pop(name, self._initial)))
+        self._adapter = name
+
+    def keep_initial_adapter(self) -> None:
+        """Keep the state that every adapter of ``model.lora.names`` starts with, before the first call changes it."""
+        names = [] if self._model.lora is None else self._model.lora.names
+        if len(names) > 1 and not self._initial:
+            self._adapter, self._initial = names[0], self._saved_state()
+
+    def _saved_state(self) -> bytes:
+        file = io.BytesIO()
+        save_state(self._state, file)
+        return file.getvalue()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def wait_for_checkpoint(self) -> None:

@@ -42,6 +42,8 @@ class LoraConfig:
     """Multiply by alpha / sqrt(rank) instead (Kalajdzievski, 2023, arXiv:2312.03732)."""
     path: str | None = None
     """Directory of an adapter in PEFT's format to start from. None: a new one, which changes nothing at first."""
+    names: list[str] = field(default_factory=list)
+    """Names of several adapters on one base, each with its optimizer; a call chooses one with meta_info["adapter"]."""
 
     def __post_init__(self) -> None:
         check_at_least("model.lora.rank", self.rank, 1)
@@ -49,6 +51,9 @@ class LoraConfig:
         if not 0.0 <= self.dropout < 1.0:
             text = f"model.lora.dropout is {self.dropout}; it must be at least 0 and less than 1"
             raise ConfigError(text, key="model.lora.dropout", value=self.dropout)
+        if len(set(self.names)) != len(self.names):
+            text = f"model.lora.names is {self.names}; every adapter needs a name of its own"
+            raise ConfigError(text, key="model.lora.names", value=self.names)
         if self.path is None:
             return
         for name, value in peft_fields(self.path).items():

@@ -17,6 +17,7 @@ from tests.ranks import run_ranks
 from tests.workers.roles import (
     GREEDY,
     MODEL,
+    SAMPLED,
     actor,
     critic,
     experience,
@@ -193,3 +194,50 @@ def test_critic_trains_its_value_head_and_adapters_that_are_not_excluded() -> No
     linears = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
     adapted_layers = {f"decoder.layers.{layer}.{name}.weight" for layer in (1, 2, 3) for name in linears}
     assert changed == {"output_layer.weight"} | adapted_layers
+
+
+DROPOUT = LORA | {"dropout": 0.2}
+
+
+def in_turn(parallel: dict[str, Any], optim: dict[str, Any], names: list[str]) -> dict[str, Any]:
+    """Two updates of every adapter in turn, each with a batch of its own; without names, a run of "code" alone."""
+    lora = DROPOUT | {"names": names}
+    worker = adapted(parallel, "actor_rollout", optim, {"lora": lora, "num_layers": 2}, rollout={"prompt_length": 10})
+    result: dict[str, Any] = {name: [] for name in names or ["code"]}
+    for _ in range(2):
+        for name, found in result.items():
+            shard = own_shard(experience(2 * ROWS).chunk(2)[name == "code"], worker)
+            shard.meta_info |= {"adapter": name} if names else {}
+            metrics = worker.update_actor(shard).meta_info["metrics"]
+            sampled = own_shard(prompts(4, SAMPLED), worker)
+            sampled.meta_info |= {"adapter": name} if names else {}
+            found += [metrics, worker.generate_sequences(sampled).tensors(), factors_of(worker)]
+    return result
+
+
+@pytest.mark.parametrize("layout", ["dp2-distributed-optimizer", "tp2-sp-dp2-overlap"])
+def test_adapters_that_take_turns_equal_a_run_of_each(layout: str) -> None:
+    world_size, parallel, optim, _ = LAYOUTS[layout]
+    together = run_ranks(in_turn, world_size, parallel, optim, ["math", "code"])
+    alone = run_ranks(in_turn, world_size, parallel, optim, [])
+    for both, one in zip(together, alone, strict=True):
+        for found, expected in zip(both["code"], one["code"], strict=True):
+            assert found.keys() == expected.keys()
+            assert all(equal(found[name], expected[name]) for name in expected if "mfu" not in name)
+    assert largest_difference(together[0]["math"][-1], together[0]["code"][-1]) > 1e-3
+
+
+def equal(left: Any, right: Any) -> bool:
+    return torch.equal(left, right) if isinstance(left, Tensor) else left == right
+
+
+def unknown(names: list[str]) -> str:
+    worker = adapted({}, "actor", model={"lora": LORA | {"names": names}})
+    with pytest.raises(ConfigError) as caught:
+        worker.use_adapter("mth")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("names", "known"), [(["math", "code"], "math, code"), ([], "none")])
+def test_adapter_that_is_not_declared_is_rejected(names: list[str], known: str) -> None:
+    assert run_ranks(unknown, 1, names) == [f"there is no adapter 'mth'; model.lora.names has {known}"]
