@@ -1,4 +1,4 @@
-"""After a transfer, a rollout group of another layout generates what the actor itself would, bit for bit."""
+"""After a transfer, a rollout group of another layout generates what the actor itself would, bit for bit; adapters arrive merged."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from workers.config import ActorConfig, load_config
 from workers.weights.transfer.weight_transfer import WeightTransfer
 
 TIED = {"tie_embeddings": True}
+ADAPTER = {"lora": {"rank": 4, "alpha": 8.0}}
 EXPERTS = {"num_layers": 2, "num_moe_experts": 4, "moe_ffn_hidden_size": 32}
 
 
@@ -46,8 +47,10 @@ def generated(of: Any) -> DataProto:
         ({}, 4, {"tp": 2, "pp": 2}, 2, {}),
         (TIED, 2, {"pp": 2}, 2, {"tp": 2}),
         (EXPERTS, 2, {"ep": 2}, 1, {}),
+        (ADAPTER, 2, {"tp": 2}, 1, {}),
+        (ADAPTER | EXPERTS | {"qk_layernorm": True}, 2, {"ep": 2}, 1, {}),
     ],
-    ids=["tp2", "tp2-pp2", "tied-pp2-tp2", "ep2"],
+    ids=["tp2", "tp2-pp2", "tied-pp2-tp2", "ep2", "tp2-adapter", "ep2-adapter"],
 )
 def test_a_rollout_group_generates_what_the_actor_generates_in_the_same_layout(
     model: dict[str, Any], ranks: int, from_axes: dict[str, Any], to_ranks: int, to_axes: dict[str, Any]
@@ -62,8 +65,10 @@ def test_a_rollout_group_generates_what_the_actor_generates_in_the_same_layout(
         report = transfer.run()
     after = [generated(each).batch for each in (rollout, actor)]
     assert report.bytes_sent == report.least_bytes > 0
+    assert torch.equal(after[0]["responses"], after[1]["responses"])
+    within = 1e-6 if "lora" in model else 0.0  # an adapter is merged before the shards are divided, or after
+    assert (after[0]["rollout_log_probs"] - after[1]["rollout_log_probs"]).abs().max() <= within
     for column in ("responses", "rollout_log_probs"):
-        assert torch.equal(after[0][column], after[1][column])
         assert not torch.equal(before[0][column], before[1][column])
     assert [batch["policy_version"].tolist() for batch in (*before, *after)] == [[0] * 8] * 2 + [[1] * 8] * 2
 
