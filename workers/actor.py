@@ -112,13 +112,13 @@ class ActorRolloutRefWorker(ModelWorker):
         bound.apply_defaults()
         config, role = bound.arguments.get("config"), bound.arguments.get("role")
         if isinstance(config, ActorConfig) and isinstance(role, str) and "rollout" in role.split("_"):
-            check_engine(cls.build_rollout is ActorRolloutRefWorker.build_rollout, config)
+            check_engine(cls.build_rollout is ActorRolloutRefWorker.build_rollout, config, role.split("_"))
 
     def __init__(self, config: ActorConfig, role: str = "actor_rollout_ref") -> None:
         self.roles = parsed_roles(role)
         engine_by_name = type(self).build_rollout is ActorRolloutRefWorker.build_rollout
         if "rollout" in self.roles:
-            check_engine(engine_by_name, config)
+            check_engine(engine_by_name, config, self.roles)
             builds = ("build_model", "build_rollout_model", "build_rollout")
             overridden = {
                 name for name in builds if getattr(type(self), name) is not getattr(ActorRolloutRefWorker, name)

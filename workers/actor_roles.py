@@ -35,12 +35,13 @@ def parsed_roles(role: str) -> frozenset[str]:
     return frozenset(roles)
 
 
-def check_engine(by_name: bool, config: ActorConfig) -> None:
+def check_engine(by_name: bool, config: ActorConfig, roles: Collection[str]) -> None:
     """Check that the engine that ``rollout.engine`` names can run.
 
     Args:
         by_name: False if the class builds its own engine: then nothing is checked.
         config: of the actor.
+        roles: of the worker.
 
     Raises:
         ConfigError: the engine cannot run with a field.
@@ -49,6 +50,13 @@ def check_engine(by_name: bool, config: ActorConfig) -> None:
         return
     engine = ROLLOUT_ENGINES.get_or_raise(config.rollout.engine)
     engine.check(config)
+    if config.rollout.vllm.adapter_alone and "actor" not in roles:
+        raise ConfigError(
+            "rollout.vllm.adapter_alone is true, and the actor is in another group, which sends merged weights: leave "
+            "it out, or let the actor's group generate",
+            key="rollout.vllm.adapter_alone",
+            value=True,
+        )
     if config.router_replay == "rollout" and not engine.records_experts:
         recording = [name for name in ROLLOUT_ENGINES if ROLLOUT_ENGINES[name].records_experts]
         raise ConfigError(

@@ -34,6 +34,12 @@ SIZES = {
 POLICIES: dict[str, dict[str, Any]] = {
     "dense-tp2": {"model": SIZES, "parallel": {"tp": 2}},
     "dense-tp2-engine-tp2": {"model": SIZES, "parallel": {"tp": 2}, "engine_tp": 2},
+    "adapter-tp2": {
+        "model": SIZES | {"lora": {"rank": 4, "alpha": 8.0}},
+        "parallel": {"tp": 2},
+        "engine_tp": 2,
+        "adapter_alone": True,
+    },
     "tied-tp2": {"model": SIZES | {"add_qkv_bias": True, "tie_embeddings": True}, "parallel": {"tp": 2}},
     "moe-ep2": {
         "model": SIZES
@@ -135,6 +141,7 @@ def actor_config(policy: str, **changes: Any) -> ActorConfig:
                 "kv_cache_bytes": 128 << 20,
                 "bucket_bytes": 1 << 16,
                 "seeds": True,
+                "adapter_alone": chosen.get("adapter_alone", False),
             },
         },
         "ppo_mini_batch_size": 8,

@@ -48,6 +48,8 @@ class VllmConfig:
     """[seconds] Time for an engine to start."""
     silence_timeout_s: float = 300.0
     """[seconds] An engine that has not finished a step, or part of an update, for this long is reported as hung."""
+    adapter_alone: bool = False
+    """Send only the adapter of ``model.lora`` once the engine has the base, and let the engine compute it."""
     options: dict[str, Any] = field(default_factory=dict)
     """Other arguments of ``vllm.LLM``, under vLLM's names, such as ``enable_prefix_caching``.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,8 @@ from workers.config import ActorConfig, RolloutConfig
 from workers.generate.engine_weights import EngineWeights
 from workers.generate.rollout_protocol import Generated, LogProbBasis, PolicyWeights, Prompts, Rollout
 from workers.generate.sampling import Sampling, prompt_hashes, sample_seeds
+from workers.lora.adapters import without_adapters
+from workers.lora.peft_files import adapter_tensors, peft_config
 from workers.memory.offloader import Offloader
 from workers.router_replay.replay import check_recorded
 from workers.train.batch_checks import check_prompts
@@ -58,7 +61,9 @@ class Generator:
         self._config, self._state, self._offloader, self._device = config, state, offloader, device
         self.serves_engine = serves_engine
         self._weights: PolicyWeights | None = None
-        self.rollout: Rollout | None = None
+        self._sends_adapter = config.rollout.engine == "vllm" and config.rollout.vllm.adapter_alone
+        self._has_base = False
+        self.rollout: Any = None
         self.version: int | None = None
         state.counters["sampled_batches"] = 0
         if serves_engine:
@@ -110,11 +115,25 @@ class Generator:
         if not self.rollout.holds_weights or self.version != self._state.weights_version:
             was_offloaded = "params" in self._offloader.offloaded.parts
             weights = self._weights_of_checkpoint() if self.serves_engine else self.rollout_weights()
-            metrics = self._engine_weights.update(self.rollout, weights, self._state.weights_version)
+            metrics = self._update_engine(weights)
             self.version = self._state.weights_version
             if was_offloaded and self.rollout.holds_weights:
                 self._offloader.offload(("params",))
         return self.rollout, metrics
+
+    def _update_engine(self, weights: PolicyWeights) -> Mapping[str, float]:
+        """Update the weights of the engine; if it computes adapters, only those once it has the base."""
+        assert self.rollout is not None
+        if not self._sends_adapter:
+            return self._engine_weights.update(self.rollout, weights, self._state.weights_version)
+        model, rollout, metrics = self._state.model, self.rollout, dict[str, float]()
+        if not self._has_base:
+            with without_adapters(model):
+                metrics |= self._engine_weights.update(rollout, weights, self._state.weights_version)
+            self._has_base = True
+        tensors = adapter_tensors(model, wanted="all" if rollout.receives_weights else "none")
+        of_adapter = rollout.update_adapter(tensors, peft_config(model, self._config.model))
+        return metrics | {name: value + metrics.get(name, 0.0) for name, value in of_adapter.items()}
 
     @register(dispatch_mode=Dispatch.DIRECT_ROLLOUT_METHOD)
     def rollout_weights(self) -> PolicyWeights:
@@ -166,7 +185,7 @@ class Generator:
     def sleep(self) -> int:
         """Free the device memory of the rollout, and return how many bytes that were."""
         assert self.rollout is not None
-        self.version = None
+        self.version, self._has_base = None, False
         return self.rollout.sleep()
 
     def wake_up(self) -> None:

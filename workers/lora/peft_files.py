@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from workers.weights.resharding import Wanted, WholeTensors, tensors_in
 from workers.weights.resharding_schedule import Span
 from workers.weights.shards import WeightShard
 
-__all__ = ["adapter_tensors", "check_adapter", "export_adapter", "load_adapter"]
+__all__ = ["adapter_tensors", "check_adapter", "export_adapter", "load_adapter", "peft_config", "write_adapter"]
 
 _FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -68,9 +68,14 @@ def _part(adapter: Adapter, name: str, factor: Tensor, dim: int) -> WeightShard:
 
 
 @torch.no_grad()
-def adapter_tensors(chunks: Sequence[Any]) -> dict[str, Tensor]:
-    """Return the whole adapter under PEFT's names, in host memory of rank 0; nothing on others (a collective)."""
-    wanted: Wanted = "all" if dist.get_rank() == 0 else "none"
+def adapter_tensors(chunks: Sequence[Any], *, wanted: Wanted | None = None) -> dict[str, Tensor]:
+    """Return the whole adapter under PEFT's names, in host memory (a collective).
+
+    Args:
+        chunks: this rank's model chunks.
+        wanted: whether this rank gets the tensors, "all" or "none"; None: rank 0 does.
+    """
+    wanted = wanted or ("all" if dist.get_rank() == 0 else "none")
     whole = WholeTensors(lambda: list(_shards(chunks)))
     single = {
         name: tensor.clone() for name, tensor in tensors_in(partial(whole.buckets, wanted=wanted), torch.device("cpu"))
@@ -157,17 +162,24 @@ def export_adapter(chunks: Sequence[Any], path: str, model: ModelConfig) -> None
             text = f"the adapter alone cannot be exported: {why}; export the merged model instead"
             raise ConfigError(text, key="model.lora")
         raise_on_every_rank(lambda: _create(target) if dist.get_rank() == 0 else None)
-    names = {name for adapters in adapters_of(chunks) for each in adapters.each() for name in each.target.factors}
-    tensors = adapter_tensors(chunks)
-    everywhere = {name for theirs in all_gather_values(names) for name in theirs}
+    tensors, config = adapter_tensors(chunks), peft_config(chunks, model)
     if dist.get_rank() == 0:
-        from safetensors.torch import save_file
-
-        metadata = {"format": "pt", "base_sha256": base_hash(model)}
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, target / _FILE, metadata=metadata)
-        config = _peft_config(model, sorted(everywhere))
-        (target / "adapter_config.json").write_text(json.dumps(config, indent=2))
+        write_adapter(target, tensors, config, {"base_sha256": base_hash(model)})
     dist.barrier()
+
+
+def write_adapter(
+    folder: Path,
+    tensors: Mapping[str, Tensor],
+    config: Mapping[str, Any],
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Write the two files of an adapter into a folder."""
+    from safetensors.torch import save_file
+
+    dense = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(dense, folder / _FILE, metadata={"format": "pt", **(metadata or {})})
+    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2))
 
 
 def _trained_weights(chunks: Sequence[Any]) -> list[str]:
@@ -185,9 +197,12 @@ def _create(target: Path) -> None:
         raise DataError(f"cannot export to {str(target)!r}: {error}", path=str(target)) from error
 
 
-def _peft_config(model: ModelConfig, names: Sequence[str]) -> dict[str, Any]:
+def peft_config(chunks: Sequence[Any], model: ModelConfig) -> dict[str, Any]:
+    """Return the content of ``adapter_config.json`` (a collective)."""
     lora = model.lora
     assert lora is not None
+    own = {name for adapters in adapters_of(chunks) for each in adapters.each() for name in each.target.factors}
+    names = sorted({name for theirs in all_gather_values(own) for name in theirs})
     of_experts = [name for name in names if ".experts." in name]
     linears = [name for name in names if ".experts." not in name]
     ends = sorted({name.rpartition(".")[2] for name in linears})

@@ -18,6 +18,7 @@ __all__ = [
     "CPU_CACHE_BYTES",
     "CPU_HEAD_WIDTHS",
     "KNOWN_FAMILIES",
+    "LORA_RANKS",
     "check_settings",
     "check_vllm",
     "cpu_build_is_installed",
@@ -26,6 +27,9 @@ __all__ = [
 
 CPU_HEAD_WIDTHS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Widths of a head that attention of vLLM's CPU build computes (``CPUAttentionBackend``, vLLM 0.32)."""
+
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""The values of ``max_lora_rank`` (vLLM 0.32)."""
 
 CPU_CACHE_BYTES = 1 << 30
 """Keys and values of an engine on a CPU if ``rollout.vllm.kv_cache_bytes`` is 0: vLLM would take 92% of the host."""
@@ -95,8 +99,26 @@ def check_settings(config: ActorConfig, *, on_cpu: bool) -> None:
             key=key,
             value=model.kv_channels or model.hidden_size,
         )
+    _check_adapter_alone(config)
     _check_tensor_parallelism(config)
     _check_cache(config, on_cpu=on_cpu)
+
+
+def _check_adapter_alone(config: ActorConfig) -> None:
+    key, model, lora = "rollout.vllm.adapter_alone", config.model, config.model.lora
+    if not config.rollout.vllm.adapter_alone:
+        return
+    why = ""
+    if lora is None:
+        why = "there is no adapter: set model.lora"
+    elif model.train_only:
+        why = "model.train_only trains weights of the base, which the engine would not get: leave it out"
+    elif model.num_moe_experts and lora.experts:
+        why = "vLLM gets no adapters of experts: set model.lora.experts=false"
+    elif lora.rank > LORA_RANKS[-1]:
+        why = f"model.lora.rank is {lora.rank}, and vLLM computes adapters of rank {LORA_RANKS[-1]} at most"
+    if why:
+        raise ConfigError(f"{key} is true, and {why}", key=key, value=True)
 
 
 def _check_tensor_parallelism(config: ActorConfig) -> None:

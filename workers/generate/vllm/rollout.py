@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from mcontroller.errors import ConfigError, MControllerError
 from parallel_state.agreement import all_gather_values, raise_on_every_rank, wait_for_every_rank
@@ -24,11 +25,12 @@ from workers.generate.prompt_exchange import RankRole, ResponseExchange, consecu
 from workers.generate.rollout_protocol import Generated, HeldWeights, PolicyWeights, Prompts
 from workers.generate.sampling import Sampling
 from workers.generate.vllm.buckets import SharedBuckets
-from workers.generate.vllm.checks import CPU_CACHE_BYTES
+from workers.generate.vllm.checks import CPU_CACHE_BYTES, LORA_RANKS
 from workers.generate.vllm.engine_process import EngineError, EngineProcess
 from workers.generate.vllm.gpu_memory import GpuMemory, measured_memory, utilization
 from workers.generate.vllm.placement import engines_of_shards
 from workers.generate.vllm.requests import prompt_tokens, responses_of, sampling_parameters
+from workers.lora.peft_files import write_adapter
 from workers.weights.fingerprints import Fingerprint
 from workers.weights.hf.config import hf_config_of
 from workers.weights.resharding_schedule import TensorInBucket
@@ -38,6 +40,7 @@ __all__ = ["VllmRollout", "engine_arguments", "engine_environment", "vllm_rollou
 logger = logging.getLogger(__name__)
 
 _DEFAULT_ROWS = 256
+_SHARED = "/dev/shm"
 
 # Of the worker: its own process group, and devices that are not the engine's.
 _OF_A_RANK = (
@@ -153,6 +156,36 @@ class VllmRollout:
         self._release_cached_memory()
         sent = raise_on_every_rank(lambda: self._sent(weights))
         self._release_cached_memory()
+        of_ranks = all_gather_values((time.perf_counter() - start, sent))
+        seconds, nbytes = map(max, zip(*of_ranks, strict=True))
+        return {"update_seconds": seconds, "update_bytes": float(nbytes)}
+
+    def update_adapter(self, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> Mapping[str, float]:
+        """Generate with this adapter of the base from now on (a collective); the engine reads it from shared memory.
+
+        Args:
+            tensors: the whole adapter under PEFT's names, on ranks with an engine.
+            config: the content of its ``adapter_config.json``.
+
+        Returns:
+            ``update_seconds``, of the slowest rank, and ``update_bytes``, to one engine.
+
+        Raises:
+            EngineError: on every rank, if an engine fails.
+        """
+        start = time.perf_counter()
+
+        def send() -> int:
+            if self.engine is None:
+                return 0
+            with tempfile.TemporaryDirectory(
+                prefix="adapter-", dir=_SHARED if os.path.isdir(_SHARED) else None
+            ) as folder:
+                write_adapter(Path(folder), tensors, config)
+                self.engine.call("receive_adapter", path=folder)
+            return sum(tensor.nbytes for tensor in tensors.values())
+
+        sent = raise_on_every_rank(send)
         of_ranks = all_gather_values((time.perf_counter() - start, sent))
         seconds, nbytes = map(max, zip(*of_ranks, strict=True))
         return {"update_seconds": seconds, "update_bytes": float(nbytes)}
@@ -314,12 +347,17 @@ def engine_arguments(config: ActorConfig, folder: str, share: float | None, *, n
     rollout, on_gpu = config.rollout, share is not None
     of_gpu = {"gpu_memory_utilization": share} if on_gpu else {}
     cache = rollout.vllm.kv_cache_bytes or (None if on_gpu else CPU_CACHE_BYTES)
+    lora, adapter = config.model.lora, dict[str, Any]()
+    if rollout.vllm.adapter_alone and lora is not None:
+        rank = next(each for each in LORA_RANKS if each >= lora.rank)
+        adapter = {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
     return {
         "seed": (rollout.seed + number) % (1 << 31),
         "enforce_eager": not on_gpu,  # compilation for a CPU takes minutes
         "enable_chunked_prefill": on_gpu,  # vLLM's CPU build cannot sample with seeds if it reads prompts in chunks
         **rollout.vllm.options,
         **of_gpu,
+        **adapter,
         "model": folder,
         "load_format": "dummy",
         "skip_tokenizer_init": True,

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 import workers.generate.vllm.in_engine as in_engine
 import workers.weights.hashing as hashing
@@ -67,6 +68,7 @@ class StandInLLM:
         self.asleep: set[str] = set()
         self.events: list[str] = []
         self.parameters: list[dict[str, Any]] = []
+        self.adapters: list[dict[str, torch.Tensor]] = []
         self.prompts: list[list[int]] = []
         self.weights: dict[str, torch.Tensor] = {}
         self.llm_engine = _Engine(self)
@@ -145,7 +147,13 @@ class _Engine:
         model = types.SimpleNamespace(get_vocab_size=lambda: size, max_model_len=llm.arguments["max_model_len"])
         self.vllm_config = types.SimpleNamespace(model_config=model)
 
-    def add_request(self, name: str, prompt: Mapping[str, list[int]], sampling: Any) -> None:
+    def add_lora(self, request: Any) -> bool:
+        assert self._llm.arguments["enable_lora"] and request.load_inplace
+        self._llm.adapters.append(load_file(Path(request.path) / "adapter_model.safetensors"))
+        return True
+
+    def add_request(self, name: str, prompt: Mapping[str, list[int]], sampling: Any, lora_request: Any = None) -> None:
+        assert (lora_request is not None) == bool(self._llm.adapters)
         assert not self._llm.asleep, f"generate while {sorted(self._llm.asleep)} are asleep"
         self._llm.parameters.append(sampling.values)
         self._llm.prompts.append(prompt["prompt_token_ids"])
@@ -164,6 +172,11 @@ class _Engine:
             outputs.append(types.SimpleNamespace(request_id=name, finished=True, outputs=[made]))
         self._requests = []
         return outputs
+
+
+class _LoRARequest:
+    def __init__(self, name: str, number: int, path: str, load_inplace: bool = False) -> None:
+        self.path, self.load_inplace = path, load_inplace
 
 
 class _SamplingParams:
@@ -194,8 +207,11 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
         module = _Module(spec.name)
-        if spec.name == "vllm":
+        name = spec.name
+        if name == "vllm":
             module.LLM, module.SamplingParams, module.__version__ = StandInLLM, _SamplingParams, "0.32.0"  # type: ignore[attr-defined]
+        if name == "vllm.lora.request":
+            module.LoRARequest = _LoRARequest  # type: ignore[attr-defined]
         return module
 
     def exec_module(self, module: types.ModuleType) -> None: ...

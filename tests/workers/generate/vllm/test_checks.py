@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from mcontroller import RayClassWithInitArgs
 from mcontroller.errors import ConfigError
 from workers import ActorConfig, ActorRolloutRefWorker, load_config
+from workers.generate.engines import ROLLOUT_ENGINES
 from workers.generate.vllm.checks import check_settings
 
 MODEL = {
@@ -25,6 +27,10 @@ ROLLOUT = {"engine": "vllm", "prompt_length": 16, "response_length": 16}
 
 def config(**changes: Any) -> ActorConfig:
     return load_config(ActorConfig, {"model": MODEL, "rollout": ROLLOUT}, changes)
+
+
+LORA = {"rank": 4, "alpha": 8.0}
+ALONE = {"vllm": {"adapter_alone": True}}
 
 
 @pytest.mark.parametrize(
@@ -44,6 +50,25 @@ def config(**changes: Any) -> ActorConfig:
             False,
             "rollout.vllm.tp",
             "does not divide 4 attention heads",
+        ),
+        ({"rollout": ALONE}, True, "rollout.vllm.adapter_alone", "there is no adapter: set model.lora"),
+        (
+            {"rollout": ALONE, "model": {"lora": LORA, "train_only": ["*norm.weight"]}},
+            True,
+            "rollout.vllm.adapter_alone",
+            "trains weights of the base",
+        ),
+        (
+            {"rollout": ALONE, "model": {"lora": LORA | {"rank": 600}}},
+            True,
+            "rollout.vllm.adapter_alone",
+            "of rank 512 at most",
+        ),
+        (
+            {"rollout": ALONE, "model": {"lora": LORA, "num_moe_experts": 4, "qk_layernorm": True}},
+            True,
+            "rollout.vllm.adapter_alone",
+            "set model.lora.experts=false",
         ),
         ({"rollout": {"vllm": {"kv_cache_bytes": 1000}}}, True, "rollout.vllm.kv_cache_bytes", "take 131072"),
         ({"model": {"max_sequence_length": 31}}, True, "model.max_sequence_length", "= 32 is more than"),
@@ -104,3 +129,12 @@ def test_a_missing_vllm_is_reported_at_the_start_to_those_who_generate(
         RayClassWithInitArgs(ActorRolloutRefWorker, config(), role="actor_rollout")
     assert caught.value.key == "rollout.engine"
     RayClassWithInitArgs(ActorRolloutRefWorker, config(), role="ref")
+
+
+def test_an_adapter_goes_alone_only_to_an_engine_of_the_actors_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ROLLOUT_ENGINES._entries, "vllm", replace(ROLLOUT_ENGINES["vllm"], check=lambda config: None))
+    alone = config(model={"lora": LORA}, rollout=ALONE)
+    RayClassWithInitArgs(ActorRolloutRefWorker, alone, role="actor_rollout")
+    with pytest.raises(ConfigError, match="the actor is in another group") as caught:
+        RayClassWithInitArgs(ActorRolloutRefWorker, alone, role="rollout")
+    assert caught.value.key == "rollout.vllm.adapter_alone"

@@ -12,7 +12,7 @@ from parallel_state.megatron import MegatronContext
 from tests.ranks import run_ranks
 from tests.workers.generate.vllm.stand_in import StandInLLM, standing_in
 from tests.workers.generate.vllm.test_checks import config
-from tests.workers.roles import SAMPLED, actor, experience, own_shard
+from tests.workers.roles import MODEL, SAMPLED, actor, experience, own_shard, weights
 from tests.workers.roles import prompts as random_prompts
 from workers import Generated, Prompts, Sampling
 from workers.generate.vllm import rollout as module
@@ -154,3 +154,30 @@ def test_all_engines_of_an_actor_hold_its_weights_after_every_update() -> None:
     assert found[2][1] > 10_000
     for _, _, events in found:  # four engines of one rank each
         assert events.count("finish_policy_update") == events.count("generate") == 2
+
+
+def adapted(parallel: dict[str, int]) -> dict[str, Any]:
+    """Train an adapter between three generations of an engine that computes it; offload the engine before the last."""
+    alone = {"engine": "vllm", "vllm": {"adapter_alone": True}}
+    lora = MODEL | {"lora": {"rank": 4, "alpha": 8.0}}
+    worker = actor(parallel, "actor_rollout", model=lora, rollout=alone)
+    batch, base = own_shard(random_prompts(8, SAMPLED), worker), weights(worker)
+    for step in range(3):
+        if step == 2:
+            worker.offload(["rollout"])
+        worker.generate_sequences(batch)
+        worker.update_actor(own_shard(experience(8), worker))
+    llm = worker.rollout.engine.llm
+    updates = [event for event in llm.events if event in ("generate", "finish_policy_update")]
+    changed = [not torch.equal(*pair) for pair in zip(llm.adapters[0].values(), llm.adapters[1].values(), strict=True)]
+    same = torch.equal(llm.weights["model.norm.weight"], base["decoder.final_layernorm.weight"])
+    return {"updates": updates, "changed": any(changed), "sent": len(llm.adapters), "base": same}
+
+
+def test_an_engine_that_computes_adapters_gets_the_base_once() -> None:
+    with standing_in():
+        found = run_ranks(adapted, 2, {"tp": 2})
+    base, plain = "finish_policy_update", "generate"
+    for each in found:
+        assert each["updates"] == [base, plain, plain, base, plain]  # again after its weights were freed
+        assert each["sent"] == 3 and each["changed"] and each["base"]

@@ -1,4 +1,4 @@
-"""After a transfer, a rollout group of another layout generates what the actor itself would, bit for bit; adapters arrive merged."""
+"""After a transfer, a rollout group of another layout generates what the actor would, bit for bit; adapters merged."""
 
 from __future__ import annotations
 

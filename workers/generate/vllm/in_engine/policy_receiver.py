@@ -36,7 +36,8 @@ class PolicyReceiver:
         """Prepare the layers for new weights, which are hashed as they arrive if ``hashes``."""
         model = self.model_runner.get_model()
         # Before the layers are prepared: a tied output layer has a separate parameter afterwards, with no weight.
-        self.policy_names_expected = frozenset(name for name, _ in model.named_parameters())
+        names = (name for name, _ in model.named_parameters())
+        self.policy_names_expected = frozenset(name.replace(".base_layer.", ".") for name in names)  # with an adapter
         initialize_layerwise_reload(model)
         self.policy_names_received = set()
         self.policy_sums, self.policy_keys = {}, IndexKeys() if hashes else None

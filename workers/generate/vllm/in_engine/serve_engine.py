@@ -54,6 +54,7 @@ class Served:
         self._connection = connection
         self._llm = vllm.LLM(**arguments, worker_extension_cls="policy_receiver.PolicyReceiver")
         self._requests = 0
+        self._adapter: Any = None
         self._asleep: frozenset[str] = frozenset()
         self.sleep()  # until the first weights arrive, the memory is free for other groups that are built
         self._reported = time.monotonic()
@@ -89,7 +90,8 @@ class Served:
         self._requests += len(prompts)
         for number, (tokens, values) in enumerate(zip(prompts, parameters, strict=True), first):
             sampling = SamplingParams(**values, logprobs=0, detokenize=False, ignore_eos=True)
-            engine.add_request(str(number), {"prompt_token_ids": list(tokens)}, sampling)
+            prompt = {"prompt_token_ids": list(tokens)}
+            engine.add_request(str(number), prompt, sampling, lora_request=self._adapter)
         answers: dict[int, tuple[list[int], list[float]]] = {}
         while engine.has_unfinished_requests():
             for output in engine.step():
@@ -126,6 +128,19 @@ class Served:
         """
         of_processes: list[list[tuple[str, str, int]]] = self._llm.collective_rpc("finish_policy_update")
         return of_processes
+
+    def receive_adapter(self, path: str) -> None:
+        """Generate with the adapter in a folder from now on, instead of the one before it.
+
+        Raises:
+            RuntimeError: vLLM did not load it.
+        """
+        from vllm.lora.request import LoRARequest
+
+        if not self._llm.llm_engine.add_lora(LoRARequest("policy", 1, path, load_inplace=True)):
+            raise RuntimeError("vLLM did not load the adapter")
+        self._adapter = LoRARequest("policy", 1, path)  # by its number: the folder is not read again
+        self.drop_prefixes()
 
     def drop_prefixes(self) -> None:
         """Drop the keys and values of earlier prompts, which the old weights computed.
