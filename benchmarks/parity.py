@@ -30,16 +30,16 @@ tables show the largest absolute differences: over all response tokens for log-p
 (critic), over {steps} optimizer steps for both losses and both gradient norms (divided by the norm if it is above 1),
 and over all weights of both models after these steps. bfloat16 is compared with one process in bfloat16.
 
-Ratios and values are not clipped, since rounding moves tokens across the edge of a clip; `tests/workers/verify/` clips, in
-float32. In bfloat16 the smallest difference to expect is that of "one process, packed".
+Ratios and values are not clipped, since rounding moves tokens across the edge of a clip; `tests/workers/verify/` clips,
+in float32. In bfloat16 the smallest difference to expect is that of "one process, packed".
 
-Two of four experts are chosen for each token. "Decisive routers" have weights with which the id of a token determines its
-experts: with random routers, rounding in bfloat16 sends tokens to other experts.
+Two of four experts are chosen for each token. "Decisive routers" have weights with which the id of a token determines
+its experts: with random routers, rounding in bfloat16 sends tokens to other experts.
 
 One process pads its rows and computes two at a time. "Packed" rows form one sequence without padding. "By tokens" means
-micro-batches with a limit of tokens. "Router losses" are z loss with `aux_loss` and `seq_aux_loss`, or, "by row", z loss
-with `seq_aux_loss` alone. `aux_loss` balances the rows of one micro-batch, and `global_aux_loss` those of all ranks so far
-in the step: if another layout or limit groups the rows differently, they are other losses
+micro-batches with a limit of tokens. "Router losses" are z loss with `aux_loss` and `seq_aux_loss`, or, "by row", z
+loss with `seq_aux_loss` alone. `aux_loss` balances the rows of one micro-batch, and `global_aux_loss` those of all
+ranks so far in the step: if another layout or limit groups the rows differently, they are other losses
 (`tests/workers/train/test_router_losses.py` compares both with equal groups)."""
 
 

@@ -54,21 +54,21 @@ PAGE = """# Cost of a call by the number of ranks
 Written by `python benchmarks/scale.py --docs docs/scale.md` on {cpus} cores ({model}), {gigabytes:.0f} GB of
 memory, with Python {python}; the load of the machine was {load:.1f} at the start. Controller and ranks share the cores.
 
-- **actors**: worker processes of a group on the controller's machine, next to bare Ray actors that do the same. `start` ends
-  when the group has answered its first call; both import torch and tensordict.
-- **light**: sockets of a few processes that answer each call at once, which the controller reaches over ZeroMQ with CURVE
-  as it does worker processes on other machines. `start` is the time until all are connected.
+- **actors**: worker processes of a group on the controller's machine, next to bare Ray actors that do the same. `start`
+  ends when the group has answered its first call; both import torch and tensordict.
+- **light**: sockets of a few processes that answer each call at once, which the controller reaches over ZeroMQ with
+  CURVE as it does worker processes on other machines. `start` is the time until all are connected.
 - **behind relays**: the cost if a process on each node joined the answers of its ranks, at no cost itself. It is not
   built: at 1,024 ranks it would save less than a second in an hour of steps of a minute.
 
-```
+```text
 {output}
 ```
 
 The CPU time of the controller limits the number of ranks: one message for each rank, encrypted and decrypted, and one
-answer. From some thousand ranks on, the state of the connections no longer fits into the processor's caches. If a program
-makes many small calls on thousands of ranks, let the workers run the loop: one call that runs the steps costs as much as
-one empty call.
+answer. From some thousand ranks on, the state of the connections no longer fits into the processor's caches. If a
+program makes many small calls on thousands of ranks, let the workers run the loop: one call that runs the steps costs
+as much as one empty call.
 """
 
 TARGETS_MS = {8: 1.2, 24: 3.0}
