@@ -1,7 +1,7 @@
 """A deadlock that is an error at once, without a GPU and without processes.
 
-One data-parallel rank has an empty batch and returns early; the others wait for it in a collective. On a cluster that is
-a job that hangs. On simulated ranks, the error names the rank that is missing, the call, and the line.
+One data-parallel rank has an empty batch and returns early; the others wait for it in a collective. On a cluster that
+is a job that hangs. On simulated ranks, the error names the rank that is missing, the call, and the line.
 
 python -m examples.simulated_hang
 """

@@ -1,4 +1,4 @@
-"""Two groups with layouts of their own on the same two bundles: an actor with tp 2 trains, a rollout with dp 2 generates.
+"""Two groups with other layouts on the same two bundles: an actor with tp 2 trains, a rollout with dp 2 generates.
 
 Each group has one slot of every bundle, in processes of its own. After an update, slices of the weights go from the
 ranks that have them to the ranks that need them.

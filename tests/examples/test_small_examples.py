@@ -28,7 +28,7 @@ def test_the_quickstart_prints_scores_in_the_order_of_its_rows() -> None:
 
 @pytest.mark.processes
 def test_a_reward_model_of_pairs_scores_new_ones_and_the_hang_is_explained() -> None:
-    program = "from examples import reward_model, simulated_hang; simulated_hang.main(); assert reward_model.main() > 0.9"
+    program = "from examples import reward_model as r, simulated_hang as s; s.main(); assert r.main() > 0.9"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith(str([3.0] * 8))
