@@ -1,8 +1,9 @@
 """A reward model from pairs of responses (Bradley-Terry, as in Ouyang et al., 2022, arXiv:2203.02155, equation 1).
 
 The score of a response is the output of a value head at its last token, and the loss of a pair is
-``-log sigmoid(margin)``, with ``margin = score(chosen) - score(rejected)``. Its gradient is ``-sigmoid(-margin)`` times the difference of the
-gradients of both scores: a step computes the margins with the present weights, and trains each score with its weight.
+``-log sigmoid(margin)``, with ``margin = score(chosen) - score(rejected)``. Its gradient is ``-sigmoid(-margin)`` times
+the difference of the gradients of both scores: a step computes the margins with the present weights, and trains each
+score with its weight.
 The role ``reward_model`` of a run then loads the checkpoint.
 
 python -m examples.reward_model
