@@ -27,34 +27,24 @@ Written by `python benchmarks/parity.py --write docs/parity.md`, which measures 
 
 Every layout starts from the same weights as one process, and computes on the same {rows} rows of different lengths. The
 tables show the largest absolute differences: over all response tokens for log-probabilities (actor) and values
-(critic), over {steps} optimizer steps for both losses and both gradient norms (differences of norms above 1 are divided
-by the norm), and over all weights of both models after these steps. bfloat16 is compared with one process in bfloat16.
+(critic), over {steps} optimizer steps for both losses and both gradient norms (divided by the norm if it is above 1),
+and over all weights of both models after these steps. bfloat16 is compared with one process in bfloat16.
 
-The clipping of ratios and values is disabled. With clipping, TP2 x DP2 in bfloat16 failed (gradient norm 3.03 instead
-of 3.22), since rounding moves tokens across the edge of a clip. `tests/workers/verify/` clips, in float32.
-Weights are drawn with a standard deviation of 0.05. In bfloat16 the smallest difference to expect is that of one
-process that computes the same rows in another arrangement: see "one process, packed".
+Ratios and values are not clipped, since rounding moves tokens across the edge of a clip; `tests/workers/verify/` clips,
+in float32. In bfloat16 the smallest difference to expect is that of "one process, packed".
 
-Two of four experts are chosen for each token. With routers of random weights, bfloat16 cannot be compared: gaps between
-logits are as small as 0, so that any change of rounding sends tokens to other experts. One process with packed rows
-failed against one with padded rows (values differ by 0.17), as did TP2 x PP2 x EP2 (0.17) and EP2 (gradient norm by
-2.1e-2). "Decisive routers" have the same sizes, and weights with which the id of a token determines its experts, by
-another table in every layer. The tests assert that all gaps are above 2, and that the tokens of every rank use all four
-experts in every layer.
+Two of four experts are chosen for each token. "Decisive routers" have weights with which the id of a token determines
+its experts: with random routers, rounding in bfloat16 sends tokens to other experts.
 
-One process pads its rows and computes two at a time. "Packed" rows form one sequence without padding between them. "By
-tokens" means micro-batches with a limit of tokens instead of rows. "Router losses" are z loss with `aux_loss` and
-`seq_aux_loss`, or, "by row", z loss with `seq_aux_loss` alone; their values count among the losses. z loss and
-`seq_aux_loss` are the same in every layout and micro-batch. `aux_loss` balances the rows of one micro-batch of one
-data-parallel rank, and `global_aux_loss` the rows of the micro-batches of all ranks so far in the step. If another
-layout or limit groups the rows differently, they are other losses by definition
+One process pads its rows and computes two at a time. "Packed" rows form one sequence without padding. "By tokens" means
+micro-batches with a limit of tokens. "Router losses" are z loss with `aux_loss` and `seq_aux_loss`, or, "by row", z
+loss with `seq_aux_loss` alone. `aux_loss` balances the rows of one micro-batch, and `global_aux_loss` those of all
+ranks so far in the step: if another layout or limit groups the rows differently, they are other losses
 (`tests/workers/train/test_router_losses.py` compares both with equal groups)."""
 
 
 OF_MANY_RANKS_TEXT = """
-Layouts that eight processes cannot hold, on
-[simulated ranks](testing.md#simulated-ranks-everything-that-communicates) in one process on the CPU. The layouts above
-ran on forked ranks for this page, and run on simulated ranks in the test."""
+On [simulated ranks](testing.md#simulated-ranks-everything-that-communicates) in one process."""
 
 
 def table(dtype: str, layouts: list[str], run: Callable[..., Any] = forking.run_ranks) -> tuple[str, bool]:

@@ -54,31 +54,21 @@ PAGE = """# Cost of a call by the number of ranks
 Written by `python benchmarks/scale.py --docs docs/scale.md` on {cpus} cores ({model}), {gigabytes:.0f} GB of
 memory, with Python {python}; the load of the machine was {load:.1f} at the start. Controller and ranks share the cores.
 
-- **actors** are the worker processes of a group on the controller's machine, which it reaches over sockets in a
-  folder, next to bare Ray actors that do the same, in alternation. `start` ends when the group has answered its first
-  call; both import torch and tensordict.
-- **light** endpoints are sockets of a few processes that answer each call at once. The controller reaches them over
-  ZeroMQ with CURVE, as it does worker processes on other machines, and does the same work, so one machine shows the
-  cost of thousands of ranks. Their time includes that of the sockets of all ranks on these cores. `start` is the time
-  until all connections are established.
-- **behind relays** is a bound: the cost if a process on each node joined the answers of its ranks, at no cost itself.
+- **actors**: worker processes of a group on the controller's machine, next to bare Ray actors that do the same. `start`
+  ends when the group has answered its first call; both import torch and tensordict.
+- **light**: sockets of a few processes that answer each call at once, which the controller reaches over ZeroMQ with
+  CURVE as it does worker processes on other machines. `start` is the time until all are connected.
+- **behind relays**: the cost if a process on each node joined the answers of its ranks, at no cost itself. It is not
+  built: at 1,024 ranks it would save less than a second in an hour of steps of a minute.
 
-```
+```text
 {output}
 ```
 
-The CPU time of the controller limits the number of ranks first: it grows with the ranks, and is spent on one message
-for each rank, encrypted and decrypted, and on one answer. A rank on the same machine costs less, because nothing is
-encrypted, but a machine holds few ranks. From some thousand ranks on, the cost for a
-rank grows too: every message touches the state of its connection (kB for each rank, as in the table), and together they
-no longer fit into the processor's caches. Few ranks cost more each, because planning is spent once a call, and because
-the answers wake the controller one by one; the worker processes of actors compete for the same cores and caches as
-well.
-
-A relay on each node would lower the time to that of the bound. It is not built: the calls of a training step are few
-(one for each stage), so at 1,024 ranks it would save less than a second in an hour of steps of a minute, and it would
-add to every node a process that can fail, and to every message a second hop. If a program makes many small calls on
-thousands of ranks, let the workers run the loop: one call that runs the steps costs as much as one empty call.
+The CPU time of the controller limits the number of ranks: one message for each rank, encrypted and decrypted, and one
+answer. From some thousand ranks on, the state of the connections no longer fits into the processor's caches. If a
+program makes many small calls on thousands of ranks, let the workers run the loop: one call that runs the steps costs
+as much as one empty call.
 """
 
 TARGETS_MS = {8: 1.2, 24: 3.0}

@@ -1,4 +1,4 @@
-"""An engine behind HTTP as the rollout: an OpenAI-compatible server that someone else runs. See docs/http-engine.md.
+"""An engine behind HTTP as the rollout: an OpenAI-compatible server that someone else runs. See docs/engine.md.
 
 Prompts are sent as token ids to ``/v1/completions`` with ``return_token_ids``, which vLLM's server knows. Weights are
 exported to a folder that the server can read, and the server is asked to load them.

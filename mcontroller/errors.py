@@ -185,7 +185,7 @@ def before_changes() -> Iterator[None]:
 
     If every rank of a call raises such an error, the caller gets ``CallRejected`` and the group stays usable. If only
     some do, the ranks disagree, and the call breaks its group as any other error does. The block may contain
-    collectives; after it has raised, the rank must not have one that others wait for::
+    collectives; after it has raised, the rank must not have one that others wait for:
 
         @register(Dispatch.MEGATRON_COMPUTE_PROTO)
         def update(self, batch):

@@ -172,7 +172,7 @@ class GroupMethod(Generic[P, Result_co, Future_co]):
         Raises:
             DispatchError: a value is not of the expected kind.
 
-        Example:
+        Examples:
             >>> future = actor.update_actor.options(blocking=False, timeout=600)(batch)
             >>> critic.update_critic(batch)  # both groups train at the same time
             >>> metrics = future.get().meta_info["metrics"]
@@ -202,7 +202,7 @@ class WorkerGroup(Generic[W_co]):
     Raises:
         DispatchError: a registered method has the name of a member of the group's class.
 
-    Example:
+    Examples:
         >>> with RayWorkerGroup(pool, RayClassWithInitArgs(Scorer, weight=0.5), name_prefix="scorer") as scorer:
         ...     scores = scorer.score(batch)  # split, sent, computed on every rank, collected
         ...     print(scorer.score.explain(batch))

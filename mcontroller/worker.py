@@ -79,7 +79,7 @@ class Worker:
             are called through the group, and on the worker, as if they were its own; a method of the worker with the
             same name takes precedence. For mypy, declare the attributes too.
 
-    Example:
+    Examples:
         >>> class Trained(Worker):
         ...     components: ClassVar = {"checkpointer": Checkpointer}
         ...     checkpointer: Checkpointer

@@ -58,7 +58,7 @@ class ParallelLayout:
         LayoutError: sizes that do not divide the world, an order that leaves out an axis in use, or dense and expert
             grids that do not share their pipeline stages: all that Megatron rejects, with the arithmetic.
 
-    Example:
+    Examples:
         >>> layout = ParallelLayout(world_size=8, tp=2, pp=2)
         >>> layout.dp, layout.coordinates(5)["pp"], layout.groups("dp")
         (2, 1, [[0, 2], [1, 3], [4, 6], [5, 7]])

@@ -61,7 +61,7 @@ class Topology:
     Raises:
         TopologyError: the ranks do not form a full grid. The message names the ranks that are wrong.
 
-    Example:
+    Examples:
         >>> topology = Topology.from_layout(ParallelLayout(world_size=8, tp=2, pp=2))
         >>> topology.select(tp=0, pp=-1), topology.shard_indices(("dp",))
         ((4, 6), (0, 0, 1, 1, 0, 0, 1, 1))

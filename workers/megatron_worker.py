@@ -34,13 +34,13 @@ class MegatronWorker(Worker):
 
     Every call through a group runs inside ``call_context``, where Megatron's globals belong to this worker, even if
     several workers with different layouts share the process. So does the rest of a subclass's ``__init__`` after
-    ``super().__init__(...)``. A subclass needs no code for that::
+    ``super().__init__(...)``. A subclass needs no code for that:
 
         class MyWorker(MegatronWorker):
             @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
             def compute(self, data): ...
 
-    Outside a group, or in a call of another worker in the same process, enter the context yourself::
+    Outside a group, or in a call of another worker in the same process, enter the context yourself:
 
         with worker.call_context("compute"):
             worker.compute(data)

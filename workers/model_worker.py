@@ -195,7 +195,7 @@ class ModelWorker(MegatronWorker):
             model: this rank's chunks, inside DistributedDataParallel.
             config: the optimizer.
 
-        Example:
+        Examples:
             >>> slow = ParamGroupOverride(max_lr=config.lr / 10, min_lr=config.min_lr / 10)
             >>> return {**super().parameter_groups(model, config), ParamKey(name="*router.weight"): slow}
         """

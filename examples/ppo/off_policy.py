@@ -28,7 +28,7 @@ SETTINGS: Mapping[str, Sequence[str]] = {
 PAGE = """# Learning one step off policy
 
 Held-out accuracy on the demo's task (chain_sum of reasoning-gym) before and after GRPO with actor and rollout in
-separate groups, on policy and one step off policy ([training.md](training.md#one-step-off-policy)), by
+separate groups, on policy and one step off policy ([placement](placement.md#one-step-off-policy)), by
 `python -m examples.ppo.off_policy`; one line of the plot is one seed.
 
 {table}

@@ -33,7 +33,7 @@ def strict_fields(cls: type[C]) -> type[C]:
     Returns:
         The same class.
 
-    Example:
+    Examples:
         >>> @strict_fields
         ... @dataclass(frozen=True, slots=True)
         ... class OptimConfig:

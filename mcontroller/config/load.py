@@ -40,7 +40,7 @@ def load_config(cls: type[C], *sources: Any, overrides: Iterable[str] = ()) -> C
             or a field without a default and without a value; ``key`` is its dotted name. Several errors are reported
             together, a line for each.
 
-    Example:
+    Examples:
         >>> load_config(ActorConfig, "actor.yaml", overrides=["optim.lr=1e-6"])
     """
     errors = CollectedErrors()

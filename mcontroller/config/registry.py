@@ -17,7 +17,7 @@ U = TypeVar("U")
 class Registry(Mapping[str, T], Generic[T]):
     """A read-only mapping of names to implementations; ``register`` adds one with a decorator.
 
-    Example:
+    Examples:
         >>> POLICY_LOSSES: Registry[PolicyLoss] = Registry("policy loss", key="policy_loss")
         >>> @POLICY_LOSSES.register("mine")
         ... def mine(log_probs, old_log_probs, advantages): ...

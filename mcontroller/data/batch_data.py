@@ -138,13 +138,12 @@ class BatchData(OutOfBand):
         Raises:
             DataError: if columns differ in their number of rows, or are of the wrong type; names the column.
 
-        Example::
-
-            DataProto.from_dict(
-                tensors={"input_ids": torch.zeros(4, 16, dtype=torch.int64)},
-                non_tensors={"prompt": ["a", "b", "c", "d"]},
-                meta_info={"temperature": 0.7},
-            )
+        Examples:
+            >>> DataProto.from_dict(
+            ...     tensors={"input_ids": torch.zeros(4, 16, dtype=torch.int64)},
+            ...     non_tensors={"prompt": ["a", "b", "c", "d"]},
+            ...     meta_info={"temperature": 0.7},
+            ... )
         """
         for name, value in (("tensors", tensors), ("non_tensors", non_tensors), ("meta_info", meta_info)):
             checks.check_mapping(name, value)

@@ -83,13 +83,12 @@ class DataProto(BatchData):
     Raises:
         DataError: if a column has another number of rows than the first, or is of a kind that cannot be split.
 
-    Example::
-
-        batch = DataProto.from_dict({"input_ids": torch.zeros(4, 16, dtype=torch.int64)}, {"uid": ["a", "b", "c", "d"]})
-        len(batch)                        # 4
-        batch.batch["input_ids"].shape    # torch.Size([4, 16])
-        batch[:2]                         # a DataProto of two rows, as views
-        DataProto.concat(batch.chunk(2))  # equal to batch
+    Examples:
+        >>> batch = DataProto.from_dict({"input_ids": torch.zeros(4, 16).long()}, {"uid": ["a", "b", "c", "d"]})
+        >>> len(batch), batch.batch["input_ids"].shape
+        (4, torch.Size([4, 16]))
+        >>> batch[:2]  # a DataProto of two rows, as views
+        >>> DataProto.concat(batch.chunk(2))  # equal to batch
     """
 
     # ---- rows ------------------------------------------------------------------------------------------------------

@@ -251,7 +251,7 @@ class Dispatch(metaclass=_Modes):
             DispatchError: an axis is misspelled, or an index or a rule is unknown. An axis that a topology does not
                 have is reported by the call, as TopologyError.
 
-        Example:
+        Examples:
             >>> Dispatch.over("dp", "cp", collect={"tp": 0, "pp": -1})
             >>> Dispatch.over("edp", "ep", collect={"etp": 0, "pp": -1}, result="list")
             >>> Dispatch.over(collect={"tp": 0, "dp": 0}, by="pp")

@@ -148,7 +148,7 @@ def register(
     Raises:
         DispatchError: an argument has a wrong type or an unknown value; raised at the decorator, not by a call.
 
-    Example:
+    Examples:
         >>> class Critic(Worker):
         ...     @register(Dispatch.MEGATRON_COMPUTE_PROTO, padding="zero_loss")
         ...     def compute_values(self, batch: DataProto) -> DataProto: ...

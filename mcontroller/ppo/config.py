@@ -360,7 +360,7 @@ class TrainerConfig:
     restart_on: tuple[str, ...] = ()
     """Types of exceptions of the workers' own code after which the run goes on too, such as OutOfMemoryError."""
     max_staleness: int = 0
-    """[batches] 1: generate the next batch while the policy learns from this one; see docs/training.md. 0: do not."""
+    """[batches] 1: generate the next batch while the policy learns from this one; see docs/placement.md. 0: do not."""
     balance_tokens: bool = True
     """Give every data-parallel rank about as many tokens as the others, in scoring and in each mini-batch of an update.
 

@@ -147,7 +147,7 @@ def create_colocated_worker_cls(class_dict: Mapping[str, RayClassWithInitArgs[An
 def create_colocated_worker_cls_fused(class_dict: Mapping[str, RayClassWithInitArgs[Any]]) -> Colocated:
     """Return one class as ``create_colocated_worker_cls`` does; the group has an attribute for each role.
 
-    Example:
+    Examples:
         >>> group = RayWorkerGroup(pool, create_colocated_worker_cls_fused({"actor": ..., "critic": ...}))
         >>> group.actor.update_actor(batch)
     """

@@ -236,7 +236,7 @@ def mock_worker_group(
             a group, or contains something other than a failure; or there are arguments next to a ClassWithInitArgs.
         LayoutError: ``layout`` is of another type.
 
-    Example:
+    Examples:
         >>> group = mock_worker_group(CriticWorker, ParallelLayout(8, tp=2, pp=2), config, failures={5: dies()})
         >>> with pytest.raises(WorkerDied):
         ...     group.compute_values(batch)
@@ -288,7 +288,7 @@ def mocked_rank(layout: int | ParallelLayout | Topology, rank: int) -> Iterator[
         LayoutError: ``layout`` is neither a ParallelLayout, nor a Topology, nor a number of ranks.
         TopologyError: the layout has no such rank.
 
-    Example:
+    Examples:
         >>> with mocked_rank(ParallelLayout(8, tp=2, pp=2), rank=5) as coordinates:
         ...     assert parallel_state.get_tensor_model_parallel_rank() == coordinates["tp"]
     """

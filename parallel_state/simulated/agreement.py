@@ -21,7 +21,7 @@ def require_equal(values: Values, group: dist.ProcessGroup | None = None, *, wha
     """Raise unless the values are the same bits on all members of a group (a collective).
 
     Use it for replicated parameters, for gradients after their reduction, and for random states that must agree along
-    an axis::
+    an axis:
 
         require_equal(dict(model.named_parameters()), mpu.get_data_parallel_group(), what="parameters")
 

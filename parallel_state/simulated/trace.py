@@ -61,7 +61,7 @@ class Transfer:
 class CommunicationTrace:
     """A list of transfers, in the order in which they were made.
 
-    Pass one to ``run_ranks(..., trace=trace)``; then read it::
+    Pass one to ``run_ranks(..., trace=trace)``; then read it:
 
         assert len(trace.select(operation="all_reduce", axis="tp", rank=0)) == 1
         assert trace.select(axis="dp").nbytes <= 4 * parameters

@@ -24,3 +24,20 @@ def test_the_quickstart_prints_scores_in_the_order_of_its_rows() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "scorer.score (DP_COMPUTE_PROTO): 4 ranks, 4 shards, 4 return as concat" in done.stdout
     assert "[0.75, 2.75, 4.75, 6.75, 8.75, 10.75]\n[0, 1, 1, 2, 3, 3]\n" in done.stdout
+
+
+@pytest.mark.processes
+def test_a_reward_model_of_pairs_scores_new_ones_and_the_hang_is_explained() -> None:
+    program = "from examples import reward_model as r, simulated_hang as s; s.main(); assert r.main() > 0.9"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith(str([3.0] * 8))
+    assert "Deadlock: rank 2 (tp=0 dp=1 pp=0) has ended, and rank 0 waits for it" in done.stdout
+
+
+@pytest.mark.processes
+def test_a_rollout_in_another_layout_generates_with_the_weights_of_the_actor() -> None:
+    program = "from examples.two_layouts_one_pool import main; assert main() > 0.9"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "actor (2 ranks) -> rollout (2 ranks) by shared_memory" in done.stdout

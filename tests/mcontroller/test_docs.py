@@ -170,5 +170,6 @@ def is_importable(name: str) -> bool:
 
 
 def without_blanks(text: str) -> str:
-    """The text with trailing blanks dropped, as pages have none."""
-    return "\n".join(line.rstrip() for line in text.rstrip().splitlines())
+    """The text without trailing blanks, and without what a process prints once, when it builds its first model."""
+    lines = [line for line in text.rstrip().splitlines() if not line.startswith("model.transformer_impl=")]
+    return "\n".join(line.rstrip() for line in lines)

@@ -25,7 +25,7 @@ def model_config_from_hf(path: str | os.PathLike[str], **changes: Any) -> ModelC
         ConfigError: no ``config.json``, an unsupported family, or a key whose value changes the computation and is
             not supported; ``key`` and ``value`` name it.
 
-    Example:
+    Examples:
         >>> model_config_from_hf("/models/Qwen3-0.6B", dtype="bfloat16")
     """
     fields = model_fields_from_hf(path)

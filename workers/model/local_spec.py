@@ -65,7 +65,7 @@ class LocalProvider(LocalSpecProvider):
     and have the parameter names of Transformer Engine's. ``block_spec(config, "local", pp_rank, vp_stage)`` builds
     Megatron's GPT layers from them.
 
-    Example:
+    Examples:
         >>> get_mlp_module_spec_for_backend(backend=LocalProvider(), num_experts=8, moe_grouped_gemm=True)
     """
 

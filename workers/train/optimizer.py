@@ -196,7 +196,7 @@ def standard_parameter_groups(model: Sequence[nn.Module], config: OptimConfig) -
         model: this rank's model chunks.
         config: the optimizer.
 
-    Example:
+    Examples:
         >>> standard = standard_parameter_groups(model, config)
         >>> {**standard, ParamKey(name="*router.weight"): ParamGroupOverride(max_lr=1e-6, min_lr=0.0)}
     """

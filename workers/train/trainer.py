@@ -165,7 +165,7 @@ class Trainer:
     Attributes:
         phases: optimizer configurations by phase of training; none if the model is not trained.
 
-    Example:
+    Examples:
         >>> actor.forward_backward(batch)
         >>> metrics = actor.optim_step()[0]
     """

@@ -89,7 +89,7 @@ class WeightTransfer:
         TransferError: the ranks cannot reach each other.
         GroupError: a call to one of the groups failed.
 
-    Example:
+    Examples:
         >>> with WeightTransfer(actor, rollout) as transfer:
         ...     print(transfer.explain())
         ...     actor.update_actor(batch)
