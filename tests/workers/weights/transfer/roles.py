@@ -9,8 +9,8 @@ import time
 
 from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
+from tests.workers.full_state import full_state_dict
 from workers.actor import ActorRolloutRefWorker
-from workers.weights.full_state import full_state_dict
 from workers.weights.transfer import plan
 from workers.weights.transfer.endpoint import TransferOutcome
 
