@@ -23,7 +23,6 @@ __all__ = [
     "MISMATCH",
     "ValueLoss",
     "columns_of_update",
-    "masked_mean",
     "masked_sum",
     "policy_metrics",
     "policy_objective",
@@ -48,11 +47,6 @@ class ValueLoss(NamedTuple):
 def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
     """Return the sum of ``values * mask``; entries with a mask of 0 do not count, even if they are NaN."""
     return torch.where(mask != 0, values * mask, torch.zeros_like(values)).sum()
-
-
-def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Return the mean of ``values`` weighted by ``mask``; 0 for an empty mask."""
-    return masked_sum(values, mask) / mask.sum().clamp(min=1)
 
 
 def sft_loss(rows: TokenBatch, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
