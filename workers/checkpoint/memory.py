@@ -1,17 +1,14 @@
 """The state of a rank in a file in memory, from which a worker in the same place of the same layout goes on.
 
 Each rank has a file with all of its own state, and reads nothing else. So there is no plan that ranks make together,
-and after the loss of a rank only its own file has to be copied. A file has ``state`` (by part and chunk as
-``sharded_state`` has them, the values of this rank), ``in_buckets`` (whether the state of a distributed optimizer is in
-its buckets), ``scheduler_steps``, ``counters``, and ``float32`` (whether the reference is in float32).
+and after the loss of a rank only its own file has to be copied.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace
@@ -25,7 +22,22 @@ from workers.checkpoint.unpickle import known_types
 from workers.checkpoint.writer import without_crc32
 from workers.train.state import TrainingState, set_random_state
 
-__all__ = ["load_state", "read_state", "save_state"]
+__all__ = ["RankFileContent", "load_state", "read_state", "save_state"]
+
+
+class RankFileContent(TypedDict):
+    """The content of a file."""
+
+    state: dict[str, Any]
+    """By part and chunk as ``sharded_state`` has them, the values of this rank."""
+    in_buckets: bool
+    """Whether the state of a distributed optimizer is in its buckets."""
+    scheduler_steps: int
+    """Steps of the learning-rate schedule so far."""
+    counters: dict[str, Any]
+    """Counters of the worker, see ``TrainingState``."""
+    float32: bool
+    """Whether the reference is in float32."""
 
 
 def save_state(training: TrainingState, path: str) -> int:
@@ -40,8 +52,13 @@ def save_state(training: TrainingState, path: str) -> int:
         training = dataclasses.replace(training, optimizer=None)
     in_buckets = training.optimizer is not None and buckets_to_save(training.optimizer) is not None
     state = dict_list_map_outplace(_own, sharded_state(training, loading=False, in_buckets=in_buckets))
-    content = {"state": state, "in_buckets": in_buckets, "scheduler_steps": steps, "counters": dict(training.counters)}
-    content["float32"] = bool(training.float32)
+    content = RankFileContent(
+        state=state,
+        in_buckets=in_buckets,
+        scheduler_steps=steps,
+        counters=dict(training.counters),
+        float32=bool(training.float32),
+    )
     with without_crc32():
         torch.save(content, path)
     return os.stat(path).st_size
@@ -55,14 +72,14 @@ def _own(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
 
 
-def read_state(path: str) -> dict[str, Any]:
+def read_state(path: str) -> RankFileContent:
     """Return the content of a file that ``save_state`` has written."""
     with known_types():
-        content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        content: RankFileContent = torch.load(path, map_location="cpu", weights_only=True)
     return content
 
 
-def load_state(training: TrainingState, content: Mapping[str, Any]) -> None:
+def load_state(training: TrainingState, content: RankFileContent) -> None:
     """Load the state of this rank into the models, the optimizer and the schedule (a collective)."""
     state = content["state"]
     optimizer = training.optimizer if "optimizer" in state else None
