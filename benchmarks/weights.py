@@ -19,8 +19,7 @@ and two copies in one process while the other is idle use cores that a transfer 
 Seconds are of the slowest rank, from the start of its call until everything was sent or received, without the
 comparison of fingerprints, which is the column verify. The memory of a rank is what its resident set grows by between
 the construction of the transfer and the peak while it sends or receives. In the column peak, pages of shared memory
-count in every process that maps them, and so do pages of Ray's object store whose objects are gone; the column own
-leaves them out.
+count in every process that maps them; the column own leaves them out.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ from workers.weights.transfer.weight_transfer import TransferReport, WeightTrans
 
 MIB = 1 << 20
 BUCKET = 8 * MIB
-TRANSPORTS = ("shared_memory", "process_group", "object_store")
+TRANSPORTS = ("shared_memory", "process_group")
 MOVES: list[tuple[int, dict[str, int], int, dict[str, int]]] = [(1, {}, 1, {}), (2, {"tp": 2}, 1, {})]
 
 

@@ -16,9 +16,9 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from parallel_state.layout import ParallelLayout
 from parallel_state.megatron import MegatronContext
+from tests.workers.full_state import full_state_dict
 from workers.config import ModelConfig, ParallelConfig
 from workers.model.build import build_model
-from workers.weights.full_state import full_state_dict
 from workers.zigzag import zigzag_join, zigzag_slice
 
 ROWS, LENGTH = 8, 16

@@ -13,10 +13,9 @@ import torch.distributed as dist
 from tests.fake_cuda.nccl_group import ProcessGroupNCCL
 from tests.forking import RankFailure, run_ranks
 from workers.weights.resharding_schedule import Move
-from workers.weights.transfer.errors import PeerLost
-from workers.weights.transfer.plan import PeerSlices
-from workers.weights.transfer.process_group import TRANSPORT
-from workers.weights.transfer.transport import Deadline, RankTraffic
+from workers.weights.transfer.plan import PeerSlices, RankSchedule
+from workers.weights.transfer.process_group import ProcessGroup
+from workers.weights.transfer.transport import Deadline, PeerLost
 
 pytestmark = pytest.mark.processes
 
@@ -28,8 +27,8 @@ def end(timeout: float, buckets: int = 1) -> tuple[Any, dict[int, Any]]:
     """Return this rank's end, of a transfer of equal buckets from rank 0 to rank 1, and the addresses."""
     rank = dist.get_rank()
     planned = ((PeerSlices(1 - rank, 0, NBYTES, (MOVE,)),),) * buckets
-    traffic = RankTraffic("one", rank, 2, "127.0.0.1", planned, torch.device("cuda", rank), timeout)
-    mine = (TRANSPORT.sender if rank == 0 else TRANSPORT.receiver)(traffic)
+    schedule = RankSchedule("one", "process_group", rank == 0, rank, 2, planned, timeout)
+    mine = ProcessGroup(schedule, torch.device("cuda", rank), "127.0.0.1")
     addresses = [mine.listen()]
     dist.broadcast_object_list(addresses, src=0)
     return mine, {0: addresses[0]}

@@ -28,7 +28,7 @@ from tests.e2e.test_one_step_off_policy import exported, log_probs_of
 from tests.vllm.policies import EOS, PAD, POLICIES, Actor, actor_config, prompts
 from tests.workers.off_policy.runs import Lines, evenness
 from workers import ActorConfig
-from workers.weights.transfer.errors import TransferError
+from workers.weights.transfer.transport import TransferError
 
 PROBLEMS, SAMPLES, STEPS, TOLERANCE = 4, 4, 3, 1e-4
 SEPARATE = {Role.Actor: Actor, Role.Rollout: Actor}

@@ -12,8 +12,6 @@ from typing import Any, TypedDict
 from mcontroller.errors import DataError
 from parallel_state.agreement import raise_on_every_rank
 
-__all__ = ["FileEntry", "HashedFile", "NewFile", "file_entry", "verify_files"]
-
 _CHUNK = 1 << 22
 
 
@@ -27,16 +25,17 @@ class FileEntry(TypedDict):
 
 
 class NewFile(io.RawIOBase):
-    """A file that is written from its start to its end.
+    """A file that is written from its start to its end, and the checksum of what was written.
 
     The first error of the file system is kept in ``error``, because writers of other packages hide it behind theirs.
 
     Args:
-        file: its path, or a descriptor, which is closed with it.
+        file: its path, or a descriptor, which is closed with it and has no checksum.
     """
 
     def __init__(self, file: str | os.PathLike[str] | int) -> None:
         super().__init__()
+        self._hash = None if isinstance(file, int) else hashlib.sha256()
         self._file = open(file, "wb")  # noqa: SIM115 - closed by ``close``
         self._size = 0
         self.error: OSError | None = None
@@ -53,6 +52,8 @@ class NewFile(io.RawIOBase):
         except OSError as error:
             self.error = self.error or error
             raise
+        if self._hash is not None:
+            self._hash.update(view)
         self._size += len(view)
         return len(view)
 
@@ -65,6 +66,13 @@ class NewFile(io.RawIOBase):
         if not self._file.closed:
             self._file.flush()
 
+    def finish(self) -> FileEntry:
+        """Flush a file with a path to the disk, and return its length and checksum."""
+        assert self._hash is not None
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        return {"size": self._size, "sha256": self._hash.hexdigest()}
+
     def fileno(self) -> int:
         """Return its descriptor."""
         return self._file.fileno()
@@ -76,26 +84,6 @@ class NewFile(io.RawIOBase):
                 self._file.close()
             finally:
                 super().close()
-
-
-class HashedFile(NewFile):
-    """A new file, and the checksum of what was written."""
-
-    def __init__(self, file: str | os.PathLike[str]) -> None:
-        super().__init__(file)
-        self._hash = hashlib.sha256()
-
-    def write(self, data: Any, /) -> int:
-        """Write all of ``data`` and return its length."""
-        size = super().write(data)
-        self._hash.update(memoryview(data).cast("B"))
-        return size
-
-    def finish(self) -> FileEntry:
-        """Flush the file to the disk and return its length and checksum."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        return {"size": self._size, "sha256": self._hash.hexdigest()}
 
 
 def file_entry(path: Path) -> FileEntry:

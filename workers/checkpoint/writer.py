@@ -37,9 +37,7 @@ from mcontroller.files import free_space
 from parallel_state.agreement import all_gather_values, raise_on_every_rank
 from parallel_state.releases import async_save_arguments
 from workers.checkpoint import write_from_memory
-from workers.checkpoint.checksums import FileEntry, HashedFile, NewFile, file_entry
-
-__all__ = ["BackgroundSaves", "PlannedWrite", "prepare_write", "without_crc32"]
+from workers.checkpoint.checksums import FileEntry, NewFile, file_entry
 
 _COMMON, _METADATA, _CONFIG = "common.pt", ".metadata", "metadata.json"
 
@@ -186,7 +184,7 @@ def prepare_write(
 
     def write_common() -> None:
         with _failing_as_data_error(directory):
-            file = HashedFile(directory / _COMMON)
+            file = NewFile(directory / _COMMON)
             sink: Any = file  # torch declares more of a file than it uses
             with contextlib.closing(file), _naming_the_cause(file):
                 torch.save(common, sink)
@@ -231,7 +229,7 @@ def without_crc32() -> AbstractContextManager[None]:
 
 def _write_file(transforms: Any, bucket: Any) -> tuple[list[Any], FileEntry]:
     path, name, (objects, tensors) = bucket
-    file = HashedFile(path)
+    file = NewFile(path)
     with contextlib.closing(file), _naming_the_cause(file):
         return _write_items(transforms, file, name, (*objects, *tensors)), file.finish()
 

@@ -20,8 +20,6 @@ from workers.config.optim import OptimConfig, check_ddp, check_loss_scale
 from workers.config.parallel import ParallelConfig
 from workers.config.rollout import RolloutConfig
 
-__all__ = ["ActorConfig", "CriticConfig", "MicroBatchSize", "RewardConfig"]
-
 
 class MicroBatchSize(NamedTuple):
     """The most that one data-parallel rank takes at a time: ``rows``, or ``tokens`` if that is not 0.
@@ -33,25 +31,16 @@ class MicroBatchSize(NamedTuple):
     tokens: int = 0
 
 
-@strict_fields
 @dataclass(frozen=True, slots=True)
-class ActorConfig:
-    """An actor, its rollout and its reference policy."""
+class TrainedConfig:
+    """What an actor and a critic have in common."""
 
     model: ModelConfig
-    """Architecture and initial weights of the policy and of the reference."""
+    """Architecture and initial weights."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     """Layout of training and scoring."""
     optim: OptimConfig = field(default_factory=OptimConfig)
-    """Optimizer of ``update_actor``."""
-    sft_optim: OptimConfig | None = None
-    """Optimizer of ``update_sft``. None: the same as optim.
-
-    With other settings than optim, one optimizer replaces the other, so supervised steps and PPO cannot alternate: a
-    call that goes back to a phase that has ended is rejected.
-    """
-    rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    """How responses are sampled."""
+    """Optimizer of the updates."""
     ppo_mini_batch_size: int = 256
     """[rows] Responses of the whole batch in one optimizer step, over all data-parallel ranks."""
     ppo_mini_batch_prompts: int = 0
@@ -63,10 +52,6 @@ class ActorConfig:
 
     Rows of similar length are passed together. A row longer than the limit is passed alone.
     """
-    log_prob_micro_batch_size: int = 0
-    """[rows] Rows of one data-parallel rank in one scoring pass. 0: ppo_micro_batch_size."""
-    log_prob_max_tokens_per_micro_batch: int = 0
-    """[tokens] Limit of a scoring pass, in place of rows. 0: ppo_max_tokens_per_micro_batch."""
     packed: bool = False
     """Concatenate the rows of a pass into one sequence without padding, in training and scoring."""
     share_prompts: bool = True
@@ -74,6 +59,60 @@ class ActorConfig:
 
     Not done with experts, dropout, context parallelism or packed rows, or in custom models: the result would differ.
     """
+    ppo_epochs: int = 1
+    """[epochs] Passes over the batch in one update."""
+    shuffle: bool = True
+    """Draw new mini-batches from the seed in every epoch."""
+    seed: int = 0
+    """Seed of the mini-batches."""
+    timeout_s: float = 7200.0
+    """[seconds] Timeout of the rendezvous and of collectives, longer than any stage of a step.
+
+    Ranks wait in a collective while others of their group generate, start an engine or read files.
+    """
+    ddp: dict[str, Any] = field(default_factory=dict)
+    """Fields of Megatron's DistributedDataParallelConfig, under Megatron's names, except the ones that optim sets."""
+
+    @property
+    def update_size(self) -> MicroBatchSize:
+        """The size of a training pass."""
+        return MicroBatchSize(self.ppo_micro_batch_size, self.ppo_max_tokens_per_micro_batch)
+
+    def check_training(self) -> None:
+        """Check the fields of this class against each other and against the model.
+
+        Raises:
+            ConfigError: a field does not fit; ``key`` names it.
+        """
+        check_fit(self.model, self.parallel)
+        if self.packed:
+            check_packing(self.model)
+        for name in ("ppo_mini_batch_size", "ppo_micro_batch_size", "ppo_epochs"):
+            check_at_least(name, getattr(self, name), 1)
+        check_at_least("ppo_mini_batch_prompts", self.ppo_mini_batch_prompts, 0)
+        check_at_least("ppo_max_tokens_per_micro_batch", self.ppo_max_tokens_per_micro_batch, 0)
+        check_above("timeout_s", self.timeout_s, 0.0)
+        check_ddp(self.ddp, self.optim)
+        check_loss_scale(self.optim, self.model.dtype, "optim")
+
+
+@strict_fields
+@dataclass(frozen=True, slots=True)
+class ActorConfig(TrainedConfig):
+    """An actor, its rollout and its reference policy."""
+
+    sft_optim: OptimConfig | None = None
+    """Optimizer of ``update_sft``. None: the same as optim.
+
+    With other settings than optim, one optimizer replaces the other, so supervised steps and PPO cannot alternate: a
+    call that goes back to a phase that has ended is rejected.
+    """
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    """How responses are sampled."""
+    log_prob_micro_batch_size: int = 0
+    """[rows] Rows of one data-parallel rank in one scoring pass. 0: ppo_micro_batch_size."""
+    log_prob_max_tokens_per_micro_batch: int = 0
+    """[tokens] Limit of a scoring pass, in place of rows. 0: ppo_max_tokens_per_micro_batch."""
     router_replay: str = "none"
     """What chooses the experts of tokens in ``update_actor``: its own routers (none), or those of an earlier pass.
 
@@ -81,12 +120,6 @@ class ActorConfig:
     the old log-probabilities too. The weights of the chosen experts are always computed from their present logits, so
     routers are trained.
     """
-    ppo_epochs: int = 1
-    """[epochs] Passes over the batch in one call of ``update_actor``."""
-    shuffle: bool = True
-    """Draw new mini-batches from the seed in every epoch."""
-    seed: int = 0
-    """Seed of the mini-batches."""
     policy_loss: str = "ppo"
     """Name of the policy loss: ppo (clipped), cispo, gpg, gspo, gmpo, or one of ``register_policy_loss``."""
     loss_agg_mode: str | None = None
@@ -123,23 +156,13 @@ class ActorConfig:
     """
     log_prob_chunk_tokens: int = 4096
     """[tokens] Tokens whose logits exist at the same time."""
-    timeout_s: float = 7200.0
-    """[seconds] Timeout of the rendezvous and of collectives, longer than any stage of a step.
-
-    Ranks wait in a collective while others of their group generate, start an engine or read files.
-    """
-    ddp: dict[str, Any] = field(default_factory=dict)
-    """Fields of Megatron's DistributedDataParallelConfig, under Megatron's names, except the ones that optim sets."""
 
     def __post_init__(self) -> None:
-        check_fit(self.model, self.parallel)
+        self.check_training()
         if self.rollout.parallel is not None:
             copy = divided_for(self.model, self.rollout.parallel, self.parallel)
             check_fit(copy, self.rollout.parallel, "rollout.parallel")
             check_generation(self.rollout.parallel, "rollout.parallel")
-        if self.packed:
-            check_packing(self.model)
-        _check_batches(self)
         for name in ("log_prob_micro_batch_size", "log_prob_max_tokens_per_micro_batch"):
             check_at_least(name, getattr(self, name), 0)
         check_at_least("log_prob_chunk_tokens", self.log_prob_chunk_tokens, 1)
@@ -152,8 +175,6 @@ class ActorConfig:
         if self.loss_agg_mode is not None:
             AGGREGATIONS.get_or_raise(self.loss_agg_mode)
         check_kl_loss(self.kl_loss_type)
-        check_ddp(self.ddp, self.optim)
-        check_loss_scale(self.optim, self.model.dtype, "optim")
         if self.sft_optim is not None:
             check_loss_scale(self.sft_optim, self.model.dtype, "sft_optim")
         _check_buffers(self)
@@ -166,11 +187,6 @@ class ActorConfig:
                 key="timeout_s",
                 value=self.timeout_s,
             )
-
-    @property
-    def update_size(self) -> MicroBatchSize:
-        """The size of a training pass."""
-        return MicroBatchSize(self.ppo_micro_batch_size, self.ppo_max_tokens_per_micro_batch)
 
     @property
     def scoring_size(self) -> MicroBatchSize:
@@ -208,54 +224,15 @@ class ActorConfig:
 
 @strict_fields
 @dataclass(frozen=True, slots=True)
-class CriticConfig:
+class CriticConfig(TrainedConfig):
     """A critic: the model with a value head."""
 
-    model: ModelConfig
-    """Architecture and initial weights."""
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    """Layout of training and scoring."""
-    optim: OptimConfig = field(default_factory=OptimConfig)
-    """Optimizer of ``update_critic``."""
-    ppo_mini_batch_size: int = 256
-    """[rows] Responses of the whole batch in one optimizer step, over all data-parallel ranks."""
-    ppo_mini_batch_prompts: int = 0
-    """[prompts] The same in prompts: their responses are ``rollout.n`` times as many. 0: ppo_mini_batch_size."""
-    ppo_micro_batch_size: int = 8
-    """[rows] Rows of one data-parallel rank in one pass through the model."""
-    ppo_max_tokens_per_micro_batch: int = 0
-    """[tokens] Limit of a training pass, in place of rows: rows x longest row (packed: sum of lengths). 0: no limit."""
     forward_micro_batch_size: int = 0
     """[rows] Rows of one data-parallel rank in one pass of ``compute_values``. 0: ppo_micro_batch_size."""
     forward_max_tokens_per_micro_batch: int = 0
     """[tokens] Limit of a pass of ``compute_values``, in place of rows. 0: ppo_max_tokens_per_micro_batch."""
-    packed: bool = False
-    """Concatenate the rows of a pass into one sequence without padding, in training and scoring."""
-    share_prompts: bool = True
-    """Compute a prompt once for the rows of a pass that begin with it, and no padding, in training and scoring.
-
-    Not done with experts, dropout, context parallelism or packed rows, or in custom models: the result would differ.
-    """
-    ppo_epochs: int = 1
-    """[epochs] Passes over the batch in one call of ``update_critic``."""
-    shuffle: bool = True
-    """Draw new mini-batches from the seed in every epoch."""
-    seed: int = 0
-    """Seed of the mini-batches."""
     cliprange_value: float | None = 0.5
     """Clip range of a value around its old value in the loss. None: no clipping."""
-    timeout_s: float = 7200.0
-    """[seconds] Timeout of the rendezvous and of collectives, longer than any stage of a step.
-
-    Ranks wait in a collective while others of their group generate, start an engine or read files.
-    """
-    ddp: dict[str, Any] = field(default_factory=dict)
-    """Fields of Megatron's DistributedDataParallelConfig, under Megatron's names, except the ones that optim sets."""
-
-    @property
-    def update_size(self) -> MicroBatchSize:
-        """The size of a training pass."""
-        return MicroBatchSize(self.ppo_micro_batch_size, self.ppo_max_tokens_per_micro_batch)
 
     @property
     def scoring_size(self) -> MicroBatchSize:
@@ -266,12 +243,7 @@ class CriticConfig:
         )
 
     def __post_init__(self) -> None:
-        check_fit(self.model, self.parallel)
-        if self.packed:
-            check_packing(self.model)
-        _check_batches(self)
-        check_ddp(self.ddp, self.optim)
-        check_loss_scale(self.optim, self.model.dtype, "optim")
+        self.check_training()
         for name in ("forward_micro_batch_size", "forward_max_tokens_per_micro_batch"):
             check_at_least(name, getattr(self, name), 0)
         if self.cliprange_value is not None:
@@ -311,14 +283,6 @@ class RewardConfig:
         check_at_least("micro_batch_size", self.micro_batch_size, 1)
         check_at_least("max_tokens_per_micro_batch", self.max_tokens_per_micro_batch, 0)
         check_above("timeout_s", self.timeout_s, 0.0)
-
-
-def _check_batches(config: ActorConfig | CriticConfig) -> None:
-    for name in ("ppo_mini_batch_size", "ppo_micro_batch_size", "ppo_epochs"):
-        check_at_least(name, getattr(config, name), 1)
-    check_at_least("ppo_mini_batch_prompts", config.ppo_mini_batch_prompts, 0)
-    check_at_least("ppo_max_tokens_per_micro_batch", config.ppo_max_tokens_per_micro_batch, 0)
-    check_above("timeout_s", config.timeout_s, 0.0)
 
 
 def _check_buffers(config: ActorConfig) -> None:

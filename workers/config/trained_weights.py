@@ -14,15 +14,11 @@ from mcontroller.config.checks import close_names
 from mcontroller.errors import ConfigError
 from workers.config.lora import LoraConfig
 from workers.config.model import ModelConfig
-from workers.weights.hf.family import MODEL_FAMILIES, ModelFamily, matching_family
-
-__all__ = ["Target", "adapter_target", "check_trained", "hf_names_of", "matches", "model_family_of", "trains"]
+from workers.weights.hf.family import MODEL_FAMILIES, ModelFamily, hf_names_of, matching_family
 
 _LINEAR = re.compile(r"(decoder\.layers\.\d+\.(?:self_attention|mlp)\.[\w.]*?)(linear_\w+)\.weight(\d*)")
 _EXPERT = re.compile(r"\.mlp\.experts\.linear_fc[12]$")
-_LAYER_NUMBER = re.compile(r"(decoder\.layers\.)(\d+)(\..*)")
 _GATED = (".gate_proj", ".up_proj", ".down_proj")
-_NUMBERED = re.compile(r"(.*\.experts\.linear_fc[12]\.(?:weight|bias))(\d+)")
 
 
 @dataclass(frozen=True)
@@ -112,22 +108,6 @@ def model_family_of(model: ModelConfig) -> ModelFamily | None:
     if model.family is not None:
         return MODEL_FAMILIES.get_or_raise(model.family, "model.family")
     return matching_family({name: getattr(model, name) for name in ("add_qkv_bias", "qk_layernorm", "num_moe_experts")})
-
-
-def hf_names_of(family: ModelFamily | None, name: str) -> tuple[str, ...]:
-    """Return the names of the tensors that a weight of Megatron consists of; empty if the family has none.
-
-    Args:
-        family: of the model; None for the names of all.
-        name: in the whole model, in Megatron's names.
-    """
-    in_layer, of_expert = _LAYER_NUMBER.fullmatch(name), _NUMBERED.fullmatch(name)
-    numbers = {"layer": in_layer[2] if in_layer else "", "expert": of_expert[2] if of_expert else ""}
-    template = f"{of_expert[1]}{{expert}}" if of_expert else name
-    template = _LAYER_NUMBER.sub(r"\1{layer}\3", template)
-    families = [family] if family is not None else list(MODEL_FAMILIES.values())
-    found = next((each.names[template] for each in families if template in each.names), ())
-    return tuple(each.format(**numbers) for each in found)
 
 
 def check_trained(model: ModelConfig) -> None:

@@ -2,6 +2,6 @@
 
 Status: tested on a fake CUDA device only.
 
-``python -m workers.gpucheck`` is ``python -m mcontroller gpucheck``, and its parts a to c need torch and megatron-core
-alone. ``docs/gpu.md`` explains every row. ``cases`` has what the parity tests compare too.
+Parts a to c of ``python -m mcontroller gpucheck`` need torch and megatron-core alone. ``docs/gpu.md`` explains every
+row. ``cases`` has what the parity tests compare too.
 """

@@ -1,40 +1,29 @@
-"""Run one case, whose results do not depend on the device: scores, tokens, updates, a checkpoint.
+"""One run of the checks; and one case, whose results do not depend on the device: scores, tokens, updates, checkpoint.
 
 The CPU's results come from a process that starts with an empty CUDA_VISIBLE_DEVICES and computes while the GPU works.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import io
 import multiprocessing
 import os
+import shutil
+import tempfile
 from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
+from megatron.core.extensions.transformer_engine import HAVE_TE
 from torch import Tensor
 
 from workers.gpucheck.cases import ONE_PROCESS, ROWS, STEPS, batch_columns
-from workers.gpucheck.policy import Policy, actor_config
-
-__all__ = ["BATCH", "PROMPT", "RESPONSE", "SIZES", "CaseRun", "CpuProcess", "can_save", "continue_case", "run_case"]
-
-PROMPT, RESPONSE = 24, 16
-SIZES: dict[str, Any] = {
-    "vocab_size": 509,
-    "max_sequence_length": 64,
-    "num_layers": 2,
-    "hidden_size": 128,
-    "num_attention_heads": 8,
-    "num_query_groups": 2,
-    "ffn_hidden_size": 256,
-    "init_method_std": 0.05,
-}
-"""Fields of ModelConfig: widths that kernels of a GPU accept."""
+from workers.gpucheck.policy import FULL, PROMPT, RESPONSE, SIZES, TINY, Policy, actor_config
 
 BATCH = batch_columns(ROWS, PROMPT, RESPONSE, SIZES["vocab_size"])
 
@@ -153,3 +142,44 @@ def _dumped(call: Callable[..., Any], *arguments: Any) -> bytes:
     file = io.BytesIO()
     torch.save(call(*arguments), file)
     return file.getvalue()
+
+
+class Session:
+    """One run of the checks on the current GPU; a context manager that ends its process and removes its files.
+
+    Args:
+        tiny: whether models, rows and repetitions are the smallest with which every check runs.
+        folder: where checkpoints of the size of the model are saved; None for the folder of temporary files.
+
+    Attributes:
+        scale: sizes of the model of parts b to d.
+        layers: the implementations of layers that this machine can use.
+    """
+
+    def __init__(self, *, tiny: bool, folder: Path | None = None) -> None:
+        self.tiny = tiny
+        self.scale = TINY if tiny else FULL
+        self.layers = ["local", "transformer_engine"] if HAVE_TE else ["local"]
+        self.folder = Path(tempfile.mkdtemp(prefix="gpucheck", dir=folder))
+        self.cpu_folder = self.folder / "cpu"
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+
+    @functools.cached_property
+    def cpu(self) -> CpuProcess:
+        """The process that computes the CPU's results; it starts with the first call."""
+        return CpuProcess()
+
+    @property
+    def implementation(self) -> str:
+        """The implementation of the layers that a run would use."""
+        return self.layers[-1]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if "cpu" in vars(self):
+            self.cpu.end()
+        shutil.rmtree(self.folder, ignore_errors=True)
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()

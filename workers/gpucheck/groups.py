@@ -26,16 +26,12 @@ from mcontroller.ray.warm_start import exits
 from workers.actor import ActorRolloutRefWorker
 from workers.config import ActorConfig
 from workers.config.vllm import VllmConfig
-from workers.gpucheck.case_run import BATCH, PROMPT, CaseRun, run_case
+from workers.gpucheck.case_run import BATCH, CaseRun, Session, run_case
 from workers.gpucheck.cases import STEPS, prompt_columns
 from workers.gpucheck.equality import TOLERANCES, case_rows
-from workers.gpucheck.large import full_rows
-from workers.gpucheck.policy import TOKENS, actor_config, timed
+from workers.gpucheck.policy import PROMPT, TOKENS, actor_config, full_rows, timed
 from workers.gpucheck.rows import Figure, Row, at_most, judged, measured, skipped
-from workers.gpucheck.session import Session
 from workers.weights.transfer.weight_transfer import WeightTransfer
-
-__all__ = ["colocated", "engines", "group", "local_ray", "nccl"]
 
 _GB = 2**30
 

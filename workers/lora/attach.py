@@ -12,9 +12,10 @@ from torch import nn
 from mcontroller.errors import ConfigError
 from parallel_state.megatron import MegatronContext
 from workers.config.model import ModelConfig
-from workers.config.trained_weights import adapter_target, hf_names_of, trains
+from workers.config.trained_weights import adapter_target, trains
 from workers.lora.adapters import Adapter, Adapters
 from workers.lora.peft_files import load_adapter
+from workers.weights.hf.family import hf_names_of
 from workers.weights.hf.names import model_family
 from workers.weights.shards import named_shards
 

@@ -12,11 +12,10 @@ from mcontroller.errors import ConfigError
 from workers.config import ModelConfig, ParallelConfig
 from workers.config.fit import padded_vocab_size
 from workers.config.lora import LoraConfig
-from workers.config.trained_weights import adapter_target, hf_names_of, model_family_of, trains
+from workers.config.trained_weights import adapter_target, model_family_of, trains
 from workers.model.local_spec import expert_layers, layers_of_stage
 from workers.model.transformer_config import transformer_config
-
-__all__ = ["Parameters", "Shape", "count_parameters", "layers_of_chunks"]
+from workers.weights.hf.family import hf_names_of
 
 # Fields of model.transformer that add parameters which are not counted, and the values without an effect.
 _NOT_COUNTED = {

@@ -19,19 +19,6 @@ from workers.config import ActorConfig
 from workers.train.batches import TokenBatch
 from workers.train.metrics import TOKENS, Rule
 
-__all__ = [
-    "MISMATCH",
-    "ValueLoss",
-    "columns_of_update",
-    "masked_mean",
-    "masked_sum",
-    "policy_metrics",
-    "policy_objective",
-    "sft_loss",
-    "value_loss",
-    "weights_of",
-]
-
 
 class ValueLoss(NamedTuple):
     """The value loss of every token; both tensors are float ``[rows, response]``.
@@ -48,11 +35,6 @@ class ValueLoss(NamedTuple):
 def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
     """Return the sum of ``values * mask``; entries with a mask of 0 do not count, even if they are NaN."""
     return torch.where(mask != 0, values * mask, torch.zeros_like(values)).sum()
-
-
-def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Return the mean of ``values`` weighted by ``mask``; 0 for an empty mask."""
-    return masked_sum(values, mask) / mask.sum().clamp(min=1)
 
 
 def sft_loss(rows: TokenBatch, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from transformer_engine import received
 
 from tests.forking import run_ranks
+from tests.workers.full_state import full_state_dict
 from tests.workers.roles import MODEL, actor, experience, largest_difference, own_shard, prompts, weights
-from workers.weights.full_state import full_state_dict
 
 pytestmark = pytest.mark.processes
 

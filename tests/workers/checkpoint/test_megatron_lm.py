@@ -13,10 +13,10 @@ from megatron.core.utils import unwrap_model
 
 from mcontroller.errors import DataError
 from tests.ranks import run_ranks
+from tests.workers.full_state import full_state_dict
 from tests.workers.roles import VOCAB, actor, critic, experience, largest_difference, own_shard, weights
 from workers.model.local_spec import block_spec
 from workers.model.transformer_config import transformer_config
-from workers.weights.full_state import full_state_dict
 
 pytestmark = pytest.mark.simulated
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -14,8 +13,7 @@ import torch
 from workers.gpucheck.case_run import CaseRun
 from workers.gpucheck.equality import case_rows
 from workers.gpucheck.rows import Report, Result, Row, at_most, measured, skipped
-from workers.gpucheck.speed import waits_row
-from workers.gpucheck.state import offload_rows
+from workers.gpucheck.size import offload_rows
 
 FLOAT32, BFLOAT16 = CaseRun("dense"), CaseRun("dense", "bfloat16")
 SCORES, TOKENS = -torch.linspace(1, 6, 16 * 16).view(16, 16), torch.arange(16 * 16).view(16, 16)
@@ -63,10 +61,6 @@ KINDS: dict[str, tuple[Callable[[], Iterable[Row]], Callable[[], Iterable[Row]]]
     "nothing freed": (passes(), passes(freed_gb=0.0, allocator_gb=0.0)),
     "GPU bytes that grow": (passes(), passes(held_gb=31.1)),
     "host bytes that grow": (passes(host_available_gb=85.0), passes(host_available_gb=74.0)),
-    "waits": (
-        lambda: [waits_row("waits", Counter({"a.py:1": 8}), 2, 4.0)],
-        lambda: [waits_row("waits", Counter({"a.py:1": 8, "b.py:2": 1}), 2, 4.0)],
-    ),
 }
 
 

@@ -10,11 +10,11 @@ from megatron.core.models.gpt import GPTModel
 
 from tests.ranks import run_ranks
 from tests.training import SMALL_GPT, device, new_context
+from tests.workers.full_state import full_state_dict
 from workers.config import ParallelConfig
 from workers.model.build import build_model
 from workers.model.local_spec import block_spec
 from workers.model.transformer_config import transformer_config
-from workers.weights.full_state import full_state_dict
 
 pytestmark = pytest.mark.simulated
 

@@ -15,11 +15,11 @@ from mcontroller.errors import DataError
 from parallel_state.megatron import MegatronContext
 from tests.ranks import run_ranks
 from tests.training import Role, new_context
+from tests.workers.full_state import full_state_dict, load_full_state_dict
 from workers.config import ModelConfig, ParallelConfig
 from workers.model.build import build_model
 from workers.model.transformer_config import transformer_config
 from workers.weights import resharding as resharding_module
-from workers.weights.full_state import full_state_dict, load_full_state_dict
 from workers.weights.resharding import Resharding, ReshardingReport
 from workers.weights.shards import named_buffers, named_shards
 

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from mcontroller.errors import DataError
-from workers.weights.hf.config import ModelDescription, family_at
+from workers.weights.hf.config import family_at
 from workers.weights.hf.files import WeightFiles
-
-__all__ = ["check_checkpoint_files"]
 
 _ROWS = 16
 
 
-def check_checkpoint_files(model: ModelDescription) -> None:
+def check_checkpoint_files(model: Any) -> None:
     """Check that the files at ``model.hf_path`` are whole, and that an output layer is tied as ``config.json`` says.
 
     The headers of all files are read, and a few rows of the output layer. Nothing is checked if this node does not have
     the directory, or it is of no registered family.
+
+    Args:
+        model: a ``ModelConfig``.
 
     Raises:
         DataError: files are missing or damaged, or the output layer differs from the embedding that it is tied to.

@@ -10,7 +10,7 @@ import dataclasses
 import json
 import os
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 from mcontroller.errors import ConfigError
 from workers.weights.hf import families  # noqa: F401  # registers them
@@ -18,28 +18,7 @@ from workers.weights.hf.family import MODEL_FAMILIES, ModelFamily, family_like
 from workers.weights.hf.fields import check_config_keys, inert_of
 from workers.weights.hf.hub import local_directory
 
-__all__ = ["ModelDescription", "family_at", "family_of", "hf_config_of", "model_fields_from_hf"]
-
-
-class ModelDescription(Protocol):
-    """The attributes of ``workers.ModelConfig`` that this module reads; the module of ModelConfig imports this one."""
-
-    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
-
-    @property
-    def family(self) -> str | None:
-        """The ``model_type`` of the model, or None."""
-        ...
-
-    @property
-    def hf_path(self) -> str | None:
-        """The directory of the checkpoint that the model was started from, or None."""
-        ...
-
-    @property
-    def transformer(self) -> dict[str, Any]:
-        """Other fields of Megatron's TransformerConfig."""
-        ...
+__all__ = ["family_at", "family_of", "hf_config_of", "model_fields_from_hf"]
 
 
 def model_fields_from_hf(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -68,8 +47,8 @@ def family_at(path: str | os.PathLike[str]) -> ModelFamily | None:
     return MODEL_FAMILIES.get(str(_config_at(path).get("model_type")))
 
 
-def family_of(model: ModelDescription) -> ModelFamily:
-    """Return ``model.family``, or without one the first registered family that is built like the model.
+def family_of(model: Any) -> ModelFamily:
+    """Return ``family`` of a ``ModelConfig``, or without one the first registered family that is built like the model.
 
     Raises:
         ConfigError: there is none, or ``model.family`` does not describe the model.
@@ -77,10 +56,14 @@ def family_of(model: ModelDescription) -> ModelFamily:
     return family_like(_fields(model))
 
 
-def hf_config_of(model: ModelDescription, value_head: bool = False) -> dict[str, Any]:
+def hf_config_of(model: Any, value_head: bool = False) -> dict[str, Any]:
     """Return ``config.json`` of the model's family; with a value head, of a classifier with one label.
 
     Keys that change no logits, such as the ids of special tokens, come from the checkpoint at ``model.hf_path``.
+
+    Args:
+        model: a ``ModelConfig``.
+        value_head: whether the model ends in a value head.
 
     Raises:
         ConfigError: no family is built like the model; ``key`` and ``value`` name a field that differs.
@@ -96,7 +79,7 @@ def hf_config_of(model: ModelDescription, value_head: bool = False) -> dict[str,
     return config | ({"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}} if value_head else {})
 
 
-def _fields(model: ModelDescription) -> dict[str, Any]:
+def _fields(model: Any) -> dict[str, Any]:
     return {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
 
 

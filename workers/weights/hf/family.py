@@ -15,6 +15,7 @@ module that the module of your worker imports::
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TypeVar
@@ -22,7 +23,8 @@ from typing import Any, ClassVar, TypeVar
 from mcontroller.config.registry import Registry
 from mcontroller.errors import ConfigError
 
-__all__ = ["MODEL_FAMILIES", "ModelFamily", "family_like", "matching_family", "not_built", "register_model_family"]
+_LAYER = re.compile(r"(decoder\.layers\.)(\d+)(\..*)")
+_EXPERT = re.compile(r"(.*\.experts\.linear_fc[12]\.(?:weight|bias))(\d+)")
 
 
 class ModelFamily(ABC):
@@ -158,6 +160,21 @@ def family_like(fields: Mapping[str, Any]) -> ModelFamily:
             raise nearest.not_expressible(f"model.{name}", fields[name], value)
         raise nearest.not_expressible(f"model.transformer.{name}", fields["transformer"].get(name, False), value)
     return nearest
+
+
+def hf_names_of(family: ModelFamily | None, name: str) -> tuple[str, ...]:
+    """Return the names of the tensors that a weight of Megatron consists of; empty if the family has none.
+
+    Args:
+        family: of the model; None for the names of all.
+        name: in the whole model, in Megatron's names.
+    """
+    in_layer, of_expert = _LAYER.fullmatch(name), _EXPERT.fullmatch(name)
+    numbers = {"layer": in_layer[2] if in_layer else "", "expert": of_expert[2] if of_expert else ""}
+    template = _LAYER.sub(r"\1{layer}\3", f"{of_expert[1]}{{expert}}" if of_expert else name)
+    families = MODEL_FAMILIES.values() if family is None else [family]
+    found = next((each.names[template] for each in families if template in each.names), ())
+    return tuple(each.format(**numbers) for each in found)
 
 
 def _distance(differences: Mapping[str, Any]) -> tuple[bool, int]:

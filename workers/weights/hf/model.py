@@ -11,6 +11,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from mcontroller.errors import DataError, before_changes
 from parallel_state.agreement import all_gather_values, raise_on_every_rank
 from parallel_state.megatron import MegatronContext
 from workers.weights.fingerprints import Fingerprint, shard_fingerprints
-from workers.weights.hf.config import ModelDescription, family_at, family_of, hf_config_of
+from workers.weights.hf.config import family_at, family_of, hf_config_of
 from workers.weights.hf.family import ModelFamily
 from workers.weights.hf.files import WeightFiles, WeightWriter, finish_export, start_export
 from workers.weights.hf.hub import local_directory
@@ -151,7 +152,7 @@ def export_hf(
     chunks: Sequence[torch.nn.Module],
     context: MegatronContext,
     path: str | os.PathLike[str],
-    model: ModelDescription,
+    model: Any,
     *,
     companions_from: str | os.PathLike[str] | None = None,
     max_file_bytes: int = 4_000_000_000,

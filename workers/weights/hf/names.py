@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,15 +11,13 @@ from megatron.core.utils import get_model_config, unwrap_model
 
 from mcontroller.errors import DataError
 from parallel_state.megatron import MegatronContext
-from workers.weights.hf.family import MODEL_FAMILIES, ModelFamily, matching_family
+from workers.weights.hf.family import MODEL_FAMILIES, ModelFamily, hf_names_of, matching_family
 from workers.weights.resharding_schedule import Span
 from workers.weights.shards import WeightShard, named_buffers, named_shards
 
 __all__ = ["OUTPUT_LAYER", "hf_shards", "model_family", "names_of"]
 
 OUTPUT_LAYER = "output_layer.weight"
-_LAYER = re.compile(r"(decoder\.layers\.)(\d+)(\..*)")
-_EXPERT = re.compile(r"(.*\.experts\.linear_fc[12]\.(?:weight|bias))(\d+)")
 
 
 def hf_shards(
@@ -45,7 +42,7 @@ def hf_shards(
         config = get_model_config(chunk)
         found += [part for shard in named_shards([chunk], context) for part in _parts(shard, family, config)]
         for name, buffer in named_buffers([chunk], context):
-            if _template(name)[0] in names_of(family):
+            if hf_names_of(family, name):
                 found += _parts(WeightShard(name, buffer, tuple(buffer.shape)), family, config)
             elif complete and bool(buffer.any()):
                 text = f"{name} is a buffer and not 0: it has no counterpart in a Hugging Face checkpoint"
@@ -91,12 +88,11 @@ def _parts(shard: WeightShard, family: ModelFamily | None, config: Any) -> Itera
 
 def _hf_names(shard: WeightShard, family: ModelFamily | None, config: Any) -> tuple[str, ...]:
     """The names of the tensors that the parameter consists of."""
-    template, numbers = _template(shard.name)
-    names = names_of(family).get(template, ())
+    names = hf_names_of(family, shard.name)
     if shard.name == OUTPUT_LAYER and shard.full_shape[0] == 1:  # a value head: no vocabulary is as small
         names = ((family or ModelFamily).value_head,)
     gated = config.gated_linear_unit or ".linear_fc1." not in shard.name
-    output_gate = numbers["layer"] and getattr(config, "attention_output_gate", False)
+    output_gate = shard.name.startswith("decoder.layers.") and getattr(config, "attention_output_gate", False)
     if not names or (len(names) > 1 and not gated) or output_gate:
         of = family.model_type if family else ", ".join(MODEL_FAMILIES)
         raise DataError(
@@ -104,15 +100,7 @@ def _hf_names(shard: WeightShard, family: ModelFamily | None, config: Any) -> tu
             " gated units, and no biases except of q, k and v)",
             tensor=shard.name,
         )
-    return tuple(name.format(**numbers) for name in names)
-
-
-def _template(name: str) -> tuple[str, dict[str, str]]:
-    """A name with ``{layer}`` and ``{expert}`` in place of the numbers, and the numbers."""
-    in_layer, of_expert = _LAYER.fullmatch(name), _EXPERT.fullmatch(name)
-    numbers = {"layer": in_layer[2] if in_layer else "", "expert": of_expert[2] if of_expert else ""}
-    template = f"{of_expert[1]}{{expert}}" if of_expert else name
-    return _LAYER.sub(r"\1{layer}\3", template) if in_layer else template, numbers
+    return names
 
 
 def _rows_of_group(config: Any) -> tuple[int, int, int]:

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from mcontroller.errors import ConfigError, DataError
 from parallel_state.agreement import all_gather_values
 from parallel_state.megatron import MegatronContext
-from workers.weights.hf.config import ModelDescription, family_at, model_fields_from_hf
+from workers.weights.hf.config import family_at, model_fields_from_hf
 from workers.weights.hf.family import ModelFamily
 from workers.weights.hf.files import WeightFiles
 from workers.zigzag import zigzag_join, zigzag_positions
@@ -48,14 +48,12 @@ _STACKED = {
 }
 
 
-def verify_load(
-    chunks: Sequence[nn.Module], model: ModelDescription, context: MegatronContext, *, automatic: bool
-) -> str:
+def verify_load(chunks: Sequence[nn.Module], model: Any, context: MegatronContext, *, automatic: bool) -> str:
     """Compare a model that was loaded from ``model.hf_path`` with transformers (a collective).
 
     Args:
         chunks: this rank's model chunks, not wrapped.
-        model: its configuration.
+        model: its ``ModelConfig``.
         context: its layout, which is active.
         automatic: leave out a model that transformers does not have, that is large, or that is configured otherwise
             than its ``config.json``.
@@ -123,7 +121,7 @@ def _cannot(family: ModelFamily | None) -> str | None:
     return None if kind in CONFIG_MAPPING else f"transformers has no model of type {kind!r}"
 
 
-def _should_not(model: ModelDescription) -> str | None:
+def _should_not(model: Any) -> str | None:
     """Why the model is not compared without being asked to."""
     path = Path(str(model.hf_path))
     size = sum(file.stat().st_size for file in path.glob("*.safetensors"))

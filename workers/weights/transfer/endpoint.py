@@ -10,49 +10,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mcontroller.errors import MControllerError
+from mcontroller.errors import DataError, MControllerError
 from workers.weights.resharding import BucketMemory, Wanted, filled_bucket
-from workers.weights.resharding_schedule import LocalTensor, Move, TensorInBucket
+from workers.weights.resharding_schedule import Move, TensorInBucket
 from workers.weights.shards import SliceReader, WeightShard
-from workers.weights.transfer.errors import PeerLost
-from workers.weights.transfer.plan import PeerSlices, is_large
-from workers.weights.transfer.transport import Deadline, RankTraffic, Receiver, Sender
+from workers.weights.transfer.plan import RankSchedule
+from workers.weights.transfer.transport import Deadline, PeerLost
 from workers.weights.transfer.transports import TRANSPORTS
-
-__all__ = ["RankSchedule", "TransferEndpoint", "TransferOutcome"]
-
-
-class RankSchedule(NamedTuple):
-    """The arguments with which a rank opens its side of a transfer.
-
-    Attributes:
-        transfer: the id of the transfer.
-        transport: the name of the transport.
-        sends: whether the rank belongs to the source.
-        rank, size: its number among the ranks of both groups, and how many these are.
-        buckets: what it sends or receives.
-        timeout: seconds after which setting up a connection fails.
-        direct: what it sends or receives outside of the buckets.
-        hf_names: whether the tensors are named and divided as in a Hugging Face checkpoint.
-        whole: the tensors that an engine gets, in the order of their slots; none without an engine.
-    """
-
-    transfer: str
-    transport: str
-    sends: bool
-    rank: int
-    size: int
-    buckets: tuple[tuple[PeerSlices, ...], ...]
-    timeout: float
-    direct: tuple[Move, ...] = ()
-    hf_names: bool = False
-    whole: tuple[LocalTensor, ...] = ()
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes that the rank sends or receives."""
-        in_buckets = sum(slices.nbytes for bucket in self.buckets for slices in bucket)
-        return in_buckets + sum(move.nbytes for move in self.direct)
 
 
 class TransferOutcome(NamedTuple):
@@ -94,20 +58,7 @@ class TransferEndpoint:
         self._schedule, self._shards, self._device = schedule, shards, device
         self._reader = SliceReader(shards)
         self._deadline = Deadline(schedule.timeout)
-        transport = TRANSPORTS.get_or_raise(schedule.transport)
-        self._uses_in_place = transport.uses_in_place
-        traffic = RankTraffic(
-            schedule.transfer,
-            schedule.rank,
-            schedule.size,
-            address,
-            schedule.buckets,
-            device,
-            schedule.timeout,
-            schedule.direct,
-            self._in_place,
-        )
-        self._end: Sender | Receiver = (transport.sender if schedule.sends else transport.receiver)(traffic)
+        self._end = TRANSPORTS.get_or_raise(schedule.transport)(schedule, device, address, self._direct_memory)
 
     def listen(self) -> Any:
         """Return what other ranks need to reach this one."""
@@ -160,17 +111,16 @@ class TransferEndpoint:
         return TransferOutcome(self._schedule.nbytes, seconds, self._end.buffer_bytes, None, failure, peer)
 
     def _send(self) -> None:
-        sender: Any = self._end
         self._reader = SliceReader(self._shards)  # the weights have changed
-        sender.start()
+        self._end.start()
         for index, bucket in enumerate(self._schedule.buckets):
-            buffer = sender.buffer(index, self._deadline)
+            buffer = self._end.buffer(index, self._deadline)
             for slices in bucket:
                 self._fill(buffer[slices.start : slices.start + slices.nbytes], slices.moves)
             if buffer.is_cuda:
                 torch.cuda.current_stream().synchronize()
-            sender.send(index, self._deadline)
-        sender.flush(self._deadline)
+            self._end.send(index, self._deadline)
+        self._end.flush(self._deadline)
         self._reader = SliceReader(self._shards)  # without the last merged tensor
 
     def _receive(self) -> None:
@@ -179,30 +129,29 @@ class TransferEndpoint:
         self._end.start()
         for index in range(len(self._schedule.buckets)):
             for move, values in self._arriving(index):
-                if self._in_place(move) is None:
-                    tensor = self._slice(move)
-                    tensor.copy_(values.view(tensor.shape))
+                tensor = self._slice(move)
+                tensor.copy_(values.view(tensor.shape))
         self._end.flush(self._deadline)
         if self._device.type == "cuda":
             torch.cuda.current_stream().synchronize()
 
     def _arriving(self, index: int) -> Iterator[tuple[Move, Tensor]]:
         """The slices of a bucket and their values, flat, each valid until the next one."""
-        receiver: Any = self._end
-        for slices, data in receiver.receive(index, self._deadline):
+        for slices, data in self._end.receive(index, self._deadline):
             yield from zip(slices.moves, _parts(data, slices.moves), strict=True)
             if data.is_cuda:
                 torch.cuda.current_stream().synchronize()
 
-    def _in_place(self, move: Move) -> Tensor | None:
-        """Return the memory of a slice, uint8 ``[bytes]``, if it is large, contiguous and of the dtype that travels."""
-        if not self._uses_in_place or not is_large(move) or self._schedule.whole:
-            return None
-        if self._schedule.sends and self._shards[move.source_slot].merging is not None:
-            return None
+    def _direct_memory(self, move: Move) -> Tensor:
+        """Return the memory of a slice that travels outside of the buckets, uint8 ``[bytes]``."""
         tensor = self._slice(move)  # now: weights that were offloaded have new memory
-        suits = tensor.is_contiguous() and tensor.dtype == getattr(torch, move.dtype)
-        return tensor.view(-1).view(torch.uint8) if suits else None
+        if not tensor.is_contiguous() or tensor.dtype != getattr(torch, move.dtype):
+            raise DataError(
+                f"a weight that was contiguous {move.dtype} when the transfer was opened is not any more: open a new "
+                "WeightTransfer",
+                dtype=move.dtype,
+            )
+        return tensor.view(-1).view(torch.uint8)
 
     def _slice(self, move: Move) -> Tensor:
         """Return the slice of this rank's tensor that a move sends, or fills."""
@@ -213,9 +162,8 @@ class TransferEndpoint:
     def _fill(self, data: Tensor, moves: Sequence[Move]) -> None:
         """Copy slices of this rank's tensors into ``data``, converted to the dtype that travels."""
         for move, part in zip(moves, _parts(data, moves), strict=True):
-            if self._in_place(move) is None:
-                tensor = self._slice(move)
-                part.view(tensor.shape).copy_(tensor)
+            tensor = self._slice(move)
+            part.view(tensor.shape).copy_(tensor)
 
 
 def _parts(data: Tensor, moves: Sequence[Move]) -> tuple[Tensor, ...]:

@@ -24,17 +24,6 @@ from workers.weights.resharding_schedule import (
     whole_tensors,
 )
 
-__all__ = [
-    "PeerSlices",
-    "RankWeights",
-    "ServedEngine",
-    "TransferSchedule",
-    "WeightMessage",
-    "explanation",
-    "is_large",
-    "schedule_transfer",
-]
-
 
 class ServedEngine(NamedTuple):
     """An engine that gets weights.
@@ -75,13 +64,11 @@ class RankWeights(NamedTuple):
 
 _MOST_LINES = 40
 
-MESSAGE_BYTES = 1 << 20
-"""Slices of this size or more are separate messages, so that a rank can send or receive them without a copy."""
+ALIGNMENT = 64
+"""[bytes] The start of a bucket in the memory that has two of them."""
 
-
-def is_large(move: Move) -> bool:
-    """Return whether a slice is a separate message."""
-    return move.nbytes >= MESSAGE_BYTES
+DIRECT_BYTES = 1 << 20
+"""Slices of this size or more, contiguous and of one dtype on both sides, travel outside of the buckets."""
 
 
 class PeerSlices(NamedTuple):
@@ -99,33 +86,50 @@ class PeerSlices(NamedTuple):
     nbytes: int
     moves: tuple[Move, ...]
 
-    def messages(self) -> list[WeightMessage]:
-        """Divide the slices into messages; both ranks divide them in the same way."""
-        messages: list[WeightMessage] = []
-        start = 0
-        for move in self.moves:
-            large = move if is_large(move) else None
-            if large is None and messages and messages[-1].move is None:
-                last = messages[-1]
-                messages[-1] = last._replace(nbytes=last.nbytes + move.nbytes)
-            else:
-                messages.append(WeightMessage(start, move.nbytes, large))
-            start += move.nbytes
-        return messages
 
-
-class WeightMessage(NamedTuple):
-    """A part of the slices that travels as one message.
+@dataclass(frozen=True)
+class RankSchedule:
+    """What one rank sends or receives in a transfer, and how: with it, it opens its end.
 
     Attributes:
-        start: the first byte in the bytes of the slices.
-        nbytes: its length.
-        move: its only slice if that is large; None for small slices, one after the other.
+        transfer: the id of the transfer.
+        transport: the name of the transport.
+        sends: whether the rank belongs to the source.
+        rank, size: its number among the ranks of both groups, and how many these are.
+        buckets: the slices of each bucket, in the order in which they travel.
+        timeout: seconds after which setting up a connection fails.
+        direct: the slices that travel outside of the buckets, from weights to weights, in order.
+        hf_names: whether the tensors are named and divided as in a Hugging Face checkpoint.
+        whole: the tensors that an engine gets, in the order of their slots; none without an engine.
     """
 
-    start: int
-    nbytes: int
-    move: Move | None
+    transfer: str
+    transport: str
+    sends: bool
+    rank: int
+    size: int
+    buckets: tuple[tuple[PeerSlices, ...], ...]
+    timeout: float
+    direct: tuple[Move, ...] = ()
+    hf_names: bool = False
+    whole: tuple[LocalTensor, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that the rank sends or receives."""
+        in_buckets = sum(slices.nbytes for bucket in self.buckets for slices in bucket)
+        return in_buckets + sum(move.nbytes for move in self.direct)
+
+    @cached_property
+    def peers(self) -> tuple[int, ...]:
+        """The ranks that this one sends to or receives from in buckets."""
+        return tuple(sorted({slices.peer for bucket in self.buckets for slices in bucket}))
+
+    @cached_property
+    def bucket_bytes(self) -> int:
+        """The length of the largest bucket, rounded up so that a second one after it is aligned for any dtype."""
+        most = max((sum(slices.nbytes for slices in bucket) for bucket in self.buckets), default=0)
+        return -(-most // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(frozen=True)
@@ -255,7 +259,7 @@ def _needs_no_bucket(move: Move, everyone: Sequence[RankWeights]) -> bool:
     source = everyone[move.source_rank].tensors[move.source_slot]
     target = everyone[move.target_rank].tensors[move.target_slot]
     same = source.dtype == target.dtype
-    return is_large(move) and same and _is_contiguous(move, source) and _is_contiguous(move, target)
+    return move.nbytes >= DIRECT_BYTES and same and _is_contiguous(move, source) and _is_contiguous(move, target)
 
 
 def _is_contiguous(move: Move, tensor: LocalTensor) -> bool:

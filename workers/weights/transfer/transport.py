@@ -1,63 +1,47 @@
-"""The protocol of transports, which carry buckets of weights between the processes of two groups."""
+"""What transports have in common, which carry buckets of weights between the processes of two groups."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from mcontroller.errors import MControllerError
 from workers.weights.resharding_schedule import Move
-from workers.weights.transfer.errors import PeerLost
-from workers.weights.transfer.plan import PeerSlices, RankWeights
-
-__all__ = ["Deadline", "RankTraffic", "Receiver", "Sender", "Transport"]
-
-ALIGNMENT = 64
+from workers.weights.transfer.plan import PeerSlices, RankSchedule, RankWeights
 
 
-@dataclass(frozen=True)
-class RankTraffic:
-    """The slices that one rank sends or receives in a transfer, and how; its end of the transport is made from it.
+class TransferError(MControllerError):
+    """A transfer of weights that did not complete; the source group is usable, the target's weights are incomplete.
 
     Attributes:
-        transfer: the id of the transfer.
-        rank: its number; ranks of the target follow the ranks of the source.
-        size: number of ranks of both groups.
-        address: of its node, on which other processes reach it.
-        buckets: the slices of each bucket, in the order in which they travel.
-        device: the device of its tensors.
-        timeout: seconds after which setting up a connection fails.
-        direct: the slices that travel outside of the buckets, from weights to weights, in order, if the transport
-            ``uses_in_place``.
-        in_place: returns the memory of a slice in the weights themselves, uint8 ``[bytes]``, if it can travel from or
-            to there without being copied through a buffer.
+        source, target: the names of the groups.
+        failures: what each rank reports, by group and rank: ``{("rollout", 1): "process ended"}``.
     """
 
-    transfer: str
-    rank: int
-    size: int
-    address: str
-    buckets: tuple[tuple[PeerSlices, ...], ...]
-    device: torch.device
-    timeout: float
-    direct: tuple[Move, ...] = ()
-    in_place: Callable[[Move], Tensor | None] = lambda move: None
+    source: str
+    target: str
+    failures: dict[tuple[str, int], str]
 
-    @cached_property
-    def peers(self) -> tuple[int, ...]:
-        """The ranks that this one sends to or receives from in buckets."""
-        return tuple(sorted({slices.peer for bucket in self.buckets for slices in bucket}))
 
-    @cached_property
-    def bucket_bytes(self) -> int:
-        """The length of the largest bucket, rounded up so that a second one after it is aligned for any dtype."""
-        most = max((sum(slices.nbytes for slices in bucket) for bucket in self.buckets), default=0)
-        return -(-most // ALIGNMENT) * ALIGNMENT
+class PeerLost(MControllerError):
+    """A rank of the other group that did not send or receive in time, or whose process ended.
+
+    Attributes:
+        peer: its number: ranks of the target follow the ranks of the source.
+        cause: what was observed.
+    """
+
+    peer: int
+    cause: str
+
+    @classmethod
+    def of(cls, peer: int, cause: str) -> PeerLost:
+        """Return the error for a rank."""
+        return cls(f"rank {peer} of the transfer: {cause}", peer=peer, cause=cause)
 
 
 class Deadline:
@@ -75,100 +59,69 @@ class Deadline:
         """
         left = self._at - time.monotonic()
         if left <= 0:
-            cause = f"nothing arrived within {self.seconds:g} s"
-            raise PeerLost(f"rank {peer} of the transfer: {cause}", peer=peer, cause=cause)
+            raise PeerLost.of(peer, f"nothing arrived within {self.seconds:g} s")
         return left
 
 
-class End(Protocol):
-    """One rank's end of a transport. ``listen`` of all ranks returns before ``connect`` of any is called."""
+class Transport:
+    """One rank's end of a transfer, as it is without connections and without memory of its own.
+
+    ``listen`` of all ranks returns before ``connect`` of any is called. A rank that sends calls ``buffer`` and ``send``
+    for every bucket, with at most two of them in flight; a rank that receives calls ``receive``. Whatever waits raises
+    PeerLost if a peer does not send or receive before the deadline, or if its process has ended.
+
+    Args:
+        schedule: what the rank sends or receives.
+        device: of its tensors.
+        address: of this node, on which other processes reach it.
+        direct_memory: returns the memory of a slice of the weights, uint8 ``[bytes]``, if the transport
+            ``sends_directly``.
+
+    Attributes:
+        sends_directly: whether slices that are contiguous on both sides travel outside of the buckets.
+        buffer_bytes: the memory that this end keeps in addition to the weights.
+    """
+
+    sends_directly: ClassVar[bool] = False
+    buffer_bytes = 0
+
+    def __init__(
+        self,
+        schedule: RankSchedule,
+        device: torch.device,
+        address: str,
+        direct_memory: Callable[[Move], Tensor] | None = None,
+    ) -> None:
+        self.schedule, self.device, self.address, self.direct_memory = schedule, device, address, direct_memory
+
+    @staticmethod
+    def why_not(sources: Sequence[RankWeights], targets: Sequence[RankWeights]) -> str:
+        """Return why the transport cannot be used between these ranks; "" if it can."""
+        raise NotImplementedError
 
     def listen(self) -> Any:
         """Return what other ranks need to reach this one: a value that can be pickled, or None."""
-        ...
 
     def connect(self, addresses: Mapping[int, Any], deadline: Deadline) -> None:
-        """Connect to the peers.
-
-        Args:
-            addresses: the result of ``listen`` by rank.
-            deadline: a later connection fails.
-
-        Raises:
-            PeerLost: a peer cannot be reached in time.
-        """
-        ...
-
-    @property
-    def buffer_bytes(self) -> int:
-        """The memory that this end keeps in addition to the weights."""
-        ...
+        """Connect to the peers; ``addresses`` are what ``listen`` returned, by rank."""
 
     def start(self) -> None:
         """Start to send or receive the slices that travel outside of the buckets."""
-        ...
+
+    def buffer(self, index: int, deadline: Deadline) -> Tensor:
+        """Return the memory to fill with the bucket, uint8 ``[bytes]``; wait until it is free."""
+        raise NotImplementedError
+
+    def send(self, index: int, deadline: Deadline) -> None:
+        """Start sending the bucket that the buffer was filled with."""
+        raise NotImplementedError
+
+    def receive(self, index: int, deadline: Deadline) -> Iterator[tuple[PeerSlices, Tensor]]:
+        """Iterate over the slices of the bucket with their bytes, uint8 ``[bytes]``, each valid until the next one."""
+        raise NotImplementedError
 
     def flush(self, deadline: Deadline) -> None:
-        """Wait until the peers have received all that was sent, and all that is to be received is there.
-
-        Raises:
-            PeerLost: a peer has not received or sent in time, or its process ended.
-        """
-        ...
+        """Wait until the peers have received all that was sent, and all that is to be received is there."""
 
     def close(self) -> None:
         """End all connections and free the buffers; in the middle of a transfer too."""
-        ...
-
-
-class Sender(End, Protocol):
-    """The end of a rank that sends. At most two buckets are in flight: the next is filled while one travels."""
-
-    def buffer(self, index: int, deadline: Deadline) -> Tensor:
-        """Return the memory to fill with the bucket, uint8 ``[bytes]``; wait until it is free.
-
-        The bytes of slices that are sent in place are not read.
-
-        Raises:
-            PeerLost: a peer has not received an earlier bucket in time, or its process ended.
-        """
-        ...
-
-    def send(self, index: int, deadline: Deadline) -> None:
-        """Start sending the bucket that the buffer was filled with.
-
-        Raises:
-            PeerLost: a peer's process ended.
-        """
-        ...
-
-
-class Receiver(End, Protocol):
-    """The end of a rank that receives."""
-
-    def receive(self, index: int, deadline: Deadline) -> Iterator[tuple[PeerSlices, Tensor]]:
-        """Iterate over the slices of the bucket with their bytes, uint8 ``[bytes]``, each valid until the next one.
-
-        The bytes of slices that were received in place are not set.
-
-        Raises:
-            PeerLost: a peer has not sent in time, or its process ended.
-        """
-        ...
-
-
-@dataclass(frozen=True)
-class Transport:
-    """A way to carry buckets between processes.
-
-    Attributes:
-        sender, receiver: make the ends of a rank.
-        uses_in_place: whether its ends send and receive the slices of ``RankTraffic.in_place`` without a buffer, and so
-            the slices of ``RankTraffic.direct``.
-        why_not: returns why it cannot be used between these ranks; "" if it can.
-    """
-
-    sender: Callable[[RankTraffic], Sender]
-    receiver: Callable[[RankTraffic], Receiver]
-    why_not: Callable[[Sequence[RankWeights], Sequence[RankWeights]], str]
-    uses_in_place: bool = False

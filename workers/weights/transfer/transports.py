@@ -6,14 +6,13 @@ from collections.abc import Sequence
 
 from mcontroller.config.registry import Registry
 from mcontroller.errors import ConfigError
-from workers.weights.transfer import in_process, process_group
-from workers.weights.transfer.linked import cuda_ipc, object_store, shared_memory
+from workers.weights.transfer.in_process import InProcess
+from workers.weights.transfer.mapped import CudaIpc, SharedMemory
 from workers.weights.transfer.plan import RankWeights
+from workers.weights.transfer.process_group import ProcessGroup
 from workers.weights.transfer.transport import Transport
 
-__all__ = ["TRANSPORTS", "choose_transport"]
-
-TRANSPORTS: Registry[Transport] = Registry("transport of weights", key="transport")
+TRANSPORTS: Registry[type[Transport]] = Registry("transport of weights", key="transport")
 """In the order in which ``auto`` tries them: on GPUs a process group, or CUDA IPC if ranks share a GPU."""
 
 
@@ -41,8 +40,7 @@ def choose_transport(name: str, sources: Sequence[RankWeights], targets: Sequenc
     return usable[0]
 
 
-TRANSPORTS.add("in_process", in_process.TRANSPORT)
-TRANSPORTS.add("shared_memory", shared_memory.TRANSPORT)
-TRANSPORTS.add("process_group", process_group.TRANSPORT)
-TRANSPORTS.add("cuda_ipc", cuda_ipc.TRANSPORT)
-TRANSPORTS.add("object_store", object_store.TRANSPORT)
+TRANSPORTS.add("in_process", InProcess)
+TRANSPORTS.add("shared_memory", SharedMemory)
+TRANSPORTS.add("process_group", ProcessGroup)
+TRANSPORTS.add("cuda_ipc", CudaIpc)

@@ -12,13 +12,11 @@ from typing import Any, Self
 from mcontroller.errors import GroupError
 from mcontroller.group import WorkerGroup
 from mcontroller.transport import Future
-from workers.weights.transfer.endpoint import RankSchedule, TransferOutcome
-from workers.weights.transfer.errors import TransferError
-from workers.weights.transfer.plan import TransferSchedule, explanation, schedule_transfer
+from workers.weights.transfer.endpoint import TransferOutcome
+from workers.weights.transfer.plan import RankSchedule, TransferSchedule, explanation, schedule_transfer
+from workers.weights.transfer.transport import TransferError
 from workers.weights.transfer.transports import TRANSPORTS, choose_transport
 from workers.weights.verification import Verification
-
-__all__ = ["TransferReport", "WeightTransfer"]
 
 logger = logging.getLogger(__name__)
 
@@ -76,8 +74,8 @@ class WeightTransfer:
         source: the group that weights come from.
         target: the group that weights go to. Its weights and persistent buffers are replaced.
         transport: a name of ``TRANSPORTS``: ``in_process``, ``shared_memory`` (one node), ``process_group`` (gloo or
-            NCCL), ``cuda_ipc`` (GPUs of one node, which ranks may share), ``object_store`` (Ray's); ``auto`` is the
-            first of these that can be used.
+            NCCL), ``cuda_ipc`` (GPUs of one node, which ranks may share); ``auto`` is the first of these that can be
+            used.
         bucket_bytes: most bytes that a rank sends, and most that it receives, at once. A rank keeps at most two such
             buckets. Slices that travel from the weights of one rank to the weights of the other, without a buffer, do
             not count (large ones by ``process_group``).
@@ -112,8 +110,8 @@ class WeightTransfer:
         self._hf_names = any(each.engine is not None for each in of_target)
         of_source = source.describe_weights(self._hf_names)
         self.transport = choose_transport(transport, of_source, of_target)
-        in_place = TRANSPORTS[self.transport].uses_in_place
-        self.schedule: TransferSchedule = schedule_transfer(of_source, of_target, bucket_bytes, direct=in_place)
+        direct = TRANSPORTS[self.transport].sends_directly
+        self.schedule: TransferSchedule = schedule_transfer(of_source, of_target, bucket_bytes, direct=direct)
         self._verifies = all(each.verify for each in of_target)
         self._verification = Verification(f"group {target.name}")
         if not self._verifies:

@@ -11,7 +11,7 @@ from mcontroller.errors import CallTimeout, WorkerDied
 from tests.workers.roles import MODEL, OPTIM, PROMPT, RESPONSE
 from tests.workers.weights.transfer.roles import Policy
 from workers.config import ActorConfig, load_config
-from workers.weights.transfer.errors import TransferError
+from workers.weights.transfer.transport import TransferError
 from workers.weights.transfer.weight_transfer import WeightTransfer
 
 BUCKET = 16_384

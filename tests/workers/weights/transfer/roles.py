@@ -9,8 +9,8 @@ import time
 
 from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
+from tests.workers.full_state import full_state_dict
 from workers.actor import ActorRolloutRefWorker
-from workers.weights.full_state import full_state_dict
 from workers.weights.transfer import plan
 from workers.weights.transfer.endpoint import TransferOutcome
 
@@ -34,9 +34,9 @@ class Policy(ActorRolloutRefWorker):
                 parameter.data.add_(0.01)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def set_message_bytes(self, nbytes: int) -> None:
-        """Let slices of this size or more be separate messages."""
-        plan.MESSAGE_BYTES = nbytes
+    def set_direct_bytes(self, nbytes: int) -> None:
+        """Let slices of this size or more travel outside of the buckets."""
+        plan.DIRECT_BYTES = nbytes
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def fail_in_the_next_transfer(self, fault: str) -> None:

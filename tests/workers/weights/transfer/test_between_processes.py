@@ -23,21 +23,21 @@ def test_weights_arrive_over_every_transport_and_the_source_survives_a_target(
 ) -> None:
     monkeypatch.setattr(weight_transfer, "TARGET_GRACE", 0.5)
 
-    def set_message_bytes(nbytes: int, *groups: Any) -> None:
-        monkeypatch.setattr(plan, "MESSAGE_BYTES", nbytes)
+    def set_direct_bytes(nbytes: int, *groups: Any) -> None:
+        monkeypatch.setattr(plan, "DIRECT_BYTES", nbytes)
         for each in groups:
-            each.set_message_bytes(nbytes)
+            each.set_direct_bytes(nbytes)
 
     with policy(pool, "actor", 1, {"tp": 2}) as actor:
         with policy(pool, "rollout", 2, {}) as rollout:
             assert rollout.digest()[0] != actor.digest()[0]
-            for transport in ("shared_memory", "process_group", "object_store"):
+            for transport in ("shared_memory", "process_group"):
                 check_weights(actor, rollout, transport)
-            set_message_bytes(256, actor, rollout)  # slices travel from weights to weights
+            set_direct_bytes(256, actor, rollout)  # slices travel from weights to weights
             check_weights(actor, rollout, "process_group")
             check_hang(actor, rollout, "process_group")
         with policy(pool, "rollout", 2, {}) as rollout:
             check_hang(actor, rollout, "shared_memory")
         with policy(pool, "rollout", 2, {}) as rollout:
-            set_message_bytes(256, actor, rollout)
+            set_direct_bytes(256, actor, rollout)
             check_death(actor, rollout, "process_group")

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import types
-from collections.abc import Iterator
-
 import pytest
 
 from mcontroller.errors import ConfigError
@@ -19,12 +15,6 @@ GPUS = ("A", "B", "C", "D")
 def ranks(*devices: str, node: str = "node", visible: tuple[str, ...] = GPUS) -> list[RankWeights]:
     """One rank in a separate process for each device."""
     return [RankWeights((), (), node, next(_pids), device, visible=visible) for device in devices]
-
-
-@pytest.fixture
-def ray_runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setitem(sys.modules, "ray", types.SimpleNamespace(is_initialized=lambda: True))
-    yield
 
 
 CPU = "cpu"
@@ -43,7 +33,6 @@ CPU = "cpu"
     ],
     ids=["one node", "two nodes", "other GPUs", "the same GPUs", "one in common", "isolated", "GPUs of two nodes"],
 )
-@pytest.mark.usefixtures("ray_runs")
 def test_the_first_usable_transport_is_chosen(
     sources: list[RankWeights], targets: list[RankWeights], expected: str
 ) -> None:
@@ -59,10 +48,8 @@ def test_the_first_usable_transport_is_chosen(
         ("cuda_ipc", ranks("A"), ranks(CPU), "there are weights on CPUs; expected GPUs"),
         ("cuda_ipc", ranks("A", "B"), ranks("A", "B", visible=("A",)), "rank 0 that receives cannot use GPU B"),
         ("shared_memory", ranks("A"), ranks("A"), "the weights are on GPUs"),
-        ("object_store", ranks("A"), ranks("A"), "the weights are on GPUs"),
     ],
 )
-@pytest.mark.usefixtures("ray_runs")
 def test_a_transport_that_cannot_be_used_is_rejected_with_the_reason(
     name: str, sources: list[RankWeights], targets: list[RankWeights], reason: str
 ) -> None:
@@ -76,7 +63,6 @@ def test_ranks_of_one_process_share_no_cuda_memory() -> None:
         choose_transport("cuda_ipc", [rank], [rank])
 
 
-@pytest.mark.usefixtures("ray_runs")
 def test_without_a_usable_transport_all_reasons_are_named() -> None:
-    with pytest.raises(ConfigError, match=r"process_group: several .* GPU A.*cuda_ipc: .*2 nodes.*object_store: "):
+    with pytest.raises(ConfigError, match=r"process_group: several .* GPU A.*cuda_ipc: .*2 nodes"):
         choose_transport("auto", [*ranks("A"), *ranks("B", node="other")], [*ranks("A"), *ranks("B", node="other")])

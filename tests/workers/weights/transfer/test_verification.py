@@ -11,18 +11,15 @@ from torch import Tensor
 from mcontroller.errors import CallRejected
 from tests.workers.roles import experience
 from tests.workers.weights.transfer.test_equal_generation import EXPERTS, TIED, generated, group
-from workers.weights.transfer.in_process import TRANSPORT
+from workers.weights.transfer.in_process import InProcess
 from workers.weights.transfer.plan import PeerSlices
-from workers.weights.transfer.transport import Transport
 from workers.weights.transfer.transports import TRANSPORTS
 from workers.weights.transfer.weight_transfer import WeightTransfer
 from workers.weights.verification import WeightsNotArrived
 
-Base: Any = TRANSPORT.receiver
 
-
-class LossyReceiver(Base):  # type: ignore[misc]
-    """Loses the second bucket, or one slice of it."""
+class Lossy(InProcess):
+    """Loses the second bucket, or one slice of it, when it is received."""
 
     loses = ""
 
@@ -36,7 +33,7 @@ class LossyReceiver(Base):  # type: ignore[misc]
 
 @pytest.fixture(scope="module", autouse=True)
 def lossy_transport() -> None:
-    TRANSPORTS.add("lossy", Transport(TRANSPORT.sender, LossyReceiver, TRANSPORT.why_not))
+    TRANSPORTS.add("lossy", Lossy)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +67,7 @@ def test_lost_weights_are_reported_with_their_names(
             for move in slices.moves
         }
         for loses in ("bucket", "slice"):
-            monkeypatch.setattr(LossyReceiver, "loses", loses)
+            monkeypatch.setattr(Lossy, "loses", loses)
             with pytest.raises(WeightsNotArrived, match="did not arrive in group rollout") as caught:
                 transfer.run()
             error = caught.value
@@ -78,7 +75,7 @@ def test_lost_weights_are_reported_with_their_names(
             assert not error.missing and not error.unknown and set(error.tensors) <= lost
             with pytest.raises(CallRejected, match="partly old and partly new"):
                 generated(rollout)
-        monkeypatch.setattr(LossyReceiver, "loses", "")
+        monkeypatch.setattr(Lossy, "loses", "")
         transfer.run()
     assert set(generated(rollout).batch["policy_version"].tolist()) == {1}
 
@@ -88,7 +85,7 @@ def test_the_check_is_turned_off_by_the_configuration_of_the_target(
 ) -> None:
     never = {"verify_weights": "never", "unverified_reason": "a test"}
     actor, rollout = group("actor_rollout", 1, {}, {}), group("rollout", 1, {}, {"seed": 7}, rollout=never)
-    monkeypatch.setattr(LossyReceiver, "loses", "bucket")
+    monkeypatch.setattr(Lossy, "loses", "bucket")
     with WeightTransfer(actor, rollout, transport="lossy", bucket_bytes=4096) as transfer:
         assert "weights/verify_seconds" not in transfer.run().metrics()
     assert "rollout receives are not verified" in caplog.text

@@ -1,4 +1,4 @@
-"""Part c: offload and reload, save and load, at the size of the model."""
+"""Parts b and c, at the size of the model: memory and speed, offload and reload, save and load."""
 
 from __future__ import annotations
 
@@ -9,16 +9,52 @@ from pathlib import Path
 
 import torch
 
-from workers.gpucheck.case_run import can_save
+from workers.gpucheck.case_run import Session, can_save
+from workers.gpucheck.cases import prompt_columns
 from workers.gpucheck.equality import TOLERANCES, score_difference
-from workers.gpucheck.large import full_rows
-from workers.gpucheck.policy import Policy, timed
-from workers.gpucheck.rows import Row, at_most, judged, measured, skipped
-from workers.gpucheck.session import Session
-
-__all__ = ["host_gb", "offload", "offload_rows", "saves"]
+from workers.gpucheck.policy import Policy, full_rows, timed
+from workers.gpucheck.rows import Figure, Row, at_most, judged, measured, skipped
+from workers.run.role_calls import Lengths, calls_of_run
 
 _GB = 2**30
+
+
+def memory(session: Session) -> Iterator[Row]:
+    """Compare the peak of an update with the estimate of ``python -m mcontroller check``."""
+    scale = session.scale
+    config = scale.config(session.implementation)
+    lengths = Lengths(scale.prompt, scale.response, config.ppo_mini_batch_size)
+    fused = session.implementation == "transformer_engine"
+    calls = calls_of_run({"actor_rollout_ref": config}, {"actor_rollout_ref": 1}, lengths, fused=fused)
+    estimate = next(call for call in calls if call.call == "train").stages[0].total
+    with Policy(config, "actor") as policy:
+        batch = full_rows(scale, [scale.prompt + scale.response] * config.ppo_mini_batch_size)
+        policy.update(batch)  # makes the optimizer's state
+        torch.cuda.reset_peak_memory_stats()
+        seconds, metrics = timed(lambda: policy.update(batch))
+        peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+        free, total = torch.cuda.mem_get_info()
+    advice = "python -m mcontroller check is wrong for this machine: give a run more room, and report the row"
+    figures: dict[str, Figure] = {"estimate_gb": estimate / _GB, "peak_gb": peak / _GB, "reserved_gb": reserved / _GB}
+    figures |= {"outside_torch_gb": (total - free - reserved) / _GB, "mfu": metrics.get("mfu", "unknown GPU")}
+    figures["tokens_per_s"] = int(batch["attention_mask"].sum()) / seconds
+    yield judged("peak of an update", abs(peak / estimate - 1) <= 0.1, "estimate within 10%", advice, **figures)
+
+
+def decoding(session: Session) -> Iterator[Row]:
+    """Measure the time of a generated token, with prompts of different lengths."""
+    scale = session.scale
+    with Policy(scale.config(session.implementation, rollout={"response_length": scale.decoded}), "rollout") as policy:
+        prompts = prompt_columns(scale.rows, scale.prompt, scale.model["vocab_size"])
+        generate = functools.partial(policy.generate, prompts, do_sample=False, eos_token_id=[])
+        generate()
+        torch.cuda.reset_peak_memory_stats()
+        whole, _ = timed(generate)
+        peak = torch.cuda.max_memory_allocated() / _GB
+        short, _ = timed(functools.partial(generate, response_length=scale.decoded // 4))
+        of_token = (whole - short) / (scale.decoded - scale.decoded // 4)
+        speed = scale.rows * scale.decoded / whole
+        yield measured("decoding", ms_per_token=of_token * 1e3, tokens_per_s=speed, peak_gb=peak)
 
 
 def offload(session: Session) -> Iterator[Row]:
@@ -37,7 +73,7 @@ def offload(session: Session) -> Iterator[Row]:
                     "freed_gb": freed / _GB,
                     "allocator_gb": (held - torch.cuda.memory_allocated()) / _GB,
                     "driver_gb": (torch.cuda.mem_get_info()[0] - free) / _GB,
-                    "host_available_gb": host_gb("/proc/meminfo", "MemAvailable"),
+                    "host_available_gb": _host_gb(),
                     "offload_gb_per_s": freed / out / _GB,
                 }
             )
@@ -82,10 +118,12 @@ def saves(session: Session) -> Iterator[Row]:
         if shutil.disk_usage(session.folder).free < needed:
             yield skipped("save and load", f"{session.folder} has no room for {needed / _GB:.0f} GB: pass --folder")
             return
-        yield _measured("save", policy, "save_checkpoint", path, 1)
+        seconds, _ = timed(lambda: policy.call("save_checkpoint", path, 1))
+        yield measured("save", call_s=seconds)
         policy.update(batch)
         expected = policy.scores(batch)
-        yield _measured("load", policy, "load_checkpoint", path)
+        seconds, _ = timed(lambda: policy.call("load_checkpoint", path))
+        yield measured("load", call_s=seconds)
         policy.update(batch)
         tolerance = TOLERANCES["bfloat16"]
         difference = score_difference(policy.scores(batch), expected, tolerance)
@@ -93,22 +131,10 @@ def saves(session: Session) -> Iterator[Row]:
         yield at_most("step after a load", difference, tolerance.again, advice)
 
 
-def _measured(name: str, policy: Policy, method: str, *arguments: object) -> Row:
-    """Call a method, and return the row of its seconds and of the peaks of the GPU and of this process."""
-    torch.cuda.reset_peak_memory_stats()
-    held = torch.cuda.memory_allocated()
-    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
-    resident = host_gb("/proc/self/status", "VmRSS")
-    seconds, _ = timed(functools.partial(policy.call, method, *arguments))
-    figures = {"gpu_peak_above_gb": (torch.cuda.max_memory_allocated() - held) / _GB}
-    figures["host_peak_above_gb"] = host_gb("/proc/self/status", "VmHWM") - resident
-    return measured(name, call_s=seconds, **figures)
-
-
-def host_gb(file: str, name: str) -> float:
-    """Return a value of a file of Linux with lines such as ``VmRSS:  12 kB``, in units of 2**30 bytes."""
-    line = next(line for line in Path(file).read_text().splitlines() if line.startswith(f"{name}:"))
-    return int(line.split()[1]) / 2**20
+def _host_gb() -> float:
+    """Return the memory of the host that is available, in units of 2**30 bytes."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]) / 2**20
 
 
 def _batch(session: Session) -> dict[str, torch.Tensor]:
