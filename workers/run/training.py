@@ -139,8 +139,6 @@ def start_ray(config: RunConfig) -> None:
     if cluster.address is not None:
         ray.init(address=cluster.address, log_to_driver=False)
         return
-    # Ray's agents wait so long for its control store, by default 60 s, after the death of all others with the driver.
-    os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "20")
     with _children_in_new_sessions():
         ray.init(
             address="local",

@@ -1,7 +1,7 @@
 """The sizes of a run's pools after a node is lost: those of the configuration, or smaller ones that still fit.
 
-A data-parallel replica that has lost a rank is of no use to the others. So declared nodes are left out as a whole, until
-the layouts of all roles divide what is left: fewer data-parallel replicas that train on the same global batch.
+A data-parallel replica that has lost a rank is of no use to the others. So declared nodes are left out as a whole,
+until the layouts of all roles divide what is left: fewer data-parallel replicas that train on the same global batch.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ class StateHolder:
 
 @dataclass(frozen=True)
 class _Step:
-    """A step whose state all ranks have written: the pickled ``RunState``, and node and place of every rank by group."""
+    """A step whose state all ranks have written: the pickled ``RunState``, and node and place of every rank."""
 
     number: int
     state: bytes
@@ -313,7 +313,6 @@ class MemoryCheckpoints:
             self._holders[node] = StateHolder() if node == HERE else _holder_on(node)
         call = getattr(self._holders[node], method)
         return call(*arguments) if node == HERE else call.remote(*arguments)
-
 
     def _value(self, answer: Any) -> Any:
         """Wait for a holder's answer, but not for those of nodes that are lost meanwhile."""

@@ -53,7 +53,9 @@ def test_a_layout_of_generation_counts_too() -> None:
     assert divides(0.5, 3)  # of workers without layouts
 
 
-def pools_of(sizes: dict[str, list[int]], nodes: dict[str, dict[str, float]], free: Sequence[dict[str, float]] = ()) -> Any:
+def pools_of(
+    sizes: dict[str, list[int]], nodes: dict[str, dict[str, float]], free: Sequence[dict[str, float]] = ()
+) -> Any:
     pools = ResourcePoolManager(sizes, {Role.ActorRolloutRef: "main", Role.RewardModel: "judge"}, use_gpu=True)
     elastic = ElasticPools(pools, [])
 
@@ -132,12 +134,16 @@ def test_a_run_shrinks_and_grows_and_ends_as_an_undisturbed_one(
 
 def test_ranks_of_fewer_replicas_load_the_files_of_their_place() -> None:
     def critics(dp: int) -> dict[str, LocalWorkerGroup[ToyCritic]]:
-        group = LocalWorkerGroup(RayClassWithInitArgs(ToyCritic, 0.1), ParallelLayout(2 * dp, tp=2), name_prefix="critic")
+        group = LocalWorkerGroup(
+            RayClassWithInitArgs(ToyCritic, 0.1), ParallelLayout(2 * dp, tp=2), name_prefix="critic"
+        )
         group.init_model()
         return {"critic": group}
 
     memory, saved, smaller = MemoryCheckpoints(SharedDevices("never")), critics(3), critics(2)
-    for worker, coordinates in zip(saved["critic"].workers, map(saved["critic"].topology.coordinates, range(6)), strict=True):
+    for worker, coordinates in zip(
+        saved["critic"].workers, map(saved["critic"].topology.coordinates, range(6)), strict=True
+    ):
         worker.table = torch.tensor([float(coordinates["tp"])])
     memory.save(saved, RunState(1, 0.1, 1))
     memory._holders[""]._digests.pop("critic.0.1")  # damaged: another replica has the same
