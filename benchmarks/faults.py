@@ -275,7 +275,7 @@ class Faults(Callback):
             print(json.dumps(dataclasses.asdict(trial)), flush=True)
         if self.trial is None and self.trials and not self.plan:
             trainer.stop()
-        elif self.trial is None and self.plan:
+        elif self.trial is None and self.plan and step > 2:
             self.trial = Trial(self.plan.pop())
             if self.trial.fault not in IN_STAGE:
                 self._after(self.draw.uniform(0.0, self.seconds))
@@ -421,7 +421,7 @@ def of_nodes(folder: Path, names: list[str], repeats: int, seed: int) -> list[Tr
             faults = Faults(expected, [fault] if number >= 0 else [], seed + number)
             faults.cluster, here = cluster, ADDRESSES[: 3 if fault == SPARE else 2]
             faults.nodes = {each: cluster.add_node(num_cpus=2, node_ip_address=each, **SMALL) for each in here}
-            steps = total_steps(6 if number < 0 else 1000)
+            steps = total_steps(12 if number < 0 else 1000)
             train(folder / f"nodes{len(trials)}{number}", faults, "pool.process_on_nodes=[2, 2]", steps, *layout)
             trials += faults.trials
             ray.shutdown()
