@@ -19,6 +19,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import logging
 import os
 import random
 import resource
@@ -199,8 +200,22 @@ IN_STAGE: dict[str, Callable[[Any], tuple[Any, str]]] = {
 """Faults in a stage, and the method that runs it."""
 
 
-LONGEST = {"SIGSTOP of one rank for 10 s, without a deadline": 12.0, "SIGKILL of a fault-tolerant GCS": 20.0}
+LONGEST = {
+    "SIGSTOP of one rank for 10 s, without a deadline": 12.0,
+    "SIGSTOP of a reward process": 15.0,
+    "SIGKILL of a fault-tolerant GCS, which is started again after 5 s": 25.0,
+}
 """[s] Time after which a fault that fails nothing has had its effect, if it is more than three steps."""
+
+
+class Warnings(logging.Handler):
+    """Keeps the warnings of this program."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.records: list[logging.LogRecord] = []
+        self.emit = self.records.append  # type: ignore[method-assign]
+        logging.getLogger("mcontroller").addHandler(self)
 
 
 class Faults(Callback):
@@ -217,6 +232,7 @@ class Faults(Callback):
         self.trials: list[Trial] = []
         self.is_reference = not plan
         self.seconds = 1.0
+        self.warnings = Warnings()
         self.held: Any = None
         self.cluster: Any = None
         self.nodes: dict[str, Any] = {}
@@ -270,6 +286,8 @@ class Faults(Callback):
         if trial is not None and trial.at and (trial.known is not None or long_ago):
             trial.exact = trial.exact if trial.fault == RETURNS else digests == self.expected[step - 1]
             trial.left = sum(Path(f"/proc/{pid}").exists() for pid in trial.before) if trial.known else 0
+            if trial.known is None and (said := [it for it in self.warnings.records if it.created > trial.at]):
+                trial.named = f"logged after {said[0].created - trial.at:.1f} s: {said[0].getMessage():.120}"
             self.trials.append(trial)
             self.trial = self.held = None
             print(json.dumps(dataclasses.asdict(trial)), flush=True)

@@ -20,7 +20,7 @@ from mcontroller.ppo.groups import RunGroups
 from mcontroller.ppo.rewards.reward import CombineRewards, Reward, RewardFunction, RewardSources
 from mcontroller.ppo.roles import Role, check_generates_alone, check_reference_sync, check_roles
 from mcontroller.ppo.saving.checkpoints import CLOSE_TIMEOUT_S, RunCheckpoints, RunState, Stateful
-from mcontroller.ppo.saving.elastic import ElasticPools, pools_text
+from mcontroller.ppo.saving.elastic import ElasticPools, Sizes, pools_text
 from mcontroller.ppo.saving.memory import MemoryCheckpoints
 from mcontroller.ppo.saving.preemption import Preempted, Preemption
 from mcontroller.ppo.saving.recovery import Failure, Recovery
@@ -151,7 +151,7 @@ class RayPPOTrainer:
             ResourceError: the cluster does not have the resources of the pools; raised before any process starts.
         """
         if self.config.trainer.elastic and self.config.trainer.resume:
-            self._set_sizes(self.elastic.after_loss(()))
+            self._set_sizes(self.elastic.after_loss(()) or self.elastic.sizes)
         self._start_groups()
 
     def _start_groups(self) -> None:
@@ -261,15 +261,18 @@ class RayPPOTrainer:
         if not self.config.trainer.elastic:
             return False
         groups = self.run_groups
-        sizes = self.elastic.after_loss(groups.lost_nodes())
-        complete = len(groups.by_name) == len(groups.workers)
-        if complete and sizes in (None, self.elastic.sizes):
+        sizes = self.elastic.after_loss(groups.lost_nodes()) or self.elastic.sizes
+        if len(groups.by_name) == len(groups.workers) and sizes == self.elastic.sizes:
             return False
-        self._resize(sizes or self.elastic.sizes)
+        self._resize(sizes)
         return True
 
-    def _resize(self, sizes: Mapping[str, Sequence[int]]) -> Failure | None:
-        """End all groups, and start them again in pools of these sizes; they have no weights of the run yet."""
+    def _resize(self, sizes: Sizes) -> Failure | None:
+        """End all groups, and start them again in pools of these sizes; they have no weights of the run yet.
+
+        Returns:
+            The recorded event; None if the sizes are the present ones.
+        """
         groups = self.run_groups
         with contextlib.suppress(GroupError):
             self.step.weights.close()
@@ -283,12 +286,11 @@ class RayPPOTrainer:
         self._start_groups()
         return event
 
-    def _set_sizes(self, sizes: Mapping[str, Sequence[int]] | None) -> Failure | None:
-        """Set the sizes of the pools that start next; if they change, record and show that."""
+    def _set_sizes(self, sizes: Sizes) -> Failure | None:
+        """Set the sizes of the pools that start next; if they change, show, record and return that."""
         before = self.elastic.sizes
-        if sizes in (None, before):
+        if sizes == before:
             return None
-        assert sizes is not None
         self.resource_pool_manager.resource_pool_spec = sizes
         declared = f"configured: {pools_text(self.elastic.declared)}"
         text = f"the pools have {pools_text(sizes)} processes, before {pools_text(before)} ({declared})"
@@ -307,7 +309,8 @@ class RayPPOTrainer:
         event = self._resize(sizes)
         self.load_checkpoint()
         for callback in self.callbacks:
-            callback.restarted(self, event)
+            if event is not None:
+                callback.restarted(self, event)
 
     def _train(self) -> None:
         """Run the steps of PPO, and export the policy."""

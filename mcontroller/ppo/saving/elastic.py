@@ -16,7 +16,7 @@ from mcontroller.ppo.roles import RoleWorker
 from mcontroller.ray.reservation import cluster_nodes, fits
 from mcontroller.ray.resource_pool import ResourcePoolManager
 
-__all__ = ["ElasticPools", "divides", "largest", "pools_text"]
+__all__ = ["ElasticPools", "Sizes", "divides", "largest", "pools_text"]
 
 Sizes = Mapping[str, Sequence[int]]
 """Processes on each node, by name of the pool."""

@@ -189,7 +189,8 @@ class MemoryCheckpoints:
         """
         self._finish_copies()
         self._free_others(self._steps[-1:])
-        nodes, places = ({name: of(each) for name, each in groups.items()} for of in (_nodes_of, _places_of))
+        nodes = {name: _nodes_of(each) for name, each in groups.items()}
+        places = {name: _places_of(each) for name, each in groups.items()}
         step = _Step(state.global_steps, pickle.dumps(state), nodes, places)
         paths: dict[str, str] = {}
         try:
