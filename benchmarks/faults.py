@@ -16,10 +16,13 @@ import argparse
 import contextlib
 import ctypes
 import dataclasses
+import functools
 import hashlib
 import json
+import logging
 import os
 import random
+import resource
 import shutil
 import signal
 import statistics
@@ -28,7 +31,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +43,11 @@ from ray.cluster_utils import Cluster
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.faults_of_programs import CONFIG, OF_PROGRAMS, Trial, of_programs, total_steps
 from mcontroller import Dispatch, register
 from mcontroller.errors import MControllerError
-from mcontroller.ppo import Callback, Role
+from mcontroller.ppo import Callback
+from mcontroller.ppo.saving.recovery import RESIZED
 from mcontroller.trackers import Samples
 from workers.actor import ActorRolloutRefWorker
 from workers.run.config import RunConfig, read_run_config
@@ -54,30 +59,6 @@ DEADLINE = 15.0
 
 ADDRESSES = ("127.0.0.11", "127.0.0.12", "127.0.0.13")
 
-CONFIG = """
-pool: {process_on_nodes: [4], use_gpu: false}
-model: {vocab_size: 17, max_sequence_length: 12, num_layers: 2, hidden_size: 64, num_attention_heads: 2,
-        ffn_hidden_size: 168}
-data:
-  train_batch_size: 16
-  train: {source: reasoning_gym, task: chain_sum, size: 512,
-          options: {min_terms: 3, max_terms: 3, min_digits: 1, max_digits: 1}}
-tokenizer: {kind: characters}
-imports: [examples.ppo.tokenizer]
-rewards: {functions: {task: {function: "mcontroller.ppo.rewards.functions:reasoning_gym"}}}
-algorithm: {adv_estimator: grpo}
-trainer: {total_training_steps: 1000, save_freq: -1, memory_save_freq: 1, max_restarts: 1000, val_before_train: false,
-          test_freq: -1, restart_on: [ValueError]}
-trackers: [jsonl]
-actor_rollout_ref:
-  model: ${model}
-  parallel: {tp: 2, pp: 2}
-  rollout: {prompt_length: 8, response_length: 4, n: 2}
-  optim: {lr: 1.0e-3}
-  ppo_mini_batch_size: 16
-  ppo_micro_batch_size: 8
-"""
-
 
 class FaultyActor(ActorRolloutRefWorker):
     """Does what the file of its rank in ``folder`` says, in its next forward pass."""
@@ -86,8 +67,7 @@ class FaultyActor(ActorRolloutRefWorker):
 
     def forward_step(self, model: Any, rows: Any) -> torch.Tensor:
         path = Path(self.folder, f"rank{self.rank}")
-        if path.exists():
-            how = path.read_text()
+        if path.exists() and (how := path.read_text()) != "rows":
             path.unlink()
             if how == "raise":
                 raise ValueError("a fault of the benchmark")
@@ -95,9 +75,22 @@ class FaultyActor(ActorRolloutRefWorker):
                 ctypes.string_at(0)
             if how == "stuck":
                 ctypes.PyDLL(None).sleep(600)  # holds the interpreter
+            if how == "memory":
+                used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+                resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), resource.RLIM_INFINITY))
+                torch.zeros(1 << 28)
             if how == "skip":
                 threading.Event().wait()  # of the collectives that the others wait in
         return super().forward_step(model, rows)
+
+    def compute_ref_log_prob(self, data: Any) -> Any:
+        scored = super().compute_ref_log_prob(data)
+        path = Path(self.folder, f"rank{self.rank}")
+        if path.exists() and path.read_text() == "rows":
+            return None if scored is None else scored.slice(0, len(scored) - 1)
+        return scored
+
+    compute_ref_log_prob.__dict__.update(ActorRolloutRefWorker.compute_ref_log_prob.__dict__)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def digest(self) -> str:
@@ -127,6 +120,18 @@ def in_forward(how: str, count: int) -> Inject:
     return inject
 
 
+def stop_for_10_s(faults: Faults, draw: random.Random) -> None:
+    faults.trainer.actor.timeout = None
+    pid = draw.choice(faults.pids)
+    os.kill(pid, signal.SIGSTOP)
+
+    def go_on() -> None:
+        os.kill(pid, signal.SIGCONT)
+        faults.trainer.actor.timeout = DEADLINE
+
+    threading.Timer(10.0, go_on).start()
+
+
 def twice(faults: Faults, draw: random.Random) -> None:
     """Kill a rank, and one of those that replace them as soon as they exist."""
     before = faults.pids
@@ -145,11 +150,17 @@ def fill_object_store(faults: Faults, draw: random.Random) -> None:
     faults.held = [ray.put(bytes(20_000_000)) for _ in range(20)]  # 400 MB in a store of 300 MB
 
 
-def kill_reward_process(faults: Faults, draw: random.Random) -> None:
+def of_reward_process(number: int) -> Inject:
+    def inject(faults: Faults, draw: random.Random) -> None:
+        os.kill(draw.choice(reward_processes()), number)
+
+    return inject
+
+
+def reward_processes() -> list[int]:
     listed = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True).stdout
     rows = [line.split(None, 2) for line in listed.splitlines()[1:]]
-    scoring = [int(pid) for pid, parent, command in rows if parent == str(os.getpid()) and "rewards" in command]
-    os.kill(draw.choice(scoring), signal.SIGKILL)
+    return [int(pid) for pid, parent, command in rows if parent == str(os.getpid()) and "rewards" in command]
 
 
 OF_RANKS: dict[str, Inject] = {
@@ -165,24 +176,46 @@ OF_RANKS: dict[str, Inject] = {
     "SIGKILL, and another in the recovery": twice,
     "SIGKILL in a save to memory": kill(1),
     "object store full": fill_object_store,
-    "SIGKILL of a reward process": kill_reward_process,
+    "SIGKILL of a reward process": of_reward_process(signal.SIGKILL),
+    "SIGSTOP of a reward process": of_reward_process(signal.SIGSTOP),
+    "SIGSTOP of one rank for 10 s, without a deadline": stop_for_10_s,
+    "memory limit of one rank": in_forward("memory", 1),
 }
-IN_SAVE = "SIGKILL in a save to memory"
 
 
-@dataclasses.dataclass
-class Trial:
-    """What became of a fault."""
+def kill_of_rollout(faults: Faults, draw: random.Random) -> None:
+    os.kill(draw.choice(faults.trainer.rollout.executor.processes.handles.infos).pid, signal.SIGKILL)
 
-    fault: str
-    at: float = 0.0
-    before: list[int] = dataclasses.field(default_factory=list)
-    known: float | None = None
-    named: str = "no failure"
-    again: float = 0.0
-    lost: int = 0
-    left: int = 0
-    exact: bool = False
+
+IN_GENERATION = "SIGKILL of a rank of the group that generates, in generation"
+IN_UPDATE = "SIGKILL of a rank of the group that generates, in an update of its weights"
+OF_ROLLOUT: dict[str, Inject] = {IN_GENERATION: kill_of_rollout, IN_UPDATE: kill_of_rollout}
+"""Faults of a group that only generates."""
+OF_ROLLOUT_OVERRIDES = ("rollout={}", "actor_rollout_ref.parallel.pp=1", "pool.process_on_nodes=[2]")
+IN_STAGE: dict[str, Callable[[Any], tuple[Any, str]]] = {
+    "SIGKILL in a save to memory": lambda trainer: (trainer.memory, "save"),
+    IN_GENERATION: lambda trainer: (trainer.step.generations, "exchange"),
+    IN_UPDATE: lambda trainer: (trainer.step.weights, "update"),
+}
+"""Faults in a stage, and the method that runs it."""
+
+
+LONGEST = {
+    "SIGSTOP of one rank for 10 s, without a deadline": 12.0,
+    "SIGSTOP of a reward process": 15.0,
+    "SIGKILL of a fault-tolerant GCS, which is started again after 5 s": 25.0,
+}
+"""[s] Time after which a fault that fails nothing has had its effect, if it is more than three steps."""
+
+
+class Warnings(logging.Handler):
+    """Keeps the warnings of this program."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.records: list[logging.LogRecord] = []
+        self.emit = self.records.append  # type: ignore[method-assign]
+        logging.getLogger("mcontroller").addHandler(self)
 
 
 class Faults(Callback):
@@ -199,9 +232,14 @@ class Faults(Callback):
         self.trials: list[Trial] = []
         self.is_reference = not plan
         self.seconds = 1.0
+        self.warnings = Warnings()
         self.held: Any = None
+        self.cluster: Any = None
+        self.nodes: dict[str, Any] = {}
+        self.lost: str | None = None
+        self.small: list[str] = []
         self._ended = time.monotonic()
-        self._running: Trial | None = None
+        self.trial: Trial | None = None
 
     @property
     def pids(self) -> list[int]:
@@ -210,21 +248,25 @@ class Faults(Callback):
     def started(self, trainer: Any) -> None:
         self.trainer = trainer
         trainer.actor.timeout = DEADLINE
-        save = trainer.memory.save
+        for fault in IN_STAGE:
+            self._strike_in(fault, *IN_STAGE[fault](trainer))
 
-        def saving(*arguments: Any) -> None:
-            if self._running is not None and self._running.fault == IN_SAVE and not self._running.at:
+    def _strike_in(self, fault: str, owner: Any, name: str) -> None:
+        method = getattr(owner, name)
+
+        def struck(*arguments: Any, **options: Any) -> Any:
+            if self.trial is not None and self.trial.fault == fault and not self.trial.at:
                 self._after(self.draw.uniform(0.0, 0.1))
-            save(*arguments)
+            return method(*arguments, **options)
 
-        trainer.memory.save = saving
+        setattr(owner, name, struck)
 
     def _after(self, seconds: float) -> None:
         def inject() -> None:
-            trial = self._running
+            trial = self.trial
             assert trial is not None
             trial.before, trial.at = self.pids, time.time()
-            OF_RANKS[trial.fault](self, self.draw)
+            (OF_RANKS | OF_ROLLOUT | OF_NODES | THAT_END_RUNS)[trial.fault](self, self.draw)
 
         timer = threading.Timer(seconds, inject)
         timer.daemon = True
@@ -234,31 +276,48 @@ class Faults(Callback):
         now = time.monotonic()
         self.seconds, self._ended = min(now - self._ended, self.seconds), now  # of the shortest step
         digests = trainer.actor.digest()
-        step, trial = trainer.global_steps, self._running
+        step, trial = trainer.global_steps, self.trial
         if self.is_reference:
             self.expected.append(digests)
-        if trial is not None and trial.at and (trial.known is not None or time.time() - trial.at > 3 * self.seconds):
-            trial.exact = digests == self.expected[step - 1]
+        if trial is not None and trial.fault == RETURNS and self.lost:
+            self.small = digests  # the last before the run grows
+            return
+        long_ago = trial is not None and time.time() - trial.at > max(3 * self.seconds, LONGEST.get(trial.fault, 0))
+        if trial is not None and trial.at and (trial.known is not None or long_ago):
+            trial.exact = trial.exact if trial.fault == RETURNS else digests == self.expected[step - 1]
             trial.left = sum(Path(f"/proc/{pid}").exists() for pid in trial.before) if trial.known else 0
+            if trial.known is None and (said := [it for it in self.warnings.records if it.created > trial.at]):
+                trial.named = f"logged after {said[0].created - trial.at:.1f} s: {said[0].getMessage():.120}"
             self.trials.append(trial)
-            self._running = self.held = None
+            self.trial = self.held = None
             print(json.dumps(dataclasses.asdict(trial)), flush=True)
-        if self._running is None and self.trials and not self.plan:
+        if self.trial is None and self.trials and not self.plan:
             trainer.stop()
-        elif self._running is None and self.plan:
-            self._running = Trial(self.plan.pop())
-            if self._running.fault != IN_SAVE:
+        elif self.trial is None and self.plan and step > 2:
+            self.trial = Trial(self.plan.pop())
+            if self.trial.fault not in IN_STAGE:
                 self._after(self.draw.uniform(0.0, self.seconds))
 
     def restarted(self, trainer: Any, failure: Any) -> None:
-        trial = self._running
+        trial = self.trial
         assert trial is not None
+        trainer.actor.timeout = DEADLINE
+        if failure.kind == RESIZED:  # back to full size: both replicas have the weights of the one before
+            trial.named += f"; back to 4 ranks after {time.time() - trial.at:.0f} s"
+            digests = trainer.actor.digest()
+            trial.exact, self.lost = trial.exact and digests == self.small * 2, None
+            return
         first = next(each for each in trainer.recovery.failures if each.time >= trial.at)
         trial.known = first.time - trial.at
         rank = failure.details.get("rank", failure.details.get("ranks"))
         trial.named = f"{failure.kind}, {failure.role} rank {rank}"
         trial.again = time.time() - trial.at
         trial.lost = max(trial.lost, failure.step - 1 - trainer.global_steps)
+        if trial.fault == RETURNS:
+            self.small = trainer.actor.digest()
+            trial.exact = self.small == self.expected[trainer.global_steps - 1][:2]
+            trial.named += f"; on with {trainer.actor.world_size} ranks"
+            self.nodes[self.lost] = self.cluster.add_node(num_cpus=2, node_ip_address=self.lost, **SMALL)
 
     def log(self, metrics: Any, step: int) -> None:
         pass
@@ -283,7 +342,7 @@ def train(folder: Path, callback: Callback, *overrides: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     config = config_in(folder, *overrides).within(folder / "run")
     parts = make_parts(config)
-    roles = {Role.ActorRolloutRef: FaultyActor}
+    roles = {role: FaultyActor for role in parts.roles}
     with open(os.devnull, "w") as null:
         trainer = make_trainer(config, dataclasses.replace(parts, roles=roles), folder / "run", Console(file=null))
         trainer.callbacks = [callback]
@@ -296,150 +355,97 @@ def train(folder: Path, callback: Callback, *overrides: str) -> None:
                 parts.rewards.close()
 
 
-def of_ranks(folder: Path, names: list[str], repeats: int, seed: int) -> list[Trial]:
-    """Return the trials of faults of ranks."""
-    plan = names * repeats
-    random.Random(seed).shuffle(plan)
+@contextlib.contextmanager
+def local_cluster(folder: Path) -> Iterator[Path]:
+    """Start Ray for runs in a new folder, which has the files for ``FaultyActor`` too."""
+    folder.mkdir(parents=True)
     FaultyActor.folder = str(folder)
     ray.init("local", num_cpus=4, object_store_memory=300_000_000, include_dashboard=False, logging_level="ERROR",
              log_to_driver=False)  # fmt: skip
-    reference = Faults([], [], seed)
-    train(folder / "undisturbed", reference, total_steps(8 * len(plan) + 8), "trainer.memory_save_freq=0")
-    disturbed = Faults(reference.expected, plan, seed)
     try:
-        train(folder / "disturbed", disturbed)
+        yield folder
     finally:
         ray.shutdown()
+
+
+def of_ranks(folder: Path, names: list[str], repeats: int, seed: int, overrides: Sequence[str] = ()) -> list[Trial]:
+    """Return the trials of faults of ranks, in one run."""
+    plan = names * repeats
+    random.Random(seed).shuffle(plan)
+    steps = total_steps(8 * len(plan) + 8)
+    reference = Faults([], [], seed)
+    with local_cluster(folder):
+        train(folder / "undisturbed", reference, steps, "trainer.memory_save_freq=0", *overrides)
+        disturbed = Faults(reference.expected, plan, seed)
+        train(folder / "disturbed", disturbed, *overrides)
     return disturbed.trials
 
 
-RAYLET = "SIGKILL of a raylet, with a spare node"
+def drop_a_row(faults: Faults, draw: random.Random) -> None:
+    Path(FaultyActor.folder, "rank2").write_text("rows")  # the rank whose log-probabilities are collected
 
 
-def of_nodes(folder: Path, repeats: int, seed: int) -> list[Trial]:
-    """Return the trials of the loss of a node: two ranks on each of two of three nodes, two CPUs each."""
-    trials = []
-    expected: list[list[str]] = []
-    for number in range(-1, repeats):
-        small = {"object_store_memory": 100_000_000}
-        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, **small})
-        nodes = {each: cluster.add_node(num_cpus=2, node_ip_address=each, **small) for each in ADDRESSES}
-        ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
-
-        def lose_node(faults: Faults, draw: random.Random, nodes: Any = nodes, cluster: Any = cluster) -> None:
-            cluster.remove_node(nodes[draw.choice(faults.trainer.actor.executor.nodes)], allow_graceful=False)
-
-        OF_RANKS[RAYLET] = lose_node
-        faults = Faults(expected, [RAYLET] if number >= 0 else [], seed + number)
-        train(folder / f"nodes{number}", faults, "pool.process_on_nodes=[2, 2]", total_steps(6 if number < 0 else 1000))
-        trials += faults.trials
-        ray.shutdown()
-        cluster.shutdown()
-    return trials
+THAT_END_RUNS: dict[str, Inject] = {"wrong number of rows from one rank": drop_a_row}
 
 
-OF_THE_DRIVER = {
-    "SIGKILL of the driver, then resume": signal.SIGKILL,
-    "SIGTERM in a step, then resume": signal.SIGTERM,
-    "SIGINT in a step, then resume": signal.SIGINT,
-    "disk full (as root), then space and resume": None,
-}
-
-
-def of_the_driver(folder: Path, names: list[str], repeats: int, seed: int) -> list[Trial]:
-    """Return the trials of signals to the program of a run with checkpoints every two steps of six."""
-    draw = random.Random(seed)
-    expected = Program(folder / "whole").finish()
+def that_end_runs(folder: Path, names: list[str], repeats: int, seed: int) -> list[Trial]:
+    """Return the trials of faults after which a run does not go on, because they are its own."""
     trials = []
     for fault in names * repeats:
-        number = OF_THE_DRIVER[fault]
-        program = Program(folder / f"driver{len(trials)}", disk=number is None)
-        while len(program.steps()) < 3:
-            time.sleep(0.01)
-        time.sleep(draw.uniform(0.0, 0.5))
-        trial = Trial(fault, at=time.time())
-        with program.full_disk() if number is None else contextlib.nullcontext():
-            if number is not None:
-                os.kill(program.process.pid, number)
-            trial.named = f"exit code {program.process.wait()}"
-        trial.known = time.time() - trial.at
-        while program.left() and time.time() - trial.at < 90:  # agents of Ray look for its end now and then
-            time.sleep(0.1)
-        trial.left, done = len(program.left()), len(program.steps())
-        program.start("resume", str(program.folder / "run"))
-        while not any("resuming from step" in line for line in program.output()):
-            time.sleep(0.01)
-        saved = next(line for line in program.output() if "resuming from step" in line)
-        trial.lost = max(done - int(saved.split()[3]), 0)
-        lines = len(program.steps())
-        while len(program.steps()) <= min(lines, 5) and program.process.poll() is None:
-            time.sleep(0.01)
-        trial.again = time.time() - trial.at
-        trial.exact = program.finish() == expected
-        if number is None:
-            subprocess.run(["umount", "--lazy", str(program.checkpoints)], check=True)
+        with local_cluster(folder / str(len(trials))) as own:
+            faults = Faults([], [fault], seed + len(trials))
+            faults.is_reference = True
+            try:
+                train(own, faults)
+                error = "no failure"
+            except MControllerError as raised:
+                error = f"{type(raised).__name__}, rank 2" if "rank 2 " in str(raised) else f"{raised:.200}"
+            trial = faults.trial or Trial(fault)
+            trial.known, trial.named = time.time() - trial.at, f"{error}; the run ends"
+            trial.left = sum(Path(f"/proc/{pid}").exists() for pid in trial.before)
         trials.append(trial)
         print(json.dumps(dataclasses.asdict(trial)), flush=True)
     return trials
 
 
-class Program:
-    """``mcontroller train`` of six steps in a process of its own."""
-
-    def __init__(self, folder: Path, disk: bool = False) -> None:
-        self.folder, self.mark = folder, f"FAULTS_RUN={folder}"
-        self.checkpoints = folder / "run" / "checkpoints"
-        folder.mkdir(parents=True)
-        if disk:
-            self.checkpoints.mkdir(parents=True)
-            subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "none", str(self.checkpoints)], check=True)
-        (folder / "run.yaml").write_text(CONFIG)
-        self.start(
-            "train", str(folder / "run.yaml"), f"run_dir={folder / 'run'}", total_steps(6), "trainer.save_freq=2"
-        )
-
-    def start(self, *arguments: str) -> None:
-        environment = os.environ | dict([self.mark.split("=", 1)])
-        with open(self.folder / "output", "w") as output:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "mcontroller", *arguments], env=environment, stdout=output, stderr=output
-            )
-
-    @contextlib.contextmanager
-    def full_disk(self) -> Iterator[None]:
-        with open(self.checkpoints / "other", "wb", buffering=0) as file, contextlib.suppress(OSError):
-            while True:
-                file.write(bytes(4096))
-        yield
-        (self.checkpoints / "other").unlink()
-
-    def output(self) -> list[str]:
-        return (self.folder / "output").read_text().splitlines()
-
-    def steps(self) -> list[str]:
-        path = self.folder / "run" / "metrics.jsonl"
-        return path.read_text().splitlines() if path.exists() else []
-
-    def left(self) -> list[int]:
-        """Return the processes that this one and its children have started, whoever their parent is."""
-        found = []
-        for path in Path("/proc").glob("[0-9]*/environ"):
-            with contextlib.suppress(OSError):
-                if self.mark.encode() in path.read_bytes().split(b"\0"):
-                    found.append(int(path.parent.name))
-        return found
-
-    def finish(self) -> dict[str, str]:
-        """Wait for the end, and return the SHA-256 of the shards of the last checkpoint."""
-        if self.process.wait():
-            raise SystemExit("\n".join(self.output()))
-        manifest = self.checkpoints / "actor" / "global_step_6" / "manifest.json"
-        files = json.loads(manifest.read_text())["files"]
-        return {name: entry["sha256"] for name, entry in files.items() if name.endswith(".distcp")}
+def lose_node(faults: Faults, draw: random.Random) -> None:
+    faults.lost = draw.choice(faults.trainer.actor.executor.nodes)
+    faults.cluster.remove_node(faults.nodes.pop(faults.lost), allow_graceful=False)
 
 
-def total_steps(number: int) -> str:
-    return f"trainer.total_training_steps={number}"
+def restart_gcs(faults: Faults, draw: random.Random) -> None:
+    faults.cluster.head_node.kill_gcs_server(check_alive=False)
+    threading.Timer(5.0, faults.cluster.head_node.start_gcs_server).start()
+
+
+SPARE = "SIGKILL of a raylet, with a spare node"
+RETURNS = "SIGKILL of a raylet, and its node comes back (trainer.elastic)"
+FAULT_TOLERANT = "SIGKILL of a fault-tolerant GCS, which is started again after 5 s"
+OF_NODES: dict[str, Inject] = {SPARE: lose_node, RETURNS: lose_node, FAULT_TOLERANT: restart_gcs}
+SMALL = {"object_store_memory": 100_000_000}
+
+
+def of_nodes(folder: Path, names: list[str], repeats: int, seed: int) -> list[Trial]:
+    """Return the trials of faults in a cluster of two nodes with two ranks each, and a spare one for one fault."""
+    trials = []
+    for fault in names:
+        expected: list[list[str]] = []
+        layout = ["actor_rollout_ref.parallel.pp=1", "trainer.elastic=true"] if fault == RETURNS else []
+        if fault == FAULT_TOLERANT:
+            os.environ |= {"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": str(folder / "gcs")}
+        for number in range(-1, repeats):
+            cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, **SMALL})
+            ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+            faults = Faults(expected, [fault] if number >= 0 else [], seed + number)
+            faults.cluster, here = cluster, ADDRESSES[: 3 if fault == SPARE else 2]
+            faults.nodes = {each: cluster.add_node(num_cpus=2, node_ip_address=each, **SMALL) for each in here}
+            steps = total_steps(12 if number < 0 else 1000)
+            train(folder / f"nodes{len(trials)}{number}", faults, "pool.process_on_nodes=[2, 2]", steps, *layout)
+            trials += faults.trials
+            ray.shutdown()
+            cluster.shutdown()
+            shutil.rmtree(folder / "gcs", ignore_errors=True)
+    return trials
 
 
 def show(trials: list[Trial]) -> None:
@@ -471,22 +477,26 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--list", action="store_true", help="print the names of the faults")
     arguments = parser.parse_args()
+    kinds = [
+        (OF_RANKS, of_ranks),
+        (OF_ROLLOUT, functools.partial(of_ranks, overrides=OF_ROLLOUT_OVERRIDES)),
+        (OF_NODES, of_nodes),
+        (THAT_END_RUNS, that_end_runs),
+        (OF_PROGRAMS, of_programs),
+    ]
+    known = [name for faults, _ in kinds for name in faults]
     if arguments.list:
-        print("\n".join([*OF_RANKS, RAYLET, *OF_THE_DRIVER]))
+        print("\n".join(known))
         return
-    names = arguments.fault or [*OF_RANKS, RAYLET, *OF_THE_DRIVER]
-    if unknown := set(names) - {*OF_RANKS, RAYLET, *OF_THE_DRIVER}:
+    names = arguments.fault or known
+    if unknown := set(names) - {*known}:
         parser.error(f"there is no fault {unknown.pop()!r}; --list prints them")
     folder = Path(tempfile.mkdtemp(prefix="faults-"))
     try:
         trials: list[Trial] = []
-        rest = arguments.repeats, arguments.seed
-        if chosen := [name for name in names if name in OF_RANKS]:
-            trials += of_ranks(folder, chosen, *rest)
-        if chosen := [name for name in names if name in OF_THE_DRIVER]:
-            trials += of_the_driver(folder, chosen, *rest)
-        if RAYLET in names:
-            trials += of_nodes(folder, *rest)
+        for number, (faults, run) in enumerate(kinds):
+            if chosen := [name for name in names if name in faults]:
+                trials += run(folder / str(number), chosen, arguments.repeats, arguments.seed)
         show(trials)
     except MControllerError as error:
         print(f"{type(error).__name__}: {error}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, ParamSpec, Self
@@ -86,6 +86,9 @@ class Worker:
     """
 
     components: ClassVar[Mapping[str, type]] = {}
+    warm_imports: ClassVar[Sequence[str]] = ()
+    """Modules that take long to import, and start no threads: processes without GPUs are forked from one that has
+    imported them, if the pool's ``warm_start`` allows it."""
     _environment: RankEnvironment
 
     if not TYPE_CHECKING:  # a type checker takes the arguments of a subclass from its __init__

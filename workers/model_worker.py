@@ -71,6 +71,7 @@ class ModelWorker(MegatronWorker):
 
     parallel: ParallelConfig  # never None
 
+    warm_imports: ClassVar[Sequence[str]] = (__name__,)
     components: ClassVar[Mapping[str, type]] = {"offloader": Offloader, "checkpointer": Checkpointer}
     offloader: Offloader
     checkpointer: Checkpointer

@@ -358,6 +358,9 @@ class TrainerConfig:
     last checkpoint; without one, begin again. Counted for each cause. 0: end the run at the first failure."""
     restart_on: tuple[str, ...] = ()
     """Types of exceptions of the workers' own code after which the run goes on too, such as OutOfMemoryError."""
+    elastic: bool = False
+    """Go on with fewer data-parallel replicas and the same global batch after the loss of a node, until there is room
+    again. Checkpoints are then always reshardable. See docs/reliability.md."""
     max_staleness: int = 0
     """[batches] 1: generate the next batch while the policy learns from this one; see docs/placement.md. 0: do not."""
     balance_tokens: bool = True

@@ -74,7 +74,11 @@ class Callback:
         """Run after validation; additions to ``metrics`` are logged."""
 
     def restarted(self, trainer: RunningTrainer, failure: Failure) -> None:
-        """Run after a failure, when the groups have the state of ``trainer.global_steps`` and the run goes on."""
+        """Run after a failure, when the groups have the state of ``trainer.global_steps`` and the run goes on.
+
+        With ``trainer.elastic``, also when pools have grown again: ``failure.kind`` is then ``PoolsResized``. After a
+        change of size, the groups are other objects.
+        """
 
     def saved(self, trainer: RunningTrainer, directory: str) -> None:
         """Run after a save under ``directory`` has started, which the groups may complete in the background."""

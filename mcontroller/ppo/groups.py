@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Any
 
+import ray
 import torch
 
 from mcontroller.data.protocol import DataProto
+from mcontroller.errors import GroupError
 from mcontroller.group import GroupMethod, WorkerGroup
 from mcontroller.ppo.config import PPOConfig
 from mcontroller.ppo.data import MINI_BATCHES, PROMPTS, TOKENS, UpdateRules, columns
 from mcontroller.ppo.display import Display
 from mcontroller.ppo.roles import Role, RoleWorker, reads_reference, role_workers
 from mcontroller.ppo.stages import Stages
+from mcontroller.ray.calls.executor import RayExecutor
 from mcontroller.ray.class_with_init import RayClassWithInitArgs
 from mcontroller.ray.resource_pool import ResourcePoolManager
 
 __all__ = ["RunGroups", "TokenBalance"]
+
+NOTICE_SECONDS = 30.0
+"""Time in which Ray notices that a node is gone; by default about 14 s."""
 
 
 class RunGroups:
@@ -49,6 +57,7 @@ class RunGroups:
         self.by_name: dict[str, WorkerGroup] = {}
         self._pools, self._group_cls, self._stages, self._display = pools, group_cls, stages, display
         self._axes = config.trainer.axes_across_nodes
+        self._lost: set[str] = set()
         self._reference_in_actor = Role.RefPolicy not in mapping and reads_reference(config, mapping)
 
     def start(self) -> None:
@@ -73,12 +82,39 @@ class RunGroups:
         """
         groups = [self.by_name[name] for name in names]
         with self._stages("start"):
+            self.end(groups)
             for group in groups:
                 self._display.starting(f"restarting {group.name}")
                 group.restart()
         for group in groups:
             with self._stages("start", group.init_model):
                 group.init_model()
+
+    def broken(self) -> list[str]:
+        """Return the names of the groups that are broken, or have lost a node and do not know it yet."""
+        lost = self.lost_nodes()
+        return [name for name, group in self.by_name.items() if group.broken is not None or lost & _nodes_of(group)]
+
+    def lost_nodes(self) -> Set[str]:
+        """Return Ray's ids of the nodes that groups have lost so far."""
+        for group in self.by_name.values():
+            if isinstance(group.executor, RayExecutor):
+                self._lost |= group.executor.processes.handles.gone
+        return self._lost
+
+    def end(self, groups: Iterable[WorkerGroup]) -> None:
+        """End groups on lost nodes, so that they free their slots, and wait until Ray has noticed these losses.
+
+        Until then, Ray would place their bundles on the lost node again.
+        """
+        lost = self.lost_nodes()
+        for group in groups:
+            if group.broken is None and lost & _nodes_of(group):
+                with contextlib.suppress(GroupError):
+                    group.shutdown(0.0)
+        end = time.monotonic() + NOTICE_SECONDS
+        while lost and time.monotonic() < end and lost & {each["NodeID"] for each in ray.nodes() if each["Alive"]}:
+            time.sleep(0.1)
 
     def _start_group(self, worker: RoleWorker) -> WorkerGroup:
         pool = self._pools.get_resource_pool(worker.role)
@@ -118,6 +154,13 @@ class RunGroups:
     def trained(self) -> dict[str, WorkerGroup]:
         """Return the groups that have weights to save, by name."""
         return {name: group for name, group in self.by_name.items() if name in ("actor", "critic")}
+
+
+def _nodes_of(group: WorkerGroup) -> set[str]:
+    """Return Ray's ids of the nodes of a group; none in this process."""
+    if not isinstance(group.executor, RayExecutor):
+        return set()
+    return {info.node_id for info in group.executor.processes.handles.infos}
 
 
 Method = GroupMethod[..., Any, Any]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from mcontroller.data.protocol import DataProto
-from mcontroller.errors import ConfigError, GroupError, MControllerError, close_all
+from mcontroller.errors import CallRejected, ConfigError, GroupError, MControllerError, close_all
 from mcontroller.group import WorkerGroup
 from mcontroller.ppo.config import PPOConfig
 from mcontroller.ppo.data import BatchStream, Dataset, Tokenizer, check_rows, stop_tokens, tokens_of
@@ -19,10 +19,11 @@ from mcontroller.ppo.generation import DRAWN, RolloutFunction
 from mcontroller.ppo.groups import RunGroups
 from mcontroller.ppo.rewards.reward import CombineRewards, Reward, RewardFunction, RewardSources
 from mcontroller.ppo.roles import Role, check_generates_alone, check_reference_sync, check_roles
-from mcontroller.ppo.saving.checkpoints import RunCheckpoints, RunState, Stateful
+from mcontroller.ppo.saving.checkpoints import CLOSE_TIMEOUT_S, RunCheckpoints, RunState, Stateful
+from mcontroller.ppo.saving.elastic import ElasticPools, Sizes, pools_text
 from mcontroller.ppo.saving.memory import MemoryCheckpoints
 from mcontroller.ppo.saving.preemption import Preempted, Preemption
-from mcontroller.ppo.saving.recovery import Recovery
+from mcontroller.ppo.saving.recovery import Failure, Recovery
 from mcontroller.ppo.saving.run_record import BatchInFlight, read_record
 from mcontroller.ppo.stages import SharedDevices, Stages
 from mcontroller.ppo.step import PPOStep
@@ -133,7 +134,8 @@ class RayPPOTrainer:
         self.step = PPOStep(config, tokenizer, self.run_groups, self.stages, rewards, rollout_fn)
         directory, keep = config.trainer.default_local_dir, config.trainer.max_to_keep
         self.checkpoints = RunCheckpoints(directory, keep, self.stages.devices)
-        self.memory = MemoryCheckpoints(self.stages.devices)
+        self.memory = MemoryCheckpoints(self.stages.devices, self.run_groups.lost_nodes)
+        self.elastic = ElasticPools(resource_pool_manager, self.run_groups.workers)
         self.preemption = Preemption(config.trainer.max_seconds)
         self.recovery = Recovery(config.trainer, logs=resource_pool_manager.logs)
         self.global_steps = self.drawn_batches = self.num_tokens = 0
@@ -148,6 +150,11 @@ class RayPPOTrainer:
         Raises:
             ResourceError: the cluster does not have the resources of the pools; raised before any process starts.
         """
+        if self.config.trainer.elastic and self.config.trainer.resume:
+            self._set_sizes(self.elastic.after_loss(()) or self.elastic.sizes)
+        self._start_groups()
+
+    def _start_groups(self) -> None:
         self.run_groups.start()
         if self.config.trainer.memory_save_freq:
             self.memory.check(self.run_groups.trained())
@@ -221,24 +228,89 @@ class RayPPOTrainer:
     def _restore(self, begin: RunState) -> None:
         """Give every group and this trainer the newest state, in memory or on the disk, or that of the beginning."""
         groups = self.run_groups
-        broken = [name for name, group in self.groups.items() if group.broken is not None]
+        broken = groups.broken()
         self.checkpoints.abandon(broken)
         on_disk = self.checkpoints.saved_step is not None or self.config.trainer.resume
         in_memory = self.memory.step is not None and self.memory.step >= (self.checkpoints.saved_step or 0)
         saved = on_disk or in_memory
-        if groups.rollout is not groups.actor and {"actor", "rollout"} & {*(broken if saved else self.groups)}:
-            with contextlib.suppress(GroupError):  # of connections that have ended with their processes
-                self.step.weights.close()
-            self.step.weights.connect(groups.actor, groups.rollout)
-        groups.restart(broken if saved else self.groups)
-        if in_memory and (state := self.memory.load(groups.trained())) is not None:
+        if not self._resize_after_loss():
+            if groups.rollout is not groups.actor and {"actor", "rollout"} & {*(broken if saved else self.groups)}:
+                with contextlib.suppress(GroupError):  # of connections that have ended with their processes
+                    self.step.weights.close()
+                self.step.weights.connect(groups.actor, groups.rollout)
+            groups.restart(broken if saved else self.groups)
+        if in_memory and (state := self._from_memory()) is not None:
             self._continue_from(state)
         elif on_disk:
             self.load_checkpoint()
         else:
-            if in_memory:  # and damaged
+            if in_memory:  # and damaged, or not for these sizes
                 groups.restart(self.groups)
             self._continue_from(begin)
+
+    def _from_memory(self) -> RunState | None:
+        """Load the state in memory into all groups, and return this trainer's; None if that cannot be."""
+        try:
+            return self.memory.load(self.run_groups.trained())
+        except CallRejected as error:
+            _logger.warning("the state in memory is not loaded: %s", error.cause)
+            return None
+
+    def _resize_after_loss(self) -> bool:
+        """Start all groups again, without state, if their pools are to have other sizes; return whether they have."""
+        if not self.config.trainer.elastic:
+            return False
+        groups = self.run_groups
+        sizes = self.elastic.after_loss(groups.lost_nodes()) or self.elastic.sizes
+        if len(groups.by_name) == len(groups.workers) and sizes == self.elastic.sizes:
+            return False
+        self._resize(sizes)
+        return True
+
+    def _resize(self, sizes: Sizes) -> Failure | None:
+        """End all groups, and start them again in pools of these sizes; they have no weights of the run yet.
+
+        Returns:
+            The recorded event; None if the sizes are the present ones.
+        """
+        groups = self.run_groups
+        with contextlib.suppress(GroupError):
+            self.step.weights.close()
+        groups.end(groups.by_name.values())
+        for group in groups.by_name.values():
+            with contextlib.suppress(GroupError):
+                group.shutdown(CLOSE_TIMEOUT_S)
+        groups.by_name.clear()
+        self.resource_pool_manager.shutdown()
+        event = self._set_sizes(sizes)
+        self._start_groups()
+        return event
+
+    def _set_sizes(self, sizes: Sizes) -> Failure | None:
+        """Set the sizes of the pools that start next; if they change, show, record and return that."""
+        before = self.elastic.sizes
+        if sizes == before:
+            return None
+        self.resource_pool_manager.resource_pool_spec = sizes
+        declared = f"configured: {pools_text(self.elastic.declared)}"
+        text = f"the pools have {pools_text(sizes)} processes, before {pools_text(before)} ({declared})"
+        _logger.warning("from step %d on, %s", self.global_steps + 1, text)
+        self.display.starting(text)
+        return self.recovery.resized(self.global_steps + 1, text, before=before, after=sizes)
+
+    def _grow_if_possible(self) -> None:
+        """Go on in larger pools if a node has come back, from a checkpoint of this step."""
+        if not self.elastic.is_reduced or (sizes := self.elastic.after_growth()) == self.elastic.sizes:
+            return
+        self.checkpoints.finish()
+        if self.checkpoints.saved_step != self.global_steps:
+            self.save_checkpoint()
+        self.memory.close()  # each replica goes on from the checkpoint
+        event = self._resize(sizes)
+        self.load_checkpoint()
+        for callback in self.callbacks:
+            if event is not None:
+                callback.restarted(self, event)
 
     def _train(self) -> None:
         """Run the steps of PPO, and export the policy."""
@@ -248,6 +320,8 @@ class RayPPOTrainer:
         self.display.phase(name, total, done=self.global_steps)
         while self.global_steps < total and not self._stopping:
             self._stop_if_preempted()
+            if self.global_steps:
+                self._grow_if_possible()
             with self.preemption.timing(), span("step", self.global_steps + 1):
                 metrics = self.train_step(self.draw())
                 self.global_steps += 1
@@ -364,6 +438,7 @@ class RayPPOTrainer:
             reshardable: save distributed optimizers for any layout; ``trainer.save_reshardable`` always does.
         """
         self._saved_at, reshardable = time.monotonic(), reshardable or self.config.trainer.save_reshardable
+        reshardable = reshardable or self.config.trainer.elastic
         with self.stages("checkpoint"):
             self.checkpoints.begin(self.run_groups.trained(), self._state(), reshardable=reshardable)
             if wait:
@@ -440,6 +515,7 @@ class RayPPOTrainer:
             "train/num_tokens": float(self.num_tokens),
             "train/epoch": self.train_batches.passes(self.drawn_batches - len(self.step.generations)),
             "train/restarts": float(len(self.recovery.failures)),
+            **({"train/processes": float(self.elastic.processes)} if self.config.trainer.elastic else {}),
         }
 
     # ---- end -------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import sys
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -87,7 +87,9 @@ def launch(
         if detached:
             recorded = RecordedLease(unique, lease, {role: init.cls for role, init in roles.items()})
             handles.release = recorded.release
-        reports = _start(handles, pool, lease, unique, options, detached)
+        named = {name for init in roles.values() for name in getattr(init.cls, "warm_imports", ())}
+        warm = set() if pool.use_gpu else {WorkerProcess.__module__, *named}
+        reports = _start(handles, pool, lease, unique, options, detached, warm)
         handles.infos = _with_threads(pool, lease, _await_infos(reports, next(iter(packed)), timeout))
         if pool.logs is not None:
             write_places(pool.logs, name, [info.node for info in handles.infos])
@@ -144,10 +146,11 @@ def _start(
     unique: str,
     options: Mapping[str, Any],
     detached: bool,
+    warm: Collection[str],
 ) -> list[Any]:
     """Start the processes; return a reference of the ``ProcessInfo`` of each."""
     share = {"num_cpus": 1, "num_gpus": 1 / pool.max_colocate_count if pool.use_gpu else 0, **options}
-    common = with_warm_start(share) if pool.warm_start else share
+    common = with_warm_start(share, warm) if pool.warm_start else share
     keys = ChannelKeys.generate()
     for rank, bundle in enumerate(lease.bundles):
         name = f"{unique}/{rank}"

@@ -10,11 +10,12 @@ import sys
 import time
 import uuid
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import ray
+from ray._private.state import available_resources_per_node
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -27,6 +28,7 @@ __all__ = [
     "by_address",
     "by_name",
     "check_fits",
+    "cluster_nodes",
     "fits",
     "gpus_of_bundles",
     "session",
@@ -179,7 +181,7 @@ def fits(shapes: Iterable[NodeShape], nodes: Sequence[dict[str, float]]) -> bool
 
 def check_fits(shapes: Sequence[NodeShape], name: str) -> None:
     """Raise ResourceError if the cluster has no room for all shapes together, even if nothing else ran on it."""
-    if not fits(shapes, _nodes()):
+    if not fits(shapes, cluster_nodes()):
         raise _resource_error(shapes, name, "the cluster does not have it")
 
 
@@ -220,13 +222,21 @@ def _reserve(shapes: Sequence[NodeShape], name: str, detached: bool, timeout: fl
     return groups
 
 
-def _nodes() -> list[dict[str, float]]:
-    alive = [node for node in ray.nodes() if node["Alive"]]
-    return [node["Resources"] for node in sorted(alive, key=lambda node: by_address(node["NodeManagerAddress"]))]
+def cluster_nodes(without: Collection[str] = (), *, free: bool = False) -> list[dict[str, float]]:
+    """Return the resources of each node of the cluster, by address.
+
+    Args:
+        without: Ray's ids of nodes to leave out.
+        free: only what nothing uses.
+    """
+    alive = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] not in without]
+    unused = available_resources_per_node() if free else {}
+    ordered = sorted(alive, key=lambda node: by_address(node["NodeManagerAddress"]))
+    return [unused.get(node["NodeID"], {}) if free else node["Resources"] for node in ordered]
 
 
 def _resource_error(shapes: Sequence[NodeShape], name: str, why: str) -> ResourceError:
-    nodes = _nodes()
+    nodes = cluster_nodes()
     resources = {resource for shape in shapes for resource in shape.total}
     exists = [{resource: node.get(resource, 0) for resource in sorted(resources)} for node in nodes]
     free = ray.available_resources()

@@ -427,16 +427,19 @@ class ResourcePoolManager:
         Raises:
             ResourceError: the cluster is too small; the message lists the requested, existing and taken resources.
         """
-        self.resource_pool_dict = {name: self._pool(name) for name in self.resource_pool_spec}
+        self.resource_pool_dict = {name: self._pool(name, nodes) for name, nodes in self.resource_pool_spec.items()}
         for name, pool in self.resource_pool_dict.items():
             pool.set_beside(other for key, other in self.resource_pool_dict.items() if key != name)
         if ray.is_initialized():
-            shapes = [shape for pool in self.resource_pool_dict.values() for shape in pool.shapes]
-            check_fits(shapes, ", ".join(self.resource_pool_dict))
+            check_fits(self.shapes(self.resource_pool_spec), ", ".join(self.resource_pool_dict))
 
-    def _pool(self, name: str) -> RayResourcePool:
+    def shapes(self, spec: Mapping[str, Sequence[int]]) -> list[NodeShape]:
+        """Return the resources that pools of these sizes need on each of their nodes."""
+        return [shape for name, nodes in spec.items() if nodes for shape in self._pool(name, nodes).shapes]
+
+    def _pool(self, name: str, nodes: Sequence[int]) -> RayResourcePool:
         return RayResourcePool(
-            self.resource_pool_spec[name],
+            nodes,
             self.use_gpu,
             name,
             max_colocate_count=self.slots_of(name),

@@ -77,10 +77,14 @@ class RunFiles:
             "running process": holder,
             "step": f"{last[-1]['global_step']} of {total or 'unknown'}" if last else "",
             "saved step": self.saved.get("global_steps"),
-            "restarts": summary.get("restarts", sum(bool(each.get("restarted")) for each in self.failures)),
+            "restarts": summary.get("restarts", sum(map(_is_restart, self.failures))),
             "wall time": f"{summary['wall_s']:,.0f} s" if "wall_s" in summary else "",
         }
         return [(name, str(value)) for name, value in facts.items() if value not in (None, "")]
+
+
+def _is_restart(failure: Record) -> bool:
+    return bool(failure.get("restarted")) and failure.get("kind") != "PoolsResized"
 
 
 def read_run(directory: Path) -> RunFiles:

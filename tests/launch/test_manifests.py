@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import re
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
@@ -45,6 +47,25 @@ def test_job_and_cluster_have_the_same_nodes() -> None:
         for template in pod_templates(document):
             del template["template"]["metadata"]
     assert specs[0] == specs[1]
+
+
+@pytest.mark.processes
+def test_a_repeated_job_resumes_its_run(tmp_path: Path) -> None:
+    job = next(document for document in RAY.values() if document["kind"] == "RayJob")
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho "$@"\n')
+    python.chmod(0o755)
+    command = job["spec"]["entrypoint"].replace("cd /shared", f"cd {tmp_path}")
+
+    def started() -> str:
+        environment = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+        return subprocess.run(command, shell=True, env=environment, capture_output=True, text=True, check=True).stdout
+
+    assert started() == "-m mcontroller train run.yaml run_dir=runs/first cluster.address=auto\n"
+    (tmp_path / "runs" / "first").mkdir(parents=True)
+    (tmp_path / "runs" / "first" / "config.yaml").touch()
+    assert started() == "-m mcontroller resume runs/first\n"
+    assert job["spec"]["backoffLimit"] > 0
 
 
 @pytest.mark.parametrize("name", RAY)

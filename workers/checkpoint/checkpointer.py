@@ -28,7 +28,7 @@ from workers.checkpoint.directories import (
     partial_path,
 )
 from workers.checkpoint.load import check_checkpoint, load_checkpoint, open_checkpoint
-from workers.checkpoint.memory import load_state, read_state, save_state
+from workers.checkpoint.memory import check_replicas, load_state, read_state, save_state
 from workers.checkpoint.optimizer_state import buckets_to_save
 from workers.checkpoint.state import layout_of, sharded_state, weight_shapes
 from workers.checkpoint.writer import BackgroundSaves, prepare_write
@@ -201,17 +201,23 @@ class Checkpointer:
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL)
     def load_from_memory(self, path: str) -> None:
-        """Go on from a file that ``save_to_memory`` of the same rank of the same layout has written.
+        """Go on from a file that ``save_to_memory`` of a rank in the same place of its replica has written.
 
         Args:
             path: the file; a list of one for each rank.
+
+        Raises:
+            DataError: on every rank, before anything changes, if a distributed optimizer has another number of
+                data-parallel replicas.
         """
         self._saves.finish()
         self.keep_initial_adapter()
         self._load_state(path)
 
     def _load_state(self, file: str | IO[bytes]) -> None:
-        content = read_state(file)
+        with before_changes():
+            content = read_state(file)
+            check_replicas(self._state, content)
         with self._changing(content["counters"], content["float32"], "optimizer" in content["state"]):
             load_state(self._state, content)
 

@@ -14,6 +14,7 @@ from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase
 from torch import Tensor
 
+from mcontroller.errors import DataError
 from workers.checkpoint.load import load_models, load_optimizer
 from workers.checkpoint.optimizer_state import buckets_to_save
 from workers.checkpoint.state import sharded_state
@@ -21,7 +22,7 @@ from workers.checkpoint.unpickle import known_types
 from workers.checkpoint.writer import without_crc32
 from workers.train.state import TrainingState, set_random_state
 
-__all__ = ["RankFileContent", "load_state", "read_state", "save_state"]
+__all__ = ["RankFileContent", "check_replicas", "load_state", "read_state", "save_state"]
 
 
 class RankFileContent(TypedDict):
@@ -31,6 +32,8 @@ class RankFileContent(TypedDict):
     """By part and chunk as ``sharded_state`` has them, the values of this rank."""
     in_buckets: bool
     """Whether the state of a distributed optimizer is in its buckets."""
+    replicas: int
+    """The number of data-parallel replicas, which the buckets depend on."""
     scheduler_steps: int
     """Steps of the learning-rate schedule so far."""
     counters: dict[str, Any]
@@ -54,6 +57,7 @@ def save_state(training: TrainingState, file: str | IO[bytes]) -> None:
     content = RankFileContent(
         state=state,
         in_buckets=in_buckets,
+        replicas=training.context.layout.dp,
         scheduler_steps=steps,
         counters=dict(training.counters),
         float32=bool(training.float32),
@@ -75,6 +79,16 @@ def read_state(file: str | IO[bytes]) -> RankFileContent:
     with known_types():
         content: RankFileContent = torch.load(file, map_location="cpu", weights_only=True)
     return content
+
+
+def check_replicas(training: TrainingState, content: RankFileContent) -> None:
+    """Raise DataError if the optimizer's state is divided over another number of data-parallel replicas."""
+    replicas = training.context.layout.dp
+    if content["in_buckets"] and content["replicas"] != replicas:
+        raise DataError(
+            f"the optimizer's state in memory is divided over {content['replicas']} data-parallel replicas, and this "
+            f"group has {replicas}: load a checkpoint that was saved with reshardable=True"
+        )
 
 
 def load_state(training: TrainingState, content: RankFileContent) -> None:

@@ -84,7 +84,9 @@ class RunReport:
         try:
             saved = read_record(Path(self._trainer.default_local_dir)).last.global_steps
         except DataError:
-            self._print(f"no step is saved, {steps} are lost: remove {self._directory}, or set another run_dir")
+            self._print(
+                f"no step is saved, {steps} are lost; begin again with: python -m mcontroller resume {self._directory}"
+            )
             return
         lost = max(steps - saved, 0)
         self._print(

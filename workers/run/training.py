@@ -23,7 +23,7 @@ from mcontroller.files import acquire_lock, release_lock
 from mcontroller.ppo.display import ProgressDisplay
 from mcontroller.ppo.saving.checkpoints import LOCK
 from mcontroller.ppo.saving.preemption import PREEMPTED, Preempted
-from mcontroller.ppo.saving.run_record import read_record
+from mcontroller.ppo.saving.run_record import RECORD, read_record
 from mcontroller.ppo.trainer import RayPPOTrainer
 from mcontroller.trace.recorder import recording
 from mcontroller.trackers import Run, Tracker, make_trackers
@@ -78,6 +78,9 @@ def train(config: RunConfig, console: Console) -> Path:
         parts.try_rewards()
         acquire_lock(directory / LOCK, f"the run in {directory}")
         _check_unused(directory, config)
+        if config.trainer.resume and _has_no_step(directory, config):
+            console.print("no step of the run is saved: it begins again")
+            config = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, resume=False))
         report = RunReport(directory, config, console)
         trainer = make_trainer(config, parts, directory, console, [report])
         if not config.trainer.resume:
@@ -190,6 +193,15 @@ def _check_unused(directory: Path, config: RunConfig) -> None:
             key="run_dir",
             value=str(directory),
         )
+
+
+def _has_no_step(directory: Path, config: RunConfig) -> bool:
+    """Return whether a run was started in a directory, and ended before its first checkpoint; remove its metrics."""
+    if not (directory / CONFIG_FILE).exists() or (Path(config.trainer.default_local_dir) / RECORD).exists():
+        return False
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        (directory / name).unlink(missing_ok=True)
+    return True
 
 
 def _interrupt(signal_number: int, frame: FrameType | None) -> None:

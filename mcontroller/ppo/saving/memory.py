@@ -11,7 +11,8 @@ import hashlib
 import logging
 import os
 import pickle
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,7 @@ from mcontroller.group import WorkerGroup
 from mcontroller.ppo.saving.checkpoints import RunState
 from mcontroller.ppo.stages import SharedDevices
 from mcontroller.ray.calls.executor import RayExecutor
+from parallel_state.axes import RANK_AXIS
 
 __all__ = ["MemoryCheckpoints", "StateHolder"]
 
@@ -35,6 +37,12 @@ HERE = ""
 
 COPY_SECONDS = 600.0
 """Longest time that a node copies and hashes the files of a step."""
+
+LOOK_SECONDS = 0.5
+"""Time between two looks for lost nodes while a node copies."""
+
+OF_REPLICAS = ("dp", "edp", RANK_AXIS)
+"""The axes of data-parallel replicas; ranks without coordinates are replicas."""
 
 _logger = logging.getLogger(__name__)
 
@@ -91,11 +99,35 @@ class StateHolder:
 
 @dataclass(frozen=True)
 class _Step:
-    """A step whose state all ranks have written: the pickled ``RunState``, and the node of every rank by group."""
+    """A step whose state all ranks have written: the pickled ``RunState``, and node and place of every rank."""
 
     number: int
     state: bytes
     nodes: Mapping[str, Sequence[str]]
+    places: Mapping[str, Sequence[tuple[Any, ...]]]
+
+    def choices(self, group: str, places: Sequence[tuple[Any, ...]]) -> list[list[str | None]]:
+        """Return the files that the ranks of a group can load, the best of each rank first.
+
+        In the layout that was saved each rank has its own file. With another number of data-parallel replicas, a rank
+        can load those of all that are in the same place of their replica, its own first.
+
+        Args:
+            group: its name.
+            places: the present place of each rank, see ``_places_of``.
+        """
+        before = self.places[group]
+        if len(before) == len(places):
+            return [[self.file(group, rank) for rank in range(len(places))]]
+        same = [[rank for rank, each in enumerate(before) if each == place] for place in places]
+        own = [sum(each == place for each in places[:rank]) for rank, place in enumerate(places)]
+        return [
+            [
+                self.file(group, ranks[(own[rank] + choice) % len(ranks)]) if choice < len(ranks) else None
+                for rank, ranks in enumerate(same)
+            ]
+            for choice in range(max(map(len, same)))
+        ]
 
     def file(self, group: str, rank: int) -> str:
         return f"{group}.{rank}.{self.number}"
@@ -115,14 +147,16 @@ class MemoryCheckpoints:
 
     Args:
         devices: the devices that the groups share.
+        lost: returns Ray's ids of nodes that are lost, which Ray itself may notice many seconds later.
 
     Attributes:
         nbytes: bytes that the ranks wrote of the last state.
     """
 
-    def __init__(self, devices: SharedDevices) -> None:
+    def __init__(self, devices: SharedDevices, lost: Callable[[], Collection[str]] = tuple) -> None:
         self.nbytes = 0
         self._devices = devices
+        self._lost = lost
         self._holders: dict[str, Any] = {}
         self._steps: list[_Step] = []
         self._copying: list[Any] = []
@@ -155,12 +189,14 @@ class MemoryCheckpoints:
         """
         self._finish_copies()
         self._free_others(self._steps[-1:])
-        step = _Step(state.global_steps, pickle.dumps(state), {name: _nodes_of(each) for name, each in groups.items()})
+        nodes = {name: _nodes_of(each) for name, each in groups.items()}
+        places = {name: _places_of(each) for name, each in groups.items()}
+        step = _Step(state.global_steps, pickle.dumps(state), nodes, places)
         paths: dict[str, str] = {}
         try:
             for node in {node for nodes in step.nodes.values() for node in nodes}:
                 names = step.files(node)
-                paths |= zip(names, _value(self._begin(node, "create", names)), strict=True)
+                paths |= zip(names, self._value(self._begin(node, "create", names)), strict=True)
         except RayError as error:
             _logger.warning("the state of step %d is not in memory: %s", step.number, str(error).partition("\n")[0])
             return
@@ -176,14 +212,16 @@ class MemoryCheckpoints:
         """Load the newest state that is whole into all groups, and return the controller's; None if there is none.
 
         Args:
-            groups: the groups to load, by name, with the world sizes that they were saved with.
+            groups: the groups to load, by name. Compared with those that were saved, only the number of their
+                data-parallel replicas may differ.
 
         Raises:
+            CallRejected: the state depends on the number of replicas, which differs; some groups may have loaded it.
             GroupError: a rank failed.
         """
         self._finish_copies()
         for step in reversed(self._steps):
-            paths = {name: self._locate(step, name, _nodes_of(group)) for name, group in groups.items()}
+            paths = {name: self._find(step, name, group) for name, group in groups.items()}
             if missing := [f"{name} rank {rank}" for name in paths for rank, path in paths[name].items() if not path]:
                 _logger.warning("the state of step %d in memory has no copy of %s", step.number, ", ".join(missing))
                 continue
@@ -204,26 +242,32 @@ class MemoryCheckpoints:
                 ray.kill(holder)
         self._holders = {}
 
-    def _locate(self, step: _Step, group: str, nodes: Sequence[str]) -> dict[int, str | None]:
-        """Return the path of the file of every rank on its present node, copied there if another node has it."""
-        found: dict[int, str | None] = {}
-        for node in dict.fromkeys(nodes):
-            ranks = [rank for rank, each in enumerate(nodes) if each == node]
-            names = [step.file(group, rank) for rank in ranks]
-            found |= zip(ranks, self._whole(node, names), strict=True)
-            for other in [other for other in self._holders if other != node]:
-                wanted = [rank for rank in ranks if found[rank] is None]
-                there = self._whole(other, [step.file(group, rank) for rank in wanted])
-                having = [rank for rank, path in zip(wanted, there, strict=True) if path is not None]
-                if having:
-                    copied = [step.file(group, rank) for rank in having]
-                    _value(self._begin(node, "pull", copied, self._holders[other]))
-                    found |= zip(having, self._whole(node, copied), strict=True)
+    def _find(self, step: _Step, name: str, group: WorkerGroup[Any]) -> dict[int, str | None]:
+        """Return the path of a whole file for every rank on its node; None if there is none."""
+        nodes = _nodes_of(group)
+        found: dict[int, str | None] = dict.fromkeys(range(len(nodes)))
+        for choice in step.choices(name, _places_of(group)):
+            wanted = {rank: file for rank, file in enumerate(choice) if file is not None and found[rank] is None}
+            for node in dict.fromkeys(nodes):
+                found |= self._locate({rank: file for rank, file in wanted.items() if nodes[rank] == node}, node)
+        return found
+
+    def _locate(self, wanted: Mapping[int, str], node: str) -> dict[int, str | None]:
+        """Return the path of each file on a node, by rank, copied there if another node has it."""
+        found = dict(zip(wanted, self._whole(node, list(wanted.values())), strict=True))
+        for other in [other for other in self._holders if other != node]:
+            missing = [rank for rank, path in found.items() if path is None]
+            there = self._whole(other, [wanted[rank] for rank in missing])
+            having = [rank for rank, path in zip(missing, there, strict=True) if path is not None]
+            if having:
+                copied = [wanted[rank] for rank in having]
+                self._value(self._begin(node, "pull", copied, self._holders[other]))
+                found |= zip(having, self._whole(node, copied), strict=True)
         return found
 
     def _whole(self, node: str, names: Sequence[str]) -> list[str | None]:
         try:
-            found: list[str | None] = _value(self._begin(node, "whole", names))
+            found: list[str | None] = self._value(self._begin(node, "whole", names)) if names else []
         except RayError:
             self._lose(node)
             return [None] * len(names)
@@ -245,7 +289,7 @@ class MemoryCheckpoints:
         copying, self._copying = self._copying, []
         for each in copying:
             try:
-                _value(each)
+                self._value(each)
             except RayError as error:
                 text = "a copy of the state in memory has failed, because a node or its process has ended: %s"
                 _logger.warning(text, str(error).partition("\n")[0])
@@ -255,7 +299,7 @@ class MemoryCheckpoints:
         kept = [name for step in steps for name in step.files()]
         for node in list(self._holders):
             try:
-                _value(self._begin(node, "keep_only", kept))
+                self._value(self._begin(node, "keep_only", kept))
             except RayError:
                 self._lose(node)
 
@@ -264,10 +308,22 @@ class MemoryCheckpoints:
         self._holders.pop(node, None)
 
     def _begin(self, node: str, method: str, *arguments: Any) -> Any:
+        if node in self._lost():
+            raise RayError(f"node {node} is lost")
         if node not in self._holders:
             self._holders[node] = StateHolder() if node == HERE else _holder_on(node)
         call = getattr(self._holders[node], method)
         return call(*arguments) if node == HERE else call.remote(*arguments)
+
+    def _value(self, answer: Any) -> Any:
+        """Wait for a holder's answer, but not for those of nodes that are lost meanwhile."""
+        if not isinstance(answer, ray.ObjectRef):
+            return answer
+        end, lost = time.monotonic() + COPY_SECONDS, len(self._lost())
+        while not ray.wait([answer], timeout=LOOK_SECONDS, fetch_local=False)[0] and time.monotonic() < end:
+            if len(self._lost()) > lost:
+                raise RayError("a node was lost meanwhile")
+        return ray.get(answer, timeout=0)
 
 
 def _nodes_of(group: WorkerGroup[Any]) -> list[str]:
@@ -275,6 +331,12 @@ def _nodes_of(group: WorkerGroup[Any]) -> list[str]:
     if isinstance(group.executor, RayExecutor):
         return [info.node_id for info in group.executor.processes.handles.infos]
     return [HERE] * group.world_size
+
+
+def _places_of(group: WorkerGroup[Any]) -> list[tuple[Any, ...]]:
+    """Return the place of every rank in its data-parallel replica: its other coordinates."""
+    ranks = map(group.topology.coordinates, range(group.world_size))
+    return [tuple(sorted(each for each in rank.items() if each[0] not in OF_REPLICAS)) for rank in ranks]
 
 
 def _other_nodes(nodes: Sequence[str]) -> list[str]:
@@ -287,7 +349,3 @@ def _other_nodes(nodes: Sequence[str]) -> list[str]:
 def _holder_on(node: str) -> Any:
     there = NodeAffinitySchedulingStrategy(node, soft=False)
     return ray.remote(StateHolder).options(num_cpus=0, max_concurrency=4, scheduling_strategy=there).remote()
-
-
-def _value(answer: Any) -> Any:
-    return ray.get(answer, timeout=COPY_SECONDS) if isinstance(answer, ray.ObjectRef) else answer

@@ -17,18 +17,22 @@ from mcontroller.errors import (
     ConnectionLost,
     GroupBroken,
     GroupError,
+    ResourceError,
     WorkerDied,
     WorkerError,
 )
 from mcontroller.ppo.config import TrainerConfig
 from mcontroller.ray.rank_logs import find_logs
 
-__all__ = ["FAILURES", "Failure", "Recovery", "root_error"]
+__all__ = ["FAILURES", "RESIZED", "Failure", "Recovery", "root_error"]
 
 _logger = logging.getLogger(__name__)
 
 FAILURES = "failures.jsonl"
 """The file of the failures of a run, beside its checkpoints: a JSON object in each line."""
+
+RESIZED = "PoolsResized"
+"""The kind of the event that pools have other sizes from now on, which is no failure of its own."""
 
 HOUR_S = 3600.0
 
@@ -106,7 +110,8 @@ class Recovery:
             step: number of the step.
         """
         cause, failure = root_error(error), self._failure(error, step)
-        if not isinstance(cause, GroupError):  # of the program or its files: no group has failed
+        no_room = self._config.elastic and isinstance(cause, ResourceError)  # any more
+        if not isinstance(cause, GroupError) and not no_room:  # of the program or its files: no group has failed
             return None
         reason = self._why_it_ends(cause, failure)
         self._record(failure, reason)
@@ -115,6 +120,18 @@ class Recovery:
             return None
         self.failures.append(failure)
         return failure
+
+    def resized(self, step: int, text: str, **details: Any) -> Failure:
+        """Record the event that pools have other sizes from now on, and return it.
+
+        Args:
+            step: number of the next step.
+            text: for people.
+            details: the sizes before and after.
+        """
+        event = Failure(self._now(), step, RESIZED, "", text, details)
+        self._record(event, None)
+        return event
 
     def is_admitted(self, error: BaseException, step: int) -> bool:
         """Return whether ``admit`` would return a failure; nothing is recorded."""
@@ -131,7 +148,7 @@ class Recovery:
         own = isinstance(cause, WorkerError)
         if own and (isinstance(cause, CallRejected) or failure.kind not in self._config.restart_on):
             return f"{failure.kind} is an exception of the worker's own code, and trainer.restart_on does not have it"
-        if not own and not isinstance(cause, WorkerDied | ConnectionLost | CallTimeout):
+        if not own and not isinstance(cause, WorkerDied | ConnectionLost | CallTimeout | ResourceError):
             return f"{failure.kind} is not the failure of a process"
         same = [each for each in self.failures if each.cause == failure.cause]
         if sum(each.step == failure.step for each in same) >= SAME_FAILURE - 1:

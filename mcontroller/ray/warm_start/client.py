@@ -26,6 +26,10 @@ OF_A_PROCESS = {"PWD", "OLDPWD", "SHLVL", "_"}
 """Variables that differ between the workers of a job, and that no library reads when it is loaded."""
 
 
+WARM_IMPORTS = "MCONTROLLER_WARM_IMPORTS"
+"""The variable with the modules that a parent imports beside its libraries: ``name:file``, divided by commas."""
+
+
 DEFAULT_THREADS = "MCONTROLLER_DEFAULT_THREADS"
 """``mcontroller.ray.threads.DEFAULT_MARK``."""
 

@@ -1,7 +1,8 @@
 """The warm parent: it imports the libraries that workers need, and forks a worker for each request.
 
-A fork is safe as long as CUDA has not been initialized and no thread runs, so the parent imports libraries only, no
-code of the user: a parent lives longer than a group, and would not notice that the code has changed.
+A fork is safe as long as CUDA has not been initialized and no thread runs, so the parent imports libraries only, and
+what worker classes name as safe (``Worker.warm_imports``). It ends when the file of anything that it has imported
+changes.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mcontroller.ray.warm_start import exits
-from mcontroller.ray.warm_start.client import folder_path
+from mcontroller.ray.warm_start.client import WARM_IMPORTS, folder_path
 
 __all__ = ["IDLE_SECONDS", "LIBRARIES", "Parent", "run"]
 
@@ -66,7 +67,11 @@ class Parent:
         self._folder = folder
         self._selector = selectors.DefaultSelector()
         self._raylet = os.pidfd_open(raylet)
-        self._loaded = [module.__file__ for name in LIBRARIES if (module := _imported(name)) and module.__file__]
+        for name in LIBRARIES:
+            _imported(name)
+        import_warm(os.environ.get(WARM_IMPORTS, ""))
+        files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
+        self._loaded = [file for file in files if file and os.path.exists(file)]
         self._loaded_at = self._times()
         self._selector.register(self._raylet, selectors.EVENT_READ, sys.exit)
         _check_that_forks_are_safe()
@@ -212,6 +217,20 @@ def _check_that_forks_are_safe() -> None:
         raise RuntimeError(f"not safe to fork: threads {threads} run after the imports")
     if _imported("torch").cuda.is_initialized():
         raise RuntimeError("not safe to fork: the imports have initialized CUDA")
+
+
+def import_warm(imports: str) -> None:
+    """Import modules for processes without GPUs; raise ImportError if one has another file here than the driver's.
+
+    Args:
+        imports: see ``client.WARM_IMPORTS``.
+    """
+    if imports:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # as in these processes
+    for name, _, file in (each.partition(":") for each in imports.split(",") if each):
+        found = _imported(name).__file__
+        if os.path.realpath(found) != os.path.realpath(file):
+            raise ImportError(f"{name} is {found} here, and {file} in the driver")
 
 
 def _imported(name: str) -> Any:

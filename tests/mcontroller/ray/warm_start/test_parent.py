@@ -25,6 +25,7 @@ print(json.dumps({
     "pid": os.getpid(), "parent": os.getppid(), "arguments": sys.argv, "folder": os.getcwd(), "main": __name__,
     "mark": os.environ.get("OLDPWD"), "threads": torch.get_num_threads(),
     "drawn": [random.random(), numpy.random.rand(), torch.rand(1).item()],
+    "warm": "of_the_user" in sys.modules,
     "forked": "mcontroller.ray.warm_start.parent" in sys.modules,
     "record": importlib.import_module("mcontroller.ray.warm_start.exits").record_of_this_process(),
 }), flush=True)
@@ -187,6 +188,25 @@ def test_a_worker_starts_by_itself_if_the_parent_cannot_import_its_libraries(
     assert not finish(start(PYTHONPATH=path))["forked"]
     [note] = folder_of(session).glob("*.unsafe")
     assert note.read_text() == "no tensordict"
+
+
+@pytest.mark.processes
+def test_modules_that_a_class_names_are_imported_once_from_the_file_of_the_driver(start: Start, tmp_path: Path) -> None:
+    module = tmp_path / "of_the_user.py"
+    module.touch()
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+    def warm(file: Path) -> dict[str, Any]:
+        return finish(start(PYTHONPATH=path, **{client.WARM_IMPORTS: f"of_the_user:{file}"}))
+
+    first = warm(module)
+    assert first["warm"] and first["forked"]
+    os.utime(module, (0, 0))
+    assert not warm(module)["forked"]  # the file has changed: the parent ends
+    again = warm(module)
+    assert again["warm"] and again["parent"] != first["parent"]
+    other = warm(tmp_path / "elsewhere" / module.name)
+    assert not other["warm"] and not other["forked"]
 
 
 @pytest.mark.processes

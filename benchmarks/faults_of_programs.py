@@ -1,0 +1,212 @@
+"""Faults of programs, for ``faults.py``: signals to ``mcontroller train``, its disk, its control store; then resume."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+CONFIG = """
+pool: {process_on_nodes: [4], use_gpu: false}
+model: {vocab_size: 17, max_sequence_length: 12, num_layers: 2, hidden_size: 64, num_attention_heads: 2,
+        ffn_hidden_size: 168}
+data:
+  train_batch_size: 16
+  train: {source: reasoning_gym, task: chain_sum, size: 512,
+          options: {min_terms: 3, max_terms: 3, min_digits: 1, max_digits: 1}}
+tokenizer: {kind: characters}
+imports: [examples.ppo.tokenizer]
+rewards: {timeout_s: 5, functions: {task: {function: "mcontroller.ppo.rewards.functions:reasoning_gym"}}}
+algorithm: {adv_estimator: grpo}
+trainer: {total_training_steps: 1000, save_freq: -1, memory_save_freq: 1, max_restarts: 1000, val_before_train: false,
+          test_freq: -1, restart_on: [ValueError, RuntimeError]}
+trackers: [jsonl]
+actor_rollout_ref:
+  model: ${model}
+  parallel: {tp: 2, pp: 2}
+  rollout: {prompt_length: 8, response_length: 4, n: 2}
+  optim: {lr: 1.0e-3}
+  ppo_mini_batch_size: 16
+  ppo_micro_batch_size: 8
+"""
+
+
+@dataclasses.dataclass
+class Trial:
+    """What became of a fault."""
+
+    fault: str
+    at: float = 0.0
+    before: list[int] = dataclasses.field(default_factory=list)
+    known: float | None = None
+    named: str = "no failure"
+    again: float = 0.0
+    lost: int = 0
+    left: int = 0
+    exact: bool = False
+
+
+Strike = Callable[["Program", random.Random], None]
+
+
+def signaled(number: int, moment: str) -> Strike:
+    """Return a fault that sends a signal to the program in a moment, see ``Program.wait_for``."""
+
+    def strike(program: Program, draw: random.Random) -> None:
+        program.wait_for(moment)
+        if moment != "save":
+            time.sleep(draw.uniform(0.0, 0.5))
+        program.struck = time.time()
+        os.kill(program.process.pid, number)
+        program.process.wait()
+
+    return strike
+
+
+def kill_gcs(program: Program, draw: random.Random) -> None:
+    """Kill the control store of Ray, and wait for what becomes of the program."""
+    program.wait_for("step")
+    time.sleep(draw.uniform(0.0, 0.5))
+    program.struck = time.time()
+    for pid in program.left():
+        with contextlib.suppress(OSError):
+            if b"gcs_server" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0]:
+                os.kill(pid, signal.SIGKILL)
+    program.process.wait()
+
+
+def fill_disk(program: Program, draw: random.Random) -> None:
+    program.wait_for("step")
+    time.sleep(draw.uniform(0.0, 0.5))
+    program.struck = time.time()
+    with open(program.checkpoints / "other", "wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+    program.process.wait()
+    (program.checkpoints / "other").unlink()
+
+
+DISK_FULL = "disk full (as root), then space and resume"
+OF_PROGRAMS: dict[str, Strike] = {
+    "SIGKILL of the driver, then resume": signaled(signal.SIGKILL, "step"),
+    "SIGKILL of the driver before its first save, then resume": signaled(signal.SIGKILL, "first step"),
+    "SIGTERM in a step, then resume": signaled(signal.SIGTERM, "step"),
+    "SIGINT in a step, then resume": signaled(signal.SIGINT, "step"),
+    "SIGTERM in a start, then resume": signaled(signal.SIGTERM, "start"),
+    "SIGINT in a start, then resume": signaled(signal.SIGINT, "start"),
+    "SIGTERM in a save, then resume": signaled(signal.SIGTERM, "save"),
+    "SIGINT in a save, then resume": signaled(signal.SIGINT, "save"),
+    "SIGKILL of the GCS, then resume": kill_gcs,
+    DISK_FULL: fill_disk,
+}
+
+
+def of_programs(folder: Path, names: list[str], repeats: int, seed: int) -> list[Trial]:
+    """Return the trials of faults of the program of a run with checkpoints every two steps of six."""
+    draw = random.Random(seed)
+    expected = Program(folder / "whole").finish()
+    trials = []
+    for fault in names * repeats:
+        program = Program(folder / f"{len(trials)}", disk=fault == DISK_FULL)
+        OF_PROGRAMS[fault](program, draw)
+        last = next((line for line in reversed(program.output()) if "Error" in line), "")
+        trial = Trial(
+            fault, at=program.struck, named=f"exit code {program.process.returncode}, {last:.100}".strip(", ")
+        )
+        trial.known = time.time() - trial.at
+        while program.left() and time.time() - trial.at < 90:  # Ray's agents wait 60 s for its control store
+            time.sleep(0.1)
+        trial.left, done = len(program.left()), len(program.steps())
+        program.start("resume", str(program.folder / "run"))
+        while not (
+            said := [line for line in program.output() if "resuming from step" in line or "begins again" in line]
+        ):
+            time.sleep(0.01)
+            program.check()
+        saved = int(said[0].split()[3]) if "resuming" in said[0] else 0
+        trial.lost = max(done - saved, 0)
+        while len(program.steps()) <= min(saved, 5) and program.process.poll() is None:
+            time.sleep(0.01)
+        trial.again = time.time() - trial.at
+        trial.exact = program.finish() == expected
+        if fault == DISK_FULL:
+            subprocess.run(["umount", "--lazy", str(program.checkpoints)], check=True)
+        trials.append(trial)
+        print(json.dumps(dataclasses.asdict(trial)), flush=True)
+    return trials
+
+
+class Program:
+    """``mcontroller train`` of six steps in a process of its own."""
+
+    def __init__(self, folder: Path, disk: bool = False) -> None:
+        self.folder, self.mark, self.struck = folder, f"FAULTS_RUN={folder}", 0.0
+        self.checkpoints = folder / "run" / "checkpoints"
+        folder.mkdir(parents=True)
+        if disk:
+            self.checkpoints.mkdir(parents=True)
+            subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "none", str(self.checkpoints)], check=True)
+        (folder / "run.yaml").write_text(CONFIG)
+        self.start(
+            "train", str(folder / "run.yaml"), f"run_dir={folder / 'run'}", total_steps(6), "trainer.save_freq=2"
+        )
+
+    def start(self, *arguments: str) -> None:
+        environment = os.environ | dict([self.mark.split("=", 1)])
+        with open(self.folder / "output", "w") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "mcontroller", *arguments], env=environment, stdout=output, stderr=output
+            )
+
+    def wait_for(self, moment: str) -> None:
+        """Wait for a moment of the run: see ``signaled``."""
+        conditions: dict[str, Callable[[], object]] = {
+            "start": lambda: any("starting actor" in line for line in self.output()),
+            "first step": self.steps,
+            "step": lambda: len(self.steps()) >= 3,
+            "save": lambda: list(self.checkpoints.glob("actor/.saving-*")),
+        }
+        while not conditions[moment]():
+            time.sleep(0.01)
+            self.check()
+
+    def check(self) -> None:
+        """Raise SystemExit with the output if the program has ended with an error."""
+        if self.process.poll():
+            raise SystemExit("\n".join(self.output()))
+
+    def output(self) -> list[str]:
+        return (self.folder / "output").read_text().splitlines()
+
+    def steps(self) -> list[str]:
+        path = self.folder / "run" / "metrics.jsonl"
+        return path.read_text().splitlines() if path.exists() else []
+
+    def left(self) -> list[int]:
+        """Return the processes that this one and its children have started, whoever their parent is."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):
+                if self.mark.encode() in path.read_bytes().split(b"\0"):
+                    found.append(int(path.parent.name))
+        return found
+
+    def finish(self) -> dict[str, str]:
+        """Wait for the end, and return the SHA-256 of the shards of the last checkpoint."""
+        if self.process.wait():
+            raise SystemExit("\n".join(self.output()))
+        manifest = self.checkpoints / "actor" / "global_step_6" / "manifest.json"
+        files = json.loads(manifest.read_text())["files"]
+        return {name: entry["sha256"] for name, entry in files.items() if name.endswith(".distcp")}
+
+
+def total_steps(number: int) -> str:
+    return f"trainer.total_training_steps={number}"
