@@ -20,11 +20,15 @@ import torch
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.post_training.modelopt.layers import Linear
+from megatron.core.transformer.moe.router import Router
+from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
 from mcontroller.errors import ConfigError, DataError
 from parallel_state.megatron import MegatronContext
 from workers.config import ModelConfig, ParallelConfig
+from workers.config.fit import padded_vocab_size
 from workers.model.gpu_defaults import chosen_implementation
 from workers.model.local_spec import block_spec
 from workers.model.transformer_config import checked_fields, parallel_fields
@@ -47,6 +51,7 @@ _WITHOUT_ENGINE = {
     "moe_permute_fusion": False,
     "moe_shared_expert_overlap": False,
 }
+_OF_VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
 _INERT = INERT | {"architectures", "model_type"}
 _ALWAYS = {
     "cross_entropy_loss_fusion": False,
@@ -73,13 +78,15 @@ class BridgeModel:
         unread: the keys of ``config.json`` that change what a model computes, and that Bridge has not read.
 
     Raises:
-        ConfigError: Bridge is not installed, or does not have the model; tp does not divide the vocabulary; a field of
-            ``model.transformer`` is unknown; or the model needs what is not supported: a value head, adapters, or
-            layers of Transformer Engine where there is none.
+        ConfigError: Bridge is not installed, or does not have the model; a field of ``model.transformer`` is unknown; or
+            the model needs what is not supported: a value head, adapters, or layers of Transformer Engine where there
+            is none.
     """
 
-    def __init__(self, model: ModelConfig, parallel: ParallelConfig, context: MegatronContext, value_head: bool) -> None:
-        _check(model, parallel, value_head)
+    def __init__(
+        self, model: ModelConfig, parallel: ParallelConfig, context: MegatronContext, value_head: bool
+    ) -> None:
+        _check(model, value_head)
         self.bridge = _opened(local_directory(str(model.hf_path)))
         self.config, self.unread = _recorded(self.bridge, Path(local_directory(str(model.hf_path))))
         dtype = getattr(torch, model.dtype)
@@ -91,7 +98,7 @@ class BridgeModel:
             "autocast_dtype": dtype,
             "bf16": dtype is torch.bfloat16,
             "fp16": dtype is torch.float16,
-            "vocab_size": model.vocab_size,
+            "vocab_size": padded_vocab_size(model.vocab_size, parallel.tp),
             "seq_length": model.max_sequence_length,
             "attention_dropout": model.attention_dropout,
             "hidden_dropout": model.hidden_dropout,
@@ -141,14 +148,21 @@ class BridgeWeights:
         Raises:
             DataError: Bridge cannot: a tensor is missing, or has another shape.
         """
+        _register_classes(chunks)
         try:
             self._bridge.load_hf_weights(list(chunks))
         except (AssertionError, AttributeError, KeyError, RuntimeError, ValueError) as error:
-            raise DataError(f"Megatron-Bridge cannot load {self._bridge.hf_pretrained.model_name_or_path}: {error}") from error
+            raise DataError(
+                f"Megatron-Bridge cannot load {self._bridge.hf_pretrained.model_name_or_path}: {error}"
+            ) from error
 
     def exported(self, chunks: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
         """Iterate over all tensors of the whole model under their names in the files, on every rank."""
-        yield from self._bridge.export_hf_weights(list(chunks), cpu=False, show_progress=False)
+        chunk = unwrap_model(chunks[0])
+        _register_classes(chunks)
+        for name, tensor in self._bridge.export_hf_weights(list(chunks), cpu=False, show_progress=False):
+            padded = name.endswith(_OF_VOCABULARY) and len(tensor) == chunk.vocab_size
+            yield name, tensor[: chunk.unpadded_vocab_size] if padded else tensor
 
     def tensors(self, chunks: Sequence[nn.Module], bucket_bytes: int) -> BridgeTensors:
         """Return the tensors for refit, engines and export, to be read as often as they change."""
@@ -192,7 +206,7 @@ class BridgeTensors(CheckpointTensors):
                 pass
 
 
-def _check(model: ModelConfig, parallel: ParallelConfig, value_head: bool) -> None:
+def _check(model: ModelConfig, value_head: bool) -> None:
     key, value = "model.provider", "bridge"
     if importlib.util.find_spec("megatron.bridge") is None:
         raise ConfigError(
@@ -205,13 +219,6 @@ def _check(model: ModelConfig, parallel: ParallelConfig, value_head: bool) -> No
     for what, given in unsupported.items():
         if given:
             raise ConfigError(f"model.provider is 'bridge', which has no {what} here: set native", key=key, value=value)
-    if model.vocab_size % parallel.tp:
-        raise ConfigError(
-            f"parallel.tp is {parallel.tp}, which does not divide the {model.vocab_size} tokens of the vocabulary; "
-            "Megatron-Bridge's models are built without padding",
-            key="parallel.tp",
-            value=parallel.tp,
-        )
 
 
 def _has_engine() -> bool:
@@ -219,12 +226,21 @@ def _has_engine() -> bool:
     return importlib.import_module("megatron.core.models.gpt.gpt_layer_specs").HAVE_TE
 
 
+def _register_classes(chunks: Sequence[nn.Module]) -> None:
+    """Register classes of modules that are whole on every rank: Bridge knows those of Megatron by their names."""
+    mapping = importlib.import_module("megatron.bridge.models.conversion.param_mapping").AutoMapping
+    for module in (module for chunk in chunks for module in chunk.modules() if isinstance(module, Router | Linear)):
+        mapping.register_module_type(type(module).__name__, "replicated")
+
+
 def _opened(path: str) -> Any:
     bridge = importlib.import_module("megatron.bridge").AutoBridge
     try:
         return bridge.from_hf_pretrained(path)
     except ValueError as error:
-        raise ConfigError(f"Megatron-Bridge has no model for {path}: {error}", key="model.hf_path", value=path) from error
+        raise ConfigError(
+            f"Megatron-Bridge has no model for {path}: {error}", key="model.hf_path", value=path
+        ) from error
 
 
 def _recorded(bridge: Any, path: Path) -> tuple[Any, list[str]]:
