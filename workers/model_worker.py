@@ -248,7 +248,8 @@ class ModelWorker(MegatronWorker):
         """
         self.state.check_context()
         model = self.build_model()
-        check_chunks(model, self.model_config, self.parallel, f"{type(self).__name__}.build_model")
+        if self.model_config.provider == "native":
+            check_chunks(model, self.model_config, self.parallel, f"{type(self).__name__}.build_model")
         self.state.models["model"] = model
         lora = self.model_config.lora
         if lora is not None:

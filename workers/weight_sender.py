@@ -21,7 +21,7 @@ from workers.gpu_ids import gpu_id, visible_gpus
 from workers.lora.adapters import adapters_of
 from workers.train.state import TrainingState
 from workers.weights.fingerprints import Fingerprint, shard_fingerprints
-from workers.weights.hf.names import hf_shards, model_family
+from workers.weights.hf.names import bridge_of, hf_shards, model_family
 from workers.weights.shards import WeightShard, model_shards, unknown_positions
 from workers.weights.transfer.endpoint import RankSchedule, TransferEndpoint, TransferOutcome
 from workers.weights.transfer.plan import RankWeights, ServedEngine
@@ -169,6 +169,8 @@ class WeightSender:
         A failure of the other group is a result, not an error: nothing has changed on this rank, and this group stays
         usable.
         """
+        if bridge_of(self._state.model) is not None:
+            self._shards(True)  # the endpoint reads copies of the weights, which this brings up to date
         return self._endpoints[transfer].send(timeout, self._state.policy_version)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -1,9 +1,10 @@
 """Run Megatron-Core on a CPU with gloo; do nothing on a machine with a GPU.
 
-Megatron is written for CUDA. Six modules adapt it to a CPU: ``torch_cuda`` replaces functions of ``torch.cuda``,
+Megatron is written for CUDA. Seven modules adapt it to a CPU: ``torch_cuda`` replaces functions of ``torch.cuda``,
 ``gloo`` the collectives that gloo lacks or gets wrong, ``products`` slow products of matrices (``aten::mm``),
-``literals`` the string ``"cuda"`` in Megatron's sources, ``megatron`` a few of Megatron-Core's functions, and
-``training`` those of ``megatron.training``. ``install`` applies all six, before Megatron is imported.
+``literals`` the string ``"cuda"`` in Megatron's sources, ``megatron`` a few of Megatron-Core's functions, ``training``
+those of ``megatron.training``, and ``bridge`` an import of Megatron-Bridge. ``install`` applies all seven, before
+Megatron is imported.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Collection
 
 import torch
 
-from parallel_state.cpu import gloo, literals, megatron, products, torch_cuda, training
+from parallel_state.cpu import bridge, gloo, literals, megatron, products, torch_cuda, training
 from parallel_state.errors import ParallelStateError
 
 _lock = threading.Lock()
@@ -62,6 +63,7 @@ def install(*, packages: Collection[str] = ()) -> bool:
         training.replace_triton_kernels()
         literals.add_packages(packages)
         literals.install_hook(megatron.PATCHES | training.PATCHES)
+        bridge.install_hook()
         _installed = True
         return True
 

@@ -142,6 +142,17 @@ def _inference_communication(module: Any) -> None:
     module._is_cuda = lambda tensor: None  # it asserts that the tensor is on a GPU
 
 
+def _gated_delta_net(module: Any) -> None:
+    """Compute with Megatron's own functions in PyTorch (``deterministic_mode``), which need fla for one norm only."""
+    if not module.HAVE_FLA:
+        module.HAVE_FLA = True
+        module.l2norm = _l2norm
+
+
+def _l2norm(values: torch.Tensor, dim: int = -1, eps: float = 1e-6) -> torch.Tensor:
+    return values * torch.rsqrt(values.square().sum(dim, keepdim=True) + eps)
+
+
 PATCHES: dict[str, Patch] = (
     WITHOUT_TE
     | PACKED_ROPE
@@ -151,6 +162,7 @@ PATCHES: dict[str, Patch] = (
         "megatron.core.jit": _jit,
         "megatron.core.tensor_parallel.layers": _layers,
         "megatron.core.tensor_parallel.random": _random,
+        "megatron.core.ssm.gated_delta_net.common": _gated_delta_net,
         "megatron.core.utils": _utils,
         "megatron.core.transformer.moe.moe_utils": _moe_utils,
         "megatron.core.dist_checkpointing.strategies.filesystem_async": _checkpoint_writer,

@@ -6,6 +6,7 @@ Each patch checks what it replaces, so it changes nothing if one of the two is i
 from __future__ import annotations
 
 import functools
+import importlib
 from typing import Any
 
 from parallel_state.patches.adam import FusedAdam
@@ -83,15 +84,33 @@ def _utils(module: Any) -> None:
 
 
 def _latent_attention(module: Any) -> None:
-    """Build multi-latent attention of local layers: without Transformer Engine, its classes are mocks (0.16)."""
+    """Build multi-latent attention of local layers without Transformer Engine.
+
+    Its classes are mocks then (0.16), or the one class of linear layers that needs no Transformer Engine is None (0.19).
+    """
     if not isinstance(getattr(module, "TELinear", None), type | None):
         module.HAVE_TE = False
+    if getattr(module, "Linear", module) is None:
+        module.Linear = importlib.import_module("megatron.core.post_training.modelopt.layers").Linear
+
+
+def _latent_norms(module: Any) -> None:
+    """Build the norms and projections that the specification has: others are Transformer Engine's (0.19)."""
+    if importlib.import_module("megatron.core.extensions.transformer_engine").HAVE_TE:
+        return
+
+    def as_specified(self: Any) -> dict[str, Any]:
+        names = "linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm"
+        return {name: getattr(self.submodules, name) or module.IdentityOp for name in names}
+
+    module.QKNormConfigResolver.resolve = as_specified
 
 
 PATCHES: dict[str, Patch] = {
     "megatron.core.utils": _utils,
     "megatron.core.tensor_parallel.random": _random,
     "megatron.core.transformer.moe.moe_utils": _moe_utils,
+    "megatron.core.transformer.mla_qk_norm_config": _latent_norms,
     "megatron.core.transformer.multi_latent_attention": _latent_attention,
     "megatron.core.optimizer": _optimizer,
     "megatron.core.tensor_parallel.layers": _layers,

@@ -28,6 +28,6 @@ def model_config_from_hf(path: str | os.PathLike[str], **changes: Any) -> ModelC
     Examples:
         >>> model_config_from_hf("/models/Qwen3-0.6B", dtype="bfloat16")
     """
-    fields = model_fields_from_hf(path)
+    fields = model_fields_from_hf(path, changes.get("provider", "native"))
     transformer = fields.pop("transformer", {}) | changes.pop("transformer", {})
     return dataclasses.replace(ModelConfig(**fields, transformer=transformer), **changes)

@@ -84,8 +84,13 @@ class ModelConfig:
     hf_path: str | None = None
     """Directory of a Hugging Face checkpoint with the initial weights, or a name of the hub, such as Qwen/Qwen3-0.6B,
     which is downloaded. None: random weights from the seed."""
+    provider: str = "native"
+    """What builds the model: native (the families of this package), or bridge (Megatron-Bridge, docs/models.md)."""
     verify_load: str = "auto"
-    """Compare every layer with transformers on the CPU after loading: layers, off, or auto (files up to 1 GiB)."""
+    """Compare every layer with transformers on the CPU after loading: layers, off, or auto (files up to 1 GiB).
+
+    With provider=bridge, auto is layers.
+    """
     family: str | None = None
     """Model type that the model is exported as. None: the type of the registered family that is built like it."""
     lora: LoraConfig | None = None
@@ -101,6 +106,10 @@ class ModelConfig:
     """Other fields of Megatron's TransformerConfig, under Megatron's names."""
 
     def __post_init__(self) -> None:
+        check_one_of("model.provider", self.provider, ("native", "bridge"))
+        if self.provider == "bridge" and self.hf_path is None:
+            text = "model.provider is 'bridge', which builds what a config.json describes: set model.hf_path"
+            raise ConfigError(text, key="model.hf_path", value=None)
         check_one_of("model.verify_load", self.verify_load, ("auto", "layers", "off"))
         check_above("model.layernorm_epsilon", self.layernorm_epsilon, 0.0)
         check_at_least("model.init_method_std", self.init_method_std, 0.0)
@@ -123,4 +132,4 @@ class ModelConfig:
                 key=f"{key}hf_path",
                 missing=list(missing),
             )
-        return model_fields_from_hf(fields["hf_path"])
+        return model_fields_from_hf(fields["hf_path"], fields["provider"])

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from workers.generate.decoding_patches import (
     TokenPositions,
+    check_attention,
     check_positions,
     last_position_only,
     latent_positions,
@@ -140,6 +141,7 @@ class _Decoder:
         self.tokens = TokenPositions()
         self.device = device
         self.width = int(lengths.max())
+        check_attention(get_model_config(chunks[0]))
         self.window = attention_window(get_model_config(chunks[0]))
         equal = bool((lengths == self.width).all())
         self.lengths = None if equal and self.window is None else lengths.to(device)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from megatron.core.inference.contexts import StaticInferenceContext
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import Attention, SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP
@@ -25,6 +26,7 @@ from workers.model.local_attention import TEDotProductAttention, attention_windo
 
 __all__ = [
     "TokenPositions",
+    "check_attention",
     "check_positions",
     "last_position_only",
     "latent_positions",
@@ -35,7 +37,27 @@ __all__ = [
 ]
 
 
+# Fields with which layers compute attention that a cache of keys and values for every layer does not.
+_PLAIN = {"window_attn_skip_freq": (None,), "softmax_type": ("vanilla",), "experimental_attention_variant": (None,)}
 _ROTARY = ("rope", "yarn")  # the position embeddings whose angles depend on one position
+
+
+def check_attention(config: TransformerConfig) -> None:
+    """Check that Megatron's generation computes the attention of the layers.
+
+    Raises:
+        ConfigError: windows differ between layers, or there are learned sinks, or layers without attention.
+    """
+    differing = [name for name, plain in _PLAIN.items() if getattr(config, name, plain[0]) not in plain]
+    if isinstance(getattr(config, "window_size", None), int):
+        differing.append("window_size")
+    if differing:
+        raise ConfigError(
+            f"the model has {', '.join(f'{name}={getattr(config, name)!r}' for name in differing)}, which Megatron's "
+            "generation does not compute: use rollout.engine=vllm",
+            key="rollout.engine",
+            value="megatron",
+        )
 
 
 def check_positions(chunks: Sequence[Any]) -> None:

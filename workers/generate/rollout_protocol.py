@@ -132,9 +132,9 @@ class PolicyWeights:
         Raises:
             ConfigError: there is no such naming.
         """
-        if isinstance(self._whole, CheckpointTensors):
-            return self._whole.fingerprints(dtypes)
         if naming == "hugging_face":
+            if isinstance(self._whole, CheckpointTensors):
+                return self._whole.fingerprints(dtypes)
             return shard_fingerprints(hf_shards(self.chunks, self.context, model_family(self.chunks)), dtypes)
         if naming == "megatron":
             return shard_fingerprints(model_shards(self.chunks, self.context), dtypes)

@@ -20,6 +20,7 @@ from workers.config.fit import check_engine_windows, check_local, padded_vocab_s
 from workers.config.precision import check_device
 from workers.distinct_tokens import attend_over_rows
 from workers.lora.attach import choose_trained_weights
+from workers.model.bridge import BridgeModel
 from workers.model.gpu_defaults import chosen_implementation, gpu_defaults
 from workers.model.initialize import initialize_weights
 from workers.model.local_modules import use_gated_mlps
@@ -90,7 +91,10 @@ def build_model(
     """
     _check_axes(parallel, context)
     if model_provider is None:
-        model_provider = _OwnModel(model, parallel, context, value_head)
+        built_by = BridgeModel if model.provider == "bridge" else _OwnModel
+        model_provider = built_by(model, parallel, context, value_head)
+        if isinstance(model_provider, BridgeModel) and model_provider.unread and dist.get_rank() == 0:
+            _print_once(f"Megatron-Bridge has not read these keys of config.json: {', '.join(model_provider.unread)}")
     build_chunk = _with_groups(model_provider, context.pg)
     with context.activate():
         chunks = [
@@ -102,11 +106,11 @@ def build_model(
         if value_head and _is_last(parallel, context):
             put_value_head(chunks[-1], context.pg.tp)
         place_chunks(chunks, torch.device(torch.cuda.current_device()))
-        if initialize and isinstance(model_provider, _OwnModel):
+        if initialize and isinstance(model_provider, _OwnModel | BridgeModel):
             left = None if model.hf_path is None else load_hf(chunks, model.hf_path, context)
             initialize_weights(chunks, context, model.seed, only=left)
             if model.hf_path is not None and model.verify_load != "off":
-                verified = verify_load(chunks, model, context, automatic=model.verify_load == "auto")
+                verified = verify_load(chunks, model, context)
                 if dist.get_rank() == 0:
                     _print_once(verified)
         choose_trained_weights(chunks, model, context, value_head=value_head)

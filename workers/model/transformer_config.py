@@ -19,7 +19,7 @@ from workers.config import ModelConfig, ParallelConfig
 from workers.config.fit import check_fit
 from workers.model.gpu_defaults import gpu_defaults
 
-__all__ = ["check_chunks", "checked_fields", "coerced", "transformer_config"]
+__all__ = ["check_chunks", "checked_fields", "coerced", "parallel_fields", "transformer_config"]
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _ACTIVATIONS = {
@@ -46,7 +46,7 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig) -> Transfor
             of the configuration, or has a value of another type; TransformerConfig itself rejects the model.
     """
     check_fit(model, parallel)
-    fields = _from_model(model) | _from_parallel(parallel)
+    fields = _from_model(model) | parallel_fields(parallel)
     kind, given = TransformerConfig, dict(model.transformer)
     if given.get("multi_latent_attention"):
         kind = MLATransformerConfig
@@ -109,7 +109,8 @@ def _from_model(model: ModelConfig) -> dict[str, Any]:
     return fields
 
 
-def _from_parallel(parallel: ParallelConfig) -> dict[str, Any]:
+def parallel_fields(parallel: ParallelConfig) -> dict[str, Any]:
+    """Return the fields of TransformerConfig that follow from the axes."""
     return {
         "tensor_model_parallel_size": parallel.tp,
         "pipeline_model_parallel_size": parallel.pp,

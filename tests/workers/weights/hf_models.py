@@ -80,10 +80,15 @@ QWEN_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size":
 
 
 class Model(NamedTuple):
-    """A model of a family: the prefix of its classes in transformers, and the fields of its configuration."""
+    """A model of a family: the prefix of its classes in transformers, and the fields of its configuration.
+
+    ``settings`` are fields of ``ModelConfig`` beside those of its ``config.json``; ``generates`` whether Megatron can.
+    """
 
     classes: str
     fields: dict[str, Any]
+    settings: dict[str, Any] = {}  # noqa: RUF012
+    generates: bool = True
 
 
 MODELS = {
@@ -121,20 +126,20 @@ def world_size(axes: dict[str, Any]) -> int:
     return int(axes.get("pp", 1) * max(tp, ep))
 
 
-def config_of(name: str, **changes: Any) -> Any:
-    classes, fields = MODELS[name]
+def config_of(model: str | Model, **changes: Any) -> Any:
+    classes, fields, *_ = MODELS[model] if isinstance(model, str) else model
     return getattr(transformers, f"{classes}Config")(**fields | changes)
 
 
-def save_model(name: str, directory: Path, **changes: Any) -> Path:
+def save_model(model: str | Model, directory: Path, **changes: Any) -> Path:
     """Save a random model; vectors, such as norms and biases, which are built as ones and zeros, are random too."""
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config_of(name, **changes)).float()
+    built = transformers.AutoModelForCausalLM.from_config(config_of(model, **changes)).float()
     with torch.no_grad():
-        for tensor in (*model.parameters(), *(b for n, b in model.named_buffers() if n.endswith("_correction_bias"))):
+        for tensor in (*built.parameters(), *(b for n, b in built.named_buffers() if n.endswith("_correction_bias"))):
             if tensor.dim() == 1:
                 tensor += 0.2 * torch.randn_like(tensor)
-    model.save_pretrained(directory)
+    built.save_pretrained(directory)
     return directory
 
 
@@ -175,11 +180,11 @@ def of_transformers(path: Path, gradients_to: Path) -> dict[str, Any]:
     return {"log_probs": log_probs, "greedy": torch.stack(greedy), "gradients": saved(gradients_to)}
 
 
-def on_rank(path: Path, axes: dict[str, Any], packed: bool, out: Path) -> dict[str, Any]:
+def on_rank(path: Path, of: Model, axes: dict[str, Any], packed: bool, out: Path) -> dict[str, Any]:
     """The same on one rank, and the weights as they are streamed to an engine; exports the model to ``out``."""
-    model = dataclasses.asdict(model_config_from_hf(path, dtype="float32"))
+    model = dataclasses.asdict(model_config_from_hf(path, dtype="float32", **of.settings))
     settings = {"optim": FOR_GRADIENTS, "packed": packed, "ppo_mini_batch_size": ROWS, "ppo_epochs": 1}
-    generates = axes.get("cp", 1) == 1
+    generates = of.generates and axes.get("cp", 1) == 1
     worker = actor(axes, "actor_rollout" if generates else "actor", model=model, **settings)
     streamed = tensors_of(worker)
     worker.export_hf(str(out))
@@ -209,13 +214,14 @@ class Reference:
     """A model on disk, and what transformers computes with it.
 
     Args:
-        name: a key of ``MODELS``.
+        model: or its key in ``MODELS``.
         directory: for its files.
     """
 
-    def __init__(self, name: str, directory: Path) -> None:
+    def __init__(self, model: str | Model, directory: Path) -> None:
         self.directory = directory
-        self.path = save_model(name, directory / "model")
+        self.model = MODELS[model] if isinstance(model, str) else model
+        self.path = save_model(self.model, directory / "model")
         self.computed = of_transformers(self.path, directory / "gradients")
 
     def differences(self, axes: dict[str, Any], packed: bool) -> dict[str, float]:
@@ -225,14 +231,18 @@ class Reference:
             ConfigError: the layout is rejected.
         """
         out = self.directory / f"{axes}{packed}"
-        ranks = run_ranks(on_rank, world_size(axes), self.path, axes, packed, out)
+        ranks = run_ranks(on_rank, world_size(axes), self.path, self.model, axes, packed, out)
         weights = saved(self.path)
         return {
             "load": max(_largest(rank["streamed"], weights) for rank in ranks),
             "export": _largest(saved(out), weights),
             "log-probs": max(self._of_rows(rank, "log_probs") for rank in ranks),
             "gradients": max(_largest(rank["gradients"], self.computed["gradients"]) for rank in ranks),
-            **({"generation": max(self._of_rows(rank, "greedy") for rank in ranks)} if axes.get("cp", 1) == 1 else {}),
+            **(
+                {"generation": max(self._of_rows(rank, "greedy") for rank in ranks)}
+                if self.model.generates and axes.get("cp", 1) == 1
+                else {}
+            ),
         }
 
     def _of_rows(self, rank: dict[str, Any], quantity: str) -> float:

@@ -41,7 +41,7 @@ def verified(path: Path, axes: dict[str, Any], changed: str | None, **fields: An
         if shard.name == changed:
             shard.param.data[0] += 0.5
     with context.activate():
-        return verify_load.verify_load(chunks, model, context, automatic=False)
+        return verify_load.verify_load(chunks, model, context)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -106,14 +106,15 @@ def test_models_that_are_not_compared_say_why(paths: dict[str, Path], tmp_path: 
         context = new_context(parallel)
         chunks = build_model(model, parallel, context)
         changed = dataclasses.replace(model, rotary_base=500)
-        unknown = dataclasses.replace(model, hf_path=str(other), family=None)
+        unknown = dataclasses.replace(model, hf_path=str(other), family=None, verify_load="layers")
         with context.activate():
-            with pytest.raises(ConfigError, match=r"verify_load is 'layers', but no family of models is registered"):
-                verify_load.verify_load(chunks, unknown, context, automatic=False)
-            return [verify_load.verify_load(chunks, each, context, automatic=True) for each in (changed, unknown)]
+            with pytest.raises(ConfigError, match=r"verify_load is 'layers' .*, but transformers has no model of type"):
+                verify_load.verify_load(chunks, unknown, context)
+            both = (dataclasses.replace(each, verify_load="auto") for each in (changed, unknown))
+            return [verify_load.verify_load(chunks, each, context) for each in both]
 
     [[changed, unknown]] = run_ranks(reasons, 1)
     assert changed.endswith("not compared with transformers: model.rotary_base differ from its config.json")
-    assert unknown.endswith("no family of models is registered for it")
+    assert unknown.endswith("transformers has no model of type 'unknown'")
     with pytest.raises(ConfigError, match=r"model\.verify_load is 'all'; possible: auto, layers, off"):
         model_config_from_hf(paths["qwen2"], verify_load="all")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,28 +19,67 @@ from workers.weights.hf.family import MODEL_FAMILIES, ModelFamily, family_like
 from workers.weights.hf.fields import check_config_keys, inert_of
 from workers.weights.hf.hub import local_directory
 
-__all__ = ["family_at", "family_of", "hf_config_of", "model_fields_from_hf"]
+__all__ = ["family_at", "family_of", "hf_config_of", "model_fields_from_hf", "read_config"]
 
 
-def model_fields_from_hf(path: str | os.PathLike[str]) -> dict[str, Any]:
+def model_fields_from_hf(path: str | os.PathLike[str], provider: str = "native") -> dict[str, Any]:
     """Return the fields of ModelConfig that ``config.json`` in a directory determines.
+
+    Args:
+        path: the directory.
+        provider: ``model.provider``. For ``bridge``, which reads the file itself, the fields are sizes alone, for
+            estimates and checks.
 
     Raises:
         ConfigError: no ``config.json``, no family is registered for its ``model_type``, or a key has a value with which
             the model would compute something else; ``key`` and ``value`` are from ``config.json``.
     """
-    config = _read_config(path)
+    config = read_config(path)
+    if provider == "bridge":
+        return _sizes_of(config) | {"provider": provider, "hf_path": local_directory(path)}
     model_type = str(config.get("model_type"))
     if model_type not in MODEL_FAMILIES:
         raise ConfigError(
             f"{Path(path) / 'config.json'}: model_type is {model_type!r}; registered are {', '.join(MODEL_FAMILIES)}. "
-            "Build the model in build_model of your worker (docs/own-megatron.md), or add a family with "
-            "workers.register_model_family",
+            "Set model.provider=bridge for a model of Megatron-Bridge, build the model in build_model of your worker "
+            "(docs/own-megatron.md), or add a family with workers.register_model_family",
             key="model_type",
             value=model_type,
         )
     check_config_keys(config, MODEL_FAMILIES[model_type])
     return MODEL_FAMILIES[model_type].fields_from(config) | {"family": model_type, "hf_path": local_directory(path)}
+
+
+# Fields of ModelConfig -> the keys of config.json that have them, by the names of one family or another.
+_SIZES: Mapping[str, tuple[str, ...]] = {
+    "vocab_size": ("vocab_size",),
+    "max_sequence_length": ("max_position_embeddings",),
+    "num_layers": ("num_hidden_layers",),
+    "hidden_size": ("hidden_size",),
+    "num_attention_heads": ("num_attention_heads",),
+    "num_query_groups": ("num_key_value_heads",),
+    "kv_channels": ("head_dim",),
+    "ffn_hidden_size": ("intermediate_size",),
+    "layernorm_epsilon": ("rms_norm_eps",),
+    "num_moe_experts": ("num_experts", "n_routed_experts", "num_local_experts"),
+    "moe_router_topk": ("num_experts_per_tok",),
+    "moe_ffn_hidden_size": ("moe_intermediate_size", "intermediate_size"),
+    "tie_embeddings": ("tie_word_embeddings",),
+    "dtype": ("dtype", "torch_dtype"),
+}
+
+
+def _sizes_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The sizes in ``config.json`` of any family; of a model with images, those of its text."""
+    source = config | (config.get("text_config") or {})
+    found = {
+        name: next(source[key] for key in keys if source.get(key) is not None)
+        for name, keys in _SIZES.items()
+        if any(source.get(key) is not None for key in keys)
+    }
+    if "num_moe_experts" not in found:
+        found.pop("moe_ffn_hidden_size", None)
+    return found
 
 
 def family_at(path: str | os.PathLike[str]) -> ModelFamily | None:
@@ -68,6 +108,11 @@ def hf_config_of(model: Any, value_head: bool = False) -> dict[str, Any]:
     Raises:
         ConfigError: no family is built like the model; ``key`` and ``value`` name a field that differs.
     """
+    if model.provider == "bridge":
+        config = read_config(str(model.hf_path))
+        return {key: value for key, value in config.items() if key != "quantization_config"} | {
+            key: model.dtype for key in config.keys() & {"dtype", "torch_dtype"}
+        }
     family = family_of(model)
     kept = {} if model.hf_path is None else inert_of(_config_at(model.hf_path), family)
     config = kept | {
@@ -84,11 +129,16 @@ def _fields(model: Any) -> dict[str, Any]:
 
 
 def _config_at(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return what ``_read_config`` does; an empty mapping if the directory has no config.json."""
-    return _read_config(path) if (Path(path) / "config.json").is_file() else {}
+    """Return what ``read_config`` does; an empty mapping if the directory has no config.json."""
+    return read_config(path) if (Path(path) / "config.json").is_file() else {}
 
 
-def _read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
+def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return the content of ``config.json`` in a directory.
+
+    Raises:
+        ConfigError: there is none, or it is damaged.
+    """
     file = Path(local_directory(path)) / "config.json"
     if not file.is_file():
         raise ConfigError(f"there is no config.json in {str(path)!r}", key="hf_path", value=str(path))

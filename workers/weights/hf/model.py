@@ -24,7 +24,7 @@ from workers.weights.hf.config import family_at, family_of, hf_config_of
 from workers.weights.hf.family import ModelFamily
 from workers.weights.hf.files import WeightFiles, WeightWriter, finish_export, start_export
 from workers.weights.hf.hub import local_directory
-from workers.weights.hf.names import OUTPUT_LAYER, hf_shards, model_family, names_of
+from workers.weights.hf.names import OUTPUT_LAYER, bridge_of, hf_shards, model_family, names_of
 from workers.weights.resharding import BucketMemory, Wanted, WholeTensors, tensor_in, tensors_in
 from workers.weights.resharding_schedule import TensorInBucket, places_in_bucket
 from workers.weights.shards import WeightShard, named_shards
@@ -58,6 +58,9 @@ def load_hf(
             checkpoint has tensors that the model lacks, or shapes differ (fields ``missing``, ``unexpected`` and
             ``differing``); or files are missing or damaged.
     """
+    if (bridge := bridge_of(chunks)) is not None:
+        raise_on_every_rank(lambda: bridge.load(chunks))
+        return frozenset()
     with before_changes():
         family = raise_on_every_rank(lambda: family_at(path) or model_family(chunks))
         shards = raise_on_every_rank(lambda: hf_shards(chunks, context, family, complete=False))
@@ -89,6 +92,8 @@ def hf_whole_tensors(
         context: the layout of the chunks.
         bucket_bytes: the size of a bucket on the device; a larger tensor has one for itself.
     """
+    if (bridge := bridge_of(chunks)) is not None:
+        return bridge.tensors(chunks, bucket_bytes)  # type: ignore[no-any-return]
     return WholeTensors(
         lambda: raise_on_every_rank(lambda: hf_shards(chunks, context, model_family(chunks))), bucket_bytes
     )
@@ -179,12 +184,15 @@ def export_hf(
     """
     target, rank = Path(path), dist.get_rank()
     with before_changes():
-        shards = raise_on_every_rank(lambda: hf_shards(chunks, context, family_of(model)))
-        value_head = any(family_of(model).value_head in names for names in all_gather_values(_shapes(shards)))
+        if bridge_of(chunks) is not None:
+            whole, value_head = hf_whole_tensors(chunks, context), False
+        else:
+            shards = raise_on_every_rank(lambda: hf_shards(chunks, context, family_of(model)))
+            value_head = any(family_of(model).value_head in names for names in all_gather_values(_shapes(shards)))
+            whole = WholeTensors(lambda: shards)
         config = hf_config_of(model, value_head=value_head)
         raise_on_every_rank(lambda: start_export(target) if rank == 0 else None)
     writer = WeightWriter(target, rank, max_file_bytes)
-    whole = WholeTensors(lambda: shards)
     for name, tensor in tensors_in(partial(whole.buckets, wanted="first"), torch.device("cpu")):
         writer.add(name, tensor)
     written = [file for files in all_gather_values(writer.close()) for file in files]

@@ -15,7 +15,7 @@ from workers.weights.hf.family import MODEL_FAMILIES, ModelFamily, hf_names_of, 
 from workers.weights.resharding_schedule import Span
 from workers.weights.shards import WeightShard, named_buffers, named_shards
 
-__all__ = ["OUTPUT_LAYER", "hf_shards", "model_family", "names_of"]
+__all__ = ["OUTPUT_LAYER", "bridge_of", "hf_shards", "model_family", "names_of"]
 
 OUTPUT_LAYER = "output_layer.weight"
 
@@ -37,6 +37,8 @@ def hf_shards(
         DataError: the family has no such tensor; or ``complete``, and a buffer of the model has a value and no name in
             the family, such as a learned bias of experts.
     """
+    if (bridge := bridge_of(chunks)) is not None:
+        return bridge.shards(chunks)  # type: ignore[no-any-return]
     found = []
     for chunk in chunks:
         config = get_model_config(chunk)
@@ -48,6 +50,11 @@ def hf_shards(
                 text = f"{name} is a buffer and not 0: it has no counterpart in a Hugging Face checkpoint"
                 raise DataError(text, tensor=name)
     return found
+
+
+def bridge_of(chunks: Sequence[torch.nn.Module]) -> Any:
+    """Return the ``workers.model.bridge.BridgeWeights`` of a model that Megatron-Bridge has built, or None."""
+    return getattr(unwrap_model(chunks[0]), "bridge", None)
 
 
 def model_family(chunks: Sequence[torch.nn.Module]) -> ModelFamily | None:

@@ -28,9 +28,11 @@ from torch import Tensor, nn
 from mcontroller.errors import ConfigError, DataError
 from parallel_state.agreement import all_gather_values
 from parallel_state.megatron import MegatronContext
-from workers.weights.hf.config import family_at, model_fields_from_hf
+from workers.weights.hf.config import family_at, model_fields_from_hf, read_config
 from workers.weights.hf.family import ModelFamily
 from workers.weights.hf.files import WeightFiles
+from workers.weights.hf.hub import local_directory
+from workers.weights.hf.names import names_of
 from workers.zigzag import zigzag_join, zigzag_positions
 
 __all__ = ["LARGEST_AUTOMATIC", "verify_load"]
@@ -48,33 +50,43 @@ _STACKED = {
 }
 
 
-def verify_load(chunks: Sequence[nn.Module], model: Any, context: MegatronContext, *, automatic: bool) -> str:
+def verify_load(chunks: Sequence[nn.Module], model: Any, context: MegatronContext) -> str:
     """Compare a model that was loaded from ``model.hf_path`` with transformers (a collective).
 
     Args:
         chunks: this rank's model chunks, not wrapped.
         model: its ``ModelConfig``.
         context: its layout, which is active.
-        automatic: leave out a model that transformers does not have, that is large, or that is configured otherwise
-            than its ``config.json``.
+
+    A model of a built-in family is left out with ``model.verify_load=auto`` if transformers does not have it, if it is
+    large, or if it is configured otherwise than its ``config.json``; a model of another provider never is.
 
     Returns:
         What was compared, the largest difference and the time, or why nothing was compared.
 
     Raises:
         DataError: on every rank, if a layer differs; ``layer`` is the name of the first one.
-        ConfigError: the model cannot be compared, and not ``automatic``.
+        ConfigError: the model cannot be compared, and is not left out.
     """
-    started, family = time.perf_counter(), family_at(str(model.hf_path))
-    reason = _cannot(family) or (_should_not(model) if automatic else None)
-    if reason is not None or family is None:
+    started, path = time.perf_counter(), str(model.hf_path)
+    family, automatic = family_at(path), model.verify_load == "auto" and model.provider == "native"
+    kind = (family and family.reference_type) or str(read_config(path).get("model_type"))
+    reason = _cannot(kind) or (_should_not(model) if automatic else None)
+    if reason is not None:
         if not automatic:
-            raise ConfigError(f"model.verify_load is 'layers', but {reason}", key="model.verify_load", value="layers")
+            raise ConfigError(
+                f"model.verify_load is {model.verify_load!r} and model.provider {model.provider!r}, but {reason}: set "
+                "model.verify_load=off",
+                key="model.verify_load",
+                value=model.verify_load,
+            )
         return f"model.verify_load=auto: not compared with transformers: {reason}"
     recorded = _recorded(chunks, context)
     found: list[_Difference] = []
     if context.pg.dp_cp.rank() == 0 and context.pg.tp.rank() == 0:
-        reference = _Reference(Path(str(model.hf_path)), family, get_model_config(chunks[0]).params_dtype)
+        config = get_model_config(chunks[0])
+        with_experts = config.num_moe_experts is not None
+        reference = _Reference(Path(local_directory(path)), kind, names_of(family), config.params_dtype, with_experts)
         found = [each for part in recorded if (each := _compared(reference, part)) is not None]
     everywhere = sorted(each for of_rank in all_gather_values(found) for each in of_rank)
     for each in everywhere:
@@ -109,15 +121,12 @@ class _Difference(NamedTuple):
     relative: float
 
 
-def _cannot(family: ModelFamily | None) -> str | None:
-    """Why transformers cannot compute the model."""
+def _cannot(kind: str) -> str | None:
+    """Why transformers cannot compute a model of this ``model_type``."""
     if importlib.util.find_spec("transformers") is None:
         return "transformers is not installed"
-    if family is None:
-        return "no family of models is registered for it"
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    kind = family.reference_type or family.model_type
     return None if kind in CONFIG_MAPPING else f"transformers has no model of type {kind!r}"
 
 
@@ -216,18 +225,22 @@ class _Reference:
 
     Args:
         path: the checkpoint.
-        family: its family.
+        kind: its ``model_type`` in transformers.
+        names: as ``ModelFamily.names``.
         dtype: of the parallel model.
+        with_experts: whether the model has some.
     """
 
-    def __init__(self, path: Path, family: ModelFamily, dtype: torch.dtype) -> None:
+    def __init__(
+        self, path: Path, kind: str, names: Mapping[str, tuple[str, ...]], dtype: torch.dtype, with_experts: bool
+    ) -> None:
         from transformers import AutoModelForCausalLM
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-        self.files, self.family, self.dtype = WeightFiles(path), family, dtype
+        self.files, self.names, self.dtype, self.with_experts = WeightFiles(path), names, dtype, with_experts
         self.wide = torch.float64 if dtype == torch.float32 else torch.float32
         source = json.loads((path / "config.json").read_text(encoding="utf-8")) | {"quantization_config": None}
-        config = CONFIG_MAPPING[family.reference_type or family.model_type].from_dict(source)
+        config = CONFIG_MAPPING[kind].from_dict(source)
         config._experts_implementation = "eager"
         with torch.device("meta"):
             whole = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
@@ -236,24 +249,28 @@ class _Reference:
         self.model.rotary_emb = type(self.model.rotary_emb)(self.model.config)
         self.model.norm = nn.Identity()
         self.model.config.num_hidden_layers = 1
+        self.types = getattr(self.model.config, "layer_types", None)
         self.vocabulary: int = config.vocab_size
 
     def in_both(self, part: _Part) -> tuple[Tensor, Tensor] | None:
         """Return the part's results in the model's dtype and in a wider one; None for an output that is no logits."""
         if part.given is None:
             rows = self._read("embedding.word_embeddings.weight")[_ids(self.vocabulary)[0]]
-            return rows.to(self.dtype), rows.to(self.wide)
+            scale = getattr(self.model.embed_tokens, "scalar_embed_scale", 1.0)
+            return rows.to(self.dtype) * scale, rows.to(self.wide) * scale
         if part.place < len(self.layers):
             layer = copy.deepcopy(self.layers[part.place]).to_empty(device="cpu")
             self._fill(layer, part.place)
             self.model.layers = nn.ModuleList([layer])
+            if self.types is not None:
+                self.model.config.layer_types = [self.types[part.place]]
             computed = [self._layer(layer, part.given, dtype) for dtype in (self.dtype, self.wide)]
         elif part.returned.size(-1) == 1:
             return None
         else:
             norm = copy.deepcopy(self.norm).to_empty(device="cpu")
             norm.weight.data = self._read("decoder.final_layernorm.weight").to(self.dtype)
-            name = self.family.names["output_layer.weight"][0]
+            name = self.names["output_layer.weight"][0]
             tied = self.model.config.tie_word_embeddings or name not in self.files.names
             head = self._read("embedding.word_embeddings.weight" if tied else "output_layer.weight").to(self.dtype)
             computed = []
@@ -282,7 +299,7 @@ class _Reference:
         on_disk = f"model.layers.{number}.{name}"
         if on_disk in self.files.names or name not in _STACKED:
             return self.files.read(on_disk, None, 0, 0)
-        templates = self.family.names[f"decoder.layers.{{layer}}.{_STACKED[name]}"]
+        templates = self.names[f"decoder.layers.{{layer}}.{_STACKED[name]}"]
         if "{expert}" not in templates[0]:
             return self.files.read(templates[0].format(layer=number), None, 0, 0)
         experts, stacked = 0, []
@@ -293,7 +310,7 @@ class _Reference:
         return torch.stack(stacked)
 
     def _read(self, name: str) -> Tensor:
-        return self.files.read(self.family.names[name][0], None, 0, 0)
+        return self.files.read(self.names[name][0], None, 0, 0)
 
 
 @torch.no_grad()
@@ -310,5 +327,5 @@ def _compared(reference: _Reference, part: _Part) -> _Difference | None:
     limit = (10 * rounding).clamp(min=1e-5 if exact else 2**-7)
     share = float((error > limit).double().mean())
     # In 16 bits, rounding sends some tokens to other experts.
-    allowed = 0.25 if not exact and reference.family.has_experts else 0.0
+    allowed = 0.25 if not exact and reference.with_experts else 0.0
     return _Difference(part.place, part.name, not share <= allowed, share, float(error.max()))

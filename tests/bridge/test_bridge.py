@@ -1,0 +1,120 @@
+"""Models of Megatron-Bridge compute what transformers does, come back bit by bit, and are compared at every load."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mcontroller.errors import ConfigError, DataError
+from tests.bridge.models import BRIDGE, ENGINE, LAYOUTS, MATRIX, PLAIN, WITH_ENGINE, layouts_of
+from tests.ranks import run_ranks
+from tests.training import new_context
+from tests.workers.roles import actor
+from tests.workers.weights.hf_models import Model, Reference, save_model, saved
+from workers.config import ParallelConfig
+from workers.config.from_hf import model_config_from_hf
+from workers.model.bridge import BridgeModel
+from workers.model.build import build_model
+from workers.weights.hf.names import hf_shards
+
+pytestmark = pytest.mark.simulated
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
+    made: dict[str, Reference] = {}
+
+    def get(name: str) -> Reference:
+        return made.get(name) or made.setdefault(name, Reference(MATRIX[name], tmp_path_factory.mktemp("hf")))
+
+    return get
+
+
+@pytest.mark.parametrize(("name", "layout"), [(name, layout) for name in MATRIX for layout in layouts_of(name)])
+def test_scores_gradients_and_weights_are_those_of_transformers(
+    name: str, layout: str, reference: Callable[[str], Reference]
+) -> None:
+    found = reference(name).differences(LAYOUTS[layout], packed=False)
+    exact = {quantity: found.pop(quantity) for quantity in ("load", "export", "generation") if quantity in found}
+    assert set(exact.values()) == {0.0}
+    assert max(found.values()) < 2e-5, found
+
+
+def loaded(path: Path, **changes: Any) -> None:
+    model, parallel = model_config_from_hf(path, provider="bridge", **changes), ParallelConfig()
+    build_model(model, parallel, new_context(parallel))
+
+
+def changed(name: str, **fields: Any) -> Model:
+    return (PLAIN | ENGINE)[name]._replace(fields=(PLAIN | ENGINE)[name].fields | fields)
+
+
+EVERY_SECOND = ["sliding_attention", "full_attention"] * 3
+WRONG: dict[str, tuple[Model, dict[str, Any], str]] = {
+    "the part of a head that is rotated, as Bridge reads it": (PLAIN["glm4_moe"], {"rotary_percent": 1.0}, "0"),
+    "a base of rotary positions": (PLAIN["qwen3"], {"rotary_base": 500}, "0"),
+}
+if WITH_ENGINE:
+    WRONG = {
+        "layers with windows, which Bridge takes as 5:1": (changed("gemma3", layer_types=EVERY_SECOND), {}, "1"),
+        "the limit of the clamped activation": (ENGINE["gpt_oss"], {"activation_func_clamp_value": 0.1}, "0"),
+    }
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_model_that_is_silently_wrong_is_an_error_of_the_load(case: str, tmp_path: Path) -> None:
+    model, fields, layer = WRONG[case]
+    path = save_model(model, tmp_path)
+
+    def rejected() -> None:
+        with pytest.raises(DataError, match=rf"model\.layers\.{layer} of the model at .* differs from transformers"):
+            loaded(path, transformer=fields)
+        loaded(path, transformer=fields, verify_load="off")
+
+    run_ranks(rejected, 1)
+
+
+def parts(path: Path) -> list[dict[str, torch.Tensor]]:
+    """The weights of this rank as they are transferred to other groups, before and after a change of the model."""
+    model = dataclasses.asdict(model_config_from_hf(path, dtype="float32", **BRIDGE))
+    worker = actor({"tp": 2, "pp": 2, "sequence_parallel": True}, "actor", model=model)
+    with worker.context.activate():
+        first = {shard.name: shard.param for shard in hf_shards(worker.model, worker.context, None)}
+        copies = {name: tensor.clone() for name, tensor in first.items()}
+        for parameter in worker.model[0].parameters():
+            parameter.data *= 2
+        hf_shards(worker.model, worker.context, None)
+    return [copies, first]
+
+
+def test_a_transfer_sends_the_current_weights_under_their_own_names(tmp_path: Path) -> None:
+    path = save_model(PLAIN["qwen3"], tmp_path)
+    expected, ranks = saved(path), run_ranks(parts, 4, path)
+    for factor, of_ranks in zip((1, 2), zip(*ranks, strict=True), strict=True):
+        names = [name for rank in of_ranks for name in rank]
+        assert sorted(names) == sorted(expected)  # each on one rank
+        for rank in of_ranks:
+            assert all(tensor.equal(factor * expected[name]) for name, tensor in rank.items())
+
+
+def test_what_bridge_does_not_read_or_have_is_named(tmp_path: Path) -> None:
+    path = save_model(PLAIN["qwen3"], tmp_path)
+    (path / "config.json").write_text((path / "config.json").read_text().replace("{", '{"new_gate": 2,', 1))
+
+    def unread() -> list[str]:
+        model, parallel = model_config_from_hf(path, provider="bridge"), ParallelConfig()
+        context = new_context(parallel)
+        with pytest.raises(ConfigError, match="has no value head"):
+            BridgeModel(model, parallel, context, value_head=True)
+        return BridgeModel(model, parallel, context, value_head=False).unread
+
+    [names] = run_ranks(unread, 1)
+    assert "new_gate" in names and not {"hidden_size", "rope_parameters", "vocab_size"} & {*names}
+    with pytest.raises(ConfigError, match=re.escape("set model.hf_path")):
+        model_config_from_hf(path, provider="bridge", hf_path=None)

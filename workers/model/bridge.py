@@ -1,0 +1,284 @@
+"""Models that Megatron-Bridge builds, reads and writes: ``model.provider=bridge``, an optional library.
+
+Bridge maps ``config.json`` to Megatron's configuration, builds the layers, and converts weights between the names and
+shapes of Hugging Face and of Megatron. Axes, dtype and what training relies on are this project's, as for its own
+models. A chunk has its ``BridgeWeights`` as attribute ``bridge``, which ``workers.weights.hf`` uses in the place of a
+model family.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.post_training.modelopt.layers import Linear
+from megatron.core.transformer.moe.router import Router
+from megatron.core.utils import unwrap_model
+from torch import Tensor, nn
+
+from mcontroller.errors import ConfigError, DataError
+from parallel_state.megatron import MegatronContext
+from workers.config import ModelConfig, ParallelConfig
+from workers.config.fit import padded_vocab_size
+from workers.model.gpu_defaults import chosen_implementation
+from workers.model.local_spec import block_spec
+from workers.model.transformer_config import checked_fields, parallel_fields
+from workers.weights.hf.fields import INERT
+from workers.weights.hf.hub import local_directory
+from workers.weights.hf.model import CheckpointTensors
+from workers.weights.resharding import BucketMemory, Wanted
+from workers.weights.resharding_schedule import TensorInBucket
+from workers.weights.shards import WeightShard
+
+__all__ = ["BridgeModel", "BridgeWeights"]
+
+# What Bridge turns on for training on GPUs with Transformer Engine, and this project's layers and losses do without.
+_WITHOUT_ENGINE = {
+    "apply_rope_fusion": False,
+    "bias_activation_fusion": False,
+    "bias_dropout_fusion": False,
+    "gradient_accumulation_fusion": False,
+    "masked_softmax_fusion": False,
+    "moe_permute_fusion": False,
+    "moe_shared_expert_overlap": False,
+}
+_OF_VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
+_INERT = INERT | {"architectures", "model_type"}
+_ALWAYS = {
+    "cross_entropy_loss_fusion": False,
+    "moe_router_bias_update_rate": 0.0,
+    "moe_router_load_balancing_type": "none",
+    "moe_aux_loss_coeff": 0.0,
+    "moe_token_dispatcher_type": "alltoall",
+    "mtp_num_layers": None,
+    "should_pad_vocab": False,
+    "use_cpu_initialization": False,
+}
+
+
+class BridgeModel:
+    """The provider of a model that Megatron-Bridge builds from the directory ``model.hf_path``.
+
+    Args:
+        model: ``hf_path``, ``dtype``, dropout and ``transformer`` are used; all else is in ``config.json``.
+        parallel: the axes.
+        context: the layout that the model is built in.
+        value_head: must be False.
+
+    Attributes:
+        unread: the keys of ``config.json`` that change what a model computes, and that Bridge has not read.
+
+    Raises:
+        ConfigError: Bridge is not installed, or does not have the model; a field of ``model.transformer`` is unknown; or
+            the model needs what is not supported: a value head, adapters, or layers of Transformer Engine where there
+            is none.
+    """
+
+    def __init__(
+        self, model: ModelConfig, parallel: ParallelConfig, context: MegatronContext, value_head: bool
+    ) -> None:
+        _check(model, value_head)
+        self.bridge = _opened(local_directory(str(model.hf_path)))
+        self.config, self.unread = _recorded(self.bridge, Path(local_directory(str(model.hf_path))))
+        dtype = getattr(torch, model.dtype)
+        fields = {
+            **_ALWAYS,
+            **parallel_fields(parallel),
+            "params_dtype": dtype,
+            "pipeline_dtype": dtype,
+            "autocast_dtype": dtype,
+            "bf16": dtype is torch.bfloat16,
+            "fp16": dtype is torch.float16,
+            "vocab_size": padded_vocab_size(model.vocab_size, parallel.tp),
+            "seq_length": model.max_sequence_length,
+            "attention_dropout": model.attention_dropout,
+            "hidden_dropout": model.hidden_dropout,
+        }
+        if not torch.cuda.is_available():
+            fields |= _WITHOUT_ENGINE
+        set_elsewhere = dict.fromkeys(fields.keys() - _ALWAYS.keys() - _WITHOUT_ENGINE.keys(), "model.* and parallel.*")
+        fields |= checked_fields(type(self.config), model.transformer, "model.transformer", set_elsewhere)
+        for name, value in fields.items():
+            if hasattr(self.config, name):
+                setattr(self.config, name, value)
+        self.config._pg_collection = context.pg
+        if chosen_implementation(model.transformer_impl) == "local" and not _has_engine():
+            _use_local_layers(self.config, context, str(model.hf_path))
+        try:
+            self.config.finalize()
+        except (AssertionError, ValueError) as error:
+            raise ConfigError(f"Megatron-Bridge rejects the model: {error}", key="model", value=model) from error
+
+    def __call__(self, pre_process: bool, post_process: bool, vp_stage: int | None) -> nn.Module:
+        """Return one chunk; see ``workers.model.build.ModelProvider``."""
+        chunk = self.config.provide(pre_process=pre_process, post_process=post_process, vp_stage=vp_stage)
+        if not isinstance(chunk, GPTModel):
+            raise ConfigError(
+                f"model.provider is 'bridge', which builds a {type(chunk).__name__}; only GPTModel, of text, is trained",
+                key="model.provider",
+                value="bridge",
+            )
+        chunk.bridge = BridgeWeights(self.bridge)
+        return chunk
+
+
+class BridgeWeights:
+    """The conversion of weights between a model's chunks and Hugging Face; every method is a collective.
+
+    Args:
+        bridge: Bridge's own object for the checkpoint.
+    """
+
+    def __init__(self, bridge: Any) -> None:
+        self._bridge = bridge
+        self._parts: list[WeightShard] = []
+
+    def load(self, chunks: Sequence[nn.Module]) -> None:
+        """Fill the chunks from the checkpoint.
+
+        Raises:
+            DataError: Bridge cannot: a tensor is missing, or has another shape.
+        """
+        _register_classes(chunks)
+        try:
+            self._bridge.load_hf_weights(list(chunks))
+        except (AssertionError, AttributeError, KeyError, RuntimeError, ValueError) as error:
+            raise DataError(
+                f"Megatron-Bridge cannot load {self._bridge.hf_pretrained.model_name_or_path}: {error}"
+            ) from error
+
+    def exported(self, chunks: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
+        """Iterate over all tensors of the whole model under their names in the files, on every rank."""
+        chunk = unwrap_model(chunks[0])
+        _register_classes(chunks)
+        for name, tensor in self._bridge.export_hf_weights(list(chunks), cpu=False, show_progress=False):
+            padded = name.endswith(_OF_VOCABULARY) and len(tensor) == chunk.vocab_size
+            yield name, tensor[: chunk.unpadded_vocab_size] if padded else tensor
+
+    def tensors(self, chunks: Sequence[nn.Module], bucket_bytes: int) -> BridgeTensors:
+        """Return the tensors for refit, engines and export, to be read as often as they change."""
+        return BridgeTensors(functools.partial(self.exported, chunks), bucket_bytes)
+
+    def shards(self, chunks: Sequence[nn.Module]) -> list[WeightShard]:
+        """Return whole tensors as this rank's parts, of which each rank keeps its share, with the current values.
+
+        All ranks together keep one copy of the model, in the same memory at every call.
+        """
+        share = dist.get_world_size()
+        mine = (each for number, each in enumerate(self.exported(chunks)) if number % share == dist.get_rank())
+        kept = {shard.name: shard for shard in self._parts}
+        self._parts = [
+            WeightShard(name, kept[name].param.copy_(tensor) if name in kept else tensor.clone(), tuple(tensor.shape))
+            for name, tensor in mine
+        ]
+        return self._parts
+
+
+class BridgeTensors(CheckpointTensors):
+    """All tensors of the whole model as Bridge exports them, every one on every rank.
+
+    Args:
+        exported: iterates over them (a collective).
+        bucket_bytes: the size of a bucket; a larger tensor has one for itself.
+    """
+
+    def __init__(self, exported: Callable[[], Iterator[tuple[str, Tensor]]], bucket_bytes: int) -> None:
+        self._tensors, self._bucket_bytes = exported, bucket_bytes  # type: ignore[method-assign]
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return self._tensors()
+
+    def buckets(self, memory: BucketMemory, wanted: Wanted = "all") -> Iterator[list[TensorInBucket]]:
+        """Iterate over the buckets; see ``WholeTensors.buckets``. The first rank with a part of any tensor is 0."""
+        if wanted == "all" or (wanted == "first" and dist.get_rank() == 0):
+            yield from super().buckets(memory)
+        else:
+            for _ in self._tensors():
+                pass
+
+
+def _check(model: ModelConfig, value_head: bool) -> None:
+    key, value = "model.provider", "bridge"
+    if importlib.util.find_spec("megatron.bridge") is None:
+        raise ConfigError(
+            "model.provider is 'bridge', and megatron-bridge is not installed: install mcontroller[bridge] with Python "
+            "3.12 (docs/models.md), or set model.provider=native",
+            key=key,
+            value=value,
+        )
+    unsupported = {"a value head": value_head, "model.lora": model.lora is not None}
+    for what, given in unsupported.items():
+        if given:
+            raise ConfigError(f"model.provider is 'bridge', which has no {what} here: set native", key=key, value=value)
+
+
+def _has_engine() -> bool:
+    """Whether Megatron uses Transformer Engine: on a GPU, or a stand-in on a CPU."""
+    return importlib.import_module("megatron.core.models.gpt.gpt_layer_specs").HAVE_TE
+
+
+def _register_classes(chunks: Sequence[nn.Module]) -> None:
+    """Register classes of modules that are whole on every rank: Bridge knows those of Megatron by their names."""
+    mapping = importlib.import_module("megatron.bridge.models.conversion.param_mapping").AutoMapping
+    for module in (module for chunk in chunks for module in chunk.modules() if isinstance(module, Router | Linear)):
+        mapping.register_module_type(type(module).__name__, "replicated")
+
+
+def _opened(path: str) -> Any:
+    bridge = importlib.import_module("megatron.bridge").AutoBridge
+    try:
+        return bridge.from_hf_pretrained(path)
+    except ValueError as error:
+        raise ConfigError(
+            f"Megatron-Bridge has no model for {path}: {error}", key="model.hf_path", value=path
+        ) from error
+
+
+def _recorded(bridge: Any, path: Path) -> tuple[Any, list[str]]:
+    """Return Bridge's provider, and the keys of ``config.json`` that were not read while it was made."""
+    config, read = bridge.hf_pretrained.config, set[str]()
+    rope = getattr(config, "rope_parameters", None) or {}
+    if "partial_rotary_factor" in rope and not hasattr(config, "partial_rotary_factor"):
+        config.partial_rotary_factor = rope["partial_rotary_factor"]  # where transformers had it until 5.13
+
+    class Recording(type(config)):  # type: ignore[misc]
+        def __getattribute__(self, name: str) -> Any:
+            read.add(name)
+            return super().__getattribute__(name)
+
+    kind, config.__class__ = type(config), Recording
+    try:
+        provider = bridge.to_megatron_provider(load_weights=False)
+    finally:
+        config.__class__ = kind
+    source = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    aliases = {name for name, other in kind.attribute_map.items() if other in read}
+    return provider, sorted(name for name in source.keys() - read - aliases - _INERT if name[0] != "_")
+
+
+def _use_local_layers(config: Any, context: MegatronContext, path: str) -> None:
+    """Replace Transformer Engine's layers of a plain GPT by local ones, which have the same names."""
+    spec = config.transformer_layer_spec
+    plain = getattr(spec, "func", None) is get_gpt_decoder_block_spec or getattr(spec, "__name__", "") == (
+        "default_layer_spec"
+    )
+    if not plain:
+        raise ConfigError(
+            f"Megatron-Bridge's layers of the model at {path} need Transformer Engine, which needs a GPU",
+            key="model.provider",
+            value="bridge",
+        )
+
+    def local(config: Any, vp_stage: int | None = None) -> Any:
+        return block_spec(config, "local", context.pg.pp.rank(), vp_stage)
+
+    config.transformer_layer_spec = local
