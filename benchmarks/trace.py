@@ -18,7 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from mcontroller.trace.reading import TraceLane, read_trace
-from mcontroller.trace.recorder import SEGMENT_BYTES, Laps, TraceRecorder, set_recorder
+from mcontroller.trace.recorder import SEGMENT_BYTES, TraceRecorder, set_recorder, start_laps
 
 AT_MOST, MEGABYTES = 0.01, 20.0
 EVENTS = 200_000
@@ -27,7 +27,7 @@ EVENTS = 200_000
 def cpu_of_lap() -> float:
     """Return the CPU seconds of adding an event, with the two clocks that it reads."""
     set_recorder(TraceRecorder(Path(tempfile.mkdtemp()), "lane", {}))
-    laps = Laps(number=1)
+    laps = start_laps(number=1)
     before = time.process_time()
     for _ in range(EVENTS):
         laps("forward")
@@ -38,7 +38,7 @@ def cpu_of_lap() -> float:
 
 def cpu_without() -> float:
     """Return the CPU seconds of an event if nothing is recorded."""
-    laps = Laps(number=1)
+    laps = start_laps(number=1)
     before = time.process_time()
     for _ in range(EVENTS):
         laps("forward")

@@ -17,7 +17,7 @@ from mcontroller.dispatch.modes import Dispatch, DispatchSpec, Execute, Plan, pl
 from mcontroller.dispatch.registration import Registration, registrations
 from mcontroller.errors import DispatchError, MControllerError, TopologyError
 from mcontroller.partition import Padding
-from mcontroller.trace.recorder import Laps
+from mcontroller.trace.recorder import start_laps
 from mcontroller.transport import Executor, Future
 from mcontroller.worker import W_co
 from parallel_state.axes import DENSE_AXES
@@ -82,7 +82,7 @@ class GroupMethod(Generic[P, Result_co, Future_co]):
             GroupError: the call failed: WorkerError, WorkerDied, CallTimeout or GroupBroken.
         """
         group, rule = self.group, self.registration
-        laps = Laps(f"{group.name}.{self.name}")
+        laps = start_laps(f"{group.name}.{self.name}")
         call = PreparedCall(group, self.name, self.plan(), changes_rows=rule.changes_rows)
         laps("plan")
         call = dispatch(call, args, kwargs, rule.rows, materialize=rule.materialize_futures)

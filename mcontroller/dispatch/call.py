@@ -20,7 +20,7 @@ from mcontroller.dispatch.modes import RANK, ArgumentRule, DispatchSpec, Plan, R
 from mcontroller.dispatch.registration import owner_of, written_parameters
 from mcontroller.errors import DataError, DispatchError
 from mcontroller.partition import Partition, Restoration, split_rows
-from mcontroller.trace.recorder import Laps
+from mcontroller.trace.recorder import start_laps
 from mcontroller.transport import Arguments, Deferred, Executor, Fetch, Future, Handle, InFlightCall
 
 __all__ = ["CallingGroup", "PreparedCall", "SentBatch", "dispatch"]
@@ -85,7 +85,7 @@ class PreparedCall:
 
         def collected(timeout: float | None) -> Any:
             joined = self.concatenates and len(self.plan.collected) > 1
-            laps = Laps(f"{self.group.name}.{self.method}", in_flight.number)
+            laps = start_laps(f"{self.group.name}.{self.method}", in_flight.number)
             values = in_flight.result(timeout, joined=joined)
             laps("wait")
             result = self.collect(values)

@@ -14,7 +14,7 @@ from typing import Any, NoReturn, TypeVar
 
 from mcontroller.errors import DispatchError, GroupBroken, GroupError, MControllerError, WorkerError, is_before_changes
 from mcontroller.local.copies import private_arguments, private_copy
-from mcontroller.trace.recorder import Laps, on_rank
+from mcontroller.trace.recorder import on_rank, start_laps
 from mcontroller.transport import (
     Arguments,
     Handle,
@@ -230,13 +230,14 @@ class LocalExecutor:
         """Run ``method`` on one rank with copies of the arguments; return its value."""
         worker = self.workers[rank]
         with on_rank(self.role, rank, self.coordinates[rank] if self.coordinates else {}):
-            laps = Laps(number=self._number)
+            laps = start_laps(number=self._number)
             args, kwargs = resolve(private_arguments(arguments), self.fetch)
             laps("fetch")
             try:
                 with call_context(worker, method):
                     return complete(getattr(worker, method)(*args, **kwargs))
             finally:
+                laps.communicated()
                 laps(f"{self.role}.{method}")
 
     def fetch(self, handles: Sequence[Handle], timeout: float | None = None) -> list[Any]:

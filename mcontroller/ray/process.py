@@ -32,7 +32,7 @@ from mcontroller.ray.rank_logs import RankLog
 from mcontroller.ray.threads import chosen_threads, keep_freed_memory, set_threads, usable_cores
 from mcontroller.ray.values.handles import ArgumentFailed, ArgumentLost, fetch
 from mcontroller.ray.values.wire import Encoded, Packed, decode, encode
-from mcontroller.trace.recorder import Laps, TraceRecorder, boot_id, recorder, set_recorder
+from mcontroller.trace.recorder import TraceRecorder, boot_id, recorder, set_recorder, start_laps
 from mcontroller.transport import call_context, complete, finish, outline, reported_coordinates, resolve
 from parallel_state.hangs.lines import calling_position, source_line
 from parallel_state.hangs.record import RankRecord, RecordMemory, read_rank_record
@@ -181,7 +181,7 @@ class WorkerProcess:
             keep = header.keep and self._identity.rank in header.returning
             error, outlined, encoded = None, _NOTHING, _NOTHING
             inputs: Any = None
-            laps = Laps(number=header.number)
+            laps = start_laps(number=header.number)
             if self._endpoint.cancellation.start(call.caller, header.number):
                 self._running = header.method
                 self._record_calls()
@@ -192,6 +192,7 @@ class WorkerProcess:
                     worker = self if header.role is None else self._roles[header.role]
                     with call_context(worker, header.method):
                         value = complete(getattr(worker, header.method)(*inputs[0], **inputs[1]))
+                    laps.communicated()
                     laps(f"{header.role or 'process'}.{header.method}")
                     inputs = None  # free them before the value is serialized
                     if self._identity.rank in header.returning:

@@ -41,7 +41,7 @@ def _events(trace: RunTrace) -> Iterator[dict[str, Any]]:
         ranks = {lane.about["rank"]: lane for lane in trace.ranks if lane.about["group"] == group}
         yield from _titles(process, group, {rank: lane.label() for rank, lane in ranks.items()})
     for lane in trace.ranks:
-        for event in lane.events:
+        for event in (each for each in lane.events if not each.name.startswith("bytes ")):
             yield _slice(event, event.name, groups.index(lane.about["group"]) + 1, lane.about["rank"])
     yield from _arrows(trace, groups)
 

@@ -37,6 +37,7 @@ __all__ = [
     "recording",
     "set_recorder",
     "span",
+    "start_laps",
 ]
 
 FOLDER = "trace"
@@ -220,18 +221,19 @@ def on_rank(role: str, rank: int, coordinates: Mapping[str, int]) -> Iterator[No
 class Laps:
     """The parts of one operation that follow each other: each call adds the time since the call before as an event.
 
+    ``start_laps`` makes them.
+
     Args:
+        recorder: gets the events; None: nothing does.
         what: ends the names of the events.
         number: of the operation.
     """
 
     __slots__ = ("_last", "_recorder", "_waited", "_what", "number")
 
-    def __init__(self, what: str = "", number: int = -1) -> None:
-        self._what, self.number = what, number
-        self._recorder = _current.recorder
-        if self._recorder is not None:
-            self._waited, self._last = waited.nanoseconds, now()
+    def __init__(self, recorder: TraceRecorder | None, what: str, number: int) -> None:
+        self._recorder, self._what, self.number = recorder, what, number
+        self._waited, self._last = waited.nanoseconds, now()
 
     def __call__(self, name: str) -> None:
         """Add the event."""
@@ -241,16 +243,35 @@ class Laps:
             self._recorder.add(name, self._last, end, self.number, waiting - self._waited)
             self._waited, self._last = waiting, end
 
+    def communicated(self) -> None:
+        """Add what this thread has communicated: its long waits as events, and the bytes of each group as numbers."""
+        if self._recorder is not None:
+            for link, index, begin, end in waited.long:
+                self._recorder.add(link, begin, end, index, end - begin)
+            for group, nbytes in waited.nbytes.items():
+                self._recorder.add(f"bytes {group}", at := now(), at, nbytes)
+        waited.long.clear()
+        waited.nbytes.clear()
+
     def end(self) -> None:
         """Write the events of the process, if that is due."""
         if self._recorder is not None:
             self._recorder.flush_if_due()
 
 
+_SILENT = Laps(None, "", -1)
+
+
+def start_laps(what: str = "", number: int = -1) -> Laps:
+    """Return the laps of an operation that begins now; if nothing is recorded, the same object for all operations."""
+    recorder = _current.recorder
+    return _SILENT if recorder is None else Laps(recorder, what, number)
+
+
 @contextlib.contextmanager
 def span(name: str, number: int = -1) -> Iterator[None]:
     """Add an event with the time of the block, also if it raises."""
-    laps = Laps(number=number)
+    laps = start_laps(number=number)
     try:
         yield
     finally:

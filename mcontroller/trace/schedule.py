@@ -14,7 +14,7 @@ from typing import Any, Self
 
 import torch
 
-from mcontroller.trace.recorder import Laps, TraceRecorder, recorder
+from mcontroller.trace.recorder import TraceRecorder, recorder, start_laps
 
 __all__ = ["ScheduleTimers", "tracing"]
 
@@ -59,7 +59,7 @@ class _HostTimer:
         self._name, self._count = name, 0
 
     def start(self, barrier: bool = False) -> Self:
-        self._laps = Laps(number=self._count)
+        self._laps = start_laps(number=self._count)
         return self
 
     def stop(self, barrier: bool = False) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,10 +14,12 @@ from mcontroller.trace.reading import RunTrace, TraceEvent, TraceLane
 __all__ = [
     "Bubble",
     "PathPart",
+    "SlowLink",
     "Straggler",
     "bubbles",
     "critical_path",
     "end_lines",
+    "slow_links",
     "stage_shares",
     "stragglers",
     "summary_lines",
@@ -32,6 +35,7 @@ SHORTEST_US = 10_000
 """and of a part of the call that takes at least so long, and a tenth of it."""
 COMPUTING = ("forward", "backward", "optimizer")
 """The parts of a method that are compared by themselves."""
+NOTHING_SLOW = "no rank and no link is slower than its peers"
 OWN_OF_CONTROLLER = ("plan ", "split ", "send ", "collect ")
 """The begins of the names of events in which the controller works on a call."""
 
@@ -95,6 +99,96 @@ def stragglers(trace: RunTrace) -> list[Straggler]:
                         Straggler(about["group"], lane.label(), about["node"], work, slower, often, len(calls))
                     )
     return sorted(found, key=lambda each: -each.slower)
+
+
+@dataclass(frozen=True)
+class SlowLink:
+    """Ranks whose communication takes longer than that of their peers, the ranks that differ on the same axes.
+
+    Attributes:
+        group: the group of the ranks.
+        ranks: their labels, with the coordinates.
+        nodes: their nodes.
+        work: the method.
+        share: the median, over the calls, of the time of the link less the median of its peers', of that of the call.
+        often: the share of the calls in which that is more than half of ``SLOWER``.
+        calls: the number of calls.
+    """
+
+    group: str
+    ranks: tuple[str, ...]
+    nodes: tuple[str, ...]
+    work: str
+    share: float
+    often: float
+    calls: int
+
+    def __str__(self) -> str:
+        shown = " - ".join(self.ranks[:4]) + (f" and {len(self.ranks) - 4} others" if len(self.ranks) > 4 else "")
+        return (
+            f"{self.group} link {shown} on {' - '.join(self.nodes)} costs {self.share:.0%} of {self.work} more than its "
+            f"peers, in {self.often:.0%} of {self.calls} calls"
+        )
+
+
+def slow_links(trace: RunTrace) -> list[SlowLink]:
+    """Return the links that are slower than their peers, the slowest first.
+
+    The time of a link in a collective or a transfer is the wait of the rank that waited least: the others wait for that
+    rank too. On a GPU the host does not wait, and on gloo a sender does not: what is slow there is not found.
+    """
+    launches: dict[object, list[TraceLane]] = defaultdict(list)
+    for lane in trace.ranks:
+        launches[lane.about["group"], lane.about.get("launch")].append(lane)
+    found = []
+    for lanes in launches.values():
+        calls, links = _links(lanes)
+        works = {work for work, _ in calls}
+        for members in links:
+            peers = [links.get(each, Counter[tuple[str, int]]()) for each in _same_axes(lanes, members)]
+            for work in works if peers else ():
+                own = {call: took for call, took in calls.items() if call[0] == work}
+                extra = [links[members][call] - median(peer[call] for peer in peers) for call in own]
+                ratios = [each / took for each, took in zip(extra, own.values(), strict=True)]
+                often, share = mean(ratio > SLOWER / 2 for ratio in ratios), median(ratios)
+                if len(own) >= FEWEST_CALLS and share > SLOWER and often > OFTEN:
+                    ends = [lane for lane in lanes if lane.about["rank"] in members]
+                    nodes = tuple(dict.fromkeys(lane.about["node"] for lane in ends))
+                    labels = tuple(lane.label() for lane in ends)
+                    found.append(SlowLink(lanes[0].about["group"], labels, nodes, work, share, often, len(own)))
+    return sorted(found, key=lambda each: -each.share)
+
+
+def _links(
+    lanes: Sequence[TraceLane],
+) -> tuple[dict[tuple[str, int], float], dict[frozenset[int], Counter[tuple[str, int]]]]:
+    """Return the median time of each call, and that of each link in each call, by its ranks."""
+    calls: dict[tuple[str, int], list[int]] = defaultdict(list)
+    waits: dict[tuple[tuple[str, int], str, int], list[int]] = defaultdict(list)
+    for lane in lanes:
+        for call, inside in _calls(lane):
+            calls[call.name, call.number].append(call.took)
+            for event in inside:
+                if event.name.startswith("link "):
+                    waits[(call.name, call.number), event.name, event.number].append(event.took)
+    links: dict[frozenset[int], Counter[tuple[str, int]]] = defaultdict(Counter)
+    for (key, name, _), each in waits.items():
+        members = frozenset(map(int, re.split("[,>]", name.rpartition(" ")[2])))
+        if len(each) == len(members):
+            links[members][key] += min(each)
+    return {key: max(median(each), 1) for key, each in calls.items()}, links
+
+
+def _same_axes(lanes: Sequence[TraceLane], members: frozenset[int]) -> list[frozenset[int]]:
+    """Return the other sets of ranks that differ on the same axes, between the same stages of the pipeline."""
+    ends = [lane.coordinates for lane in lanes if lane.about["rank"] in members]
+    fixed = [axis for axis in ends[0] if len({each[axis] for each in ends}) == 1] if ends else []
+    stages = {each.get("pp") for each in ends}
+    sets: dict[tuple[int, ...], set[int]] = defaultdict(set)
+    for lane in lanes:
+        if "pp" in fixed or lane.coordinates.get("pp") in stages:
+            sets[tuple(lane.coordinates[axis] for axis in fixed)].add(lane.about["rank"])
+    return [each for each in map(frozenset, sets.values()) if each != members]
 
 
 def _peers(lanes: Sequence[TraceLane]) -> Iterator[list[TraceLane]]:
@@ -282,7 +376,7 @@ def summary_lines(trace: RunTrace) -> list[str]:
             f"{most.often:.0%} of its calls"
         )
     lines += map(str, bubbles(trace))
-    lines += [str(each) for each in stragglers(trace)] or ["no rank is slower than its peers"]
+    lines += [*map(str, stragglers(trace)), *map(str, slow_links(trace))] or [NOTHING_SLOW]
     if error := max((lane.clock_error for lane in trace.ranks), default=0.0):
         lines.append(f"times of ranks on other machines are right to {error:.0f} us")
     return lines
@@ -291,7 +385,7 @@ def summary_lines(trace: RunTrace) -> list[str]:
 def end_lines(trace: RunTrace) -> list[str]:
     """Return the two lines that a run prints at its end: the critical path, and ranks that are slower than others."""
     path = ", ".join(f"{part.work} {part.share:.0%}" for part in critical_path(trace)[:4])
-    slow = "; ".join(map(str, stragglers(trace)[:2])) or "no rank is slower than its peers"
+    slow = "; ".join([*map(str, stragglers(trace)[:2]), *map(str, slow_links(trace)[:1])]) or NOTHING_SLOW
     return [f"critical path: {path}", f"{slow} (mcontroller trace shows more)"]
 
 

@@ -31,7 +31,7 @@ from parallel_state.hangs.record import (
     RecordedGroup,
     RecordMemory,
 )
-from parallel_state.hangs.waits import waited
+from parallel_state.hangs.waits import link_name, waited
 
 __all__ = ["Recorder", "record_calls"]
 
@@ -101,6 +101,7 @@ class Recorder:
         self._types: dict[torch.dtype, int] = {}
         self._roots: dict[int, int] = {}
         self._reductions: dict[Any, int] = {}
+        self._links: dict[int, str] = {}
         self._nothing = memory.text("")
 
     def collective(self, operation: str, argument: int | None, kind: int, method: Callable[..., Any]) -> Any:
@@ -115,6 +116,7 @@ class Recorder:
                 given = args[-1] if args else options.get("opts")
                 detail = self._reduction(given) if kind == _REDUCTION else self._root(given)
             tensors = args[argument] if argument is not None and argument < len(args) else None
+            waited.nbytes[known.shared.description] += _payload(tensors)
             number = begin(known.collectives, text, detail, tensors)
             work = method(group, *args, **options)
             returned(number, work)
@@ -135,6 +137,7 @@ class Recorder:
             if key not in known.routes:
                 other = -1 if peer == -1 else known.shared.ranks[peer]
                 known.routes[key] = self._channel(operation, known.shared, other, tag)
+            waited.nbytes[known.shared.description] += _payload(tensors)
             number = self._begin(known.routes[key], text, self._nothing, tensors)
             work = method(group, tensors, *args, **options)
             self._returned(number, work)
@@ -148,21 +151,18 @@ class Recorder:
 
         @functools.wraps(method)
         def recorded(work: Any, *args: Any, **options: Any) -> Any:
-            number = waits.pop(id(work), None)
+            number = waits.pop(id(work), -1)
             began = time.monotonic_ns()
-            if number is None:
-                try:
-                    return method(work, *args, **options)
-                finally:
-                    waited.nanoseconds += time.monotonic_ns() - began
             at = RING_AT + number % RING * SLOT
-            if numbers[at] == number + 1:
+            link, index = "", -1
+            if numbers[at] == number + 1 > 0:
+                link, index = self._links[numbers[at + 1]], numbers[at + 2]
                 numbers[at + 6] = WAITING
             try:
                 return method(work, *args, **options)
             finally:
-                waited.nanoseconds += time.monotonic_ns() - began
-                if numbers[at] == number + 1:
+                waited.add(began, link, index)
+                if numbers[at] == number + 1 > 0:
                     numbers[at + 6] = DONE
 
         return recorded
@@ -252,7 +252,21 @@ class Recorder:
 
     def _channel(self, kind: str, group: RecordedGroup, peer: int, tag: int) -> _Channel | None:
         at = self._memory.channel(kind, group, peer, tag)
-        return None if at is None else _Channel(at)
+        if at is None:
+            return None
+        if kind == "collective":
+            self._links[at] = link_name(group.description, group.ranks)
+        else:
+            ends = (dist.get_rank(), peer) if kind == "send" else (peer, dist.get_rank())
+            self._links[at] = link_name(group.description, ends, transfer=True) if peer >= 0 else ""
+        return _Channel(at)
+
+
+def _payload(tensors: Any) -> int:
+    """Return the bytes of a tensor, or of lists of them."""
+    if isinstance(tensors, torch.Tensor):
+        return tensors.numel() * tensors.element_size()
+    return sum(map(_payload, tensors or ()))
 
 
 def record_calls(memory: RecordMemory) -> Callable[[], None]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from parallel_state.hangs.lines import SourceLine, call_text, group_label, group_text
+from parallel_state.hangs.waits import link_name
 
 __all__ = ["Call", "KeyWait", "SharedGroup", "shape_text"]
 
@@ -60,7 +61,8 @@ class Call:
         rank: the global rank.
         index: the rank in the group.
         group: the group.
-        number: the number of the call among the collectives of the group; -1 for a transfer.
+        number: the number of the call among the collectives of the group; of a transfer, which of its route it is, as
+            a negative number: -1 for the first.
         key: what must be equal on all members: reduction, root, sizes and dtypes.
         inputs: the tensors that are read; of a collective in place, also written.
         outputs: the tensors that are written.
@@ -98,6 +100,16 @@ class Call:
     def payload(self) -> int:
         """The bytes that this rank passes to the operation: its inputs, or what it receives."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.inputs or self.outputs)
+
+    @property
+    def link(self) -> str:
+        """The name of the ranks that it is between; empty for a receive from any rank."""
+        if not self.is_transfer:
+            return link_name(self.group.label, self.group.ranks)
+        if self.peer is None:
+            return ""
+        ends = (self.rank, self.peer) if self.operation == "send" else (self.peer, self.rank)
+        return link_name(self.group.label, ends, transfer=True)
 
     def __str__(self) -> str:
         details = [f"{name}={self.options[name]}" for name in ("op", "root", "tag", "sends", "receives", "what")

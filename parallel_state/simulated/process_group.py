@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import datetime
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -52,7 +53,7 @@ class SimulatedWork(dist.Work):
         """Wait until all members have made their part; there is no timeout."""
         began = time.monotonic_ns()
         self._simulation.wait(self._call)
-        waited.nanoseconds += time.monotonic_ns() - began
+        waited.add(began, self._call.link, self._call.number)
         return True
 
     def synchronize(self) -> None:
@@ -108,6 +109,7 @@ class SimulatedGroup(dist.ProcessGroup):
         self.global_rank = rank
         self._index = shared.ranks.index(rank)
         self._number = 0
+        self._routes: Counter[tuple[str, int | None, int]] = Counter()
         self._unique_name = unique_name
 
     @property
@@ -169,6 +171,8 @@ class SimulatedGroup(dist.ProcessGroup):
             is_async=bool(getattr(opts, "asyncOp", False)),
         )
         self._number += 1
+        if "check" not in options:
+            waited.nbytes[self.shared.label] += call.payload
         self._simulation.announce(call)
         return SimulatedWork(self._simulation, call)
 
@@ -278,12 +282,14 @@ class SimulatedGroup(dist.ProcessGroup):
         return self._transfer("recv", tensors, None, tag)
 
     def _transfer(self, operation: str, tensors: _Tensors, peer: int | None, tag: int) -> SimulatedWork:
+        route = operation, peer, tag
+        self._routes[route] += 1
         call = Call(
             operation,
             self.global_rank,
             self._index,
             self.shared,
-            -1,
+            -self._routes[route],
             tuple((tensor.dtype, tensor.numel()) for tensor in tensors),
             list(tensors) if operation == "send" else [],
             list(tensors) if operation == "recv" else [],
@@ -292,6 +298,7 @@ class SimulatedGroup(dist.ProcessGroup):
             peer=None if peer is None else self.shared.ranks[peer],
             is_async=True,
         )
+        waited.nbytes[self.shared.label] += call.payload
         self._simulation.announce(call)
         return SimulatedWork(self._simulation, call)
 
