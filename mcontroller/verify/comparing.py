@@ -93,7 +93,7 @@ class RankReport:
         rank: the rank.
         coordinates: its index on every axis of more than one rank.
         differences: those of the first step that has one.
-        largest: the largest relative difference of all values.
+        errors: kind of values -> their largest relative difference.
         digests: part of a tensor -> a sum of the bits that it has after the last step.
         initial: part of a weight -> what the program initialized it with.
     """
@@ -101,9 +101,14 @@ class RankReport:
     rank: int
     coordinates: dict[str, int]
     differences: list[Difference] = field(default_factory=list)
-    largest: float = 0.0
+    errors: dict[str, float] = field(default_factory=dict)
     digests: dict[str, str] = field(default_factory=dict)
     initial: dict[str, InitialPart] = field(default_factory=dict)
+
+    @property
+    def largest(self) -> float:
+        """The largest relative difference of all values."""
+        return max(self.errors.values(), default=0.0)
 
 
 def tolerance(program: Program, reference: OneProcess) -> float:
@@ -192,9 +197,19 @@ def compare_references(mine: OneProcess, saved: OneProcess, allowed: float) -> t
     return report.differences, report.largest
 
 
-def compare_rank(program: Program, variant: Variant, reference: OneProcess) -> RankReport:
-    """Train this rank, and compare each step with that of one process until one differs."""
-    training = training_of(program, variant, reference.dtype, reference.start)
+def compare_rank(
+    program: Program, variant: Variant, reference: OneProcess, dtype: torch.dtype, allowed: float
+) -> RankReport:
+    """Train this rank, and compare each step with that of one process until one differs.
+
+    Args:
+        program: the program.
+        variant: the layout.
+        reference: the training of one process, perhaps in another type.
+        dtype: the type of the weights here.
+        allowed: the largest relative difference that counts as equal.
+    """
+    training = training_of(program, variant, dtype, reference.start)
     _check_divided(variant, _elements(training.named), reference.elements)
     report = RankReport(*here(variant), initial=training.initial)
     for name, note in wrong_marks(training.named, variant):
@@ -204,7 +219,7 @@ def compare_rank(program: Program, variant: Variant, reference: OneProcess) -> R
         report.differences.append(Difference("seed", name, 1, report.rank, report.coordinates, math.inf, note))
     before = reference.start
     for step, true in enumerate(reference.steps):
-        compared = _Compared(report, step + 1, tolerance(program, reference), program.scale)
+        compared = _Compared(report, step + 1, allowed, program.scale)
         values = training.forward_backward(step)
         for name, value in values.losses.items():
             compared.numbers("loss", name, value, true.losses.get(name, math.nan))
@@ -265,7 +280,9 @@ class _Compared:
         is_weight = isinstance(named.tensor, torch.nn.Parameter)
         floor = LEARNING_RATE * true.floor / max(true.norm, 1.0) if is_weight else 0.0
         if start.is_floating_point() and is_weight:
-            floor = max(floor, float(end.abs().max()) * 4 * torch.finfo(end.dtype).eps / self._tolerance)
+            rounding = 4 * torch.finfo(end.dtype).eps / self._tolerance
+            in_bf16 = named.tensor.dtype == torch.bfloat16  # updates are below its rounding, and kept in float32
+            floor = max(floor, float(end.abs().max()) * (1.0 if in_bf16 else rounding))
         mine = named.tensor.detach()
         kind = "weight" if is_weight else "buffer"
         self._add(kind, named.name, error_between(mine - start, end - start, floor))
@@ -274,7 +291,7 @@ class _Compared:
         report = self._report
         if not self._counts:
             return
-        report.largest = max(report.largest, error)
+        report.errors[kind] = max(report.errors.get(kind, 0.0), error)
         if error > (allowed or self._tolerance):
             report.differences.append(Difference(kind, name, self._step, report.rank, report.coordinates, error, note))
 

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from mcontroller.verify.program import Program, VerifyError
 from parallel_state.errors import LayoutError
 from parallel_state.layout import ParallelLayout
@@ -95,6 +97,7 @@ def parallel_arguments(variant: Variant, dtype: Any) -> dict[str, Any]:
         "sequence_parallel": variant.sequence_parallel,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
     }
     if layout.ep > 1 or layout.etp is not None:
         arguments |= {

@@ -93,6 +93,8 @@ class Outcome:
         largest: the largest relative difference of all compared values, within the tolerance or not.
         seconds: the time that it took.
         bits: a sum over the bits that all ranks have after the last step.
+        rounding: in bfloat16, for each kind of values the largest relative difference from one process in bfloat16,
+            from one in float32, and between these two.
     """
 
     layout: str
@@ -103,6 +105,7 @@ class Outcome:
     largest: float = 0.0
     seconds: float = 0.0
     bits: str = ""
+    rounding: dict[str, tuple[float, float, float]] = field(default_factory=dict)
 
     @property
     def equal(self) -> bool:
@@ -115,6 +118,8 @@ class Outcome:
             return self.failure.partition("\n")[0]
         if self.place is not None:
             return str(self.place)
+        if self.rounding:
+            return "; ".join(_rounding_text(kind, *figures) for kind, figures in self.rounding.items())
         noted = [each for each in self.differences if each.note]
         return str((noted or self.differences)[0]) if self.differences else ""
 
@@ -149,6 +154,11 @@ class LayoutDiffers(MControllerError, AssertionError):
     """A layout does not train the model that one process trains; field: ``outcome``."""
 
     outcome: Outcome
+
+
+def _rounding_text(kind: str, from_half: float, from_single: float, own: float) -> str:
+    times = f" ({from_single / own:.1f})" if own else ""
+    return f"{kind} {from_half:.1e}, {from_single:.1e}{times}"
 
 
 def _rank_text(rank: int, coordinates: dict[str, int]) -> str:

@@ -101,7 +101,7 @@ class Training:
         self.initial = initial_parts(self.named)
         self.moved: list[str] = []
         for each in self.named if start is not None else ():
-            given = each.of(start or {})
+            given = each.of(start or {}).to(each.tensor.dtype)
             if not torch.equal(each.tensor, given):
                 self.moved.append(each.name)
                 each.tensor.detach().copy_(given)
@@ -113,7 +113,8 @@ class Training:
 
         torch.manual_seed(1)
         tensor_parallel.model_parallel_cuda_manual_seed(1)
-        return list(self._stages())
+        models = list(self._stages())
+        return [each.bfloat16() for each in models] if self.config.bf16 else models
 
     def make_optimizer(self) -> Any:
         """Return the optimizer of the chunks, after they are wrapped to be trained."""
@@ -122,11 +123,13 @@ class Training:
             DistributedDataParallelConfig,
             finalize_model_grads,
         )
+        from megatron.core.transformer.module import Float16Module
 
         distributed = self.variant.distributed_optimizer
-        ddp = DistributedDataParallelConfig(use_distributed_optimizer=distributed)
-        self._wrapped = [DistributedDataParallel(self.config, ddp, model) for model in self.models]
-        optimizer = _optimizer(self._wrapped, distributed)
+        ddp = DistributedDataParallelConfig(use_distributed_optimizer=distributed, grad_reduce_in_fp32=self.config.bf16)
+        models = [Float16Module(self.config, each) for each in self.models] if self.config.bf16 else self.models
+        self._wrapped = [DistributedDataParallel(self.config, ddp, each) for each in models]
+        optimizer = _optimizer(self._wrapped, distributed, self.config)
         self.config.finalize_model_grads_func = finalize_model_grads
         self.config.grad_scale_func = optimizer.scale_loss
         return optimizer
@@ -200,7 +203,7 @@ def training_of(program: Program, variant: Variant, dtype: torch.dtype, start: M
     return found
 
 
-def _optimizer(wrapped: list[Any], distributed: bool) -> Any:
+def _optimizer(wrapped: list[Any], distributed: bool, model: Any) -> Any:
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     config = OptimizerConfig(
@@ -210,8 +213,9 @@ def _optimizer(wrapped: list[Any], distributed: bool) -> Any:
         weight_decay=0.0,
         clip_grad=1.0,
         use_distributed_optimizer=distributed,
-        bf16=False,
+        bf16=model.bf16,
         fp16=False,
+        params_dtype=model.params_dtype,
     )
     return get_megatron_optimizer(config, wrapped, use_gloo_process_groups=False)
 

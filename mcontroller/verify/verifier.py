@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import sys
 import time
 import traceback
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
@@ -15,6 +17,7 @@ import torch
 
 from mcontroller.verify.comparing import (
     OneProcess,
+    RankReport,
     ReferenceStep,
     check_deterministic,
     compare_rank,
@@ -32,7 +35,7 @@ from mcontroller.verify.layouts import (
     parse_layout,
 )
 from mcontroller.verify.locating import locate, record_reference
-from mcontroller.verify.outcome import LayoutDiffers, Outcome
+from mcontroller.verify.outcome import Difference, LayoutDiffers, Outcome
 from mcontroller.verify.precision import in_float64
 from mcontroller.verify.program import Program, VerifyError
 from mcontroller.verify.recording import StepRecords
@@ -43,6 +46,17 @@ from parallel_state import cpu
 from parallel_state.simulated import run_ranks
 
 __all__ = ["Verifier", "verify_layout"]
+
+_FINITE = sys.float_info.max  # the error of a value that is not finite is larger
+
+
+@dataclass(frozen=True)
+class _InBf16:
+    """One process from the same weights in float32 and in bfloat16, and how far the second is from the first."""
+
+    single: OneProcess
+    half: OneProcess
+    own: dict[str, float]
 
 
 class Verifier:
@@ -68,6 +82,7 @@ class Verifier:
         self.program, self.steps, self._exact = program, steps, exact
         self.locates = True
         self._records: dict[int, StepRecords] = {}
+        self._in_bf16: _InBf16 | None = None
         self._dtype = torch.float64 if exact else torch.float32
         check_divisible(program, ONE_PROCESS)
         with self._precision():
@@ -79,8 +94,8 @@ class Verifier:
     def _precision(self) -> contextlib.AbstractContextManager[None]:
         return in_float64() if self._exact else contextlib.nullcontext()
 
-    def _one_process(self, start: ModelTensors | None = None) -> OneProcess:
-        train = partial(train_reference, self.program, self._dtype, self.steps, start)
+    def _one_process(self, start: ModelTensors | None = None, dtype: torch.dtype | None = None) -> OneProcess:
+        train = partial(train_reference, self.program, dtype or self._dtype, self.steps, start)
         return run_ranks(ONE_PROCESS.layout, lambda: train())[0]
 
     @property
@@ -121,14 +136,35 @@ class Verifier:
         Raises:
             VerifyError: the layout does not fit the program, or the program ignores it.
         """
+        return self._outcome(layout, self._dtype, self._compare)
+
+    def in_bf16(self, layout: str | Variant) -> Outcome:
+        """Train in a layout in bfloat16, and measure how far it is from one process in bfloat16 and in float32.
+
+        Rounding is no difference: values that are not finite, replicas that have other bits, marks and seeds are.
+
+        Args:
+            layout: a layout or its text.
+
+        Returns:
+            The outcome with ``rounding``; all start with the same weights, which bfloat16 has without rounding.
+
+        Raises:
+            VerifyError: the layout does not fit the program, or the program ignores it.
+        """
+        return self._outcome(layout, torch.bfloat16, self._measure)
+
+    def _outcome(
+        self, layout: str | Variant, dtype: torch.dtype, compare: Callable[[Variant, Outcome], None]
+    ) -> Outcome:
         began = time.perf_counter()
         variant = parse_layout(layout) if isinstance(layout, str) else layout
         check_divisible(self.program, variant)
         outcome = Outcome(variant.text, variant.layout.world_size)
         try:
             with self._precision():
-                config_for(self.program, variant, self._dtype)
-                self._compare(variant, outcome)
+                config_for(self.program, variant, dtype)
+                compare(variant, outcome)
         except VerifyError:
             raise
         except Exception as error:  # whatever the program raises: the report names it, and other layouts go on
@@ -137,20 +173,41 @@ class Verifier:
         return outcome
 
     def _compare(self, variant: Variant, outcome: Outcome) -> None:
-        reports = run_ranks(variant.layout, lambda: compare_rank(self.program, variant, self.reference))
+        reports = self._ranks(variant, self.reference, self._dtype, self.tolerance)
+        found = self._found(reports, outcome)
+        if found and self.locates:
+            true = self.records(found[0].step)
+            located = locate(self.program, variant, self.reference, true, outcome.differences)
+            outcome.place = located.place
+            outcome.differences = [located.noted(each) for each in outcome.differences]
+
+    def _measure(self, variant: Variant, outcome: Outcome) -> None:
+        if self._in_bf16 is None:
+            start = {name: value.bfloat16().to(value.dtype) for name, value in self.reference.start.items()}
+            single, half = self._one_process(start), self._one_process(start, torch.bfloat16)
+            (own,) = self._ranks(ONE_PROCESS, single, torch.bfloat16, _FINITE)
+            self._in_bf16 = _InBf16(single, half, own.errors)
+        known = self._in_bf16
+        reports = self._ranks(variant, known.half, torch.bfloat16, _FINITE)
+        self._found(reports, outcome)
+        if not outcome.differences:
+            from_single = _largest(self._ranks(variant, known.single, torch.bfloat16, _FINITE))
+            from_half = _largest(reports)
+            outcome.rounding = {kind: (from_half[kind], from_single[kind], known.own[kind]) for kind in known.own}
+
+    def _ranks(self, variant: Variant, reference: OneProcess, dtype: torch.dtype, allowed: float) -> list[RankReport]:
+        return run_ranks(variant.layout, lambda: compare_rank(self.program, variant, reference, dtype, allowed))
+
+    def _found(self, reports: list[RankReport], outcome: Outcome) -> list[Difference]:
+        """Add to an outcome what its ranks report; return the differences but for those among replicas alone."""
         found = list(wrong_seeds([(report.initial, report.coordinates) for report in reports]))
         found += [each for report in reports for each in report.differences]
         outcome.bits = hashlib.sha256(repr([report.digests for report in reports]).encode()).hexdigest()[:16]
         outcome.largest = max(report.largest for report in reports)
         first = min((each.step for each in found), default=0)
-        outcome.differences = [each for each in found if each.step == first] or replicas_that_differ(
-            reports, self.steps
-        )
-        if found and self.locates:
-            true = self.records(first)
-            located = locate(self.program, variant, self.reference, true, outcome.differences)
-            outcome.place = located.place
-            outcome.differences = [located.noted(each) for each in outcome.differences]
+        found = [each for each in found if each.step == first]
+        outcome.differences = found or replicas_that_differ(reports, self.steps)
+        return found
 
     def save(self, path: Path) -> None:
         """Write the training of one process to a file, for ``against`` with another version of the code."""
@@ -210,6 +267,11 @@ def verify_layout(program: Program, layout: str, *, steps: int = 2) -> Outcome:
     if not outcome.equal:
         raise LayoutDiffers(outcome.report(), outcome=outcome)
     return outcome
+
+
+def _largest(reports: list[RankReport]) -> dict[str, float]:
+    kinds = {kind for each in reports for kind in each.errors}
+    return {kind: max(each.errors.get(kind, 0.0) for each in reports) for kind in kinds}
 
 
 def _failure_text(error: Exception) -> str:

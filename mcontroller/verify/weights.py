@@ -47,7 +47,8 @@ class NamedTensor:
         Raises:
             VerifyError: one process has no such weight, or one of another shape.
         """
-        part = torch.zeros_like(self.tensor.detach())
+        mine = self.tensor.dtype  # a value of bfloat16 is compared with the unrounded one
+        part = torch.zeros(self.tensor.shape, dtype=torch.float32 if mine == torch.bfloat16 else mine)
         for piece in self.pieces(part):
             true = whole.get(piece.key)
             if true is None:

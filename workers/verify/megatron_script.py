@@ -120,6 +120,7 @@ class _Script:
             found.num_layers = max(self.given.pipeline_model_parallel_size * (self.stages or 1), 2)
             found.num_query_groups = 2 if found.group_query_attention else found.num_query_groups
         found.sequence_parallel, found.world_size = fields["sequence_parallel"], ranks
+        found.bf16 = fields["bf16"]
         if fields.get(_VPP):
             found.num_virtual_stages_per_pipeline_rank = fields[_VPP]
         # Megatron-LM wants the variable and the capability of some GPUs, and prints what it derives.

@@ -50,11 +50,13 @@ class TrainedRole:
     roles: str
     variant: Variant
 
-    def worker(self, variant: Variant, rows: int) -> Any:
+    def worker(self, variant: Variant, rows: int, in_bf16: bool) -> Any:
         """Return the worker of this rank, without a model yet; ``rows`` are those of a step."""
         rank, size = str(torch.distributed.get_rank()), str(torch.distributed.get_world_size())
         os.environ.update({"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size})
         config = replace(self.config, **self._changes(variant, rows))
+        if in_bf16:
+            config = replace(config, model=replace(config.model, dtype="bfloat16"))
         return self.worker_class(config, self.roles) if self.roles else self.worker_class(config)
 
     def _changes(self, variant: Variant, rows: int) -> dict[str, Any]:
@@ -110,7 +112,7 @@ class RoleTraining(Training):
     def build(self) -> list[Any]:
         """Return the chunks of the worker's model, or of its reference if it has no other."""
         role, program = self.program.role, self.program
-        self.worker = role.worker(self.variant, program.micro_batches * _ROWS)
+        self.worker = role.worker(self.variant, program.micro_batches * _ROWS, self.config.bf16)
         with self.worker.call_context("init_model"):
             self.worker.init_model()
         models = self.worker.model or self.worker.reference
@@ -179,7 +181,8 @@ class RoleProgram(Program):
         model, worker = role.config.model, role.worker_class
 
         def config(**fields: Any) -> Any:
-            return transformer_config(model, ParallelConfig.from_megatron_args(_Fields(fields)))
+            own = replace(model, dtype="bfloat16") if fields["bf16"] else model
+            return transformer_config(own, ParallelConfig.from_megatron_args(_Fields(fields)))
 
         def batch(index: int) -> DataProto:
             return _batch(index, model.vocab_size, getattr(role.config, "policy_loss", None))

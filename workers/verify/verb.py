@@ -30,6 +30,7 @@ from mcontroller.verify.verifier import Verifier
 
 __all__ = ["add_arguments", "run"]
 
+_IN_BF16 = "difference from one process in bf16, in float32 (times that of one process in bf16)"
 _COLUMNS = "{:<32} {:>5}  {:<7} {:>8} {:>7}  {}"
 
 
@@ -43,7 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, default=8, help="the most ranks of a layout of --all or a run; default: 8")
     parser.add_argument("--full-size", action="store_true", help="do not make a run or a script small")
     parser.add_argument("--steps", type=int, default=2, help="training steps in each layout; default: 2")
-    parser.add_argument("--exact", action="store_true", help="compute in float64, to tell faults from rounding")
+    precision = parser.add_mutually_exclusive_group()
+    precision.add_argument("--exact", action="store_true", help="compute in float64, to tell faults from rounding")
+    precision.add_argument("--bf16", action="store_true", help="report the rounding of layouts in bfloat16; no fault")
     parser.add_argument("--shrink", type=Path, metavar="FILE", help="write the smallest failing test to this file")
     parser.add_argument("--save", type=Path, metavar="FILE", help="write the training of one process to this file")
     parser.add_argument("--against", type=Path, metavar="FILE", help="compare with what --save wrote")
@@ -73,7 +76,8 @@ class _Part:
 
 def run(arguments: argparse.Namespace) -> int:
     """Verify the layouts, print a table and what differs, and return 1 if something does."""
-    warnings.filterwarnings("ignore", module="megatron")
+    for module in ("megatron", "torch"):
+        warnings.filterwarnings("ignore", module=module)
     given = [parse_layout(text) for text in arguments.layouts or ()]
     parts, verifiers = _parts(arguments), []
     began = time.perf_counter()
@@ -81,7 +85,8 @@ def run(arguments: argparse.Namespace) -> int:
     for index, part in enumerate(parts):
         verifiers.append(Verifier(part.program, steps=arguments.steps, exact=arguments.exact))
         if not index:
-            sys.stdout.write(_COLUMNS.format("layout", "ranks", "equal", "largest", "seconds", "first difference\n"))
+            last = _IN_BF16 if arguments.bf16 else "first difference"
+            sys.stdout.write(_COLUMNS.format("layout", "ranks", "equal", "largest", "seconds", f"{last}\n"))
         if arguments.save:
             verifiers[-1].save(part.file(arguments.save))
         found += [(part, each) for each in _printed(part.name, _outcomes(part, verifiers[-1], arguments, given))]
@@ -89,7 +94,9 @@ def run(arguments: argparse.Namespace) -> int:
     for part, outcome in different:
         title = f"{part.name} {outcome.layout}".strip()
         sys.stdout.write(f"\n{title}\n" + "".join(f"  {line}\n" for line in outcome.lines()))
-    sys.stdout.write(f"\n{_summary(len(found), len(different))} in {time.perf_counter() - began:.1f} s\n")
+    sys.stdout.write(
+        f"\n{_summary(len(found), len(different), arguments.bf16)} in {time.perf_counter() - began:.1f} s\n"
+    )
     for part, verifier in zip(parts, verifiers, strict=True):
         of = f" of {part.name}" if part.name else ""
         sys.stdout.write(f"rounding{of}: below {verifier.tolerance:.1e} of the largest value of a tensor\n")
@@ -131,24 +138,28 @@ def _parts(arguments: argparse.Namespace) -> list[_Part]:
 def _outcomes(
     part: _Part, verifier: Verifier, arguments: argparse.Namespace, given: Sequence[Variant]
 ) -> Iterator[Outcome]:
+    verify = verifier.in_bf16 if arguments.bf16 else verifier.verify
     if arguments.against:
         yield verifier.against(part.file(arguments.against))
     if given or (part.layouts and not arguments.all):
-        yield from map(verifier.verify, given or part.layouts)
+        yield from map(verify, given or part.layouts)
     else:
         found = verifier.all_layouts(arguments.ranks) if arguments.all else verifier.default_layouts()
-        yield from map(verifier.verify, found)
+        yield from map(verify, found)
 
 
 def _printed(name: str, outcomes: Iterable[Outcome]) -> Iterator[Outcome]:
     for each in outcomes:
-        figures = each.ranks, "yes" if each.equal else "NO", f"{each.largest:.1e}", f"{each.seconds:.1f}"
+        equal = ("-" if each.rounding else "yes") if each.equal else "NO"
+        figures = each.ranks, equal, f"{each.largest:.1e}", f"{each.seconds:.1f}"
         sys.stdout.write(_COLUMNS.format(f"{name} {each.layout}".strip(), *figures, each.first()).rstrip() + "\n")
         sys.stdout.flush()
         yield each
 
 
-def _summary(count: int, different: int) -> str:
+def _summary(count: int, different: int, in_bf16: bool) -> str:
+    if in_bf16 and not different:
+        return f"{count} layouts in bfloat16 have finite values and equal replicas"
     if not different:
         return f"{count} layouts train the model of one process"
     return f"{different} of {count} layouts do not train the model of one process"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 from functools import partial
 from pathlib import Path
@@ -191,3 +192,27 @@ def test_replicas_that_are_drawn_with_other_seeds_are_named() -> None:
 
     with pytest.raises(LayoutDiffers, match="its replicas start with other values than on rank 0: their seeds differ"):
         verify_layout(smaller(GPT, model_provider=provider), "dp=2", steps=1)
+
+
+@pytest.mark.parametrize("layout", ["tp=2,sp", "dp=2,distopt"])
+def test_in_bf16_layouts_are_as_far_from_float32_as_one_process(layout: str) -> None:
+    outcome = Verifier(smaller(GPT)).in_bf16(layout)
+    assert outcome.equal and outcome.rounding.keys() == {"loss", "gradient", "gradient norm", "weight"}
+    from_half, from_single, of_one = outcome.rounding["gradient"]
+    assert from_half < 0.1 and 0.5 * of_one < from_single < 2 * of_one and 1e-3 < of_one < 0.1
+    assert outcome.first().startswith("loss ")
+
+
+def test_in_bf16_values_that_are_not_finite_are_a_difference() -> None:
+    reduce = finalizing._allreduce_word_embedding_grads
+
+    def infinite(model: Any, *args: Any, **kwargs: Any) -> None:
+        reduce(model, *args, **kwargs)
+        next(iter(model[0].parameters())).main_grad *= math.inf
+
+    verifier = Verifier(smaller(GPT), steps=1)
+    assert verifier.in_bf16("pp=2").equal
+    with mock.patch.object(finalizing, "_allreduce_word_embedding_grads", infinite):
+        outcome = verifier.in_bf16("pp=2")
+    assert {each.kind for each in outcome.differences} == {"gradient", "gradient norm", "weight"}
+    assert not outcome.rounding and str(outcome.differences[0]).endswith("not finite")

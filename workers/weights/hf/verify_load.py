@@ -29,7 +29,6 @@ from mcontroller.errors import ConfigError, DataError
 from parallel_state.agreement import all_gather_values
 from parallel_state.megatron import MegatronContext
 from workers.weights.hf.config import family_at, model_fields_from_hf, read_config
-from workers.weights.hf.family import ModelFamily
 from workers.weights.hf.files import WeightFiles
 from workers.weights.hf.hub import local_directory
 from workers.weights.hf.names import names_of
