@@ -8,6 +8,7 @@ from parallel_state.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from mcontroller.ppo.config import AlgorithmConfig as AlgorithmConfig
+    from mcontroller.ppo.config import AsynchronousConfig as AsynchronousConfig
     from mcontroller.ppo.config import DataConfig as DataConfig
     from mcontroller.ppo.config import FilterGroupsConfig as FilterGroupsConfig
     from mcontroller.ppo.config import ImportanceConfig as ImportanceConfig
