@@ -132,7 +132,8 @@ class AsynchronousGenerations(Generations):
         return TrajectoryRollout(group, driven=True, **options, **self._sampling)
 
     def __len__(self) -> int:
-        return len({group.batch for group in self._groups})
+        """The number of batches that were drawn and not trained on; their groups may be of more batches."""
+        return -(-len(self._groups) // len(self._groups[0].problems)) if self._groups else 0
 
     # ---- a step ----------------------------------------------------------------------------------------------------
 
@@ -218,17 +219,27 @@ class AsynchronousGenerations(Generations):
         self.log.record({"event": "dropped", "groups": [group.number for group in stale], "tokens": tokens})
 
     def _chosen(self, size: int) -> list[Group] | None:
-        """Return the groups that the step trains on, in the order of their numbers; None if it has to wait."""
+        """Return the groups that the step trains on, in the order of their numbers; None if it has to wait.
+
+        With ``stale="finish"``, ``j`` more steps can take ``j * size`` groups of those that are too old after them; this
+        step has to take the others.
+        """
         if self._options.take == "in_order":
             first = self._groups[:size]
             return first if all(group.is_complete for group in first) else None
-        last = [group for group in self._groups if self._version - group.version >= self._ahead]
-        last = last[:size] if self._options.stale == "finish" else []
-        if not all(group.is_complete for group in last):
-            return None
-        others = {*self._groups}.difference(last)
-        complete = sorted((group for group in others if group.is_complete), key=lambda group: group.completed)
-        chosen = last + complete[: size - len(last)]
+        complete = sorted((group for group in self._groups if group.is_complete), key=lambda group: group.completed)
+        chosen: list[Group] = []
+        for later in range(self._ahead if self._options.stale == "finish" else 0):
+            oldest = self._version + later - self._ahead
+            missing = sum(group.version <= oldest for group in self._groups) - later * size - len(chosen)
+            if missing > 0:
+                taken = {*chosen}
+                old = [group for group in complete if group.version <= oldest and group not in taken]
+                if len(old) < missing:
+                    return None
+                chosen += old[:missing]
+        taken = {*chosen}
+        chosen += [group for group in complete if group not in taken][: size - len(chosen)]
         return sorted(chosen, key=lambda group: group.number) if len(chosen) == size else None
 
     def _batch(self, chosen: Sequence[Group]) -> tuple[DataProto, DataProto, DataProto]:
@@ -470,13 +481,14 @@ class AsynchronousGenerations(Generations):
         self._completed, self._version = mine.get("completed", 0), mine.get("version", -1)
         self._asked, self._is_restored = mine.get("asked", 0), True
         self.balance.begin()
-        return len(saved) if mine else 0
+        return len(self)
 
     def _restored(self, batch: BatchInFlight, problems: DataProto) -> list[tuple[int, Group, int]]:
         """Add the groups of a saved batch, and return which responses of them are in flight, with their places."""
         ids, mask = columns(problems, "input_ids", "attention_mask")
         state, seeds = columns(batch.responses, STATE, "sample_seed")
         made = columns(batch.responses, "responses", "response_mask", "rollout_log_probs", "token_versions")
+        (prompts,) = columns(batch.responses, "prompts")
         groups: dict[int, Group] = {}
         waiting = []
         for row, (number, at, version, attempt, completed, place, length) in enumerate(state.tolist()):
@@ -485,8 +497,16 @@ class AsynchronousGenerations(Generations):
                 self._numbered(problems)
             new = Group(number, problems, batch.number, at, version, attempt, completed)
             group = groups.setdefault(number, new)
+            prompt = ids[at][mask[at].bool()]
+            if not prompts[row, -len(prompt) :].equal(prompt):
+                raise DataError(
+                    f"the checkpoint has responses in flight to problem {at} of batch {batch.number}, which is another "
+                    "one now: resume with the same data and data.seed",
+                    batch=batch.number,
+                    row=at,
+                )
             parts = (column[row, :length].tolist() for column in made)
-            trajectory = Trajectory(ids[at][mask[at].bool()].tolist(), {}, *parts, seed=int(seeds[row]))
+            trajectory = Trajectory(prompt.tolist(), {}, *parts, seed=int(seeds[row]))
             trajectory.ended = "" if place >= 0 else "length" if batch.responses.batch["truncated"][row] else "stop"
             if place >= 0:
                 waiting.append((place, group, len(group.responses)))
