@@ -38,28 +38,40 @@ __all__ = [
 
 OLD_LOG_PROBS = ("auto", "policy", "rollout")
 OFFLOAD_CHOICES = ("auto", "always", "never")
-LEVELS = ("none", "token", "sequence")
-MODES = ("truncate", "mask")
+LEVELS = ("none", "token", "sequence", "geometric")
+MODES = ("truncate", "mask", "decoupled")
 
 
 @strict_fields
 @dataclass(frozen=True, slots=True)
 class ImportanceConfig:
-    """Importance weights ``policy / rollout`` of the sampled tokens in the policy loss."""
+    """Importance weights ``policy / rollout`` of the sampled tokens in the policy loss; see docs/asynchronous.md."""
 
     level: str = "none"
-    """Weight of a token: its own ratio (token), the product of the ratios of its response (sequence), or none."""
+    """Weight of a token: its own ratio (token), the product of the ratios of its response (sequence), their geometric
+    mean (geometric), or none."""
     mode: str = "truncate"
-    """Limit of the weights: truncate to threshold, or mask the tokens whose weight is outside of the limits."""
+    """Limit of the weights: truncate to threshold, mask the tokens whose weight is outside of the limits, or none, as in
+    decoupled PPO (decoupled)."""
     threshold: float = 2.0
-    """Highest weight."""
+    """Highest weight. Not with mode=decoupled."""
     least: float = 0.0
     """Lowest weight that is not masked; 0 keeps all. Only with mode=mask."""
+    off_policy_mask: float | None = None
+    """[nats per token] Leave responses with a negative advantage out of the loss if the rollout gave their tokens
+    a log-probability that is higher by more than this, in the mean, than the policy's. None: keep all."""
 
     def __post_init__(self) -> None:
         check_one_of("algorithm.importance.level", self.level, LEVELS)
         check_one_of("algorithm.importance.mode", self.mode, MODES)
         check_above("algorithm.importance.threshold", self.threshold, 0.0)
+        if self.off_policy_mask is not None:
+            check_at_least("algorithm.importance.off_policy_mask", self.off_policy_mask, 0.0)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether a correction reads the log-probabilities of the policy."""
+        return self.level != "none" or self.off_policy_mask is not None
 
 
 SCORE = "score"
@@ -185,10 +197,11 @@ class AlgorithmConfig:
                 value=True,
             )
         check_one_of("algorithm.old_log_probs", self.old_log_probs, OLD_LOG_PROBS)
-        if self.old_log_probs == "rollout" and self.importance.level != "none":
+        if self.old_log_probs == "rollout" and self.importance.is_on:
             raise ConfigError(
                 f"algorithm.importance.level is {self.importance.level!r} with algorithm.old_log_probs='rollout': "
-                "every weight would be 1. Set algorithm.old_log_probs=policy, or algorithm.importance.level=none",
+                "every weight would be 1. Set algorithm.old_log_probs=policy, or algorithm.importance.level=none and "
+                "off_policy_mask=null",
                 key="algorithm.old_log_probs",
                 value="rollout",
             )

@@ -28,7 +28,7 @@ from mcontroller.ppo.generation import (
 )
 from mcontroller.ppo.groups import RunGroups, TokenBalance
 from mcontroller.ppo.kl import apply_kl_penalty, make_kl_controller
-from mcontroller.ppo.mismatch import importance_weights, mismatch_metrics
+from mcontroller.ppo.mismatch import TOKEN_VERSIONS, importance_weights, mismatch_metrics, version_metrics
 from mcontroller.ppo.rewards.reward import Reward, RewardSources, Scores
 from mcontroller.ppo.roles import response_limit, unread_by_update, updates_once
 from mcontroller.ppo.selection import GroupFilter, penalized, trained_on, truncated_rows
@@ -121,6 +121,8 @@ class PPOStep:
             metrics |= mismatch_metrics(batch)
         if self.config.trainer.max_staleness:
             metrics |= staleness_metrics(batch, self.weights.version)
+        if TOKEN_VERSIONS in batch.tensor_names:
+            metrics |= version_metrics(batch, self.weights.version)
         reward = groups.reward()
         return batch, reward, metrics | drawn | reward_metrics("train", reward) | group_metrics(groups)
 
@@ -151,7 +153,7 @@ class PPOStep:
         batch, metrics = apply_kl_penalty(batch, self.kl_ctrl if rule.kl_in_reward else None, rule.kl_penalty)
         batch = compute_advantage(batch, rule.adv_estimator, rule.gamma, rule.lam, rule.options())
         metrics |= signal_metrics(batch)
-        if rule.importance.level != "none":
+        if rule.importance.is_on:
             weights, limited = importance_weights(batch, rule.importance)
             batch, metrics = batch.with_tensors({"importance_weights": weights}), metrics | limited
         return batch, metrics
