@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from mcontroller.ppo.agents.turns import MultiTurnRollout as MultiTurnRollout
     from mcontroller.ppo.agents.turns import TurnEnvironment as TurnEnvironment
     from mcontroller.ppo.config import AlgorithmConfig as AlgorithmConfig
+    from mcontroller.ppo.config import AsynchronousConfig as AsynchronousConfig
     from mcontroller.ppo.config import DataConfig as DataConfig
     from mcontroller.ppo.config import FilterGroupsConfig as FilterGroupsConfig
     from mcontroller.ppo.config import ImportanceConfig as ImportanceConfig

@@ -24,6 +24,7 @@ from mcontroller.ppo.kl import KL_ESTIMATORS, KLControlConfig
 __all__ = [
     "SCORE",
     "AlgorithmConfig",
+    "AsynchronousConfig",
     "DataConfig",
     "FilterGroupsConfig",
     "ImportanceConfig",
@@ -292,6 +293,49 @@ class WarmUpConfig:
         check_at_least("warm_up.batch_size", self.batch_size, 1)
 
 
+TAKES = ("completed", "in_order")
+STALE = ("finish", "drop")
+PARTIAL = ("continue", "finish", "stop")
+SCHEDULES = ("live", "simulated")
+
+
+@strict_fields
+@dataclass(frozen=True, slots=True)
+class AsynchronousConfig:
+    """Generation by trajectory beside training, with ``trainer.max_staleness`` of 2 or more."""
+
+    take: str = "completed"
+    """Groups of responses that a step trains on: completed (in the order in which they are), or in_order (of the data).
+    """
+    stale: str = "finish"
+    """Groups that would become older than max_staleness: finish (the step waits for them), or drop (their tokens are
+    thrown away, and their problems begin again)."""
+    partial: str = "continue"
+    """Responses in flight when the weights move: continue (with the new weights), finish (before the weights move), or
+    stop (they wait until the responses that begin with the new weights have their tokens)."""
+    slice_tokens: int = 64
+    """[tokens] Most tokens by which a call of the rollout continues each response; the weights move between calls."""
+    capacity: int = 0
+    """[responses] Most responses of a call; the others wait. 0: ``rollout.max_rows``, or 256."""
+    schedule: str = "live"
+    """Order of events: live (as they happen), or simulated (a random legal order, the same for one seed)."""
+    seed: int = 0
+    """Seed of the simulated schedule."""
+    replay: str | None = None
+    """Directory of a run whose order of events, in its file events.jsonl, this run has too. None: an order of its own.
+    """
+    record_tokens: bool = False
+    """Record every token and its log-probability with the events; a replay then reads them, and generates nothing."""
+
+    def __post_init__(self) -> None:
+        check_one_of("trainer.asynchronous.take", self.take, TAKES)
+        check_one_of("trainer.asynchronous.stale", self.stale, STALE)
+        check_one_of("trainer.asynchronous.partial", self.partial, PARTIAL)
+        check_one_of("trainer.asynchronous.schedule", self.schedule, SCHEDULES)
+        check_at_least("trainer.asynchronous.slice_tokens", self.slice_tokens, 1)
+        check_at_least("trainer.asynchronous.capacity", self.capacity, 0)
+
+
 @strict_fields
 @dataclass(frozen=True, slots=True)
 class TrainerConfig:
@@ -360,7 +404,11 @@ class TrainerConfig:
     restart_on: tuple[str, ...] = ()
     """Types of exceptions of the workers' own code after which the run goes on too, such as OutOfMemoryError."""
     max_staleness: int = 0
-    """[batches] 1: generate the next batch while the policy learns from this one; see docs/training.md. 0: do not."""
+    """[batches] 1: generate the next batch while the policy learns from this one. 2 or more: generate by trajectory, so
+    that each step trains on responses that began at most so many updates before. 0: do not; see docs/asynchronous.md.
+    """
+    asynchronous: AsynchronousConfig = field(default_factory=AsynchronousConfig)
+    """Generation by trajectory, with max_staleness of 2 or more."""
     balance_tokens: bool = True
     """Give every data-parallel rank about as many tokens as the others, in scoring and in each mini-batch of an update.
 
@@ -375,10 +423,10 @@ class TrainerConfig:
         check_one_of("trainer.offload", self.offload, OFFLOAD_CHOICES)
         check_axes(self.axes_across_nodes, "trainer.axes_across_nodes")
         check_above("trainer.weight_timeout", self.weight_timeout, 0.0)
-        if self.max_staleness not in (0, 1) or isinstance(self.max_staleness, bool):
+        if not isinstance(self.max_staleness, int) or isinstance(self.max_staleness, bool) or self.max_staleness < 0:
             raise ConfigError(
                 f"trainer.max_staleness is {self.max_staleness!r}; possible: 0 (generate, then train), 1 (generate the "
-                "next batch while training)",
+                "next batch while training), or a greater number of batches (generate by trajectory)",
                 key="trainer.max_staleness",
                 value=self.max_staleness,
             )

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mcontroller.data.protocol import DataProto
+from mcontroller.ppo.asynchronous.generations import AsynchronousGenerations
 from mcontroller.ppo.config import PPOConfig
 from mcontroller.ppo.data import (
     ROUTED_EXPERTS,
@@ -69,7 +70,12 @@ class PPOStep:
         workers = {each.name: each.init for each in groups.workers}
         self.balance = TokenBalance(workers, groups.by_name, config.trainer.balance_tokens)
         self.weights = RolloutWeights(stages, config.trainer)
-        self.generations = Generations(config.trainer.max_staleness, stages, self.weights)
+        ahead = config.trainer.max_staleness
+        self.generations = (
+            Generations(ahead, stages, self.weights)
+            if ahead < 2
+            else AsynchronousGenerations(config, stages, self.weights)
+        )
 
     def connect(self) -> None:
         """Generate with the groups that have started."""

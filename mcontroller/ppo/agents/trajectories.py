@@ -220,13 +220,18 @@ class TrajectoryRollout:
             self._live.append(submitted)
         return submitted
 
-    def start(self) -> bool:
-        """Send the calls of a slice, and return whether there is one in flight; trajectories that join later wait."""
+    def start(self, chosen: Sequence[Submitted] | None = None) -> bool:
+        """Send the calls of a slice, and return whether there is one in flight; trajectories that join later wait.
+
+        Args:
+            chosen: which trajectories in flight it continues. None: the first ``capacity``.
+        """
         with self._lock:
             if self._calls:
                 return True
-            self._live = [each for each in self._live if not each.done()]
-            rows = self._live[: self.capacity]
+            if chosen is None:
+                self._live = [each for each in self._live if not each.done()]
+            rows = list(self._live[: self.capacity] if chosen is None else chosen)
             while rows:
                 alike = [each for each in rows if each.settings == rows[0].settings]
                 rows = [each for each in rows if each.settings != rows[0].settings]
@@ -247,17 +252,46 @@ class TrajectoryRollout:
         with self._lock:
             calls, self._calls = self._calls, []
             batches = [(rows, batch.get()) for rows, batch in calls]
-            ended = []
             for rows, batch in batches:
                 append_sampled([each.trajectory for each in rows], batch, [each.limit for each in rows])
-                for each in rows:
-                    each.trajectory.ended = each.end()
-                ended += [each for each in rows if each.trajectory.ended]
-            self._live = [each for each in self._live if not each.trajectory.ended]
+            return self._settled([each for rows, _ in batches for each in rows])
+
+    def put(
+        self,
+        rows: Sequence[Submitted],
+        tokens: Sequence[Sequence[int]],
+        log_probs: Sequence[Sequence[float]],
+        version: int,
+    ) -> list[Submitted]:
+        """Continue trajectories with tokens of an earlier run in place of a slice, and return those that end."""
+        for each, made, scores in zip(rows, tokens, log_probs, strict=True):
+            each.trajectory.sampled(made, scores, version)
+        return self._settled(rows)
+
+    def _settled(self, rows: Sequence[Submitted]) -> list[Submitted]:
+        """Return those of the rows of a slice that have ended, whose waiters go on."""
+        for each in rows:
+            each.trajectory.ended = each.end()
+        ended = [each for each in rows if each.trajectory.ended]
+        if ended:
+            with self._lock:
+                self._live = [each for each in self._live if not each.trajectory.ended]
         taken = [each for each in ended if each.set_running_or_notify_cancel()]
         for each in taken:
             each.set_result(each.trajectory)
         return taken
+
+    def withdraw(self, some: Sequence[Submitted]) -> None:
+        """Cancel trajectories; none of them may be in the slice in flight."""
+        cancelled = {each for each in some if each.cancel()}
+        with self._lock:
+            self._live = [each for each in self._live if each not in cancelled]
+
+    def postpone(self, some: Sequence[Submitted]) -> None:
+        """Continue these trajectories after all others in flight."""
+        later = {*some}
+        with self._lock:
+            self._live = [each for each in self._live if each not in later] + list(some)
 
     def advance(self) -> list[Submitted]:
         """Make one slice, and return the trajectories that it has ended."""
