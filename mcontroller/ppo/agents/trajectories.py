@@ -65,6 +65,10 @@ class Trajectory:
         """Token ids of the policy's last turn."""
         return self.tokens[self.turn :]
 
+    def experts_before(self, position: int) -> list[Tensor]:
+        """Return the experts of the tokens before the last one in front of a position of the response."""
+        return [torch.cat(self.experts)[: len(self.prompt) + position - 1]] if self.experts else []
+
     def sampled(self, tokens: Sequence[int], log_probs: Sequence[float], version: int = 0) -> None:
         """Append tokens that the policy of a version sampled to its turn."""
         self.tokens += tokens
@@ -316,16 +320,16 @@ class TrajectoryRollout:
 
     def _next_seed(self) -> int:
         self.submissions += 1
-        text = f"{self.sampling.get('seed', 0)}/{self.submissions}"
-        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
+        return seed_of(self.sampling.get("seed", 0), self.submissions)
 
     def _check(self, trajectory: Trajectory, limit: int) -> None:
         length, most, vocab_size = len(trajectory.prompt), self.limits["prompt_length"], self.limits["vocab_size"]
-        outside = [token for token in trajectory.prompt + trajectory.tokens if not 0 <= token < vocab_size]
-        if outside:
-            raise DataError(
-                f"submit: token {outside[0]} is outside of the vocabulary, 0 to {vocab_size - 1}", token=outside[0]
-            )
+        tokens = trajectory.prompt + trajectory.tokens
+        for token in (min(tokens, default=0), max(tokens, default=0)):
+            if not 0 <= token < vocab_size:
+                raise DataError(
+                    f"submit: token {token} is outside of the vocabulary, 0 to {vocab_size - 1}", token=token
+                )
         if not 1 <= length <= most:
             raise DataError(
                 f"submit: the prompt has {length} tokens, expected 1 to rollout.prompt_length, which is {most}",
@@ -349,6 +353,12 @@ class TrajectoryRollout:
         prompts = prompts.with_tensors({"sample_seed": seeds, "generated": generated})
         batch: DataProto = self.group.generate_sequences.options(blocking=False)(prompts)
         return batch
+
+
+def seed_of(*numbers: int) -> int:
+    """Return a seed of 64 bits, signed, that is mixed from numbers."""
+    digest = hashlib.blake2b("/".join(map(str, numbers)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
 
 
 async def _let_waiters_run() -> None:
