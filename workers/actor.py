@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -13,6 +13,7 @@ from mcontroller.data.protocol import DataProto
 from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
 from mcontroller.errors import before_changes
+from mcontroller.ppo.agents.trajectories import TrajectoryRollout
 from mcontroller.ppo.kl import KL_ESTIMATORS
 from mcontroller.ppo.losses.registry import POLICY_LOSSES
 from parallel_state.megatron import MegatronContext
@@ -80,6 +81,10 @@ class ActorRolloutRefWorker(ModelWorker):
     generator: Generator
     sender: WeightSender
 
+    group_members: ClassVar[Mapping[str, Callable[[Any], Any]]] = {
+        "trajectories": TrajectoryRollout,
+        "submit": lambda group: group.trajectories.submit,
+    }
     transfer_weights = staticmethod(WeightTransfer)
     check_transfer = staticmethod(check_same_policy)
     update_rules = ActorUpdateRules
@@ -89,7 +94,7 @@ class ActorRolloutRefWorker(ModelWorker):
         **ModelWorker.parts_needed,
         **dict.fromkeys(("describe_weights", "listen_for_weights", "connect_weights"), ()),
         **dict.fromkeys(("accept_weights", "close_weights", "has_weights"), ()),
-        **dict.fromkeys(("sampling_state", "restore_sampling"), ()),
+        **dict.fromkeys(("sampling_state", "restore_sampling", "generation_limits"), ()),
         **dict.fromkeys(("send_weights", "receive_weights", "weight_fingerprints"), ("params",)),
         "generate_sequences": ("rollout",),
         "rollout_weights": ("params", "rollout"),
@@ -238,6 +243,8 @@ class ActorRolloutRefWorker(ModelWorker):
         Args:
             prompts: ``input_ids``, ``attention_mask`` int64 ``[rows, prompt]``, padded on the left. ``meta_info`` has
                 ``eos_token_id`` (one or several) and ``pad_token_id``, and may set any field of ``RolloutConfig``.
+                Optional: ``sample_seed`` int64 ``[rows]``, instead of the seeds above, with ``n`` 1; ``generated``
+                int64 ``[rows]``, how many of a prompt's last tokens are of this response: the noise goes on there.
 
         Returns:
             ``prompts`` ``[rows * n, prompt]``; ``responses``, ``response_mask`` (1 up to and including the stop

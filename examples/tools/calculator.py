@@ -17,7 +17,7 @@ from typing import Any
 from examples.ppo.tokenizer import CharTokenizer
 from examples.tools.arithmetic import CalculationError, calculate
 from mcontroller.errors import ConfigError, DataError
-from mcontroller.ppo import ENVIRONMENTS, TOKENIZERS, Conversation, Demonstration, TokenizerSource
+from mcontroller.ppo import ENVIRONMENTS, TOKENIZERS, Demonstration, TokenizerSource, Trajectory
 from mcontroller.ppo.datasets.tokenizers import TextTokenizer
 from mcontroller.ppo.rewards.functions import reasoning_gym
 
@@ -41,7 +41,7 @@ class Calculator:
         self.start, self.end = (self._one_token(mark) for mark in (START, END))
         self.stop_token_ids = (self.end,)
 
-    def reply(self, conversations: Sequence[Conversation]) -> list[list[int]]:
+    def reply(self, conversations: Sequence[Trajectory]) -> list[list[int]]:
         """Return the output of the calculator for the last turn of each response, as tokens."""
         return [self.output(each.last_turn) for each in conversations]
 

@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING
 from parallel_state.lazy import lazy_exports
 
 if TYPE_CHECKING:
+    from mcontroller.ppo.agents.trajectories import Submitted as Submitted
+    from mcontroller.ppo.agents.trajectories import Trajectory as Trajectory
+    from mcontroller.ppo.agents.trajectories import TrajectoryRollout as TrajectoryRollout
+    from mcontroller.ppo.agents.turns import ENVIRONMENTS as ENVIRONMENTS
+    from mcontroller.ppo.agents.turns import MultiTurnRollout as MultiTurnRollout
+    from mcontroller.ppo.agents.turns import TurnEnvironment as TurnEnvironment
     from mcontroller.ppo.config import AlgorithmConfig as AlgorithmConfig
+    from mcontroller.ppo.config import AsynchronousConfig as AsynchronousConfig
     from mcontroller.ppo.config import DataConfig as DataConfig
     from mcontroller.ppo.config import FilterGroupsConfig as FilterGroupsConfig
     from mcontroller.ppo.config import ImportanceConfig as ImportanceConfig
@@ -75,9 +82,5 @@ if TYPE_CHECKING:
     from mcontroller.ppo.stages import Stages as Stages
     from mcontroller.ppo.trainer import RayPPOTrainer as RayPPOTrainer
     from mcontroller.ppo.trainer import restart_rollout as restart_rollout
-    from mcontroller.ppo.turns import ENVIRONMENTS as ENVIRONMENTS
-    from mcontroller.ppo.turns import Conversation as Conversation
-    from mcontroller.ppo.turns import MultiTurnRollout as MultiTurnRollout
-    from mcontroller.ppo.turns import TurnEnvironment as TurnEnvironment
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__)

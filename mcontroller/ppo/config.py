@@ -24,6 +24,7 @@ from mcontroller.ppo.kl import KL_ESTIMATORS, KLControlConfig
 __all__ = [
     "SCORE",
     "AlgorithmConfig",
+    "AsynchronousConfig",
     "DataConfig",
     "FilterGroupsConfig",
     "ImportanceConfig",
@@ -37,28 +38,40 @@ __all__ = [
 
 OLD_LOG_PROBS = ("auto", "policy", "rollout")
 OFFLOAD_CHOICES = ("auto", "always", "never")
-LEVELS = ("none", "token", "sequence")
-MODES = ("truncate", "mask")
+LEVELS = ("none", "token", "sequence", "geometric")
+MODES = ("truncate", "mask", "decoupled")
 
 
 @strict_fields
 @dataclass(frozen=True, slots=True)
 class ImportanceConfig:
-    """Importance weights ``policy / rollout`` of the sampled tokens in the policy loss."""
+    """Importance weights ``policy / rollout`` of the sampled tokens in the policy loss; see docs/asynchronous.md."""
 
     level: str = "none"
-    """Weight of a token: its own ratio (token), the product of the ratios of its response (sequence), or none."""
+    """Weight of a token: its own ratio (token), the product of the ratios of its response (sequence), their geometric
+    mean (geometric), or none."""
     mode: str = "truncate"
-    """Limit of the weights: truncate to threshold, or mask the tokens whose weight is outside of the limits."""
+    """Limit of the weights: truncate to threshold, mask the tokens whose weight is outside of the limits, or none, as in
+    decoupled PPO (decoupled)."""
     threshold: float = 2.0
-    """Highest weight."""
+    """Highest weight. Not with mode=decoupled."""
     least: float = 0.0
     """Lowest weight that is not masked; 0 keeps all. Only with mode=mask."""
+    off_policy_mask: float | None = None
+    """[nats per token] Leave responses with a negative advantage out of the loss if the rollout gave their tokens
+    a log-probability that is higher by more than this, in the mean, than the policy's. None: keep all."""
 
     def __post_init__(self) -> None:
         check_one_of("algorithm.importance.level", self.level, LEVELS)
         check_one_of("algorithm.importance.mode", self.mode, MODES)
         check_above("algorithm.importance.threshold", self.threshold, 0.0)
+        if self.off_policy_mask is not None:
+            check_at_least("algorithm.importance.off_policy_mask", self.off_policy_mask, 0.0)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether a correction reads the log-probabilities of the policy."""
+        return self.level != "none" or self.off_policy_mask is not None
 
 
 SCORE = "score"
@@ -184,10 +197,11 @@ class AlgorithmConfig:
                 value=True,
             )
         check_one_of("algorithm.old_log_probs", self.old_log_probs, OLD_LOG_PROBS)
-        if self.old_log_probs == "rollout" and self.importance.level != "none":
+        if self.old_log_probs == "rollout" and self.importance.is_on:
             raise ConfigError(
                 f"algorithm.importance.level is {self.importance.level!r} with algorithm.old_log_probs='rollout': "
-                "every weight would be 1. Set algorithm.old_log_probs=policy, or algorithm.importance.level=none",
+                "every weight would be 1. Set algorithm.old_log_probs=policy, or algorithm.importance.level=none and "
+                "off_policy_mask=null",
                 key="algorithm.old_log_probs",
                 value="rollout",
             )
@@ -292,6 +306,49 @@ class WarmUpConfig:
         check_at_least("warm_up.batch_size", self.batch_size, 1)
 
 
+TAKES = ("completed", "in_order")
+STALE = ("finish", "drop")
+PARTIAL = ("continue", "finish", "stop")
+SCHEDULES = ("live", "simulated")
+
+
+@strict_fields
+@dataclass(frozen=True, slots=True)
+class AsynchronousConfig:
+    """Generation by trajectory beside training, with ``trainer.max_staleness`` of 2 or more."""
+
+    take: str = "completed"
+    """Groups of responses that a step trains on: completed (in the order in which they are), or in_order (of the data).
+    """
+    stale: str = "finish"
+    """Groups that would become older than max_staleness: finish (the step waits for them), or drop (their tokens are
+    thrown away, and their problems begin again)."""
+    partial: str = "continue"
+    """Responses in flight when the weights move: continue (with the new weights), finish (before the weights move), or
+    stop (they wait until the responses that begin with the new weights have their tokens)."""
+    slice_tokens: int = 64
+    """[tokens] Most tokens by which a call of the rollout continues each response; the weights move between calls."""
+    capacity: int = 0
+    """[responses] Most responses of a call; the others wait. 0: ``rollout.max_rows``, or 256."""
+    schedule: str = "live"
+    """Order of events: live (as they happen), or simulated (a random legal order, the same for one seed)."""
+    seed: int = 0
+    """Seed of the simulated schedule."""
+    replay: str | None = None
+    """Directory of a run whose order of events, in its file events.jsonl, this run has too. None: an order of its own.
+    """
+    record_tokens: bool = False
+    """Record every token and its log-probability with the events; a replay then reads them, and generates nothing."""
+
+    def __post_init__(self) -> None:
+        check_one_of("trainer.asynchronous.take", self.take, TAKES)
+        check_one_of("trainer.asynchronous.stale", self.stale, STALE)
+        check_one_of("trainer.asynchronous.partial", self.partial, PARTIAL)
+        check_one_of("trainer.asynchronous.schedule", self.schedule, SCHEDULES)
+        check_at_least("trainer.asynchronous.slice_tokens", self.slice_tokens, 1)
+        check_at_least("trainer.asynchronous.capacity", self.capacity, 0)
+
+
 @strict_fields
 @dataclass(frozen=True, slots=True)
 class TrainerConfig:
@@ -362,7 +419,11 @@ class TrainerConfig:
     """Go on with fewer data-parallel replicas and the same global batch after the loss of a node, until there is room
     again. Checkpoints are then always reshardable. See docs/reliability.md."""
     max_staleness: int = 0
-    """[batches] 1: generate the next batch while the policy learns from this one; see docs/placement.md. 0: do not."""
+    """[batches] 1: generate the next batch while the policy learns from this one. 2 or more: generate by trajectory, so
+    that each step trains on responses that began at most so many updates before. 0: do not; see docs/asynchronous.md.
+    """
+    asynchronous: AsynchronousConfig = field(default_factory=AsynchronousConfig)
+    """Generation by trajectory, with max_staleness of 2 or more."""
     balance_tokens: bool = True
     """Give every data-parallel rank about as many tokens as the others, in scoring and in each mini-batch of an update.
 
@@ -377,10 +438,10 @@ class TrainerConfig:
         check_one_of("trainer.offload", self.offload, OFFLOAD_CHOICES)
         check_axes(self.axes_across_nodes, "trainer.axes_across_nodes")
         check_above("trainer.weight_timeout", self.weight_timeout, 0.0)
-        if self.max_staleness not in (0, 1) or isinstance(self.max_staleness, bool):
+        if not isinstance(self.max_staleness, int) or isinstance(self.max_staleness, bool) or self.max_staleness < 0:
             raise ConfigError(
                 f"trainer.max_staleness is {self.max_staleness!r}; possible: 0 (generate, then train), 1 (generate the "
-                "next batch while training)",
+                "next batch while training), or a greater number of batches (generate by trajectory)",
                 key="trainer.max_staleness",
                 value=self.max_staleness,
             )

@@ -259,7 +259,8 @@ class BatchStream:
 
     def resume(self, index: int, position: int) -> None:
         """Continue a stream that had another batch size: batch ``index`` begins at a position, see ``position``."""
-        self._start = (index, position)
+        if self.position(index) != position:  # otherwise batches before it keep their rows too
+            self._start = (index, position)
 
     def position(self, index: int) -> int:
         """Return the number of rows before batch ``index``: all rows of earlier passes, and the ones of its pass."""

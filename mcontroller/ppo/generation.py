@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,12 +22,14 @@ from mcontroller.ppo.saving.run_record import BatchInFlight
 from mcontroller.ppo.stages import Stages
 
 __all__ = [
+    "ASYNCHRONOUS",
     "DRAWN",
     "GenerateSequences",
     "Generations",
     "RolloutFunction",
     "RolloutWeights",
     "generate_responses",
+    "not_drawn",
     "staleness_metrics",
     "start_responses",
 ]
@@ -44,6 +47,9 @@ class RolloutWeights:
     Args:
         stages: the stage ``weights`` gets the seconds.
         config: has the name of the transport, and the seconds after which a transfer fails.
+
+    Attributes:
+        moving: the context in which the weights are sent.
     """
 
     def __init__(self, stages: Stages, config: TrainerConfig) -> None:
@@ -55,6 +61,7 @@ class RolloutWeights:
         self._metrics: dict[str, float] = {}
         self._report: Any = None
         self._generating: DataProto | None = None
+        self.moving: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def connect(self, actor: WorkerGroup[Any], rollout: WorkerGroup[Any]) -> None:
         """Send from ``actor`` to ``rollout`` from now on; do nothing if they are the same group."""
@@ -94,7 +101,7 @@ class RolloutWeights:
                 self._generating.check()
             self._generating = None
         actor, rollout = self._groups
-        with self._stages("weights", actor.send_weights):
+        with self.moving(), self._stages("weights", actor.send_weights):
             if self._transfer is None:
                 self._transfer = actor.worker_cls.transfer_weights(actor, rollout, **self._options)
             self._report = self._transfer.run()
@@ -207,6 +214,9 @@ def _prompts(ids: Tensor, mask: Tensor, columns_of_prompt: int, width: int) -> T
 DRAWN = "drawn_batch"
 """Key of the ``meta_info`` of a batch of problems: its number in the sequence of the data set."""
 
+ASYNCHRONOUS = "asynchronous"
+"""Key of the state of sampling of a checkpoint with responses in flight by trajectory."""
+
 VERSION = "policy_version"
 """Column of the version of the policy that generated each row, int64 ``[rows]``."""
 
@@ -288,7 +298,7 @@ class Generations:
         if self._queue and len(problems) != len(self._queue[0].problems):
             raise DataError(
                 f"a batch of {len(problems)} problems, and the one in flight has {len(self._queue[0].problems)}: with "
-                "trainer.max_staleness=1 all batches of a run have one size",
+                f"trainer.max_staleness={self._ahead} all batches of a run have one size",
                 rows=len(problems),
                 expected=len(self._queue[0].problems),
             )
@@ -336,10 +346,7 @@ class Generations:
         saved = []
         for each in self._queue:
             if each.number is None:
-                raise DataError(
-                    "a batch in flight cannot be saved: its problems were passed to train_step, and were not drawn "
-                    "with draw(), so a run that resumes cannot draw them again. Set trainer.max_staleness=0"
-                )
+                raise not_drawn()
             saved.append(BatchInFlight(each.number, each.responses.slice().get()))
         return tuple(saved)
 
@@ -356,6 +363,14 @@ class Generations:
             sampling: the state of the group's sampling; empty: that of a new run.
             problems: returns a batch of problems by its number in the data set.
         """
+        if ASYNCHRONOUS in sampling:
+            saved_ahead = sampling[ASYNCHRONOUS]["max_staleness"]
+            raise ConfigError(
+                f"trainer.max_staleness is {self._ahead}, and the checkpoint has responses in flight of {saved_ahead}: "
+                f"resume with trainer.max_staleness={saved_ahead} or more",
+                key="trainer.max_staleness",
+                value=self._ahead,
+            )
         if sampling and self._saves_sampling():
             self._rollout.restore_sampling(sampling)
         self._queue.clear()
@@ -374,6 +389,14 @@ class Generations:
         self._asked += len(problems)
         number: int | None = problems.meta_info.pop(DRAWN, None)
         return number
+
+
+def not_drawn() -> DataError:
+    """Return the error of saving a batch in flight that cannot be drawn again."""
+    return DataError(
+        "a batch in flight cannot be saved: its problems were passed to train_step, and were not drawn with draw(), so a "
+        "run that resumes cannot draw them again. Set trainer.max_staleness=0"
+    )
 
 
 def staleness_metrics(batch: DataProto, newest: int) -> dict[str, float]:

@@ -13,17 +13,44 @@ from mcontroller.data.protocol import DataProto
 from mcontroller.ppo.config import ImportanceConfig
 from mcontroller.ppo.data import columns
 
-__all__ = ["importance_weights", "mismatch_metrics"]
+__all__ = ["TOKEN_VERSIONS", "importance_weights", "mismatch_metrics", "version_metrics"]
+
+TOKEN_VERSIONS = "token_versions"
+"""Column of the version of the policy that sampled each token, int64 ``[rows, response]``; -1 for others."""
 
 
 def importance_weights(data: DataProto, config: ImportanceConfig) -> tuple[Tensor, dict[str, float]]:
     """Return the weight of every token in the policy loss, float32 ``[rows, response]``, and metrics.
 
-    Truncated importance sampling (Yao et al., 2025, "Your efficient RL framework secretly brings you off-policy RL
-    training"), and its masked variant (Liu et al., 2025, "When speed kills stability").
+    With ``mu`` the rollout's probability of a token, of the version of the policy that sampled it, ``pi`` that of the
+    policy before the update, and ``T`` the tokens of a response that the policy sampled, the ratio of token ``t`` is::
+
+        token:      r_t = pi_t / mu_t
+        sequence:   r_t = prod_{s in T} pi_s / mu_s
+        geometric:  r_t = (prod_{s in T} pi_s / mu_s)^(1 / |T|)
+
+    and its weight::
+
+        truncate:   w_t = min(r_t, threshold)
+        mask:       w_t = r_t if least <= r_t <= threshold, else 0
+        decoupled:  w_t = r_t
+
+    Truncated importance sampling: Yao et al., 2025, "Your efficient RL framework secretly brings you off-policy RL
+    training". Masked, and by sequence: Liu et al., 2025, "When speed kills stability". The geometric mean is the ratio
+    of a sequence in GSPO (Zheng et al., 2025, arXiv:2507.18071).
+
+    Decoupled PPO (Hilton et al., 2021, arXiv:2110.00641; for asynchronous training Fu et al., 2025, arXiv:2505.24298)
+    has the behavior policy ``mu``, the proximal policy ``pi`` (``old_log_probs``) and the current policy ``p``: the loss
+    of a token is ``-w_t min(u_t A_t, clip(u_t) A_t)`` with ``u_t = p_t / pi_t``. It is ``level=token`` with the loss
+    ``ppo``; ``truncate`` and ``mask`` limit its weights.
+
+    Off-policy sequence masking (DeepSeek-AI, 2025, "DeepSeek-V3.2", section on scaling GRPO), with the policy before
+    the update: ``w_t = 0`` for a response with ``A < 0`` and ``1 / |T| sum_{s in T} log(mu_s / pi_s) > off_policy_mask``.
+    ``A`` is the sum of its advantages.
 
     Args:
-        data: ``old_log_probs``, ``rollout_log_probs`` and ``response_mask`` ``[rows, response]``.
+        data: ``old_log_probs``, ``rollout_log_probs`` and ``response_mask`` ``[rows, response]``; ``advantages`` too
+            with ``off_policy_mask``.
         config: level, mode and limits.
 
     Raises:
@@ -32,17 +59,25 @@ def importance_weights(data: DataProto, config: ImportanceConfig) -> tuple[Tenso
     policy, rollout, mask = columns(data, "old_log_probs", "rollout_log_probs", "response_mask")
     kept = mask.bool()
     log_ratio = torch.where(kept, policy - rollout, 0.0)
-    if config.level == "sequence":
-        log_ratio = torch.where(kept, log_ratio.sum(1, keepdim=True), 0.0)
-    ratio = torch.exp(log_ratio.clamp(-20.0, 20.0))
-    outside = ratio > config.threshold
-    if config.mode == "truncate":
-        weights = ratio.clamp(max=config.threshold)
-    else:
+    of_response = log_ratio.sum(1, keepdim=True)
+    mean = of_response / kept.sum(1, keepdim=True).clamp(min=1)
+    by_level = {"none": torch.zeros_like(log_ratio), "token": log_ratio, "sequence": of_response, "geometric": mean}
+    ratio = torch.exp(torch.where(kept, by_level[config.level], 0.0).clamp(-20.0, 20.0))
+    outside = (ratio > config.threshold) & (config.mode != "decoupled")
+    if config.mode == "mask":
         outside |= ratio < config.least
         weights = torch.where(outside, 0.0, ratio)
+    else:
+        weights = torch.where(outside, config.threshold, ratio)
     tokens = kept.sum().clamp(min=1)
-    metrics = {
+    metrics = {}
+    if config.off_policy_mask is not None:
+        (advantages,) = columns(data, "advantages")
+        worse = torch.where(kept, advantages, 0.0).sum(1, keepdim=True) < 0
+        left_out = worse & (-mean > config.off_policy_mask)
+        weights = weights * ~left_out
+        metrics["training/off_policy_masked_fraction"] = float((left_out & kept).sum() / tokens)
+    metrics |= {
         "training/importance_weight_mean": float((weights * kept).sum() / tokens),
         "training/importance_limited_fraction": float((outside & kept).sum() / tokens),
     }
@@ -77,3 +112,31 @@ def mismatch_metrics(data: DataProto) -> dict[str, float]:
         "training/rollout_probs_diff_std": float(difference.std(correction=0)),
         "training/rollout_kl": kl,
     }
+
+
+def version_metrics(data: DataProto, newest: int) -> dict[str, float]:
+    """Return the share of the sampled tokens that are each number of updates behind, and their mismatch.
+
+    ``training/tokens_behind_<d>`` is the share of tokens of the version ``newest - d``, and
+    ``training/rollout_kl_behind_<d>`` the mean of ``log p_rollout - log p_policy`` over them.
+
+    Args:
+        data: ``token_versions`` and ``response_mask`` ``[rows, response]``; ``old_log_probs`` and ``rollout_log_probs``
+            for the mismatch.
+        newest: the version of the policy before its next update.
+
+    Raises:
+        DataError: a column is missing.
+    """
+    versions, mask = columns(data, TOKEN_VERSIONS, "response_mask")
+    kept = mask.bool()
+    behind, metrics = newest - versions[kept], dict[str, float]()
+    known = {"old_log_probs", "rollout_log_probs"} <= {*data.tensor_names}
+    if known:
+        policy, rollout = (column[kept].double() for column in columns(data, "old_log_probs", "rollout_log_probs"))
+    for distance in behind.unique().tolist():
+        some = behind == distance
+        metrics[f"training/tokens_behind_{distance}"] = float(some.double().mean())
+        if known:
+            metrics[f"training/rollout_kl_behind_{distance}"] = float((rollout - policy)[some].mean())
+    return metrics

@@ -243,9 +243,12 @@ class OverlappingStages:
     def _advance(self) -> None:
         """Wait until a running stage ends, and start those that waited for it; raise the first error."""
         ended: list[StageCall] = []
-        pause = WATCH_S if len(self._running) > 1 else WATCH_LAST_S
+        pump = self.recorder.pump
+        pause = WATCH_S if len(self._running) > 1 or pump is not None else WATCH_LAST_S
         while not ended:
             ended = [stage for stage in self._running if stage.ended(pause)]
+            if pump is not None:
+                pump()
         self._take_ended(ended)
 
     def _take_ended(self, ended: list[StageCall]) -> None:
@@ -280,6 +283,7 @@ class Stages:
     Attributes:
         totals: seconds by stage, of the whole run.
         devices: as passed.
+        pump: called while stages are waited for, and after each, to go on with what runs beside them. None: nothing.
     """
 
     def __init__(self, devices: SharedDevices | None = None, patience: float = 0.0, factor: float = 0.0) -> None:
@@ -290,6 +294,7 @@ class Stages:
         self._step: dict[str, float] = {}
         self._intervals: list[tuple[float, float]] = []
         self._called: dict[str, tuple[WorkerGroup[Any], dict[str, str]]] = {}
+        self.pump: Callable[[], None] | None = None
 
     @contextmanager
     def __call__(self, name: str, method: GroupMethod[..., Any, Any] | None = None) -> Iterator[None]:
@@ -340,6 +345,8 @@ class Stages:
             yield
         finally:
             self.ran(name, started, time.perf_counter())
+            if self.pump is not None:
+                self.pump()
 
     def ran(self, name: str, started: float, ended: float) -> None:
         """Add the seconds of a stage that ran from ``started`` to ``ended``, by ``time.perf_counter``."""

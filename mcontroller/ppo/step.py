@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mcontroller.data.protocol import DataProto
+from mcontroller.ppo.asynchronous.generations import AsynchronousGenerations
 from mcontroller.ppo.config import PPOConfig
 from mcontroller.ppo.data import (
     ROUTED_EXPERTS,
@@ -27,7 +28,7 @@ from mcontroller.ppo.generation import (
 )
 from mcontroller.ppo.groups import RunGroups, TokenBalance
 from mcontroller.ppo.kl import apply_kl_penalty, make_kl_controller
-from mcontroller.ppo.mismatch import importance_weights, mismatch_metrics
+from mcontroller.ppo.mismatch import TOKEN_VERSIONS, importance_weights, mismatch_metrics, version_metrics
 from mcontroller.ppo.rewards.reward import Reward, RewardSources, Scores
 from mcontroller.ppo.roles import response_limit, unread_by_update, updates_once
 from mcontroller.ppo.selection import GroupFilter, penalized, trained_on, truncated_rows
@@ -69,7 +70,12 @@ class PPOStep:
         workers = {each.name: each.init for each in groups.workers}
         self.balance = TokenBalance(workers, groups.by_name, config.trainer.balance_tokens)
         self.weights = RolloutWeights(stages, config.trainer)
-        self.generations = Generations(config.trainer.max_staleness, stages, self.weights)
+        ahead = config.trainer.max_staleness
+        self.generations = (
+            Generations(ahead, stages, self.weights)
+            if ahead < 2
+            else AsynchronousGenerations(config, stages, self.weights)
+        )
 
     def connect(self) -> None:
         """Generate with the groups that have started."""
@@ -115,6 +121,8 @@ class PPOStep:
             metrics |= mismatch_metrics(batch)
         if self.config.trainer.max_staleness:
             metrics |= staleness_metrics(batch, self.weights.version)
+        if TOKEN_VERSIONS in batch.tensor_names:
+            metrics |= version_metrics(batch, self.weights.version)
         reward = groups.reward()
         return batch, reward, metrics | drawn | reward_metrics("train", reward) | group_metrics(groups)
 
@@ -145,7 +153,7 @@ class PPOStep:
         batch, metrics = apply_kl_penalty(batch, self.kl_ctrl if rule.kl_in_reward else None, rule.kl_penalty)
         batch = compute_advantage(batch, rule.adv_estimator, rule.gamma, rule.lam, rule.options())
         metrics |= signal_metrics(batch)
-        if rule.importance.level != "none":
+        if rule.importance.is_on:
             weights, limited = importance_weights(batch, rule.importance)
             batch, metrics = batch.with_tensors({"importance_weights": weights}), metrics | limited
         return batch, metrics

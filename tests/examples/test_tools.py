@@ -11,7 +11,7 @@ import pytest
 from examples.tools.arithmetic import CalculationError, calculate
 from examples.tools.calculator import Calculator, characters_with_calls, score
 from mcontroller.errors import ConfigError
-from mcontroller.ppo import Callback, Conversation, RayPPOTrainer, TokenizerSource
+from mcontroller.ppo import Callback, RayPPOTrainer, TokenizerSource, Trajectory
 from mcontroller.ray.resource_pool import ResourcePoolManager
 from mcontroller.testing import SimulatedGroupMaker
 from workers.run.config import read_run_config
@@ -66,7 +66,7 @@ def test_what_is_no_calculation_is_an_error_and_nothing_is_executed(text):
 def replies(*turns: str) -> list[str]:
     conversations = []
     for turn in turns:
-        conversation = Conversation([5])
+        conversation = Trajectory([5])
         conversation.replied(TOKENIZER.encode("<1>"))  # an earlier call is no part of the turn
         tokens = [token for part in re.split(r"([<>])", turn) for token in TOKENIZER.encode(part)]
         conversation.sampled(tokens, [0.0] * len(tokens))

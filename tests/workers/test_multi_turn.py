@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mcontroller.data.protocol import DataProto
-from mcontroller.ppo.turns import MultiTurnRollout
+from mcontroller.ppo.agents.turns import MultiTurnRollout
 from mcontroller.testing import SimulatedGroupMaker
 from parallel_state.layout import ParallelLayout
 from tests.workers.roles import MODEL, OPTIM, PROMPT, SAMPLED, prompts

@@ -19,7 +19,7 @@ from parallel_state.agreement import all_gather_values, raise_on_every_rank
 from workers.config import ActorConfig, RolloutConfig
 from workers.generate.engine_weights import EngineWeights
 from workers.generate.rollout_protocol import Generated, LogProbBasis, PolicyWeights, Prompts, Rollout
-from workers.generate.sampling import Sampling, prompt_hashes, sample_seeds
+from workers.generate.sampling import Sampling, later_seeds, prompt_hashes, sample_seeds
 from workers.lora.adapters import without_adapters
 from workers.lora.peft_files import adapter_tensors, peft_config
 from workers.memory.offloader import Offloader
@@ -84,7 +84,8 @@ class Generator:
         """Generate ``n`` responses to every prompt; see ``ActorRolloutRefWorker.generate_sequences``."""
         config, counters = self._config, self._state.counters
         call = counters["sampled_batches"]
-        counters["sampled_batches"] += bool(prompts.meta_info.get("do_sample", config.rollout.do_sample))
+        if "sample_seed" not in prompts.tensor_names:
+            counters["sampled_batches"] += bool(prompts.meta_info.get("do_sample", config.rollout.do_sample))
         rollout, metrics = self.current_rollout()
         generated = generate_batch(
             rollout,
@@ -169,6 +170,16 @@ class Generator:
         return PolicyWeights([], self._state.context, whole, self._device)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def generation_limits(self) -> dict[str, int]:
+        """Return what ``generate_sequences`` accepts: the longest prompt and response, and the vocabulary.
+
+        ``max_rows`` is the most rows that are generated at once, 0 if the memory decides.
+        """
+        rollout, vocab_size = self._config.rollout, self._config.model.vocab_size
+        limits = {name: getattr(rollout, name) for name in ("prompt_length", "response_length", "max_rows")}
+        return {**limits, "vocab_size": vocab_size}
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def sampling_state(self) -> dict[str, int]:
         """Return the state that the samples of the next ``generate_sequences`` depend on, of values for JSON.
 
@@ -236,8 +247,12 @@ def generate_batch(
         spare = config.response_length - sampling.response_length  # a later turn continues a response
         limits = {"vocab_size": vocab_size, "prompt_length": config.prompt_length + spare}
         raise_on_every_rank(lambda: check_prompts(columns, method="generate_sequences", **limits), dp_group)
+        raise_on_every_rank(lambda: _check_seeds(columns, sampling), dp_group)
     ids, attention = columns["input_ids"], columns["attention_mask"]
-    seeds = _seeds(ids, attention, rows, sampling, call, dp_group)
+    if "sample_seed" in columns:
+        seeds = later_seeds(columns["sample_seed"], columns.get("generated", torch.zeros(len(ids), dtype=torch.long)))
+    else:
+        seeds = _seeds(ids, attention, rows, sampling, call, dp_group)
     requested = Prompts(ids, attention, seeds.view(len(ids), sampling.n))
     generated = rollout.generate(requested, sampling)
     if generated is None:
@@ -276,6 +291,20 @@ def _placeholder_prompt(columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
     if "attention_mask" in placeholder:
         placeholder["attention_mask"][:, -1] = 1
     return placeholder
+
+
+def _check_seeds(columns: Mapping[str, Tensor], sampling: Sampling) -> None:
+    """Raise DataError unless the seeds are one for each response."""
+    for name in {"sample_seed", "generated"} & columns.keys():
+        column, rows = columns[name], len(columns["input_ids"])
+        if column.dtype != torch.int64 or column.shape != (rows,) or sampling.n != 1 or "sample_seed" not in columns:
+            raise DataError(
+                f"generate_sequences: column {name!r} is {column.dtype} {list(column.shape)} with n={sampling.n}; "
+                f"expected sample_seed, and with it generated, each int64 [{rows}], and n=1: repeat the prompts of a "
+                "group, and give each row a seed",
+                method="generate_sequences",
+                column=name,
+            )
 
 
 def _seeds(

@@ -39,7 +39,7 @@ from torch import Tensor
 from mcontroller.errors import ConfigError, DataError
 from workers.config import RolloutConfig
 
-__all__ = ["Sampling", "draw_tokens", "position_keys", "prompt_hashes", "sample_seeds"]
+__all__ = ["Sampling", "draw_tokens", "later_seeds", "position_keys", "prompt_hashes", "sample_seeds"]
 
 _BLOCK = 64  # token ids in a block
 _GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)  # of SplitMix64, as int64
@@ -283,6 +283,14 @@ def sample_seeds(hashes: Sequence[int], earlier: Mapping[int, int], *, n: int, s
     base = _mix(torch.tensor([seed]) * (1 << 32) + call)
     prompts = torch.tensor(list(hashes), dtype=torch.long).repeat_interleave(n)
     return _mix(_mix(prompts ^ base) + torch.tensor(order, dtype=torch.long))
+
+
+def later_seeds(seeds: Tensor, generated: Tensor) -> Tensor:
+    """Return the seeds with which position 0 has the keys of position ``generated``, int64 ``[rows]``.
+
+    An engine that draws from the seed in another way gets other numbers for every number of tokens.
+    """
+    return seeds + _GAMMA * generated
 
 
 def position_keys(seeds: Tensor, position: int) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 
 from mcontroller.config.load import CollectedErrors
 from mcontroller.errors import ConfigError
+from mcontroller.ppo.agents.turns import Demonstrating, MultiTurnRollout, make_environment
 from mcontroller.ppo.config import TrainerConfig
 from mcontroller.ppo.data import BatchStream
 from mcontroller.ppo.datasets.prompts import Demonstrations, PromptRows
@@ -20,7 +21,6 @@ from mcontroller.ppo.rewards.configured import TRIED, FunctionRewards, check_fun
 from mcontroller.ppo.rewards.processes import LoadedFunction
 from mcontroller.ppo.rewards.reward import CombineRewards, weighted_sum
 from mcontroller.ppo.roles import Role, check_generates_alone, check_roles, role_workers
-from mcontroller.ppo.turns import Demonstrating, MultiTurnRollout, make_environment
 from mcontroller.trackers import TRACKERS
 from workers.actor import ActorRolloutRefWorker
 from workers.config import ActorConfig, ModelConfig

@@ -28,7 +28,17 @@ from mcontroller.config.imports import import_object
 from mcontroller.errors import ConfigError
 from mcontroller.ppo.rewards.config import RewardFunctionConfig
 
-__all__ = ["LoadedFunction", "Sample", "ScoreOutcome", "ScoringProcesses", "Task", "serve", "serve_descriptor"]
+__all__ = [
+    "LoadedFunction",
+    "Sample",
+    "ScoreOutcome",
+    "ScoringProcesses",
+    "Task",
+    "kill_process",
+    "serve",
+    "serve_descriptor",
+    "spawn_process",
+]
 
 
 MOMENT_S = 0.02
@@ -305,7 +315,7 @@ class ScoringProcesses:
         """End every process. A call of ``run`` in another thread ends."""
         self._closed = True
         for server in list(self._servers):
-            _kill(server)
+            kill_process(server.process)
 
     def _deadline(self, task: Task) -> float:
         return time.monotonic() + self.timeout_s + task.margin_s
@@ -344,41 +354,18 @@ class ScoringProcesses:
         return f"its process ended with exit code {self._end(running.server, running)}"
 
     def _start(self) -> _Server:
-        """Start a process that imports the functions. It does not import the main module of this program.
-
-        It is in a new session: Ctrl-C in the terminal ends the program, which ends its processes.
-        """
+        """Start a process that imports the functions."""
         if self._closed:
             raise ConfigError("the processes of the reward functions were closed", key="rewards.functions")
-        ours, theirs = Pipe()
-        process = subprocess.Popen(
-            [sys.executable, "-c", SERVER, str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
-            start_new_session=True,
-        )
-        theirs.close()
-        server = _Server(process, ours)
+        first = self.functions, self.timeout_s
+        server = _Server(*spawn_process(SERVER, first, "the reward functions", "rewards.functions"))
         self._servers.append(server)
-        ours.send((self.functions, self.timeout_s))
-        if not ours.poll(START_TIMEOUT_S):
-            self._end(server)
-            raise ConfigError(
-                f"a process did not import the reward functions within {START_TIMEOUT_S:g} s", key="rewards.functions"
-            )
-        try:
-            error: str | None = ours.recv()
-        except EOFError:
-            error = f"a process ended with exit code {process.wait()} while it imported the reward functions"
-        if error is not None:
-            self._end(server)
-            raise ConfigError(error, key="rewards.functions")
         return server
 
     def _end(self, server: _Server, running: _Running | None = None) -> int:
         """End a process and its children, and return its exit code."""
         self._servers.remove(server)
-        code = _kill(server)
+        code = kill_process(server.process)
         if running is not None:
             with socket.fromfd(server.connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as ours:
                 ours.shutdown(socket.SHUT_RDWR)  # ends the exchange even if a child that left the group lives
@@ -402,8 +389,45 @@ def _exchange(server: _Server, message: bytes, samples: int, arrived: _Arrived) 
         arrived.put((server, []))
 
 
-def _kill(server: _Server) -> int:
+def spawn_process(code: str, first: Any, imports: str, key: str) -> tuple[subprocess.Popen[bytes], Connection]:
+    """Start a process that imports functions of a program, and return it with the connection to it.
+
+    It does not import the main module of this program. It is in a new session: Ctrl-C in the terminal ends the program,
+    which ends its processes.
+
+    Args:
+        code: what it runs, with the file descriptor of its connection as the argument.
+        first: the message that it gets. It answers None, or the text of an error.
+        imports: what it imports, for error messages.
+        key: the configuration key that names it.
+
+    Raises:
+        ConfigError: the process answers with an error, ends, or does not answer.
+    """
+    ours, theirs = Pipe()
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(theirs.fileno())],
+        pass_fds=[theirs.fileno()],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+        start_new_session=True,
+    )
+    theirs.close()
+    ours.send(first)
+    error: str | None = f"a process did not import {imports} within {START_TIMEOUT_S:g} s"
+    try:
+        if ours.poll(START_TIMEOUT_S):
+            error = ours.recv()
+    except EOFError:
+        error = f"a process ended with exit code {process.wait()} while it imported {imports}"
+    if error is not None:
+        kill_process(process)
+        ours.close()
+        raise ConfigError(error, key=key)
+    return process, ours
+
+
+def kill_process(process: subprocess.Popen[bytes]) -> int:
     """Kill a process and those that it has started, all of one process group, and return its exit code."""
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(server.process.pid, signal.SIGKILL)
-    return server.process.wait()
+        os.killpg(process.pid, signal.SIGKILL)
+    return process.wait()

@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
 from mcontroller.data.protocol import DataProto
 from mcontroller.errors import ConfigError
-from mcontroller.ppo.mismatch import ImportanceConfig, importance_weights, mismatch_metrics
+from mcontroller.ppo.losses.policy import clipped_policy_loss
+from mcontroller.ppo.mismatch import ImportanceConfig, importance_weights, mismatch_metrics, version_metrics
 
 
 def generated() -> DataProto:
@@ -46,3 +48,61 @@ def test_the_mismatch_is_measured_on_response_tokens():
 def test_unknown_levels_are_rejected():
     with pytest.raises(ConfigError, match=r"algorithm.importance.level is 'seq'; possible: none, token, sequence"):
         ImportanceConfig("seq")
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric", "none"])
+@pytest.mark.parametrize("mode", ["truncate", "mask", "decoupled"])
+@pytest.mark.parametrize("off_policy_mask", [None, 0.1])
+def test_weights_equal_their_formula(level, mode, off_policy_mask):
+    """The formula row by row in numpy, of tokens of several versions, some of an environment."""
+    chance = np.random.default_rng(7)
+    policy, rollout = chance.normal(-2, 0.4, (2, 24, 9)).astype(np.float32)
+    mask = (chance.random((24, 9)) < 0.7).astype(np.int64)
+    advantages = np.repeat(chance.normal(size=(24, 1)).astype(np.float32), 9, 1)
+    expected = np.zeros((24, 9))
+    for row in range(24):
+        own = mask[row] == 1
+        log_ratio = (policy - rollout)[row, own].astype(np.float64)
+        sums = {"token": log_ratio, "sequence": log_ratio.sum(), "geometric": log_ratio.mean(), "none": 0.0}
+        ratio = np.exp(sums[level]) * np.ones(own.sum())
+        limits = {"truncate": np.minimum(ratio, 1.3), "decoupled": ratio}
+        limits["mask"] = np.where((ratio >= 0.8) & (ratio <= 1.3), ratio, 0.0)
+        masked = off_policy_mask is not None and advantages[row, 0] < 0 and -log_ratio.mean() > off_policy_mask
+        expected[row, own] = 0.0 if masked else limits[mode]
+    tensors = {"old_log_probs": policy, "rollout_log_probs": rollout, "response_mask": mask, "advantages": advantages}
+    data = DataProto.from_dict({name: torch.from_numpy(value) for name, value in tensors.items()})
+    least = 0.8 if mode == "mask" else 0.0
+    config = ImportanceConfig(level, mode, 1.3, least, off_policy_mask)
+    computed, metrics = importance_weights(data, config)
+    np.testing.assert_allclose(computed.numpy(), expected, rtol=2e-6, atol=1e-7)
+    if off_policy_mask is not None:
+        assert 0.05 < metrics["training/off_policy_masked_fraction"] < 0.5
+
+
+def test_decoupled_ppo_has_three_policies():
+    """The loss of the actor with these weights against the formula, for a policy that has made a step since."""
+    chance = np.random.default_rng(8)
+    behavior, proximal = chance.normal(-2, 0.3, (2, 16, 5))
+    current, mask = proximal + chance.normal(0, 0.3, (16, 5)), np.ones((16, 5), np.int64)
+    advantages = chance.normal(size=(16, 5))
+    ratio = np.exp(current - proximal)
+    expected = -np.exp(proximal - behavior) * np.minimum(
+        ratio * advantages, np.clip(ratio, 0.8, 1.2) * advantages
+    )
+    columns = {"old_log_probs": proximal, "rollout_log_probs": behavior, "response_mask": mask}
+    data = DataProto.from_dict({name: torch.from_numpy(value) for name, value in columns.items()})
+    weights, _ = importance_weights(data, ImportanceConfig("token", "decoupled"))
+    policy = torch.from_numpy(current), torch.from_numpy(proximal), torch.from_numpy(advantages)
+    loss = clipped_policy_loss(*policy, torch.ones(16, 5), clip_low=0.2, clip_high=0.2).loss * weights
+    np.testing.assert_allclose(loss.numpy(), expected, rtol=1e-6)
+
+
+def test_the_mismatch_is_measured_by_version():
+    data = generated().with_tensors({"token_versions": torch.tensor([[3, 5, -1], [5, -1, -1]])})
+    metrics = version_metrics(data, newest=5)
+    assert metrics == {
+        "training/tokens_behind_0": pytest.approx(2 / 3),
+        "training/tokens_behind_2": pytest.approx(1 / 3),
+        "training/rollout_kl_behind_0": pytest.approx((math.log(2) + math.log(0.25)) / 2),
+        "training/rollout_kl_behind_2": pytest.approx(math.log(0.5)),
+    }

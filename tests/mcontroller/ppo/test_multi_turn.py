@@ -7,7 +7,7 @@ import torch
 
 from mcontroller.data.protocol import DataProto
 from mcontroller.errors import ConfigError, DataError
-from mcontroller.ppo.turns import ENVIRONMENTS, Conversation, MultiTurnConfig, MultiTurnRollout, make_environment
+from mcontroller.ppo.agents.turns import ENVIRONMENTS, MultiTurnConfig, MultiTurnRollout, Trajectory, make_environment
 
 PAD, EOS, CALL = 0, 1, 2
 PROMPT, RESPONSE = 4, 10
@@ -212,7 +212,7 @@ def test_an_environment_is_chosen_by_name_with_its_options(monkeypatch):
 
 
 def test_a_conversation_knows_its_last_turn():
-    conversation = Conversation([11])
+    conversation = Trajectory([11])
     conversation.sampled([31, CALL], [-1.0, -2.0])
     conversation.replied([90])
     conversation.sampled([32], [-3.0])

@@ -206,7 +206,7 @@ def test_what_cannot_be_generated_ahead_is_rejected_before_anything_starts(
     toy_trainer(allowed, roles, **others)
 
 
-@pytest.mark.parametrize("staleness", [2, -1, True, 0.5])
+@pytest.mark.parametrize("staleness", ["2", -1, True, 0.5])
 def test_other_values_of_max_staleness_are_rejected(staleness: Any) -> None:
     with pytest.raises(ConfigError, match="max_staleness"):
         TrainerConfig(max_staleness=staleness)

@@ -1,0 +1,482 @@
+"""Generation by trajectory: any number of responses in flight, which join and leave between slices of a few tokens.
+
+The workers keep nothing between calls. A trajectory in flight is a prompt and the tokens so far; a slice is one call
+of ``generate_sequences`` that continues all of them by some tokens. The noise of a token depends on the seed of its
+trajectory and on its position, so a response made in slices equals one made at once. Weights move between two slices.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import threading
+from collections.abc import Collection, Generator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcontroller.data.protocol import DataProto
+from mcontroller.errors import DataError
+from mcontroller.ppo.data import ROUTED_EXPERTS, columns
+
+__all__ = ["Submitted", "Trajectory", "TrajectoryRollout", "trajectory_batch"]
+
+LOG_PROBS = ("rollout_log_probs", "engine_log_probs")
+"""The columns with a log-probability for each token; a rollout returns one of them."""
+
+
+@dataclass
+class Trajectory:
+    """One response so far: the exact tokens that the policy sampled, and those that an environment replied with.
+
+    Attributes:
+        prompt: token ids of the prompt, without padding.
+        problem: the other columns of the problem, such as ``answer`` and ``record``.
+        tokens: token ids of the response.
+        own: for each token, 1 if the policy sampled it, 0 if it is the environment's.
+        log_probs: for each token, that of the policy when it sampled it; 0 for the environment's.
+        versions: for each token, the version of the policy that sampled it; -1 for the environment's.
+        experts: the experts of the first tokens of prompt and response, in parts ``[tokens, layers, experts]``, if the
+            rollout returns them; tokens after the last turn of the policy have none.
+        seed: of the random numbers of this response, 64 bits, signed.
+        turn: the position in ``tokens`` at which the policy's last turn begins.
+        turns: the number of turns that the policy has begun.
+        ended: why it ended: ``stop`` at a stop token, ``turn`` at a token that ends a turn, ``length`` for lack of
+            room or turns, ``environment`` by its decision; empty while it goes on.
+    """
+
+    prompt: list[int]
+    problem: Mapping[str, Any] = field(default_factory=dict)
+    tokens: list[int] = field(default_factory=list)
+    own: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    experts: list[Tensor] = field(default_factory=list)
+    seed: int = 0
+    turn: int = 0
+    turns: int = 1
+    ended: str = ""
+
+    @property
+    def last_turn(self) -> list[int]:
+        """Token ids of the policy's last turn."""
+        return self.tokens[self.turn :]
+
+    def experts_before(self, position: int) -> list[Tensor]:
+        """Return the experts of the tokens before the last one in front of a position of the response."""
+        return [torch.cat(self.experts)[: len(self.prompt) + position - 1]] if self.experts else []
+
+    def sampled(self, tokens: Sequence[int], log_probs: Sequence[float], version: int = 0) -> None:
+        """Append tokens that the policy of a version sampled to its turn."""
+        self.tokens += tokens
+        self.log_probs += log_probs
+        self.versions += [version] * len(tokens)
+        self.own += [1] * len(tokens)
+
+    def replied(self, tokens: Sequence[int]) -> None:
+        """Append the environment's tokens, and begin the policy's next turn."""
+        self.tokens += tokens
+        self.log_probs += [0.0] * len(tokens)
+        self.versions += [-1] * len(tokens)
+        self.own += [0] * len(tokens)
+        self.turn, self.turns, self.ended = len(self.tokens), self.turns + 1, ""
+
+
+class Submitted(Future[Trajectory]):
+    """A trajectory in flight: ``await`` it, or call ``result()``; ``cancel()`` takes it out before the next slice.
+
+    Unless a program makes the slices itself (``TrajectoryRollout.driven``), whoever waits makes them.
+
+    Attributes:
+        trajectory: its state, which every slice continues.
+        limit: [tokens] the most of the response.
+        stop_token_ids: the tokens that end this turn, and leave the response open.
+        settings: the ``meta_info`` of its calls; trajectories with equal settings share a call.
+    """
+
+    def __init__(
+        self,
+        rollout: TrajectoryRollout,
+        trajectory: Trajectory,
+        limit: int,
+        stop_token_ids: Collection[int],
+        sampling: Mapping[str, Any],
+    ) -> None:
+        super().__init__()
+        self.trajectory, self.limit, self.stop_token_ids = trajectory, limit, frozenset(stop_token_ids)
+        ends = {*_token_ids(sampling["eos_token_id"]), *stop_token_ids}
+        self.settings = {**sampling, "eos_token_id": sorted(ends)}
+        self._rollout = rollout
+
+    def end(self) -> str:
+        """Return why the trajectory has ended with its last token; empty if it goes on."""
+        last = self.trajectory.tokens[-1]
+        if last in self.settings["eos_token_id"]:
+            return "turn" if last in self.stop_token_ids else "stop"
+        return "length" if len(self.trajectory.tokens) >= self.limit else ""
+
+    def result(self, timeout: float | None = None) -> Trajectory:
+        """Return the trajectory when it has ended.
+
+        Args:
+            timeout: [s] longest time to wait; for trajectories of a rollout that another thread drives.
+
+        Raises:
+            CancelledError: it was cancelled.
+            GroupError: the group that generates failed.
+        """
+        while not self.done() and not self._rollout.driven:
+            self._rollout.advance()
+        return super().result(timeout)
+
+    def __await__(self) -> Generator[Any, None, Trajectory]:
+        if not self._rollout.driven:
+            self._rollout.drive_on_loop()
+        return asyncio.wrap_future(self).__await__()
+
+
+class TrajectoryRollout:
+    """Generates trajectories with a group: ``submit`` them, and advance all of them slice by slice.
+
+    Args:
+        group: its workers have ``generate_sequences`` with the columns ``sample_seed`` and ``generated``, and
+            ``generation_limits``.
+        slice_tokens: the most tokens by which a slice continues a trajectory.
+        capacity: the most rows of a slice; the others wait in the order in which they were submitted. None: the
+            engine's ``rollout.max_rows``, or 256.
+        driven: whether the program calls ``advance``, or ``start`` and ``take``; otherwise whoever waits for a
+            trajectory makes the slices.
+        sampling: the ``meta_info`` of ``generate_sequences``: ``eos_token_id``, ``pad_token_id``, and settings.
+
+    Attributes:
+        driven, slice_tokens, capacity, sampling: as passed.
+        limits: ``prompt_length``, ``response_length`` and ``vocab_size`` of the workers' configuration.
+        submissions: the number of trajectories that were submitted without a seed, on which the next seed depends.
+    """
+
+    def __init__(
+        self,
+        group: Any,
+        *,
+        slice_tokens: int = 64,
+        capacity: int | None = None,
+        driven: bool = False,
+        **sampling: Any,
+    ) -> None:
+        self.group, self.sampling, self.driven = group, sampling, driven
+        self.limits: Mapping[str, int] = group.generation_limits()[0]
+        self.slice_tokens = slice_tokens
+        self.capacity = capacity or self.limits["max_rows"] or 256
+        self.submissions = 0
+        self._live: list[Submitted] = []
+        self._calls: list[tuple[list[Submitted], DataProto]] = []
+        self._lock = threading.RLock()
+        self._driver: asyncio.Task[None] | None = None
+
+    def __len__(self) -> int:
+        """The number of trajectories in flight."""
+        return len(self._live)
+
+    @property
+    def live(self) -> Sequence[Submitted]:
+        """The trajectories in flight, in the order of their submission."""
+        return tuple(self._live)
+
+    def submit(
+        self,
+        prompt: Sequence[int] | Trajectory,
+        *,
+        seed: int | None = None,
+        stop_token_ids: Collection[int] = (),
+        response_length: int | None = None,
+        **sampling: Any,
+    ) -> Submitted:
+        """Generate a response, or the next turn of one, and return it before it has arrived.
+
+        Args:
+            prompt: token ids of the prompt; or a trajectory, which is continued in place.
+            seed: of the random numbers, 64 bits, signed. None: the trajectory's own, or one from the ``seed`` of the
+                sampling and the number of trajectories submitted before.
+            stop_token_ids: tokens that end the turn, beside the stop tokens.
+            response_length: [tokens] the most of the whole response; None: the workers' ``rollout.response_length``.
+            sampling: changes of the settings, such as ``temperature``.
+
+        Raises:
+            DataError: the prompt is empty or too long, a token is not in the vocabulary, or the response has no room.
+        """
+        if isinstance(prompt, Trajectory):
+            trajectory = prompt
+            trajectory.seed = trajectory.seed if seed is None else seed
+        else:
+            trajectory = Trajectory([int(token) for token in prompt], seed=self._next_seed() if seed is None else seed)
+        limit = min(response_length or self.limits["response_length"], self.limits["response_length"])
+        self._check(trajectory, limit)
+        trajectory.ended = ""
+        submitted = Submitted(self, trajectory, limit, stop_token_ids, {**self.sampling, **sampling})
+        with self._lock:
+            self._live.append(submitted)
+        return submitted
+
+    def start(self, chosen: Sequence[Submitted] | None = None) -> bool:
+        """Send the calls of a slice, and return whether there is one in flight; trajectories that join later wait.
+
+        Args:
+            chosen: which trajectories in flight it continues. None: the first ``capacity``.
+        """
+        with self._lock:
+            if self._calls:
+                return True
+            if chosen is None:
+                self._live = [each for each in self._live if not each.done()]
+            rows = list(self._live[: self.capacity] if chosen is None else chosen)
+            while rows:
+                alike = [each for each in rows if each.settings == rows[0].settings]
+                rows = [each for each in rows if each.settings != rows[0].settings]
+                self._calls.append((alike, self._call(alike)))
+            return bool(self._calls)
+
+    def ready(self) -> bool:
+        """Whether ``take`` would not wait."""
+        return all(batch.wait(0.0) for _, batch in self._calls)
+
+    def take(self) -> list[Submitted]:
+        """Wait for the slice in flight, and return the trajectories that it has ended, whose waiters go on.
+
+        Raises:
+            GroupError: the group failed. Nothing but the slice is lost: the trajectories stay in flight, and the next
+                slice makes the same tokens.
+        """
+        with self._lock:
+            calls, self._calls = self._calls, []
+            batches = [(rows, batch.get()) for rows, batch in calls]
+            for rows, batch in batches:
+                append_sampled([each.trajectory for each in rows], batch, [each.limit for each in rows])
+            return self._settled([each for rows, _ in batches for each in rows])
+
+    def put(
+        self,
+        rows: Sequence[Submitted],
+        tokens: Sequence[Sequence[int]],
+        log_probs: Sequence[Sequence[float]],
+        version: int,
+    ) -> list[Submitted]:
+        """Continue trajectories with tokens of an earlier run in place of a slice, and return those that end."""
+        for each, made, scores in zip(rows, tokens, log_probs, strict=True):
+            each.trajectory.sampled(made, scores, version)
+        return self._settled(rows)
+
+    def _settled(self, rows: Sequence[Submitted]) -> list[Submitted]:
+        """Return those of the rows of a slice that have ended, whose waiters go on."""
+        for each in rows:
+            each.trajectory.ended = each.end()
+        ended = [each for each in rows if each.trajectory.ended]
+        if ended:
+            with self._lock:
+                self._live = [each for each in self._live if not each.trajectory.ended]
+        taken = [each for each in ended if each.set_running_or_notify_cancel()]
+        for each in taken:
+            each.set_result(each.trajectory)
+        return taken
+
+    def withdraw(self, some: Sequence[Submitted]) -> None:
+        """Cancel trajectories; none of them may be in the slice in flight."""
+        cancelled = {each for each in some if each.cancel()}
+        with self._lock:
+            self._live = [each for each in self._live if each not in cancelled]
+
+    def postpone(self, some: Sequence[Submitted]) -> None:
+        """Continue these trajectories after all others in flight."""
+        later = {*some}
+        with self._lock:
+            self._live = [each for each in self._live if each not in later] + list(some)
+
+    def advance(self) -> list[Submitted]:
+        """Make one slice, and return the trajectories that it has ended."""
+        with self._lock:
+            return self.take() if self.start() else []
+
+    def drive_on_loop(self) -> None:
+        """Make slices on the running event loop until no trajectory is in flight."""
+        if self._driver is None or self._driver.done():
+            self._driver = asyncio.get_running_loop().create_task(self._drive())
+
+    async def _drive(self) -> None:
+        try:
+            await _let_waiters_run()
+            while self.start():
+                while not self.ready():
+                    await asyncio.sleep(0.001)
+                self.take()
+                await _let_waiters_run()
+        except Exception as error:
+            with self._lock:
+                waiting, self._live = self._live, []
+            for each in waiting:
+                if each.set_running_or_notify_cancel():
+                    each.set_exception(error)
+
+    def _next_seed(self) -> int:
+        self.submissions += 1
+        return seed_of(self.sampling.get("seed", 0), self.submissions)
+
+    def _check(self, trajectory: Trajectory, limit: int) -> None:
+        length, most, vocab_size = len(trajectory.prompt), self.limits["prompt_length"], self.limits["vocab_size"]
+        tokens = trajectory.prompt + trajectory.tokens
+        for token in (min(tokens, default=0), max(tokens, default=0)):
+            if not 0 <= token < vocab_size:
+                raise DataError(
+                    f"submit: token {token} is outside of the vocabulary, 0 to {vocab_size - 1}", token=token
+                )
+        if not 1 <= length <= most:
+            raise DataError(
+                f"submit: the prompt has {length} tokens, expected 1 to rollout.prompt_length, which is {most}",
+                length=length,
+            )
+        if len(trajectory.tokens) >= limit:
+            raise DataError(
+                f"submit: the response has {len(trajectory.tokens)} tokens already, and the most are {limit}: end it "
+                "before there is no room for a turn, or raise rollout.response_length",
+                length=len(trajectory.tokens),
+            )
+
+    def _call(self, rows: Sequence[Submitted]) -> DataProto:
+        """Send a call that continues trajectories with the same settings."""
+        going = [each.trajectory for each in rows]
+        width = self.limits["prompt_length"] + self.limits["response_length"]
+        room = min(self.slice_tokens, max(each.limit - len(each.trajectory.tokens) for each in rows))
+        prompts = contexts(going, rows[0].settings, room, width)
+        seeds = torch.tensor([each.seed for each in going], dtype=torch.long)
+        generated = torch.tensor([len(each.tokens) for each in going])
+        prompts = prompts.with_tensors({"sample_seed": seeds, "generated": generated})
+        batch: DataProto = self.group.generate_sequences.options(blocking=False)(prompts)
+        return batch
+
+
+def seed_of(*numbers: int) -> int:
+    """Return a seed of 64 bits, signed, that is mixed from numbers."""
+    digest = hashlib.blake2b("/".join(map(str, numbers)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+async def _let_waiters_run() -> None:
+    """Let those who waited for a trajectory submit their next one: a result reaches them in three rounds."""
+    for _ in range(3):
+        await asyncio.sleep(0)
+
+
+def contexts(going: Sequence[Trajectory], meta_info: Mapping[str, Any], room: int, width: int) -> DataProto:
+    """Return prompts and responses so far as prompts that continue by ``room`` tokens, or fewer if one has no room.
+
+    Args:
+        going: responses that go on.
+        meta_info: of ``generate_sequences``.
+        room: [tokens] the most new ones of a row.
+        width: [tokens] the most of a whole row.
+
+    Returns:
+        ``input_ids`` and ``attention_mask`` int64 ``[rows, tokens]``, padded on the left.
+    """
+    rows = [each.prompt + each.tokens for each in going]
+    widest = max(map(len, rows))
+    ids = torch.full((len(rows), widest), int(meta_info["pad_token_id"]), dtype=torch.long)
+    attention = torch.zeros_like(ids)
+    for row, context in enumerate(rows):
+        ids[row, widest - len(context) :] = torch.tensor(context)
+        attention[row, widest - len(context) :] = 1
+    meta_info = {**meta_info, "n": 1, "response_length": min(room, width - widest)}
+    return DataProto.from_dict({"input_ids": ids, "attention_mask": attention}, meta_info=meta_info)
+
+
+def append_sampled(trajectories: Sequence[Trajectory], turn: DataProto, limits: Sequence[int]) -> None:
+    """Append the tokens of a call to each response, as far as there is room.
+
+    Args:
+        trajectories: the responses, in the order of the rows.
+        turn: the result of ``generate_sequences``.
+        limits: [tokens] the most of each response.
+    """
+    responses, mask = columns(turn, "responses", "response_mask")
+    tokens, kept, name = responses.tolist(), mask.sum(1).tolist(), log_probs_of(turn)
+    log_probs = [[0.0] * len(row) for row in tokens] if name is None else columns(turn, name)[0].tolist()
+    versions = turn.tensors().get("policy_version", torch.zeros(len(turn), dtype=torch.long)).tolist()
+    experts, prompt_columns = turn.tensors().get(ROUTED_EXPERTS), columns(turn, "prompts")[0].shape[1]
+    for row, (each, limit) in enumerate(zip(trajectories, limits, strict=True)):
+        count = min(int(kept[row]), limit - len(each.tokens))
+        if experts is not None:
+            known, before = sum(map(len, each.experts)), len(each.prompt) + len(each.tokens)
+            each.experts.append(experts[row, prompt_columns - before + known : prompt_columns + count - 1])
+        each.sampled(tokens[row][:count], log_probs[row][:count], versions[row])
+
+
+def log_probs_of(turn: DataProto) -> str | None:
+    """Return the name of the column with log-probabilities, if there is one."""
+    return next((name for name in LOG_PROBS if name in turn.tensors()), None)
+
+
+def trajectory_batch(
+    trajectories: Sequence[Trajectory],
+    *,
+    prompt_length: int,
+    response_length: int,
+    pad_token_id: int,
+    log_probs: str | None = "rollout_log_probs",
+) -> dict[str, Tensor]:
+    """Return the columns of ``generate_sequences`` for whole responses, and two that show when they were made.
+
+    Args:
+        trajectories: the rows.
+        prompt_length: [tokens] columns of the prompts.
+        response_length: [tokens] columns of the responses.
+        pad_token_id: fills the prompts on the left and the responses on the right.
+        log_probs: the name of the column with log-probabilities; None: there is none.
+
+    Returns:
+        ``response_mask`` is 0 for the environment's tokens, which are in ``attention_mask``. ``truncated``, bool
+        ``[rows]``: whether a response ended for lack of room or turns. ``policy_version`` int64 ``[rows]`` is that of
+        a row's oldest token, ``token_versions`` int64 ``[rows, response]`` that of each; -1 for those not sampled.
+    """
+    rows = len(trajectories)
+    prompts = torch.full((rows, prompt_length), pad_token_id, dtype=torch.long)
+    responses = torch.full((rows, response_length), pad_token_id, dtype=torch.long)
+    attention = torch.zeros(rows, prompt_length + response_length, dtype=torch.long)
+    mask, scores, versions = torch.zeros_like(responses), torch.zeros(responses.shape), torch.full_like(responses, -1)
+    for row, each in enumerate(trajectories):
+        length, start = len(each.tokens), prompt_length - len(each.prompt)
+        prompts[row, start:] = torch.tensor(each.prompt)
+        responses[row, :length] = torch.tensor(each.tokens)
+        mask[row, :length] = torch.tensor(each.own)
+        scores[row, :length] = torch.tensor(each.log_probs)
+        versions[row, :length] = torch.tensor(each.versions)
+        attention[row, start : prompt_length + length] = 1
+    oldest = [min((version for version in each.versions if version >= 0), default=0) for each in trajectories]
+    whole = {
+        "prompts": prompts,
+        "responses": responses,
+        "response_mask": mask,
+        "input_ids": torch.cat((prompts, responses), 1),
+        "attention_mask": attention,
+        "position_ids": (attention.cumsum(1) - 1).clamp(min=0),
+        "truncated": torch.tensor([each.ended == "length" for each in trajectories]),
+        "policy_version": torch.tensor(oldest, dtype=torch.long),
+        "token_versions": versions,
+    } | ({} if log_probs is None else {log_probs: scores})
+    if any(each.experts for each in trajectories):
+        whole[ROUTED_EXPERTS] = _experts(trajectories, prompt_length, response_length)
+    return whole
+
+
+def _experts(trajectories: Sequence[Trajectory], prompt_length: int, response_length: int) -> Tensor:
+    """Return the column ``routed_experts`` of whole responses; -1 for tokens that have none."""
+    one = trajectories[0].experts[0]
+    column = one.new_full((len(trajectories), prompt_length + response_length, *one.shape[1:]), -1)
+    for row, each in enumerate(trajectories):
+        found, start = torch.cat(each.experts), prompt_length - len(each.prompt)
+        column[row, start : start + len(found)] = found
+    return column
+
+
+def _token_ids(value: int | Sequence[int]) -> list[int]:
+    return [value] if isinstance(value, int) else list(value)
