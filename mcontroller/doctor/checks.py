@@ -8,26 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from mcontroller.doctor.facts import NodeFacts
 from mcontroller.doctor.findings import Finding, Verdict
 
-__all__ = [
-    "check_addresses",
-    "check_allocator",
-    "check_clock",
-    "check_connection",
-    "check_gpucheck",
-    "check_gpus",
-    "check_installed",
-    "check_interfaces",
-    "check_limits",
-    "check_node",
-    "check_paths",
-    "check_shared_directory",
-    "check_shared_memory",
-    "check_threads",
-    "check_versions",
-    "connections_to_try",
-    "interfaces_named",
-]
-
 _GIB = 1 << 30
 _ALL_PAIRS = 8
 _EXPECTED_TO_DIFFER = {"driver"}

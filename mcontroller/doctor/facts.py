@@ -17,8 +17,6 @@ from pathlib import Path
 
 import psutil
 
-__all__ = ["NodeFacts", "PathFacts", "collect_facts"]
-
 _PACKAGES = {
     "mcontroller": "mcontroller",
     "torch": "torch",

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-__all__ = ["Finding", "Verdict", "exit_status", "table"]
-
 
 class Verdict(StrEnum):
     """Verdict of a check."""

@@ -19,8 +19,6 @@ from mcontroller.doctor.checks import interfaces_named
 from mcontroller.doctor.facts import NodeFacts, collect_facts
 from mcontroller.errors import ResourceError
 
-__all__ = ["Node", "NodeAgent", "ask_all", "local_node", "ray_nodes"]
-
 _GREETING = b"doctor"
 
 

@@ -38,8 +38,6 @@ from mcontroller.doctor.findings import Finding, Verdict, exit_status, table
 from mcontroller.doctor.nodes import Node, ask_all, local_node, ray_nodes
 from mcontroller.errors import ResourceError
 
-__all__ = ["UNREACHABLE", "add_arguments", "examine", "run"]
-
 UNREACHABLE = 2
 """Exit status if the cluster of ``--address`` cannot be reached."""
 

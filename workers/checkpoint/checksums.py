@@ -12,8 +12,6 @@ from typing import Any, TypedDict
 from mcontroller.errors import DataError
 from parallel_state.agreement import raise_on_every_rank
 
-__all__ = ["FileEntry", "NewFile", "file_entry", "verify_files"]
-
 _CHUNK = 1 << 22
 
 

@@ -20,21 +20,6 @@ from mcontroller.errors import DataError
 from mcontroller.files import acquire_lock, delete_with_links, release_lock, replace_text, sync_directory
 from workers.checkpoint.checksums import FileEntry
 
-__all__ = [
-    "MANIFEST",
-    "Buckets",
-    "Manifest",
-    "Shapes",
-    "checkpoint_path",
-    "commit",
-    "create_partial",
-    "delete_partial",
-    "find_checkpoint",
-    "partial_path",
-    "read_manifest",
-    "write_manifest",
-]
-
 MANIFEST = "manifest.json"
 Shapes = Mapping[str, Mapping[str, list[int]]]
 """By part, the name and shape of every weight in the whole model, without padding of its vocabulary."""

@@ -30,8 +30,6 @@ from workers.checkpoint.state import is_adapted, layout_of, sharded_state, weigh
 from workers.checkpoint.unpickle import check_objects, known_types, read_common, read_metadata
 from workers.train.state import TrainingState, set_random_state
 
-__all__ = ["check_checkpoint", "load_checkpoint", "load_models", "load_optimizer", "open_checkpoint", "verify"]
-
 _HEAD = "output_layer.weight"
 _CONFIG = "metadata.json"
 _logger = logging.getLogger(__name__)

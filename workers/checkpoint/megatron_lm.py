@@ -14,8 +14,6 @@ from mcontroller.errors import DataError
 from workers.checkpoint.directories import MANIFEST, Manifest
 from workers.checkpoint.unpickle import read_common, read_metadata
 
-__all__ = ["find_megatron_lm_checkpoint", "megatron_lm_manifest"]
-
 _METADATA = ".metadata"
 _LATEST = "latest_checkpointed_iteration.txt"
 _OVER_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias")

@@ -21,8 +21,6 @@ from mcontroller.errors import DataError
 from parallel_state.agreement import all_gather_values, raise_on_every_rank
 from workers.checkpoint.directories import Buckets, Manifest
 
-__all__ = ["buckets_to_save", "check_buckets", "merge_optimizer_state"]
-
 
 def buckets_to_save(optimizer: MegatronOptimizer) -> Buckets | None:
     """Return the buckets of a distributed optimizer on all ranks (a collective).

@@ -16,14 +16,6 @@ from parallel_state.agreement import all_gather_values
 from workers.checkpoint.directories import Shapes
 from workers.train.state import TrainingState, random_state
 
-__all__ = [
-    "is_adapted",
-    "layout_of",
-    "sharded_state",
-    "weight_prefix",
-    "weight_shapes",
-]
-
 
 def layout_of(training: TrainingState) -> dict[str, Any]:
     """Return world size, and size and order of the axes."""

@@ -21,8 +21,6 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from mcontroller.errors import DataError
 
-__all__ = ["check_objects", "known_types", "read_common", "read_metadata"]
-
 _METADATA, _COMMON, _COMMON_OBJECT = ".metadata", "common.pt", "common_state"
 _DESCRIPTION = {
     "collections": {"OrderedDict", "defaultdict"},

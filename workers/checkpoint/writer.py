@@ -39,8 +39,6 @@ from parallel_state.releases import async_save_arguments
 from workers.checkpoint import write_from_memory
 from workers.checkpoint.checksums import FileEntry, NewFile, file_entry
 
-__all__ = ["BackgroundSaves", "PlannedWrite", "prepare_write", "without_crc32"]
-
 _COMMON, _METADATA, _CONFIG = "common.pt", ".metadata", "metadata.json"
 
 

@@ -12,17 +12,6 @@ from workers.config.parallel import ParallelConfig
 from workers.config.precision import check_precision, token_block
 from workers.config.trained_weights import check_trained
 
-__all__ = [
-    "check_engine_windows",
-    "check_fit",
-    "check_generation",
-    "check_local",
-    "check_packing",
-    "divided_for",
-    "length_multiple_of",
-    "padded_vocab_size",
-]
-
 _CUSTOM_SPLIT = (
     "pipeline_model_parallel_layout",
     "num_layers_in_first_pipeline_stage",

@@ -12,8 +12,6 @@ from typing import Any
 from mcontroller.errors import ConfigError
 from workers.config.model import ModelConfig
 
-__all__ = ["model_config_from_megatron"]
-
 _ACTIVATIONS = {
     "silu": "silu",
     "gelu": "gelu",

@@ -10,15 +10,6 @@ from mcontroller.config.checks import check_above, check_at_least, check_between
 from mcontroller.config.fields import strict_fields
 from mcontroller.errors import ConfigError
 
-__all__ = [
-    "DDP_SET_ELSEWHERE",
-    "DECAY_STYLES",
-    "OPTIMIZER_SET_ELSEWHERE",
-    "OptimConfig",
-    "check_ddp",
-    "check_loss_scale",
-]
-
 DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 
 OPTIMIZER_SET_ELSEWHERE = {

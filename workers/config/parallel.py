@@ -10,8 +10,6 @@ from mcontroller.config.fields import strict_fields
 from mcontroller.errors import ConfigError
 from parallel_state import ParallelLayout
 
-__all__ = ["ParallelConfig"]
-
 _DP = "dp follows from the world size: dp = world size / (tp x cp x pp); leave it out"
 
 _MEGATRON_NAMES = {

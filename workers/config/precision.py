@@ -11,8 +11,6 @@ from mcontroller.errors import ConfigError
 from workers.config.model import ModelConfig
 from workers.config.parallel import ParallelConfig
 
-__all__ = ["check_device", "check_precision", "token_block"]
-
 
 @dataclass(frozen=True)
 class _Recipe:

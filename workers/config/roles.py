@@ -20,8 +20,6 @@ from workers.config.optim import OptimConfig, check_ddp, check_loss_scale
 from workers.config.parallel import ParallelConfig
 from workers.config.rollout import RolloutConfig
 
-__all__ = ["ActorConfig", "CriticConfig", "MicroBatchSize", "RewardConfig", "TrainedConfig"]
-
 
 class MicroBatchSize(NamedTuple):
     """The most that one data-parallel rank takes at a time: ``rows``, or ``tokens`` if that is not 0.

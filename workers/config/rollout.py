@@ -10,8 +10,6 @@ from mcontroller.errors import ConfigError
 from workers.config.parallel import ParallelConfig
 from workers.config.vllm import VllmConfig
 
-__all__ = ["RolloutConfig"]
-
 
 @strict_fields
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,6 @@ from workers.config.lora import LoraConfig
 from workers.config.model import ModelConfig
 from workers.weights.hf.family import MODEL_FAMILIES, ModelFamily, hf_names_of, matching_family
 
-__all__ = ["Target", "adapter_target", "check_trained", "matches", "model_family_of", "trains"]
-
 _LINEAR = re.compile(r"(decoder\.layers\.\d+\.(?:self_attention|mlp)\.[\w.]*?)(linear_\w+)\.weight(\d*)")
 _EXPERT = re.compile(r"\.mlp\.experts\.linear_fc[12]$")
 _GATED = (".gate_proj", ".up_proj", ".down_proj")

@@ -25,8 +25,6 @@ from torch import Tensor
 from workers.gpucheck.cases import ONE_PROCESS, ROWS, STEPS, batch_columns
 from workers.gpucheck.policy import FULL, PROMPT, RESPONSE, SIZES, TINY, Policy, actor_config
 
-__all__ = ["BATCH", "CaseRun", "Session", "can_save", "continue_case", "run_case"]
-
 BATCH = batch_columns(ROWS, PROMPT, RESPONSE, SIZES["vocab_size"])
 
 

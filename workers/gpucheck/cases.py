@@ -12,19 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = [
-    "DECISIVE",
-    "EXPERTS",
-    "MODELS",
-    "ONE_PROCESS",
-    "ROWS",
-    "SMALL",
-    "STEPS",
-    "Case",
-    "batch_columns",
-    "prompt_columns",
-]
-
 ROWS, STEPS, EXPERTS = 16, 3, 4
 """Rows of a batch, optimizer steps with it, and experts of a layer."""
 

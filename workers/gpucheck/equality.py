@@ -15,8 +15,6 @@ from workers.gpucheck.cases import ONE_PROCESS, ROWS
 from workers.gpucheck.policy import Policy, actor_config
 from workers.gpucheck.rows import Row, at_most, judged, measured, raised, skipped
 
-__all__ = ["TOLERANCES", "Tolerance", "attention", "case_rows", "equality", "score_difference"]
-
 _ATTENTION = re.compile(r"flash|fmha|cudnn.*(sdpa|attention)|attn_fwd", re.IGNORECASE)
 _ADVICE = "the first of scores, tokens and updates that fails has the cause; see docs/gpu.md, 'If a row fails'"
 

@@ -33,8 +33,6 @@ from workers.gpucheck.policy import PROMPT, TOKENS, actor_config, full_rows, tim
 from workers.gpucheck.rows import Figure, Row, at_most, judged, measured, skipped
 from workers.weights.transfer.weight_transfer import WeightTransfer
 
-__all__ = ["colocated", "engines", "group", "local_ray", "nccl"]
-
 _GB = 2**30
 
 

@@ -14,8 +14,6 @@ from torch.torch_version import TorchVersion
 
 from workers.gpucheck.rows import Row, judged
 
-__all__ = ["bfloat16_error", "gpu_error", "versions"]
-
 
 def gpu_error() -> str | None:
     """Return one line that says why torch can use no GPU, and what to do; None if it can use one.

@@ -23,20 +23,6 @@ from workers.generate.sampling import Sampling, prompt_hashes, sample_seeds
 from workers.train.batches import TokenBatch, response_batch
 from workers.train.mini_batches import Division
 
-__all__ = [
-    "FULL",
-    "PROMPT",
-    "RESPONSE",
-    "SIZES",
-    "TINY",
-    "TOKENS",
-    "Policy",
-    "Scale",
-    "actor_config",
-    "full_rows",
-    "timed",
-]
-
 PROMPT, RESPONSE = 24, 16
 SIZES: dict[str, Any] = {
     "vocab_size": 509,

@@ -11,8 +11,6 @@ from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import TextIO
 
-__all__ = ["Figure", "Report", "Result", "Row", "at_most", "judged", "measured", "raised", "skipped"]
-
 Figure = float | int | str
 
 

@@ -16,8 +16,6 @@ from workers.gpucheck.policy import Policy, full_rows, timed
 from workers.gpucheck.rows import Figure, Row, at_most, judged, measured, skipped
 from workers.run.role_calls import Lengths, calls_of_run
 
-__all__ = ["decoding", "memory", "offload", "offload_rows", "saves"]
-
 _GB = 2**30
 
 

@@ -30,8 +30,6 @@ from workers.gpucheck.case_run import Session
 from workers.gpucheck.machine import gpu_error
 from workers.gpucheck.rows import Report, Row, skipped
 
-__all__ = ["UNUSABLE", "add_arguments", "run"]
-
 UNUSABLE = 2
 """Exit status if there is no GPU, or an argument is wrong."""
 

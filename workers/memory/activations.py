@@ -13,8 +13,6 @@ import torch
 
 from workers.memory.parameters import Shape
 
-__all__ = ["Tokens", "in_flight", "layer_gradients", "layer_passing", "layer_saved", "recomputes_all"]
-
 _FLOAT = 4
 
 

@@ -17,8 +17,6 @@ from workers.config.fit import length_multiple_of
 from workers.memory.activations import Tokens, in_flight, layer_gradients, layer_passing, layer_saved, recomputes_all
 from workers.memory.parameters import Parameters, Shape, count_parameters, layers_of_chunks
 
-__all__ = ["NCCL_BYTES_PER_GROUP", "Batch", "HostMemory", "Memory", "PlannedRole", "host_memory"]
-
 NCCL_BYTES_PER_GROUP = 256 << 20
 """A guess of the buffers of one NCCL communicator; it depends on NCCL's version, the network and the channels."""
 _FLOAT = 4

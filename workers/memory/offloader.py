@@ -25,8 +25,6 @@ from workers.weights.offload import (
     optimizer_tensors,
 )
 
-__all__ = ["MemoryUse", "Offloader"]
-
 COMMUNICATORS = "communicators"
 """Name of the buffers of NCCL among the offloaded parts."""
 _GB = 2**30

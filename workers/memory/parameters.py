@@ -17,8 +17,6 @@ from workers.model.local_spec import expert_layers, layers_of_stage
 from workers.model.transformer_config import transformer_config
 from workers.weights.hf.family import hf_names_of
 
-__all__ = ["Parameters", "Shape", "count_parameters", "layers_of_chunks"]
-
 # Fields of model.transformer that add parameters which are not counted, and the values without an effect.
 _NOT_COUNTED = {
     "mtp_num_layers": (None, 0),

@@ -11,18 +11,6 @@ from torch import Tensor
 
 from mcontroller.errors import ConfigError, DataError
 
-__all__ = [
-    "check_mask",
-    "check_prompts",
-    "check_response_length",
-    "check_responses",
-    "check_shapes",
-    "check_token_ids",
-    "locate_tokens",
-    "require_columns",
-    "temperature_of",
-]
-
 
 def check_response_length(batch: Mapping[str, Tensor], longest: int, method: str) -> None:
     """Raise DataError if ``responses`` are wider than ``rollout.response_length``, which is ``longest``."""

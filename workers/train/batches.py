@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from mcontroller.data.protocol import DataProto
     from workers.router_replay.rows import RowExperts
 
-__all__ = ["RowReader", "TokenBatch", "response_batch", "supervised_batch", "tensor_columns"]
-
 
 @dataclass
 class TokenBatch:

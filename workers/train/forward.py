@@ -23,18 +23,6 @@ from workers.train.packing import OwnTargets
 from workers.train.router_losses import padding_matters
 from workers.zigzag import zigzag_slice
 
-__all__ = [
-    "forward_hidden",
-    "forward_values",
-    "is_last_chunk",
-    "loss_of_own_targets",
-    "owned_targets",
-    "sum_over_context",
-    "takes_distinct_tokens",
-    "token_positions",
-    "token_scores",
-]
-
 _Step = TypeVar("_Step", bound=Callable[..., Any])
 
 

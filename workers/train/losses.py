@@ -19,18 +19,6 @@ from workers.config import ActorConfig
 from workers.train.batches import TokenBatch
 from workers.train.metrics import TOKENS, Rule
 
-__all__ = [
-    "MISMATCH",
-    "ValueLoss",
-    "columns_of_update",
-    "masked_sum",
-    "policy_metrics",
-    "policy_objective",
-    "sft_loss",
-    "value_loss",
-    "weights_of",
-]
-
 
 class ValueLoss(NamedTuple):
     """The value loss of every token; both tensors are float ``[rows, response]``.

@@ -20,8 +20,6 @@ from torch import Tensor
 
 from mcontroller.data.protocol import DataProto
 
-__all__ = ["LOSS_COUNT", "TOKENS", "Rule", "reduce_reports", "reported"]
-
 TOKENS = "tokens"
 """The key under which a loss reports its number of valid tokens: the weight of every TOKEN_MEAN."""
 

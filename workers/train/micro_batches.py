@@ -21,16 +21,6 @@ from workers.train.batches import TokenBatch
 from workers.train.mini_batches import of_every_shard
 from workers.train.packing import packing_of
 
-__all__ = [
-    "MicroBatch",
-    "MicroBatcher",
-    "equal_micro_batches",
-    "least_count",
-    "packed_equal_micro_batches",
-    "token_micro_batches",
-    "width_multiple",
-]
-
 _FEW_WIDTHS = 128
 
 

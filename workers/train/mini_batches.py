@@ -15,19 +15,6 @@ from mcontroller.errors import DataError, before_changes
 from mcontroller.ppo.data import MINI_BATCHES
 from workers.config import ActorConfig, CriticConfig
 
-__all__ = [
-    "Division",
-    "MiniBatch",
-    "checked",
-    "counted_sizes",
-    "division_of",
-    "draw_mini_batches",
-    "mini_batch_rows",
-    "mini_batches_of_update",
-    "of_every_shard",
-    "shuffle_generator",
-]
-
 
 class MiniBatch(NamedTuple):
     """The rows of one data-parallel shard that belong to a mini-batch.

@@ -22,8 +22,6 @@ from mcontroller.errors import MControllerError
 from parallel_state.agreement import all_gather_values
 from workers.train.batches import TokenBatch
 
-__all__ = ["GradientFinding", "NonFiniteGradient", "all_finite", "first_nonfinite_gradient", "raise_nonfinite"]
-
 
 class NonFiniteGradient(MControllerError, ArithmeticError):
     """A NaN or Inf reached the gradients; the weights are as they were before the step.

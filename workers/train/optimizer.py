@@ -26,21 +26,6 @@ from workers.config.optim import DDP_SET_ELSEWHERE, OPTIMIZER_SET_ELSEWHERE
 from workers.model.transformer_config import checked_fields
 from workers.train.router_losses import prepare_routers
 
-__all__ = [
-    "ParameterGroups",
-    "Step",
-    "check_not_ended",
-    "check_schedule_unit",
-    "data_parallel_config",
-    "gather_parameters",
-    "guarded_step",
-    "make_optimizer",
-    "make_scheduler",
-    "optimizer_config",
-    "standard_parameter_groups",
-    "wrap_for_training",
-]
-
 
 def optimizer_config(optim: OptimConfig, model: TransformerConfig) -> OptimizerConfig:
     """Return Megatron's configuration of the optimizer; needs no process group.

@@ -16,8 +16,6 @@ from torch import Tensor
 from workers.distinct_tokens import DistinctTokens, Spread, spread_of
 from workers.model.packed_rows import PackedRows
 
-__all__ = ["OwnTargets", "Packing", "locate_own_targets", "packing_of"]
-
 
 @dataclass(frozen=True)
 class Packing:

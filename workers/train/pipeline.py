@@ -20,8 +20,6 @@ from workers.train.batches import TokenBatch
 from workers.train.forward import token_positions
 from workers.train.metrics import LOSS_COUNT
 
-__all__ = ["Count", "Forward", "Loss", "releasing_inputs", "run_for_gradients", "run_for_scores", "scoring"]
-
 Forward = Callable[[nn.Module, TokenBatch], Any]
 """Maps a model chunk and a micro-batch to hidden states, or on the last stage to the argument of ``Loss``."""
 Loss = Callable[[TokenBatch, Any], tuple[Tensor, Tensor, dict[str, Any]]]

@@ -31,8 +31,6 @@ from torch import Tensor, nn
 from mcontroller.errors import ConfigError
 from workers.train.batches import TokenBatch
 
-__all__ = ["RouterLosses", "padding_matters", "prepare_routers"]
-
 _METRICS = {"aux_loss": "moe_aux_loss", "seq_aux_loss": "moe_seq_aux_loss", "global_aux_loss": "moe_global_aux_loss"}
 _Z_LOSS = "moe_z_loss"
 

@@ -14,8 +14,6 @@ from workers.train.micro_batches import MicroBatcher
 from workers.train.pipeline import Forward, run_for_scores
 from workers.train.state import TrainingState
 
-__all__ = ["Scorer"]
-
 
 class Scorer:
     """Runs rows through the models of a worker.

@@ -15,8 +15,6 @@ from torch import Tensor
 from parallel_state.errors import ParallelStateError
 from parallel_state.megatron import MegatronContext
 
-__all__ = ["TrainingState", "random_state", "set_random_state"]
-
 
 @dataclass
 class TrainingState:

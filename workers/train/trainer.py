@@ -31,8 +31,6 @@ from workers.train.pipeline import Count, Forward, Loss, run_for_gradients
 from workers.train.router_losses import RouterLosses
 from workers.train.state import TrainingState, random_state, set_random_state
 
-__all__ = ["Gradients", "Trainer"]
-
 
 class AppliedStep(NamedTuple):
     """An optimizer step.

@@ -20,8 +20,6 @@ from torch import Tensor
 from workers.weights.hashing.bit_sums import IndexKeys, sum_of_bits
 from workers.weights.shards import WeightShard
 
-__all__ = ["Fingerprint", "shard_fingerprints", "tensor_fingerprints", "whole_fingerprints"]
-
 
 class Fingerprint(NamedTuple):
     """The fingerprint of a part of a tensor of the whole model.

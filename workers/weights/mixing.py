@@ -13,8 +13,6 @@ import torch
 from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
-__all__ = ["float32_copies", "mix_weights"]
-
 
 def float32_copies(chunks: Sequence[nn.Module]) -> list[dict[str, Tensor]]:
     """Return copies in float32 of the weights and buffers of 16 bits, by name for every chunk."""

@@ -20,17 +20,6 @@ from torch import Tensor
 
 from mcontroller.errors import ConfigError, ResourceError
 
-__all__ = [
-    "Offload",
-    "Sleepable",
-    "buffer_tensors",
-    "drop_cached_tables",
-    "gradient_tensors",
-    "model_tensors",
-    "optimizer_tensors",
-]
-
-
 _ALIGNMENT = 512
 """[bytes] Every copy starts at a multiple of this, as CUDA's own allocations do."""
 

@@ -31,18 +31,6 @@ from workers.weights.resharding_schedule import (
 )
 from workers.weights.shards import SliceReader, WeightShard, model_shards, unknown_positions
 
-__all__ = [
-    "BucketMemory",
-    "InBuckets",
-    "Resharding",
-    "ReshardingReport",
-    "Wanted",
-    "WholeTensors",
-    "filled_bucket",
-    "tensor_in",
-    "tensors_in",
-]
-
 BucketMemory = Callable[[int], Tensor]
 """From a number of bytes to memory of at least as many, uint8 ``[bytes]``."""
 

@@ -16,23 +16,6 @@ from typing import NamedTuple
 
 from mcontroller.errors import DataError
 
-__all__ = [
-    "LocalTensor",
-    "Move",
-    "ReshardingSchedule",
-    "Span",
-    "TensorInBucket",
-    "check_known",
-    "in_buckets",
-    "interleaved",
-    "places_in_bucket",
-    "plan_moves",
-    "plan_whole",
-    "schedule_resharding",
-    "spans_of",
-    "whole_tensors",
-]
-
 _ALIGNMENT = 64  # [bytes] of a tensor in a bucket
 _LAYER = re.compile(r"(?:^|\.)(\d+)\.")
 

@@ -19,8 +19,6 @@ from torch import Tensor
 from parallel_state.megatron import MegatronContext
 from workers.weights.resharding_schedule import LocalTensor, Span, spans_of
 
-__all__ = ["SliceReader", "WeightShard", "model_shards", "named_buffers", "named_shards", "unknown_positions"]
-
 _LAYER = re.compile(r"(decoder\.layers\.)(\d+)(\..*)")
 _GROUPED_EXPERT = re.compile(r"(.*\.experts\..*\.(?:weight|bias))(\d+)")
 _SEPARATE_EXPERT = re.compile(r"(.*\.local_experts\.)(\d+)(\..*)")

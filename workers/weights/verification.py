@@ -13,8 +13,6 @@ from collections.abc import Collection, Sequence
 from mcontroller.errors import MControllerError
 from workers.weights.fingerprints import Fingerprint, whole_fingerprints
 
-__all__ = ["Verification", "WeightsNotArrived", "dtypes_by_name"]
-
 logger = logging.getLogger(__name__)
 
 

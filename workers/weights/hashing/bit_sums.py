@@ -10,8 +10,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["IndexKeys", "sum_of_bits"]
-
 # 64-bit constants of splitmix64, as signed integers.
 _INCREMENT = 0x9E3779B97F4A7C15 - (1 << 64)
 _FACTORS = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))

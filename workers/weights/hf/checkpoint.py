@@ -9,8 +9,6 @@ from mcontroller.errors import DataError
 from workers.weights.hf.config import family_at
 from workers.weights.hf.files import WeightFiles
 
-__all__ = ["check_checkpoint_files"]
-
 _ROWS = 16
 
 

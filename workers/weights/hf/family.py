@@ -23,16 +23,6 @@ from typing import Any, ClassVar, TypeVar
 from mcontroller.config.registry import Registry
 from mcontroller.errors import ConfigError
 
-__all__ = [
-    "MODEL_FAMILIES",
-    "ModelFamily",
-    "family_like",
-    "hf_names_of",
-    "matching_family",
-    "not_built",
-    "register_model_family",
-]
-
 _LAYER = re.compile(r"(decoder\.layers\.)(\d+)(\..*)")
 _EXPERT = re.compile(r"(.*\.experts\.linear_fc[12]\.(?:weight|bias))(\d+)")
 

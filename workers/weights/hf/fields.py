@@ -19,18 +19,6 @@ from typing import Any
 from mcontroller.errors import ConfigError
 from workers.weights.hf.family import ModelFamily, not_built
 
-__all__ = [
-    "INERT",
-    "NEUTRAL",
-    "check_config_keys",
-    "count_of",
-    "flag_of",
-    "inert_of",
-    "number_of",
-    "optional_size_of",
-    "size_of",
-]
-
 # Names that transformers wrote into config.json until it had generation_config.json.
 _GENERATION = """
     bad_words_ids begin_suppress_tokens decoder_start_token_id diversity_penalty do_sample early_stopping

@@ -21,8 +21,6 @@ from mcontroller.files import acquire_lock, release_lock
 if TYPE_CHECKING:
     import safetensors  # imported on use: a model without a Hugging Face checkpoint needs none
 
-__all__ = ["WeightFiles", "WeightWriter", "WrittenFile", "finish_export", "start_export"]
-
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _DTYPES = ("F64", "F32", "F16", "BF16")

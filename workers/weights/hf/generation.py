@@ -8,8 +8,6 @@ from typing import Any
 
 from mcontroller.errors import ConfigError
 
-__all__ = ["stop_tokens_of"]
-
 
 def stop_tokens_of(path: str | Path) -> list[int]:
     """Return the tokens that end a response; none if the directory has no such file.

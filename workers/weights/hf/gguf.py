@@ -11,8 +11,6 @@ from safetensors.torch import save_file
 
 from mcontroller.errors import DataError
 
-__all__ = ["gguf_to_hf"]
-
 
 def gguf_to_hf(gguf: str | os.PathLike[str], directory: str | os.PathLike[str]) -> None:
     """Write the model and the tokenizer of a GGUF file into ``directory``; quantized weights become float32.

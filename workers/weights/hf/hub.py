@@ -9,8 +9,6 @@ from pathlib import Path
 
 from mcontroller.errors import ConfigError
 
-__all__ = ["is_hub_name", "local_directory"]
-
 FILES = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt", "*.gguf")
 """The files of a model that are downloaded: configuration, weights and tokenizer, without other formats of weights."""
 

@@ -18,8 +18,6 @@ from workers.weights.transfer.plan import RankSchedule
 from workers.weights.transfer.transport import Deadline, PeerLost
 from workers.weights.transfer.transports import TRANSPORTS
 
-__all__ = ["TransferEndpoint", "TransferOutcome"]
-
 
 class TransferOutcome(NamedTuple):
     """The result of one rank's part of a transfer.

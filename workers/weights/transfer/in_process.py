@@ -11,8 +11,6 @@ from torch import Tensor
 from workers.weights.transfer.plan import PeerSlices, RankWeights
 from workers.weights.transfer.transport import Deadline, PeerLost, Transport
 
-__all__ = ["InProcess"]
-
 _PENDING: dict[tuple[str, int, int], deque[Tensor]] = defaultdict(deque)
 """Slices that were not received yet, by transfer, sender and receiver."""
 

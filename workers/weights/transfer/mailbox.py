@@ -19,8 +19,6 @@ if TYPE_CHECKING:  # workers without a group need no ZeroMQ, which these modules
     from mcontroller.channel.address import Address
     from mcontroller.channel.server import Reply
 
-__all__ = ["Mailbox"]
-
 
 class Mailbox:
     """The messages of one rank that its peers have not read yet, and what it reads from theirs, in order.

@@ -25,8 +25,6 @@ from workers.weights.transfer.transport import Deadline, PeerLost, Transport
 if TYPE_CHECKING:
     from mcontroller.channel.address import Address
 
-__all__ = ["CudaIpc", "SharedMemory"]
-
 _IN_FLIGHT = 2
 
 

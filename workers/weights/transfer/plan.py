@@ -24,16 +24,6 @@ from workers.weights.resharding_schedule import (
     whole_tensors,
 )
 
-__all__ = [
-    "PeerSlices",
-    "RankSchedule",
-    "RankWeights",
-    "ServedEngine",
-    "TransferSchedule",
-    "explanation",
-    "schedule_transfer",
-]
-
 
 class ServedEngine(NamedTuple):
     """An engine that gets weights.

@@ -26,8 +26,6 @@ from workers.weights.resharding_schedule import Move
 from workers.weights.transfer.plan import PeerSlices, RankWeights
 from workers.weights.transfer.transport import Deadline, PeerLost, Transport
 
-__all__ = ["ProcessGroup"]
-
 _IN_FLIGHT = 2
 
 _DIRECT = -1

@@ -13,8 +13,6 @@ from mcontroller.errors import MControllerError
 from workers.weights.resharding_schedule import Move
 from workers.weights.transfer.plan import PeerSlices, RankSchedule, RankWeights
 
-__all__ = ["Deadline", "PeerLost", "TransferError", "Transport"]
-
 
 class TransferError(MControllerError):
     """A transfer of weights that did not complete; the source group is usable, the target's weights are incomplete.

@@ -12,8 +12,6 @@ from workers.weights.transfer.plan import RankWeights
 from workers.weights.transfer.process_group import ProcessGroup
 from workers.weights.transfer.transport import Transport
 
-__all__ = ["TRANSPORTS", "choose_transport"]
-
 TRANSPORTS: Registry[type[Transport]] = Registry("transport of weights", key="transport")
 """In the order in which ``auto`` tries them: on GPUs a process group, or CUDA IPC if ranks share a GPU."""
 

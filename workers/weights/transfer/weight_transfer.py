@@ -18,8 +18,6 @@ from workers.weights.transfer.transport import TransferError
 from workers.weights.transfer.transports import TRANSPORTS, choose_transport
 from workers.weights.verification import Verification
 
-__all__ = ["TransferReport", "WeightTransfer"]
-
 logger = logging.getLogger(__name__)
 
 CALL_GRACE = 60.0

@@ -14,8 +14,6 @@ from workers.weights.hf.families.routed_by_bias import RoutedByBias
 from workers.weights.hf.family import not_built, register_model_family
 from workers.weights.hf.fields import number_of, optional_size_of, size_of
 
-__all__ = ["DeepseekV3", "KimiK2"]
-
 # Name in config.json -> name in Megatron.
 _YARN = {
     "factor": "rotary_scaling_factor",

@@ -11,8 +11,6 @@ from workers.weights.hf.families.routed_by_bias import RoutedByBias
 from workers.weights.hf.family import register_model_family
 from workers.weights.hf.fields import flag_of
 
-__all__ = ["Glm4Moe"]
-
 
 @register_model_family("glm4_moe")
 class Glm4Moe(RoutedByBias):

@@ -12,8 +12,6 @@ from mcontroller.errors import ConfigError
 from workers.weights.hf.family import ModelFamily, not_built, register_model_family
 from workers.weights.hf.fields import flag_of, number_of, optional_size_of, size_of
 
-__all__ = ["ROPE_DEFAULT", "Llama", "names_in_layer", "rope_kind"]
-
 _DTYPES = ("float32", "bfloat16", "float16")
 # The one scaling of rotary positions that Megatron has, with the three numbers that it has fixed.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}

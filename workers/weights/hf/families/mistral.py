@@ -9,8 +9,6 @@ from workers.weights.hf.families.llama import Llama
 from workers.weights.hf.family import register_model_family
 from workers.weights.hf.fields import optional_size_of
 
-__all__ = ["Mistral"]
-
 
 @register_model_family("mistral")
 class Mistral(Llama):

@@ -10,8 +10,6 @@ from workers.weights.hf.families.mistral import Mistral
 from workers.weights.hf.family import register_model_family
 from workers.weights.hf.fields import size_of
 
-__all__ = ["Mixtral"]
-
 
 @register_model_family("mixtral")
 class Mixtral(Mistral):

@@ -8,8 +8,6 @@ from typing import Any, ClassVar
 from workers.weights.hf.families.llama import Llama, names_in_layer
 from workers.weights.hf.family import register_model_family
 
-__all__ = ["Qwen2"]
-
 
 @register_model_family("qwen2")
 class Qwen2(Llama):

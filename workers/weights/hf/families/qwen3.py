@@ -9,8 +9,6 @@ from workers.weights.hf.families.llama import Llama, names_in_layer
 from workers.weights.hf.families.qwen2 import Qwen2
 from workers.weights.hf.family import register_model_family
 
-__all__ = ["Qwen3"]
-
 
 @register_model_family("qwen3")
 class Qwen3(Llama):

@@ -10,8 +10,6 @@ from workers.weights.hf.families.qwen3 import Qwen3
 from workers.weights.hf.family import not_built, register_model_family
 from workers.weights.hf.fields import flag_of, optional_size_of, size_of
 
-__all__ = ["Qwen3Moe"]
-
 
 @register_model_family("qwen3_moe")
 class Qwen3Moe(Qwen3):

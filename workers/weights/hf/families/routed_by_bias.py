@@ -12,8 +12,6 @@ from workers.weights.hf.families.llama import Llama, names_in_layer
 from workers.weights.hf.family import not_built
 from workers.weights.hf.fields import count_of, flag_of, number_of, size_of
 
-__all__ = ["RoutedByBias"]
-
 _ROUTING = frozenset(
     (
         "moe_router_num_groups",
