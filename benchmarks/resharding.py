@@ -10,10 +10,12 @@ verification of the received weights (``rollout.verify_weights``), whose share o
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import sys
 import tempfile
 import time
+from collections import Counter
 from typing import Any, NamedTuple
 
 import torch
@@ -52,6 +54,7 @@ class Row(NamedTuple):
     model_bytes: int
     schedule_seconds: float
     report: ReshardingReport
+    most_sent: int
     all_to_all_seconds: float
     verify_seconds: float
 
@@ -114,9 +117,12 @@ def measured(model: ModelConfig, from_axes: dict[str, Any], to_axes: dict[str, A
         verified.append(weights.update(copy, policy, update)["verify_seconds"])
     fastest = min(reports, key=lambda report: report.seconds)
     exchange_seconds = all_to_all_seconds(fastest.bytes_sent, rounds)
-    return Row(
-        named(from_axes), named(to_axes), model_bytes, schedule_seconds, fastest, exchange_seconds, min(verified)
-    )
+    sent = Counter[int]()
+    for move in itertools.chain(*resharding.schedule.buckets):
+        sent[move.source_rank] += move.nbytes
+    names = named(from_axes), named(to_axes)
+    most = max(sent.values(), default=0)
+    return Row(*names, model_bytes, schedule_seconds, fastest, most, exchange_seconds, min(verified))
 
 
 def bytes_of_model(chunks: Any, context: MegatronContext) -> int:
@@ -162,7 +168,7 @@ def table(rows: list[Row]) -> str:
     lines = [f"{'from':<14}{'to':<14}" + "".join(f"{column:>11}" for column in columns)]
     for row in rows:
         report = row.report
-        sizes = [row.model_bytes, report.bytes_sent, report.least_bytes, report.most_sent_by_a_rank]
+        sizes = [row.model_bytes, report.bytes_sent, report.least_bytes, row.most_sent]
         figures = [f"{size / 1e6:.1f}" for size in sizes]
         seconds = (row.schedule_seconds, report.seconds, row.all_to_all_seconds, row.verify_seconds)
         figures += [f"{each:.2f}" for each in seconds]

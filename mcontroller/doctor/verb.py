@@ -24,6 +24,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from mcontroller.doctor.checks import (
+    Finding,
+    Verdict,
     check_addresses,
     check_clock,
     check_connection,
@@ -32,9 +34,10 @@ from mcontroller.doctor.checks import (
     check_shared_directory,
     check_versions,
     connections_to_try,
+    exit_status,
+    table,
 )
 from mcontroller.doctor.facts import NodeFacts
-from mcontroller.doctor.findings import Finding, Verdict, exit_status, table
 from mcontroller.doctor.nodes import Node, ask_all, local_node, ray_nodes
 from mcontroller.errors import ResourceError
 

@@ -52,15 +52,11 @@ class ReshardingReport:
     Attributes:
         bytes_sent: bytes sent from one rank to another, over all ranks, counted when they were sent.
         least_bytes: bytes that ranks need in the target's layout and do not have in the source's, over all ranks.
-        most_sent_by_a_rank: the part of ``bytes_sent`` that the busiest rank sent.
-        exchanges: number of all-to-all exchanges.
         seconds: wall-clock time of the slowest rank.
     """
 
     bytes_sent: int
     least_bytes: int
-    most_sent_by_a_rank: int
-    exchanges: int
     seconds: float
 
 
@@ -123,8 +119,6 @@ class Resharding:
         return ReshardingReport(
             bytes_sent=sum(bytes_sent for bytes_sent, _ in of_ranks),
             least_bytes=self.schedule.least_bytes,
-            most_sent_by_a_rank=max(bytes_sent for bytes_sent, _ in of_ranks),
-            exchanges=len(self.schedule.buckets),
             seconds=max(duration for _, duration in of_ranks),
         )
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from mcontroller.doctor import checks
+from mcontroller.doctor.checks import Finding, Verdict, exit_status, table
 from mcontroller.doctor.facts import NodeFacts, PathFacts, path_facts
-from mcontroller.doctor.findings import Finding, Verdict, exit_status, table
 
 GIB = 1 << 30
 OK, WARNING, FAILURE = Verdict.OK, Verdict.WARNING, Verdict.FAILURE

@@ -78,14 +78,17 @@ def difference(some: Model, others: Model) -> float:
 
 def there_and_back(
     model: ModelConfig, from_axes: Axes, to_axes: Axes, bucket_bytes: int
-) -> tuple[float, float, ReshardingReport, ReshardingReport]:
+) -> tuple[float, float, ReshardingReport, ReshardingReport, int]:
+    """Return the differences after both ways, the reports, and the least number of exchanges."""
     source, target = built(model, from_axes), built(model, to_axes, fill=torch.nan)
-    going = Resharding(*source, *target, bucket_bytes=bucket_bytes).run()
+    there = Resharding(*source, *target, bucket_bytes=bucket_bytes)
+    going = there.run()
     arrived = difference(target, built(model, to_axes))
     for tensor in tensors(source):
         tensor.fill_(torch.nan)
-    returning = Resharding(*target, *source, bucket_bytes=bucket_bytes).run()
-    return arrived, difference(source, built(model, from_axes)), going, returning
+    back = Resharding(*target, *source, bucket_bytes=bucket_bytes)
+    returning, exchanges = back.run(), min(len(each.schedule.buckets) for each in (there, back))
+    return arrived, difference(source, built(model, from_axes)), going, returning, exchanges
 
 
 @pytest.mark.parametrize(
@@ -105,16 +108,16 @@ def there_and_back(
     ids=["dp8", "tp4", "vpp", "pp4-cp2", "tied-pp1-pp2", "tied-tp4", "ep2-ep4", "etp2", "pp2-ep4", "bf16"],
 )
 def test_resharding_there_and_back_restores_every_number(model: ModelConfig, from_axes: Axes, to_axes: Axes) -> None:
-    for arrived, returned, going, returning in run_ranks(there_and_back, 8, model, from_axes, to_axes, 1 << 20):
+    for arrived, returned, going, returning, _ in run_ranks(there_and_back, 8, model, from_axes, to_axes, 1 << 20):
         assert (arrived, returned) == (0.0, 0.0)
         assert going.bytes_sent == going.least_bytes
         assert returning.bytes_sent == returning.least_bytes
 
 
 def test_small_buckets_copy_the_same_weights() -> None:
-    arrived, returned, going, returning = run_ranks(there_and_back, 4, MODEL, TP2_PP2, {"tp": 4}, 4096)[0]
+    arrived, returned, _, _, exchanges = run_ranks(there_and_back, 4, MODEL, TP2_PP2, {"tp": 4}, 4096)[0]
     assert (arrived, returned) == (0.0, 0.0)
-    assert min(going.exchanges, returning.exchanges) > 10
+    assert exchanges > 10
 
 
 def separate_experts() -> float:
@@ -141,7 +144,7 @@ def test_separate_experts_are_resharded_into_another_dtype() -> None:
     assert run_ranks(separate_experts, 4) == [0.0] * 4
 
 
-def bytes_to_one_tp_rank() -> tuple[int, int, int]:
+def bytes_to_one_tp_rank() -> tuple[int, int]:
     """From TP2 to DP2 each rank lacks half of what is divided by tp, padding not counted."""
     source, target = built(MODEL, {"tp": 2}), built(MODEL, {})
     lacking = 0
@@ -151,13 +154,12 @@ def bytes_to_one_tp_rank() -> tuple[int, int, int]:
             own = sum(span.stop - span.start for span in shard.spans) * whole // shard.full_shape[shard.dim]
             lacking += 4 * (whole - own)
     report = Resharding(*source, *target).run()
-    return lacking, report.bytes_sent, report.most_sent_by_a_rank
+    return lacking, report.bytes_sent
 
 
 def test_least_bytes_are_those_that_ranks_lack() -> None:
     first, second = run_ranks(bytes_to_one_tp_rank, 2)
     assert first[0] + second[0] == first[1] == second[1]
-    assert first[2] == second[0] or first[2] == first[0]
 
 
 def trained(axes: Axes) -> list[torch.Tensor | None]:

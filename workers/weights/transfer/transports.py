@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from mcontroller.config.registry import Registry
 from mcontroller.errors import ConfigError
+from workers.weights.transfer.cuda_ipc import CudaIpc
 from workers.weights.transfer.in_process import InProcess
-from workers.weights.transfer.mapped import CudaIpc, SharedMemory
+from workers.weights.transfer.mapped import SharedMemory
 from workers.weights.transfer.plan import RankWeights
 from workers.weights.transfer.process_group import ProcessGroup
 from workers.weights.transfer.transport import Transport
