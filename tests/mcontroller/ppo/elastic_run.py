@@ -22,7 +22,7 @@ SMALL = {"num_cpus": 2, "object_store_memory": 100_000_000}
 
 
 class Loss(Callback):
-    """Ends a node after the second step, and starts one in its place when the run goes on."""
+    """Ends a node after the second step, and starts one in its place after the next step."""
 
     def __init__(self, cluster: Cluster, nodes: list[Any]) -> None:
         self.cluster, self.nodes, self.steps = cluster, nodes, list[list[Any]]()
@@ -32,9 +32,7 @@ class Loss(Callback):
         self.steps.append([trainer.global_steps, sorted(set(actor.executor.nodes)), metrics["train/prompts"]])
         if trainer.global_steps == 2 and self.nodes:
             self.cluster.remove_node(self.nodes.pop(), allow_graceful=False)
-
-    def restarted(self, trainer: Any, failure: Any) -> None:
-        if failure.kind == "WorkerDied":
+        elif actor.world_size == 1:
             self.cluster.add_node(node_ip_address=ADDRESSES[1], **SMALL)
 
 
