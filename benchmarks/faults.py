@@ -183,13 +183,9 @@ OF_RANKS: dict[str, Inject] = {
 }
 
 
-def kill_of_rollout(faults: Faults, draw: random.Random) -> None:
-    os.kill(draw.choice(faults.trainer.rollout.executor.processes.handles.infos).pid, signal.SIGKILL)
-
-
 IN_GENERATION = "SIGKILL of a rank of the group that generates, in generation"
 IN_UPDATE = "SIGKILL of a rank of the group that generates, in an update of its weights"
-OF_ROLLOUT: dict[str, Inject] = {IN_GENERATION: kill_of_rollout, IN_UPDATE: kill_of_rollout}
+OF_ROLLOUT: dict[str, Inject] = {IN_GENERATION: kill(1), IN_UPDATE: kill(1)}
 """Faults of a group that only generates."""
 OF_ROLLOUT_OVERRIDES = ("rollout={}", "actor_rollout_ref.parallel.pp=1", "pool.process_on_nodes=[2]")
 IN_STAGE: dict[str, Callable[[Any], tuple[Any, str]]] = {
@@ -243,7 +239,8 @@ class Faults(Callback):
 
     @property
     def pids(self) -> list[int]:
-        return [info.pid for info in self.trainer.actor.executor.processes.handles.infos]
+        struck = self.trainer.rollout if self.trial and self.trial.fault in OF_ROLLOUT else self.trainer.actor
+        return [info.pid for info in struck.executor.processes.handles.infos]
 
     def started(self, trainer: Any) -> None:
         self.trainer = trainer

@@ -117,12 +117,12 @@ def of_programs(folder: Path, names: list[str], repeats: int, seed: int) -> list
     for fault in names * repeats:
         program = Program(folder / f"{len(trials)}", disk=fault == DISK_FULL)
         OF_PROGRAMS[fault](program, draw)
-        last = next((line for line in reversed(program.output()) if "Error" in line), "")
-        trial = Trial(
-            fault, at=program.struck, named=f"exit code {program.process.returncode}, {last:.100}".strip(", ")
-        )
+        said = ["", *(line for line in program.output() if "Error" in line or "GCS" in line)][-1]
+        named = f"exit code {program.process.returncode}, {said:.160}".strip(", ")
+        trial = Trial(fault, at=program.struck, named=named)
         trial.known = time.time() - trial.at
-        while program.left() and time.time() - trial.at < 90:  # Ray's agents wait 60 s for its control store
+        ended = time.time()
+        while program.left() and time.time() - ended < 90:  # Ray's agents wait 60 s for its control store
             time.sleep(0.1)
         trial.left, done = len(program.left()), len(program.steps())
         program.start("resume", str(program.folder / "run"))

@@ -20,7 +20,7 @@ from mcontroller.ppo.groups import RunGroups
 from mcontroller.ppo.rewards.reward import CombineRewards, Reward, RewardFunction, RewardSources
 from mcontroller.ppo.roles import Role, check_generates_alone, check_reference_sync, check_roles
 from mcontroller.ppo.saving.checkpoints import CLOSE_TIMEOUT_S, RunCheckpoints, RunState, Stateful
-from mcontroller.ppo.saving.elastic import ElasticPools, Sizes, pools_text
+from mcontroller.ppo.saving.elastic import ElasticPools, PoolSizes, pools_text
 from mcontroller.ppo.saving.memory import MemoryCheckpoints
 from mcontroller.ppo.saving.preemption import Preempted, Preemption
 from mcontroller.ppo.saving.recovery import Failure, Recovery
@@ -267,7 +267,7 @@ class RayPPOTrainer:
         self._resize(sizes)
         return True
 
-    def _resize(self, sizes: Sizes) -> Failure | None:
+    def _resize(self, sizes: PoolSizes) -> Failure | None:
         """End all groups, and start them again in pools of these sizes; they have no weights of the run yet.
 
         Returns:
@@ -286,7 +286,7 @@ class RayPPOTrainer:
         self._start_groups()
         return event
 
-    def _set_sizes(self, sizes: Sizes) -> Failure | None:
+    def _set_sizes(self, sizes: PoolSizes) -> Failure | None:
         """Set the sizes of the pools that start next; if they change, show, record and return that."""
         before = self.elastic.sizes
         if sizes == before:

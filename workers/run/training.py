@@ -137,9 +137,10 @@ def start_ray(config: RunConfig) -> None:
     """Connect to the cluster of the configuration, or start one on this machine for this run only."""
     cluster = config.cluster
     if cluster.address is not None:
-        ray.init(address=cluster.address, log_to_driver=False)
+        with _keeping_sigterm():
+            ray.init(address=cluster.address, log_to_driver=False)
         return
-    with _children_in_new_sessions():
+    with _children_in_new_sessions(), _keeping_sigterm():
         ray.init(
             address="local",
             num_cpus=cluster.num_cpus or pools_of(config, roles_of(config)).get_n_slots(),
@@ -165,6 +166,15 @@ def _children_in_new_sessions() -> Iterator[None]:
         yield
     finally:
         _new_sessions.clear()
+
+
+@contextmanager
+def _keeping_sigterm() -> Iterator[None]:
+    """Keep the handler of SIGTERM, which Ray replaces in the main thread by one that aborts this process."""
+    handler = signal.getsignal(signal.SIGTERM)
+    yield
+    if handler is not None and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)
 
 
 @contextmanager

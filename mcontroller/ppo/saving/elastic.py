@@ -16,9 +16,9 @@ from mcontroller.ppo.roles import RoleWorker
 from mcontroller.ray.reservation import cluster_nodes, fits
 from mcontroller.ray.resource_pool import ResourcePoolManager
 
-__all__ = ["ElasticPools", "Sizes", "divides", "largest", "pools_text"]
+__all__ = ["ElasticPools", "PoolSizes", "divides", "largest", "pools_text"]
 
-Sizes = Mapping[str, Sequence[int]]
+PoolSizes = Mapping[str, Sequence[int]]
 """Processes on each node, by name of the pool."""
 
 
@@ -41,7 +41,7 @@ class ElasticPools:
         self._configs = [(pools.mapping[worker.role], worker.init.kwargs.get("config")) for worker in workers]
 
     @property
-    def sizes(self) -> Sizes:
+    def sizes(self) -> PoolSizes:
         """The sizes of the pools now."""
         return self._pools.resource_pool_spec
 
@@ -55,7 +55,7 @@ class ElasticPools:
         """Whether the pools are smaller than those of the configuration."""
         return self.sizes != self.declared
 
-    def after_loss(self, gone: Collection[str]) -> Sizes | None:
+    def after_loss(self, gone: Collection[str]) -> PoolSizes | None:
         """Return the largest sizes that the cluster has room for, if nothing else ran there; None if there are none.
 
         Args:
@@ -64,18 +64,18 @@ class ElasticPools:
         nodes = self.nodes(gone)
         return self._largest(lambda sizes: fits(self._pools.shapes(sizes), nodes))
 
-    def after_growth(self) -> Sizes:
+    def after_growth(self) -> PoolSizes:
         """Return the largest sizes for which the cluster has free room beside the pools as they are."""
         nodes = self.nodes((), free=True)
 
-        def has_room(sizes: Sizes) -> bool:
+        def has_room(sizes: PoolSizes) -> bool:
             more = {name: _difference(sizes[name], self.sizes[name]) for name in sizes}
             more_nodes = {name: nodes for name, nodes in more.items() if nodes is not None}
             return len(more_nodes) == len(more) and fits(self._pools.shapes(more_nodes), nodes)
 
         return self._largest(has_room) or self.sizes
 
-    def _largest(self, has_room: Callable[[Sizes], bool]) -> Sizes | None:
+    def _largest(self, has_room: Callable[[PoolSizes], bool]) -> PoolSizes | None:
         def accepts(pool: str, ranks: int) -> bool:
             return all(divides(config, ranks) for name, config in self._configs if name == pool)
 
@@ -83,7 +83,7 @@ class ElasticPools:
 
 
 def largest(
-    declared: Sizes, accepts: Callable[[str, int], bool], has_room: Callable[[Sizes], bool]
+    declared: PoolSizes, accepts: Callable[[str, int], bool], has_room: Callable[[PoolSizes], bool]
 ) -> dict[str, list[int]] | None:
     """Return the largest pools of some of the declared nodes; None if there are none.
 
@@ -135,6 +135,6 @@ def divides(config: Any, ranks: int) -> bool:
     return True
 
 
-def pools_text(sizes: Sizes) -> str:
+def pools_text(sizes: PoolSizes) -> str:
     """Return sizes for people: ``pool 4 + 4``."""
     return ", ".join(f"{name} {' + '.join(map(str, nodes))}" for name, nodes in sizes.items())

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -150,3 +155,22 @@ def test_ranks_of_fewer_replicas_load_the_files_of_their_place() -> None:
     assert memory.load(smaller) is not None
     assert [float(worker.table) for worker in smaller["critic"].workers] == [0.0, 1.0, 0.0, 1.0]
     memory.close()
+
+
+@pytest.mark.processes
+def test_a_run_on_two_nodes_goes_on_with_one_and_then_with_both(tmp_path: Path) -> None:
+    folder = tempfile.mkdtemp(prefix="nodes")  # a short name: Ray puts its sockets there
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_TMPDIR": folder}
+    environment.pop("RAY_ADDRESS", None)
+    command = [sys.executable, "-m", "tests.mcontroller.ppo.elastic_run", str(tmp_path)]
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, timeout=300, check=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    [seen] = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"steps"')]
+    first, second = "127.0.0.21", "127.0.0.22"
+    both, resized = [first, second], "the pools have pool {} processes, before pool {} (configured: pool 1 + 1)"
+    steps = [(step, nodes) for step, nodes, _ in seen["steps"]]
+    assert steps[:2] == [(1, both), (2, both)] and steps[-1] == (5, both)
+    assert (3, [first]) in steps or (2, [first]) in steps  # the state of step 2 may be lost with the node
+    assert {prompts for *_, prompts in seen["steps"]} == {48.0}  # the same global batch
+    assert [kind for kind, _ in seen["events"]] == ["WorkerDied", RESIZED, RESIZED]
+    assert [text for _, text in seen["events"][1:]] == [resized.format("1", "1 + 1"), resized.format("1 + 1", "1")]

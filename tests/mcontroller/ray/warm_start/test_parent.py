@@ -191,7 +191,7 @@ def test_a_worker_starts_by_itself_if_the_parent_cannot_import_its_libraries(
 
 
 @pytest.mark.processes
-def test_modules_that_a_class_names_are_imported_once_from_the_file_of_the_driver(start: Start, tmp_path: Path) -> None:
+def test_modules_that_a_class_names_are_imported_once(start: Start, tmp_path: Path) -> None:
     module = tmp_path / "of_the_user.py"
     module.touch()
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
