@@ -12,6 +12,7 @@ from pathlib import Path
 
 from mcontroller.errors import ConfigError
 from mcontroller.trace.perfetto import write_perfetto
+from mcontroller.trace.predicted import predicted_lines
 from mcontroller.trace.reading import read_trace
 from mcontroller.trace.summary import summary_lines
 
@@ -35,5 +36,6 @@ def run(arguments: argparse.Namespace) -> int:
         trace = trace.of_steps(int(first), int(last or first))
     path = Path(arguments.out or Path(arguments.directory) / "trace.json.gz")
     write_perfetto(trace, path)
-    sys.stdout.write("\n".join([*summary_lines(trace), f"open {path} in https://ui.perfetto.dev"]) + "\n")
+    lines = [*summary_lines(trace), *predicted_lines(trace, Path(arguments.directory))]
+    sys.stdout.write("\n".join([*lines, f"open {path} in https://ui.perfetto.dev"]) + "\n")
     return 0

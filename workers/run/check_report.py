@@ -26,6 +26,7 @@ from workers.model.gpu_defaults import max_connections
 from workers.run.config import MAIN_POOL, RunConfig, read_run_config
 from workers.run.parts import chosen_lines, make_parts, roles_of
 from workers.run.pools import pool_names, pool_nodes, pools_of, role_layouts
+from workers.run.prediction import prediction_lines
 from workers.run.role_calls import CallMemory, Lengths, RoleConfig, calls_of_run
 
 __all__ = [
@@ -56,9 +57,15 @@ def report(arguments: argparse.Namespace) -> int:
     on_gpu = not isinstance(config, RunConfig) or config.pool.use_gpu
     lines += _role_lines(roles, sizes, reference, on_gpu)
     layers = arguments.layers or ("transformer_engine" if on_gpu else "local")
-    calls = calls_of_run(roles, sizes, _lengths(config, roles), fused=layers == "transformer_engine")
+    lengths = _lengths(config, roles)
+    calls = calls_of_run(roles, sizes, lengths, fused=layers == "transformer_engine")
     calls = [call for call in calls if reference or call.role != "reference"]
-    sys.stdout.write("\n".join([*lines, "", memory_table(calls, pools, on_gpu=on_gpu), ""]))
+    lines += ["", memory_table(calls, pools, on_gpu=on_gpu)]
+    hardware = arguments.hardware or (config.cluster.hardware if isinstance(config, RunConfig) else None)
+    actor = roles.get("actor_rollout_ref")
+    if isinstance(actor, ActorConfig) and (on_gpu or hardware):
+        lines += ["", *prediction_lines(actor, sizes["actor_rollout_ref"], lengths, hardware)]
+    sys.stdout.write("\n".join([*lines, ""]))
     return 0
 
 

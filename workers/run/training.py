@@ -30,6 +30,7 @@ from mcontroller.trackers import Run, Tracker, make_trackers
 from workers.run.config import CONFIG_FILE, RunConfig
 from workers.run.parts import RunParts, chosen_lines, make_parts, roles_of
 from workers.run.pools import pools_of
+from workers.run.prediction import write_prediction
 from workers.run.run_report import RunReport
 
 __all__ = [
@@ -84,6 +85,8 @@ def train(config: RunConfig, console: Console) -> Path:
             (directory / CONFIG_FILE).write_text(OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config))))
             parts.tokenizer.save(directory)
         report.begin()
+        if config.trainer.trace:
+            write_prediction(directory, config)
         try:
             with recording(directory) if config.trainer.trace else nullcontext(), trainer:
                 with trainer.stages("start"):
