@@ -20,6 +20,7 @@ __all__ = [
     "calls_of",
     "critical_path",
     "end_lines",
+    "savings",
     "slow_links",
     "stage_shares",
     "stragglers",
@@ -361,6 +362,25 @@ def critical_path(trace: RunTrace) -> list[PathPart]:
     return sorted(parts, key=lambda part: -part.share)
 
 
+def savings(trace: RunTrace, path: Sequence[PathPart]) -> list[tuple[str, float]]:
+    """Return what would shorten a step, with the share of its time that is saved, the most first.
+
+    Each is counted by itself: the shares do not add up.
+
+    Args:
+        trace: the trace.
+        path: its critical path.
+    """
+    share = {part.work: part.share for part in path}
+    found = [(f"no time of the {part.work}", part.share) for part in path if part.work == "controller"]
+    found += [(f"equal work of the ranks in {part.work}", part.uneven) for part in path]
+    found += [(f"no bubble in {each.work}", each.measured * share.get(each.work, 0.0)) for each in bubbles(trace)]
+    found += [
+        (f"no slow {' - '.join(each.ranks)}", each.share * share.get(each.work, 0.0)) for each in slow_links(trace)
+    ]
+    return sorted(found, key=lambda each: -each[1])
+
+
 def summary_lines(trace: RunTrace) -> list[str]:
     """Return what the trace shows, in a few lines."""
     steps = trace.steps()
@@ -371,6 +391,8 @@ def summary_lines(trace: RunTrace) -> list[str]:
     lines.append("stages: " + ", ".join(f"{name} {share:.0%}" for name, share in stage_shares(trace).items()))
     path = critical_path(trace)
     lines.append("critical path: " + ", ".join(f"{part.work} {part.share:.0%}" for part in path if part.share >= 0.005))
+    if saved := ", ".join(f"{what} {share:.0%}" for what, share in savings(trace, path)[:3] if share >= 0.01):
+        lines.append(f"what would shorten a step most: {saved}")
     if (most := max(path, key=lambda part: part.uneven)).uneven >= 0.01:
         lines.append(
             f"equal work of the ranks in {most.work} would save {most.uneven:.0%} of a step; {most.last} ends last in "

@@ -19,14 +19,15 @@ from mcontroller.errors import ConfigError
 from mcontroller.locality import locality
 from mcontroller.ppo.roles import CONFIG_KEYS, Role, reads_reference
 from parallel_state.topology import Topology
+from workers.communication.estimate import StepRows
 from workers.config import ActorConfig, CriticConfig, RewardConfig
 from workers.generate.engines import ROLLOUT_ENGINES
 from workers.memory.estimate import Memory, host_memory
 from workers.model.gpu_defaults import max_connections
+from workers.prediction.layouts import prediction_lines
 from workers.run.config import MAIN_POOL, RunConfig, read_run_config
 from workers.run.parts import chosen_lines, make_parts, roles_of
 from workers.run.pools import pool_names, pool_nodes, pools_of, role_layouts
-from workers.run.prediction import prediction_lines
 from workers.run.role_calls import CallMemory, Lengths, RoleConfig, calls_of_run
 
 __all__ = [
@@ -64,7 +65,8 @@ def report(arguments: argparse.Namespace) -> int:
     hardware = arguments.hardware or (config.cluster.hardware if isinstance(config, RunConfig) else None)
     actor = roles.get("actor_rollout_ref")
     if isinstance(actor, ActorConfig) and (on_gpu or hardware):
-        lines += ["", *prediction_lines(actor, sizes["actor_rollout_ref"], lengths, hardware)]
+        step = StepRows(lengths.rows, lengths.prompt + lengths.response, lengths.response)
+        lines += ["", *prediction_lines(actor, sizes["actor_rollout_ref"], step, hardware)]
     sys.stdout.write("\n".join([*lines, ""]))
     return 0
 

@@ -27,10 +27,10 @@ from mcontroller.ppo.saving.run_record import read_record
 from mcontroller.ppo.trainer import RayPPOTrainer
 from mcontroller.trace.recorder import recording
 from mcontroller.trackers import Run, Tracker, make_trackers
+from workers.prediction.layouts import write_prediction
 from workers.run.config import CONFIG_FILE, RunConfig
 from workers.run.parts import RunParts, chosen_lines, make_parts, roles_of
 from workers.run.pools import pools_of
-from workers.run.prediction import write_prediction
 from workers.run.run_report import RunReport
 
 __all__ = [
@@ -86,7 +86,9 @@ def train(config: RunConfig, console: Console) -> Path:
             parts.tokenizer.save(directory)
         report.begin()
         if config.trainer.trace:
-            write_prediction(directory, config)
+            actor, pool = config.actor_rollout_ref, config.pool
+            ranks, prompts = sum(pool.process_on_nodes), config.data.train_batch_size
+            write_prediction(directory, actor, ranks, prompts, config.cluster.hardware, on_gpu=pool.use_gpu)
         try:
             with recording(directory) if config.trainer.trace else nullcontext(), trainer:
                 with trainer.stages("start"):

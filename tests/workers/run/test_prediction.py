@@ -13,7 +13,7 @@ from workers.prediction.step_time import TABLE, hardware_of
 ROOT = Path(__file__).parents[3]
 
 
-def test_rows_that_nothing_was_fitted_to_are_in_order_and_the_page_has_their_errors() -> None:
+def test_rows_that_nothing_was_fitted_to_are_in_order_as_in_the_docs() -> None:
     benchmark = runpy.run_path(str(ROOT / "benchmarks" / "prediction.py"))
     hardware, rows = hardware_of("h100"), benchmark["pre_training"]()
     page = (ROOT / "docs" / "prediction.md").read_text()

@@ -16,8 +16,6 @@ from workers.communication.estimate import StepRows, Traffic, communication_of_s
 from workers.config import ActorConfig, ParallelConfig
 from workers.memory.estimate import Batch, PlannedRole
 from workers.prediction.step_time import Hardware, generation_seconds, hardware_of, step_time, weight_seconds
-from workers.run.config import RunConfig
-from workers.run.role_calls import Lengths
 
 __all__ = ["RunPrediction", "predict_run", "prediction_lines", "ranked_layouts", "write_prediction"]
 
@@ -27,8 +25,7 @@ MOST_OF_MEMORY = 0.9
 """The share of a GPU's memory that a layout may fill to be one that fits."""
 _GB = 2**30
 # Settings whose communication is small or is not counted, and that would end the prediction.
-_LEFT_OUT = {"add_bias_linear": False, "add_qkv_bias": False, "qk_layernorm": False}
-_LEFT_OUT_OF_TRANSFORMER = (
+_LEFT_OUT = (
     *("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules", "cp_comm_type", "fp8"),
     *("moe_shared_expert_intermediate_size", "moe_z_loss_coeff", "moe_aux_loss_coeff"),
 )
@@ -66,51 +63,48 @@ class RunPrediction:
         )
 
 
-def predict_run(actor: ActorConfig, world_size: int, lengths: Lengths, hardware: Hardware) -> RunPrediction:
+def predict_run(actor: ActorConfig, world_size: int, step: StepRows, hardware: Hardware) -> RunPrediction:
     """Predict a step of the actor, in which all rows have the largest length.
 
     Raises:
         LayoutError: the axes do not divide the world size.
         ConfigError: the rows do not fill micro-batches, or a setting is not counted.
     """
-    length, size = lengths.prompt + lengths.response, actor.update_size
+    length, size = step.length, actor.update_size
     micro = max(1, size.tokens // length) if size.tokens else size.rows
-    transformer = {key: value for key, value in actor.model.transformer.items() if key not in _LEFT_OUT_OF_TRANSFORMER}
+    transformer = {key: value for key, value in actor.model.transformer.items() if key not in _LEFT_OUT}
     if actor.model.num_moe_experts:
         transformer["moe_router_load_balancing_type"] = "none"
-    counted = replace(
-        actor,
-        model=replace(actor.model, transformer=transformer, **_LEFT_OUT),
-        **{"ppo_micro_batch_size": micro, "ppo_max_tokens_per_micro_batch": 0, "packed": False},
-    )
-    rows = StepRows(min(actor.ppo_mini_batch_size, lengths.rows or actor.ppo_mini_batch_size), length, lengths.response)
+    model = replace(actor.model, transformer=transformer, add_bias_linear=False, add_qkv_bias=False, qk_layernorm=False)
+    counted = replace(actor, model=model, ppo_micro_batch_size=micro, ppo_max_tokens_per_micro_batch=0, packed=False)
+    rows = replace(step, rows=min(actor.ppo_mini_batch_size, step.rows))
     traffic = communication_of_step(counted, world_size, rows)
-    steps = math.ceil(lengths.rows / actor.ppo_mini_batch_size) * actor.ppo_epochs or 1
+    steps = math.ceil(step.rows / actor.ppo_mini_batch_size) * actor.ppo_epochs
     planned = PlannedRole(actor.model, actor.parallel, world_size, actor.optim, ddp=actor.ddp, fused=True)
     count = rows.rows // planned.layout.dp // micro
-    batch = Batch(micro, length, lengths.response, count, actor.log_prob_chunk_tokens)
+    batch = Batch(micro, length, step.targets, count, actor.log_prob_chunk_tokens)
     moved = [(each.axis, each.operation, each.nbytes) for each in traffic]
     fp8 = bool(actor.model.transformer.get("fp8"))
-    step = step_time(actor.model, actor.parallel, world_size, count, micro, length, moved, hardware, fp8=fp8)
+    update = step_time(actor.model, actor.parallel, world_size, count, micro, length, moved, hardware, fp8=fp8)
     again = 4 / 3 if actor.model.transformer.get("recompute_granularity") == "full" else 1.0
     engine = actor.rollout.parallel or actor.parallel
     return RunPrediction(
         actor.parallel,
-        steps * (again * (step.seconds - step.once) + step.once),
-        generation_seconds(actor.model, engine, world_size, lengths.rows, length, length, hardware),
+        steps * (again * (update.seconds - update.once) + update.once),
+        generation_seconds(actor.model, engine, world_size, step.rows, length, length, hardware),
         weight_seconds(actor.model, world_size, world_size, hardware),
-        step.bubble,
+        update.bubble,
         tuple(replace(each, nbytes=steps * each.nbytes) for each in traffic),
         max(planned.train(stage, batch).total for stage in range(actor.parallel.pp)),
     )
 
 
-def ranked_layouts(actor: ActorConfig, world_size: int, lengths: Lengths, hardware: Hardware) -> list[RunPrediction]:
+def ranked_layouts(actor: ActorConfig, world_size: int, step: StepRows, hardware: Hardware) -> list[RunPrediction]:
     """Return the layouts of training that fit the model, the rows and the memory of a GPU, the fastest first."""
     found = []
     for parallel in _layouts(actor, world_size, hardware):
         try:
-            made = predict_run(replace(actor, parallel=parallel), world_size, lengths, hardware)
+            made = predict_run(replace(actor, parallel=parallel), world_size, step, hardware)
         except MControllerError:  # it does not fit the model or the rows
             continue
         if made.memory <= MOST_OF_MEMORY * hardware.memory:
@@ -133,36 +127,46 @@ def _powers(most: int) -> list[int]:
     return [2**power for power in range(most.bit_length())]
 
 
-def prediction_lines(actor: ActorConfig, world_size: int, lengths: Lengths, name: str | None) -> list[str]:
+def prediction_lines(actor: ActorConfig, world_size: int, step: StepRows, name: str | None) -> list[str]:
     """Return what ``check`` prints: the layout of the configuration, and the ones that fit.
 
     Args:
         actor: the actor.
         world_size: number of ranks.
-        lengths: of the rows.
+        step: the rows of a step of the run.
         name: of the hardware; None: the default.
     """
     name = name or DEFAULT
     hardware = hardware_of(name)
     lines = [f"prediction on {name}, for the order of layouts and not for milliseconds (docs/prediction.md):"]
     try:
-        made = predict_run(actor, world_size, lengths, hardware)
+        made = predict_run(actor, world_size, step, hardware)
         times = f"; generation in the workers {made.generate:.3g} s, weights to other GPUs {made.weights:.3g} s"
         lines.append(f"  this layout: {made}{times}")
     except ConfigError as error:
         lines.append(f"  this layout is not predicted: {error}")
-    ranked = ranked_layouts(actor, world_size, lengths, hardware)
+    ranked = ranked_layouts(actor, world_size, step, hardware)
     lines += [f"  {place}. {made}" for place, made in enumerate(ranked[:SHOWN], 1)]
     return [*lines, f"  {len(ranked)} layouts fit" + ("; the fastest are above" if len(ranked) > SHOWN else "")]
 
 
-def write_prediction(directory: Path, config: RunConfig) -> None:
-    """Write the prediction of a run into its directory, for ``mcontroller trace``; without seconds on a CPU."""
-    actor, name, on_gpu = config.actor_rollout_ref, config.cluster.hardware, config.pool.use_gpu
-    world_size, rows = sum(config.pool.process_on_nodes), config.data.train_batch_size * actor.rollout.n
-    lengths = Lengths(actor.rollout.prompt_length, actor.rollout.response_length, rows)
+def write_prediction(
+    directory: Path, actor: ActorConfig, world_size: int, prompts: int, name: str | None, *, on_gpu: bool
+) -> None:
+    """Write the prediction of a run into its directory, for ``mcontroller trace``; without seconds on a CPU.
+
+    Args:
+        directory: of the run.
+        actor: the actor.
+        world_size: number of ranks.
+        prompts: problems of a step.
+        name: of the hardware; None: the default, on a GPU.
+        on_gpu: whether the run uses GPUs.
+    """
+    rollout = actor.rollout
+    step = StepRows(prompts * rollout.n, rollout.prompt_length + rollout.response_length, rollout.response_length)
     try:
-        made = predict_run(actor, world_size, lengths, hardware_of(name or DEFAULT))
+        made = predict_run(actor, world_size, step, hardware_of(name or DEFAULT))
     except ConfigError as error:
         replace_text(directory / PREDICTION, json.dumps({"error": str(error)}))
         return
