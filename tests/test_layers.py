@@ -36,6 +36,7 @@ PURE = (
     "mcontroller.partition",
     "mcontroller.report.top",
     "mcontroller.report.verb",
+    "workers.prediction.step_time",
 )
 """Modules that load neither torch nor Ray."""
 

@@ -8,25 +8,41 @@ import math
 import os
 import socket
 from array import array
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import psutil
 import yaml
 
 from mcontroller.errors import DataError
+from mcontroller.trace.reading import read_trace
+from mcontroller.trace.recorder import FOLDER
+from mcontroller.trace.summary import calls_of
 from parallel_state.layout import ParallelLayout
 from parallel_state.topology import Topology
 
-__all__ = ["RunFiles", "few_points", "last_records", "read_metrics", "read_run", "read_samples", "role_grids"]
+__all__ = [
+    "RunFiles",
+    "few_points",
+    "last_records",
+    "read_metrics",
+    "read_run",
+    "read_samples",
+    "role_grids",
+    "timed_grids",
+]
 
 POINTS = 400
 """Most points of a curve; each stands for equally many steps."""
 SAMPLE_BYTES = 2_000_000
 """Most bytes of samples; they are read from places spread evenly over a larger file."""
 SAMPLE_PIECES = 48
+ROLE_OF = {"actor_rollout_ref": "actor"}
+"""Key of the configuration -> name of its group, if they differ."""
 MAX_RANKS = 2048
 """Most ranks of a grid."""
 
@@ -221,6 +237,44 @@ def role_grids(config: Mapping[str, Any]) -> list[dict[str, Any]]:
             roles.setdefault((pool_of.get(role, "pool"), key), []).append(role)
     placed = [(pool, key, ", ".join(names)) for (pool, key), names in roles.items() if nodes[pool]]
     return [_grid(names, pool, nodes[pool], json.loads(key)) for pool, key, names in placed]
+
+
+def timed_grids(grids: Sequence[Record], directory: Path) -> list[Record]:
+    """Return the grids again for the method in which a role computes longest, with the time of each rank.
+
+    Args:
+        grids: of ``role_grids``.
+        directory: of the run; without a trace there are none.
+
+    Returns:
+        As ``role_grids``, with a fourth part of each cell: 0 for the rank that computes least, 1 for the one most.
+    """
+    if not (directory / FOLDER).is_dir():
+        return []
+    times: dict[tuple[str, str], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for lane in read_trace(directory).ranks:
+        for call, _ in calls_of(lane):
+            times[next(iter(lane.about["roles"])), call.name][lane.about["rank"]].append(call.own)
+    found = []
+    for role, work in times:
+        own = {rank: median(each) / 1e6 for rank, each in times[role, work].items()}
+        grid = next(
+            (grid for grid in grids if role in {ROLE_OF.get(key, key) for key in grid["roles"].split(", ")}), None
+        )
+        longest = max(sum(map(sum, each.values())) for (other, _), each in times.items() if other == role)
+        if grid is None or sum(map(sum, times[role, work].values())) < longest or len(own) < 2:
+            continue
+        least, most = min(own.values()), max(own.values())
+        heat = {rank: (value - least) / (most - least or 1) for rank, value in own.items()}
+        rows = [
+            (
+                title,
+                [(rank, node, f"{where} {own[rank]:.3g} s", heat[rank]) for rank, node, where in cells if rank in own],
+            )
+            for title, cells in grid["rows"]
+        ]
+        found.append({**grid, "roles": f"{work}: {least:.3g} to {most:.3g} s", "rows": rows})
+    return found
 
 
 def _grid(roles: str, pool: str, nodes: Sequence[int], parallel: Mapping[str, Any]) -> dict[str, Any]:

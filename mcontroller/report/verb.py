@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from mcontroller.errors import DataError
-from mcontroller.report.reading import few_points, read_metrics, read_run, read_samples, role_grids
+from mcontroller.report.reading import few_points, read_metrics, read_run, read_samples, role_grids, timed_grids
 
 __all__ = ["add_arguments", "run", "write_page"]
 
@@ -77,7 +77,8 @@ def _content(directory: Path) -> dict[str, Any]:
         "failures": [{key: each.get(key) for key in FAILURE_KEYS} for each in found.failures],
         "samples": [{key: _shown(value) for key, value in each.items()} for each in samples],
         "all_samples": complete,
-        "grids": role_grids(found.config),
+        "grids": (grids := role_grids(found.config)),
+        "timed": timed_grids(grids, directory),
         "config": {key: _text(value) for key, value in _leaves(found.config)},
         "changes": {key: _text(usual) for key, usual in changes.items()}
         if (changes := found.process().get("changes")) is not None

@@ -17,8 +17,10 @@ __all__ = [
     "SlowLink",
     "Straggler",
     "bubbles",
+    "calls_of",
     "critical_path",
     "end_lines",
+    "savings",
     "slow_links",
     "stage_shares",
     "stragglers",
@@ -126,8 +128,8 @@ class SlowLink:
     def __str__(self) -> str:
         shown = " - ".join(self.ranks[:4]) + (f" and {len(self.ranks) - 4} others" if len(self.ranks) > 4 else "")
         return (
-            f"{self.group} link {shown} on {' - '.join(self.nodes)} costs {self.share:.0%} of {self.work} more than its "
-            f"peers, in {self.often:.0%} of {self.calls} calls"
+            f"{self.group} link {shown} on {' - '.join(self.nodes)} costs {self.share:.0%} of {self.work} more than "
+            f"its peers, in {self.often:.0%} of {self.calls} calls"
         )
 
 
@@ -166,7 +168,7 @@ def _links(
     calls: dict[tuple[str, int], list[int]] = defaultdict(list)
     waits: dict[tuple[tuple[str, int], str, int], list[int]] = defaultdict(list)
     for lane in lanes:
-        for call, inside in _calls(lane):
+        for call, inside in calls_of(lane):
             calls[call.name, call.number].append(call.took)
             for event in inside:
                 if event.name.startswith("link "):
@@ -202,7 +204,7 @@ def _peers(lanes: Sequence[TraceLane]) -> Iterator[list[TraceLane]]:
 
 def _work(lane: TraceLane) -> Iterator[tuple[str, tuple[str, int], int]]:
     """Yield (work, call, microseconds without waiting) of each method that ran, and of the parts in it."""
-    for call, inside in _calls(lane):
+    for call, inside in calls_of(lane):
         key = call.name, call.number
         yield call.name, key, call.own
         parts = Counter[str]()
@@ -213,7 +215,7 @@ def _work(lane: TraceLane) -> Iterator[tuple[str, tuple[str, int], int]]:
             yield f"{part} of {call.name}", key, took
 
 
-def _calls(lane: TraceLane) -> Iterator[tuple[TraceEvent, list[TraceEvent]]]:
+def calls_of(lane: TraceLane) -> Iterator[tuple[TraceEvent, list[TraceEvent]]]:
     """Yield the methods that ran on a rank, each with the events inside it."""
     call, inside = None, list[TraceEvent]()
     for event in lane.events:
@@ -264,7 +266,7 @@ def bubbles(trace: RunTrace) -> list[Bubble]:
         stages = len({lane.coordinates.get("pp", 0) for lane in lanes})
         passes: dict[tuple[str, int, int], list[list[TraceEvent]]] = defaultdict(list)
         for lane in lanes if stages > 1 else ():
-            for call, inside in _calls(lane):
+            for call, inside in calls_of(lane):
                 windows = [event for event in inside if event.name == "forward-backward"]
                 for index, window in enumerate(windows):
                     computed = [each for each in inside if each.name in COMPUTING and _is_in(each, window)]
@@ -334,7 +336,7 @@ def critical_path(trace: RunTrace) -> list[PathPart]:
     """Return the parts of the critical path of the steps, the longest first."""
     calls: dict[tuple[object, ...], list[tuple[TraceEvent, TraceLane]]] = defaultdict(list)
     for lane in trace.ranks:
-        for call, _ in _calls(lane):
+        for call, _ in calls_of(lane):
             calls[lane.about["group"], lane.about.get("launch"), call.name, call.number].append((call, lane))
     ends = {max(ranks, key=lambda each: each[0].end)[0]: ranks for ranks in calls.values()}
     took, uneven, total = Counter[str](), Counter[str](), 0
@@ -360,6 +362,25 @@ def critical_path(trace: RunTrace) -> list[PathPart]:
     return sorted(parts, key=lambda part: -part.share)
 
 
+def savings(trace: RunTrace, path: Sequence[PathPart]) -> list[tuple[str, float]]:
+    """Return what would shorten a step, with the share of its time that is saved, the most first.
+
+    Each is counted by itself: the shares do not add up.
+
+    Args:
+        trace: the trace.
+        path: its critical path.
+    """
+    share = {part.work: part.share for part in path}
+    found = [(f"no time of the {part.work}", part.share) for part in path if part.work == "controller"]
+    found += [(f"equal work of the ranks in {part.work}", part.uneven) for part in path]
+    found += [(f"no bubble in {each.work}", each.measured * share.get(each.work, 0.0)) for each in bubbles(trace)]
+    found += [
+        (f"no slow {' - '.join(each.ranks)}", each.share * share.get(each.work, 0.0)) for each in slow_links(trace)
+    ]
+    return sorted(found, key=lambda each: -each[1])
+
+
 def summary_lines(trace: RunTrace) -> list[str]:
     """Return what the trace shows, in a few lines."""
     steps = trace.steps()
@@ -370,6 +391,8 @@ def summary_lines(trace: RunTrace) -> list[str]:
     lines.append("stages: " + ", ".join(f"{name} {share:.0%}" for name, share in stage_shares(trace).items()))
     path = critical_path(trace)
     lines.append("critical path: " + ", ".join(f"{part.work} {part.share:.0%}" for part in path if part.share >= 0.005))
+    if saved := ", ".join(f"{what} {share:.0%}" for what, share in savings(trace, path)[:3] if share >= 0.01):
+        lines.append(f"what would shorten a step most: {saved}")
     if (most := max(path, key=lambda part: part.uneven)).uneven >= 0.01:
         lines.append(
             f"equal work of the ranks in {most.work} would save {most.uneven:.0%} of a step; {most.last} ends last in "

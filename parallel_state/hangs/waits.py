@@ -22,13 +22,13 @@ class LongWait(NamedTuple):
 
     Attributes:
         link: ``link_name`` of the ranks that it is between.
-        index: of the collective in its group, or of the transfer on its route; the same on all members.
+        number: of the collective in its group, or of the transfer on its route; the same on all members.
         begin: [ns] by ``time.monotonic_ns``.
         end: as ``begin``.
     """
 
     link: str
-    index: int
+    number: int
     begin: int
     end: int
 
@@ -39,11 +39,11 @@ class _Waited(threading.local):
         self.long: deque[LongWait] = deque(maxlen=4096)
         self.nbytes: Counter[str] = Counter()
 
-    def add(self, began: int, link: str, index: int) -> None:
+    def add(self, began: int, link: str, number: int) -> None:
         ended = time.monotonic_ns()
         self.nanoseconds += ended - began
         if ended - began > LONG_NS and link:
-            self.long.append(LongWait(link, index, began, ended))
+            self.long.append(LongWait(link, number, began, ended))
 
 
 waited = _Waited()

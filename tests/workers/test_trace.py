@@ -1,9 +1,13 @@
-"""A slow rank and slow links are found in the trace of real workers, and the parts of their passes are in it."""
+"""A slow rank and slow links are found in the trace of real workers, and the parts of their passes are in it.
+
+The clock goes on by what a rank or a link is planned to take, and by little else: the load of this machine has no part.
+"""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,6 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from mcontroller.testing import simulated_worker_group
+from mcontroller.trace import recorder
+from mcontroller.trace.predicted import measured_bytes
 from mcontroller.trace.reading import RunTrace, read_trace
 from mcontroller.trace.recorder import recording, span
 from mcontroller.trace.summary import slow_links, stragglers
@@ -19,50 +25,74 @@ from parallel_state.simulated.calls import Call
 from parallel_state.simulated.simulation import Simulation
 from tests.workers.roles import MODEL, OPTIM, PROMPT, RESPONSE, experience
 from workers.actor import ActorRolloutRefWorker
+from workers.communication.estimate import StepRows, communication_of_step
 from workers.config import ActorConfig, load_config
 from workers.train.batches import TokenBatch
 
 pytestmark = pytest.mark.simulated
 
-BACKWARD_S, SLOWER, STEPS = 0.05, 0.12, 8
+BACKWARD_S, SLOWER, STEPS, ROWS = 0.05, 0.12, 8, 4
+SETTINGS = {
+    **{"model": MODEL, "parallel": {"tp": 2, "pp": 2}, "optim": OPTIM | {"distributed_optimizer": False}},
+    **{"ppo_mini_batch_size": ROWS, "ppo_micro_batch_size": 1},
+    "rollout": {"prompt_length": PROMPT, "response_length": RESPONSE},
+}
+
+
+class Clock:
+    """Nanoseconds: 10 us for every look at it, and what is slept."""
+
+    def __init__(self) -> None:
+        self._now = 0
+
+    def __call__(self) -> int:
+        self._now += 10_000
+        return self._now
+
+    def sleep(self, seconds: float) -> None:
+        self._now += int(seconds * 1e9)
 
 
 class Slow(ActorRolloutRefWorker):
     """Sleeps in every backward pass, and longer on one rank."""
 
-    seconds, slower = BACKWARD_S, SLOWER
+    sleep: Callable[[float], None]
+    slower = SLOWER
 
     def forward_step(self, model: nn.Module, rows: TokenBatch) -> Tensor:
         output = super().forward_step(model, rows)
         info = self.get_megatron_rank_info()
         planted = (info.tp_rank, info.pp_rank, info.dp_rank) == (1, 0, 1)
         if torch.is_grad_enabled():
-            output.register_hook(lambda gradient: time.sleep(self.seconds * (1 + self.slower * planted)))
+            output.register_hook(lambda gradient: self.sleep(BACKWARD_S * (1 + self.slower * planted)))
         return output
 
 
-SETTINGS = {
-    **{"model": MODEL, "parallel": {"tp": 2, "pp": 2}, "optim": OPTIM, "ppo_mini_batch_size": 4},
-    **{"ppo_micro_batch_size": 1, "rollout": {"prompt_length": PROMPT, "response_length": RESPONSE}},
-}
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(recorder, "now", clock)
+    monkeypatch.setattr(time, "monotonic_ns", clock)
+    monkeypatch.setattr(Slow, "sleep", staticmethod(clock.sleep), raising=False)
+    return clock
 
 
-def trace_of_steps(directory: Path, worker_cls: type[ActorRolloutRefWorker]) -> RunTrace:
+def trace_of_steps(directory: Path) -> RunTrace:
     """Run steps on TP2 x PP2 x DP2, and return their trace."""
     config = load_config(ActorConfig, SETTINGS)
     with (
         recording(directory),
-        simulated_worker_group(worker_cls, ParallelLayout(8, tp=2, pp=2), config, name="actor") as group,
+        simulated_worker_group(Slow, ParallelLayout(8, tp=2, pp=2), config, name="actor") as group,
     ):
         group.init_model()
         for step in range(STEPS):
             with span("step", step + 1):
-                group.update_actor(experience(4))
+                group.update_actor(experience(ROWS))
     return read_trace(directory)
 
 
-def test_a_rank_that_sleeps_longer_in_backward_is_named_and_nothing_else(tmp_path: Path) -> None:
-    trace = trace_of_steps(tmp_path, Slow)
+def test_a_rank_that_sleeps_longer_in_backward_is_named_and_nothing_else(tmp_path: Path, clock: Clock) -> None:
+    trace = trace_of_steps(tmp_path)
     assert len(trace.ranks) == 8
     for lane in trace.ranks:  # 2 micro-batches in a step
         counts = Counter(event.name for event in lane.events)
@@ -70,27 +100,34 @@ def test_a_rank_that_sleeps_longer_in_backward_is_named_and_nothing_else(tmp_pat
     [found] = stragglers(trace)
     assert found.rank == "rank 3 (tp=1 dp=1 pp=0)"
     assert found.work == "backward of actor.update_actor"
-    assert found.slower == pytest.approx(SLOWER, abs=0.06) and found.calls == STEPS
+    assert found.slower == pytest.approx(SLOWER, abs=0.01) and found.calls == STEPS
     assert slow_links(trace) == []
+    step = StepRows(ROWS, PROMPT + RESPONSE, RESPONSE)
+    counted = Counter[str]()
+    for each in communication_of_step(load_config(ActorConfig, SETTINGS), 8, step):
+        counted[each.group] += each.nbytes
+    measured = measured_bytes(trace)["actor.update_actor"]
+    gradients = "DATA_PARALLEL_GROUP_WITH_CP"
+    assert measured[gradients] == pytest.approx(counted[gradients], rel=0.01)
+    for group in ("TENSOR_MODEL_PARALLEL_GROUP", "PIPELINE_MODEL_PARALLEL_GROUP"):  # the rows are not of full length
+        assert 0.8 * counted[group] < measured[group] < counted[group]
 
 
-@pytest.mark.parametrize(
-    ("ranks", "seconds"), [((2, 3), 0.006), ((3, 7), 0.02)], ids=["tp", "pp"]
-)
+@pytest.mark.parametrize("ranks", [(2, 3), (3, 7), (1, 3)], ids=["tp", "pp", "dp"])
 def test_a_link_that_is_slow_is_named_and_nothing_else(
-    ranks: tuple[int, int], seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ranks: tuple[int, int], tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wait = Simulation.wait
 
     def wait_longer(simulation: Simulation, call: Call) -> None:
         wait(simulation, call)
         if call.group.ranks == ranks:
-            time.sleep(seconds)
+            clock.sleep(0.02)
 
     monkeypatch.setattr(Simulation, "wait", wait_longer)
     monkeypatch.setattr(Slow, "slower", 0.0)
-    trace = trace_of_steps(tmp_path, Slow)
-    labels = {2: "rank 2 (tp=0 dp=1 pp=0)", 7: "rank 7 (tp=1 dp=1 pp=1)"}
+    trace = trace_of_steps(tmp_path)
+    labels = {1: "rank 1 (tp=1 dp=0 pp=0)", 2: "rank 2 (tp=0 dp=1 pp=0)", 7: "rank 7 (tp=1 dp=1 pp=1)"}
     [found] = slow_links(trace)
     assert set(found.ranks) == {labels.get(rank, "rank 3 (tp=1 dp=1 pp=0)") for rank in ranks}
     assert (found.work, found.calls, found.often) == ("actor.update_actor", STEPS, 1.0)

@@ -19,10 +19,12 @@ from mcontroller.errors import ConfigError
 from mcontroller.locality import locality
 from mcontroller.ppo.roles import CONFIG_KEYS, Role, reads_reference
 from parallel_state.topology import Topology
+from workers.communication.estimate import StepRows
 from workers.config import ActorConfig, CriticConfig, RewardConfig
 from workers.generate.engines import ROLLOUT_ENGINES
 from workers.memory.estimate import Memory, host_memory
 from workers.model.gpu_defaults import max_connections
+from workers.prediction.layouts import prediction_lines
 from workers.run.config import MAIN_POOL, RunConfig, read_run_config
 from workers.run.parts import chosen_lines, make_parts, roles_of
 from workers.run.pools import pool_names, pool_nodes, pools_of, role_layouts
@@ -56,9 +58,16 @@ def report(arguments: argparse.Namespace) -> int:
     on_gpu = not isinstance(config, RunConfig) or config.pool.use_gpu
     lines += _role_lines(roles, sizes, reference, on_gpu)
     layers = arguments.layers or ("transformer_engine" if on_gpu else "local")
-    calls = calls_of_run(roles, sizes, _lengths(config, roles), fused=layers == "transformer_engine")
+    lengths = _lengths(config, roles)
+    calls = calls_of_run(roles, sizes, lengths, fused=layers == "transformer_engine")
     calls = [call for call in calls if reference or call.role != "reference"]
-    sys.stdout.write("\n".join([*lines, "", memory_table(calls, pools, on_gpu=on_gpu), ""]))
+    lines += ["", memory_table(calls, pools, on_gpu=on_gpu)]
+    hardware = arguments.hardware or (config.cluster.hardware if isinstance(config, RunConfig) else None)
+    actor = roles.get("actor_rollout_ref")
+    if isinstance(actor, ActorConfig) and (on_gpu or hardware):
+        step = StepRows(lengths.rows, lengths.prompt + lengths.response, lengths.response)
+        lines += ["", *prediction_lines(actor, sizes["actor_rollout_ref"], step, hardware)]
+    sys.stdout.write("\n".join([*lines, ""]))
     return 0
 
 

@@ -23,6 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--config", metavar="MODULE:CLASS", help="the dataclass of the file, if your program defines one"
     )
     parser.add_argument("--world-size", type=int, help="ranks of each group; by default as many as the role's pool has")
+    parser.add_argument("--hardware", help="of the prediction: h100, h200, or a TOML file; default: cluster.hardware")
     parser.add_argument(
         "--layers",
         choices=("transformer_engine", "local"),

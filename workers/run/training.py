@@ -27,6 +27,7 @@ from mcontroller.ppo.saving.run_record import RECORD, read_record
 from mcontroller.ppo.trainer import RayPPOTrainer
 from mcontroller.trace.recorder import recording
 from mcontroller.trackers import Run, Tracker, make_trackers
+from workers.prediction.layouts import write_prediction
 from workers.run.config import CONFIG_FILE, RunConfig
 from workers.run.parts import RunParts, chosen_lines, make_parts, roles_of
 from workers.run.pools import pools_of
@@ -87,6 +88,10 @@ def train(config: RunConfig, console: Console) -> Path:
             (directory / CONFIG_FILE).write_text(OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config))))
             parts.tokenizer.save(directory)
         report.begin()
+        if config.trainer.trace:
+            actor, pool = config.actor_rollout_ref, config.pool
+            ranks, prompts = sum(pool.process_on_nodes), config.data.train_batch_size
+            write_prediction(directory, actor, ranks, prompts, config.cluster.hardware, on_gpu=pool.use_gpu)
         try:
             with recording(directory) if config.trainer.trace else nullcontext(), trainer:
                 with trainer.stages("start"):

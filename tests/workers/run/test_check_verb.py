@@ -29,6 +29,10 @@ def test_a_role_is_printed_with_its_layout_and_memory(tmp_path: Path, capsys: py
     assert parameters == pytest.approx(7.6e9 / 8 * 2 / 2**30, rel=0.01)  # 7.6e9 parameters, 2 bytes each, on 8 ranks
     assert gradients == pytest.approx(2 * parameters, abs=0.02)
     assert optimizer == pytest.approx(3 * parameters, abs=0.02)  # 12 bytes of a parameter, on 2 data-parallel ranks
+    start = next(at for at, line in enumerate(lines) if line.startswith("prediction on h100"))
+    assert "this layout: tp 4 x pp 2: update" in lines[start + 1] and "bubble 6%" in lines[start + 1]
+    seconds = [float(line.split(" update ")[1].split()[0]) for line in lines[start + 2 : -1]]
+    assert seconds == sorted(seconds) and len(seconds) > 1 and lines[-1].split()[1:3] == ["layouts", "fit"]
 
 
 def test_host_memory_and_packing_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,1 @@
+"""Time of a step of a layout on given hardware, from configurations alone."""

@@ -1,0 +1,189 @@
+"""What a run will take, before it starts: the actor's update, generation, bytes and memory, and which layouts fit."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from mcontroller.errors import ConfigError, MControllerError
+from mcontroller.files import replace_text
+from mcontroller.trace.predicted import PREDICTION
+from workers.communication.estimate import StepRows, Traffic, communication_of_step
+from workers.config import ActorConfig, ParallelConfig
+from workers.memory.estimate import Batch, PlannedRole
+from workers.prediction.step_time import Hardware, generation_seconds, hardware_of, step_time, weight_seconds
+
+__all__ = ["RunPrediction", "predict_run", "prediction_lines", "ranked_layouts", "write_prediction"]
+
+DEFAULT = "h100"
+SHOWN = 5
+MOST_OF_MEMORY = 0.9
+"""The share of a GPU's memory that a layout may fill to be one that fits."""
+_GB = 2**30
+# Settings whose communication is small or is not counted, and that would end the prediction.
+_LEFT_OUT = (
+    *("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules", "cp_comm_type", "fp8"),
+    *("moe_shared_expert_intermediate_size", "moe_z_loss_coeff", "moe_aux_loss_coeff"),
+)
+
+
+@dataclass(frozen=True)
+class RunPrediction:
+    """A step of a layout.
+
+    Attributes:
+        parallel: the layout of training.
+        update: [s] of ``update_actor``.
+        generate: [s] of generation in the workers.
+        weights: [s] of a transfer of the weights to as many other GPUs.
+        bubble: the share of the pipeline's time that is idle.
+        traffic: the bytes of ``update_actor``.
+        memory: [bytes] of a GPU in ``update_actor``.
+    """
+
+    parallel: ParallelConfig
+    update: float
+    generate: float
+    weights: float
+    bubble: float
+    traffic: tuple[Traffic, ...]
+    memory: int
+
+    def __str__(self) -> str:
+        sizes = {axis: getattr(self.parallel, axis) for axis in ("tp", "pp", "cp", "ep", "vpp")}
+        layout = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size and size > 1) or "dp alone"
+        moved = sum(each.nbytes for each in self.traffic) / _GB
+        return (
+            f"{layout}: update {self.update:.3g} s, bubble {self.bubble:.0%}, {moved:.3g} GB between ranks, "
+            f"{self.memory / _GB:.1f} GB on a GPU"
+        )
+
+
+def predict_run(actor: ActorConfig, world_size: int, step: StepRows, hardware: Hardware) -> RunPrediction:
+    """Predict a step of the actor, in which all rows have the largest length.
+
+    Raises:
+        LayoutError: the axes do not divide the world size.
+        ConfigError: the rows do not fill micro-batches, or a setting is not counted.
+    """
+    length, size = step.length, actor.update_size
+    micro = max(1, size.tokens // length) if size.tokens else size.rows
+    transformer = {key: value for key, value in actor.model.transformer.items() if key not in _LEFT_OUT}
+    if actor.model.num_moe_experts:
+        transformer["moe_router_load_balancing_type"] = "none"
+    model = replace(actor.model, transformer=transformer, add_bias_linear=False, add_qkv_bias=False, qk_layernorm=False)
+    counted = replace(actor, model=model, ppo_micro_batch_size=micro, ppo_max_tokens_per_micro_batch=0, packed=False)
+    rows = replace(step, rows=min(actor.ppo_mini_batch_size, step.rows))
+    traffic = communication_of_step(counted, world_size, rows)
+    steps = math.ceil(step.rows / actor.ppo_mini_batch_size) * actor.ppo_epochs
+    planned = PlannedRole(actor.model, actor.parallel, world_size, actor.optim, ddp=actor.ddp, fused=True)
+    count = rows.rows // planned.layout.dp // micro
+    batch = Batch(micro, length, step.targets, count, actor.log_prob_chunk_tokens)
+    moved = [(each.axis, each.operation, each.nbytes) for each in traffic]
+    fp8 = bool(actor.model.transformer.get("fp8"))
+    update = step_time(actor.model, actor.parallel, world_size, count, micro, length, moved, hardware, fp8=fp8)
+    again = 4 / 3 if actor.model.transformer.get("recompute_granularity") == "full" else 1.0
+    engine = actor.rollout.parallel or actor.parallel
+    return RunPrediction(
+        actor.parallel,
+        steps * (again * (update.seconds - update.once) + update.once),
+        generation_seconds(actor.model, engine, world_size, step.rows, length, length, hardware),
+        weight_seconds(actor.model, world_size, world_size, hardware),
+        update.bubble,
+        tuple(replace(each, nbytes=steps * each.nbytes) for each in traffic),
+        max(planned.train(stage, batch).total for stage in range(actor.parallel.pp)),
+    )
+
+
+def ranked_layouts(actor: ActorConfig, world_size: int, step: StepRows, hardware: Hardware) -> list[RunPrediction]:
+    """Return the layouts of training that fit the model, the rows and the memory of a GPU, the fastest first."""
+    found = []
+    for parallel in _layouts(actor, world_size, hardware):
+        try:
+            made = predict_run(replace(actor, parallel=parallel), world_size, step, hardware)
+        except MControllerError:  # it does not fit the model or the rows
+            continue
+        if made.memory <= MOST_OF_MEMORY * hardware.memory:
+            found.append(made)
+    return sorted(found, key=lambda made: made.update)
+
+
+def _layouts(actor: ActorConfig, world_size: int, hardware: Hardware) -> Iterator[ParallelConfig]:
+    """Yield layouts of sizes that are powers of two, with the context parallelism of the configuration."""
+    given, experts = actor.parallel, actor.model.num_moe_experts or 1
+    for tp in _powers(min(hardware.gpus_per_node, world_size)):
+        for pp in _powers(min(actor.model.num_layers, world_size // tp)):
+            for ep in _powers(min(experts, world_size // pp)):
+                sequence = tp > 1 and (given.sequence_parallel or experts > 1 or given.tp == 1)
+                etp = 1 if experts > 1 else None
+                yield replace(given, tp=tp, pp=pp, ep=ep, etp=etp, vpp=None, sequence_parallel=sequence)
+
+
+def _powers(most: int) -> list[int]:
+    return [2**power for power in range(most.bit_length())]
+
+
+def prediction_lines(actor: ActorConfig, world_size: int, step: StepRows, name: str | None) -> list[str]:
+    """Return what ``check`` prints: the layout of the configuration, and the ones that fit.
+
+    Args:
+        actor: the actor.
+        world_size: number of ranks.
+        step: the rows of a step of the run.
+        name: of the hardware; None: the default.
+    """
+    name = name or DEFAULT
+    hardware = hardware_of(name)
+    lines = [f"prediction on {name}, for the order of layouts and not for milliseconds (docs/prediction.md):"]
+    try:
+        made = predict_run(actor, world_size, step, hardware)
+        times = f"; generation in the workers {made.generate:.3g} s, weights to other GPUs {made.weights:.3g} s"
+        lines.append(f"  this layout: {made}{times}")
+    except ConfigError as error:
+        lines.append(f"  this layout is not predicted: {error}")
+    ranked = ranked_layouts(actor, world_size, step, hardware)
+    lines += [f"  {place}. {made}" for place, made in enumerate(ranked[:SHOWN], 1)]
+    return [*lines, f"  {len(ranked)} layouts fit" + ("; the fastest are above" if len(ranked) > SHOWN else "")]
+
+
+def write_prediction(
+    directory: Path, actor: ActorConfig, world_size: int, prompts: int, name: str | None, *, on_gpu: bool
+) -> None:
+    """Write the prediction of a run into its directory, for ``mcontroller trace``; without seconds on a CPU.
+
+    Args:
+        directory: of the run.
+        actor: the actor.
+        world_size: number of ranks.
+        prompts: problems of a step.
+        name: of the hardware; None: the default, on a GPU.
+        on_gpu: whether the run uses GPUs.
+    """
+    rollout = actor.rollout
+    step = StepRows(prompts * rollout.n, rollout.prompt_length + rollout.response_length, rollout.response_length)
+    try:
+        made = predict_run(actor, world_size, step, hardware_of(name or DEFAULT))
+    except ConfigError as error:
+        replace_text(directory / PREDICTION, json.dumps({"error": str(error)}))
+        return
+    timed = on_gpu or name is not None
+    predicted: dict[str, Any] = {
+        "hardware": name or (DEFAULT if on_gpu else "CPU"),
+        "seconds": {"actor.update_actor": made.update, "actor.generate_sequences": made.generate} if timed else {},
+        "bubble": {"actor.update_actor": made.bubble} if made.parallel.pp > 1 else {},
+        "bytes": {"actor.update_actor": _of_groups(made.traffic)},
+        "memory": {"actor": made.memory} if on_gpu else {},
+    }
+    replace_text(directory / PREDICTION, json.dumps(predicted, indent=1))
+
+
+def _of_groups(traffic: Sequence[Traffic]) -> dict[str, tuple[str, int]]:
+    """Return the axis and the bytes of each group, by Megatron's name of it."""
+    found: dict[str, tuple[str, int]] = {}
+    for each in traffic:
+        found[each.group] = each.axis, each.nbytes + found.get(each.group, ("", 0))[1]
+    return found
