@@ -15,6 +15,8 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.utils import unwrap_model
 
 
 def with_step(output, loss=gpt.loss, program=gpt.program, **changes):
@@ -54,16 +56,6 @@ def from_logits(model, data):
 gathered_logits = with_step(from_logits, model_provider=with_gathered_logits)
 
 
-# Tokens are counted over tensor-parallel ranks, which have the same ones.
-def counted_over_tp(mask, values):
-    total, tokens, report = gpt.loss(mask, values)
-    torch.distributed.all_reduce(tokens, group=parallel_state.get_tensor_model_parallel_group())
-    return total, tokens, report
-
-
-wrong_group = with_step(losses, counted_over_tp)
-
-
 # Megatron-LM#7452: the sinks of attention are divided over tp and not marked: the gradient norm leaves some out.
 def with_sinks(config, pre_process, post_process, vp_stage=None):
     spec = get_gpt_layer_local_spec(normalization="RMSNorm")
@@ -95,10 +87,47 @@ def with_auxiliary_loss(**parallel):
 auxiliary_loss = dataclasses.replace(gpt.program, config=with_auxiliary_loss)
 
 
-# verl#5867: a mean over the tokens of each micro-batch, and then a mean over micro-batches and ranks.
-def mean_of_own_tokens(mask, values):
-    mean = (values * mask).sum() / mask.sum()
-    return mean, {"lm loss": mean.detach().clone()}
+# Megatron-LM#7452: the padding mask of the router is divided by ranks of another group than the tokens that it masks.
+def with_masked_routers(config, pre_process, post_process, vp_stage=None):
+    model = gpt.model_provider(config, pre_process, post_process, vp_stage)
+    size = config.tensor_model_parallel_size if config.sequence_parallel else 1
+
+    def masked(router, inputs):
+        return inputs[0], model.padding.chunk(size)[parallel_state.get_data_parallel_rank() % size]
+
+    for module in model.modules():
+        if isinstance(module, TopKRouter):
+            module.register_forward_pre_hook(masked)
+    return model
+
+
+def with_padding(data_iterator, model):
+    data = next(data_iterator)
+    unwrap_model(model).padding = data["loss_mask"].T == 0
+    return gpt.forward_step(iter([data]), model)
+
+
+def without_bias(**parallel):
+    config = with_auxiliary_loss(**parallel)
+    config.moe_router_enable_expert_bias = False
+    return config
+
+
+padding_mask = dataclasses.replace(
+    gpt.program, config=without_bias, model_provider=with_masked_routers, forward_step=with_padding
+)
+
+
+# verl#5983: the tokens of a step are counted over data-parallel ranks alone: each cp rank has a mean of its own.
+def with_tokens_of_step(index):
+    first = index - index % gpt.program.micro_batches
+    step = [gpt.batch(first + each)["loss_mask"] for each in range(gpt.program.micro_batches)]
+    return gpt.batch(index) | {"loss_mask": gpt.batch(index)["loss_mask"] / torch.stack(step).sum()}
+
+
+def mean_of_step(mask, values):
+    total, count = (values * mask).sum(), gpt.program.micro_batches
+    return total * count, {"lm loss": torch.stack([total.detach(), torch.tensor(1 / count)])}
 
 
 def without_token_counts(**parallel):
@@ -107,7 +136,7 @@ def without_token_counts(**parallel):
     return config
 
 
-mean_of_means = with_step(losses, mean_of_own_tokens, config=without_token_counts)
+tokens_over_dp = with_step(losses, mean_of_step, config=without_token_counts, batch=with_tokens_of_step)
 
 
 # Megatron-LM#7452: Megatron divides the sum of a loss by the tokens that count on this context-parallel rank.

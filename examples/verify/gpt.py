@@ -43,10 +43,13 @@ def whole_batch(index):
     }
 
 
-def batch(index):
+def own_positions():
     size, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
-    positions = zigzag_positions(LENGTH, size, rank, "cpu")  # of two pieces
-    return {name: value.index_select(1, positions) for name, value in whole_batch(index).items()}
+    return zigzag_positions(LENGTH, size, rank)  # of two pieces
+
+
+def batch(index):
+    return {name: value.index_select(1, own_positions()) for name, value in whole_batch(index).items()}
 
 
 def loss(mask, losses):

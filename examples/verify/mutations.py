@@ -2,10 +2,11 @@
 
     python -m examples.verify.mutations [--files PART ...] [--list]
 
-A mutation removes a collective or a scale, or doubles its result, in the code of a function while it stays in place.
-Prints for each whether verify finds it on small layouts of the two examples: found, equivalent (the training has the
-same bits), missed, or not reached by any of the layouts; and whether the place that it names is the module that ran the
-changed line, or the one around it.
+A mutation removes a collective or a scale, doubles its result, or moves its statement past a neighbouring one, in the
+code of a function while it stays in place. Prints for each whether verify finds it on small layouts of the two
+examples: found, equivalent (the training has the same bits), missed, or not reached by any of the layouts; and whether
+the named place is that of the changed line. In a forward pass, that is the module that ran it, or the one around it; in
+a backward pass, a module whose operation ran it; after that, what the line computes: gradients, or their norm.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import copy
 import dataclasses
 import functools
 import importlib
@@ -25,7 +27,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType, FunctionType
+from types import CodeType, FrameType, FunctionType
 
 import torch
 
@@ -34,6 +36,7 @@ from mcontroller.verify.program import load_program
 from parallel_state.cpu.literals import rewrite
 
 HERE = Path(__file__).parent
+Operation = torch.autograd.function.BackwardCFunction  # of the graph of autograd: a call of an autograd.Function
 DENSE = ("tp=2", "tp=2,sp", "cp=2", "dp=2", "dp=2,distopt", "pp=2", "pp=2,vpp=2")
 EXPERTS = ("ep=2", "tp=2,ep=2,etp=1,sp", "tp=2,ep=2,sp", "dp=2", "cp=2")
 MODULES = {
@@ -85,20 +88,49 @@ class Mutation:
 
 
 class Reached:
-    """Where the changed line ran first: the classes of the modules that ran it, the innermost first."""
+    """Where the changed line ran first: the classes of the modules that ran it, the innermost first, and the pass."""
 
     def __init__(self) -> None:
         self.modules: list[str] | None = None
+        self.during = "forward"
 
     def __call__(self) -> None:
         if self.modules is None:
-            frame, found = sys._getframe(1), []
-            while frame is not None:
-                owner = frame.f_locals.get("self")
-                if isinstance(owner, torch.nn.Module) and type(owner).__name__ not in found:
-                    found.append(type(owner).__name__)
-                frame = frame.f_back
-            self.modules = found
+            frame, found = sys._getframe(1), modules_of(sys._getframe(1))
+            while not found and frame is not None:
+                operations = [each for each in frame.f_locals.values() if isinstance(each, Operation)]
+                found = next((getattr(each, "called_by", []) for each in operations), [])
+                self.during, frame = "backward", frame.f_back
+            self.modules, self.during = found, self.during if found else "after"
+
+
+def modules_of(frame: FrameType | None) -> list[str]:
+    """Return the classes of the modules that are running."""
+    found = []
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        name = type(owner).__name__
+        # DistributedDataParallel also reduces and updates
+        if isinstance(owner, torch.nn.Module) and name not in (*found, "DistributedDataParallel"):
+            found.append(name)
+        frame = frame.f_back
+    return found
+
+
+def remember_caller(module: torch.nn.Module, _: object, output: object) -> None:
+    """Write the running modules on the operations of autograd that a module has called: a hook of all modules."""
+    values = output if isinstance(output, tuple | list) else [output]
+    left = [each.grad_fn for each in values if isinstance(each, torch.Tensor) and each.grad_fn is not None]
+    running, seen = modules_of(sys._getframe(1)), set(left)
+    while left:
+        node = left.pop()
+        if isinstance(node, Operation):
+            if hasattr(node, "called_by"):
+                continue
+            node.called_by = running
+        new = {each for each, _ in node.next_functions if each is not None} - seen
+        seen |= new
+        left += new
 
 
 def places(tree: ast.AST) -> Iterator[tuple[int, ast.expr | ast.stmt, str]]:
@@ -129,7 +161,8 @@ def mutations(module: str) -> Iterator[Mutation]:
     for number, node, kind in places(tree):
         owner = next(((n, f) for n, f in functions(tree) if f.lineno <= node.lineno <= (f.end_lineno or 0)), None)
         if owner is not None:
-            for how in ("remove", "double"):
+            moves = ("move",) if neighbours(tree, node) else ()
+            for how in ("remove", "double", *moves):
                 yield Mutation(module, number, how, node.lineno, owner[0], f"{kind} {ast.unparse(node)[:60]}")
 
 
@@ -160,7 +193,9 @@ def planted(changes: Mapping[Mutation, Reached]) -> Iterator[None]:
         tree = tree_of(module)
         nodes = {number: node for number, node, _ in places(tree)}
         own = [each for each in changes if each.module == module]
-        new = {nodes[each.node]: changed(nodes[each.node], each.how, f"_reached[{each.node}]") for each in own}
+        new = {}
+        for each in own:
+            new |= replacements(tree, nodes[each.node], each.how, f"_reached[{each.node}]")
         code = compile(ast.fix_missing_locations(Replace(new).visit(tree)), tree_path(module), "exec")
         vars(sys.modules[module])["_reached"] = {each.node: changes[each] for each in own}
         for mutation in own:
@@ -168,9 +203,11 @@ def planted(changes: Mapping[Mutation, Reached]) -> Iterator[None]:
             if function is not None:
                 before.setdefault(function, function.__code__)
                 function.__code__ = code_of(code, mutation.function)
+    hook = torch.nn.modules.module.register_module_forward_hook(remember_caller)
     try:
         yield
     finally:
+        hook.remove()
         for function, code in before.items():
             function.__code__ = code
 
@@ -188,6 +225,29 @@ class Replace(ast.NodeTransformer):
     def visit(self, node: ast.AST) -> ast.AST:
         found = self._new.get(node)
         return self.generic_visit(node) if found is None else ast.copy_location(found, node)
+
+
+def neighbours(tree: ast.AST, node: ast.AST) -> tuple[ast.stmt, ast.stmt] | None:
+    """Return the statement of a place, and one that can change places with it: the next, or else the one before."""
+    simple = (ast.Expr, ast.Assign, ast.AugAssign)
+    for parent in ast.walk(tree):
+        for block in (getattr(parent, name, None) for name in ("body", "orelse", "finalbody")):
+            for index, each in enumerate(block if isinstance(block, list) else ()):
+                if isinstance(each, simple) and any(part is node for part in ast.walk(each)):
+                    beside = [*block[index + 1 : index + 2], *block[max(index - 1, 0) : index]]
+                    is_text = (isinstance(getattr(other, "value", None), ast.Constant) for other in beside)
+                    found = [o for o, text in zip(beside, is_text, strict=True) if isinstance(o, simple) and not text]
+                    return (each, found[0]) if found else None
+    return None
+
+
+def replacements(tree: ast.AST, node: ast.AST, how: str, reached: str) -> dict[ast.AST, ast.AST]:
+    """Return what replaces the nodes of a tree."""
+    if how != "move":
+        return {node: changed(node, how, reached)}
+    own, other = neighbours(tree, node)
+    noted = ast.If(ast.Constant(True), [*ast.parse(f"{reached}()").body, copy.deepcopy(own)], [])
+    return {own: copy.deepcopy(other), other: noted}
 
 
 def changed(node: ast.AST, how: str, reached: str) -> ast.AST:
@@ -208,8 +268,9 @@ def changed(node: ast.AST, how: str, reached: str) -> ast.AST:
             doubled = f"_doubled({ast.unparse(node)}, {kept})"
             new = doubled if in_place(node) else f"({ast.unparse(node)}) * 2"
         new = new.replace("_removed", "(lambda tensor: None)")
+        twice = "[each.mul_(2) for each in (tensor if isinstance(tensor, list) else [tensor])]"
         waited = "work.wait() if hasattr(work, 'wait') else None"
-        new = new.replace("_doubled", f"(lambda work, tensor: ({waited}, tensor.mul_(2), work)[2])")
+        new = new.replace("_doubled", f"(lambda work, tensor: ({waited}, {twice}, work)[2])")
     return ast.parse(f"({reached}(), {new})[1]", mode="eval").body
 
 
@@ -244,7 +305,7 @@ def tried(mutation: Mutation, cases: list[tuple[str, str]], verifiers: dict[str,
         with planted({mutation: reached}):
             outcome = verifiers[kind].verify(text)
         if not outcome.equal:
-            located = place_is_right(outcome, reached.modules or [], verifiers[kind].records(1).sources)
+            located = place_is_right(outcome, mutation, reached, verifiers[kind].records(1).sources)
             return "found", f"{text}: {located} {outcome.first()[:150]}"
         same_bits = same_bits and outcome.bits == clean(verifiers[kind], text).bits
     if same_bits:
@@ -257,18 +318,24 @@ def clean(verifier: Verifier, text: str) -> Outcome:
     return verifier.verify(text)
 
 
-def place_is_right(outcome: Outcome, modules: list[str], sources: Mapping[str, str]) -> str:
-    """Return whether the named place is the module that ran the line, the one around it, or a part of it."""
+def place_is_right(outcome: Outcome, mutation: Mutation, reached: Reached, sources: Mapping[str, str]) -> str:
+    """Return the pass in which a line ran, and whether the report names its place."""
     if outcome.failure is not None:
         return "[error]"
-    modules = [each for each in modules if each != "DistributedDataParallel"]  # it also reduces and updates
-    if not modules:  # in the backward pass, or after it
-        return "[outside modules]"
-    if outcome.place is None:
-        return "[NO PLACE]"
-    around = sources.get(outcome.place.module.rpartition(".")[0], "").split(",")[0]
-    is_near = outcome.place.source.split(",")[0] in modules[:2] or around == modules[0]
-    return "[located]" if is_near else f"[ELSEWHERE: {modules[:2]}]"
+    place, modules = outcome.place, reached.modules or []
+    if reached.during == "after":
+        kinds = {each.kind for each in outcome.differences}
+        of_gradient = bool({"gradient", "buffer"} & kinds)
+        in_loss = place is not None and not place.computed_by and place.direction == "backward"
+        is_right = in_loss if "schedules" in mutation.module else place is None and of_gradient
+        if "clip_grads" in mutation.module or "param_sync" in mutation.function:
+            is_right = place is None and not of_gradient
+    else:
+        names = [] if place is None else [place.source, *(each.partition("(")[2] for each in place.computed_by)]
+        named = [each.split(",")[0] for each in names]
+        around = "" if place is None else sources.get(place.module.rpartition(".")[0], "").split(",")[0]
+        is_right = any(each in modules[:2] for each in named) or around in modules[:1]
+    return f"[{reached.during}]" if is_right else f"[{reached.during}, ELSEWHERE: {modules[:2]}]"
 
 
 def main() -> None:

@@ -35,6 +35,8 @@ class _Recorded:
     records: StepRecords
     gradients: dict[str, _Pair]  # the finalized ones and those of one process, by name
     missing_marks: dict[str, str]  # by name, if the sum over tp is missing
+    ended: int  # the number of calls in the trace of the ranks when the gradients were finalized
+    positions: list[torch.Tensor]  # of its micro-batches, if the program says which tokens a rank has
 
 
 @dataclasses.dataclass
@@ -44,10 +46,12 @@ class Located:
     Attributes:
         place: the first module that differs; None if no activation and no gradient of one does.
         notes: for (rank, parameter) what the finalized gradient is instead.
+        finalized_by: if no activation differs, what the rank communicated between the backward pass and the update.
     """
 
     place: DifferingModule | None
     notes: dict[tuple[int, str], str]
+    finalized_by: tuple[str, ...] = ()
 
     def noted(self, difference: Difference) -> Difference:
         """Return a difference with the note of its rank and parameter."""
@@ -82,7 +86,8 @@ def locate(
     search = _Search(program, variant, reference, step, true, ranks, list(trace))
     gradients = [each for each in differences if each.kind == "gradient"]
     notes = {(each.rank, each.name): search.note_of_gradient(each.rank, each.name) for each in gradients}
-    return Located(search.first("forward") or search.first("backward"), notes)
+    place = search.first("forward") or search.first("backward")
+    return Located(place, notes, () if place or not gradients else search.finalized_by(gradients[0].rank))
 
 
 def _record_rank(
@@ -95,6 +100,7 @@ def _record_rank(
         training.update(index)
     records = record_step(training.models, trace)
     values = training.forward_backward(step - 1)
+    ended = len(trace)
     true = reference.steps[step - 1].gradients
     pairs = {
         each.name: (gradient[0].clone(), each.of(true).reshape(-1)[gradient[1]])
@@ -104,7 +110,8 @@ def _record_rank(
     own = training.micro_batches(step - 1)
     first, count = own[0] - program.micro_batches * (step - 1), len(own) // variant.merged
     marks = {each.name: missing_mark(each, variant) for each in training.named}
-    return _Recorded(*here(variant), first, count, records, pairs, marks)
+    positions = [] if program.positions is None else [program.positions(index) for index in own]
+    return _Recorded(*here(variant), first, count, records, pairs, marks, ended, positions)
 
 
 class _Search:
@@ -144,7 +151,8 @@ class _Search:
                 index = call[1] * self._variant.merged + rank.first
                 at = self._step, rank.rank, rank.coordinates
                 calls = self._calls(direction, call, rank, candidates)
-                return DifferingModule(direction, name, source, index, *at, error, note, calls)
+                by = self._computed_by(call, rank) if direction == "backward" else ()
+                return DifferingModule(direction, name, source, index, *at, error, note, calls, by)
         return None
 
     def _calls(
@@ -163,7 +171,10 @@ class _Search:
             start = max(
                 (at for other, at in records.computed.items() if at <= end and self._is_right(other, rank)), default=0
             )
-        made = [each for each in self._trace[start:end] if each.rank == rank.rank]
+        return self._made(rank, start, end, true)
+
+    def _made(self, rank: _Recorded, start: int, end: int, true: Sequence[torch.Tensor]) -> tuple[str, ...]:
+        made = [each for each in self._trace[start:end] if each.rank == rank.rank and len(each.members) > 1]
         return tuple(
             dict.fromkeys(
                 f"{each.operation} over {each.axis or each.group} at {each.through or each.line}"
@@ -171,6 +182,15 @@ class _Search:
                 for each in made
             )
         )
+
+    def finalized_by(self, rank: int) -> tuple[str, ...]:
+        """Return the collectives of a rank after the last gradient of an activation."""
+        recorded = self._ranks[rank]
+        return self._made(recorded, max(recorded.records.computed.values(), default=0), recorded.ended, ())
+
+    def _computed_by(self, call: ModuleCall, rank: _Recorded) -> tuple[str, ...]:
+        sources, consumers = rank.records.sources, rank.records.consumers.get(call, [])
+        return tuple(f"{name} ({sources[name]}): {', '.join(operations)}" for name, operations in consumers)
 
     def _values(self, transfer: Transfer, true: Sequence[torch.Tensor]) -> str:
         """Return what a collective got and returned, compared with values of one process."""
@@ -208,7 +228,7 @@ class _Search:
             is_trained = call[1] < rank.count  # later passes compute scores, of other rows
             wholes = self._wholes(true, call, rank.first) if call[0] == name and is_trained else []
             scale = self._scale(rank, call) if direction == "backward" else 1.0
-            parts = [each for whole in wholes for each in self._parts(whole, rank)]
+            parts = [each for whole in wholes for each in self._parts(whole, rank, call[1])]
             candidates = [each * scale for each in parts if each.shape == mine.shape]
             if candidates:
                 yield call, mine, candidates
@@ -242,7 +262,7 @@ class _Search:
             mine = other.records.gradients.get((model or "", call[1], 0)) if same else None
             wholes = self._wholes(self._true.gradients, (model or "", call[1], 0), rank.first)
             if mine is not None and wholes:
-                found = [each for whole in wholes for each in self._parts(whole, other)]
+                found = [each for whole in wholes for each in self._parts(whole, other, call[1])]
                 parts = [each for each in found if each.shape == mine.shape]
                 if parts:
                     fit = min(parts, key=lambda each: error_between(mine, each * _factor(mine, each)))
@@ -256,7 +276,7 @@ class _Search:
                  for merged in {1, self._variant.merged}]  # fmt: skip
         return min(known, key=lambda each: abs(each - factor))
 
-    def _parts(self, whole: torch.Tensor, rank: _Recorded) -> list[torch.Tensor]:
+    def _parts(self, whole: torch.Tensor, rank: _Recorded, index: int) -> list[torch.Tensor]:
         """Return the tensor and its parts on a rank: of the sequence, as cp and sp divide it, and of the last dim."""
         layout, at = self._variant.layout, rank.coordinates
         parts = [whole]
@@ -265,6 +285,9 @@ class _Search:
         if layout.cp > 1:
             for each in list(parts):
                 for dim in [dim for dim, size in enumerate(each.shape) if size == self._length]:
+                    if rank.positions and self._variant.merged == 1:
+                        parts.append(each.index_select(dim, rank.positions[index]))
+                        continue
                     pieces = each.chunk(2 * layout.cp, dim)
                     parts.append(torch.cat([pieces[at["cp"]], pieces[2 * layout.cp - 1 - at["cp"]]], dim))
         if layout.tp > 1:

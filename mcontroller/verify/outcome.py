@@ -57,6 +57,8 @@ class DifferingModule:
         error: the largest difference, relative to the largest value.
         note: what the value is instead, if that is simple.
         collectives: what the rank communicated in the module; backward, since the last gradient that is right.
+        computed_by: backward, the modules in whose backward pass the gradient is computed, and their operations; empty
+            if that is the loss or another stage.
     """
 
     direction: str
@@ -69,6 +71,7 @@ class DifferingModule:
     error: float
     note: str = ""
     collectives: tuple[str, ...] = ()
+    computed_by: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         what = "output of" if self.direction == "forward" else "gradient of the output of"
@@ -95,6 +98,7 @@ class Outcome:
         bits: a sum over the bits that all ranks have after the last step.
         rounding: in bfloat16, for each kind of values the largest relative difference from one process in bfloat16,
             from one in float32, and between these two.
+        finalized_by: if no activation differs, what the rank communicated between the backward pass and the update.
     """
 
     layout: str
@@ -106,6 +110,7 @@ class Outcome:
     seconds: float = 0.0
     bits: str = ""
     rounding: dict[str, tuple[float, float, float]] = field(default_factory=dict)
+    finalized_by: tuple[str, ...] = ()
 
     @property
     def equal(self) -> bool:
@@ -135,10 +140,13 @@ class Outcome:
             more = f"; {len(names)} in all: {', '.join(names[:4])}{', ...' if len(names) > 4 else ''}"
             found.append(f"{worst}{more if len(names) > 1 else ''}")
         if self.place is None:
-            return found
+            ran = "\n  ".join(self.finalized_by)
+            return [*found, f"after the backward pass: {ran}"] if ran else found
         ran = "\n  ".join(self.place.collectives) or "no collective"
-        where = "in it" if self.place.direction == "forward" else "since the last gradient that is right"
-        return [*found, str(self.place), f"{where}: {ran}"]
+        if self.place.direction == "forward":
+            return [*found, str(self.place), f"in it: {ran}"]
+        by = "\n  ".join(self.place.computed_by) or "the loss or another stage"
+        return [*found, str(self.place), f"computed by {by}", f"since the last gradient that is right: {ran}"]
 
     def report(self) -> str:
         """Return the differences, as an error or a failing test shows them."""

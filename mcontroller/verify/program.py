@@ -38,6 +38,9 @@ class Program:
         seq_length: tokens in a row, over all ranks.
         micro_batches: micro-batches of one step, over all data-parallel ranks.
         micro_batch_size: rows of a micro-batch.
+        merge: returns several micro-batches as one, for ``mbs=N``; None joins the tensors of dicts along their rows.
+        positions: returns the positions in the sequence, of the tokens of the micro-batch of a global index, that this
+            context-parallel rank has, in its order; None for a piece of each end. Differences are located with it.
         trained_by: the subclass of ``Training`` that trains a rank; None for Megatron's schedule.
         seeded: whether the initial weights are the same in every layout.
         scale: of reported values; the error of smaller ones is measured against it.
@@ -54,6 +57,8 @@ class Program:
     seq_length: int
     micro_batches: int = 4
     micro_batch_size: int = 1
+    merge: Callable[[Sequence[Any]], Any] | None = None
+    positions: Callable[[int], torch.Tensor] | None = None
 
     def smaller(self, *, micro_batches: int | None = None, seq_length: int | None = None, **fields: Any) -> Program:
         """Return the program with fewer micro-batches, shorter rows, and other values of fields of its config.
@@ -88,10 +93,12 @@ class Program:
         batches = [self.batch(index) for index in indices]
         if len(batches) == 1:
             return batches[0]
+        if self.merge is not None:
+            return self.merge(batches)
         if not all(isinstance(each, dict) for each in batches):
             raise VerifyError(
                 f"mbs={len(batches)} merges micro-batches that are dicts of tensors, and batch returns a "
-                f"{type(batches[0]).__name__}; return a dict, or leave mbs out"
+                f"{type(batches[0]).__name__}; return a dict, give the program merge, or leave mbs out"
             )
         return {name: _joined([each[name] for each in batches], self.micro_batch_size) for name in batches[0]}
 

@@ -32,6 +32,8 @@ class StepRecords:
         began: the number of calls in the trace of the ranks when a module was called.
         ended: the same when the call began, and when it returned.
         computed: the same when the gradient of a call's output was computed.
+        consumers: call -> the modules that got its output, in whose backward pass its gradient is computed, each with
+            the operations that do it.
         containers: the names of the modules that contain all layers of a stage, whose output other stages do not have.
     """
 
@@ -41,6 +43,7 @@ class StepRecords:
     began: dict[str, int] = field(default_factory=dict)
     ended: dict[ModuleCall, tuple[int, int]] = field(default_factory=dict)
     computed: dict[ModuleCall, int] = field(default_factory=dict)
+    consumers: dict[ModuleCall, list[tuple[str, tuple[str, ...]]]] = field(default_factory=dict)
     containers: set[str] = field(default_factory=set)
 
 
@@ -73,10 +76,11 @@ class _MicroBatch:
         self._index = -1
         self._calls: dict[str, int] = {}
         self._last: torch.Tensor | None = None
+        self._nodes: dict[Any, ModuleCall] = {}  # of the graph of autograd: what computed the output of a call
 
     def begin(self, *_: Any) -> None:
         self._index += 1
-        self._calls, self._last = {}, None
+        self._calls, self._last, self._nodes = {}, None, {}
 
     def enter(self, name: str) -> None:
         self._records.began[name] = len(self._trace)
@@ -93,6 +97,24 @@ class _MicroBatch:
         self._records.ended[call] = self._records.began[name], len(self._trace)
         if tensor.requires_grad:
             tensor.register_hook(lambda gradient: self._add_gradient(call, gradient))  # type: ignore[no-untyped-call]
+            if tensor.grad_fn is not None:  # else what another stage has sent
+                self._add_consumer(name, tensor.grad_fn)
+                self._nodes.setdefault(tensor.grad_fn, call)
+
+    def _add_consumer(self, name: str, node: Any) -> None:
+        """Add the operations between the output of a module and the outputs that it got."""
+        found, producers, left = {node}, set(), [node]
+        while left:
+            for each, _ in left.pop().next_functions:
+                if each in self._nodes:
+                    producers.add(self._nodes[each])
+                elif each is not None and each not in found:
+                    found.add(each)
+                    left.append(each)
+        own = [each for each in found if isinstance(each, torch.autograd.function.BackwardCFunction)]
+        operations = tuple(sorted({each.name().removesuffix("Backward") for each in own or found}))
+        for producer in producers:
+            self._records.consumers.setdefault(producer, []).append((name, operations))
 
     def _add_gradient(self, call: ModuleCall, gradient: torch.Tensor) -> None:
         self._records.gradients[call] = gradient.detach().clone()

@@ -178,7 +178,7 @@ class Verifier:
         if found and self.locates:
             true = self.records(found[0].step)
             located = locate(self.program, variant, self.reference, true, outcome.differences)
-            outcome.place = located.place
+            outcome.place, outcome.finalized_by = located.place, located.finalized_by
             outcome.differences = [located.noted(each) for each in outcome.differences]
 
     def _measure(self, variant: Variant, outcome: Outcome) -> None:

@@ -14,6 +14,7 @@ EXAMPLES = Path(__file__).parents[3] / "examples" / "verify"
 GPT = load_program(f"{EXAMPLES / 'gpt.py'}:program")
 MOE = load_program(f"{EXAMPLES / 'moe.py'}:program")
 PACKED = load_program(f"{EXAMPLES / 'packed.py'}:program")
+PADDED = load_program(f"{EXAMPLES / 'packed.py'}:padded")
 
 
 def smaller(program: Program, **changes: Any) -> Program:

@@ -13,10 +13,10 @@ pytestmark = pytest.mark.simulated
 REPORTS = {
     "label_smoothing": ("tp=2", "gradient of the output of GPTModel (GPTModel, "),
     "gathered_logits": ("tp=2", "loss lm loss, step 1, rank 0 (tp=0): off by 0.17; 4.8"),
-    "wrong_group": ("tp=2", "is 0.5 times that of one process"),
+    "padding_mask": ("tp=2,dp=2,sp", "gradient decoder.layers.mlp.router.weight["),
     "attention_sinks": ("tp=2", "mark decoder.layers.self_attention.core_attention.softmax_offset[0], step 1"),
     "auxiliary_loss": ("mbs=2", "gradient decoder.layers.mlp.router.weight["),
-    "mean_of_means": ("cp=2", "gradient of the output of GPTModel (GPTModel, "),
+    "tokens_over_dp": ("cp=2", "gradient of the output of GPTModel (GPTModel, "),
     "counted_on_each_rank": ("cp=2", "gradient of the output of GPTModel (GPTModel, "),
     "tied_embeddings": ("pp=2", "the sum over pp is that of one process: a reduction over pp is missing"),
     "norm_weights": ("tp=2,sp", "a reduction over tp is missing; it is not marked sequence_parallel"),

@@ -13,12 +13,13 @@ import torch
 from megatron.core.distributed import param_and_grad_buffer
 from megatron.core.optimizer import optimizer as optimizers
 from megatron.core.tensor_parallel import layers
+from megatron.core.transformer import mlp
 from megatron.core.transformer.moe import experts, moe_layer
 
 from mcontroller.testing import LayoutFixture
-from mcontroller.verify import LayoutDiffers, Outcome, Verifier
+from mcontroller.verify import LayoutDiffers, Outcome, Program, Verifier
 from mcontroller.verify import verify_layout as assert_layout
-from tests.mcontroller.verify.programs import EXAMPLES, GPT, MOE, PACKED, smaller
+from tests.mcontroller.verify.programs import EXAMPLES, GPT, MOE, PACKED, PADDED, smaller
 
 pytestmark = pytest.mark.simulated
 
@@ -121,6 +122,8 @@ def test_gradients_of_the_distributed_optimizer_are_compared_by_shard(gpt: Verif
     kinds = [each.kind for each in outcome.differences]
     assert kinds.count("gradient") > 10
     assert {each.rank for each in outcome.differences} == {0, 1}
+    assert outcome.place is None
+    assert outcome.lines()[-1].startswith("after the backward pass: all_reduce over dp at megatron/core/")
 
 
 def test_a_norm_of_one_rank_is_found(gpt: Verifier) -> None:
@@ -191,7 +194,13 @@ def test_a_gradient_is_located_between_two_modules_and_its_collectives(gpt: Veri
     assert outcome.place.note == "is 2 times that of one process"
     (collective,) = outcome.place.collectives
     assert collective.startswith("all_reduce over tp at megatron/core/tensor_parallel/layers.py:")
-    assert outcome.lines()[-1] == f"since the last gradient that is right: {collective}"
+    (operation,) = outcome.place.computed_by
+    assert operation.startswith("output_layer (ColumnParallelLinear, megatron/core/tensor_parallel/layers.py:")
+    assert operation.endswith("): LinearWithGradAccumulationAndAsyncCommunication")
+    assert outcome.lines()[-2:] == [
+        f"computed by {operation}",
+        f"since the last gradient that is right: {collective}",
+    ]
 
 
 def test_a_module_that_differs_is_located_before_what_it_feeds(moe: Verifier) -> None:
@@ -240,9 +249,29 @@ def test_a_later_step_is_compared_too(gpt: Verifier) -> None:
     assert {(each.kind, each.step, each.rank) for each in outcome.differences} == {("weight", 2, 1)}
 
 
-@pytest.mark.parametrize("layout", ["tp=2,sp", "pp=2,dp=2,distopt"])
-def test_packed_rows_are_equal(layout: str) -> None:
-    assert_layout(smaller(PACKED), layout)
+@pytest.mark.parametrize(
+    ("program", "layouts"),
+    [(PACKED, ["tp=2,sp", "cp=2,dp=2", "pp=2,dp=2,distopt", "mbs=2"]), (PADDED, ["dp=2", "cp=2", "dp=2,mbs=2"])],
+    ids=["packed", "padded"],
+)
+def test_rows_of_unequal_lengths_are_equal(program: Program, layouts: list[str]) -> None:
+    verifier = Verifier(smaller(program, micro_batches=4), steps=1)
+    for layout in layouts:
+        outcome = verifier.verify(layout)
+        assert outcome.equal, (layout, outcome.lines())
+
+
+def test_a_fault_of_packed_rows_under_cp_is_located() -> None:
+    forward = mlp.MLP.forward
+
+    def doubled(self: Any, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        output, bias = forward(self, hidden, *args, **kwargs)
+        return output * 2.0, bias
+
+    verifier = Verifier(smaller(PACKED), steps=1)
+    verifier.records(1)
+    outcome = found(verifier, "cp=2", mlp.MLP, "forward", doubled)
+    assert outcome.place is not None and outcome.place.module == "decoder.layers.0"
 
 
 def test_unequal_rows_are_averaged_over_all_tokens() -> None:
