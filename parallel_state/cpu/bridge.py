@@ -35,7 +35,7 @@ class _WithStandIn(ImportHook):
                 execute(module)
                 return
             package, pytorch = (ModuleType(name) for name in _ENGINE)
-            pytorch.__getattr__ = _Nothing().__getattr__  # type: ignore[method-assign, assignment]
+            pytorch.__getattr__ = _Nothing().__getattr__  # type: ignore[method-assign]
             package.pytorch = pytorch  # type: ignore[attr-defined]
             sys.modules.update(zip(_ENGINE, (package, pytorch), strict=True))
             try:
