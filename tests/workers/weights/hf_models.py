@@ -200,7 +200,8 @@ def on_rank(path: Path, of: Model, axes: dict[str, Any], packed: bool, out: Path
     if of.settings:  # Bridge adds 1 to norms whose weights Megatron keeps around 0
         for parameter in (parameter for chunk in worker.model for parameter in chunk.parameters()):
             parameter.data.zero_()
-        gradients = {name: gradients[name] - added for name, added in tensors_of(worker).items()}
+        added = tensors_of(worker)
+        gradients = {name: found - 1 if bool((added[name] == 1).all()) else found for name, found in gradients.items()}
     return {
         "rows": worker.context.pg.dp.rank() * len(mask) + torch.arange(len(mask)),
         "streamed": streamed,
