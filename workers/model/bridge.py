@@ -29,7 +29,6 @@ from mcontroller.errors import ConfigError, DataError
 from parallel_state.megatron import MegatronContext
 from workers.config import ModelConfig, ParallelConfig
 from workers.config.fit import padded_vocab_size
-from workers.model.gpu_defaults import chosen_implementation
 from workers.model.local_spec import block_spec
 from workers.model.transformer_config import checked_fields, parallel_fields
 from workers.weights.hf.fields import INERT
@@ -103,7 +102,7 @@ class BridgeModel:
             "attention_dropout": model.attention_dropout,
             "hidden_dropout": model.hidden_dropout,
         }
-        if not torch.cuda.is_available():
+        if not (torch.cuda.is_available() and _has_engine()):
             fields |= _WITHOUT_ENGINE
         set_elsewhere = dict.fromkeys(fields.keys() - _ALWAYS.keys() - _WITHOUT_ENGINE.keys(), "model.* and parallel.*")
         fields |= checked_fields(type(self.config), model.transformer, "model.transformer", set_elsewhere)
@@ -111,7 +110,7 @@ class BridgeModel:
             if hasattr(self.config, name):
                 setattr(self.config, name, value)
         self.config._pg_collection = context.pg
-        if chosen_implementation(model.transformer_impl) == "local" and not _has_engine():
+        if not _has_engine():
             _use_local_layers(self.config, context, str(model.hf_path))
         try:
             self.config.finalize()
