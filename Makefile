@@ -29,17 +29,20 @@ test-fake-cuda: $(STAMP)
 	$(BIN)/python -m tests.in_two_processes --fake-cuda $(ARGS)
 
 # The newest megatron-core that pip has, in an environment of its own with Python 3.12, which it needs. Where there is no
-# Python 3.12, nothing is tested. pip may install a torch of several GB with CUDA libraries; it runs on a CPU as well.
+# Python 3.12, nothing is tested. Megatron-Bridge is tested with local layers, and with a stand-in for Transformer Engine
+# in a process of its own; it is installed without its dependencies, which are compiled with CUDA. pip may install a torch of several GB with CUDA libraries; it runs on a CPU as well.
 NEWEST       := .venv-newest
-NEWEST_TESTS := tests/parallel_state $(addprefix tests/workers/,checkpoint generate model router_replay train test_parity.py test_process_groups.py test_roles.py test_simulated_roles.py verify) tests/mcontroller/verify
+NEWEST_TESTS := tests/bridge tests/parallel_state $(addprefix tests/workers/,checkpoint generate model router_replay train test_parity.py test_process_groups.py test_roles.py test_simulated_roles.py verify) tests/mcontroller/verify
 PYTHON312    ?= $(shell for it in python3.12 $(wildcard $(HOME)/.pyenv/versions/3.12*/bin/python); do $$it -c "" 2> /dev/null && echo $$it && break; done)
 test-newest:
 	@if test -z "$(PYTHON312)"; then echo "test-newest: there is no Python 3.12, so nothing is tested; install it, or set PYTHON312"; \
-	else $(MAKE) --no-print-directory $(NEWEST)/.installed && $(NEWEST)/bin/python -m pytest $(NEWEST_TESTS) $(ARGS); fi
+	else $(MAKE) --no-print-directory $(NEWEST)/.installed && $(NEWEST)/bin/python -m pytest $(NEWEST_TESTS) $(ARGS) \
+		&& $(NEWEST)/bin/python -m pytest -p tests.bridge.with_transformer_engine tests/bridge; fi
 
 $(NEWEST)/.installed: pyproject.toml constraints.txt constraints-newest.txt
 	test -x $(NEWEST)/bin/python || $(PYTHON312) -m venv $(NEWEST)
 	$(NEWEST)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints-newest.txt --editable ".[cpu,hf,muon,test]"
+	$(NEWEST)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints-newest.txt --no-deps einops megatron-bridge
 	touch $@
 
 # The launch files on a real Slurm of two nodes and a real ssh server, on this machine. Needs root; installs both with apt.

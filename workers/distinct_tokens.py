@@ -294,6 +294,8 @@ def _computes(chunk: nn.Module) -> bool:
     config: Any = chunk.config
     if config.cuda_graph_impl != "none" or config.enable_cuda_graph or config.external_cuda_graph:
         return False  # shapes differ from batch to batch
+    if getattr(config, "experimental_attention_variant", None):
+        return False  # layers whose state depends on the tokens before
     if config.num_moe_experts is not None or config.mtp_num_layers or config.multi_latent_attention:
         return False
     of_adapters = getattr(getattr(chunk, "lora", None), "dropout", 0.0)

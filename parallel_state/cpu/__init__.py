@@ -63,7 +63,7 @@ def install(*, packages: Collection[str] = ()) -> bool:
         training.replace_triton_kernels()
         literals.add_packages(packages)
         literals.install_hook(megatron.PATCHES | training.PATCHES)
-        bridge.install_hook()
+        bridge.stand_in_for_engine()
         _installed = True
         return True
 

@@ -13,13 +13,13 @@ from typing import Any
 
 from parallel_state.patches.import_hook import ImportHook
 
-__all__ = ["UNGUARDED", "install_hook"]
+__all__ = ["UNGUARDED", "stand_in_for_engine"]
 
 UNGUARDED = "megatron.bridge.peft.lora_layers"
 _ENGINE = ("transformer_engine", "transformer_engine.pytorch")
 
 
-def install_hook() -> None:
+def stand_in_for_engine() -> None:
     """Execute the file with the stand-in when it is imported, if there is no Transformer Engine then."""
     sys.meta_path.insert(0, _WithStandIn(UNGUARDED.__eq__, lambda module: None))
 
@@ -35,7 +35,7 @@ class _WithStandIn(ImportHook):
                 execute(module)
                 return
             package, pytorch = (ModuleType(name) for name in _ENGINE)
-            pytorch.__getattr__ = _Nothing().__getattr__  # type: ignore[method-assign, assignment]
+            pytorch.__getattr__ = _Nothing().__getattr__  # type: ignore[method-assign]
             package.pytorch = pytorch  # type: ignore[attr-defined]
             sys.modules.update(zip(_ENGINE, (package, pytorch), strict=True))
             try:

@@ -86,7 +86,7 @@ def _utils(module: Any) -> None:
 def _latent_attention(module: Any) -> None:
     """Build multi-latent attention of local layers without Transformer Engine.
 
-    Its classes are mocks then (0.16), or the one class of linear layers that needs no Transformer Engine is None (0.19).
+    Its classes are mocks then (0.16), or its one class of linear layers that needs none is None (0.19).
     """
     if not isinstance(getattr(module, "TELinear", None), type | None):
         module.HAVE_TE = False

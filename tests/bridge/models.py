@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from tests.workers.weights.hf_models import MODELS, QWEN_MOE, SIZES, SP, Model
+from tests.workers.weights.hf_models import LATENT, MODELS, QWEN_MOE, SIZES, SP, Model
 
 WITH_ENGINE = "tests.bridge.with_transformer_engine" in sys.modules
 BRIDGE = {"provider": "bridge"}
@@ -26,8 +26,8 @@ GEMMA3 = SIZES | {
 
 PLAIN = {
     name: MODELS[name]._replace(settings=BRIDGE)
-    for name in ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "glm4_moe", "deepseek_v3")
-}
+    for name in ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "glm4_moe")
+} | {"deepseek_v3": Model("DeepseekV3", SIZES | LATENT | {"rms_norm_eps": 1e-6}, BRIDGE)}
 """Computed by local layers where there is no Transformer Engine."""
 
 ENGINE = {

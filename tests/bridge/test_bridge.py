@@ -43,7 +43,7 @@ def test_scores_gradients_and_weights_are_those_of_transformers(
     found = reference(name).differences(LAYOUTS[layout], packed=False)
     exact = {quantity: found.pop(quantity) for quantity in ("load", "export", "generation") if quantity in found}
     assert set(exact.values()) == {0.0}
-    assert max(found.values()) < 2e-5, found
+    assert max(found.values()) < 5e-5, found
 
 
 def loaded(path: Path, **changes: Any) -> None:
@@ -58,10 +58,19 @@ def changed(name: str, **fields: Any) -> Model:
 EVERY_SECOND = ["sliding_attention", "full_attention"] * 3
 WRONG: dict[str, tuple[Model, dict[str, Any], str]] = {
     "the part of a head that is rotated, as Bridge reads it": (PLAIN["glm4_moe"], {"rotary_percent": 1.0}, "0"),
-    "a base of rotary positions": (PLAIN["qwen3"], {"rotary_base": 500}, "0"),
+    "the epsilon of latent norms, which Bridge takes from rms_norm_eps": (
+        changed("deepseek_v3", rms_norm_eps=1e-3),
+        {},
+        "0",
+    ),
 }
 if WITH_ENGINE:
     WRONG = {
+        "the epsilon of norms after layers, which Bridge leaves at its default": (
+            changed("gemma3", rms_norm_eps=1e-3),
+            {},
+            "0",
+        ),
         "layers with windows, which Bridge takes as 5:1": (changed("gemma3", layer_types=EVERY_SECOND), {}, "1"),
         "the limit of the clamped activation": (ENGINE["gpt_oss"], {"activation_func_clamp_value": 0.1}, "0"),
     }

@@ -29,7 +29,6 @@ from mcontroller.errors import ConfigError, DataError
 from parallel_state.megatron import MegatronContext
 from workers.config import ModelConfig, ParallelConfig
 from workers.config.fit import padded_vocab_size
-from workers.model.gpu_defaults import chosen_implementation
 from workers.model.local_spec import block_spec
 from workers.model.transformer_config import checked_fields, parallel_fields
 from workers.weights.hf.fields import INERT
@@ -78,9 +77,9 @@ class BridgeModel:
         unread: the keys of ``config.json`` that change what a model computes, and that Bridge has not read.
 
     Raises:
-        ConfigError: Bridge is not installed, or does not have the model; a field of ``model.transformer`` is unknown; or
-            the model needs what is not supported: a value head, adapters, or layers of Transformer Engine where there
-            is none.
+        ConfigError: Bridge is not installed, or does not have the model; a field of ``model.transformer`` is unknown;
+            or the model needs what is not supported: a value head, adapters, or layers of Transformer Engine where
+            there is none.
     """
 
     def __init__(
@@ -103,7 +102,7 @@ class BridgeModel:
             "attention_dropout": model.attention_dropout,
             "hidden_dropout": model.hidden_dropout,
         }
-        if not torch.cuda.is_available():
+        if not (torch.cuda.is_available() and _has_engine()):
             fields |= _WITHOUT_ENGINE
         set_elsewhere = dict.fromkeys(fields.keys() - _ALWAYS.keys() - _WITHOUT_ENGINE.keys(), "model.* and parallel.*")
         fields |= checked_fields(type(self.config), model.transformer, "model.transformer", set_elsewhere)
@@ -111,7 +110,7 @@ class BridgeModel:
             if hasattr(self.config, name):
                 setattr(self.config, name, value)
         self.config._pg_collection = context.pg
-        if chosen_implementation(model.transformer_impl) == "local" and not _has_engine():
+        if not _has_engine():
             _use_local_layers(self.config, context, str(model.hf_path))
         try:
             self.config.finalize()
@@ -123,7 +122,7 @@ class BridgeModel:
         chunk = self.config.provide(pre_process=pre_process, post_process=post_process, vp_stage=vp_stage)
         if not isinstance(chunk, GPTModel):
             raise ConfigError(
-                f"model.provider is 'bridge', which builds a {type(chunk).__name__}; only GPTModel, of text, is trained",
+                f"model.provider is 'bridge', which builds a {type(chunk).__name__}: only a GPTModel can be trained",
                 key="model.provider",
                 value="bridge",
             )
@@ -152,9 +151,8 @@ class BridgeWeights:
         try:
             self._bridge.load_hf_weights(list(chunks))
         except (AssertionError, AttributeError, KeyError, RuntimeError, ValueError) as error:
-            raise DataError(
-                f"Megatron-Bridge cannot load {self._bridge.hf_pretrained.model_name_or_path}: {error}"
-            ) from error
+            path = self._bridge.hf_pretrained.model_name_or_path
+            raise DataError(f"Megatron-Bridge cannot load {path}: {error}", path=str(path)) from error
 
     def exported(self, chunks: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
         """Iterate over all tensors of the whole model under their names in the files, on every rank."""
@@ -215,7 +213,7 @@ def _check(model: ModelConfig, value_head: bool) -> None:
             key=key,
             value=value,
         )
-    unsupported = {"a value head": value_head, "model.lora": model.lora is not None}
+    unsupported = {"value head": value_head, "model.lora": model.lora is not None}
     for what, given in unsupported.items():
         if given:
             raise ConfigError(f"model.provider is 'bridge', which has no {what} here: set native", key=key, value=value)
@@ -238,9 +236,8 @@ def _opened(path: str) -> Any:
     try:
         return bridge.from_hf_pretrained(path)
     except ValueError as error:
-        raise ConfigError(
-            f"Megatron-Bridge has no model for {path}: {error}", key="model.hf_path", value=path
-        ) from error
+        text = f"Megatron-Bridge has no model for {path}: {error}"
+        raise ConfigError(text, key="model.hf_path", value=path) from error
 
 
 def _recorded(bridge: Any, path: Path) -> tuple[Any, list[str]]:

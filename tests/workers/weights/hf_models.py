@@ -196,10 +196,16 @@ def on_rank(path: Path, of: Model, axes: dict[str, Any], packed: bool, out: Path
     columns["loss_mask"] = torch.nn.functional.pad(mask, (PROMPT, 0))
     worker.update_sft(DataProto.from_dict(columns))
     accumulated_gradients(worker)
+    gradients = tensors_of(worker)
+    if of.settings:  # Bridge adds 1 to norms whose weights Megatron keeps around 0
+        for parameter in (parameter for chunk in worker.model for parameter in chunk.parameters()):
+            parameter.data.zero_()
+        added = tensors_of(worker)
+        gradients = {name: found - 1 if bool((added[name] == 1).all()) else found for name, found in gradients.items()}
     return {
         "rows": worker.context.pg.dp.rank() * len(mask) + torch.arange(len(mask)),
         "streamed": streamed,
-        "gradients": tensors_of(worker),
+        "gradients": gradients,
         "log_probs": None if scored is None else scored.batch["old_log_probs"] * mask,
         "greedy": None if greedy is None else greedy.batch["responses"],
     }

@@ -12,7 +12,7 @@ import torch
 
 from mcontroller.errors import ConfigError
 from workers.config import ActorConfig, ModelConfig
-from workers.weights.hf.config import family_of, hf_config_of
+from workers.weights.hf.config import hf_config_of
 
 __all__ = [
     "CPU_CACHE_BYTES",
@@ -158,16 +158,15 @@ def sequence_bytes(config: ActorConfig) -> int:
 
 
 def _check_family(model: ModelConfig) -> None:
-    family = family_of(model)
-    if family.model_type in KNOWN_FAMILIES:
+    kind, architecture = (hf_config_of(model)[key] for key in ("model_type", "architectures"))
+    if kind in KNOWN_FAMILIES:
         return
     listed = subprocess.run(
         [sys.executable, "-P", "-c", _LIST_ARCHITECTURES], capture_output=True, text=True, check=True
     ).stdout.split()
-    if f"{family.architecture}ForCausalLM" not in listed:
+    if architecture[0] not in listed:
         raise ConfigError(
-            f"model.family is {family.model_type!r}, and vLLM has no {family.architecture}ForCausalLM: use "
-            "rollout.engine=megatron",
+            f"model.family is {kind!r}, and vLLM has no {architecture[0]}: use rollout.engine=megatron",
             key="model.family",
-            value=family.model_type,
+            value=kind,
         )

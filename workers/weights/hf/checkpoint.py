@@ -16,7 +16,7 @@ def check_checkpoint_files(model: Any) -> None:
     """Check that the files at ``model.hf_path`` are whole, and that an output layer is tied as ``config.json`` says.
 
     The headers of all files are read, and a few rows of the output layer. Nothing is checked if this node does not have
-    the directory, or it is of no registered family.
+    the directory, or it is of no registered family; of a model of another provider, the headers alone are.
 
     Args:
         model: a ``ModelConfig``.
@@ -27,10 +27,12 @@ def check_checkpoint_files(model: Any) -> None:
     if model.hf_path is None or not Path(model.hf_path).is_dir():
         return
     family = family_at(model.hf_path)
-    if family is None:
+    if family is None and model.provider == "native":
         return
     files = WeightFiles(Path(model.hf_path))
     files.check()
+    if family is None:
+        return
     names = [family.names.get(name, ("",))[0] for name in ("embedding.word_embeddings.weight", "output_layer.weight")]
     if not getattr(model, "tie_embeddings", False) or not files.names.issuperset(names):
         return

@@ -69,7 +69,7 @@ _SIZES: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def _sizes_of(config: Mapping[str, Any]) -> dict[str, Any]:
+def _sizes_of(config: dict[str, Any]) -> dict[str, Any]:
     """The sizes in ``config.json`` of any family; of a model with images, those of its text."""
     source = config | (config.get("text_config") or {})
     found = {

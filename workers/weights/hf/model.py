@@ -93,7 +93,7 @@ def hf_whole_tensors(
         bucket_bytes: the size of a bucket on the device; a larger tensor has one for itself.
     """
     if (bridge := bridge_of(chunks)) is not None:
-        return bridge.tensors(chunks, bucket_bytes)  # type: ignore[no-any-return]
+        return bridge.tensors(chunks, bucket_bytes)
     return WholeTensors(
         lambda: raise_on_every_rank(lambda: hf_shards(chunks, context, model_family(chunks))), bucket_bytes
     )

@@ -38,7 +38,7 @@ def hf_shards(
             the family, such as a learned bias of experts.
     """
     if (bridge := bridge_of(chunks)) is not None:
-        return bridge.shards(chunks)  # type: ignore[no-any-return]
+        return bridge.shards(chunks)
     found = []
     for chunk in chunks:
         config = get_model_config(chunk)
