@@ -72,9 +72,9 @@ class PPOStep:
         self.weights = RolloutWeights(stages, config.trainer)
         ahead = config.trainer.max_staleness
         self.generations = (
-            Generations(ahead, stages, self.weights)
-            if ahead < 2
-            else AsynchronousGenerations(config, stages, self.weights)
+            AsynchronousGenerations(config, stages, self.weights)
+            if ahead > 1 or (ahead and rollout_fn is not None)
+            else Generations(ahead, stages, self.weights)
         )
 
     def connect(self) -> None:

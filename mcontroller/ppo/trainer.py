@@ -103,7 +103,7 @@ class RayPPOTrainer:
     ) -> None:
         check_roles(config, role_worker_mapping, resource_pool_manager)
         check_reference_sync(config, role_worker_mapping)
-        check_generates_alone(config, role_worker_mapping, resource_pool_manager, rollout_fn is not None)
+        check_generates_alone(config, role_worker_mapping, resource_pool_manager, rollout_fn)
         if train_dataset is None:
             raise ConfigError("RayPPOTrainer needs a train_dataset", key="train_dataset")
         rewards = RewardSources(reward_fn, val_reward_fn, Role.RewardModel in role_worker_mapping, combine_rewards)

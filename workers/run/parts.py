@@ -150,8 +150,7 @@ def make_parts(config: RunConfig) -> RunParts:
     for section in (config.actor_rollout_ref, config.critic, config.ref, config.reward_model):
         if section is not None:
             attempt(partial(check_checkpoint_files, section.model))
-    has_rollout_fn = config.multi_turn.environment is not None
-    attempt(lambda: check_generates_alone(config, roles, pools_of(config, roles), has_rollout_fn))
+    attempt(lambda: check_generates_alone(config, roles, pools_of(config, roles)))
     if config.trainer.export_hf is not None:
         attempt(partial(check_new_directory, config.trainer.export_hf))
     for name in config.trackers:

@@ -28,7 +28,7 @@ class TurnEnvironment(Protocol):
     """The other side of responses of several turns: tools, a simulated world or a user."""
 
     @property
-    def stop_token_ids(self) -> Collection[int]:
+    def stopstop_ids(self) -> Collection[int]:
         """Tokens that end a turn of the policy, such as the end of a tool call. The response may go on after them."""
 
     def reply(self, conversations: Sequence[Trajectory]) -> Sequence[Sequence[int] | None]:
@@ -109,7 +109,7 @@ class MultiTurnRollout:
         Raises:
             DataError: the environment returned another number of replies than there are responses.
         """
-        ends = set(_token_ids(problems.meta_info["eos_token_id"]))
+        ends = set(stop_ids(problems.meta_info["eos_token_id"]))
         prompts = problems.select(["input_ids", "attention_mask"], non_tensor_batch_keys=[])
         prompts.meta_info = {
             **problems.meta_info,
@@ -119,17 +119,24 @@ class MultiTurnRollout:
         longest, width = _widths(first)
         conversations = _begun(first, problems)
         append_sampled(conversations, first, [longest] * len(conversations))
-        going, calls = self._continued(conversations, ends, longest), 1
+        going, calls = self.continued(conversations, ends, longest), 1
         while going:
             room = max(longest - len(each.tokens) for each in going)
             turn = generate(contexts(going, prompts.meta_info, room, width + longest))
             append_sampled(going, turn, [longest] * len(going))
-            going, calls = self._continued(going, ends, longest), calls + 1
+            going, calls = self.continued(going, ends, longest), calls + 1
         first.meta_info["eos_token_id"] = problems.meta_info["eos_token_id"]
-        return _batch(first, conversations, _metrics(conversations, calls))
+        metrics = {**turn_metrics(conversations), "multi_turn/generate_calls": float(calls)}
+        return _batch(first, conversations, metrics)
 
-    def _continued(self, conversations: Sequence[Trajectory], ends: Collection[int], longest: int) -> list[Trajectory]:
-        """Return the responses that go on, after the environment has replied to those that ask it."""
+    def continued(self, conversations: Sequence[Trajectory], ends: Collection[int], longest: int) -> list[Trajectory]:
+        """Return the responses that go on, after the environment has replied to those that ask it.
+
+        Args:
+            conversations: responses of which the policy has made a turn.
+            ends: the stop tokens of responses.
+            longest: [tokens] the longest response.
+        """
         asks = self.environment.stop_token_ids
         for each in conversations:
             each.ended = "stop" if each.tokens[-1] in ends and each.tokens[-1] not in asks else "length"
@@ -179,14 +186,14 @@ def _batch(first: DataProto, trajectories: Sequence[Trajectory], metrics: dict[s
     return DataProto.from_dict({**others, **whole}, first.non_tensor_batch, meta_info)
 
 
-def _metrics(conversations: Sequence[Trajectory], calls: int) -> dict[str, float]:
+def turn_metrics(conversations: Sequence[Trajectory]) -> dict[str, float]:
+    """Return the numbers of turns and of the environment's tokens."""
     turns = [each.turns for each in conversations]
     replies = sum(len(each.own) - sum(each.own) for each in conversations)
     return {
         "multi_turn/turns_mean": sum(turns) / len(turns),
         "multi_turn/turns_max": float(max(turns)),
         "multi_turn/reply_tokens_mean": replies / len(turns),
-        "multi_turn/generate_calls": float(calls),
     }
 
 
@@ -196,5 +203,6 @@ def _widths(first: DataProto) -> tuple[int, int]:
     return responses.shape[1], prompts.shape[1]
 
 
-def _token_ids(value: int | Sequence[int]) -> list[int]:
+def stop_ids(value: int | Sequence[int]) -> list[int]:
+    """Return the stop tokens, of which there are one or several."""
     return [value] if isinstance(value, int) else list(value)

@@ -18,6 +18,7 @@ from mcontroller.data.protocol import DataProto
 from mcontroller.errors import ConfigError, DataError, MControllerError
 from mcontroller.group import WorkerGroup
 from mcontroller.ppo.agents.trajectories import Submitted, Trajectory, TrajectoryRollout, trajectory_batch
+from mcontroller.ppo.agents.turns import MultiTurnRollout, stop_ids, turn_metrics
 from mcontroller.ppo.asynchronous.balance import Balance
 from mcontroller.ppo.asynchronous.events import EventLog, Schedule
 from mcontroller.ppo.config import PPOConfig
@@ -29,8 +30,8 @@ from mcontroller.ppo.stages import Stages
 __all__ = ["AsynchronousGenerations", "Group"]
 
 STATE = "trajectory_state"
-"""Column of a saved batch, int64 ``[rows, 7]``: of the group its number, row, version, attempt and ``completed``; the
-place of the response among those in flight, -1 if it has ended; its tokens."""
+"""Column of a saved batch, int64 ``[rows, 9]``: of the group its number, row, version, attempt and ``completed``; the
+place of the response among those in flight, -1 if it has ended; its tokens, its last turn's first, its turns."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -90,6 +91,7 @@ class AsynchronousGenerations(Generations):
         self.log = EventLog(Path(trainer.default_local_dir), resumes=trainer.resume, replay=replay)
         self.balance = Balance()
         self._slices: TrajectoryRollout | None = None
+        self._turns: MultiTurnRollout | None = None
         self._reset()
         if self._schedule.is_live:
             stages.pump = self.pump
@@ -118,6 +120,7 @@ class AsynchronousGenerations(Generations):
                 value=self._ahead,
             )
         self._slices = self._rollout_of(rollout)
+        self._turns = rollout_fn if isinstance(rollout_fn, MultiTurnRollout) else None
 
     def restart(self, rollout: WorkerGroup[Any]) -> None:
         """Generate with another group from now on; only the running slice is lost, and made again."""
@@ -191,13 +194,14 @@ class AsynchronousGenerations(Generations):
         for index in range(self._n):
             text = f"{self._seed}/{group.number}/{index}/{group.attempt}".encode()
             seed = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)
-            self._continue(group, index, Trajectory(prompt, seed=seed))
+            self._continue(group, index, Trajectory(prompt, _others(group.problems, group.row), seed=seed))
 
     def _continue(self, group: Group, index: int, trajectory: Trajectory) -> None:
         """Submit a trajectory as a response of a group, in place of the one that it had."""
         assert self._slices is not None
         group.responses[index : index + 1] = [trajectory]
-        self._of[self._slices.submit(trajectory)] = (group, index)
+        stops = () if self._turns is None else self._turns.environment.stop_token_ids
+        self._of[self._slices.submit(trajectory, stop_token_ids=stops)] = (group, index)
 
     def _drop_stale(self) -> None:
         """Begin the groups again that are older than they may be."""
@@ -252,6 +256,8 @@ class AsynchronousGenerations(Generations):
         meta_info = {**self._sampling, "n": self._n}
         if hasattr(settings, "temperature"):
             meta_info["temperature"] = settings.temperature
+        if self._turns is not None:
+            meta_info["metrics"] = turn_metrics([each for group in chosen for each in group.responses])
         batch = DataProto.from_dict(self._columns(chosen), meta_info=meta_info)
         return problems, batch, problems.select([], non_tensor_batch_keys=None).repeat(self._n)
 
@@ -374,7 +380,9 @@ class AsynchronousGenerations(Generations):
         sent, self._sent = self._sent, []
         live, recorded = self._slices.live, self.log.next or {}
         if "log_probs" in recorded:
-            ended = self._slices.put([each for each, _ in sent], recorded["made"], recorded["log_probs"], recorded["version"])
+            ended = self._slices.put(
+                [each for each, _ in sent], recorded["made"], recorded["log_probs"], recorded["version"]
+            )
         else:
             ended = self._slices.take()
         self.balance.ended()
@@ -395,10 +403,19 @@ class AsynchronousGenerations(Generations):
             log_probs = [each.trajectory.log_probs[length:] for each, length in sent]
             event |= {"made": made, "log_probs": log_probs}
         for response in ended:
-            group, _ = self._of.pop(response)
-            if not group.is_complete and all(each.ended for each in group.responses):
+            group, index = self._of.pop(response)
+            if self._goes_on_after(response.trajectory):
+                self._continue(group, index, response.trajectory)
+            elif not group.is_complete and all(each.ended for each in group.responses):
                 group.completed, self._completed, self._ready = self._completed, self._completed + 1, self._ready + 1
         self.log.record(event)
+
+    def _goes_on_after(self, turn: Trajectory) -> bool:
+        """Whether the environment has replied to a response, which then goes on."""
+        if self._turns is None or self._slices is None:
+            return False
+        ends = stop_ids(self._sampling["eos_token_id"])
+        return bool(self._turns.continued([turn], ends, self._slices.limits["response_length"]))
 
     def _id(self, response: Submitted) -> int:
         group, index = self._of[response]
@@ -437,7 +454,7 @@ class AsynchronousGenerations(Generations):
             [
                 (
                     *(group.number, group.row, group.version, group.attempt, group.completed),
-                    *(places.get(id(each), -1), len(each.tokens)),
+                    *(places.get(id(each), -1), len(each.tokens), each.turn, each.turns),
                 )
                 for group in groups
                 for each in group.responses
@@ -491,7 +508,7 @@ class AsynchronousGenerations(Generations):
         (prompts,) = columns(batch.responses, "prompts")
         groups: dict[int, Group] = {}
         waiting = []
-        for row, (number, at, version, attempt, completed, place, length) in enumerate(state.tolist()):
+        for row, (number, at, version, attempt, completed, place, *sizes) in enumerate(state.tolist()):
             if not groups:
                 self._asked = number - at
                 self._numbered(problems)
@@ -505,11 +522,18 @@ class AsynchronousGenerations(Generations):
                     batch=batch.number,
                     row=at,
                 )
+            length, turn, turns = sizes
             parts = (column[row, :length].tolist() for column in made)
-            trajectory = Trajectory(prompt.tolist(), {}, *parts, seed=int(seeds[row]))
+            others = _others(problems, at)
+            trajectory = Trajectory(prompt.tolist(), others, *parts, [], int(seeds[row]), turn, turns)
             trajectory.ended = "" if place >= 0 else "length" if batch.responses.batch["truncated"][row] else "stop"
             if place >= 0:
                 waiting.append((place, group, len(group.responses)))
             group.responses.append(trajectory)
         self._groups += groups.values()
         return waiting
+
+
+def _others(problems: DataProto, row: int) -> dict[str, Any]:
+    """Return the other columns of a problem, which an environment can read."""
+    return {name: column[row] for name, column in problems.non_tensor_batch.items()}

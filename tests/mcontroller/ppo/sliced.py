@@ -62,6 +62,8 @@ class SlicedActor(SeparateActor):
                 noise = torch.Generator().manual_seed((seed + before + at) % 2**31)
                 last = int(torch.multinomial(scores.exp(), 1, generator=noise))
                 responses[row, at], log_probs[row, at] = last, scores[last]
+                if last in prompts.meta_info["eos_token_id"]:  # the end of a turn
+                    break
         whole = torch.cat((ids, responses), 1)
         columns = {"prompts": ids, "responses": responses, "input_ids": whole, "rollout_log_probs": log_probs}
         columns |= {"response_mask": (responses != pad).long(), "attention_mask": (whole != pad).long()}

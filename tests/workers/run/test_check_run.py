@@ -129,14 +129,12 @@ def test_paths_of_a_run_do_not_depend_on_the_working_directory(config_file, monk
     assert config.trainer.default_local_dir == str(tmp_path / "run" / "checkpoints")
 
 
-def test_a_pool_of_gpus_and_several_turns_are_rejected_one_step_off_policy(config_file: Path) -> None:
+def test_a_shared_pool_of_gpus_is_rejected_one_step_off_policy(config_file: Path) -> None:
     settings = ["rollout=${actor_rollout_ref}", "trainer.max_staleness=1", "algorithm.importance.level=token"]
     parts = make_parts(read_run_config(config_file, settings))
     assert len(parts.roles) == 2
     with pytest.raises(ConfigError, match=r"Role.Rollout shares the pool 'pool' with Role.Actor"):
         make_parts(read_run_config(config_file, [*settings, "pool.use_gpu=true"]))
-    with pytest.raises(ConfigError, match=r"with a rollout_fn \(multi_turn\)"):
-        make_parts(read_run_config(config_file, [*settings, "multi_turn.environment=calculator"]))
     with pytest.raises(ConfigError, match="the actor's processes generate"):
         make_parts(read_run_config(config_file, settings[1:]))
 
