@@ -463,6 +463,13 @@ class TrainerConfig:
                 key="trainer.max_staleness",
                 value=self.max_staleness,
             )
+        if self.asynchronous.replay is not None and self.max_staleness < 2:
+            raise ConfigError(
+                f"trainer.asynchronous.replay is set with trainer.max_staleness={self.max_staleness}, which has one order "
+                "of events: start the run again with the same configuration",
+                key="trainer.asynchronous.replay",
+                value=self.asynchronous.replay,
+            )
         check_at_least("trainer.total_training_steps", self.total_training_steps, 0)
         check_at_least("trainer.critic_warmup", self.critic_warmup, 0)
         check_at_least("trainer.test_freq", self.test_freq, -1)

@@ -325,6 +325,10 @@ class Generations:
         asked = others.repeat(len(batch) // len(oldest.problems))
         return oldest.problems, batch, asked, oldest.memory()
 
+    def summary(self) -> str:
+        """Return a line for the end of the run; empty if there is nothing to say."""
+        return ""
+
     def state(self) -> tuple[tuple[BatchInFlight, ...], Mapping[str, Any]]:
         """Wait for the batches in flight; return them with all their columns, and the state of the group's sampling.
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from mcontroller.data.protocol import DataProto
-from mcontroller.ppo import Callback, RayPPOTrainer, Role
+from mcontroller.ppo import AsynchronousConfig, Callback, RayPPOTrainer, Role
 from mcontroller.testing import simulated_worker_group
 from tests.workers.off_policy.runs import PROBLEMS, SAMPLES, THRESHOLD, Lines, trainer_of
 from tests.workers.roles import OPTIM
@@ -148,14 +148,23 @@ def test_without_staleness_separate_groups_equal_one_group() -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("staleness", [0, 1, 2])
 def test_a_resumed_run_equals_one_without_an_interruption(tmp_path: Path, staleness: int) -> None:
     def saved(name: str, steps: int, **trainer: Any) -> Run:
-        settings = {"save_freq": 0, "default_local_dir": str(tmp_path / name), **trainer}
+        order = AsynchronousConfig(schedule="simulated", slice_tokens=3)
+        settings = {"save_freq": 0, "default_local_dir": str(tmp_path / name), "asynchronous": order, **trainer}
         return run(groups(2), staleness, steps, 2, **settings)
 
     whole, of_whole = saved("whole", 4)
     _, first = saved("parts", 2)
     resumed, second = saved("parts", 4, resume=True)
     assert equal(whole, resumed)
+    for steps in (of_whole, first, second):
+        for metrics in steps.values():
+            for name in [each for each in metrics if each.startswith("asynchronous/") and each.endswith("waited")]:
+                del metrics[name]
     assert {**first, **second} == of_whole and list(of_whole) == [0, 1, 2, 3, 4]
+    if staleness == 2:
+        order = AsynchronousConfig(replay=str(tmp_path / "parts"), slice_tokens=3)
+        replayed, _ = run(groups(2), 2, 4, 2, default_local_dir=str(tmp_path / "replay"), asynchronous=order)
+        assert equal(whole, replayed)

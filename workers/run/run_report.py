@@ -115,6 +115,8 @@ class RunReport:
         for name, seconds in [*rows, ("other", wall - sum(stages.values()))]:
             table.add_row(name, f"{seconds:.1f}", f"{seconds / wall:.0%}")
         self._console.print(table)
+        if line := trainer.step.generations.summary():
+            self._print(line)
         if self._trainer.trace:
             self._print_trace()
         self._print(f"run directory: {self._directory}{self._curves()}")

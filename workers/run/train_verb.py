@@ -2,29 +2,50 @@
 
 examples: mcontroller train run.yaml
           mcontroller train run.yaml algorithm.adv_estimator=rloo trainer.total_training_steps=200
+          mcontroller train --replay runs/20260101-120000
 """
 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from rich.console import Console
 
-from workers.run.config import check_files, read_run_config
+from mcontroller.errors import ConfigError
+from workers.run.config import RunConfig, check_files, read_run_config
+from workers.run.resume_verb import config_of_run
 
 __all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the verb."""
-    parser.add_argument("file", metavar="CONFIG", help="a YAML file with the fields of workers.run.config:RunConfig")
+    parser.add_argument(
+        "file", nargs="?", metavar="CONFIG", help="a YAML file with the fields of workers.run.config:RunConfig"
+    )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="values that replace the file's")
+    parser.add_argument(
+        "--replay",
+        metavar="RUN_DIR",
+        help="run the configuration of an asynchronous run again, in RUN_DIR-replay, with the same order of events",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Train, and return the exit status. No process of the run is left, however it ends."""
-    config = read_run_config(arguments.file, arguments.overrides)
+    config = _config(arguments.replay, [arguments.file] if arguments.file else [], arguments.overrides)
     check_files(config)
     from workers.run.training import train, until_interrupted  # torch, Megatron and Ray: seconds
 
     return until_interrupted(lambda: train(config, Console()))
+
+
+def _config(replay: str | None, file: list[str], overrides: list[str]) -> RunConfig:
+    if replay is not None:
+        path = Path(replay).resolve()
+        settings = [f"run_dir={path}-replay", f"trainer.asynchronous.replay={path}", "trainer.resume=false"]
+        return config_of_run(replay, [*settings, "trainer.default_local_dir=checkpoints", *file, *overrides])
+    if not file:
+        raise ConfigError("train needs a CONFIG, or --replay RUN_DIR", key="file")
+    return read_run_config(file[0], overrides)
