@@ -168,9 +168,8 @@ class _Search:
             start, end = records.ended[call]
         else:
             end = records.computed[call]
-            start = max(
-                (at for other, at in records.computed.items() if at <= end and self._is_right(other, rank)), default=0
-            )
+            right = [at for other, at in records.computed.items() if at <= end and self._is_right(other, rank)]
+            start = max(right, default=records.ended[call][1])  # what the loss communicates
         return self._made(rank, start, end, true)
 
     def _made(self, rank: _Recorded, start: int, end: int, true: Sequence[torch.Tensor]) -> tuple[str, ...]:

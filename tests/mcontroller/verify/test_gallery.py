@@ -13,7 +13,7 @@ pytestmark = pytest.mark.simulated
 REPORTS = {
     "label_smoothing": ("tp=2", "gradient of the output of GPTModel (GPTModel, "),
     "gathered_logits": ("tp=2", "loss lm loss, step 1, rank 0 (tp=0): off by 0.17; 4.8"),
-    "padding_mask": ("tp=2,dp=2,sp", "gradient decoder.layers.mlp.router.weight["),
+    "padding_mask": ("tp=2,dp=2,sp", "computed by decoder.layers.1.mlp.router (TopKRouter, "),
     "attention_sinks": ("tp=2", "mark decoder.layers.self_attention.core_attention.softmax_offset[0], step 1"),
     "auxiliary_loss": ("mbs=2", "gradient decoder.layers.mlp.router.weight["),
     "tokens_over_dp": ("cp=2", "gradient of the output of GPTModel (GPTModel, "),

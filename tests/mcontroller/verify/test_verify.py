@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -272,20 +271,3 @@ def test_a_fault_of_packed_rows_under_cp_is_located() -> None:
     verifier.records(1)
     outcome = found(verifier, "cp=2", mlp.MLP, "forward", doubled)
     assert outcome.place is not None and outcome.place.module == "decoder.layers.0"
-
-
-def test_unequal_rows_are_averaged_over_all_tokens() -> None:
-    """A mean over each rank's tokens is found under data parallelism alone."""
-
-    def loss(mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        mean = (losses * mask).sum() / mask.sum()
-        return mean, {"lm loss": mean.detach().clone()}
-
-    def forward_step(data_iterator: Any, model: Any) -> Any:
-        data = next(data_iterator)
-        output = model(data["tokens"], data["position_ids"], None, labels=data["labels"])
-        return output, partial(loss, data["loss_mask"])
-
-    program = smaller(GPT, calculate_per_token_loss=False, forward_step=forward_step)
-    with pytest.raises(LayoutDiffers, match="gradient of the output of GPTModel"):
-        assert_layout(program, "cp=2")

@@ -1,12 +1,14 @@
 """Megatron-LM's own training scripts: what they need, and that ``pretrain_gpt.py`` is verified.
 
-The latter needs a checkout of Megatron-LM in PYTHONPATH: megatron-core is without ``megatron.training``.
+The latter needs a checkout of Megatron-LM in PYTHONPATH: megatron-core is without ``megatron.training``. Without one, a
+small script and the parts of ``megatron.training`` that it and verify call stand in for them.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -35,6 +37,116 @@ def test_a_script_needs_a_checkout_of_megatron_lm(tmp_path: Path, capsys: pytest
 def test_a_script_that_does_not_exist_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", "no_such_script.py"]) == 1
     assert capsys.readouterr().err == "mcontroller verify: VerifyError: there is no file no_such_script.py\n"
+
+
+SMALL_TRAINING = {
+    "__init__.py": """
+from megatron.training.global_vars import get_args
+
+def pretrain(train_valid_test_dataset_provider, model_provider, model_type, forward_step_func):
+    raise RuntimeError("trains on GPUs")
+""",
+    "global_vars.py": """
+_GLOBAL_ARGS = None
+_GLOBAL_TIMERS = None
+
+def get_args():
+    return _GLOBAL_ARGS
+
+def set_args(arguments):
+    global _GLOBAL_ARGS
+    _GLOBAL_ARGS = arguments
+""",
+    "arguments.py": """
+import argparse
+from megatron.core.transformer import TransformerConfig
+
+SIZES = "num_layers hidden_size num_attention_heads ffn_hidden_size seq_length vocab_size micro_batch_size".split()
+AXES = "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size".split()
+FLAGS = "sequence_parallel use_distributed_optimizer calculate_per_token_loss".split()
+UNUSED = {
+    "num_layers_per_virtual_pipeline_stage": None, "num_virtual_stages_per_pipeline_rank": None,
+    "group_query_attention": False, "num_query_groups": None, "eod_mask_loss": False,
+    "create_attention_mask_in_dataloader": False, "hidden_dropout": 0.1, "attention_dropout": 0.1, "params_dtype": None,
+    "expert_model_parallel_size": 1, "expert_tensor_parallel_size": None,
+}
+
+def parse_args(extra_args_provider=None):
+    parser = argparse.ArgumentParser()
+    for name in SIZES + AXES:
+        parser.add_argument("--" + name.replace("_", "-"), type=int, default=None if name in SIZES else 1)
+    for name in FLAGS:
+        parser.add_argument("--" + name.replace("_", "-"), action="store_true")
+    parser.set_defaults(**UNUSED)
+    return parser.parse_args()
+
+def validate_args(args, defaults):
+    assert args.num_layers % args.pipeline_model_parallel_size == 0, "layers are not divisible into stages"
+    return args
+
+def core_transformer_config_from_args(args):
+    names = SIZES[:4] + AXES + ["sequence_parallel", "hidden_dropout", "attention_dropout", "params_dtype"]
+    values = {name: getattr(args, name) for name in names + ["calculate_per_token_loss", "bf16"]}
+    return TransformerConfig(pipeline_dtype=args.params_dtype, normalization="RMSNorm", add_bias_linear=False, **values)
+""",
+}
+SMALL_SCRIPT = """
+from functools import partial
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+from megatron.training import get_args, pretrain
+
+def model_provider(pre_process=True, post_process=True, vp_stage=None, config=None):
+    return GPTModel(
+        config, get_gpt_layer_with_transformer_engine_spec(), get_args().padded_vocab_size, get_args().seq_length,
+        pre_process=pre_process, post_process=post_process, share_embeddings_and_output_weights=True,
+        position_embedding_type="rope",
+    )
+
+def loss(mask, losses):
+    total, tokens = (losses.float() * mask).sum(), mask.sum().int()
+    return total, tokens, {"lm loss": torch.stack([total.detach(), tokens.float()])}
+
+def forward_step(data_iterator, model):
+    data = next(data_iterator)
+    output = model(data["tokens"].to("cuda"), data["position_ids"], None, labels=data["labels"])
+    return output, partial(loss, data["loss_mask"])
+
+if __name__ == "__main__":
+    pretrain(None, model_provider, "gpt", forward_step)
+"""
+SMALL_LINE = "--num-layers 24 --hidden-size 2048 --num-attention-heads 16 --ffn-hidden-size 8192 --seq-length 4096"
+
+
+@pytest.fixture
+def small_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    package = tmp_path / "megatron" / "training"
+    package.mkdir(parents=True)
+    for name, text in SMALL_TRAINING.items():
+        (package / name).write_text(text)
+    path = tmp_path / "pretrain_of_a_team.py"
+    path.write_text(SMALL_SCRIPT)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield str(path)
+    for name in [each for each in sys.modules if each.startswith("megatron.training")]:
+        del sys.modules[name]
+    delattr(sys.modules["megatron"], "training")
+
+
+@pytest.mark.skipif(TRAINING is not None, reason="megatron.training is on PYTHONPATH")
+def test_a_small_script_is_verified_in_the_layout_of_its_arguments(small_script: str) -> None:
+    axes = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel"
+    line = f"{SMALL_LINE} --vocab-size 50000 --calculate-per-token-loss {axes}"
+    program, variant = script_program(small_script, line.split())
+    assert variant.text == "tp=2,pp=2,sp"
+    verifier = Verifier(program, steps=1)
+    assert (verifier.config.num_layers, verifier.config.hidden_size, verifier.config.hidden_dropout) == (2, 32, 0.0)
+    outcome = verifier.verify(variant)
+    assert outcome.equal, outcome.lines()
+    with mock.patch.object(finalizing, "_allreduce_word_embedding_grads", lambda *args, **kwargs: None):
+        outcome = verifier.verify(variant)
+    assert "a reduction over pp is missing" in "\n".join(outcome.lines())
 
 
 def script() -> str:
