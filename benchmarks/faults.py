@@ -411,8 +411,12 @@ def lose_node(faults: Faults, draw: random.Random) -> None:
 
 
 def restart_gcs(faults: Faults, draw: random.Random) -> None:
-    faults.cluster.head_node.kill_gcs_server(check_alive=False)
-    threading.Timer(5.0, faults.cluster.head_node.start_gcs_server).start()
+    head = faults.cluster.head_node
+    (gcs,) = head.all_processes.pop("gcs_server")
+    gcs.process.kill()
+    gcs.process.wait()
+    head._gcs_address = head._gcs_client = None
+    threading.Timer(5.0, head.start_gcs_server).start()
 
 
 SPARE = "SIGKILL of a raylet, with a spare node"
