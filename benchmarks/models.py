@@ -104,7 +104,8 @@ or `model.transformer.deterministic_mode: true`, which does not compute packed r
 `config.json` and are rough for these two.
 
 "Layers" are local ones, or Bridge's own on the stand-in for Transformer Engine of the tests; the other columns are as
-above, and `make test-newest` asserts 5e-5 for all rows.
+above. `make test-newest` asserts 5e-5 for all rows, of the largest gradient for gradients: that is 24 for Qwen3.5,
+where transformers' float32 differs from its float64 by 3.5e-3.
 """
 )
 BRIDGE_COLUMNS = ("load", "export", "log-probs", "gradients", "generation")
