@@ -523,9 +523,19 @@ class AsynchronousGenerations(Generations):
                     row=at,
                 )
             length, turn, turns = sizes
-            parts = (column[row, :length].tolist() for column in made)
-            others = _others(problems, at)
-            trajectory = Trajectory(prompt.tolist(), others, *parts, [], int(seeds[row]), turn, turns)
+            tokens, own, log_probs, versions = (column[row, :length].tolist() for column in made)
+            trajectory = Trajectory(
+                prompt.tolist(),
+                _others(problems, at),
+                tokens,
+                own,
+                log_probs,
+                versions,
+                [],
+                int(seeds[row]),
+                turn,
+                turns,
+            )
             trajectory.ended = "" if place >= 0 else "length" if batch.responses.batch["truncated"][row] else "stop"
             if place >= 0:
                 waiting.append((place, group, len(group.responses)))
