@@ -68,6 +68,19 @@ class Calculator:
         return ids[0]
 
 
+async def episode(rollout: Any, problem: Mapping[str, Any]) -> Trajectory:
+    """Return a response with calls, as the environment makes them, for ``multi_turn.episode``."""
+    calculator = Calculator(rollout.tokenizer)
+    made = await rollout.submit(problem["prompt_ids"], stop_token_ids=calculator.stop_token_ids)
+    while made.ended == "turn":
+        output = calculator.output(made.last_turn)
+        if len(made.tokens) + len(output) >= rollout.response_length:
+            break
+        made.replied(output)
+        made = await rollout.submit(made, stop_token_ids=calculator.stop_token_ids)
+    return made
+
+
 @TOKENIZERS.register("calculator")
 def characters_with_calls(source: TokenizerSource) -> CharTokenizer:
     """Return the tokenizer of all prompts and answers, with the marks of a call and the calculator's output."""

@@ -115,14 +115,32 @@ class MultiTurnConfig:
     """Responses of several turns, between which an environment replies."""
 
     environment: str | None = None
-    """Name of a registered environment. None: the responses have one turn."""
+    """Name of a registered environment. None: the responses have one turn, or an episode makes them."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Other keyword arguments of the environment."""
+    """Other keyword arguments of the environment or the episode."""
     max_turns: int = 8
-    """[turns] Most turns of the policy in one response."""
+    """[turns] Most turns of the policy in one response. With an environment."""
+    episode: str | None = None
+    """Import path of an async function or class that makes a response with turns of its own, such as
+    ``my_module:episode``; see docs/agents.md."""
+    processes: int = 1
+    """[processes] In which episodes run; 0: in the controller, in a fixed order."""
+    concurrency: int = 256
+    """[episodes] Most of them at a time."""
+    timeout_s: float = 60.0
+    """[s] Longest time that an episode may take between two turns of the policy."""
 
     def __post_init__(self) -> None:
         check_at_least("multi_turn.max_turns", self.max_turns, 1)
+        check_at_least("multi_turn.processes", self.processes, 0)
+        check_at_least("multi_turn.concurrency", self.concurrency, 1)
+        check_above("multi_turn.timeout_s", self.timeout_s, 0.0)
+        if self.environment is not None and self.episode is not None:
+            raise ConfigError(
+                f"multi_turn has the environment {self.environment!r} and the episode {self.episode!r}; set one",
+                key="multi_turn.episode",
+                value=self.episode,
+            )
 
 
 @strict_fields

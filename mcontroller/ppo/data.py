@@ -37,6 +37,9 @@ __all__ = [
 RESPONSE_COLUMNS = ("responses", "response_mask", "rollout_log_probs")
 """The columns of generated responses that the trainer reads. It fetches them together."""
 
+FAILED = "failed"
+"""Column of the responses that could not be made, bool ``[rows]``: they have no tokens and no score."""
+
 ROUTED_EXPERTS = "routed_experts"
 """Column of the experts that routers chose, ``[rows, prompt + response, layers with experts, experts of a token]``."""
 

@@ -16,6 +16,7 @@ from torch.nn.functional import pad
 from mcontroller.data.protocol import DataProto
 from mcontroller.errors import ConfigError, DataError
 from mcontroller.group import WorkerGroup
+from mcontroller.ppo.agents.episodes import Episodes
 from mcontroller.ppo.config import TrainerConfig
 from mcontroller.ppo.data import RESPONSE_COLUMNS, columns
 from mcontroller.ppo.saving.run_record import BatchInFlight
@@ -160,7 +161,8 @@ def start_responses(
     asked = problems.select(["input_ids", "attention_mask"])
     asked.meta_info = dict(sampling)
     responses = rollout_fn(asked, rollout.generate_sequences)
-    _check_prompts(responses, problems)
+    if not isinstance(rollout_fn, Episodes):  # which may write prompts of their own
+        _check_prompts(responses, problems)
     return responses
 
 

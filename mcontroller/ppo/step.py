@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from mcontroller.data.protocol import DataProto
 from mcontroller.ppo.asynchronous.generations import AsynchronousGenerations
 from mcontroller.ppo.config import PPOConfig
 from mcontroller.ppo.data import (
+    FAILED,
     ROUTED_EXPERTS,
     TOKENS,
     Tokenizer,
@@ -223,6 +225,9 @@ class PPOStep:
         with self.stages("held-out" if held_out else "reward"):
             seen = self.rewards.seen(batch, held_out=held_out)
             reward = self.rewards.of(seen.union(problems).union(scores), held_out=held_out, started=started)
+            if FAILED in batch.tensor_names:
+                without_score = columns(batch, FAILED)[0] | reward.row_scores().isnan()
+                reward = replace(reward, scored=(~without_score).tolist())
             if (overlong := self.config.algorithm.overlong).buffer and not held_out:
                 reward = penalized(reward, columns(seen, "response_mask")[0], overlong, response_limit(self.config))
         return scores.union(DataProto.from_dict({"token_level_scores": reward.token_level_scores})), reward

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
 import pytest
 
 from examples.tools.arithmetic import CalculationError, calculate
-from examples.tools.calculator import Calculator, characters_with_calls, score
+from examples.tools.calculator import Calculator, characters_with_calls, episode, score
 from mcontroller.errors import ConfigError
 from mcontroller.ppo import Callback, RayPPOTrainer, TokenizerSource, Trajectory
 from mcontroller.ray.resource_pool import ResourcePoolManager
@@ -106,11 +107,25 @@ def test_the_answer_is_what_follows_the_last_output():
     assert score("<7 + 5>12;", entry)["accuracy"] == 0.0
 
 
-def test_the_example_trains_on_its_own_tokens_alone(simulated_group: SimulatedGroupMaker, tmp_path) -> None:
+async def fails_sometimes(rollout: Any, problem: Mapping[str, Any]) -> Trajectory:
+    if rollout.seed % 3 == 0:
+        raise ValueError("no calculator")
+    return await episode(rollout, problem)
+
+
+EPISODE = ["multi_turn.environment=null", "multi_turn.processes=0", f"multi_turn.episode={__name__}:fails_sometimes"]
+
+
+@pytest.mark.parametrize("settings", [[], EPISODE], ids=["environment", "episode"])
+def test_the_example_trains_on_its_own_tokens_alone(
+    simulated_group: SimulatedGroupMaker, tmp_path, settings: list[str]
+) -> None:
     """The configuration of the example with fewer steps, on one simulated rank."""
     changes = ["actor_rollout_ref.ppo_mini_batch_size=16", "actor_rollout_ref.optim.lr=1e-2"]
     changes += ["trainer.total_training_steps=2", "warm_up.steps=2", "trainer.test_freq=-1", "warm_up.batch_size=64"]
-    config = read_run_config("examples/tools/config.yaml", [*changes, "data.train_batch_size=8"]).within(tmp_path)
+    config = read_run_config("examples/tools/config.yaml", [*changes, *settings, "data.train_batch_size=8"]).within(
+        tmp_path
+    )
     parts, batches, updates, steps = make_parts(config), [], [], []
 
     class Steps(Callback):
@@ -160,3 +175,9 @@ def test_the_example_trains_on_its_own_tokens_alone(simulated_group: SimulatedGr
                 assert tokens[holes[0] : holes[0] + len(expected)] == expected
                 holes, calls = holes[len(expected) :], calls + 1
     assert calls > 0
+    if settings:
+        for batch, step in zip(batches, steps, strict=True):
+            failed = batch.batch["failed"]
+            assert 0 < int(failed.sum()) == step["episodes/failed"] == step["episodes/raised"]
+            assert step["train/unscored"] == pytest.approx(float(failed.double().mean()))
+            assert not batch.batch["response_mask"][failed].any() and not batch.batch["advantages"][failed].any()

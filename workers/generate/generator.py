@@ -154,10 +154,10 @@ class Generator:
     def generation_limits(self) -> dict[str, int]:
         """Return what ``generate_sequences`` accepts: the longest prompt and response, and the vocabulary.
 
-        ``max_rows`` is the most rows that are generated at once, 0 if the memory decides.
+        ``max_rows`` is the most rows that are generated at once, 0 if the memory decides; ``n`` the default of a call.
         """
         rollout, vocab_size = self._config.rollout, self._config.model.vocab_size
-        limits = {name: getattr(rollout, name) for name in ("prompt_length", "response_length", "max_rows")}
+        limits = {name: getattr(rollout, name) for name in ("prompt_length", "response_length", "max_rows", "n")}
         return {**limits, "vocab_size": vocab_size}
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -9,6 +9,7 @@ from typing import Any
 
 from mcontroller.config.load import CollectedErrors
 from mcontroller.errors import ConfigError
+from mcontroller.ppo.agents.episodes import Episodes, make_episodes
 from mcontroller.ppo.agents.turns import Demonstrating, MultiTurnRollout, make_environment
 from mcontroller.ppo.config import TrainerConfig
 from mcontroller.ppo.data import BatchStream
@@ -45,7 +46,7 @@ class RunParts:
         val: held-out problems, if there are any.
         warm_up: demonstrations, if there is a supervised phase.
         rewards: the reward functions, if there are any.
-        rollout_fn: generates responses of several turns, if there is an environment.
+        rollout_fn: generates responses of several turns, if there is an environment or an episode.
         combine: makes one score of the functions' and the reward model's, if there are both.
         roles: the worker class of every role.
     """
@@ -55,7 +56,7 @@ class RunParts:
     val: PromptRows | None
     warm_up: Demonstrations | None
     rewards: FunctionRewards | None
-    rollout_fn: MultiTurnRollout | None
+    rollout_fn: MultiTurnRollout | Episodes | None
     combine: CombineRewards | None
     roles: dict[Role, Any]
 
@@ -150,7 +151,7 @@ def make_parts(config: RunConfig) -> RunParts:
     for section in (config.actor_rollout_ref, config.critic, config.ref, config.reward_model):
         if section is not None:
             attempt(partial(check_checkpoint_files, section.model))
-    attempt(lambda: check_generates_alone(config, roles, pools_of(config, roles)))
+    attempt(lambda: check_generates_alone(config, roles, pools_of(config, roles), config.multi_turn.episode))
     if config.trainer.export_hf is not None:
         attempt(partial(check_new_directory, config.trainer.export_hf))
     for name in config.trackers:
@@ -168,10 +169,11 @@ def make_parts(config: RunConfig) -> RunParts:
         return attempt(lambda: PromptRows(records, config.data, tokenizer, rollout.prompt_length))
 
     problem_rows, held_out = prompts(train), prompts(val)
-    environment = None
+    environment = episodes = None
     if tokenizer is not None:
         attempt(partial(check_vocabulary, config, tokenizer))
         environment = attempt(partial(make_environment, config.multi_turn, tokenizer))
+        episodes = attempt(partial(make_episodes, config.multi_turn, tokenizer))
     if problem_rows is not None:
         attempt(partial(BatchStream, problem_rows, config.data.train_batch_size, config.data.seed, "data.train"))
     if config.reward_model is None:
@@ -179,7 +181,9 @@ def make_parts(config: RunConfig) -> RunParts:
     errors.raise_any()
     assert tokenizer is not None and problem_rows is not None
     rewards = FunctionRewards(config.rewards, tokenizer) if config.rewards.functions else None
-    rollout_fn = None if environment is None else MultiTurnRollout(environment, config.multi_turn.max_turns)
+    rollout_fn: MultiTurnRollout | Episodes | None = episodes
+    if environment is not None:
+        rollout_fn = MultiTurnRollout(environment, config.multi_turn.max_turns)
     demonstrate = environment.demonstrate if isinstance(environment, Demonstrating) else None
     demonstrations = None
     if config.warm_up.steps:

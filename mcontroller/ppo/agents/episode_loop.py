@@ -25,11 +25,12 @@ class EpisodeRollout:
     Attributes:
         tokenizer: of the policy, for what an environment replies.
         seed: of this episode, for random numbers of its own.
+        response_length: [tokens] the most of a whole response.
     """
 
-    def __init__(self, loop: EpisodeLoop, number: int, seed: int) -> None:
+    def __init__(self, loop: EpisodeLoop, number: int, seed: int, response_length: int) -> None:
         self._loop, self._number = loop, number
-        self.tokenizer, self.seed = loop.tokenizer, seed
+        self.tokenizer, self.seed, self.response_length = loop.tokenizer, seed, response_length
 
     def submit(
         self, prompt: Sequence[int] | Trajectory, *, stop_token_ids: Collection[int] = (), **options: Any
@@ -94,9 +95,9 @@ class EpisodeLoop:
         """Whether every episode waits for the rollout."""
         return self._tasks.keys() <= {number for number, _, future in self._asked.values() if not future.done()}
 
-    async def _run(self, number: int, problem: Mapping[str, Any], seed: int) -> None:
+    async def _run(self, number: int, problem: Mapping[str, Any], seed: int, response_length: int) -> None:
         try:
-            made = await self.episode(EpisodeRollout(self, number, seed), problem)
+            made = await self.episode(EpisodeRollout(self, number, seed, response_length), problem)
             self._send(("end", number, replace(made, experts=[]) if isinstance(made, Trajectory) else repr(made)[:60]))
         except asyncio.CancelledError:
             pass  # the controller has stopped it

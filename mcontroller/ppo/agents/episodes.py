@@ -7,6 +7,7 @@ its process, or returns tokens that the engine did not make.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import pickle
 import socket
@@ -23,12 +24,18 @@ from queue import Empty, SimpleQueue
 from subprocess import Popen
 from typing import Any, NamedTuple
 
+import torch
+
+from mcontroller.data.protocol import DataProto
 from mcontroller.errors import ConfigError, MControllerError
 from mcontroller.ppo.agents.episode_loop import SERVER, EpisodeLoop, load_episode
-from mcontroller.ppo.agents.trajectories import Submitted, Trajectory, TrajectoryRollout, seed_of
+from mcontroller.ppo.agents.trajectories import Submitted, Trajectory, TrajectoryRollout, seed_of, trajectory_batch
+from mcontroller.ppo.agents.turns import turn_metrics
+from mcontroller.ppo.config import MultiTurnConfig
+from mcontroller.ppo.data import FAILED, columns
 from mcontroller.ppo.rewards.processes import kill_process, spawn_process
 
-__all__ = ["EpisodeError", "Episodes", "MadeTokens"]
+__all__ = ["EpisodeError", "Episodes", "MadeTokens", "make_episodes"]
 
 logger = logging.getLogger(__name__)
 
@@ -182,6 +189,7 @@ class _ProcessHost(_Host):
         return messages
 
     def end(self) -> str:
+        atexit.unregister(self.end)
         code = kill_process(self.process)
         self.connection.close()
         return f"its process ended with exit code {code}"
@@ -272,6 +280,53 @@ class Episodes:
             self._receive(host)
         self._check_deadlines()
 
+    def __call__(self, problems: DataProto, generate: Any) -> DataProto:
+        """Return the responses to problems: a rollout function of ``RayPPOTrainer``.
+
+        Args:
+            problems: ``input_ids`` and ``attention_mask`` ``[rows, prompt]`` and other columns, which the episodes
+                read; ``meta_info`` of ``generate_sequences``.
+            generate: ``generate_sequences`` of a group.
+
+        Returns:
+            The columns of ``trajectory_batch``, and ``failed``, bool ``[rows]``: the rows of episodes that failed have
+            no tokens, and get no score. ``meta_info["metrics"]`` has their number.
+        """
+        if self.rollout is None or self.rollout.group is not generate.group:
+            self.connect(TrajectoryRollout(generate.group, driven=True))
+        assert self.rollout is not None
+        self.rollout.sampling = dict(problems.meta_info)
+        ids, attention = columns(problems, "input_ids", "attention_mask")
+        n, call = problems.meta_info.get("n", self.rollout.limits.get("n", 1)), self._calls(generate.group, problems)
+        started = []
+        for row, (tokens, mask) in enumerate(zip(ids, attention.bool(), strict=True)):
+            others = {name: column[row] for name, column in problems.non_tensor_batch.items()}
+            problem = {**others, "prompt_ids": tokens[mask].tolist()}
+            started += [(problem, self.start(problem, seed_of(call, row, sample))) for sample in range(n)]
+        self.run()
+        made = [
+            Trajectory(problem["prompt_ids"]) if future.exception() else future.result() for problem, future in started
+        ]
+        whole = trajectory_batch(
+            made,
+            prompt_length=max(ids.shape[1], *(len(each.prompt) for each in made)),
+            response_length=self.rollout.limits["response_length"],
+            pad_token_id=problems.meta_info["pad_token_id"],
+        )
+        failed = torch.tensor([future.exception() is not None for _, future in started])
+        metrics = {**turn_metrics(made), **self.take_metrics()}
+        return DataProto.from_dict(
+            {**whole, FAILED: failed}, meta_info={**problems.meta_info, "n": n, "metrics": metrics}
+        )
+
+    @staticmethod
+    def _calls(group: Any, problems: DataProto) -> int:
+        """Return how many batches the group has sampled before, and count this one: a checkpoint has the number."""
+        calls: int = group.sampling_state()[0]["sampled_batches"]
+        if problems.meta_info.get("do_sample", True):
+            group.restore_sampling({"sampled_batches": calls + 1})
+        return calls
+
     def run(self) -> None:
         """Make slices until every episode has ended."""
         assert self.rollout is not None
@@ -304,6 +359,7 @@ class Episodes:
         """Start the first waiting episode, if there is a host for it."""
         if len(self._hosts) < self.processes:
             self._hosts.append(self._process())
+            atexit.register(self._hosts[-1].end)
         free = [host for host in self._hosts if not any(each.alone for each in host.running.values())]
         if not free or (running.alone and all(host.running for host in free)):
             return False
@@ -312,7 +368,9 @@ class Episodes:
         running.made, running.waiting, running.prompts = MadeTokens(), {}, 0
         running.deadline = time.monotonic() + self.timeout_s
         self._running[running.number] = host.running[running.number] = running
-        self._send(host, ("start", running.number, running.problem, running.seed))
+        assert self.rollout is not None
+        longest = self.rollout.limits["response_length"]
+        self._send(host, ("start", running.number, running.problem, running.seed, longest))
         return True
 
     def _process(self) -> _ProcessHost:
@@ -447,3 +505,15 @@ class Episodes:
             logger.warning("episode %d failed: %s", running.number, error)
         if running.future.set_running_or_notify_cancel():
             running.future.set_exception(error)
+
+
+def make_episodes(config: MultiTurnConfig, tokenizer: Any) -> Episodes | None:
+    """Return the episodes of a configuration, if it names a function.
+
+    Raises:
+        ConfigError: the function cannot be imported, is not async, or does not take the options.
+    """
+    if config.episode is None:
+        return None
+    limits = {"processes": config.processes, "concurrency": config.concurrency, "timeout_s": config.timeout_s}
+    return Episodes(config.episode, config.options, tokenizer=tokenizer, **limits)  # type: ignore[arg-type]

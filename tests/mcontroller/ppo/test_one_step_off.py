@@ -184,7 +184,12 @@ def with_gpus(roles: dict[Role, Any], **pools: str) -> ResourcePoolManager:
             {},
             "adv_estimator is 'remax' with trainer.max_staleness=1: the greedy response",
         ),
-        (off_policy(1), SEPARATE, {"rollout_fn": lambda *_: None}, "with a rollout_fn, function, whose loop of calls"),
+        (
+            off_policy(1),
+            SEPARATE,
+            {"rollout_fn": lambda *_: None},
+            "with a rollout_fn or multi_turn.episode",
+        ),
         (
             off_policy(1),
             SEPARATE,
