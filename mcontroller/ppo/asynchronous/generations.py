@@ -366,6 +366,9 @@ class AsynchronousGenerations(Generations):
         else:
             by_id = {self._id(each): each for each in live}
             rows = [by_id[each] for each in following["rows"] if each in by_id]
+        if not rows and following is not None and live:
+            self.log.diverge("a slice of other responses")
+            return self._send(live)
         if not rows:
             return False
         self._sent = [(each, len(each.trajectory.tokens)) for each in rows]
