@@ -51,7 +51,7 @@ class ImportanceConfig:
     """Weight of a token: its own ratio (token), the product of the ratios of its response (sequence), their geometric
     mean (geometric), or none."""
     mode: str = "truncate"
-    """Limit of the weights: truncate to threshold, mask the tokens whose weight is outside of the limits, or none, as in
+    """Limit of the weights: truncate to threshold, mask the tokens whose weight is outside of the limits, or none as in
     decoupled PPO (decoupled)."""
     threshold: float = 2.0
     """Highest weight. Not with mode=decoupled."""
@@ -465,8 +465,8 @@ class TrainerConfig:
             )
         if self.asynchronous.replay is not None and self.max_staleness < 2:
             raise ConfigError(
-                f"trainer.asynchronous.replay is set with trainer.max_staleness={self.max_staleness}, which has one order "
-                "of events: start the run again with the same configuration",
+                f"trainer.asynchronous.replay is set with trainer.max_staleness={self.max_staleness}, which has one "
+                "order of events: start the run again with the same configuration",
                 key="trainer.asynchronous.replay",
                 value=self.asynchronous.replay,
             )

@@ -400,8 +400,8 @@ class Generations:
 def not_drawn() -> DataError:
     """Return the error of saving a batch in flight that cannot be drawn again."""
     return DataError(
-        "a batch in flight cannot be saved: its problems were passed to train_step, and were not drawn with draw(), so a "
-        "run that resumes cannot draw them again. Set trainer.max_staleness=0"
+        "a batch in flight cannot be saved: its problems were passed to train_step, and were not drawn with draw(), so "
+        "a run that resumes cannot draw them again. Set trainer.max_staleness=0"
     )
 
 

@@ -40,13 +40,13 @@ def importance_weights(data: DataProto, config: ImportanceConfig) -> tuple[Tenso
     of a sequence in GSPO (Zheng et al., 2025, arXiv:2507.18071).
 
     Decoupled PPO (Hilton et al., 2021, arXiv:2110.00641; for asynchronous training Fu et al., 2025, arXiv:2505.24298)
-    has the behavior policy ``mu``, the proximal policy ``pi`` (``old_log_probs``) and the current policy ``p``: the loss
-    of a token is ``-w_t min(u_t A_t, clip(u_t) A_t)`` with ``u_t = p_t / pi_t``. It is ``level=token`` with the loss
-    ``ppo``; ``truncate`` and ``mask`` limit its weights.
+    has the behavior policy ``mu``, the proximal policy ``pi`` (``old_log_probs``) and the current policy ``p``: the
+    loss of a token is ``-w_t min(u_t A_t, clip(u_t) A_t)`` with ``u_t = p_t / pi_t``. It is ``level=token`` with the
+    loss ``ppo``; ``truncate`` and ``mask`` limit its weights.
 
     Off-policy sequence masking (DeepSeek-AI, 2025, "DeepSeek-V3.2", section on scaling GRPO), with the policy before
-    the update: ``w_t = 0`` for a response with ``A < 0`` and ``1 / |T| sum_{s in T} log(mu_s / pi_s) > off_policy_mask``.
-    ``A`` is the sum of its advantages.
+    the update: ``w_t = 0`` for a response with ``A < 0``, the sum of its advantages, and
+    ``1 / |T| sum_{s in T} log(mu_s / pi_s) > off_policy_mask``.
 
     Args:
         data: ``old_log_probs``, ``rollout_log_probs`` and ``response_mask`` ``[rows, response]``; ``advantages`` too

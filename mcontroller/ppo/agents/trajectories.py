@@ -10,11 +10,13 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import threading
+from array import array
 from collections.abc import Collection, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -59,6 +61,15 @@ class Trajectory:
     turn: int = 0
     turns: int = 1
     ended: str = ""
+    _context: array[int] = field(default_factory=lambda: array("q"), repr=False, compare=False)
+
+    def context(self) -> array[int]:
+        """Return prompt and response so far, int64; a later call adds the tokens since."""
+        known = len(self._context) - len(self.prompt)
+        if known < 0 or known > len(self.tokens):
+            known, self._context = 0, array("q", self.prompt)
+        self._context.extend(self.tokens[known:])
+        return self._context
 
     @property
     def last_turn(self) -> list[int]:
@@ -324,7 +335,7 @@ class TrajectoryRollout:
 
     def _check(self, trajectory: Trajectory, limit: int) -> None:
         length, most, vocab_size = len(trajectory.prompt), self.limits["prompt_length"], self.limits["vocab_size"]
-        tokens = trajectory.prompt + trajectory.tokens
+        tokens = trajectory.context()
         for token in (min(tokens, default=0), max(tokens, default=0)):
             if not 0 <= token < vocab_size:
                 raise DataError(
@@ -379,13 +390,14 @@ def contexts(going: Sequence[Trajectory], meta_info: Mapping[str, Any], room: in
     Returns:
         ``input_ids`` and ``attention_mask`` int64 ``[rows, tokens]``, padded on the left.
     """
-    rows = [each.prompt + each.tokens for each in going]
-    widest = max(map(len, rows))
-    ids = torch.full((len(rows), widest), int(meta_info["pad_token_id"]), dtype=torch.long)
-    attention = torch.zeros_like(ids)
-    for row, context in enumerate(rows):
-        ids[row, widest - len(context) :] = torch.tensor(context)
-        attention[row, widest - len(context) :] = 1
+    rows = [each.context() for each in going]
+    lengths = torch.tensor([len(row) for row in rows])
+    widest = int(lengths.max())
+    filled = np.full((len(rows), widest), int(meta_info["pad_token_id"]))
+    for row, context in zip(filled, rows, strict=True):
+        row[widest - len(context) :] = context
+    ids = torch.from_numpy(filled)
+    attention = (torch.arange(widest) >= widest - lengths[:, None]).long()
     meta_info = {**meta_info, "n": 1, "response_length": min(room, width - widest)}
     return DataProto.from_dict({"input_ids": ids, "attention_mask": attention}, meta_info=meta_info)
 
@@ -439,24 +451,25 @@ def trajectory_batch(
         a row's oldest token, ``token_versions`` int64 ``[rows, response]`` that of each; -1 for those not sampled.
     """
     rows = len(trajectories)
-    prompts = torch.full((rows, prompt_length), pad_token_id, dtype=torch.long)
-    responses = torch.full((rows, response_length), pad_token_id, dtype=torch.long)
-    attention = torch.zeros(rows, prompt_length + response_length, dtype=torch.long)
-    mask, scores, versions = torch.zeros_like(responses), torch.zeros(responses.shape), torch.full_like(responses, -1)
+    ids = np.full((rows, prompt_length + response_length), pad_token_id)
+    attended = np.zeros(ids.shape, np.int64)
+    filled = {name: np.full((rows, response_length), empty) for name, empty in (("own", 0), ("versions", -1))}
+    filled["log_probs"] = np.zeros((rows, response_length), np.float32)
     for row, each in enumerate(trajectories):
         length, start = len(each.tokens), prompt_length - len(each.prompt)
-        prompts[row, start:] = torch.tensor(each.prompt)
-        responses[row, :length] = torch.tensor(each.tokens)
-        mask[row, :length] = torch.tensor(each.own)
-        scores[row, :length] = torch.tensor(each.log_probs)
-        versions[row, :length] = torch.tensor(each.versions)
-        attention[row, start : prompt_length + length] = 1
+        ids[row, start : prompt_length + length] = each.context()
+        attended[row, start : prompt_length + length] = 1
+        for name, column in filled.items():
+            column[row, :length] = array("d" if name == "log_probs" else "q", getattr(each, name))
+    sequences, attention = torch.from_numpy(ids), torch.from_numpy(attended)
+    mask, versions, scores = (torch.from_numpy(filled[name]) for name in ("own", "versions", "log_probs"))
+    prompts, responses = sequences[:, :prompt_length].clone(), sequences[:, prompt_length:].clone()
     oldest = [min((version for version in each.versions if version >= 0), default=0) for each in trajectories]
     whole = {
         "prompts": prompts,
         "responses": responses,
         "response_mask": mask,
-        "input_ids": torch.cat((prompts, responses), 1),
+        "input_ids": sequences,
         "attention_mask": attention,
         "position_ids": (attention.cumsum(1) - 1).clamp(min=0),
         "truncated": torch.tensor([each.ended == "length" for each in trajectories]),

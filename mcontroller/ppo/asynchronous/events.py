@@ -197,5 +197,5 @@ class Schedule:
         return chance.sample(live, chance.randint(1, min(capacity, len(live))))
 
     def _random(self, count: int, decision: str) -> random.Random:
-        """Return random numbers that depend on the place in the order of events alone, so that a checkpoint has none."""
+        """Return random numbers that depend on the place in the order of events alone: a checkpoint has none."""
         return random.Random(f"{self._seed}:{count}:{decision}")

@@ -114,7 +114,7 @@ class AsynchronousGenerations(Generations):
         if not rollout.offers("generation_limits"):
             raise ConfigError(
                 f"trainer.max_staleness is {self._ahead}, and {rollout.worker_cls.__name__} has no registered method "
-                "generation_limits, which generation by trajectory needs: derive it from workers.ActorRolloutRefWorker, "
+                "generation_limits, which generation by trajectory needs: derive it from ActorRolloutRefWorker, "
                 "or set trainer.max_staleness=1",
                 key="trainer.max_staleness",
                 value=self._ahead,
@@ -225,8 +225,8 @@ class AsynchronousGenerations(Generations):
     def _chosen(self, size: int) -> list[Group] | None:
         """Return the groups that the step trains on, in the order of their numbers; None if it has to wait.
 
-        With ``stale="finish"``, ``j`` more steps can take ``j * size`` groups of those that are too old after them; this
-        step has to take the others.
+        With ``stale="finish"``, ``j`` more steps can take ``j * size`` groups of those that are too old after them;
+        this step has to take the others.
         """
         if self._options.take == "in_order":
             first = self._groups[:size]
@@ -366,6 +366,9 @@ class AsynchronousGenerations(Generations):
         else:
             by_id = {self._id(each): each for each in live}
             rows = [by_id[each] for each in following["rows"] if each in by_id]
+        if not rows and following is not None and live:
+            self.log.diverge("a slice of other responses")
+            return self._send(live)
         if not rows:
             return False
         self._sent = [(each, len(each.trajectory.tokens)) for each in rows]

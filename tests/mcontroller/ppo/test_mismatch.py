@@ -86,9 +86,7 @@ def test_decoupled_ppo_has_three_policies():
     current, mask = proximal + chance.normal(0, 0.3, (16, 5)), np.ones((16, 5), np.int64)
     advantages = chance.normal(size=(16, 5))
     ratio = np.exp(current - proximal)
-    expected = -np.exp(proximal - behavior) * np.minimum(
-        ratio * advantages, np.clip(ratio, 0.8, 1.2) * advantages
-    )
+    expected = -np.exp(proximal - behavior) * np.minimum(ratio * advantages, np.clip(ratio, 0.8, 1.2) * advantages)
     columns = {"old_log_probs": proximal, "rollout_log_probs": behavior, "response_mask": mask}
     data = DataProto.from_dict({name: torch.from_numpy(value) for name, value in columns.items()})
     weights, _ = importance_weights(data, ImportanceConfig("token", "decoupled"))

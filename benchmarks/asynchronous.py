@@ -1,0 +1,236 @@
+"""Asynchronous training (trainer.max_staleness=k): seconds of a step over the bound and over the synchronous run.
+
+    python benchmarks/asynchronous.py [--steps 10] [--share 0.6] [--staleness 0 1 2 4] [--controller 10000]
+
+The engine and the trainer sleep, in a process each. The lengths of responses are log-normal with sigma 0.99, cut at 16
+times the median, as reported for reasoning runs (median about 500 tokens, p99 about 5,000; jiahuanglin.xyz, "RL
+lessons", 22b), of seed 0. A token takes the same time for any number of rows up to the capacity, which is that of one
+batch. The training takes the rest of a synchronous step, of which generation is ``--share``: 60 to 80% in reports.
+``bound`` is the longer of training and of generation with all rows of the engine in use.
+
+``--controller`` measures the CPU time of the controller for each trajectory over its life, without that of the engine,
+and the memory, with so many trajectories in flight.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import resource
+import statistics
+import tempfile
+import time
+from statistics import NormalDist
+from typing import Any, ClassVar
+
+import ray
+import torch
+from one_step_off import SleepingPolicy
+
+from mcontroller import DataProto, Dispatch, RayWorkerGroup, register
+from mcontroller.local import LocalWorkerGroup
+from mcontroller.ppo import (
+    AlgorithmConfig,
+    AsynchronousConfig,
+    DataConfig,
+    ImportanceConfig,
+    PPOConfig,
+    RayPPOTrainer,
+    Role,
+    TrainerConfig,
+)
+from mcontroller.ppo.rewards.reward import Reward, outcome_scores
+from mcontroller.ray import ResourcePoolManager
+
+PROMPT, SIGMA, LONGEST = 16, 0.99, 16
+STOP, PAD, TOKEN = 1, 0, 7
+
+
+@dataclasses.dataclass(frozen=True)
+class Rollout:
+    n: int
+    response_length: int
+    temperature: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Sleeps:
+    """Settings of both roles: median [tokens] of the lengths, and seconds of a token and of a training step."""
+
+    rollout: Rollout
+    median: int
+    token_s: float = 0.0
+    train_s: float = 0.0
+
+
+def length_of(seed: int, median: int) -> int:
+    """Return the tokens of the response with a seed."""
+    chance = ((seed * 0x9E3779B97F4A7C15 & (1 << 64) - 1) + 0.5) / (1 << 64)
+    return max(1, min(LONGEST * median, round(median * math.exp(SIGMA * NormalDist().inv_cdf(chance)))))
+
+
+class SleepingEngine(SleepingPolicy):
+    """Sleeps as long as an engine would generate; the seed of a response has its length."""
+
+    busy: ClassVar[float] = 0.0
+
+    def __init__(self, config: Sleeps, role: str) -> None:
+        self.config, self.calls, self.lengths = config, 0, dict[int, int]()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def generation_limits(self) -> dict[str, int]:
+        longest = self.config.rollout.response_length
+        return {"prompt_length": PROMPT, "response_length": longest, "max_rows": 0, "vocab_size": 64}
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, changes_rows=True)
+    def generate_sequences(self, prompts: DataProto) -> DataProto:
+        began = time.process_time()
+        config, meta = self.config, prompts.meta_info
+        if "sample_seed" in prompts.tensor_names:
+            seeds, before = prompts.batch["sample_seed"].tolist(), prompts.batch["generated"]
+            room = meta["response_length"]
+        else:
+            prompts, room = prompts.repeat(config.rollout.n), config.rollout.response_length
+            seeds = [self.calls * 1_000_003 + row + 1 for row in range(len(prompts))]
+            self.calls += 1
+            before = torch.zeros(len(prompts), dtype=torch.long)
+        for seed in seeds:
+            if seed not in self.lengths:
+                self.lengths[seed] = length_of(seed, config.median)
+        left = torch.tensor([self.lengths[seed] for seed in seeds]) - before
+        made = left.clamp(max=room)
+        time.sleep(int(made.max()) * config.token_s)
+        mask = (torch.arange(room) < made[:, None]).long()
+        responses = mask * TOKEN
+        ends = (left <= room).nonzero().flatten()
+        responses[ends, made[ends] - 1] = STOP
+        whole = torch.cat((prompts.batch["input_ids"], responses), 1)
+        columns = {"prompts": prompts.batch["input_ids"], "responses": responses, "response_mask": mask}
+        columns |= {"input_ids": whole, "rollout_log_probs": torch.zeros(responses.shape)}
+        columns |= {"attention_mask": torch.cat((prompts.batch["attention_mask"], mask), 1)}
+        columns["policy_version"] = torch.zeros(len(whole), dtype=torch.long)
+        generated = DataProto.from_dict(columns, meta_info=meta)
+        SleepingEngine.busy += time.process_time() - began
+        return generated
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def compute_log_prob(self, data: DataProto) -> DataProto:
+        return DataProto.from_dict({"old_log_probs": torch.zeros(data.batch["responses"].shape)})
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def update_actor(self, data: DataProto) -> DataProto:
+        time.sleep(self.config.train_s)
+        return DataProto(meta_info={"metrics": {"rows": float(len(data))}})
+
+
+class Tokens:
+    eos_token_id, pad_token_id = STOP, PAD
+
+
+def even_rows(batch: DataProto) -> Reward:
+    scores = (torch.arange(len(batch)) % 2).float()
+    return Reward(outcome_scores(scores, batch.batch["response_mask"]))
+
+
+def trainer_of(sleeps: Sleeps, problems: int, staleness: int, group_cls: Any, **options: Any) -> RayPPOTrainer:
+    roles: Any = {Role.Actor: SleepingEngine, Role.Rollout: SleepingEngine}
+    config = PPOConfig(
+        actor_rollout_ref=sleeps,
+        rollout=sleeps,
+        data=DataConfig(train_batch_size=problems),
+        algorithm=AlgorithmConfig(adv_estimator="grpo", importance=ImportanceConfig(level="token")),
+        trainer=TrainerConfig(
+            total_training_steps=1,
+            save_freq=-1,
+            max_staleness=staleness,
+            balance_tokens=False,
+            default_local_dir=tempfile.mkdtemp(prefix="asynchronous-"),
+            asynchronous=AsynchronousConfig(**options),
+        ),
+    )
+    names = {role: f"{role.name}-{staleness}" for role in roles}
+    ids = torch.arange(PROMPT) + 2
+    pools = ResourcePoolManager({name: [1] for name in names.values()}, names, use_gpu=False, threads=1)
+    rows = [{"input_ids": ids, "attention_mask": torch.ones_like(ids)}] * problems
+    return RayPPOTrainer(config, Tokens(), roles, pools, group_cls, reward_fn=even_rows, train_dataset=rows)
+
+
+def seconds_of(sleeps: Sleeps, problems: int, staleness: int, steps: int, **options: Any) -> tuple[float, str]:
+    """Return the seconds of a step, after as many that fill the queue, and the line on the balance."""
+    with trainer_of(sleeps, problems, staleness, RayWorkerGroup, **options) as trainer:
+        trainer.init_workers()
+        for _ in range(staleness + 2):
+            trainer.train_step(trainer.draw())
+        began = time.perf_counter()
+        for _ in range(steps):
+            trainer.train_step(trainer.draw())
+        return (time.perf_counter() - began) / steps, trainer.step.generations.summary()
+
+
+def report(arguments: argparse.Namespace) -> None:
+    median, problems, n = 32, 16, 4
+    rows, token_s = problems * n, arguments.token_ms / 1000
+    batches = [[length_of(call * 1_000_003 + row + 1, median) for row in range(rows)] for call in range(200)]
+    mean = statistics.fmean(length for batch in batches for length in batch)
+    longest = statistics.fmean(max(batch) for batch in batches)
+    generation = longest * token_s
+    training = generation * (1 / arguments.share - 1)
+    bound = max(training, mean * token_s)
+    sleeps = Sleeps(Rollout(n, LONGEST * median), median, token_s, training)
+    print(
+        f"lengths: median {median}, mean {mean:.1f}, longest of {rows} {longest:.0f} tokens of {arguments.token_ms} ms"
+    )
+    print(f"a synchronous step: generation {generation:.2f} s, training {training:.2f} s; bound {bound:.2f} s")
+    print("|  k | a step | over the bound | over the synchronous run |\n|--:|--:|--:|--:|")
+    synchronous = 0.0
+    for staleness in arguments.staleness:
+        found, line = seconds_of(sleeps, problems, staleness, arguments.steps, slice_tokens=32, capacity=rows)
+        synchronous = synchronous or found
+        print(f"| {staleness} | {found:.2f} s | {found / bound:.2f} | {synchronous / found:.2f} | {line}", flush=True)
+
+
+def controller(in_flight: int) -> None:
+    """Print the CPU time of the controller for each trajectory, and the memory after each step."""
+    n, staleness, median = 4, 3, 128
+    problems = in_flight // n // (staleness + 1)
+    sleeps = Sleeps(Rollout(n, LONGEST * median), median)
+
+    def local(pool: Any, init: Any, name_prefix: str) -> Any:
+        return LocalWorkerGroup(init, 1, name_prefix=name_prefix)
+
+    with trainer_of(sleeps, problems, staleness, local, slice_tokens=64, capacity=1024) as trainer:
+        trainer.init_workers()
+        generations = trainer.step.generations
+        for step in range(6):
+            before, busy, events = time.process_time(), SleepingEngine.busy, generations.log.count
+            batch = generations.exchange(trainer.draw(), trainer.draw)[1]
+            spent = time.process_time() - before - (SleepingEngine.busy - busy)
+            tokens, memory = int(batch.batch["response_mask"].sum()), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            print(
+                f"step {step + 1}: {len(batch)} trajectories, {tokens / len(batch):.0f} tokens each, "
+                f"{generations.log.count - events} events, {spent / len(batch) * 1e6:.0f} us of CPU each, "
+                f"at most {memory / 1024:.0f} MiB in the process",
+                flush=True,
+            )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--share", type=float, default=0.6)
+    parser.add_argument("--token-ms", type=float, default=4.0)
+    parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 2, 4])
+    parser.add_argument("--controller", type=int, default=0)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    if arguments.controller:
+        controller(arguments.controller)
+        return
+    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="error")
+    report(arguments)
+    ray.shutdown()
+
+
+if __name__ == "__main__":
+    main()
