@@ -416,7 +416,13 @@ def restart_gcs(faults: Faults, draw: random.Random) -> None:
     gcs.process.kill()
     gcs.process.wait()
     head._gcs_address = head._gcs_client = None
-    threading.Timer(5.0, head.start_gcs_server).start()
+
+    def start() -> None:
+        time.sleep(5.0)
+        head.start_gcs_server()
+        threading.Event().wait()  # Ray has it end with the thread that started it
+
+    threading.Thread(target=start, daemon=True).start()
 
 
 SPARE = "SIGKILL of a raylet, with a spare node"
