@@ -416,7 +416,13 @@ def restart_gcs(faults: Faults, draw: random.Random) -> None:
     gcs.process.kill()
     gcs.process.wait()
     head._gcs_address = head._gcs_client = None
-    threading.Timer(5.0, head.start_gcs_server).start()
+
+    def start() -> None:
+        time.sleep(5.0)
+        head.start_gcs_server()
+        threading.Event().wait()  # Ray has it end with the thread that started it
+
+    threading.Thread(target=start, daemon=True).start()
 
 
 SPARE = "SIGKILL of a raylet, with a spare node"
@@ -440,7 +446,7 @@ def of_nodes(folder: Path, names: list[str], repeats: int, seed: int) -> list[Tr
             faults = Faults(expected, [fault] if number >= 0 else [], seed + number)
             faults.cluster, here = cluster, ADDRESSES[: 3 if fault == SPARE else 2]
             faults.nodes = {each: cluster.add_node(num_cpus=2, node_ip_address=each, **SMALL) for each in here}
-            steps = total_steps(12 if number < 0 else 1000)
+            steps = total_steps(1000 if number >= 0 else 150 if fault == FAULT_TOLERANT else 12)
             train(folder / f"nodes{len(trials)}{number}", faults, "pool.process_on_nodes=[2, 2]", steps, *layout)
             trials += faults.trials
             ray.shutdown()
