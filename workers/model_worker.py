@@ -28,6 +28,7 @@ from workers.lora.peft_files import check_adapter
 from workers.megatron_worker import MegatronWorker
 from workers.memory.offloader import Offloader
 from workers.model.transformer_config import check_chunks
+from workers.profiling.profiler import Profiler
 from workers.train.batches import RowReader, TokenBatch
 from workers.train.metrics import Rule
 from workers.train.micro_batches import MicroBatcher
@@ -67,18 +68,23 @@ class ModelWorker(MegatronWorker):
         trainer: trains the model.
         offloader: moves models and optimizer to host memory and back.
         checkpointer: saves and loads the state.
+        profiler: profiles calls, and dumps CUDA's memory.
     """
 
     parallel: ParallelConfig  # never None
 
     warm_imports: ClassVar[Sequence[str]] = (__name__,)
-    components: ClassVar[Mapping[str, type]] = {"offloader": Offloader, "checkpointer": Checkpointer}
+    components: ClassVar[Mapping[str, type]] = {
+        **{"offloader": Offloader, "checkpointer": Checkpointer, "profiler": Profiler}
+    }
+    profiler: Profiler
     offloader: Offloader
     checkpointer: Checkpointer
 
     parts_needed: ClassVar[Mapping[str, tuple[str, ...]]] = {
         **dict.fromkeys(("get_megatron_rank_info", "get_megatron_global_info", "execute_func_rank_zero"), ()),
         **dict.fromkeys(("save_to_memory", "load_from_memory"), ("params", "reference", "optimizer")),
+        **dict.fromkeys(("start_profile", "stop_profile", "record_memory", "save_memory_snapshot"), ()),
         **dict.fromkeys(("offload", "reload", "take_memory_use", "verify_checkpoint", "wait_for_checkpoint"), ()),
         "save_checkpoint": ("params", "reference", "optimizer"),
         "load_checkpoint": ("params", "reference", "optimizer"),
@@ -158,6 +164,7 @@ class ModelWorker(MegatronWorker):
             schedule_unit=self.schedule_unit,
             after_update=saves.finish_if_written,
         )
+        self.profiler = Profiler(self.get_megatron_rank_info)
         self.offloader = Offloader(self.state, self.parts_needed)
         self.checkpointer = Checkpointer(self.state, model, self.trainer, saves)
 
@@ -293,7 +300,7 @@ class ModelWorker(MegatronWorker):
         Raises:
             ConfigError: the method needs parts, and no model has been built.
         """
-        with super().call_context(method), self.offloader.during(method):
+        with super().call_context(method), self.profiler.during(method), self.offloader.during(method):
             yield
 
     def before_shutdown(self) -> None:

@@ -31,6 +31,7 @@ __all__ = [
     "MultiTurnConfig",
     "OverlongConfig",
     "PPOConfig",
+    "ProfileConfig",
     "TrainerConfig",
     "ValidationConfig",
     "WarmUpConfig",
@@ -369,6 +370,21 @@ class AsynchronousConfig:
 
 @strict_fields
 @dataclass(frozen=True, slots=True)
+class ProfileConfig:
+    """Steps and ranks that profilers record; the files are in ``profiles`` of ``trainer.default_local_dir``."""
+
+    steps: tuple[int, ...] = ()
+    """Steps of PPO that the actor and the critic are profiled in. Empty: none."""
+    at: dict[str, int] = field(default_factory=dict)
+    """Coordinates of the ranks, such as {tp: 0, pp: 1}; axes that are not given have all. Empty: all ranks."""
+    nsys: bool = False
+    """Mark the window and the methods for `nsys profile --capture-range=cudaProfilerApi` in place of torch.profiler."""
+    memory: bool = False
+    """Record the allocations of GPUs; an out-of-memory error writes a snapshot for https://pytorch.org/memory_viz."""
+
+
+@strict_fields
+@dataclass(frozen=True, slots=True)
 class TrainerConfig:
     """Length of the run, and when it is validated and saved."""
 
@@ -449,6 +465,8 @@ class TrainerConfig:
     """
     trace: bool = True
     """Have `mcontroller train` record what every process does in the run's directory, for `mcontroller trace`."""
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
+    """Windows of profilers."""
     axes_across_nodes: tuple[str, ...] = ()
     """Axes (tp, cp, ep, etp) that may cross nodes without a warning when a group starts; rank: the order of ranks."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -162,6 +162,9 @@ class RayPPOTrainer:
         groups = self.run_groups
         self.actor, self.rollout, self.critic = groups.actor, groups.rollout, groups.critic
         self.reference, self.reward_model = groups.reference, groups.reward_model
+        if self.config.trainer.profile.memory:
+            for name, group in groups.trained().items():
+                group.record_memory(str(Path(self.config.trainer.default_local_dir, "profiles", name)))
 
     # ---- training --------------------------------------------------------------------------------------------------
 
@@ -323,7 +326,8 @@ class RayPPOTrainer:
             if self.global_steps:
                 self._grow_if_possible()
             with self.preemption.timing(), span("step", self.global_steps + 1):
-                metrics = self.train_step(self.draw())
+                with self._profiled():
+                    metrics = self.train_step(self.draw())
                 self.global_steps += 1
                 for callback in self.callbacks:
                     callback.step_ended(self, metrics)
@@ -342,6 +346,21 @@ class RayPPOTrainer:
         if self.config.trainer.export_hf is not None:
             with self.stages("export", self.actor.export_hf):
                 self.actor.export_hf(self.config.trainer.export_hf)
+
+    @contextlib.contextmanager
+    def _profiled(self) -> Iterator[None]:
+        """Profile the trained groups in a step that ``trainer.profile`` has chosen."""
+        profile, step = self.config.trainer.profile, self.global_steps + 1
+        chosen = step in profile.steps
+        groups = {
+            name: each for name, each in self.run_groups.trained().items() if chosen and each.offers("start_profile")
+        }
+        for name, group in groups.items():
+            directory = Path(self.config.trainer.default_local_dir, "profiles", f"step-{step}", name)
+            group.start_profile(str(directory), profile.at, profile.nsys)
+        yield
+        for group in groups.values():
+            group.stop_profile()
 
     def stop(self) -> None:
         """End training after the current step, which is then validated and saved as the last one."""
