@@ -111,7 +111,7 @@ class _MicroBatch:
                 elif each is not None and each not in found:
                     found.add(each)
                     left.append(each)
-        own = [each for each in found if isinstance(each, torch.autograd.function.BackwardCFunction)]
+        own: list[Any] = [each for each in found if isinstance(each, torch.autograd.function.BackwardCFunction)]
         operations = tuple(sorted({each.name().removesuffix("Backward") for each in own or found}))
         for producer in producers:
             self._records.consumers.setdefault(producer, []).append((name, operations))

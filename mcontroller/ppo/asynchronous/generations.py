@@ -131,8 +131,8 @@ class AsynchronousGenerations(Generations):
             self._continue(*self._of.pop(each), each.trajectory)
 
     def _rollout_of(self, group: WorkerGroup[Any]) -> TrajectoryRollout:
-        options = {"slice_tokens": self._options.slice_tokens, "capacity": self._options.capacity or None}
-        return TrajectoryRollout(group, driven=True, **options, **self._sampling)
+        slice_tokens, capacity = self._options.slice_tokens, self._options.capacity or None
+        return TrajectoryRollout(group, driven=True, slice_tokens=slice_tokens, capacity=capacity, **self._sampling)
 
     def __len__(self) -> int:
         """The number of batches that were drawn and not trained on; their groups may be of more batches."""
@@ -252,7 +252,7 @@ class AsynchronousGenerations(Generations):
         for group in chosen:
             rows.setdefault(id(group.problems), (group.problems, []))[1].append(group.row)
         problems = DataProto.concat([batch.select_idxs(torch.tensor(some)) for batch, some in rows.values()])
-        settings = getattr(self._workers, "rollout", None)
+        settings: Any = getattr(self._workers, "rollout", None)
         meta_info = {**self._sampling, "n": self._n}
         if hasattr(settings, "temperature"):
             meta_info["temperature"] = settings.temperature
@@ -508,7 +508,7 @@ class AsynchronousGenerations(Generations):
         ids, mask = columns(problems, "input_ids", "attention_mask")
         state, seeds = columns(batch.responses, STATE, "sample_seed")
         made = columns(batch.responses, "responses", "response_mask", "rollout_log_probs", "token_versions")
-        (prompts,) = columns(batch.responses, "prompts")
+        prompts, truncated = columns(batch.responses, "prompts", "truncated")
         groups: dict[int, Group] = {}
         waiting = []
         for row, (number, at, version, attempt, completed, place, *sizes) in enumerate(state.tolist()):
@@ -539,7 +539,7 @@ class AsynchronousGenerations(Generations):
                 turn,
                 turns,
             )
-            trajectory.ended = "" if place >= 0 else "length" if batch.responses.batch["truncated"][row] else "stop"
+            trajectory.ended = "" if place >= 0 else "length" if truncated[row] else "stop"
             if place >= 0:
                 waiting.append((place, group, len(group.responses)))
             group.responses.append(trajectory)
