@@ -45,6 +45,7 @@ class Profiler:
             nsys: mark the window and the methods for ``nsys profile --capture-range=cudaProfilerApi``, and run no
                 profiler of torch.
         """
+        self.stop_profile()  # of a step that has failed
         info = self._rank_info()
         if any(getattr(info, f"{axis}_rank") != index for axis, index in (at or {}).items()):
             return
@@ -93,7 +94,8 @@ class Profiler:
     @contextlib.contextmanager
     def during(self, method: str) -> Iterator[None]:
         """Run a call: as a range of nsys while its window is open, with a snapshot if it is out of memory."""
-        if self._ranges is not None:
+        marked = self._ranges is not None
+        if marked:
             _cuda.nvtx.range_push(method)
         try:
             yield
@@ -101,5 +103,5 @@ class Profiler:
             self.save_memory_snapshot(f"out-of-memory-in-{method}")
             raise
         finally:
-            if self._ranges is not None:
+            if marked:
                 _cuda.nvtx.range_pop()
