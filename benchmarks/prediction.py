@@ -4,7 +4,7 @@
     python benchmarks/prediction.py --write   # the same with the numbers of hardware.toml; writes docs/prediction.md
 
 The rows were read on 2026-11-24 from their publishers: Megatron-Bridge's performance summary (release 0.4.2 and its
-archive) and NeMo-RL v0.6's (docs/about/performance-summary.md), on DGX-H100. Rows at odd positions are fitted, at even
+archive) and NeMo-RL v0.6's (its page "performance summary"), on DGX-H100. Rows at odd positions are fitted, at even
 positions tested. Layers are rounded up to whole chunks. Multi-latent attention counts as attention with as many
 parameters; the shared expert and the dense first layers of DeepSeek-V3 count as experts.
 """
@@ -199,7 +199,7 @@ the order of layouts, not for milliseconds.** `benchmarks/prediction.py --write`
 fits five numbers of `workers/prediction/hardware.toml` again.
 
 The rows are published ones, of DGX-H100, read on 2026-11-24: pre-training from the performance summary of
-Megatron-Bridge 0.4.2 and its archive, GRPO from that of NeMo-RL v0.6 (`docs/about/performance-summary.md`). The rows at
+Megatron-Bridge 0.4.2 and its archive, GRPO from that of NeMo-RL v0.6 (its page *performance summary*). The rows at
 odd positions are fitted, the others tested. The form of the formula for runs that generate ahead was chosen after the
 errors of all rows were known; no number was fitted to a tested row. What the sources do not say is assumed: the script
 says what.

@@ -1,6 +1,6 @@
 """Profile the calls of a worker from one call to another, and dump CUDA's memory.
 
-Status: torch.profiler is tested on a CPU; nsys and snapshots of CUDA's memory have run on no GPU yet.
+nsys and snapshots of CUDA's memory have run on no GPU yet; torch.profiler is tested on a CPU.
 """
 
 from __future__ import annotations

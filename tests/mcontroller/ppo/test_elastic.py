@@ -170,7 +170,7 @@ def test_a_run_on_two_nodes_goes_on_with_one_and_then_with_both(tmp_path: Path) 
     both, resized = [first, second], "the pools have pool {} processes, before pool {} (configured: pool 1 + 1)"
     steps = [(step, nodes) for step, nodes, _ in seen["steps"]]
     assert steps[:2] == [(1, both), (2, both)] and steps[-1] == (5, both)
-    assert (3, [first]) in steps or (2, [first]) in steps  # the state of step 2 may be lost with the node
+    assert any(nodes == [first] for _, nodes in steps)  # when the loss is noticed depends on Ray
     assert {prompts for *_, prompts in seen["steps"]} == {48.0}  # the same global batch
     assert [kind for kind, _ in seen["events"]] == ["WorkerDied", RESIZED, RESIZED]
     assert [text for _, text in seen["events"][1:]] == [resized.format("1", "1 + 1"), resized.format("1 + 1", "1")]
