@@ -100,7 +100,7 @@ def with_openai(url: str, key: str, **request: Any) -> Any:
     return client.chat.completions.create(model="policy", **request).choices[0].model_dump()
 
 
-@pytest.mark.parametrize("ask", [with_urllib, with_openai])
+@pytest.mark.parametrize("ask", [with_urllib, pytest.param(with_openai, marks=pytest.mark.processes)])
 def test_an_agent_with_a_tool_is_one_trajectory_of_exact_tokens(
     serve: Callable[..., ChatServer], ask: Callable[..., Any]
 ) -> None:
