@@ -76,3 +76,36 @@ def test_a_run_from_the_readme_is_trained_resumed_exported_and_converted(folder)
     assert trained.keys() == again.keys()
     assert all(bool((trained[name] == again[name]).all()) for name in trained)
     assert (folder / "trained" / "tokenizer.json").is_file()
+
+
+REPLAY = """
+import sys
+from mcontroller.cli.main import main
+ahead = ["rollout=${actor_rollout_ref}", "trainer.max_staleness=2", "trainer.asynchronous.slice_tokens=2"]
+small = ["trainer.total_training_steps=3", "data.train_batch_size=4", "algorithm.importance.level=token"]
+verbs = [
+    ["train", "run.yaml", "run_dir=out", *ahead, *small],
+    ["train", "--replay", "out"],
+    ["export", "out", "--hf", "trained"],
+    ["export", "out-replay", "--hf", "again"],
+]
+sys.exit(max(main(verb) for verb in verbs))
+"""
+
+
+@pytest.mark.timeout(300)
+def test_an_asynchronous_run_is_replayed_to_the_same_weights(folder):
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", REPLAY], cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    from safetensors.torch import load_file
+
+    trained, again = (load_file(folder / name / "model.safetensors") for name in ("trained", "again"))
+    assert trained.keys() == again.keys() and all(trained[name].equal(again[name]) for name in trained)
+    assert "the trainer waited" in done.stdout
+    recorded, repeated = (
+        (folder / name / "checkpoints" / "events.jsonl").read_bytes() for name in ("out", "out-replay")
+    )
+    assert recorded.startswith(repeated) and repeated.count(b'"taken"') == 3
