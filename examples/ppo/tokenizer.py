@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from mcontroller.errors import ConfigError, DataError
 from mcontroller.ppo.datasets.tokenizers import TOKENIZERS, Message, TokenizerSource
@@ -49,7 +50,7 @@ class CharTokenizer:
         texts = [question.removeprefix(instruction) for question in questions] + list(answers)
         return cls(instruction, sorted({piece for text in texts for piece in PIECE.findall(text)}))
 
-    def render(self, messages: Sequence[Message]) -> str:
+    def render(self, messages: Sequence[Message], **arguments: Any) -> str:
         raise ConfigError("CharTokenizer has no chat template: use prompts that are texts", key="data.chat_template")
 
     @property

@@ -87,8 +87,8 @@ class HuggingFaceTokenizer:
         """Return the text of ids, without special tokens."""
         return str(self.tokenizer.decode(ids, skip_special_tokens=True))
 
-    def render(self, messages: Sequence[Message]) -> str:
-        """Return chat messages as the text that the model's answer follows.
+    def render(self, messages: Sequence[Message], **arguments: Any) -> str:
+        """Return chat messages as the text that the model's answer follows; the template gets the other arguments.
 
         Raises:
             ConfigError: the tokenizer has no chat template, or the template rejects the messages.
@@ -102,7 +102,7 @@ class HuggingFaceTokenizer:
             )
         try:
             rendered = self.tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=True, **self.template_arguments
+                list(messages), tokenize=False, add_generation_prompt=True, **{**self.template_arguments, **arguments}
             )
         except Exception as error:  # a template can raise anything
             shown = repr(list(messages))[:200]

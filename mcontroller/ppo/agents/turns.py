@@ -28,7 +28,7 @@ class TurnEnvironment(Protocol):
     """The other side of responses of several turns: tools, a simulated world or a user."""
 
     @property
-    def stopstop_ids(self) -> Collection[int]:
+    def stop_token_ids(self) -> Collection[int]:
         """Tokens that end a turn of the policy, such as the end of a tool call. The response may go on after them."""
 
     def reply(self, conversations: Sequence[Trajectory]) -> Sequence[Sequence[int] | None]:

@@ -38,8 +38,8 @@ class TextTokenizer(Protocol):
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids, without special tokens."""
 
-    def render(self, messages: Sequence[Message]) -> str:
-        """Return chat messages as the text that the model's answer follows.
+    def render(self, messages: Sequence[Message], **arguments: Any) -> str:
+        """Return chat messages as the text that the model's answer follows; the template gets the other arguments.
 
         Raises:
             ConfigError: the tokenizer has no chat template, or rejects the messages.

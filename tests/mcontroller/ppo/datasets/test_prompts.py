@@ -20,7 +20,7 @@ class Letters:
     def decode(self, ids):
         return "".join(map(chr, ids))
 
-    def render(self, messages):
+    def render(self, messages, **arguments):
         return "".join(f"<{message['role']}>{message['content']}" for message in messages)
 
 

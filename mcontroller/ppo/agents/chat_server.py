@@ -1,0 +1,267 @@
+"""A local server with the chat completions of OpenAI's API, which records the exact tokens of every session.
+
+An agent that was written against such an endpoint needs another ``base_url`` and ``api_key``, and nothing else. A
+request that continues the messages of its session continues its tokens: only what follows the policy's is encoded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import re
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import wait
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from mcontroller.errors import DataError, MControllerError
+from mcontroller.ppo.agents.trajectories import Submitted, Trajectory, TrajectoryRollout, seed_of
+from mcontroller.ppo.datasets.tokenizers import TextTokenizer
+
+__all__ = ["ChatServer", "ChatSession", "hermes_tool_calls"]
+
+REPLY = "@@the-reply-of-the-policy@@"
+"""Stands for the policy's message when a chat template is asked for what follows it."""
+CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
+UNSUPPORTED = {"stream": False, "n": 1, "stop": None, "logprobs": False, "response_format": None}
+"""Fields of a request that have one value here."""
+SETTINGS = ("temperature", "top_p")
+POLL_S = 0.05
+"""[s] How often a request that waits looks whether its client is still there."""
+
+
+def hermes_tool_calls(text: str) -> tuple[str, list[tuple[str, str]]]:
+    """Return the text around ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, and names and arguments.
+
+    What is no JSON object with a name stays in the text.
+    """
+    calls = []
+    for match in CALL.finditer(text):
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            call = json.loads(match[1])
+            calls.append((str(call["name"]), json.dumps(call.get("arguments", {}))))
+            text = text.replace(match[0], "", 1)
+    return text.strip() if calls else text, calls
+
+
+class ChatSession:
+    """The requests of one agent, in its name: ``api_key`` of the client, or the first part of the path.
+
+    Attributes:
+        name: of the session.
+        trajectories: one, and another for each request that did not continue the messages before it.
+    """
+
+    def __init__(self, server: ChatServer, name: str, seed: int) -> None:
+        self._server, self.name, self.seed = server, name, seed
+        self.trajectories: list[Trajectory] = []
+        self.messages: list[Mapping[str, Any]] = []
+        self.error: str | None = None
+        self.is_closed = False
+        self.in_use = threading.Lock()
+
+    def close(self) -> list[Trajectory]:
+        """End the session, and return its trajectories.
+
+        Raises:
+            DataError: a request is running, a client has disconnected in the middle of one, or there was none.
+        """
+        self.is_closed = True
+        if self.in_use.locked():
+            self.error = "a request is running"
+        if self.error is None and not self.trajectories:
+            self.error = "no request has arrived"
+        if self.error is not None:
+            raise DataError(f"session {self.name!r} has no trajectory: {self.error}", session=self.name)
+        return self.trajectories
+
+
+class ChatServer:
+    """Serves chat completions with tools, without streaming, on this machine.
+
+    Args:
+        rollout: generates the turns. If it is not ``driven``, the requests make the slices.
+        tokenizer: its chat template renders the messages.
+        tool_calls: returns the text and the tool calls, as names and JSON arguments, of what the policy wrote.
+        port: 0 for a free one.
+
+    Attributes:
+        base_url: for clients, which pass the session as their API key; ``url_of`` has it in the path.
+    """
+
+    def __init__(
+        self,
+        rollout: TrajectoryRollout,
+        tokenizer: TextTokenizer,
+        *,
+        tool_calls: Callable[[str], tuple[str, list[tuple[str, str]]]] = hermes_tool_calls,
+        port: int = 0,
+    ) -> None:
+        self.rollout, self.tokenizer, self.tool_calls = rollout, tokenizer, tool_calls
+        self._sessions: dict[str, ChatSession] = {}
+        handler = type("Handler", (_Handler,), {"chat": self})
+        self._http = ThreadingHTTPServer(("127.0.0.1", port), handler)
+        self._http.daemon_threads = True
+        self._root = f"http://127.0.0.1:{self._http.server_address[1]}"
+        self.base_url = f"{self._root}/v1"
+        threading.Thread(target=self._http.serve_forever, args=(POLL_S,), name="chat server", daemon=True).start()
+
+    def url_of(self, session: ChatSession) -> str:
+        """Return the ``base_url`` of a client whose API key is not the name of its session."""
+        return f"{self._root}/{session.name}/v1"
+
+    def open(self, name: str, seed: int = 0) -> ChatSession:
+        """Open a session.
+
+        Args:
+            name: of the session: letters, digits, ``-``, ``_`` and ``.``.
+            seed: of the random numbers of its responses, 64 bits, signed.
+
+        Raises:
+            DataError: there was a session of this name, or it has other characters.
+        """
+        if name in self._sessions or not re.fullmatch(r"[\w.-]+", name):
+            problem = "was opened before" if name in self._sessions else "is not of letters, digits, -, _ and ."
+            raise DataError(f"session {name!r} {problem}: give each trajectory a session of its own", session=name)
+        session = self._sessions[name] = ChatSession(self, name, seed)
+        return session
+
+    def close(self) -> None:
+        """Stop to serve."""
+        self._http.shutdown()
+        self._http.server_close()
+
+    def session_of(self, path: str, api_key: str) -> ChatSession:
+        """Return the session of a request.
+
+        Raises:
+            DataError: there is no such session, or it was closed.
+        """
+        name = path.split("/")[1] if not path.startswith("/v1/") else api_key
+        session = self._sessions.get(name)
+        if session is None or session.is_closed or session.error:
+            state = "does not exist" if session is None else session.error or "was closed"
+            raise DataError(f"session {name!r} {state}: open one, and pass its name as the API key", session=name)
+        return session
+
+    def complete(self, session: ChatSession, request: Mapping[str, Any], connected: Callable[[], bool]) -> Any:
+        """Return the answer to a request.
+
+        Raises:
+            DataError: the request has a field that is not supported, or its tokens have no room.
+            ConnectionAbortedError: the client has disconnected; the trajectory is cancelled.
+        """
+        for name, value in UNSUPPORTED.items():
+            if request.get(name, value) not in (value, None):
+                raise DataError(f"{name}={request[name]!r} is not supported; leave it out")
+        trajectory, start = self._turn(session, request)
+        sampling = {name: request[name] for name in SETTINGS if request.get(name) is not None}
+        if sampling.get("temperature") == 0:
+            sampling = {"do_sample": False}
+        most = request.get("max_completion_tokens") or request.get("max_tokens")
+        limit = None if most is None else start + int(most)
+        submitted = self.rollout.submit(trajectory, response_length=limit, **sampling)
+        session.trajectories[len(session.trajectories) - (start > 0) :] = [trajectory]
+        self._wait(session, submitted, connected)
+        made = trajectory.tokens[start:]
+        text, calls = self.tool_calls(self.tokenizer.decode(made))
+        message: dict[str, Any] = {"role": "assistant", "content": text or None}
+        if calls:
+            count = len(session.messages)
+            message["tool_calls"] = [
+                {"id": f"call_{count}_{index}", "type": "function", "function": {"name": name, "arguments": arguments}}
+                for index, (name, arguments) in enumerate(calls)
+            ]
+        session.messages = [*request["messages"], message]
+        reason = "tool_calls" if calls else "length" if trajectory.ended == "length" else "stop"
+        usage = {"prompt_tokens": len(trajectory.prompt) + start, "completion_tokens": len(made)}
+        return {
+            "id": f"chatcmpl-{session.name}-{len(session.messages)}",
+            "object": "chat.completion",
+            "created": int(time.time()),
+            "model": request.get("model", "policy"),
+            "choices": [{"index": 0, "message": message, "finish_reason": reason, "logprobs": None}],
+            "usage": {**usage, "total_tokens": sum(usage.values())},
+        }
+
+    def _turn(self, session: ChatSession, request: Mapping[str, Any]) -> tuple[Trajectory, int]:
+        """Return the trajectory of a request, and the tokens of its response before this turn."""
+        messages = request.get("messages")
+        if not isinstance(messages, list) or not all(isinstance(each, Mapping) for each in messages):
+            raise DataError(f"messages is {str(messages)[:60]!r}; expected a list of chat messages")
+        before, tools = session.messages, {"tools": request["tools"]} if request.get("tools") else {}
+        same = [*map(_plain, messages[: len(before)])] == [*map(_plain, before)]
+        if not (same and len(messages) > len(before) > 0):
+            prompt = self.tokenizer.encode(self.tokenizer.render(messages, **tools))
+            seed = seed_of(session.seed, len(session.trajectories)) if session.trajectories else session.seed
+            return Trajectory(prompt, seed=seed), 0
+        trajectory = copy.deepcopy(session.trajectories[-1])
+        reply = {"role": "assistant", "content": REPLY}
+        rendered = self.tokenizer.render([*before[:-1], reply, *messages[len(before) :]], **tools)
+        following = self.tokenizer.encode(rendered.rpartition(REPLY)[2])
+        trajectory.replied(following[1:] if following[:1] == trajectory.tokens[-1:] else following)
+        return trajectory, len(trajectory.tokens)
+
+    def _wait(self, session: ChatSession, submitted: Submitted, connected: Callable[[], bool]) -> None:
+        while not submitted.done():
+            if not connected():
+                submitted.cancel()
+                session.error = "its client has disconnected in the middle of a request"
+                raise ConnectionAbortedError
+            if self.rollout.driven:
+                wait([submitted], POLL_S)
+            else:
+                self.rollout.advance()
+        submitted.result()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    chat: ChatServer
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self) -> None:
+        key = self.headers.get("Authorization", "").removeprefix("Bearer ")
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        try:
+            if not self.path.endswith("/chat/completions"):
+                raise DataError(f"{self.path} is not served; the only method is POST /v1/chat/completions")
+            session = self.chat.session_of(self.path, key)
+            if not session.in_use.acquire(blocking=False):
+                raise DataError(f"session {session.name!r} is in use by another request: open one for each agent")
+            try:
+                answer = self.chat.complete(session, json.loads(body), self._is_connected)
+            finally:
+                session.in_use.release()
+        except ConnectionAbortedError:
+            self.close_connection = True
+        except (MControllerError, ValueError) as error:
+            self._answer(400, {"error": {"message": str(error), "type": "invalid_request_error", "code": None}})
+        else:
+            self._answer(200, answer)
+
+    def _is_connected(self) -> bool:
+        readable, _, _ = select.select([self.connection], [], [], 0)
+        return not readable or self.connection.recv(1, socket.MSG_PEEK) != b""
+
+    def _answer(self, status: int, body: Any) -> None:
+        encoded = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(encoded)))
+        self.end_headers()
+        self.wfile.write(encoded)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Log nothing."""
+
+
+def _plain(message: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return what a message says: clients send the policy's back with other fields, such as ``refusal``."""
+    calls: Sequence[Mapping[str, Any]] = message.get("tool_calls") or ()
+    functions = [(each["function"]["name"], each["function"]["arguments"]) for each in calls]
+    return message.get("role"), message.get("content") or "", message.get("tool_call_id"), functions

@@ -1,0 +1,174 @@
+"""The server of chat completions: what clients get, which tokens a session records, and what it rejects."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from mcontroller.data.protocol import DataProto
+from mcontroller.dispatch.modes import Dispatch
+from mcontroller.dispatch.registration import register
+from mcontroller.errors import DataError
+from mcontroller.local import LocalWorkerGroup
+from mcontroller.ppo import TrajectoryRollout
+from mcontroller.ppo.agents.chat_server import ChatServer
+from mcontroller.ray.class_with_init import ClassWithInitArgs
+from tests.mcontroller.ppo.agents.engine import Formula
+
+END, SHIFT = 1, 128
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
+ASK = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 3?"}]
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+
+
+class Characters:
+    """A token per character; the policy writes tokens that decode to characters, and that no text is encoded as."""
+
+    eos_token_id, pad_token_id, vocab_size = END, 0, 2 * SHIFT
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(each) for each in text]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(chr(each % SHIFT) for each in ids if each > END)
+
+    def render(self, messages: Sequence[Mapping[str, Any]], **arguments: Any) -> str:
+        said = [f"[{each['role']}]{each.get('content') or ''}{chr(END)}\n" for each in messages]
+        return json.dumps(arguments.get("tools", [])) + "".join(said) + "[assistant]"
+
+    def save(self, directory: Any) -> None: ...
+
+
+class Agent(Formula):
+    """Calls a tool, and answers when there is a result."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def generation_limits(self) -> dict[str, int]:
+        return {"prompt_length": 300, "response_length": 200, "vocab_size": 2 * SHIFT, "max_rows": 0}
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, changes_rows=True)
+    def generate_sequences(self, prompts: DataProto) -> DataProto:
+        longest = prompts.meta_info["response_length"]
+        responses = torch.zeros(len(prompts), longest, dtype=torch.long)
+        for row, (ids, kept) in enumerate(zip(*(prompts.batch[name] for name in ("input_ids", "attention_mask")))):  # noqa: B905
+            text = "".join(chr(each % SHIFT) for each in ids[kept.bool()].tolist())
+            reply = CALL if "[tool]" not in text else "It is 5."
+            tokens = [*(SHIFT + ord(each) for each in reply), END][len(text.rpartition("[assistant]")[2]) :]
+            responses[row, : len(tokens)] = torch.tensor(tokens)[:longest]
+        made = {"prompts": prompts.batch["input_ids"], "responses": responses, "response_mask": (responses > 0).long()}
+        made |= {"rollout_log_probs": responses / -100, "policy_version": torch.full((len(prompts),), self.version)}
+        return DataProto.from_dict(made, meta_info=prompts.meta_info)
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., ChatServer]]:
+    servers = []
+
+    def start(**options: Any) -> ChatServer:
+        group = LocalWorkerGroup(ClassWithInitArgs(Agent), name_prefix="agent")
+        rollout = TrajectoryRollout(group, slice_tokens=30, eos_token_id=END, pad_token_id=0, **options)
+        servers.append(ChatServer(rollout, Characters()))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.close()
+
+
+def with_urllib(url: str, key: str, **request: Any) -> Any:
+    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+    sent = urllib.request.Request(f"{url}/chat/completions", json.dumps(request).encode(), headers)
+    try:
+        with urllib.request.urlopen(sent, timeout=30) as answer:
+            return json.load(answer)["choices"][0]
+    except urllib.error.HTTPError as error:
+        raise ValueError(json.load(error)["error"]["message"]) from error
+
+
+def with_openai(url: str, key: str, **request: Any) -> Any:
+    openai = pytest.importorskip("openai")
+    client = openai.OpenAI(base_url=url, api_key=key, max_retries=0)
+    return client.chat.completions.create(model="policy", **request).choices[0].model_dump()
+
+
+@pytest.mark.parametrize("ask", [with_urllib, with_openai])
+def test_an_agent_with_a_tool_is_one_trajectory_of_exact_tokens(
+    serve: Callable[..., ChatServer], ask: Callable[..., Any]
+) -> None:
+    server = serve()
+    session = server.open("problem-7", seed=5)
+    first = ask(server.base_url, "problem-7", messages=ASK, tools=TOOLS)
+    (call,) = first["message"]["tool_calls"]
+    assert first["finish_reason"] == "tool_calls" and call["function"]["name"] == "add"
+    server.rollout.group.move()
+    numbers = json.loads(call["function"]["arguments"])
+    result = {"role": "tool", "tool_call_id": call["id"], "content": str(numbers["a"] + numbers["b"])}
+    second = ask(server.url_of(session), "another key", messages=[*ASK, first["message"], result], tools=TOOLS)
+    assert (second["message"]["content"], second["finish_reason"]) == ("It is 5.", "stop")
+    (made,) = session.close()
+    tokenizer = Characters()
+    assert made.prompt == tokenizer.encode(tokenizer.render(ASK, tools=TOOLS)) and made.seed == 5
+    turns = [[SHIFT + ord(each) for each in text] + [END] for text in (CALL, "It is 5.")]
+    reply = tokenizer.encode(f"\n[tool]5{chr(END)}\n[assistant]")
+    assert made.tokens == turns[0] + reply + turns[1]
+    assert made.own == [1] * len(turns[0]) + [0] * len(reply) + [1] * len(turns[1])
+    assert made.versions == [0] * len(turns[0]) + [-1] * len(reply) + [1] * len(turns[1])
+    assert made.log_probs[-2] == pytest.approx(made.tokens[-2] / -100)
+
+
+def test_other_messages_than_those_of_the_session_begin_another_trajectory(serve: Callable[..., ChatServer]) -> None:
+    server = serve()
+    session = server.open("a")
+    first = with_urllib(server.base_url, "a", messages=ASK)
+    rewritten = {**first["message"], "content": "I know this.", "tool_calls": None}
+    with_urllib(server.base_url, "a", messages=[*ASK, rewritten, {"role": "user", "content": "So?"}])
+    made = session.close()
+    assert [each.turns for each in made] == [1, 1] and made[0].seed != made[1].seed
+
+
+def test_each_mistake_of_a_client_is_one_clear_error(serve: Callable[..., ChatServer]) -> None:
+    server = serve()
+    server.open("a")
+    with pytest.raises(DataError, match="session 'a' was opened before: give each trajectory a session of its own"):
+        server.open("a")
+    for key, request, message in (
+        ("b", {"messages": ASK}, "session 'b' does not exist: open one, and pass its name as the API key"),
+        ("a", {"messages": ASK, "stream": True}, "stream=True is not supported; leave it out"),
+        ("a", {"messages": "hello"}, "messages is 'hello'; expected a list of chat messages"),
+        ("a", {"messages": ASK * 20}, "the prompt has 673 tokens, expected 1 to rollout.prompt_length, which is 300"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            with_urllib(server.base_url, key, **request)
+    with pytest.raises(ValueError, match="session 'none' does not exist"):
+        with_urllib(f"{server.base_url[:-3]}/none/v1", "a", messages=ASK)
+
+
+def test_a_client_that_disconnects_cancels_its_trajectory(serve: Callable[..., ChatServer]) -> None:
+    server = serve(driven=True)  # nobody makes slices, so that the request waits
+    session = server.open("a")
+    body = json.dumps({"messages": ASK})
+    with socket.create_connection(("127.0.0.1", int(server.base_url.split(":")[2].split("/")[0]))) as client:
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nAuthorization: Bearer a\r\nContent-Length: {len(body)}\r\n\r\n"
+        client.sendall((head + body).encode())
+        until = time.monotonic() + 30
+        while not len(server.rollout) and time.monotonic() < until:
+            time.sleep(0.01)
+        (submitted,) = server.rollout.live
+        with pytest.raises(ValueError, match="session 'a' is in use by another request"):
+            with_urllib(server.base_url, "a", messages=ASK)
+        ended = threading.Event()
+        submitted.add_done_callback(lambda _: ended.set())
+    assert ended.wait(30) and submitted.cancelled() and not server.rollout.start()
+    while session.in_use.locked():
+        time.sleep(0.01)
+    with pytest.raises(DataError, match="has no trajectory: its client has disconnected in the middle of a request"):
+        session.close()
