@@ -527,25 +527,9 @@ class AsynchronousGenerations(Generations):
                 )
             length, turn, turns = sizes
             tokens, own, log_probs, versions = (column[row, :length].tolist() for column in made)
-<<<<<<< HEAD
             trajectory = Trajectory(prompt.tolist(), _others(problems, at), tokens, own, log_probs, versions)
             trajectory.seed, trajectory.turn, trajectory.turns = int(seeds[row]), turn, turns
             trajectory.ended = "" if place >= 0 else "length" if truncated[row] else "stop"
-=======
-            trajectory = Trajectory(
-                prompt.tolist(),
-                _others(problems, at),
-                tokens,
-                own,
-                log_probs,
-                versions,
-                [],
-                int(seeds[row]),
-                turn,
-                turns,
-            )
-            trajectory.ended = "" if place >= 0 else "length" if batch.responses.batch["truncated"][row] else "stop"
->>>>>>> x-submit
             if place >= 0:
                 waiting.append((place, group, len(group.responses)))
             group.responses.append(trajectory)
