@@ -15,8 +15,6 @@ from heapq import heapify, heappop, heappush, heapreplace
 from random import Random
 from typing import Any
 
-__all__ = ["Bins", "balance"]
-
 # The number of items that one construction, or one refinement, may visit.
 _DIFFERENCING_STEPS = 300_000
 _REFINEMENT_STEPS = 2_000_000

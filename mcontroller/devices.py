@@ -13,8 +13,6 @@ from mcontroller.errors import ResourceError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["check_torch_without_gpu", "compute_capability", "device_of_rank"]
-
 DRIVER = Path("/proc/driver/nvidia/version")
 
 

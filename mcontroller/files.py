@@ -20,8 +20,6 @@ from typing import NamedTuple
 
 from mcontroller.errors import DataError
 
-__all__ = ["acquire_lock", "delete_with_links", "free_space", "release_lock", "replace_text", "sync_directory"]
-
 _WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 """The errors of file systems that have no locks."""
 

@@ -16,15 +16,6 @@ from parallel_state.axes import RANK_AXIS
 from parallel_state.describe import runs_text
 from parallel_state.topology import Topology
 
-__all__ = [
-    "LOCAL_AXES",
-    "Locality",
-    "check_axes",
-    "locality",
-    "log_findings",
-    "nodes_of",
-]
-
 logger = logging.getLogger(__name__)
 
 LOCAL_AXES = ("tp", "cp", "ep", "etp")

@@ -34,8 +34,6 @@ from mypy.types import (
     get_proper_type,
 )
 
-__all__ = ["plugin"]
-
 DISPATCH = "mcontroller.dispatch"
 REGISTER = f"{DISPATCH}.registration.register"
 REGISTERING = f"{DISPATCH}.registration.Registering"

@@ -16,8 +16,6 @@ from typing import Literal, NamedTuple, get_args
 from mcontroller.balance import balance
 from mcontroller.errors import DataError
 
-__all__ = ["Padding", "Partition", "Restoration", "Shard", "balanced", "contiguous", "padded", "split_rows"]
-
 Shard = range | tuple[int, ...]
 """Row numbers of one shard: a range if they are consecutive."""
 

@@ -12,8 +12,6 @@ import sys
 import warnings
 from pathlib import Path
 
-__all__ = ["check_packages"]
-
 
 def check_packages(init: str) -> None:
     """Check that ``parallel_state`` and ``workers`` are the packages installed next to ``mcontroller``.

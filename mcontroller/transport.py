@@ -30,24 +30,6 @@ from typing_extensions import TypeVar
 from mcontroller.errors import CallRejected, DispatchError, MControllerError, WorkerError
 from parallel_state.axes import DENSE_AXES
 
-__all__ = [
-    "Arguments",
-    "Deferred",
-    "Executor",
-    "Fetch",
-    "Future",
-    "Handle",
-    "InFlightCall",
-    "call_context",
-    "complete",
-    "countdown",
-    "finish",
-    "outline",
-    "rejection",
-    "reported_coordinates",
-    "resolve",
-]
-
 T_co = TypeVar("T_co", covariant=True, default=Any)
 
 Handle = Any

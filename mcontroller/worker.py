@@ -15,8 +15,6 @@ from mcontroller.dispatch.modes import Dispatch, Execute
 from mcontroller.dispatch.registration import register, registration_of
 from mcontroller.errors import ConfigError
 
-__all__ = ["ClassWithInitArgs", "RankEnvironment", "Worker"]
-
 P = ParamSpec("P")
 W_co = TypeVar("W_co", covariant=True, default=Any)
 """The worker class of a group; ``WorkerGroup`` alone means ``WorkerGroup[Any]``."""

@@ -10,8 +10,6 @@ from typing import Self
 
 import zmq
 
-__all__ = ["Address", "ChannelKeys", "KeyPair", "endpoint_url", "machine", "private_folder"]
-
 
 @dataclass(frozen=True, slots=True)
 class KeyPair:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import threading
 
-__all__ = ["Cancellation"]
-
 
 class Cancellation:
     """Cancel a call on all ranks, or on none, before it starts.

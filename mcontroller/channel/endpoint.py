@@ -19,8 +19,6 @@ from mcontroller.channel.order import MISSING_SECONDS, CallOrder, CallQueue
 from mcontroller.channel.server import QueryServer, Reply
 from mcontroller.errors import DataError, GroupError
 
-__all__ = ["Endpoint", "ReceivedCall"]
-
 _logger = logging.getLogger(__name__)
 
 WAIT_MS = 200

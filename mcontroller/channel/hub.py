@@ -13,8 +13,6 @@ from typing import Any
 from mcontroller.channel.address import Address
 from mcontroller.channel.links import Links, send_frames
 
-__all__ = ["Hub"]
-
 LOOK_SECONDS = 1.0
 """Seconds until a thread that waits for another one, which polls, looks itself: the other may have been interrupted."""
 

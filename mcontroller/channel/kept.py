@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["KeptResults"]
-
 CallKey = tuple[bytes, int]
 """A call: its controller, and its number there."""
 

@@ -15,15 +15,6 @@ from zmq.utils.monitor import recv_monitor_message
 
 from mcontroller.channel.address import Address
 
-__all__ = [
-    "RECONNECT_SECONDS",
-    "Links",
-    "configure",
-    "monitor",
-    "receive_frames",
-    "send_frames",
-]
-
 SILENT_SECONDS = 30
 """Time after which a connection to a node that vanished without closing it is lost."""
 

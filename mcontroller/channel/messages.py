@@ -16,18 +16,6 @@ from typing_extensions import Buffer
 from mcontroller.channel.order import Place
 from mcontroller.errors import DataError, GroupError
 
-__all__ = [
-    "CallHeader",
-    "pack_answer",
-    "pack_call",
-    "pack_query",
-    "pack_reply",
-    "unpack_answer",
-    "unpack_call",
-    "unpack_query",
-    "unpack_reply",
-]
-
 
 class CallHeader(NamedTuple):
     """The header of a call to a rank.

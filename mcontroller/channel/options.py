@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from mcontroller.errors import ConfigError
 
-__all__ = ["ChannelOptions"]
-
 
 @dataclass(frozen=True, slots=True)
 class ChannelOptions:

@@ -16,8 +16,6 @@ from typing import Generic, TypeVar
 
 from mcontroller.channel.links import RECONNECT_SECONDS
 
-__all__ = ["MISSING_SECONDS", "CallOrder", "CallQueue", "Place"]
-
 MISSING_SECONDS = RECONNECT_SECONDS + 10.0
 """Time to wait for a call that has a place but has not arrived.
 

@@ -6,8 +6,6 @@ import errno
 import random
 import socket
 
-__all__ = ["reserve_port"]
-
 
 def reserve_port(host: str, ports: tuple[int, int] | None) -> socket.socket:
     """Return a socket that holds a free port, which it never listens on.

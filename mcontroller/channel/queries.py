@@ -19,8 +19,6 @@ from mcontroller.channel.links import Links, send_frames
 from mcontroller.channel.messages import pack_query, unpack_reply
 from mcontroller.errors import DataError
 
-__all__ = ["ask", "ask_each", "notify", "notify_from_finalizer"]
-
 
 def ask(
     addresses: Sequence[Address | None], name: str, *arguments: Any, timeout: float | None

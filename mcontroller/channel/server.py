@@ -29,8 +29,6 @@ from mcontroller.channel.messages import pack_reply, unpack_query
 from mcontroller.channel.ports import reserve_port
 from mcontroller.errors import DataError
 
-__all__ = ["CONNECTIONS", "QueryServer", "Reply"]
-
 _logger = logging.getLogger(__name__)
 
 CONNECTIONS = 4096

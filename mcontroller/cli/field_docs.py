@@ -24,8 +24,6 @@ from typing import Any
 
 from mcontroller.config.fields import nested_config
 
-__all__ = ["FieldDoc", "fields_of", "fields_under"]
-
 _UNIT = re.compile(r"\[([^]]+)\]\s*")
 
 

@@ -19,8 +19,6 @@ from mcontroller.cli.main import CONFIGS, VERBS, entry_points
 from mcontroller.config.imports import import_class
 from mcontroller.errors import ConfigError
 
-__all__ = ["add_arguments", "all_fields", "config_page", "explanation_of", "roots", "run"]
-
 ROOT = "run"
 """Name of the entry point whose keys have no prefix."""
 

@@ -16,8 +16,6 @@ from pathlib import Path
 from mcontroller.errors import DataError
 from mcontroller.ray.rank_logs import PLACES, RankLog, find_logs, merged_lines
 
-__all__ = ["add_arguments", "run"]
-
 AXES = ("tp", "cp", "dp", "pp")
 LOGS = "logs"
 FOLLOW_SECONDS = 0.2

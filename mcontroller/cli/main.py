@@ -18,8 +18,6 @@ from typing import Any
 import mcontroller
 from mcontroller.errors import MControllerError
 
-__all__ = ["CONFIGS", "VERBS", "entry_points", "main"]
-
 PROGRAM = "mcontroller"
 DISTRIBUTION = "mcontroller"
 VERBS = "mcontroller.verbs"

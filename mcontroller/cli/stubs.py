@@ -25,8 +25,6 @@ from mcontroller.config.imports import import_class
 from mcontroller.dispatch.registration import Registration, owner_of, registrations, written_parameters
 from mcontroller.group import Future_co, GroupMethod
 
-__all__ = ["add_arguments", "group_method", "run", "typed_group"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

@@ -16,8 +16,6 @@ from mcontroller.locality import locality, nodes_of
 from parallel_state.layout import ParallelLayout
 from parallel_state.topology import Topology
 
-__all__ = ["add_arguments", "run"]
-
 AXES = {
     "tp": "tensor parallelism",
     "pp": "pipeline parallelism",

@@ -9,16 +9,6 @@ from numbers import Integral, Real
 
 from mcontroller.errors import ConfigError
 
-__all__ = [
-    "check_above",
-    "check_at_least",
-    "check_between",
-    "check_finite",
-    "check_known_keys",
-    "check_one_of",
-    "close_names",
-]
-
 
 def check_finite(key: str, value: float) -> None:
     """Raise ConfigError for NaN and infinity."""

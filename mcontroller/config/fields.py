@@ -16,8 +16,6 @@ from typing import Any, TypeVar
 
 from mcontroller.errors import ConfigError
 
-__all__ = ["changed_fields", "mapped_config", "nested_config", "strict_fields", "unknown_field"]
-
 C = TypeVar("C")
 
 

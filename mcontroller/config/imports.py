@@ -13,8 +13,6 @@ from typing import Any
 from mcontroller.config.checks import close_names
 from mcontroller.errors import ConfigError
 
-__all__ = ["absolute_path_of", "import_class", "import_extra", "import_module", "import_object"]
-
 
 def import_object(path: str, key: str) -> Any:
     """Return an attribute of a module.

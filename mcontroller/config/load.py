@@ -17,8 +17,6 @@ from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseExceptio
 from mcontroller.config.fields import mapped_config, nested_config, unknown_field
 from mcontroller.errors import ConfigError, MControllerError
 
-__all__ = ["CollectedErrors", "given_values", "load_config", "read_yaml"]
-
 C = TypeVar("C")
 T = TypeVar("T")
 

@@ -8,8 +8,6 @@ from typing import Generic, TypeVar
 
 from mcontroller.errors import ConfigError
 
-__all__ = ["Registry"]
-
 T = TypeVar("T")
 U = TypeVar("U")
 

@@ -43,8 +43,6 @@ if TYPE_CHECKING:
 
     from mcontroller.data.columns import Batch
 
-__all__ = ["BatchData", "DataProtoConfig"]
-
 _FIELDS = ("stored_batch", "non_tensor_batch", "meta_info", "remote")
 
 

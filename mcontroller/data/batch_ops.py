@@ -12,8 +12,6 @@ from mcontroller.data.protocol import DataProto, DataProtoItem
 from mcontroller.data.rows import stack_rows
 from mcontroller.errors import DataError
 
-__all__ = ["collate_fn", "fold_batch_dim", "pad_dataproto_to_divisor", "unfold_batch_dim", "unpad_dataproto"]
-
 
 def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
     """Pad a batch with rows from its start until ``size_divisor`` divides its number of rows.

@@ -18,26 +18,6 @@ from mcontroller.errors import DataError
 if TYPE_CHECKING:
     from mcontroller.data.columns import Batch
 
-__all__ = [
-    "Index",
-    "Keys",
-    "RowIndexError",
-    "as_array",
-    "as_keys",
-    "check_columns",
-    "check_keys",
-    "check_mapping",
-    "check_names",
-    "check_parts",
-    "check_permutation",
-    "check_same_columns",
-    "count",
-    "counts",
-    "integers",
-    "make_batch",
-    "row_index",
-]
-
 Index = Sequence[int] | Sequence[bool] | np.ndarray | Tensor
 """Row numbers (negative: from the end) or a mask with one boolean per row."""
 

@@ -18,32 +18,6 @@ from mcontroller.data.tensordicts import is_tensordict, make_tensordict
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
-__all__ = [
-    "PLAIN",
-    "Columns",
-    "Kind",
-    "Schema",
-    "Unread",
-    "column_kind",
-    "column_names",
-    "column_nbytes",
-    "columns_like",
-    "columns_to",
-    "describe_column",
-    "format_bytes",
-    "is_jagged",
-    "leaf_tensors",
-    "make_columns",
-    "make_jagged",
-    "map_columns",
-    "packed_parts",
-    "ragged_dim",
-    "read_columns",
-    "same_column",
-    "same_mapping",
-    "shallow_copy",
-]
-
 Kind = tuple[torch.dtype, tuple[int, ...]]
 """Dtype of a column that is an ordinary tensor, and its shape without dim 0."""
 

@@ -14,19 +14,6 @@ from mcontroller.data.columns import describe_column, same_column, same_mapping
 from mcontroller.data.tensordicts import is_tensordict_base
 from mcontroller.errors import DataError
 
-__all__ = [
-    "METRICS",
-    "copy_meta",
-    "is_flat",
-    "merge_concat",
-    "merge_metrics",
-    "merge_union",
-    "meta_copier",
-    "same_array",
-    "same_value",
-    "short_repr",
-]
-
 METRICS = "metrics"
 """The key whose values are gathered instead of compared."""
 

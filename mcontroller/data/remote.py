@@ -16,8 +16,6 @@ from mcontroller.transport import Fetch, Handle
 if TYPE_CHECKING:
     from mcontroller.data.columns import Batch
 
-__all__ = ["RemoteColumns", "joinable"]
-
 
 @dataclass(frozen=True, eq=False)
 class RemoteColumns:

@@ -47,22 +47,6 @@ if TYPE_CHECKING:
 
     from mcontroller.data.columns import Batch
 
-__all__ = [
-    "INTEGER_OF_SIZE",
-    "ConcatTensors",
-    "concat_on_one_thread",
-    "concat_tensors",
-    "join_rows",
-    "reshape_rows",
-    "slice_rows",
-    "split_columns",
-    "stack_rows",
-    "take_rows",
-    "union_columns",
-    "union_numpy_dict",
-    "union_tensor_dict",
-]
-
 OffsetsMemo = dict[Any, tuple[Tensor, Any]]
 """New offsets by the identity of the old ones; the old ones are kept too, so that their ids stay valid."""
 

@@ -26,8 +26,6 @@ from mcontroller.errors import DataError
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
-__all__ = ["OutOfBand", "check_sendable", "local_device", "pack_tensors", "reduce"]
-
 Reduced = tuple[Callable[..., Any], tuple[Any, ...]]
 """A function and its arguments, as ``__reduce__`` returns them."""
 

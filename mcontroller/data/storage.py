@@ -24,8 +24,6 @@ from mcontroller.errors import DataError
 if TYPE_CHECKING:
     from mcontroller.data.columns import Batch
 
-__all__ = ["load_batch", "save_batch"]
-
 _DESCRIPTION = "description"
 _FORMAT = "mcontroller.DataProto"
 _VERSION = 1

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from tensordict import TensorDict, TensorDictBase
     from typing_extensions import TypeIs
 
-__all__ = ["is_memory_mapped", "is_tensordict", "is_tensordict_base", "is_tensordict_itself", "make_tensordict"]
-
 
 def is_tensordict(value: object) -> TypeIs[TensorDict]:
     """Return whether a value is a TensorDict."""

@@ -23,8 +23,6 @@ from mcontroller.partition import Partition, Restoration, split_rows
 from mcontroller.trace.recorder import start_laps
 from mcontroller.transport import Arguments, Deferred, Executor, Fetch, Future, Handle, InFlightCall
 
-__all__ = ["CallingGroup", "PreparedCall", "SentBatch", "dispatch"]
-
 _ROW = "the row in the results of the ranks"
 """Name of a column of row numbers."""
 

@@ -19,8 +19,6 @@ from mcontroller.transport import Arguments, Deferred
 from parallel_state.describe import table_html
 from parallel_state.topology import Topology
 
-__all__ = ["Explanation", "RankExplanation", "explain", "payload_bytes"]
-
 SHOWN_RANKS = 64
 TITLES = ("rank", "coordinates", "node", "shard", "rows", "bytes", "returns")
 

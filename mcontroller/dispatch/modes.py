@@ -19,8 +19,6 @@ from parallel_state.axes import DENSE_AXES, EXPERT_AXES, RANK_AXIS
 from parallel_state.describe import runs_text, table_text
 from parallel_state.topology import Topology
 
-__all__ = ["Dispatch", "DispatchSpec", "Execute", "ExecuteMode", "Plan", "RowRule", "plan", "register_dispatch_mode"]
-
 RANK = RANK_AXIS
 """The pseudo-axis with one index per rank, in rank order; every topology has it."""
 

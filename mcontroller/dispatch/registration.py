@@ -24,17 +24,6 @@ from mcontroller.dispatch.modes import (
 from mcontroller.errors import DispatchError
 from mcontroller.partition import Padding
 
-__all__ = [
-    "MAGIC_ATTR",
-    "Registering",
-    "Registration",
-    "owner_of",
-    "register",
-    "registration_of",
-    "registrations",
-    "written_parameters",
-]
-
 MAGIC_ATTR = "attrs_3141562937"
 """The attribute of a registered function that holds its ``Registration``."""
 

@@ -21,22 +21,6 @@ from mcontroller.ppo.estimators.built_in import (
 from mcontroller.ppo.estimators.registry import ADVANTAGE_ESTIMATORS, KLInReward
 from mcontroller.ppo.kl import KL_ESTIMATORS, KLControlConfig
 
-__all__ = [
-    "SCORE",
-    "AlgorithmConfig",
-    "AsynchronousConfig",
-    "DataConfig",
-    "FilterGroupsConfig",
-    "ImportanceConfig",
-    "MultiTurnConfig",
-    "OverlongConfig",
-    "PPOConfig",
-    "ProfileConfig",
-    "TrainerConfig",
-    "ValidationConfig",
-    "WarmUpConfig",
-]
-
 OLD_LOG_PROBS = ("auto", "policy", "rollout")
 OFFLOAD_CHOICES = ("auto", "always", "never")
 LEVELS = ("none", "token", "sequence", "geometric")

@@ -11,29 +11,6 @@ from torch import Tensor
 from mcontroller.data.protocol import DataProto
 from mcontroller.errors import DataError
 
-__all__ = [
-    "MINI_BATCHES",
-    "PROMPTS",
-    "RESPONSE_COLUMNS",
-    "ROUTED_EXPERTS",
-    "STAGE_COLUMNS",
-    "TOKENS",
-    "BatchStream",
-    "Dataset",
-    "Tokenizer",
-    "UpdateRules",
-    "check_rows",
-    "collate",
-    "columns",
-    "in_order",
-    "special_tokens",
-    "stop_tokens",
-    "supervised_rows",
-    "tokens_of",
-    "with_tokens",
-    "without",
-]
-
 RESPONSE_COLUMNS = ("responses", "response_mask", "rollout_log_probs")
 """The columns of generated responses that the trainer reads. It fetches them together."""
 

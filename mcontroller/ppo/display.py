@@ -15,8 +15,6 @@ from mcontroller.ppo.saving.recovery import Failure
 from parallel_state.axes import RANK_AXIS
 from parallel_state.topology import Topology
 
-__all__ = ["Callback", "Display", "ProgressDisplay", "RunningTrainer", "group_table", "rank_table", "without_zeros"]
-
 
 class Display:
     """Override the methods of the events to show; the trainer calls them in its own thread."""

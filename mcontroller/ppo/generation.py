@@ -22,19 +22,6 @@ from mcontroller.ppo.data import RESPONSE_COLUMNS, columns
 from mcontroller.ppo.saving.run_record import BatchInFlight
 from mcontroller.ppo.stages import Stages
 
-__all__ = [
-    "ASYNCHRONOUS",
-    "DRAWN",
-    "GenerateSequences",
-    "Generations",
-    "RolloutFunction",
-    "RolloutWeights",
-    "generate_responses",
-    "not_drawn",
-    "staleness_metrics",
-    "start_responses",
-]
-
 
 class RolloutWeights:
     """Sends the weights of the actor to the group that generates, if they have changed since the last time.

@@ -22,8 +22,6 @@ from mcontroller.ray.calls.executor import RayExecutor
 from mcontroller.ray.class_with_init import RayClassWithInitArgs
 from mcontroller.ray.resource_pool import ResourcePoolManager
 
-__all__ = ["RunGroups", "TokenBalance"]
-
 NOTICE_SECONDS = 30.0
 """Time in which Ray notices that a node is gone; by default about 14 s."""
 

@@ -22,22 +22,6 @@ else:
     torch = Lazy("torch")
     DataProto, columns = Lazy("mcontroller.data.protocol", "DataProto"), Lazy("mcontroller.ppo.data", "columns")
 
-__all__ = [
-    "KL_CONTROLLERS",
-    "KL_ESTIMATORS",
-    "AdaptiveKLController",
-    "FixedKLController",
-    "KLControlConfig",
-    "KLController",
-    "KLEstimator",
-    "apply_kl_penalty",
-    "check_kl_loss",
-    "estimate_kl",
-    "make_kl_controller",
-    "register_kl_estimator",
-]
-
-
 KLEstimator = Callable[["Tensor"], "Tensor"]
 """Maps ``log policy - log reference`` of sampled tokens to an estimate of KL(policy || reference) of each token."""
 

@@ -134,7 +134,7 @@ def version_metrics(data: DataProto, newest: int) -> dict[str, float]:
     known = {"old_log_probs", "rollout_log_probs"} <= {*data.tensor_names}
     if known:
         policy, rollout = (column[kept].double() for column in columns(data, "old_log_probs", "rollout_log_probs"))
-    for distance in sorted(set(behind.tolist())):
+    for distance in sorted({*behind.tolist()}):
         some = behind == distance
         metrics[f"training/tokens_behind_{distance}"] = float(some.double().mean())
         if known:

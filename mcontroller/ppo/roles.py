@@ -223,7 +223,7 @@ def updates_once(config: PPOConfig, actor: RoleWorker, rows: int, n: int) -> boo
         rows: responses of the batch.
         n: responses to each prompt.
     """
-    if config.algorithm.kl_in_reward or config.algorithm.importance.is_on:
+    if config.algorithm.kl_in_reward or config.algorithm.importance.level != "none":
         return False
     return UpdateRules.of(actor.init.cls, actor.init.kwargs["config"]).updates_once(rows, n)
 
@@ -305,7 +305,7 @@ def check_ahead(config: PPOConfig, roles: Collection[Role]) -> None:
             key="algorithm.adv_estimator",
             value=algorithm.adv_estimator,
         )
-    if not algorithm.importance.is_on and algorithm.old_log_probs != "rollout":
+    if algorithm.importance.level == "none" and algorithm.old_log_probs != "rollout":
         _logger.warning(
             "%s is %d, and nothing corrects for the older policy that the responses are from: set "
             "algorithm.importance.level=token, or algorithm.old_log_probs=rollout",

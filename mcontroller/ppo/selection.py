@@ -15,8 +15,6 @@ from mcontroller.ppo.data import columns
 from mcontroller.ppo.estimators.built_in import groups_of
 from mcontroller.ppo.rewards.reward import Reward, joined, outcome_scores
 
-__all__ = ["GroupFilter", "penalized", "trained_on", "truncated_rows"]
-
 
 def trained_on(batch: DataProto, kept: Tensor) -> DataProto:
     """Return the batch with a ``response_mask`` of 0 in all rows but those that are kept.

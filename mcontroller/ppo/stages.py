@@ -17,8 +17,6 @@ from mcontroller.ray.resource_pool import RayResourcePool
 from mcontroller.trace.recorder import recorder
 from mcontroller.transport import Future
 
-__all__ = ["OverlappingStages", "SharedDevices", "StageCall", "Stages"]
-
 
 class SharedDevices:
     """Hands the memory of devices from group to group.

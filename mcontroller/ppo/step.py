@@ -37,8 +37,6 @@ from mcontroller.ppo.selection import GroupFilter, penalized, trained_on, trunca
 from mcontroller.ppo.stages import OverlappingStages, StageCall, Stages
 from mcontroller.ppo.summary import group_metrics, mean_of_parts, reward_metrics, signal_metrics
 
-__all__ = ["PPOStep"]
-
 
 class PPOStep:
     """The parts of a step, in their order: ``experience``, ``advantages``, ``update``.

@@ -34,8 +34,6 @@ from mcontroller.ray.worker_group import MegatronRayWorkerGroup
 from mcontroller.trace.recorder import recorder, span
 from mcontroller.trackers import TRAIN, Rewinds, Tracker
 
-__all__ = ["RayPPOTrainer", "restart_rollout"]
-
 _logger = logging.getLogger(__name__)
 
 WARM_UP = "warm_up"

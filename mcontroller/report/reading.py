@@ -25,17 +25,6 @@ from mcontroller.trace.summary import calls_of
 from parallel_state.layout import ParallelLayout
 from parallel_state.topology import Topology
 
-__all__ = [
-    "RunFiles",
-    "few_points",
-    "last_records",
-    "read_metrics",
-    "read_run",
-    "read_samples",
-    "role_grids",
-    "timed_grids",
-]
-
 POINTS = 400
 """Most points of a curve; each stands for equally many steps."""
 SAMPLE_BYTES = 2_000_000

@@ -23,8 +23,6 @@ from rich.text import Text
 from mcontroller.config.checks import check_above
 from mcontroller.report.reading import last_records, read_run, role_grids
 
-__all__ = ["add_arguments", "run", "screen"]
-
 SHOWN = ("train/score", "held_out/score", "train/accuracy", "actor/entropy", "actor/ppo_kl", "response/length")
 STAGE, MEMORY = "timing_s/", "memory/"
 MAX_EVENTS = 5

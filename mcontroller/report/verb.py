@@ -22,8 +22,6 @@ from typing import Any
 from mcontroller.errors import DataError
 from mcontroller.report.reading import few_points, read_metrics, read_run, read_samples, role_grids, timed_grids
 
-__all__ = ["add_arguments", "run", "write_page"]
-
 BARS = 160
 """Most bars of the chart of stages."""
 TIMING = "timing_s/"

@@ -9,8 +9,6 @@ from typing import Any
 
 from mcontroller.trace.reading import RunTrace, TraceEvent, TraceLane
 
-__all__ = ["write_otlp"]
-
 
 def write_otlp(trace: RunTrace, path: Path) -> None:
     """Write one trace with a resource for the controller and one for each rank; a span is the parent of those in it."""

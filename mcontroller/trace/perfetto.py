@@ -11,8 +11,6 @@ from typing import Any
 
 from mcontroller.trace.reading import RunTrace, TraceEvent
 
-__all__ = ["write_perfetto"]
-
 _THREADS = {"step": 0, "stage": 1, "failure": 1}
 """The lanes of the controller by category; its calls are in the third."""
 

@@ -11,8 +11,6 @@ from typing import Any
 from mcontroller.trace.reading import RunTrace
 from mcontroller.trace.summary import bubbles, calls_of
 
-__all__ = ["PREDICTION", "measured_bytes", "predicted_lines"]
-
 PREDICTION = "prediction.json"
 """The file of the prediction in the directory of a run."""
 METRICS = "metrics.jsonl"

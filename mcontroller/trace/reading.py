@@ -13,9 +13,6 @@ from typing import Any, NamedTuple
 from mcontroller.errors import DataError
 from mcontroller.trace.recorder import CONTROLLER, FOLDER
 
-__all__ = ["RunTrace", "TraceEvent", "TraceLane", "read_trace"]
-
-
 DERIVED = {"etp", "edp"}
 """Axes of experts, whose index follows from the others."""
 

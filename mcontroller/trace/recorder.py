@@ -25,21 +25,6 @@ from typing import Any
 
 from parallel_state.hangs.waits import waited
 
-__all__ = [
-    "CONTROLLER",
-    "FOLDER",
-    "Laps",
-    "TraceRecorder",
-    "boot_id",
-    "clock_offset",
-    "on_rank",
-    "recorder",
-    "recording",
-    "set_recorder",
-    "span",
-    "start_laps",
-]
-
 FOLDER = "trace"
 """The folder of the trace in the directory of a run."""
 CONTROLLER = "controller"

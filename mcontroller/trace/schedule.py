@@ -16,8 +16,6 @@ import torch
 
 from mcontroller.trace.recorder import TraceRecorder, recorder, start_laps
 
-__all__ = ["ScheduleTimers", "tracing"]
-
 _cuda: Any = torch.cuda  # its events have no types
 
 

@@ -11,22 +11,6 @@ from statistics import mean, median
 
 from mcontroller.trace.reading import RunTrace, TraceEvent, TraceLane
 
-__all__ = [
-    "Bubble",
-    "PathPart",
-    "SlowLink",
-    "Straggler",
-    "bubbles",
-    "calls_of",
-    "critical_path",
-    "end_lines",
-    "savings",
-    "slow_links",
-    "stage_shares",
-    "stragglers",
-    "summary_lines",
-]
-
 SLOWER = 0.05
 """A rank is a straggler if it takes longer than the median of its peers by more than this share in the median call,"""
 OFTEN = 0.75

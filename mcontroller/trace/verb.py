@@ -17,8 +17,6 @@ from mcontroller.trace.predicted import predicted_lines
 from mcontroller.trace.reading import read_trace
 from mcontroller.trace.summary import summary_lines
 
-__all__ = ["add_arguments", "run"]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the verb."""

@@ -23,8 +23,6 @@ from mcontroller.errors import DataError, MControllerError
 from mcontroller.ppo.agents.trajectories import Submitted, Trajectory, TrajectoryRollout, seed_of
 from mcontroller.ppo.datasets.tokenizers import TextTokenizer
 
-__all__ = ["ChatServer", "ChatSession", "hermes_tool_calls"]
-
 REPLY = "@@the-reply-of-the-policy@@"
 """Stands for the policy's message when a chat template is asked for what follows it."""
 CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)

@@ -14,8 +14,6 @@ from mcontroller.config.imports import import_object
 from mcontroller.errors import ConfigError
 from mcontroller.ppo.agents.trajectories import Trajectory
 
-__all__ = ["SERVER", "EpisodeLoop", "EpisodeRollout", "load_episode", "serve_episodes"]
-
 SERVER = "import sys; from mcontroller.ppo.agents.episode_loop import serve_episodes; serve_episodes(int(sys.argv[1]))"
 
 

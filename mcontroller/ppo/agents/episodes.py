@@ -35,8 +35,6 @@ from mcontroller.ppo.config import MultiTurnConfig
 from mcontroller.ppo.data import FAILED, columns
 from mcontroller.ppo.rewards.processes import kill_process, spawn_process
 
-__all__ = ["EpisodeError", "Episodes", "MadeTokens", "make_episodes"]
-
 logger = logging.getLogger(__name__)
 
 PATIENCE_S = 0.05

@@ -24,8 +24,6 @@ from mcontroller.data.protocol import DataProto
 from mcontroller.errors import DataError
 from mcontroller.ppo.data import ROUTED_EXPERTS, columns
 
-__all__ = ["Submitted", "Trajectory", "TrajectoryRollout", "trajectory_batch"]
-
 LOG_PROBS = ("rollout_log_probs", "engine_log_probs")
 """The columns with a log-probability for each token; a rollout returns one of them."""
 

@@ -15,14 +15,6 @@ from mcontroller.ppo.data import columns
 from mcontroller.ppo.datasets.prompts import Demonstration
 from mcontroller.ppo.datasets.tokenizers import TextTokenizer
 
-__all__ = [
-    "ENVIRONMENTS",
-    "Demonstrating",
-    "MultiTurnRollout",
-    "TurnEnvironment",
-    "make_environment",
-]
-
 
 class TurnEnvironment(Protocol):
     """The other side of responses of several turns: tools, a simulated world or a user."""

@@ -131,8 +131,8 @@ class AsynchronousGenerations(Generations):
             self._continue(*self._of.pop(each), each.trajectory)
 
     def _rollout_of(self, group: WorkerGroup[Any]) -> TrajectoryRollout:
-        slice_tokens, capacity = self._options.slice_tokens, self._options.capacity or None
-        return TrajectoryRollout(group, driven=True, slice_tokens=slice_tokens, capacity=capacity, **self._sampling)
+        tokens, rows = self._options.slice_tokens, self._options.capacity or None
+        return TrajectoryRollout(group, slice_tokens=tokens, capacity=rows, driven=True, **self._sampling)
 
     def __len__(self) -> int:
         """The number of batches that were drawn and not trained on; their groups may be of more batches."""
@@ -252,10 +252,10 @@ class AsynchronousGenerations(Generations):
         for group in chosen:
             rows.setdefault(id(group.problems), (group.problems, []))[1].append(group.row)
         problems = DataProto.concat([batch.select_idxs(torch.tensor(some)) for batch, some in rows.values()])
-        settings: Any = getattr(self._workers, "rollout", None)
+        temperature = getattr(getattr(self._workers, "rollout", None), "temperature", None)
         meta_info = {**self._sampling, "n": self._n}
-        if hasattr(settings, "temperature"):
-            meta_info["temperature"] = settings.temperature
+        if temperature is not None:
+            meta_info["temperature"] = temperature
         if self._turns is not None:
             meta_info["metrics"] = turn_metrics([each for group in chosen for each in group.responses])
         batch = DataProto.from_dict(self._columns(chosen), meta_info=meta_info)
@@ -527,18 +527,8 @@ class AsynchronousGenerations(Generations):
                 )
             length, turn, turns = sizes
             tokens, own, log_probs, versions = (column[row, :length].tolist() for column in made)
-            trajectory = Trajectory(
-                prompt.tolist(),
-                _others(problems, at),
-                tokens,
-                own,
-                log_probs,
-                versions,
-                [],
-                int(seeds[row]),
-                turn,
-                turns,
-            )
+            trajectory = Trajectory(prompt.tolist(), _others(problems, at), tokens, own, log_probs, versions)
+            trajectory.seed, trajectory.turn, trajectory.turns = int(seeds[row]), turn, turns
             trajectory.ended = "" if place >= 0 else "length" if truncated[row] else "stop"
             if place >= 0:
                 waiting.append((place, group, len(group.responses)))

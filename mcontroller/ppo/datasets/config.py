@@ -9,8 +9,6 @@ from mcontroller.config.checks import check_at_least
 from mcontroller.config.fields import strict_fields
 from mcontroller.ppo.config import DataConfig
 
-__all__ = ["DatasetConfig", "ProblemsConfig"]
-
 
 @strict_fields
 @dataclass(frozen=True, slots=True)

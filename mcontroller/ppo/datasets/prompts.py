@@ -15,8 +15,6 @@ from mcontroller.ppo.datasets.config import ProblemsConfig
 from mcontroller.ppo.datasets.sources import Records
 from mcontroller.ppo.datasets.tokenizers import Message, PrefixingTokenizer, TextTokenizer
 
-__all__ = ["Demonstration", "Demonstrations", "PromptRows", "prompt_text"]
-
 
 class PromptRows:
     """Rows of ``input_ids`` and ``attention_mask`` ``[prompt]``, int64, padded on the left, and other objects.

@@ -15,19 +15,6 @@ from mcontroller.errors import ConfigError, DataError
 from mcontroller.ppo.datasets.config import DatasetConfig
 from mcontroller.ppo.rewards.functions import import_reasoning_gym
 
-__all__ = [
-    "DATASET_SOURCES",
-    "Records",
-    "check_dataset",
-    "checked_record",
-    "load_records",
-    "read_hf",
-    "read_jsonl",
-    "read_parquet",
-    "read_reasoning_gym",
-    "source_of_path",
-]
-
 
 @dataclass(frozen=True)
 class Records:

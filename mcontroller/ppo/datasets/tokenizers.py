@@ -11,8 +11,6 @@ from mcontroller.config.fields import strict_fields
 from mcontroller.config.registry import Registry
 from mcontroller.errors import ConfigError
 
-__all__ = ["TOKENIZERS", "Message", "PrefixingTokenizer", "TextTokenizer", "TokenizerConfig", "TokenizerSource"]
-
 Message = Mapping[str, str]
 """A chat message: ``{"role": "user", "content": "..."}``."""
 

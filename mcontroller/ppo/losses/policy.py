@@ -13,15 +13,6 @@ if TYPE_CHECKING:
 else:
     torch = Lazy("torch")
 
-__all__ = [
-    "cispo_policy_loss",
-    "clipped_policy_loss",
-    "gmpo_policy_loss",
-    "gradient_policy_loss",
-    "gspo_policy_loss",
-    "probability_ratio",
-]
-
 
 def probability_ratio(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
     """Return ``exp(log_probs - old_log_probs)``, with the difference limited to +-20 so that it stays finite."""

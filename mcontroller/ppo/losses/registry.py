@@ -25,17 +25,6 @@ from mcontroller.config.registry import Registry
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    "AGGREGATIONS",
-    "POLICY_LOSSES",
-    "Aggregation",
-    "PolicyLoss",
-    "PolicyLossFunction",
-    "RegisteredPolicyLoss",
-    "Weights",
-    "register_policy_loss",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Weights:

@@ -9,8 +9,6 @@ from mcontroller.config.checks import check_above, check_at_least
 from mcontroller.config.fields import strict_fields
 from mcontroller.errors import ConfigError
 
-__all__ = ["RewardFunctionConfig", "RewardsConfig"]
-
 
 @strict_fields
 @dataclass(frozen=True, slots=True)

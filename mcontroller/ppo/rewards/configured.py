@@ -16,9 +16,6 @@ from mcontroller.ppo.rewards.config import RewardsConfig
 from mcontroller.ppo.rewards.processes import LoadedFunction, Sample, ScoreOutcome, ScoringProcesses, Task
 from mcontroller.ppo.rewards.reward import Reward, outcome_scores
 
-__all__ = ["SHOWN", "TRIED", "CallFunction", "FunctionRewards", "check_functions", "description_of", "try_functions"]
-
-
 CallFunction = Callable[[str, Sequence[Sample]], Sequence[ScoreOutcome]]
 """Calls the function of a name with samples, and returns the outcome of each."""
 

@@ -11,8 +11,6 @@ from typing import Any
 
 from mcontroller.config.imports import import_extra
 
-__all__ = ["exact_match", "import_reasoning_gym", "math_verify", "reasoning_gym"]
-
 
 def reasoning_gym(response: str, entry: Mapping[str, Any]) -> dict[str, float]:
     """Return the score of reasoning-gym's scorer, and ``accuracy``, which is 1 for a full score.

@@ -28,19 +28,6 @@ from mcontroller.config.imports import import_object
 from mcontroller.errors import ConfigError
 from mcontroller.ppo.rewards.config import RewardFunctionConfig
 
-__all__ = [
-    "LoadedFunction",
-    "Sample",
-    "ScoreOutcome",
-    "ScoringProcesses",
-    "Task",
-    "kill_process",
-    "serve",
-    "serve_descriptor",
-    "spawn_process",
-]
-
-
 MOMENT_S = 0.02
 """[s] Time for which the outcomes of fast samples are kept, to be returned together."""
 

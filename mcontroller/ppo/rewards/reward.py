@@ -17,21 +17,6 @@ from mcontroller.errors import ConfigError, DataError
 from mcontroller.ppo.data import ROUTED_EXPERTS, columns, without
 from mcontroller.transport import complete
 
-__all__ = [
-    "CombineRewards",
-    "Reward",
-    "RewardFunction",
-    "RewardSources",
-    "Scores",
-    "StartableReward",
-    "joined",
-    "outcome_scores",
-    "rewarded",
-    "rule_only",
-    "sum_of_rewards",
-    "weighted_sum",
-]
-
 
 @dataclass(frozen=True)
 class Reward:

@@ -38,8 +38,6 @@ from mcontroller.ppo.saving.run_record import (
 )
 from mcontroller.ppo.stages import SharedDevices
 
-__all__ = ["LOCK", "RunCheckpoints", "RunState", "Stateful"]
-
 LOCK = "run.lock"
 """The file of the lock that the process of a run holds in its directory, and in that of its checkpoints."""
 

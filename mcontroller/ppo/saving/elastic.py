@@ -16,8 +16,6 @@ from mcontroller.ppo.roles import RoleWorker
 from mcontroller.ray.reservation import cluster_nodes, fits
 from mcontroller.ray.resource_pool import ResourcePoolManager
 
-__all__ = ["ElasticPools", "PoolSizes", "divides", "largest", "pools_text"]
-
 PoolSizes = Mapping[str, Sequence[int]]
 """Processes on each node, by name of the pool."""
 

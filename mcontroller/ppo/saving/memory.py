@@ -27,8 +27,6 @@ from mcontroller.ppo.stages import SharedDevices
 from mcontroller.ray.calls.executor import RayExecutor
 from parallel_state.axes import RANK_AXIS
 
-__all__ = ["MemoryCheckpoints", "StateHolder"]
-
 CHUNK = 1 << 26
 """Bytes that travel between nodes at a time."""
 

@@ -15,8 +15,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-__all__ = ["PREEMPTED", "Preempted", "Preemption"]
-
 PREEMPTED = 75
 """Exit code of a run that was stopped early and can be resumed: EX_TEMPFAIL of sysexits.h."""
 

@@ -24,8 +24,6 @@ from mcontroller.errors import (
 from mcontroller.ppo.config import TrainerConfig
 from mcontroller.ray.rank_logs import find_logs
 
-__all__ = ["FAILURES", "RESIZED", "Failure", "Recovery", "root_error"]
-
 _logger = logging.getLogger(__name__)
 
 FAILURES = "failures.jsonl"

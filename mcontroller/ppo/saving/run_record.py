@@ -19,21 +19,6 @@ from mcontroller.data.protocol import DataProto
 from mcontroller.errors import DataError
 from mcontroller.files import replace_text, sync_directory
 
-__all__ = [
-    "RECORD",
-    "BatchInFlight",
-    "RunRecord",
-    "SavedBatch",
-    "SavedStep",
-    "checked_program",
-    "outside_of",
-    "read_batches",
-    "read_record",
-    "write_batches",
-    "write_record",
-]
-
-
 _CHUNK = 1 << 24
 
 
