@@ -8,8 +8,6 @@ from pathlib import Path
 
 from mcontroller.trackers import TRAIN
 
-__all__ = ["CURVES", "draw_curves"]
-
 CURVES: Mapping[str, Mapping[str, str]] = {
     "score": {
         "train/score": "score, sampled",

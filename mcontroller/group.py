@@ -26,8 +26,6 @@ from parallel_state.infos import DistGlobalInfo, DistRankInfo
 from parallel_state.layout import ParallelLayout
 from parallel_state.topology import Topology
 
-__all__ = ["CallOptions", "GroupMethod", "WorkerGroup"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 Result_co = TypeVar("Result_co", covariant=True)

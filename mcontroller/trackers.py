@@ -15,21 +15,6 @@ from typing import Any, Protocol, runtime_checkable
 from mcontroller.config.imports import import_extra
 from mcontroller.config.registry import Registry
 
-__all__ = [
-    "TRACKERS",
-    "ConsoleTracker",
-    "JsonlTracker",
-    "MlflowTracker",
-    "Rewinds",
-    "Run",
-    "Samples",
-    "TensorBoardTracker",
-    "Tracker",
-    "TrackioTracker",
-    "WandbTracker",
-    "make_trackers",
-]
-
 
 @dataclasses.dataclass(frozen=True)
 class Run:

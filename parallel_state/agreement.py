@@ -12,8 +12,6 @@ from torch.distributed import distributed_c10d as c10d
 
 from parallel_state.errors import MControllerError
 
-__all__ = ["all_gather_values", "raise_on_every_rank", "wait_for_every_rank"]
-
 T = TypeVar("T")
 
 _TURN = timedelta(seconds=5)

@@ -10,8 +10,6 @@ import torch.distributed as dist
 
 from parallel_state.errors import ParallelStateError
 
-__all__ = ["Communicators"]
-
 
 class Communicators:
     """The NCCL communicators of process groups in this process.

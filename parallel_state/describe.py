@@ -9,8 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from parallel_state.axes import DENSE_AXES, EXPERT_AXES, RANK_AXIS, dense_grid, expert_grid, product_text
 from parallel_state.errors import TopologyError
 
-__all__ = ["runs_text", "table_html", "table_text", "topology_html", "topology_text"]
-
 Sizes = Mapping[str, int]
 Indices = Mapping[str, Sequence[int]]
 

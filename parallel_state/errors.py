@@ -4,15 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = [
-    "BrokenPackageError",
-    "LayoutError",
-    "MControllerError",
-    "MissingPackageError",
-    "ParallelStateError",
-    "TopologyError",
-]
-
 
 class MControllerError(Exception):
     """Root of all errors of this project: a message for people, and fields for programs.

@@ -11,8 +11,6 @@ from typing import Any
 from parallel_state.axes import DENSE_AXES, EXPERT_AXES, RESERVED_NAMES, FrozenMap, ranks_text
 from parallel_state.errors import TopologyError
 
-__all__ = ["DistGlobalInfo", "DistRankInfo", "agreed_sizes", "check_virtual_stages", "columns_of", "sizes_of"]
-
 Label = Callable[[int], str]
 
 

@@ -25,8 +25,6 @@ from parallel_state.axes import (
 )
 from parallel_state.errors import LayoutError
 
-__all__ = ["DEFAULT_ORDER", "ORDER_AXES", "ParallelLayout"]
-
 MOST_RANKS = 2**31 - 1
 
 DEFAULT_ORDER = "tp-cp-ep-dp-pp"

@@ -28,8 +28,6 @@ from typing import Any
 from parallel_state.errors import MissingPackageError
 from parallel_state.requirements import EXTRAS, missing_package
 
-__all__ = ["Lazy", "lazy_exports"]
-
 
 class Lazy:
     """A module, or one object of it, that is imported when it is called or an attribute of it is read.

@@ -34,8 +34,6 @@ from megatron.core import parallel_state as mpu  # install() comes first
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import random as megatron_random
 
-__all__ = ["MegatronContext", "initialize_distributed"]
-
 
 def initialize_distributed(
     backend: str | None = None,

@@ -27,8 +27,6 @@ from parallel_state.errors import LayoutError, ParallelStateError
 from parallel_state.rank_state import Attributes, RankState, StateSwitch, distributed_parts, of_a_new_process
 from parallel_state.topology import Topology
 
-__all__ = ["MockedGroup", "MockedRanks"]
-
 _ALL = "tp cp dp pp"
 _GROUPS = {
     "_TENSOR_MODEL_PARALLEL_GROUP": "tp",

@@ -17,8 +17,6 @@ from typing import Any, Protocol
 
 from torch.distributed import distributed_c10d as c10d
 
-__all__ = ["Attributes", "RankState", "StatePart", "StateSwitch", "StateValue", "distributed_parts", "of_a_new_process"]
-
 
 class StatePart(Protocol):
     """One piece of the state of this process."""

@@ -16,8 +16,6 @@ from typing import Any
 from parallel_state.errors import ParallelStateError
 from parallel_state.patches.import_hook import Patch
 
-__all__ = ["PATCHES", "async_save_arguments", "build_optimizer", "experts_builder", "moe_metrics"]
-
 
 def moe_metrics() -> tuple[ModuleType, tuple[str, ...]]:
     """Return the module and the names of the globals in which Megatron collects the router's losses."""

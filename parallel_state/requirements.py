@@ -12,8 +12,6 @@ import sys
 
 from parallel_state.errors import BrokenPackageError, MissingPackageError
 
-__all__ = ["missing_package", "require", "require_importable"]
-
 EXTRAS = {"torch": "torch", "tensordict": "torch", "megatron": "megatron"}
 """Top-level module -> the extra of this distribution that installs it."""
 

@@ -38,8 +38,6 @@ from parallel_state.infos import (
 )
 from parallel_state.layout import ParallelLayout
 
-__all__ = ["Topology"]
-
 _MEGATRON_AXES = (*DENSE_AXES, *EXPERT_AXES)
 
 

@@ -48,8 +48,6 @@ from workers.weight_sender import WeightSender, check_same_policy
 from workers.weights.mixing import mix_weights
 from workers.weights.transfer.weight_transfer import WeightTransfer
 
-__all__ = ["ActorRolloutRefWorker"]
-
 
 class ActorRolloutRefWorker(ModelWorker):
     """Actor, rollout and reference policy, or any of them, on one layout.

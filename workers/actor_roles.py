@@ -9,15 +9,6 @@ from parallel_state import LayoutError
 from workers.config import ActorConfig
 from workers.generate.engines import ROLLOUT_ENGINES
 
-__all__ = [
-    "check_engine",
-    "check_reference_moves",
-    "check_rollout_layout",
-    "parsed_roles",
-    "require_role",
-    "serves_engine",
-]
-
 _ROLES = ("actor", "rollout", "ref")
 
 

@@ -21,8 +21,6 @@ from workers.train.mini_batches import division_of
 from workers.train.trainer import Trainer
 from workers.update_rules import CriticUpdateRules
 
-__all__ = ["CriticWorker"]
-
 
 class CriticWorker(ModelWorker):
     """A model that computes a value for every response token.

@@ -13,18 +13,6 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
-__all__ = [
-    "AttentionOverRows",
-    "DistinctTokens",
-    "RowsOfTokens",
-    "Spread",
-    "attend_over_rows",
-    "computes_distinct_tokens",
-    "distinct_tokens",
-    "repeats_prompt",
-    "spread_of",
-]
-
 
 @dataclass(frozen=True)
 class Spread:

@@ -11,8 +11,6 @@ from torch.distributed import distributed_c10d as c10d
 
 from mcontroller.errors import ResourceError
 
-__all__ = ["check_distinct", "check_distinct_gpus", "gpu_id", "visible_gpus"]
-
 
 def gpu_id(device: torch.device | int) -> str:
     """Return the UUID of a GPU that this process can use."""

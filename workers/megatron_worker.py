@@ -22,8 +22,6 @@ from workers.config import ParallelConfig
 from workers.gpu_ids import check_distinct_gpus
 from workers.model.gpu_defaults import connection_variables, set_max_connections
 
-__all__ = ["MegatronWorker"]
-
 _logger = logging.getLogger(__name__)
 
 _REPORTS = ("get_megatron_rank_info", "get_megatron_global_info")

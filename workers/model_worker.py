@@ -44,8 +44,6 @@ from workers.train.state import TrainingState
 from workers.train.trainer import Trainer
 from workers.weights.hf.checkpoint import check_checkpoint_files
 
-__all__ = ["ModelWorker"]
-
 
 class ModelWorker(MegatronWorker):
     """A worker with one model, or several, on this rank.

@@ -14,8 +14,6 @@ from workers.model_worker import ModelWorker
 from workers.train.batches import TokenBatch
 from workers.train.forward import forward_values
 
-__all__ = ["RewardModelWorker"]
-
 
 class RewardModelWorker(ModelWorker):
     """A model that computes a score for every response. It is not trained; load its weights from a checkpoint.

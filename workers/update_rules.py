@@ -11,8 +11,6 @@ from workers.config.roles import ActorConfig, CriticConfig
 from workers.train.losses import columns_of_update
 from workers.train.mini_batches import draw_mini_batches, shuffle_generator
 
-__all__ = ["ActorUpdateRules", "CriticUpdateRules"]
-
 
 class _ModelUpdateRules(UpdateRules):
     """The rules that actor and critic have in common."""

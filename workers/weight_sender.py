@@ -27,8 +27,6 @@ from workers.weights.transfer.endpoint import RankSchedule, TransferEndpoint, Tr
 from workers.weights.transfer.plan import RankWeights, ServedEngine
 from workers.weights.transfer.transports import TRANSPORTS
 
-__all__ = ["WeightSender", "check_same_policy"]
-
 MAY_DIFFER = (
     *("attention_dropout", "hidden_dropout", "init_method_std", "max_sequence_length"),
     *("dtype", "transformer_impl", "seed", "hf_path", "verify_load", "family", "transformer"),

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["zigzag_join", "zigzag_positions", "zigzag_slice"]
-
 
 def zigzag_positions(length: int, cp: int, rank: int, device: torch.device | None = None) -> torch.Tensor:
     """Return the positions in a sequence that ``rank`` has, in its order: int64 ``[length / cp]``.

@@ -28,8 +28,6 @@ from mcontroller.transport import (
 )
 from mcontroller.worker import ClassWithInitArgs, RankEnvironment
 
-__all__ = ["LocalCall", "LocalExecutor"]
-
 T = TypeVar("T")
 
 

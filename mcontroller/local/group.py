@@ -8,8 +8,6 @@ from mcontroller.worker import ClassWithInitArgs, W_co
 from parallel_state.layout import ParallelLayout
 from parallel_state.topology import Topology
 
-__all__ = ["LocalWorkerGroup"]
-
 
 class LocalWorkerGroup(WorkerGroup[W_co]):
     """A group for debuggers: the ranks run one after another in the caller's thread.

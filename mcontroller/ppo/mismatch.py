@@ -13,8 +13,6 @@ from mcontroller.data.protocol import DataProto
 from mcontroller.ppo.config import ImportanceConfig
 from mcontroller.ppo.data import columns
 
-__all__ = ["TOKEN_VERSIONS", "importance_weights", "mismatch_metrics", "version_metrics"]
-
 TOKEN_VERSIONS = "token_versions"
 """Column of the version of the policy that sampled each token, int64 ``[rows, response]``; -1 for others."""
 

@@ -17,23 +17,6 @@ from mcontroller.ppo.estimators.registry import ADVANTAGE_ESTIMATORS
 from mcontroller.ray.class_with_init import RayClassWithInitArgs
 from mcontroller.ray.resource_pool import ResourcePoolManager
 
-__all__ = [
-    "CONFIG_KEYS",
-    "Role",
-    "RoleWorker",
-    "check_ahead",
-    "check_generates_alone",
-    "check_reference_sync",
-    "check_roles",
-    "has_adapter",
-    "has_reference",
-    "reads_reference",
-    "response_limit",
-    "role_workers",
-    "unread_by_update",
-    "updates_once",
-]
-
 
 class Role(Enum):
     """The roles of models in reinforcement learning."""

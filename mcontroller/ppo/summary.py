@@ -13,14 +13,6 @@ from mcontroller.ppo.estimators.built_in import groups_of, outcomes
 from mcontroller.ppo.rewards.reward import Reward
 from mcontroller.ppo.selection import GroupFilter, truncated_rows
 
-__all__ = [
-    "experience_metrics",
-    "group_metrics",
-    "mean_of_parts",
-    "reward_metrics",
-    "signal_metrics",
-]
-
 
 def mean_of_parts(update: DataProto) -> dict[str, float]:
     """Return the metrics of an update: the mean over data-parallel ranks, which report the same reduced values."""

@@ -11,8 +11,6 @@ from mcontroller.ppo.rewards.reward import Reward, joined
 from mcontroller.ppo.step import PPOStep
 from mcontroller.ppo.summary import reward_metrics
 
-__all__ = ["validate", "validation_metrics"]
-
 
 def validate(step: PPOStep, problems: Dataset) -> dict[str, float]:
     """Return the statistics of the scores of responses to held-out problems; see ``validation_metrics``."""

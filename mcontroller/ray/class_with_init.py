@@ -10,15 +10,6 @@ from ray.actor import ActorClass
 from mcontroller.errors import ConfigError
 from mcontroller.worker import ClassWithInitArgs, W_co
 
-__all__ = [
-    "Colocated",
-    "RayClassWithInitArgs",
-    "Roles",
-    "check_class_with_init",
-    "create_colocated_worker_cls",
-    "create_colocated_worker_cls_fused",
-]
-
 P = ParamSpec("P")
 
 RESERVED_OPTIONS = frozenset(

@@ -20,8 +20,6 @@ from mcontroller.ray.process import ProcessInfo
 from mcontroller.ray.process_handles import ProcessHandles
 from mcontroller.ray.resource_pool import SlotLease
 
-__all__ = ["NAMESPACE", "DetachedRecord", "RecordedLease", "attach", "find"]
-
 NAMESPACE = "mcontroller"
 """Ray's namespace for the processes of detached groups, where other drivers look for them."""
 

@@ -34,8 +34,6 @@ from mcontroller.trace.recorder import clock_offset, recorder
 from mcontroller.transport import Arguments
 from mcontroller.worker import ClassWithInitArgs, RankEnvironment, Worker
 
-__all__ = ["launch"]
-
 CLOCK_SECONDS = 1.0
 """[s] Time for an answer to the question for a node's clock; without one, its times in a trace are not aligned."""
 

@@ -16,18 +16,6 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from mcontroller.ray.warm_start import exits
 
-__all__ = [
-    "NODE_SECONDS",
-    "SLOW",
-    "NodeProcess",
-    "begin_on_node",
-    "end_processes",
-    "on_node",
-    "recorded_status",
-    "wait_for_ends",
-    "why_silent",
-]
-
 NODE_SECONDS = 15.0
 """Timeout of a question to another node, by a task for which Ray may have to start a process there."""
 

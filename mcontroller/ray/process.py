@@ -37,16 +37,6 @@ from mcontroller.transport import call_context, complete, finish, outline, repor
 from parallel_state.hangs.lines import calling_position, source_line
 from parallel_state.hangs.record import RankRecord, RecordMemory, read_rank_record
 
-__all__ = [
-    "Identity",
-    "ProcessInfo",
-    "ProcessPosition",
-    "Rendezvous",
-    "WorkerProcess",
-    "choose_device",
-    "sibling",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Identity:

@@ -22,8 +22,6 @@ from mcontroller.ray.node_processes import NODE_SECONDS, NodeProcess, begin_on_n
 from mcontroller.ray.process import ProcessInfo
 from mcontroller.ray.reservation import session
 
-__all__ = ["ProcessEnded", "ProcessHandles"]
-
 END_SECONDS = 5.0
 """Time to wait until processes that Ray has killed are gone, before they get SIGKILL."""
 

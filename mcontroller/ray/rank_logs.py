@@ -23,8 +23,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["PLACES", "LogLine", "RankLog", "find_logs", "merged_lines", "without_import_warnings", "write_places"]
-
 PLACES = ".places.json"
 """End of the name of the file in which a driver records the node of every rank of a group, by rank."""
 

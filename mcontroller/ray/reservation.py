@@ -21,19 +21,6 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from mcontroller.errors import ResourceError
 
-__all__ = [
-    "Bundle",
-    "NodeShape",
-    "Reservation",
-    "by_address",
-    "by_name",
-    "check_fits",
-    "cluster_nodes",
-    "fits",
-    "gpus_of_bundles",
-    "session",
-]
-
 SESSION_SECONDS = 0.1
 """How long Ray's answer to which cluster this driver is connected is kept."""
 

@@ -17,13 +17,6 @@ from mcontroller.ray.reservation import Bundle, NodeShape, Reservation, check_fi
 from parallel_state.axes import is_count
 from parallel_state.describe import table_html
 
-__all__ = [
-    "RayResourcePool",
-    "ResourcePool",
-    "ResourcePoolManager",
-    "SlotLease",
-]
-
 _unnamed = itertools.count()
 
 

@@ -6,8 +6,6 @@ import ctypes
 import os
 import sys
 
-__all__ = ["DEFAULT_MARK", "chosen_threads", "keep_freed_memory", "set_threads", "threads_of_rank", "usable_cores"]
-
 DEFAULT_MARK = "MCONTROLLER_DEFAULT_THREADS"
 """Variable of a process whose OMP_NUM_THREADS is neither the node's nor the caller's choice."""
 

@@ -17,8 +17,6 @@ from mcontroller.ray.resource_pool import RayResourcePool
 from mcontroller.worker import W_co
 from parallel_state.topology import Topology
 
-__all__ = ["MegatronRayWorkerGroup", "RayWorkerGroup"]
-
 
 class RayWorkerGroup(WorkerGroup[W_co]):
     """The workers of one role: one process in every bundle of a pool.

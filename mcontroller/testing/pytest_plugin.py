@@ -24,16 +24,6 @@ if TYPE_CHECKING:
     from parallel_state.layout import ParallelLayout
     from parallel_state.topology import Topology
 
-__all__ = [
-    "LayoutFixture",
-    "MockGroup",
-    "MockRank",
-    "SimulatedGroupMaker",
-    "mock_group",
-    "mock_rank",
-    "simulated_group",
-]
-
 W = TypeVar("W")
 
 

@@ -25,8 +25,6 @@ from parallel_state.simulated.errors import SimulationError
 from parallel_state.simulated.simulation import Simulation
 from parallel_state.simulated.trace import CommunicationTrace
 
-__all__ = ["SimulatedExecutor", "SimulatedWorkerGroup", "simulated_worker_group"]
-
 T = TypeVar("T")
 
 

@@ -16,20 +16,6 @@ from mcontroller.verify.seeds import InitialPart
 from mcontroller.verify.training import LEARNING_RATE, training_of
 from mcontroller.verify.weights import ModelTensors, NamedTensor, assemble, digest_of
 
-__all__ = [
-    "OneProcess",
-    "RankReport",
-    "ReferenceStep",
-    "check_deterministic",
-    "compare_rank",
-    "compare_references",
-    "error_between",
-    "here",
-    "replicas_that_differ",
-    "tolerance",
-    "train_reference",
-]
-
 _DEPTH = 16  # how many roundings of one size a value of a small model has gone through
 _SMALL = 1e-3  # of the largest gradient: the error of a smaller one is measured against this
 

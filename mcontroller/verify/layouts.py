@@ -14,8 +14,6 @@ from mcontroller.verify.program import Program, VerifyError
 from parallel_state.errors import LayoutError
 from parallel_state.layout import ParallelLayout
 
-__all__ = ["Variant", "all_layouts", "check_divisible", "default_layouts", "parallel_arguments", "parse_layout"]
-
 _SIZES = ("tp", "pp", "cp", "dp", "ep", "etp", "vpp", "mbs")
 _FLAGS = ("sp", "distopt")
 _MOST_DP = 64

@@ -19,8 +19,6 @@ from mcontroller.verify.recording import ModuleCall, StepRecords, record_step
 from mcontroller.verify.training import training_of
 from parallel_state.simulated import CommunicationTrace, Transfer, run_ranks
 
-__all__ = ["Located", "locate", "record_reference"]
-
 _Pair = tuple[torch.Tensor, torch.Tensor]
 
 

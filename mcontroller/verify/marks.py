@@ -9,8 +9,6 @@ import torch
 from mcontroller.verify.layouts import Variant
 from mcontroller.verify.weights import NamedTensor
 
-__all__ = ["missing_mark", "wrong_marks"]
-
 
 def wrong_marks(named: Sequence[NamedTensor], variant: Variant) -> Iterator[tuple[str, str]]:
     """Yield the names of parameters whose mark ``tensor_model_parallel`` is wrong, and what follows from it."""

@@ -8,8 +8,6 @@ from typing import Any
 
 from mcontroller.errors import MControllerError
 
-__all__ = ["Difference", "DifferingModule", "LayoutDiffers", "Outcome"]
-
 
 @dataclass(frozen=True, slots=True)
 class Difference:

@@ -9,8 +9,6 @@ from unittest import mock
 
 import torch
 
-__all__ = ["in_float64"]
-
 
 @contextlib.contextmanager
 def in_float64() -> Iterator[None]:

@@ -16,8 +16,6 @@ import torch
 from mcontroller.errors import MControllerError
 from parallel_state import cpu
 
-__all__ = ["Program", "VerifyError", "load_program"]
-
 
 class VerifyError(MControllerError, ValueError):
     """A program that cannot be verified; the message says what to change."""

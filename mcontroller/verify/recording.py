@@ -13,8 +13,6 @@ import torch
 
 from parallel_state.simulated import CommunicationTrace
 
-__all__ = ["ModuleCall", "StepRecords", "record_step", "source_of"]
-
 _LAYER = re.compile(r"(.*\blayers)\.(\d+)(.*)")
 
 ModuleCall = tuple[str, int, int]

@@ -11,8 +11,6 @@ import torch
 from mcontroller.verify.outcome import Difference
 from mcontroller.verify.weights import NamedTensor, digest_of
 
-__all__ = ["InitialPart", "initial_parts", "wrong_seeds"]
-
 
 @dataclass(frozen=True)
 class InitialPart:

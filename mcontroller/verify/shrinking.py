@@ -11,8 +11,6 @@ from mcontroller.verify.outcome import Outcome
 from mcontroller.verify.program import Program
 from mcontroller.verify.verifier import Verifier
 
-__all__ = ["Shrunk", "shrink", "source_of_test"]
-
 _LEAST_LENGTH = 4  # shorter rows may have no token that counts
 
 

@@ -13,8 +13,6 @@ from mcontroller.verify.program import Program, VerifyError
 from mcontroller.verify.seeds import initial_parts
 from mcontroller.verify.weights import ModelTensors, NamedTensor, named_tensors
 
-__all__ = ["ADAM_EPS", "LEARNING_RATE", "StepValues", "Training", "config_for", "training_of"]
-
 LEARNING_RATE = 0.1
 ADAM_EPS = 1.0  # an update is in proportion to its gradient: with a small value, it jumps where the gradient is 0
 

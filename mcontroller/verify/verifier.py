@@ -45,8 +45,6 @@ from mcontroller.verify.weights import ModelTensors
 from parallel_state import cpu
 from parallel_state.simulated import run_ranks
 
-__all__ = ["Verifier", "verify_layout"]
-
 _FINITE = sys.float_info.max  # the error of a value that is not finite is larger
 
 

@@ -15,8 +15,6 @@ import torch
 
 from mcontroller.verify.program import VerifyError
 
-__all__ = ["ModelTensors", "NamedTensor", "assemble", "digest_of", "named_tensors"]
-
 ModelTensors = dict[str, torch.Tensor]
 """Name -> a tensor of the whole model."""
 

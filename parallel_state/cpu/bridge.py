@@ -13,8 +13,6 @@ from typing import Any
 
 from parallel_state.patches.import_hook import ImportHook
 
-__all__ = ["UNGUARDED", "stand_in_for_engine"]
-
 UNGUARDED = "megatron.bridge.peft.lora_layers"
 _ENGINE = ("transformer_engine", "transformer_engine.pytorch")
 

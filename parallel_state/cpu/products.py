@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["MIN_PRODUCTS", "add_product_of_transposed", "is_slow_processor", "patch_products"]
-
 MIN_PRODUCTS = 1 << 22
 """Multiplications from which on oneDNN is used: a new shape takes it 0.4 ms, as much as ten of these products gain."""
 

@@ -11,18 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FrameType
 
-__all__ = [
-    "AXIS_OF_DESCRIPTION",
-    "SourceLine",
-    "call_text",
-    "calling_line",
-    "calling_position",
-    "group_label",
-    "group_text",
-    "members_text",
-    "source_line",
-]
-
 _SHOWN_MEMBERS = 8
 _SHOWN_TENSORS = 4
 _ROOT = Path(__file__).parents[1]

@@ -23,23 +23,6 @@ from pathlib import Path
 
 from parallel_state.hangs.lines import call_text, group_text
 
-__all__ = [
-    "DIMS",
-    "DONE",
-    "IN_CALL",
-    "RETURNED",
-    "RING",
-    "RING_AT",
-    "SLOT",
-    "WAITING",
-    "LastCall",
-    "RankRecord",
-    "RecordMemory",
-    "RecordedGroup",
-    "Route",
-    "read_rank_record",
-]
-
 RING = 64
 """Calls that are kept."""
 

@@ -33,8 +33,6 @@ from parallel_state.hangs.record import (
 )
 from parallel_state.hangs.waits import link_name, waited
 
-__all__ = ["Recorder", "record_calls"]
-
 _NOTHING, _REDUCTION, _ROOT = range(3)
 
 # Method -> the operation, the position of the argument with its tensors (None: no tensors), what its options have.

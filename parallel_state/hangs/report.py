@@ -13,8 +13,6 @@ from parallel_state.axes import EXPERT_AXES
 from parallel_state.hangs.lines import members_text
 from parallel_state.hangs.record import DONE, RETURNED, LastCall, RankRecord, RecordedGroup, Route
 
-__all__ = ["Observed", "Position", "RecordedRanks", "cause_of", "describe_ranks", "rank_text", "stories"]
-
 _SHOWN_STORIES = 40
 _SHOWN_MISSING = 4
 _OTHER_SIDE = {"send": "recv", "recv": "send"}

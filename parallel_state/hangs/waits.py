@@ -11,8 +11,6 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["LongWait", "link_name", "waited"]
-
 LONG_NS = 1_000_000
 """[ns] Waits that are longer are kept by themselves."""
 

@@ -10,8 +10,6 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-__all__ = ["ImportHook", "Patch", "call_before_import", "patch_modules"]
-
 Patch = Callable[[Any], None]
 """Called with a module right after its import."""
 

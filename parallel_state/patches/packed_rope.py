@@ -14,8 +14,6 @@ from torch import Tensor
 
 from parallel_state.patches.import_hook import Patch
 
-__all__ = ["PATCHES", "packed_positions"]
-
 
 def packed_positions(bounds: Tensor, tokens: int, cp: int, rank: int, *, offsets: bool = False) -> Tensor:
     """Return the position of each token of packed rows that a context-parallel rank has: int64 ``[tokens]``.

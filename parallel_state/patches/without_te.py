@@ -12,8 +12,6 @@ from typing import Any
 from parallel_state.patches.adam import FusedAdam
 from parallel_state.patches.import_hook import Patch
 
-__all__ = ["PATCHES"]
-
 
 def _moe_utils(module: Any) -> None:
     """Define the name that the router reads without Transformer Engine too (megatron-core 0.16)."""

@@ -12,8 +12,6 @@ from parallel_state.simulated.calls import Call
 from parallel_state.simulated.errors import Disagreement, UnsupportedError
 from parallel_state.simulated.process_group import SimulatedGroup
 
-__all__ = ["require_different", "require_equal"]
-
 Values = torch.Tensor | Mapping[str, torch.Tensor]
 
 

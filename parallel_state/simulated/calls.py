@@ -11,8 +11,6 @@ import torch
 from parallel_state.hangs.lines import SourceLine, call_text, group_label, group_text
 from parallel_state.hangs.waits import link_name
 
-__all__ = ["Call", "KeyWait", "SharedGroup", "shape_text"]
-
 
 @dataclass(eq=False, slots=True)
 class SharedGroup:

@@ -10,8 +10,6 @@ import queue
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["in_process_writers"]
-
 _STRATEGIES = "megatron.core.dist_checkpointing.strategies"
 
 

@@ -11,8 +11,6 @@ from torch.distributed import ReduceOp
 
 from parallel_state.simulated.calls import Call
 
-__all__ = ["compute", "contradiction", "mismatch", "reduction_name", "transfer"]
-
 _REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 
 

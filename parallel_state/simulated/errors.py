@@ -4,19 +4,6 @@ from __future__ import annotations
 
 from parallel_state.errors import ParallelStateError
 
-__all__ = [
-    "AsyncAccessError",
-    "CollectiveMismatch",
-    "Deadlock",
-    "Disagreement",
-    "NonMemberError",
-    "RankStopped",
-    "SharedStateWarning",
-    "SimulationError",
-    "UnfinishedCalls",
-    "UnsupportedError",
-]
-
 
 class SimulationError(ParallelStateError):
     """Root of the errors that simulated ranks find in how ranks communicate.

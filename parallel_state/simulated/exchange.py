@@ -14,8 +14,6 @@ from parallel_state.simulated.calls import Call, SharedGroup
 from parallel_state.simulated.collectives import compute, contradiction, mismatch, transfer
 from parallel_state.simulated.errors import AsyncAccessError, CollectiveMismatch, SimulationError
 
-__all__ = ["Exchange"]
-
 _Route = tuple[SharedGroup, int | None, int | None, int]
 
 

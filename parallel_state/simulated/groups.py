@@ -15,8 +15,6 @@ from parallel_state.simulated.errors import CollectiveMismatch
 from parallel_state.simulated.process_group import SimulatedGroup
 from parallel_state.topology import Topology
 
-__all__ = ["GroupRegistry"]
-
 _numbers = itertools.count()
 
 

@@ -16,8 +16,6 @@ from typing import Any
 from parallel_state.errors import ParallelStateError
 from parallel_state.patches.import_hook import ImportHook
 
-__all__ = ["OwnModules"]
-
 Contents = dict[str, tuple[ModuleType, dict[str, Any]]]
 """Name of a module -> the module and its globals."""
 

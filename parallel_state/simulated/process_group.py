@@ -19,8 +19,6 @@ from parallel_state.hangs.waits import waited
 from parallel_state.simulated.calls import Call, SharedGroup
 from parallel_state.simulated.collectives import reduction_name
 
-__all__ = ["Announcements", "SimulatedGroup", "SimulatedStore", "SimulatedWork"]
-
 _Tensors = Sequence[torch.Tensor]
 
 

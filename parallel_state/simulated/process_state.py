@@ -21,8 +21,6 @@ from parallel_state.patches.import_hook import ImportHook
 from parallel_state.rank_state import Attributes, RankState, StatePart, StateValue, distributed_parts
 from parallel_state.simulated.own_modules import OwnModules
 
-__all__ = ["ProcessState", "has_megatron"]
-
 # Containers and objects that are changed in place, so that no function rebinds the name.
 _CHANGED_IN_PLACE = {
     "megatron.core.tensor_parallel.random": ("_CUDA_RNG_STATE_TRACKER", "_CUDA_RNG_STATE_TRACKER_INITIALIZED"),

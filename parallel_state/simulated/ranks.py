@@ -12,8 +12,6 @@ from parallel_state.layout import ParallelLayout
 from parallel_state.simulated.simulation import Simulation
 from parallel_state.simulated.trace import CommunicationTrace
 
-__all__ = ["run_ranks"]
-
 T = TypeVar("T")
 
 

@@ -12,8 +12,6 @@ from typing import Any
 from parallel_state.simulated.calls import Call, KeyWait
 from parallel_state.simulated.errors import RankStopped, SimulationError, UnsupportedError
 
-__all__ = ["RankThread", "Scheduler"]
-
 Waiting = Call | KeyWait
 
 _STACK_BYTES = 16 << 20  # of address space; torch's backward pass needs more than Python's

@@ -14,8 +14,6 @@ from typing import Any
 from parallel_state.rank_state import Attributes, StatePart
 from parallel_state.simulated.errors import SharedStateWarning
 
-__all__ = ["SharedWrites"]
-
 _NOT_OF_A_USER = (
     *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")),
     *(str(Path(__file__).parents[2] / name) + os.sep for name in ("parallel_state", "mcontroller", "workers")),

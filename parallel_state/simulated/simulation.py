@@ -38,8 +38,6 @@ from parallel_state.simulated.shared_writes import SharedWrites
 from parallel_state.simulated.trace import CommunicationTrace
 from parallel_state.topology import Topology
 
-__all__ = ["Simulation"]
-
 _SCHEDULES = ("round_robin", "random")
 _RENDEZVOUS: Any = importlib.import_module("torch.distributed.rendezvous")
 

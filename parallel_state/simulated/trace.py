@@ -11,8 +11,6 @@ import torch
 from parallel_state.hangs.lines import members_text
 from parallel_state.simulated.calls import Call
 
-__all__ = ["CommunicationTrace", "Transfer"]
-
 
 @dataclass(frozen=True, slots=True)
 class Transfer:

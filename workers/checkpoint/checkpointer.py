@@ -39,8 +39,6 @@ from workers.train.trainer import Trainer
 from workers.weights.hf.model import export_hf
 from workers.weights.mixing import float32_copies
 
-__all__ = ["Checkpointer", "save_checkpoint"]
-
 
 def save_checkpoint(
     training: TrainingState,

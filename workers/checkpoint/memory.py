@@ -22,8 +22,6 @@ from workers.checkpoint.unpickle import known_types
 from workers.checkpoint.writer import without_crc32
 from workers.train.state import TrainingState, set_random_state
 
-__all__ = ["RankFileContent", "check_replicas", "load_state", "read_state", "save_state"]
-
 
 class RankFileContent(TypedDict):
     """The content of a file."""

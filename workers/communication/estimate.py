@@ -21,8 +21,6 @@ from workers.config import ActorConfig
 from workers.config.fit import length_multiple_of
 from workers.memory.parameters import Shape, count_parameters, layers_of_chunks
 
-__all__ = ["StepRows", "Traffic", "communication_of_step"]
-
 _FLOAT, _INT, _DOUBLE = 4, 8, 8
 _SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _METRICS = 4  # numbers of a report of update_sft: loss, entropy, tokens, count of the loss

@@ -9,8 +9,6 @@ from typing import Any
 from workers.config.model import ModelConfig
 from workers.weights.hf.config import model_fields_from_hf
 
-__all__ = ["model_config_from_hf"]
-
 
 def model_config_from_hf(path: str | os.PathLike[str], **changes: Any) -> ModelConfig:
     """Return the model in a directory in Hugging Face's format, with ``hf_path`` set so that its weights are loaded.

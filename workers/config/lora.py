@@ -12,8 +12,6 @@ from mcontroller.config.checks import check_above, check_at_least
 from mcontroller.config.fields import strict_fields
 from mcontroller.errors import ConfigError
 
-__all__ = ["LoraConfig", "peft_fields"]
-
 
 @strict_fields
 @dataclass(frozen=True, slots=True)

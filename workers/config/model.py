@@ -12,8 +12,6 @@ from mcontroller.errors import ConfigError
 from workers.config.lora import LoraConfig
 from workers.weights.hf.config import model_fields_from_hf
 
-__all__ = ["ModelConfig"]
-
 
 @strict_fields
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,6 @@ from mcontroller.config.checks import check_above, check_at_least
 from mcontroller.config.fields import strict_fields
 from mcontroller.errors import ConfigError
 
-__all__ = ["VllmConfig"]
-
 # Arguments of vllm.LLM that follow from other fields, and the field to set instead.
 _SET_ELSEWHERE = {
     "model": "model",

@@ -44,8 +44,6 @@ from workers.model.local_attention import attention_window
 from workers.router_replay.routers import ModelRouters
 from workers.router_replay.rows import GeneratedExperts
 
-__all__ = ["generate"]
-
 
 @torch.no_grad()
 def generate(

@@ -24,19 +24,6 @@ from mcontroller.errors import ConfigError
 from workers.model.attend_once import attend_once
 from workers.model.local_attention import TEDotProductAttention, attention_window
 
-__all__ = [
-    "TokenPositions",
-    "check_attention",
-    "check_positions",
-    "last_position_only",
-    "latent_positions",
-    "masked_decoding",
-    "rotated_key_cache",
-    "unfused_rotation",
-    "without_sequence_parallelism",
-]
-
-
 # Fields with which layers compute attention that a cache of keys and values for every layer does not.
 _PLAIN = {"window_attn_skip_freq": (None,), "softmax_type": ("vanilla",), "experimental_attention_variant": (None,)}
 _ROTARY = ("rope", "yarn")  # the position embeddings whose angles depend on one position

@@ -12,8 +12,6 @@ from workers.config.rollout import RolloutConfig
 from workers.generate.rollout_protocol import PolicyWeights, ReadableRollout, Rollout
 from workers.weights.verification import Verification, dtypes_by_name
 
-__all__ = ["EngineWeights"]
-
 logger = logging.getLogger(__name__)
 
 

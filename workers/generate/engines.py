@@ -23,8 +23,6 @@ from workers.generate.vllm.checks import check_vllm
 from workers.generate.vllm.placement import gpus_used
 from workers.generate.vllm.rollout import vllm_rollout
 
-__all__ = ["ROLLOUT_ENGINES", "RolloutEngine"]
-
 
 @dataclass(frozen=True)
 class RolloutEngine:

@@ -29,8 +29,6 @@ from workers.train.batches import tensor_columns
 from workers.train.state import TrainingState
 from workers.weights.hf.model import CheckpointTensors, hf_whole_tensors
 
-__all__ = ["Generator"]
-
 
 class Generator:
     """Generates with the rollout of a worker, after its weights were updated to the policy's.

@@ -11,8 +11,6 @@ import torch
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor, nn
 
-__all__ = ["inference_linears"]
-
 MIN_REORDERED_ELEMENTS = 1 << 16  # a smaller weight stays in the processor's cache in any layout
 
 

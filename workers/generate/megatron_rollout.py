@@ -24,8 +24,6 @@ from workers.weights.offload import Offload, buffer_tensors, model_tensors
 from workers.weights.resharding import Resharding, ReshardingReport
 from workers.weights.shards import model_shards
 
-__all__ = ["MegatronRollout", "ReshardedRollout"]
-
 
 class MegatronRollout:
     """Generates with a model in the layout of that model; each data-parallel rank generates for its own prompts.

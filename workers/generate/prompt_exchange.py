@@ -16,8 +16,6 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from parallel_state.agreement import all_gather_values
 from workers.generate.rollout_protocol import Generated, Prompts
 
-__all__ = ["PromptExchange", "RankRole", "ResponseExchange", "consecutive", "even_shares"]
-
 
 class RankRole(NamedTuple):
     """The part of one rank in the exchange."""

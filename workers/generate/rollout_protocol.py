@@ -18,8 +18,6 @@ from workers.weights.resharding import BucketMemory, InBuckets, Wanted, tensors_
 from workers.weights.resharding_schedule import TensorInBucket
 from workers.weights.shards import model_shards
 
-__all__ = ["Generated", "HeldWeights", "LogProbBasis", "PolicyWeights", "Prompts", "ReadableRollout", "Rollout"]
-
 
 class Prompts(NamedTuple):
     """The prompts of one rank; on the CPU when a rollout receives them.

@@ -14,8 +14,6 @@ from megatron.core.transformer.attention import Attention
 from megatron.core.utils import get_model_config
 from torch import nn
 
-__all__ = ["RowBytes", "RowLimit", "row_bytes"]
-
 _logger = logging.getLogger(__name__)
 
 

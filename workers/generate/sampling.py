@@ -39,8 +39,6 @@ from torch import Tensor
 from mcontroller.errors import ConfigError, DataError
 from workers.config import RolloutConfig
 
-__all__ = ["Sampling", "draw_tokens", "later_seeds", "position_keys", "prompt_hashes", "sample_seeds"]
-
 _BLOCK = 64  # token ids in a block
 _GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)  # of SplitMix64, as int64
 

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from workers.distinct_tokens import repeats_prompt
 
-__all__ = ["DistinctPrompts", "distinct_prompts", "repeat_cache"]
-
 
 class DistinctPrompts(NamedTuple):
     """The prompts of consecutive rows, each once.

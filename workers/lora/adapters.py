@@ -43,8 +43,6 @@ from torch.nn.functional import dropout, layer_norm, linear, pad, rms_norm
 from workers.config.lora import LoraConfig
 from workers.config.trained_weights import Target
 
-__all__ = ["Adapter", "Adapters", "adapters_of", "without_adapters"]
-
 
 class Adapter(nn.Module):
     """The pairs of A and B of one linear layer; of a group of experts, those of every local expert.

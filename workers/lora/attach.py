@@ -19,8 +19,6 @@ from workers.weights.hf.family import hf_names_of
 from workers.weights.hf.names import model_family
 from workers.weights.shards import named_shards
 
-__all__ = ["choose_trained_weights"]
-
 
 def choose_trained_weights(
     chunks: Sequence[nn.Module], model: ModelConfig, context: MegatronContext, *, value_head: bool = False

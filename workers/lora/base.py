@@ -12,8 +12,6 @@ from typing import Any
 from mcontroller.errors import DataError
 from workers.config.model import ModelConfig
 
-__all__ = ["base_hash", "tensor_headers"]
-
 _SAMPLE = 64
 """[bytes] Read at the start, in the middle and at the end of every tensor."""
 _NOT_OF_BASE = ("lora", "freeze", "train_only", "hf_path", "dtype", "transformer_impl", "max_sequence_length")

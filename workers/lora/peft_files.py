@@ -23,8 +23,6 @@ from workers.weights.resharding import Wanted, WholeTensors, tensors_in
 from workers.weights.resharding_schedule import Span
 from workers.weights.shards import WeightShard
 
-__all__ = ["adapter_tensors", "check_adapter", "export_adapter", "load_adapter", "peft_config", "write_adapter"]
-
 _FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _EXPERT = re.compile(r"(.*)\.(\d+)\.lora_(A|B\d)")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["attend_once", "attend_short", "is_short"]
-
 _SHORT = 32
 
 

@@ -38,8 +38,6 @@ from workers.weights.resharding import BucketMemory, Wanted
 from workers.weights.resharding_schedule import TensorInBucket
 from workers.weights.shards import WeightShard
 
-__all__ = ["BridgeModel", "BridgeWeights"]
-
 # What Bridge turns on for training on GPUs with Transformer Engine, and this project's layers and losses do without.
 _WITHOUT_ENGINE = {
     "apply_rope_fusion": False,

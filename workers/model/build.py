@@ -32,8 +32,6 @@ from workers.model.vocab_padding import mask_padded_vocabulary
 from workers.weights.hf.model import load_hf
 from workers.weights.hf.verify_load import verify_load
 
-__all__ = ["ModelProvider", "build_model"]
-
 _LATENT_EPSILON = 1e-6
 
 

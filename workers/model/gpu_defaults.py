@@ -19,15 +19,6 @@ from mcontroller.devices import compute_capability
 from mcontroller.errors import ConfigError
 from workers.config import ModelConfig, ParallelConfig
 
-__all__ = [
-    "GpuDefault",
-    "chosen_implementation",
-    "connection_variables",
-    "gpu_defaults",
-    "max_connections",
-    "set_max_connections",
-]
-
 _WRAPPERS = (
     "megatron.core.extensions.transformer_engine",
     "megatron.core.extensions.transformer_engine_spec_provider",

@@ -17,8 +17,6 @@ from megatron.core.utils import get_model_config
 from parallel_state.megatron import MegatronContext
 from workers.weights.shards import WeightShard, named_shards
 
-__all__ = ["initialize_weights"]
-
 _MOST_THREADS = 8
 """Each thread has a whole tensor in memory."""
 

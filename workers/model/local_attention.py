@@ -24,8 +24,6 @@ from workers.model.attend_once import attend_once, attend_short, is_short
 from workers.model.packed_rows import bounds_on_host
 from workers.zigzag import zigzag_positions
 
-__all__ = ["TEDotProductAttention", "attention_window"]
-
 # Fields of TransformerConfig that change attention in ways this module does not compute, and their neutral values.
 _NOT_COMPUTED = {"window_attn_skip_freq": None, "softmax_type": "vanilla"}
 

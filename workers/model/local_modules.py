@@ -21,15 +21,6 @@ from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, mak
 
 from mcontroller.errors import ConfigError
 
-__all__ = [
-    "GatedMLP",
-    "TEColumnParallelGroupedLinear",
-    "TELayerNormColumnParallelLinear",
-    "TENorm",
-    "TERowParallelGroupedLinear",
-    "use_gated_mlps",
-]
-
 
 class TENorm(torch.nn.Module):
     """RMSNorm or LayerNorm, by ``config.normalization``, over the last dim; replicated over tp."""

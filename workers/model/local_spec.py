@@ -32,8 +32,6 @@ from workers.model.local_modules import (
     TERowParallelGroupedLinear,
 )
 
-__all__ = ["LocalProvider", "block_spec", "expert_layers", "layers_of_stage"]
-
 
 def block_spec(
     config: TransformerConfig, implementation: str, pp_rank: int, vp_stage: int | None

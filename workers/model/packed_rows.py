@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from megatron.core.packed_seq_params import PackedSeqParams
 
-__all__ = ["PackedRows", "bounds_on_host"]
-
 
 @dataclass
 class PackedRows(PackedSeqParams):

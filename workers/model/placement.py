@@ -12,8 +12,6 @@ from megatron.core.utils import unwrap_model
 
 from mcontroller.errors import ConfigError
 
-__all__ = ["chunk_dtype", "place_chunks"]
-
 # Sums and biases over experts, and tables of cosines: Megatron makes them in float32 on purpose, in models of any
 # dtype. Float16Module casts them too, and routers undo that for their biases at every forward pass.
 _BUFFERS_AS_MADE = (Router, YarnRotaryEmbedding)

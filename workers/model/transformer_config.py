@@ -19,8 +19,6 @@ from workers.config import ModelConfig, ParallelConfig
 from workers.config.fit import check_fit
 from workers.model.gpu_defaults import gpu_defaults
 
-__all__ = ["check_chunks", "checked_fields", "coerced", "parallel_fields", "transformer_config"]
-
 _DTYPES = ("float32", "bfloat16", "float16")
 _ACTIVATIONS = {
     "silu": torch.nn.functional.silu,

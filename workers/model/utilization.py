@@ -10,8 +10,6 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor, nn
 
-__all__ = ["model_flops_utilization", "peak_tflops", "training_flops"]
-
 # Dense bfloat16 TFLOP/s from NVIDIA's data sheets, by a part of the device's name; the first match counts.
 _PEAK_TFLOPS = (
     (r"GB300|B300", 2500.0),

@@ -9,8 +9,6 @@ from megatron.core.utils import get_model_config
 
 from mcontroller.errors import ConfigError
 
-__all__ = ["ValueHead", "put_value_head"]
-
 
 class ValueHead(torch.nn.Module):
     """A linear layer with one output and the interface of Megatron's output layer; the same on every tp rank.

@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from megatron.core.models.gpt import GPTModel
 
-__all__ = ["mask_padded_vocabulary"]
-
 # Far below any logit at any temperature, but finite: a probability of 0 times -inf would make an entropy NaN.
 _IMPOSSIBLE = -3.0e4
 

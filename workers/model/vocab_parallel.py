@@ -15,8 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["log_probs_and_entropy", "vocab_parallel_log_probs"]
-
 _PADDING_LOGIT = -1e30  # finite, so that 0 * logit stays 0 in the entropy
 
 

@@ -17,8 +17,6 @@ from workers.config import ActorConfig, ParallelConfig
 from workers.memory.estimate import Batch, PlannedRole
 from workers.prediction.step_time import Hardware, generation_seconds, hardware_of, step_time, weight_seconds
 
-__all__ = ["RunPrediction", "predict_run", "prediction_lines", "ranked_layouts", "write_prediction"]
-
 DEFAULT = "h100"
 SHOWN = 5
 MOST_OF_MEMORY = 0.9

@@ -15,8 +15,6 @@ from mcontroller.errors import ConfigError
 from workers.config.model import ModelConfig
 from workers.config.parallel import ParallelConfig
 
-__all__ = ["Hardware", "StepTime", "generation_seconds", "hardware_of", "layer_flops", "step_time", "weight_seconds"]
-
 TABLE = Path(__file__).with_name("hardware.toml")
 ONCE = {"dp", "edp"}
 """Axes that communicate once in an optimizer step, and not in every micro-batch."""

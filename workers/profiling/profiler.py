@@ -17,8 +17,6 @@ from mcontroller.dispatch.registration import register
 from mcontroller.trace.recorder import span
 from parallel_state.infos import DistRankInfo
 
-__all__ = ["Profiler"]
-
 _cuda: Any = torch.cuda  # parts of it have no types
 
 

@@ -12,8 +12,6 @@ from mcontroller.ppo.data import ROUTED_EXPERTS
 from workers.router_replay.routers import NOT_RECORDED, ModelRouters
 from workers.router_replay.rows import RecordedExperts, ReplayedExperts, at_columns, from_first_token
 
-__all__ = ["RouterReplay", "check_recorded"]
-
 
 class RouterReplay:
     """The recording and the replay of the experts that the routers of a policy choose.

@@ -24,8 +24,6 @@ from torch import Tensor, nn
 from mcontroller.errors import ConfigError
 from parallel_state.agreement import all_gather_values
 
-__all__ = ["NOT_RECORDED", "ModelRouters"]
-
 NOT_RECORDED = -1
 """In place of every expert of a token for which none were recorded: its router chooses."""
 

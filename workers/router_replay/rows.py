@@ -11,8 +11,6 @@ from torch import Tensor, nn
 
 from workers.router_replay.routers import NOT_RECORDED, ModelRouters
 
-__all__ = ["GeneratedExperts", "RecordedExperts", "ReplayedExperts", "RowExperts", "at_columns", "from_first_token"]
-
 
 class ReplayedExperts:
     """Experts that the routers are to choose for the tokens of rows.

@@ -30,16 +30,6 @@ from workers.run.parts import chosen_lines, make_parts, roles_of
 from workers.run.pools import pool_names, pool_nodes, pools_of, role_layouts
 from workers.run.role_calls import CallMemory, Lengths, RoleConfig, calls_of_run
 
-__all__ = [
-    "_locality_lines",
-    "_resource_lines",
-    "layout_of_role",
-    "memory_table",
-    "pool_size",
-    "read_roles",
-    "report",
-]
-
 _GB = 2**30
 _COLUMNS = tuple(field.name for field in dataclasses.fields(Memory))
 

@@ -11,8 +11,6 @@ import argparse
 
 from workers.run.config import check_files, read_run_config
 
-__all__ = ["add_arguments", "run"]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the verb."""

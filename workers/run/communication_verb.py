@@ -17,8 +17,6 @@ from workers.config import ActorConfig
 if TYPE_CHECKING:
     from workers.communication.estimate import Traffic
 
-__all__ = ["add_arguments", "run", "traffic_table"]
-
 _ROLE = "actor_rollout_ref"
 
 

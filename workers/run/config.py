@@ -22,19 +22,6 @@ from mcontroller.ppo.rewards.config import RewardsConfig
 from workers.config import ActorConfig, CriticConfig, ModelConfig, ParallelConfig, RewardConfig
 from workers.weights.hf.hub import is_hub_name, local_directory
 
-__all__ = [
-    "CONFIG_FILE",
-    "MAIN_POOL",
-    "OWN_POOL_ROLES",
-    "ROLES",
-    "ClusterConfig",
-    "NamedPoolConfig",
-    "PoolConfig",
-    "RunConfig",
-    "check_files",
-    "read_run_config",
-]
-
 OWN_POOL_ROLES = ("rollout", "critic", "ref", "reward_model")
 """The roles that can be in a pool of ``pools``."""
 ROLES = ("actor_rollout_ref", *OWN_POOL_ROLES)

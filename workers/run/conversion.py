@@ -14,8 +14,6 @@ from workers.config import ActorConfig, ModelConfig, ParallelConfig
 if TYPE_CHECKING:
     from mcontroller.group import WorkerGroup
 
-__all__ = ["add_layout_arguments", "check_new_directory", "layout_of_arguments", "on_workers"]
-
 AXES = {
     "tp": "tensor parallelism",
     "pp": "pipeline parallelism",

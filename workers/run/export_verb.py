@@ -20,8 +20,6 @@ from workers.run.resume_verb import config_of_run
 if TYPE_CHECKING:
     from mcontroller.group import WorkerGroup
 
-__all__ = ["add_arguments", "run"]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the verb."""

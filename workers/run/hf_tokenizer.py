@@ -11,8 +11,6 @@ from mcontroller.errors import ConfigError
 from mcontroller.ppo.datasets.tokenizers import TOKENIZERS, Message, TokenizerSource
 from workers.weights.hf.generation import stop_tokens_of
 
-__all__ = ["HuggingFaceTokenizer"]
-
 
 @TOKENIZERS.register("huggingface")
 class HuggingFaceTokenizer:

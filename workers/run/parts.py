@@ -33,8 +33,6 @@ from workers.run.conversion import check_new_directory
 from workers.run.pools import check_layout, pool_errors, pools_of, role_layouts
 from workers.weights.hf.checkpoint import check_checkpoint_files
 
-__all__ = ["RunParts", "chosen_lines", "make_parts", "policy_loss_line", "roles_of"]
-
 
 @dataclass(frozen=True)
 class RunParts:

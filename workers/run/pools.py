@@ -13,8 +13,6 @@ from mcontroller.ray.resource_pool import ResourcePoolManager
 from workers.config import ParallelConfig
 from workers.run.config import MAIN_POOL, OWN_POOL_ROLES, ROLES, RunConfig
 
-__all__ = ["PlacedLayout", "check_layout", "pool_errors", "pool_names", "pool_nodes", "pools_of", "role_layouts"]
-
 ADD_ROLE = {
     "rollout": "the actor's processes generate: set rollout={}, which takes its values from actor_rollout_ref",
     "ref": "the run has no separate reference policy: add the section ref",

@@ -14,8 +14,6 @@ from rich.console import Console
 from mcontroller.errors import DataError
 from workers.run.config import CONFIG_FILE, RunConfig, check_files, read_run_config
 
-__all__ = ["add_arguments", "config_of_run", "run"]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the verb."""

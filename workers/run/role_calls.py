@@ -12,8 +12,6 @@ from workers.config.roles import MicroBatchSize
 from workers.generate.engines import ROLLOUT_ENGINES
 from workers.memory.estimate import Batch, Memory, PlannedRole
 
-__all__ = ["CallMemory", "Lengths", "calls_of_run"]
-
 RoleConfig = ActorConfig | CriticConfig | RewardConfig
 
 

@@ -29,8 +29,6 @@ from mcontroller.trace.summary import end_lines
 from mcontroller.trackers import TRAIN, Samples
 from workers.run.config import RunConfig
 
-__all__ = ["RunReport"]
-
 SUMMARY = "summary.json"
 PACKAGES = ("mcontroller", "torch", "megatron-core", "ray")
 READ_AT_END = 64

@@ -16,8 +16,6 @@ from mcontroller.errors import ConfigError
 from workers.run.config import RunConfig, check_files, read_run_config
 from workers.run.resume_verb import config_of_run
 
-__all__ = ["add_arguments", "run"]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the verb."""

@@ -33,15 +33,6 @@ from workers.run.parts import RunParts, chosen_lines, make_parts, roles_of
 from workers.run.pools import pools_of
 from workers.run.run_report import RunReport
 
-__all__ = [
-    "INTERRUPTED",
-    "interruptible",
-    "make_trainer",
-    "start_ray",
-    "train",
-    "until_interrupted",
-]
-
 INTERRUPTED = 130
 
 

@@ -28,8 +28,6 @@ from parallel_state.cpu.literals import rewrite
 from workers.model.local_modules import TENorm
 from workers.model.local_spec import LocalProvider
 
-__all__ = ["script_program"]
-
 _AXES = {
     "tp": "tensor_model_parallel_size",
     "pp": "pipeline_model_parallel_size",

@@ -28,8 +28,6 @@ from workers.run.config import RunConfig
 from workers.run.parts import roles_of
 from workers.verify.sizes import small_layout, small_model
 
-__all__ = ["RoleProgram", "RoleTraining", "TrainedRole", "role_programs"]
-
 _PROMPT, _RESPONSE, _ROWS = 8, 8, 2  # tokens, and rows of a micro-batch
 _SCORES = {"actor": "compute_log_prob", "ref": "compute_ref_log_prob"}
 

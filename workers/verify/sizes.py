@@ -9,8 +9,6 @@ from typing import Any
 from parallel_state.layout import ParallelLayout
 from workers.config import ModelConfig
 
-__all__ = ["small_layout", "small_model"]
-
 _HEADS, _HEAD, _WIDE, _NARROW = 4, 8, 64, 32
 _VOCABULARY, _LENGTH, _EXPERTS = 64, 32, 8
 _WIDTHS = ("moe_shared_expert_intermediate_size",)

@@ -28,8 +28,6 @@ from mcontroller.verify.program import Program, load_program
 from mcontroller.verify.shrinking import shrink, source_of_test
 from mcontroller.verify.verifier import Verifier
 
-__all__ = ["add_arguments", "run"]
-
 _IN_BF16 = "difference from one process in bf16, in float32 (times that of one process in bf16)"
 _COLUMNS = "{:<32} {:>5}  {:<7} {:>8} {:>7}  {}"
 

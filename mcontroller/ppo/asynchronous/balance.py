@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 import time
 
-__all__ = ["Balance"]
-
 FITS = 0.05
 """The share of the time that a side may wait for the other before a change is proposed."""
 

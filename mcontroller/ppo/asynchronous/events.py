@@ -19,8 +19,6 @@ from typing import Any, BinaryIO, TypeVar
 from mcontroller.errors import DataError
 from mcontroller.ppo.config import AsynchronousConfig
 
-__all__ = ["EVENTS", "EventLog", "Schedule"]
-
 EVENTS = "events.jsonl"
 """The file with the events of a run, one JSON object a line, in the directory of its checkpoints."""
 

@@ -27,8 +27,6 @@ from mcontroller.ppo.generation import ASYNCHRONOUS, Generations, RolloutFunctio
 from mcontroller.ppo.saving.run_record import BatchInFlight
 from mcontroller.ppo.stages import Stages
 
-__all__ = ["AsynchronousGenerations", "Group"]
-
 STATE = "trajectory_state"
 """Column of a saved batch, int64 ``[rows, 9]``: of the group its number, row, version, attempt and ``completed``; the
 place of the response among those in flight, -1 if it has ended; its tokens, its last turn's first, its turns."""

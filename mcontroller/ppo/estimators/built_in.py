@@ -23,33 +23,6 @@ else:
     torch = Lazy("torch")
     columns = Lazy("mcontroller.ppo.data", "columns")
 
-__all__ = [
-    "GAEOptions",
-    "GPGOptions",
-    "GRPOOptions",
-    "Groups",
-    "Outcomes",
-    "ReinforcePlusPlusBaselineOptions",
-    "ReinforcePlusPlusOptions",
-    "compute_gae",
-    "discounted_sums",
-    "gae",
-    "gpg",
-    "groups_of",
-    "grpo",
-    "inside",
-    "opo",
-    "outcomes",
-    "packed_left",
-    "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-    "remax",
-    "rloo",
-    "row_blocks",
-    "unpacked",
-    "whiten",
-]
-
 BLOCK = 64
 """Tokens whose discounted sums are one matrix product. 32 to 128 take about the same time."""
 

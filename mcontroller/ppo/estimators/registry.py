@@ -34,15 +34,6 @@ else:
     torch = Lazy("torch")
     DataProto, columns = Lazy("mcontroller.data.protocol", "DataProto"), Lazy("mcontroller.ppo.data", "columns")
 
-__all__ = [
-    "ADVANTAGE_ESTIMATORS",
-    "AdvantageEstimator",
-    "AdvantageFunction",
-    "KLInReward",
-    "compute_advantage",
-    "register_advantage_estimator",
-]
-
 
 class AdvantageFunction(Protocol):
     """The function of an advantage estimator. It also gets ``options`` if it was registered with a class of options."""

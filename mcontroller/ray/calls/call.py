@@ -19,8 +19,6 @@ from mcontroller.ray.values.handles import ArgumentFailed, KeptValues, RemoteVal
 from mcontroller.ray.values.wire import decode
 from mcontroller.transport import countdown
 
-__all__ = ["QUERY_SECONDS", "VALUES_LATE", "CallState", "GroupCall"]
-
 QUERY_SECONDS = 5.0
 """Timeout of out-of-band queries."""
 

@@ -15,8 +15,6 @@ from mcontroller.ray.values.handles import ArgumentFailed, ArgumentLost, StoredV
 from mcontroller.ray.values.wire import is_larger, store
 from mcontroller.transport import Arguments
 
-__all__ = ["RayExecutor"]
-
 
 class RayExecutor:
     """The ranks of ``role`` in the processes of a group; see ``mcontroller.transport.Executor``."""

@@ -17,8 +17,6 @@ from mcontroller.ray.process_handles import ProcessEnded
 from mcontroller.ray.rank_logs import without_import_warnings
 from mcontroller.ray.warm_start import exits
 
-__all__ = ["NO_CALL", "RankFailure", "RankLabel", "first_cause", "is_follower", "tail"]
-
 NO_CALL = "no call"
 """In place of a method's name, for a rank that had no call."""
 

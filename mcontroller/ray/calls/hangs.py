@@ -24,8 +24,6 @@ from mcontroller.ray.process_handles import ProcessHandles
 from parallel_state.hangs.record import RankRecord, read_rank_record
 from parallel_state.hangs.report import RecordedRanks
 
-__all__ = ["Hang", "LateReports", "frozen_ranks", "late_error", "look_at_ranks", "stopped_ranks"]
-
 _logger = logging.getLogger(__name__)
 
 _FROZEN = {"T": "is stopped by a signal", "t": "is stopped by a debugger", "Z": "has died", "": "has died"}

@@ -12,8 +12,6 @@ from mcontroller.ray.calls.hangs import stopped_ranks
 from mcontroller.ray.calls.supervision import GroupProcesses
 from mcontroller.transport import Arguments
 
-__all__ = ["shutdown"]
-
 STOPPED_SECONDS = 2.0
 """Time between two looks at the processes that ``before_shutdown`` waits for, and for their answers."""
 

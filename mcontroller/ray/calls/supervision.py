@@ -36,8 +36,6 @@ from mcontroller.ray.values.handles import ArgumentLost, ValuesLate
 from mcontroller.ray.values.wire import Encoded, encode
 from mcontroller.transport import Arguments, Deferred, rejection
 
-__all__ = ["GroupProcesses", "GroupState", "error_of_process", "living_groups"]
-
 _logger = logging.getLogger(__name__)
 
 DRAIN_SECONDS = 0.25

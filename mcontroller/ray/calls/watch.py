@@ -20,8 +20,6 @@ from mcontroller.channel.queries import ask
 from mcontroller.ray.calls.hangs import frozen_ranks
 from mcontroller.ray.process import ProcessInfo
 
-__all__ = ["Wake", "watch_answers", "watch_ends"]
-
 IDLE_SECONDS = 1.0
 """Time after which a thread notices that its group does not exist any more."""
 

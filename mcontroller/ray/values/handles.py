@@ -21,17 +21,6 @@ from mcontroller.ray.values.references import WrittenReference, read_reference, 
 from mcontroller.ray.values.wire import decode
 from mcontroller.transport import Deferred, Fetch, countdown
 
-__all__ = [
-    "ArgumentFailed",
-    "ArgumentLost",
-    "KeptValues",
-    "RemoteValue",
-    "Source",
-    "StoredValue",
-    "ValuesLate",
-    "fetch",
-]
-
 
 class ArgumentLost(GroupError):
     """The process producing an argument died; ``actor`` is Ray's id of the process."""

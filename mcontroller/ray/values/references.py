@@ -11,8 +11,6 @@ from typing import Any, NamedTuple
 
 import ray
 
-__all__ = ["WrittenReference", "read_reference", "write_reference"]
-
 
 class WrittenReference(NamedTuple):
     """A reference as plain values: the id of the object, its owner, and its state as the owner knows it."""

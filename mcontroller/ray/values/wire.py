@@ -40,19 +40,6 @@ from mcontroller.errors import DataError
 from mcontroller.ray.values.references import WrittenReference, read_reference, write_reference
 from mcontroller.transport import Arguments
 
-__all__ = [
-    "IN_BAND_BYTES",
-    "MAPPED_BYTES",
-    "Encoded",
-    "Packed",
-    "decode",
-    "encode",
-    "is_larger",
-    "pack",
-    "private_copies",
-    "store",
-]
-
 IN_BAND_BYTES = 4096
 """Buffers below this size are copied into the pickle, which costs less than a frame for each."""
 

@@ -12,8 +12,6 @@ import ray
 
 from mcontroller.ray.warm_start import client
 
-__all__ = ["with_warm_start"]
-
 OF_ANOTHER_INTERPRETER = ("pip", "conda", "uv", "container", "image_uri", "py_executable", "worker_process_setup_hook")
 """Fields of a runtime environment whose processes run another interpreter, or code of the user before Ray's."""
 

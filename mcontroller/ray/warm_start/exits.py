@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import signal
 
-__all__ = ["described", "path_of", "record", "record_of_this_process", "set_record_of_this_process", "status_in"]
-
 _record: str | None = None
 
 

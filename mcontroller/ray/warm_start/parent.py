@@ -25,8 +25,6 @@ from typing import Any
 from mcontroller.ray.warm_start import exits
 from mcontroller.ray.warm_start.client import WARM_IMPORTS, folder_path
 
-__all__ = ["IDLE_SECONDS", "LIBRARIES", "Parent", "run"]
-
 LIBRARIES = ("ray._private.workers.default_worker", "numpy", "torch", "tensordict", "zmq")
 """What is imported before workers are forked."""
 

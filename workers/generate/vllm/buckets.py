@@ -10,8 +10,6 @@ from torch import Tensor
 
 from workers.generate.vllm.in_engine.registered_memory import register_memory, unregister_memory
 
-__all__ = ["SharedBuckets"]
-
 
 class SharedBuckets:
     """Two files in memory, without names in the file system: they end with this process.

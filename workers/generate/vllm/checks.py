@@ -14,17 +14,6 @@ from mcontroller.errors import ConfigError
 from workers.config import ActorConfig, ModelConfig
 from workers.weights.hf.config import hf_config_of
 
-__all__ = [
-    "CPU_CACHE_BYTES",
-    "CPU_HEAD_WIDTHS",
-    "KNOWN_FAMILIES",
-    "LORA_RANKS",
-    "check_settings",
-    "check_vllm",
-    "cpu_build_is_installed",
-    "sequence_bytes",
-]
-
 CPU_HEAD_WIDTHS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Widths of a head that attention of vLLM's CPU build computes (``CPUAttentionBackend``, vLLM 0.32)."""
 

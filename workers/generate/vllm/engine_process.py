@@ -17,8 +17,6 @@ from typing import IO, Any
 
 from mcontroller.errors import MControllerError
 
-__all__ = ["EngineDied", "EngineError", "EngineHung", "EngineProcess"]
-
 _IN_ENGINE = Path(__file__).parent / "in_engine"
 _HASHING = Path(__file__).parents[2] / "weights" / "hashing"
 _EXIT_S = 10.0

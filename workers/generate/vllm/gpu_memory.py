@@ -18,8 +18,6 @@ from workers.config import ActorConfig, ParallelConfig
 from workers.generate.vllm.checks import sequence_bytes
 from workers.memory.estimate import NCCL_BYTES_PER_GROUP, PlannedRole
 
-__all__ = ["GpuMemory", "measured_memory", "utilization"]
-
 logger = logging.getLogger(__name__)
 
 ENGINE_PROCESS_BYTES = 1 << 30

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from mcontroller.errors import ConfigError
 from workers.config import ActorConfig
 
-__all__ = ["engines_of_shards", "gpus_used"]
-
 
 def engines_of_shards(shards: Sequence[int], nodes: Sequence[str], tp: int) -> list[list[tuple[int, ...]]]:
     """Return the engines of every data-parallel shard, each as the ranks whose GPUs it uses.

@@ -10,8 +10,6 @@ import torch
 from workers.generate.rollout_protocol import Generated, LogProbBasis, Prompts
 from workers.generate.sampling import Sampling
 
-__all__ = ["prompt_tokens", "responses_of", "sampling_parameters"]
-
 _SEED_BITS = (1 << 63) - 1
 
 

@@ -35,8 +35,6 @@ from workers.weights.fingerprints import Fingerprint
 from workers.weights.hf.config import hf_config_of
 from workers.weights.resharding_schedule import TensorInBucket
 
-__all__ = ["VllmRollout", "engine_arguments", "engine_environment", "vllm_rollout"]
-
 logger = logging.getLogger(__name__)
 
 _DEFAULT_ROWS = 256

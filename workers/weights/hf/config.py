@@ -19,8 +19,6 @@ from workers.weights.hf.family import MODEL_FAMILIES, ModelFamily, family_like
 from workers.weights.hf.fields import check_config_keys, inert_of
 from workers.weights.hf.hub import local_directory
 
-__all__ = ["family_at", "family_of", "hf_config_of", "model_fields_from_hf", "read_config"]
-
 
 def model_fields_from_hf(path: str | os.PathLike[str], provider: str = "native") -> dict[str, Any]:
     """Return the fields of ModelConfig that ``config.json`` in a directory determines.

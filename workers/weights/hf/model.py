@@ -29,8 +29,6 @@ from workers.weights.resharding import BucketMemory, Wanted, WholeTensors, tenso
 from workers.weights.resharding_schedule import TensorInBucket, places_in_bucket
 from workers.weights.shards import WeightShard, named_shards
 
-__all__ = ["CheckpointTensors", "export_hf", "hf_tensors", "hf_whole_tensors", "load_hf"]
-
 logger = logging.getLogger(__name__)
 
 # Tensors that old checkpoints contain and that follow from the configuration.

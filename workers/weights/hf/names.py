@@ -15,8 +15,6 @@ from workers.weights.hf.family import MODEL_FAMILIES, ModelFamily, hf_names_of, 
 from workers.weights.resharding_schedule import Span
 from workers.weights.shards import WeightShard, named_buffers, named_shards
 
-__all__ = ["OUTPUT_LAYER", "bridge_of", "hf_shards", "model_family", "names_of"]
-
 OUTPUT_LAYER = "output_layer.weight"
 
 

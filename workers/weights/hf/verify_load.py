@@ -34,8 +34,6 @@ from workers.weights.hf.hub import local_directory
 from workers.weights.hf.names import names_of
 from workers.zigzag import zigzag_join, zigzag_positions
 
-__all__ = ["LARGEST_AUTOMATIC", "verify_load"]
-
 LARGEST_AUTOMATIC = 1 << 30
 """[bytes] Files of the largest model that ``model.verify_load=auto`` compares: half a billion weights of 16 bits."""
 

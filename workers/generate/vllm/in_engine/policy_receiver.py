@@ -17,8 +17,6 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
-__all__ = ["PolicyReceiver"]
-
 
 class PolicyReceiver:
     """Methods that are added to each of vLLM's own workers; the attributes used are theirs."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["register_memory", "unregister_memory"]
-
 _PORTABLE = 1  # cudaHostRegisterPortable: for all GPUs of the process
 
 
