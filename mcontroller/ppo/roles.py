@@ -249,6 +249,13 @@ def _check_router_replay(config: PPOConfig) -> None:
             key="actor_rollout_ref.router_replay",
             value=mode,
         )
+    if mode == "rollout" and config.trainer.max_staleness > 1:
+        raise ConfigError(
+            f"actor_rollout_ref.router_replay is 'rollout', and {_KEY} is {config.trainer.max_staleness}: a checkpoint "
+            f"does not have the experts of responses in flight; set router_replay=old_log_probs, or {_KEY}=1",
+            key="actor_rollout_ref.router_replay",
+            value=mode,
+        )
 
 
 def _needs_critic(config: PPOConfig) -> bool:

@@ -18,6 +18,7 @@ from tests.workers.router_replay.setup import EXPERTS, LAYERS, MIXTURE, TOPK, ba
 from workers import ROLLOUT_ENGINES, ActorRolloutRefWorker, RolloutEngine
 from workers.config import ActorConfig, load_config
 from workers.generate.rollout_protocol import Generated
+from workers.run.config import RunConfig
 
 ROLLOUT = {"prompt_length": 8, "response_length": 8}
 
@@ -195,3 +196,17 @@ def router_that_does_not_ask(mode: str, method: str) -> str:
 def test_router_that_does_not_ask_is_named(mode: str, method: str) -> None:
     message = run_ranks(router_that_does_not_ask, 1, mode, method)[0]
     assert "decoder.layers.0.mlp.router, a OwnRouter of megatron-core" in message
+
+
+def test_experts_of_responses_in_flight_are_rejected_because_no_checkpoint_has_them() -> None:
+    sections = {
+        "data": {"train": {"path": "train.jsonl"}},
+        "algorithm": {"adv_estimator": "rloo"},
+        "actor_rollout_ref": {"model": MIXTURE, "router_replay": "rollout", "rollout": ROLLOUT | {"n": 2}},
+        "rollout": {"model": MIXTURE, "router_replay": "rollout", "rollout": ROLLOUT | {"n": 2}},
+    }
+    mapping = {Role.Actor: ActorRolloutRefWorker, Role.Rollout: ActorRolloutRefWorker}
+    check_roles(load_config(RunConfig, sections, {"trainer": {"max_staleness": 1}}), mapping)
+    with pytest.raises(ConfigError, match="does not have the experts of responses in flight") as caught:
+        check_roles(load_config(RunConfig, sections, {"trainer": {"max_staleness": 2}}), mapping)
+    assert caught.value.key == "actor_rollout_ref.router_replay"
