@@ -321,8 +321,7 @@ class AsynchronousConfig:
     """Generation by trajectory beside training, with ``trainer.max_staleness`` of 2 or more."""
 
     take: str = "completed"
-    """Groups of responses that a step trains on: completed (in the order in which they are), or in_order (of the data).
-    """
+    """Groups of responses that a step trains on: completed (those that ended first), or in_order (of the data)."""
     stale: str = "finish"
     """Groups that would become older than max_staleness: finish (the step waits for them), or drop (their tokens are
     thrown away, and their problems begin again)."""
@@ -338,8 +337,7 @@ class AsynchronousConfig:
     seed: int = 0
     """Seed of the simulated schedule."""
     replay: str | None = None
-    """Directory of a run whose order of events, in its file events.jsonl, this run has too. None: an order of its own.
-    """
+    """Directory of a run whose order of events (its file events.jsonl) this run has too. None: another order."""
     record_tokens: bool = False
     """Record every token and its log-probability with the events; a replay then reads them, and generates nothing."""
 

@@ -121,8 +121,8 @@ class PPOStep:
             metrics |= mismatch_metrics(batch)
         if self.config.trainer.max_staleness:
             metrics |= staleness_metrics(batch, self.weights.version)
-        if TOKEN_VERSIONS in batch.tensor_names:
-            metrics |= version_metrics(batch, self.weights.version)
+            if TOKEN_VERSIONS in batch.tensor_names:
+                metrics |= version_metrics(batch, self.weights.version)
         reward = groups.reward()
         return batch, reward, metrics | drawn | reward_metrics("train", reward) | group_metrics(groups)
 

@@ -18,8 +18,8 @@ from workers import ActorConfig, ActorRolloutRefWorker
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import json, sys
-from examples.loops import best_of_n, distillation, dpo, grpo
-loops = {"grpo": grpo, "best_of_n": best_of_n, "dpo": dpo, "distillation": distillation}
+from examples.loops import asynchronous, best_of_n, distillation, dpo, grpo
+loops = {each.__name__.rpartition(".")[2]: each for each in (asynchronous, best_of_n, distillation, dpo, grpo)}
 sys.stderr.write(json.dumps({name: loop.main() for name, loop in loops.items()}))
 """
 
@@ -37,9 +37,9 @@ def mean(values: list[float]) -> float:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("loop", "least"), [("grpo", 0.6), ("best_of_n", 0.55)])
+@pytest.mark.parametrize(("loop", "least"), [("grpo", 0.6), ("best_of_n", 0.55), ("asynchronous", 0.6)])
 def test_a_loop_with_rewards_raises_the_score(curves: dict[str, list[Any]], loop: str, least: float) -> None:
-    assert mean(curves[loop][:3]) < 0.15 and mean(curves[loop][-5:]) > least
+    assert mean(curves[loop][:3]) < 0.2 and mean(curves[loop][-5:]) > least
 
 
 @pytest.mark.processes

@@ -1,0 +1,80 @@
+"""Asynchronous training with a tool: a response that waits for its next turn delays neither others nor updates.
+
+A tool replies to each digit. The weights move while responses are in flight: tokens are weighted by policy / rollout.
+
+python -m examples.loops.asynchronous
+"""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import cycle
+from typing import Any
+
+import numpy as np
+import torch
+
+from examples.loops.task import BEGIN, DIGITS, FIRST_DIGIT, LENGTH, PAD, TOKENS, actor_config, local
+from mcontroller import DataProto
+from mcontroller.ppo import ImportanceConfig, compute_advantage, importance_weights, outcome_scores
+from mcontroller.ppo.agents.trajectories import Trajectory, TrajectoryRollout, trajectory_batch
+from workers import WeightTransfer
+
+START = local  # on Ray: on_ray of examples.loops.task
+ANY_DIGIT = range(FIRST_DIGIT, FIRST_DIGIT + DIGITS)
+STEPS, GROUP, GROUPS, IN_FLIGHT = 60, 8, 16, 40
+
+
+async def episode(rollout: TrajectoryRollout, digit: int) -> Trajectory:
+    """Return a response in which the tool replies to every digit of the policy: BEGIN if it is right, else PAD."""
+    made = await rollout.submit([BEGIN, digit], stop_token_ids=ANY_DIGIT)
+    while made.ended == "turn" and len(made.tokens) < LENGTH - 1:
+        made.replied([BEGIN if made.tokens[-1] == digit else PAD])
+        made = await rollout.submit(made, stop_token_ids=ANY_DIGIT)
+    return made
+
+
+async def group(rollout: TrajectoryRollout, digit: int) -> tuple[list[Trajectory], list[float]]:
+    """Return the responses to one problem, and their scores: the share of the turns that are right."""
+    made = await asyncio.gather(*(episode(rollout, digit) for _ in range(GROUP)))
+    return made, [each.tokens.count(digit) / (LENGTH / 2) for each in made]
+
+
+async def train() -> list[float]:
+    """Train, and return the mean score of the responses of every step."""
+    config = actor_config(ppo_mini_batch_size=GROUP * GROUPS, ppo_micro_batch_size=GROUP * GROUPS)
+    policy, engine = (START(config, role) for role in ("actor", "rollout"))
+    for each in (policy, engine):
+        each.init_model()
+    rollout, weights = TrajectoryRollout(engine, slice_tokens=1, **TOKENS), WeightTransfer(policy, engine)
+    weights.run()
+    digits, flying, ready, found = cycle(ANY_DIGIT), set[asyncio.Task[Any]](), list[Any](), list[float]()
+    while len(found) < STEPS:
+        while len(flying) < IN_FLIGHT:
+            flying.add(asyncio.create_task(group(rollout, next(digits))))
+        done, flying = await asyncio.wait(flying, return_when=asyncio.FIRST_COMPLETED)
+        ready += [each.result() for each in done]
+        if len(ready) < GROUPS:
+            continue
+        (made, scores), ready = zip(*ready[:GROUPS], strict=True), ready[GROUPS:]
+        found.append(float(np.mean(scores)))
+        rows = [each for some in made for each in some]
+        columns = trajectory_batch(rows, prompt_length=2, response_length=LENGTH, pad_token_id=PAD)
+        batch = DataProto.from_dict(columns, {"uid": np.arange(GROUPS).repeat(GROUP)}, {"temperature": 1.0})
+        rewards = outcome_scores(torch.tensor(scores).flatten(), batch.batch["response_mask"])
+        batch = compute_advantage(batch.with_tensors({"token_level_rewards": rewards}), "grpo")
+        batch = batch.union(policy.compute_log_prob(batch))
+        ratio, _ = importance_weights(batch, ImportanceConfig(level="token", threshold=2.0))
+        policy.update_actor(batch.with_tensors({"importance_weights": ratio}).select(non_tensor_batch_keys=[]))
+        weights.run()
+        print(f"step {len(found)}: score {found[-1]:.3f}, oldest policy {min(each.versions[0] for each in rows)}")
+    return found
+
+
+def main() -> list[float]:
+    """Train, and return the mean score of the responses of every step."""
+    return asyncio.run(train())
+
+
+if __name__ == "__main__":
+    main()
