@@ -10,7 +10,6 @@ import contextlib
 import copy
 import json
 import re
-import select
 import socket
 import threading
 import time
@@ -243,8 +242,10 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(200, answer)
 
     def _is_connected(self) -> bool:
-        readable, _, _ = select.select([self.connection], [], [], 0)
-        return not readable or self.connection.recv(1, socket.MSG_PEEK) != b""
+        try:
+            return self.connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
+        except BlockingIOError:
+            return True
 
     def _answer(self, status: int, body: Any) -> None:
         encoded = json.dumps(body).encode()
