@@ -243,9 +243,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _is_connected(self) -> bool:
         try:
-            return self.connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
+            arrived: bytes = self.connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
             return True
+        return arrived != b""
 
     def _answer(self, status: int, body: Any) -> None:
         encoded = json.dumps(body).encode()
