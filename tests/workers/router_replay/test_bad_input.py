@@ -198,7 +198,7 @@ def test_router_that_does_not_ask_is_named(mode: str, method: str) -> None:
     assert "decoder.layers.0.mlp.router, a OwnRouter of megatron-core" in message
 
 
-def test_experts_of_responses_in_flight_are_rejected_because_no_checkpoint_has_them() -> None:
+def test_experts_of_responses_in_flight_are_rejected() -> None:
     sections = {
         "data": {"train": {"path": "train.jsonl"}},
         "algorithm": {"adv_estimator": "rloo"},
