@@ -120,7 +120,7 @@ def test_more_gpus_than_the_cluster_has_are_rejected_with_the_numbers(ray_cluste
 
 
 def test_a_gpu_pool_on_a_cluster_without_gpus_names_use_gpu(ray_cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reservation, "_nodes", lambda: [{"CPU": 16.0}])
+    monkeypatch.setattr(reservation, "cluster_nodes", lambda: [{"CPU": 16.0}])
     with pytest.raises(ResourceError, match=r"No node has a GPU: pass use_gpu=False to RayResourcePool"):
         RayWorkerGroup(RayResourcePool([2]), RayClassWithInitArgs(Plain))
 
