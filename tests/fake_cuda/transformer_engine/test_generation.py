@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformer_engine import received
 
+from mcontroller.errors import ConfigError
 from tests.forking import run_ranks
 from tests.workers.roles import GREEDY, PROMPT, RESPONSE, actor, experience, prompts
 
@@ -72,16 +73,24 @@ def fused() -> tuple[torch.Tensor, torch.Tensor, list[tuple[Any, ...]]]:
     return generated("transformer_engine", transformer={"apply_rope_fusion": True})
 
 
-@pytest.mark.parametrize("skip", [None, 2])
-def test_windows_of_some_layers_need_a_mask_for_the_one_query_of_a_row(skip: int | None) -> None:
-    [(lengths, _, calls)] = run_ranks(windowed, 1, skip)
-    width = int(lengths.max())
-    later = [(1, (ROWS, 1, 1, width + step), "arbitrary") for step in range(1, RESPONSE) for _ in range(LAYERS)]
-    assert calls == [(width, None, "causal")] * LAYERS + (later if skip else [])
+def test_windows_of_all_layers_need_no_mask_of_transformer_engine() -> None:
+    [(lengths, _, calls)] = run_ranks(windowed, 1, None)
+    assert calls == [(int(lengths.max()), None, "causal")] * LAYERS
+
+
+def test_windows_of_some_layers_are_rejected() -> None:
+    [text] = run_ranks(rejected, 1)
+    assert "window_attn_skip_freq" in text
 
 
 def windowed(skip: int | None) -> tuple[torch.Tensor, torch.Tensor, list[tuple[Any, ...]]]:
     return generated("transformer_engine", transformer={"window_size": (32, 0), "window_attn_skip_freq": skip})
+
+
+def rejected() -> str:
+    with pytest.raises(ConfigError) as caught:
+        windowed(2)
+    return str(caught.value)
 
 
 @pytest.fixture(autouse=True)
