@@ -227,7 +227,7 @@ def main() -> None:
     if arguments.controller:
         controller(arguments.controller)
         return
-    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="error")
+    ray.init("local", num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="error")
     report(arguments)
     ray.shutdown()
 
