@@ -250,13 +250,22 @@ class Episodes:
         """Generate turns with this rollout from now on."""
         self.rollout = rollout
 
+    def _connected(self) -> TrajectoryRollout:
+        if self.rollout is None:
+            raise ConfigError("the episodes have no rollout yet: call connect(rollout) first", key="rollout")
+        return self.rollout
+
     def start(self, problem: Mapping[str, Any], seed: int) -> Future[Trajectory]:
         """Start an episode, and return the future of its trajectory; ``cancel()`` stops it at the next ``pump``.
 
         Args:
             problem: the columns of a problem, and ``prompt_ids``, the token ids of its prompt.
             seed: of the random numbers of its responses, 64 bits, signed.
+
+        Raises:
+            ConfigError: ``connect`` was not called.
         """
+        self._connected()
         self._started += 1
         running = _Running(self._started, problem, seed, Future())
         self._waiting.append(running)
@@ -292,10 +301,10 @@ class Episodes:
         """
         if self.rollout is None or self.rollout.group is not generate.group:
             self.connect(TrajectoryRollout(generate.group, driven=True))
-        assert self.rollout is not None
-        self.rollout.sampling = dict(problems.meta_info)
+        rollout = self._connected()
+        rollout.sampling = dict(problems.meta_info)
         ids, attention = columns(problems, "input_ids", "attention_mask")
-        n, call = problems.meta_info.get("n", self.rollout.limits.get("n", 1)), self._calls(generate.group, problems)
+        n, call = problems.meta_info.get("n", rollout.limits.get("n", 1)), self._calls(generate.group, problems)
         started = []
         for row, (tokens, mask) in enumerate(zip(ids, attention.bool(), strict=True)):
             others = {name: column[row] for name, column in problems.non_tensor_batch.items()}
@@ -308,7 +317,7 @@ class Episodes:
         whole = trajectory_batch(
             made,
             prompt_length=max(ids.shape[1], *(len(each.prompt) for each in made)),
-            response_length=self.rollout.limits["response_length"],
+            response_length=rollout.limits["response_length"],
             pad_token_id=problems.meta_info["pad_token_id"],
         )
         failed = torch.tensor([future.exception() is not None for _, future in started])
@@ -327,13 +336,13 @@ class Episodes:
 
     def run(self) -> None:
         """Make slices until every episode has ended."""
-        assert self.rollout is not None
+        rollout = self._connected()
         while len(self):
             self.pump(0.0)
-            if self.rollout.start():
-                while not self.rollout.ready():
+            if rollout.start():
+                while not rollout.ready():
                     self.pump(0.001)
-                self.rollout.take()
+                rollout.take()
             elif len(self) and self._made.empty():
                 self.pump(0.01)
 
@@ -366,8 +375,7 @@ class Episodes:
         running.made, running.waiting, running.prompts = MadeTokens(), {}, 0
         running.deadline = time.monotonic() + self.timeout_s
         self._running[running.number] = host.running[running.number] = running
-        assert self.rollout is not None
-        longest = self.rollout.limits["response_length"]
+        longest = self._connected().limits["response_length"]
         self._send(host, ("start", running.number, running.problem, running.seed, longest))
         return True
 
@@ -419,8 +427,7 @@ class Episodes:
             elif kind == "raised":
                 raise EpisodeError(values[0], kind="raised")
             elif kind == "end":
-                assert self.rollout is not None
-                made = running.made.checked(values[0], self.rollout.limits["response_length"])
+                made = running.made.checked(values[0], self._connected().limits["response_length"])
                 if not any(made.own):
                     raise EpisodeError("its response has no token of the policy", kind="invalid")
                 made.ended = made.ended if made.ended in ("stop", "length") else "environment"
@@ -432,14 +439,14 @@ class Episodes:
             self._fail(running, error)
 
     def _submit(self, running: _Running, request: int, trajectory: Trajectory, options: dict[str, Any]) -> None:
-        assert self.rollout is not None
+        rollout = self._connected()
         try:
-            trajectory = running.made.checked(trajectory, self.rollout.limits["response_length"])
+            trajectory = running.made.checked(trajectory, rollout.limits["response_length"])
             if not any(trajectory.own):
                 trajectory.seed = running.seed if running.prompts == 0 else seed_of(running.seed, running.prompts)
                 running.prompts += 1
             before = len(trajectory.tokens)
-            submitted = self.rollout.submit(trajectory, **options)
+            submitted = rollout.submit(trajectory, **options)
         except EpisodeError:
             raise
         except MControllerError as error:

@@ -104,3 +104,11 @@ def test_functions_that_cannot_be_episodes_are_rejected() -> None:
             Episodes(episode, options, processes=0)
     with pytest.raises(ConfigError, match="is to run in 2 processes, which import it"):
         Episodes(Tools, processes=2)
+
+
+def test_episodes_without_a_rollout_say_what_is_missing() -> None:
+    async def episode(rollout: Any, problem: Mapping[str, Any]) -> Trajectory:
+        return await rollout.submit(problem["prompt_ids"])
+
+    with pytest.raises(ConfigError, match=r"call connect\(rollout\) first"):
+        Episodes(episode, processes=0).start({"prompt_ids": [1]}, seed=0)
