@@ -278,6 +278,7 @@ def split_rows(
     groups: Sequence[Hashable] | None = None,
     equal_size: bool = False,
     within: Sequence[Hashable] | None = None,
+    together: int = 1,
 ) -> Partition:
     """Partition n rows over k shards as a call requests it.
 
@@ -292,11 +293,15 @@ def split_rows(
         groups: a label per row; rows with the same label stay in one shard.
         equal_size: whether to balance at equal numbers of rows.
         within: a label per row; rows with the same label are balanced by themselves.
+        together: every so many consecutive rows stay next to each other in one shard, padding rows too; they have the
+            labels of the first of them.
 
     Raises:
-        DataError: if ``padding`` is unknown, ``n`` or ``k`` is out of range, or the numbers of rows, lengths and
-            labels differ.
+        DataError: if ``padding`` is unknown, ``n`` or ``k`` is out of range, the numbers of rows, lengths and labels
+            differ, or ``n`` is not a multiple of ``together``.
     """
+    if together != 1:
+        return _together(n, k, together, padding, lengths, groups, equal_size, within)
     padding = "spread" if padding is None else padding
     if padding not in get_args(Padding):
         raise DataError(f"padding is {padding!r}: expected one of {', '.join(get_args(Padding))}", padding=padding)
@@ -308,6 +313,27 @@ def split_rows(
     if padding in ("repeat", "zero_loss"):
         return padded(n, k, zero_loss=padding == "zero_loss")
     return _ranges(n, k, 1 if padding == "spread" else 0)
+
+
+def _together(
+    n: int,
+    k: int,
+    size: int,
+    padding: Padding | None,
+    lengths: Sequence[int] | None,
+    groups: Sequence[Hashable] | None,
+    equal_size: bool,
+    within: Sequence[Hashable] | None,
+) -> Partition:
+    if n % size:
+        raise DataError(f"{n} rows, of which every {size} stay together: expected a multiple of {size}", rows=n)
+    sums = None if lengths is None else [sum(lengths[at : at + size]) for at in range(0, n, size)]
+    labels = [None if each is None else each[::size] for each in (groups, within)]
+    units = split_rows(
+        n // size, k, padding=padding, lengths=sums, groups=labels[0], equal_size=equal_size, within=labels[1]
+    )
+    shards = [tuple(row for unit in shard for row in range(unit * size, unit * size + size)) for shard in units.shards]
+    return Partition(n, tuple(map(_compact, shards)), tuple(pad * size for pad in units.pads), units.zero_loss)
 
 
 def _check_counts(n: int, k: int) -> None:

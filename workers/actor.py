@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from mcontroller.data.protocol import DataProto
 from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
+from mcontroller.config.checks import check_between
 from mcontroller.errors import before_changes
 from mcontroller.ppo.agents.trajectories import TrajectoryRollout
 from mcontroller.ppo.kl import KL_ESTIMATORS
@@ -38,10 +40,12 @@ from workers.router_replay.routers import ModelRouters
 from workers.router_replay.rows import RowExperts
 from workers.train.batch_checks import temperature_of
 from workers.train.batches import TokenBatch, tensor_columns
-from workers.train.forward import forward_hidden, is_last_chunk, takes_distinct_tokens, token_scores
+from workers.train.forward import forward_hidden, forward_top, is_last_chunk, takes_distinct_tokens, token_scores
 from workers.train.losses import MISMATCH, columns_of_update, policy_metrics, policy_objective, sft_loss, weights_of
 from workers.train.metrics import Rule, reported
 from workers.train.mini_batches import division_of
+from workers.train.pipeline import Loss
+from workers.train.token_loss import TokenLoss
 from workers.train.trainer import Trainer
 from workers.update_rules import ActorUpdateRules
 from workers.weight_sender import WeightSender, check_same_policy
@@ -97,6 +101,7 @@ class ActorRolloutRefWorker(ModelWorker):
         "generate_sequences": ("rollout",),
         "rollout_weights": ("params", "rollout"),
         "compute_log_prob": ("params",),
+        "compute_top_log_probs": ("params",),
         "compute_ref_log_prob": ("reference",),
         "sync_reference": ("params", "reference"),
         "update_actor": ("params", "grads", "optimizer"),
@@ -302,6 +307,36 @@ class ActorRolloutRefWorker(ModelWorker):
         return DataProto.from_dict({"old_log_probs": scores[0], "entropys": scores[1], **columns})
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
+    def compute_top_log_probs(self, data: DataProto, k: int) -> DataProto | None:
+        """Compute the ``k`` most likely tokens at every position of the responses, for the loss ``DISTILLATION``.
+
+        Tensor-parallel ranks exchange their ``k`` largest logits, and not the vocabulary.
+
+        Args:
+            data: as for ``compute_log_prob``.
+            k: from 1 to ``model.vocab_size``, which gives the whole distribution.
+
+        Returns:
+            ``top_ids`` int64 and ``top_log_probs`` float32 ``[rows, response, k]``, the most likely first; 0 if there
+            is no response token. None off the last stage.
+
+        Raises:
+            ConfigError: the role does not include ``actor``, or ``k`` is out of range.
+            DataError: as ``compute_log_prob``.
+        """
+        require_role(self.roles, "actor", "compute_top_log_probs")
+        vocabulary = self.config.model.vocab_size
+        with before_changes():
+            check_between("k", k, 1, vocabulary)
+        rows = self._rows(data, "compute_top_log_probs")
+        forward = functools.partial(forward_top, k, vocabulary, self.config.log_prob_chunk_tokens, self.context.pg)
+        top = self.scorer.score(self.model, rows, self.config.scoring_size, forward)
+        if top is None:
+            return None
+        ids, log_probs = (top * rows.mask).movedim(0, -1).split(k, -1)
+        return DataProto.from_dict({"top_ids": ids.long(), "top_log_probs": log_probs.contiguous()})
+
+    @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto | None:
         """Compute ``ref_log_prob`` of the reference, with the arguments, shapes and errors of ``compute_log_prob``."""
         require_role(self.roles, "ref", "compute_ref_log_prob")
@@ -353,13 +388,14 @@ class ActorRolloutRefWorker(ModelWorker):
         return reported("actor", metrics)
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO, padding="zero_loss")
-    def forward_backward(self, data: DataProto) -> DataProto:
+    def forward_backward(self, data: DataProto, loss: TokenLoss | None = None, accumulate: bool = False) -> DataProto:
         """Compute the gradients of the whole batch as one mini-batch; ``optim_step`` applies them.
 
-        Gradients of an earlier call that were not applied are replaced.
-
         Args:
-            data: as for ``update_actor``.
+            data: as for ``update_actor``; for another loss, responses with the columns that it names, or if it is
+                supervised the rows of ``update_sft``.
+            loss: ``SFT``, ``DISTILLATION`` or a ``TokenLoss`` of the program; None is the configured policy loss.
+            accumulate: add to the gradients of earlier calls that were not applied. Otherwise they are replaced.
 
         Returns:
             ``meta_info["metrics"]``: the metrics of the loss, the same on every rank.
@@ -369,16 +405,22 @@ class ActorRolloutRefWorker(ModelWorker):
             DataError: a column is missing or of a wrong shape, or no row has a valid token.
         """
         require_role(self.roles, "actor", "forward_backward")
-        rows, rules = self._update(data, "forward_backward")
+        function: Loss = self.loss
+        if loss is None:
+            rows, rules = self._update(data, "forward_backward")
+        else:
+            function, rules = functools.partial(loss.of_rank, self.context.pg.cp), loss.rules
+            rows = self._supervised(data) if loss.supervised else self._rows(data, "forward_backward", loss.columns)
         self.trainer.use_phase("ppo")
         metrics = self.trainer.compute_gradients(
             "forward_backward",
             rows,
-            loss=self.loss,
+            loss=function,
             rules=rules,
             micro_batch_size=self.config.update_size,
+            accumulate=accumulate,
         )
-        return reported("actor", metrics)
+        return reported("actor" if loss is None else loss.name, metrics)
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO, padding="zero_loss")
     def update_sft(self, batch: DataProto) -> DataProto:
@@ -400,8 +442,7 @@ class ActorRolloutRefWorker(ModelWorker):
             NonFiniteGradient: a gradient is NaN or Inf, and ``on_nonfinite`` of the optimizer is ``raise``.
         """
         require_role(self.roles, "actor", "update_sft")
-        self.use_adapter_of(batch)
-        rows = self.reader.supervised(batch, "update_sft")
+        rows = self._supervised(batch)
         self.trainer.use_phase("sft")
         metrics = self.trainer.train(
             "update_sft",
@@ -448,6 +489,10 @@ class ActorRolloutRefWorker(ModelWorker):
         return self.reader.responses(
             data, method, columns, temperature=temperature, max_response=longest, experts=experts if replayed else None
         )
+
+    def _supervised(self, data: DataProto) -> TokenBatch:
+        self.use_adapter_of(data)
+        return self.reader.supervised(data, "update_sft")
 
     def _scores(self, rows: TokenBatch, model: Sequence[nn.Module]) -> Tensor | None:
         """Return log-probabilities and entropies ``[2, rows, response]``; None off the last stage."""

@@ -133,13 +133,12 @@ class CriticWorker(ModelWorker):
         return reported("critic", metrics)
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO, padding="zero_loss")
-    def forward_backward(self, data: DataProto) -> DataProto:
+    def forward_backward(self, data: DataProto, accumulate: bool = False) -> DataProto:
         """Compute the gradients of the whole batch as one mini-batch; ``optim_step`` applies them.
-
-        Gradients of an earlier call that were not applied are replaced.
 
         Args:
             data: as for ``update_critic``.
+            accumulate: add to the gradients of earlier calls that were not applied. Otherwise they are replaced.
 
         Returns:
             ``meta_info["metrics"]``: the metrics of the loss, the same on every rank.
@@ -154,5 +153,6 @@ class CriticWorker(ModelWorker):
             loss=self.loss,
             rules=self.metrics(),
             micro_batch_size=self.config.update_size,
+            accumulate=accumulate,
         )
         return reported("critic", metrics)

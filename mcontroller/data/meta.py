@@ -17,9 +17,34 @@ from mcontroller.errors import DataError
 METRICS = "metrics"
 """The key whose values are gathered instead of compared."""
 
+ROWS_TOGETHER = "rows_together"
+"""The key of how many consecutive rows stay in one micro-batch, on one data-parallel rank: 2 for pairs."""
+
 _logger = logging.getLogger(__name__)
 
 _ATOMS = frozenset({str, int, float, bool, bytes, type(None)})
+
+
+def rows_together(info: Mapping[str, Any], rows: int) -> int:
+    """Return how many consecutive rows of a batch stay together; 1 if its ``meta_info`` does not say.
+
+    Args:
+        info: the ``meta_info`` of the batch.
+        rows: of the batch.
+
+    Raises:
+        DataError: it is not an integer above 0 that divides ``rows``.
+    """
+    size = info.get(ROWS_TOGETHER, 1)
+    if not isinstance(size, int) or size < 1 or rows % size:
+        raise DataError(
+            f"meta_info['rows_together'] is {size!r} for {rows} rows: expected how many consecutive rows stay together, "
+            "an integer that divides the number of rows",
+            key=ROWS_TOGETHER,
+            value=size,
+            rows=rows,
+        )
+    return int(size)
 
 
 def is_flat(info: Mapping[str, Any]) -> bool:

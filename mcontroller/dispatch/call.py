@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from mcontroller.data.meta import rows_together
 from mcontroller.data.protocol import DataProto, concat_batches
 from mcontroller.data.remote import RemoteColumns
 from mcontroller.data.rows import concat_on_one_thread
@@ -490,7 +491,10 @@ def _partition(call: PreparedCall, batches: Mapping[Key, DataProto], rows: int, 
     if padding is None and any(batch.is_padding_enabled() for batch in batches.values()):
         padding = "repeat"
     shards = call.plan.shard_count
-    return split_rows(rows, shards, padding=padding, lengths=lengths, groups=groups, within=within)
+    together = max(rows_together(batch.meta_info, rows) for batch in batches.values())
+    return split_rows(
+        rows, shards, padding=padding, lengths=lengths, groups=groups, within=within, together=together
+    )
 
 
 def _with_column(call: PreparedCall, batches: Mapping[Key, DataProto], column: str) -> DataProto:

@@ -28,12 +28,12 @@ def log_probs_and_entropy(
     temperature: float = 1.0,
     chunk_tokens: int = 4096,
 ) -> tuple[Tensor, Tensor]:
-    """Return the log-probability of every target and the entropy of its distribution, both float32 ``[tokens]``.
+    """Return the log-probability of every target, and the entropies ``[tokens]``, both float32.
 
     Args:
         hidden: ``[tokens, hidden]``, the input of the output layer; equal on all ranks of ``group``.
         project: the output layer, from ``[tokens, hidden]`` to this rank's logits ``[tokens, vocab / tp]``.
-        targets: ``[tokens]`` int64, ids in the whole vocabulary.
+        targets: ``[tokens]``, or ``[tokens, k]`` for several log-probabilities each; int64, ids in the whole vocabulary.
         group: the ranks that the vocabulary is divided over; None if this rank has all of it.
         vocab_size: ids from this one on are padding of the vocabulary and have probability 0.
         temperature: divides the logits, as the sampler does.
@@ -64,11 +64,63 @@ def vocab_parallel_log_probs(
 
     Args:
         logits: this rank's, float32 ``[tokens, vocab / tp]``, divided by the temperature.
-        targets: ``[tokens]`` int64, ids in the whole vocabulary.
+        targets: ``[tokens]`` or ``[tokens, k]`` int64, ids in the whole vocabulary.
         group: the ranks that the vocabulary is divided over; None if this rank has all of it.
         vocab_size: ids from this one on are padding of the vocabulary and have probability 0.
     """
+    if targets.dim() == 1:
+        log_probs, entropy = _LogProbsAndEntropy.apply(logits, targets[:, None], group, vocab_size)
+        return log_probs[:, 0], entropy
     return _LogProbsAndEntropy.apply(logits, targets, group, vocab_size)
+
+
+@torch.no_grad()
+def top_log_probs(
+    hidden: Tensor,
+    project: Callable[[Tensor], Tensor],
+    k: int,
+    group: dist.ProcessGroup | None,
+    *,
+    vocab_size: int,
+    temperature: float = 1.0,
+    chunk_tokens: int = 4096,
+) -> tuple[Tensor, Tensor]:
+    """Return the ``k`` most likely tokens, int64 ``[tokens, k]``, and their log-probabilities, float32.
+
+    Ranks exchange their ``k`` largest logits and two numbers for each token. The arguments are those of
+    ``log_probs_and_entropy``; ``k`` is at most ``vocab_size``.
+    """
+    parts = [
+        _top_of_chunk(project(some).float() / temperature, k, group, vocab_size) for some in hidden.split(chunk_tokens)
+    ]
+    ids, log_probs = zip(*parts, strict=True)
+    return torch.cat(ids), torch.cat(log_probs)
+
+
+def _top_of_chunk(
+    logits: Tensor, k: int, group: dist.ProcessGroup | None, vocab_size: int
+) -> tuple[Tensor, Tensor]:
+    width = logits.size(-1)
+    first = 0 if group is None else group.rank() * width
+    if first + width > vocab_size:
+        logits[:, max(vocab_size - first, 0) :] = _PADDING_LOGIT
+    values, ids = logits.topk(min(k, width))
+    peak = values[:, 0].clone()
+    _all_reduce(peak, dist.ReduceOp.MAX, group)
+    total = (logits - peak[:, None]).exp().sum(-1)
+    _all_reduce(total, dist.ReduceOp.SUM, group)
+    ids = ids + first
+    if group is not None and group.size() > 1:
+        values, ids = (_gathered(each.contiguous(), group) for each in (values, ids))
+        values, order = values.topk(k)
+        ids = ids.gather(-1, order)
+    return ids, values - (peak + total.log())[:, None]
+
+
+def _gathered(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
+    every = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(every, mine, group=group)
+    return torch.cat(every, -1)
 
 
 class _LogProbsAndEntropy(torch.autograd.Function):
@@ -87,25 +139,25 @@ class _LogProbsAndEntropy(torch.autograd.Function):
         local = targets - first
         mine = (local >= 0) & (local < width)
         local = local.clamp(0, width - 1)
-        target_logit = torch.where(mine, logits.gather(-1, local[:, None]).squeeze(-1), 0.0)
-        sums = torch.stack((exp.sum(-1), target_logit, (exp * logits).sum(-1)))
+        target_logits = torch.where(mine, logits.gather(-1, local), 0.0)
+        sums = torch.stack((exp.sum(-1), (exp * logits).sum(-1), *target_logits.unbind(-1)))
         _all_reduce(sums, dist.ReduceOp.SUM, group)
-        total, target_logit, weighted = sums
+        total, weighted = sums[:2]
         log_total = total.log()
         entropy = log_total - weighted / total
-        log_probs = target_logit - log_total
+        log_probs = (sums[2:] - log_total).T
         probs = exp.div_(total[:, None])
         ctx.save_for_backward(probs, logits, log_total, entropy, local, mine)
         return log_probs, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        """Return the gradient of the logits z: d log p_t / dz = onehot - p, and dH / dz = -p (log p + H)."""
+        """Return the gradient of the logits z: d log p_t / dz = onehot_t - p, and dH / dz = -p (log p + H)."""
         log_prob_grad, entropy_grad = grads
         probs, logits, log_total, entropy, local, mine = ctx.saved_tensors
         grad = logits - (log_total - entropy)[:, None]
-        grad.mul_(entropy_grad[:, None]).add_(log_prob_grad[:, None]).mul_(probs).neg_()
-        grad.scatter_add_(-1, local[:, None], torch.where(mine, log_prob_grad, 0.0)[:, None])
+        grad.mul_(entropy_grad[:, None]).add_(log_prob_grad.sum(-1, keepdim=True)).mul_(probs).neg_()
+        grad.scatter_add_(-1, local, torch.where(mine, log_prob_grad, 0.0))
         return grad, None, None, None
 
 

@@ -12,6 +12,24 @@ from torch import Tensor
 from mcontroller.errors import ConfigError, DataError
 
 
+TOP_COLUMNS = ("top_ids", "top_log_probs")
+"""Columns ``[rows, response, k]``: the most likely tokens of a teacher, and their log-probabilities."""
+
+
+def check_top_columns(batch: Mapping[str, Tensor], vocab_size: int, method: str) -> None:
+    """Check that ``top_ids`` and ``top_log_probs`` have one shape, and the ids are in the vocabulary."""
+    ids, log_probs = (batch[name] for name in TOP_COLUMNS)
+    check_shapes({"top_log_probs": log_probs[..., 0]}, tuple(ids.shape[:2]), method)
+    check_token_ids("top_ids", ids, method)
+    if ids.shape != log_probs.shape or bool(((ids < 0) | (ids >= vocab_size)).any()):
+        raise DataError(
+            f"{method}: top_ids is {list(ids.shape)} with ids up to {int(ids.max())}, top_log_probs is "
+            f"{list(log_probs.shape)}; expected equal shapes, and ids of the student's vocabulary of {vocab_size}",
+            method=method,
+            column="top_ids",
+        )
+
+
 def check_response_length(batch: Mapping[str, Tensor], longest: int, method: str) -> None:
     """Raise DataError if ``responses`` are wider than ``rollout.response_length``, which is ``longest``."""
     length = batch["responses"].size(1)
@@ -57,9 +75,10 @@ def require_columns(columns: Mapping[str, Tensor], names: Sequence[str], method:
         )
     for name in names:
         column = columns[name]
-        if not isinstance(column, Tensor) or column.dim() != 2:
+        dims = "[rows, tokens, k]" if name in TOP_COLUMNS else "[rows, tokens]"
+        if not isinstance(column, Tensor) or column.dim() != dims.count(",") + 1:
             shape = list(column.shape) if isinstance(column, Tensor) else type(column).__name__
-            text = f"{method}: column {name!r} is {shape}, expected a tensor [rows, tokens]"
+            text = f"{method}: column {name!r} is {shape}, expected a tensor {dims}"
             raise DataError(text, method=method, column=name)
     if columns[names[0]].size(0) == 0:
         raise DataError(

@@ -14,15 +14,18 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from mcontroller.data.meta import rows_together
 from mcontroller.errors import DataError, before_changes
 from parallel_state.agreement import raise_on_every_rank
 from workers.distinct_tokens import DistinctTokens, distinct_tokens
 from workers.train.batch_checks import (
+    TOP_COLUMNS,
     check_mask,
     check_response_length,
     check_responses,
     check_shapes,
     check_token_ids,
+    check_top_columns,
     locate_tokens,
     require_columns,
 )
@@ -45,7 +48,7 @@ class TokenBatch:
         predictors: ``[rows, targets]`` int64, the column of ``tokens`` whose output predicts each target.
         mask: ``[rows, targets]`` float32, 0 if a target is padding or does not count.
         lengths: ``[rows]`` int64, the tokens of each row without padding.
-        columns: other inputs of the loss, each ``[rows, targets]``.
+        columns: other inputs of the loss, each ``[rows, targets]``, or ``[rows, targets, k]`` of a teacher.
         temperature: divides the logits when the rows are scored.
         packing: the position of each row in one sequence, if the rows go through the model as one; otherwise None.
         distinct: the tokens that go through the model, if they are not all tokens of the rows; otherwise None.
@@ -53,6 +56,8 @@ class TokenBatch:
             computed; otherwise None.
         own: the targets that count and that this context-parallel rank predicts, after ``for_rank``; otherwise None.
         experts: what routers record or are to choose (see ``workers.router_replay``); otherwise None.
+        together: every so many consecutive rows are in one micro-batch, filling included: ``rows_together`` of the
+            batch.
     """
 
     tokens: Tensor
@@ -67,14 +72,18 @@ class TokenBatch:
     own: OwnTargets | None = None
     whole_mask: Tensor | None = None
     experts: RowExperts | None = None
+    together: int = 1
 
     def __len__(self) -> int:
         return self.tokens.size(0)
 
     @property
     def counted(self) -> Tensor:
-        """Whether each row has a target that counts, ``[rows]`` bool; rows that only fill a batch have none."""
-        return (self.mask != 0).any(1)
+        """Whether each row has a target that counts, or one together with it: bool ``[rows]``, False for filling."""
+        counted = (self.mask != 0).any(1)
+        if self.together == 1:
+            return counted
+        return counted.view(-1, self.together).any(1).repeat_interleave(self.together)
 
     @property
     def input_shape(self) -> tuple[int, int]:
@@ -143,6 +152,7 @@ class TokenBatch:
             change(self.lengths),
             {name: change(column) for name, column in self.columns.items()},
             self.temperature,
+            together=self.together,
         )
 
 
@@ -170,7 +180,7 @@ def response_batch(
     Args:
         batch: ``input_ids`` and ``attention_mask`` ``[rows, prompt + response]``, ``responses`` ``[rows, response]``,
             ``response_mask`` if there is one (otherwise the attention mask of the response), and ``columns``, each
-            ``[rows, response]``.
+            ``[rows, response]``, or with a third dim if they are ``TOP_COLUMNS``.
         columns: names of other columns that the loss needs.
         method: the worker method that reads the batch, for error messages.
         vocab_size: token ids must be less than this.
@@ -200,7 +210,10 @@ def response_batch(
         )
     if "response_mask" in batch:
         columns = (*columns, "response_mask")
-    check_shapes({name: batch[name] for name in columns}, (len(batch["responses"]), width), method)
+    if TOP_COLUMNS[0] in columns:
+        check_top_columns(batch, vocab_size, method)
+    of_tokens = {name: batch[name][..., 0] if name in TOP_COLUMNS else batch[name] for name in columns}
+    check_shapes(of_tokens, (len(batch["responses"]), width), method)
     if "response_mask" in batch:
         check_mask("response_mask", batch["response_mask"], method)
     tokens, start, lengths = _left_aligned(batch, method, vocab_size, max_length, multiple)
@@ -292,6 +305,7 @@ class RowReader:
             rows = response_batch(
                 batch, columns, method=method, **self._limits, temperature=temperature, max_response=max_response
             )
+            rows.together = rows_together(data.meta_info, len(rows))
             if experts is not None:
                 rows.experts = experts(batch, rows)
             return rows
@@ -302,8 +316,14 @@ class RowReader:
     def supervised(self, data: DataProto, method: str) -> TokenBatch:
         """Return the rows whose targets have a ``loss_mask`` of 1: see ``supervised_batch``."""
         batch = tensor_columns(data)
+
+        def read() -> TokenBatch:
+            rows = supervised_batch(batch, method=method, **self._limits)
+            rows.together = rows_together(data.meta_info, len(rows))
+            return rows
+
         with before_changes():
-            return raise_on_every_rank(lambda: supervised_batch(batch, method=method, **self._limits), self._group)
+            return raise_on_every_rank(read, self._group)
 
 
 def _left_aligned(

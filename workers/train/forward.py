@@ -17,7 +17,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor, nn
 
-from workers.model.vocab_parallel import log_probs_and_entropy
+from workers.model.vocab_parallel import log_probs_and_entropy, top_log_probs
 from workers.train.batches import TokenBatch
 from workers.train.packing import OwnTargets
 from workers.train.router_losses import padding_matters
@@ -64,7 +64,7 @@ def token_scores(
 ) -> Tensor:
     """Return the log-probability of every target, and the entropy of its distribution: float32 ``[2, rows, targets]``.
 
-    Both are 0 for targets with a mask of 0 and, under context parallelism, for targets that another rank predicts. The
+    If ``rows`` has the column ``top_ids`` ``[rows, targets, k]``, the log-probabilities of these tokens follow. All are 0 for targets with a mask of 0 and, under context parallelism, for targets that another rank predicts. The
     output layer runs over the other targets only. A model whose last chunk is not a ``LanguageModule`` with Megatron's
     ``ColumnParallelLinear`` as ``output_layer`` may compute its logits in any way: all columns are computed, and the
     targets are selected afterwards.
@@ -78,25 +78,60 @@ def token_scores(
         temperature: see ``vocab_parallel.log_probs_and_entropy``.
         chunk_tokens: see there.
     """
-    chunk, own, group = unwrap_model(model), _own(rows, pg), pg.tp
-    project: Callable[[Tensor], Tensor] = functools.partial(_logits, chunk)
-    if _has_output_layer(chunk):
-        if chunk.config.sequence_parallel:
-            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=pg.tp)
-        chosen = own.select(hidden.flatten(0, 1))
-    else:
-        chosen, project = _at_predictors(hidden, own), _unchanged
-        group = None if hidden.size(-1) >= vocab_size else pg.tp
-    scores = log_probs_and_entropy(
+    own = _own(rows, pg)
+    chosen, project, group = _predicted(model, hidden, own, pg, vocab_size)
+    targets = rows.targets.flatten()[own.index]
+    if "top_ids" in rows.columns:
+        targets = torch.cat((targets[:, None], rows.columns["top_ids"].flatten(0, 1)[own.index]), 1)
+    log_probs, entropy = log_probs_and_entropy(
         chosen,
         project,
-        rows.targets.flatten()[own.index],
+        targets,
         group,
         vocab_size=vocab_size,
         temperature=temperature,
         chunk_tokens=chunk_tokens,
     )
-    return own.scatter(torch.stack(scores), rows.targets.shape)
+    first, *others = log_probs.unbind(1) if log_probs.dim() > 1 else (log_probs,)
+    return own.scatter(torch.stack((first, entropy, *others)), rows.targets.shape)
+
+
+@takes_distinct_tokens
+def forward_top(
+    k: int, vocab_size: int, chunk_tokens: int, pg: ProcessGroupCollection, model: nn.Module, rows: TokenBatch
+) -> Tensor:
+    """Run a chunk, and return on the last stage the ``k`` most likely tokens for each target, as ``token_scores`` does.
+
+    Returns:
+        Hidden states, or float32 ``[2 * k, rows, targets]``: ids, which are exact below 2^24, and log-probabilities.
+    """
+    hidden = forward_hidden(model, rows, pg)
+    if not is_last_chunk(model):
+        return hidden
+    own = _own(rows, pg)
+    chosen, project, group = _predicted(model, hidden, own, pg, vocab_size)
+    ids, log_probs = top_log_probs(
+        chosen,
+        project,
+        k,
+        group,
+        vocab_size=vocab_size,
+        temperature=rows.temperature,
+        chunk_tokens=chunk_tokens,
+    )
+    return own.scatter(torch.cat((ids.float(), log_probs), 1).T, rows.targets.shape)
+
+
+def _predicted(
+    model: nn.Module, hidden: Tensor, own: OwnTargets, pg: ProcessGroupCollection, vocab_size: int
+) -> tuple[Tensor, Callable[[Tensor], Tensor], dist.ProcessGroup | None]:
+    """The hidden states that predict the targets, the way to logits, and the ranks that divide the vocabulary."""
+    chunk = unwrap_model(model)
+    if not _has_output_layer(chunk):
+        return _at_predictors(hidden, own), _unchanged, None if hidden.size(-1) >= vocab_size else pg.tp
+    if chunk.config.sequence_parallel:
+        hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=pg.tp)
+    return own.select(hidden.flatten(0, 1)), functools.partial(_logits, chunk), pg.tp
 
 
 def forward_values(model: nn.Module, rows: TokenBatch, pg: ProcessGroupCollection) -> Tensor:

@@ -37,6 +37,16 @@ def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask != 0, values * mask, torch.zeros_like(values)).sum()
 
 
+def over_context(values: Tensor, context_parallel: ProcessGroup) -> Tensor:
+    """Return the sum over context-parallel ranks, with gradients for the values of this rank."""
+    if context_parallel.size() == 1:
+        return values
+    own = values.detach()
+    of_all = own.clone()
+    all_reduce(of_all, group=context_parallel)
+    return of_all + (values - own)
+
+
 def sft_loss(rows: TokenBatch, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Return the cross entropy of the targets: see ``ModelWorker.loss``."""
     log_probs, entropy = output
@@ -153,11 +163,7 @@ def _policy_loss(
     registered, mask = POLICY_LOSSES[config.policy_loss], rows.mask
     if registered.whole_sequences and rows.whole_mask is not None:
         mask = rows.whole_mask
-        if context_parallel.size() > 1:
-            own = log_probs.detach()
-            of_all = own.clone()
-            all_reduce(of_all, group=context_parallel)
-            log_probs = of_all + (log_probs - own)
+        log_probs = over_context(log_probs, context_parallel)
     extra = {"columns": {name: rows.columns[name] for name in registered.columns}} if registered.columns else {}
     clip_low, clip_high = config.clip_limits()
     return registered.function(

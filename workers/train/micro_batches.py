@@ -15,6 +15,7 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
 
+from mcontroller.errors import DataError, before_changes
 from workers.config.roles import MicroBatchSize
 from workers.distinct_tokens import computes_distinct_tokens
 from workers.train.batches import TokenBatch
@@ -65,7 +66,17 @@ class MicroBatcher:
             index: the rows to divide, int64.
             most: the largest number of rows that any data-parallel rank divides.
             size: rows or tokens of a micro-batch.
+
+        Raises:
+            DataError: more rows stay together (``meta_info["rows_together"]``) than a micro-batch has.
         """
+        if not size.tokens and size.rows < rows.together:
+            with before_changes():
+                raise DataError(
+                    f"micro-batches of {size.rows} rows, and meta_info['rows_together'] is {rows.together}: raise "
+                    "ppo_micro_batch_size (and log_prob_micro_batch_size) to at least that",
+                    rows_together=rows.together,
+                )
         multiple, count_multiple = self.length_multiple, self.count_multiple
         if not size.tokens and not self.packed:
             return equal_micro_batches(rows, index, most, size.rows, count_multiple)
@@ -73,7 +84,14 @@ class MicroBatcher:
             return packed_equal_micro_batches(rows, index, most, size.rows, count_multiple, length_multiple=multiple)
         if not self.packed:
             multiple = width_multiple(multiple, self.device)
-        least = least_count(rows.lengths[index], size.tokens, multiple, rows.tokens.size(1), packed=self.packed)
+        least = least_count(
+            rows.lengths[index],
+            size.tokens,
+            multiple,
+            rows.tokens.size(1),
+            packed=self.packed,
+            together=rows.together,
+        )
         count = -(-max(self.of_every_shard(least)) // count_multiple) * count_multiple
         return token_micro_batches(rows, index, count, size.tokens, length_multiple=multiple, packed=self.packed)
 
@@ -114,9 +132,10 @@ def equal_micro_batches(
         micro_batch_size: the most rows of a micro-batch.
         multiple: the number of micro-batches is a multiple of this (pp, under an interleaved schedule).
     """
-    count = max(-(-most // micro_batch_size), 1)
+    units = -(-most // batch.together)
+    count = max(-(-units // (micro_batch_size // batch.together)), 1)
     count = -(-count // multiple) * multiple
-    size = max(-(-most // count), 1)
+    size = max(-(-units // count), 1) * batch.together
     return [_micro_batch(batch, index[at * size : (at + 1) * size], size) for at in range(count)]
 
 
@@ -153,18 +172,27 @@ def token_micro_batches(
         packed: whether a micro-batch costs the sum of its lengths, or its rows times the longest.
     """
     longest = batch.tokens.size(1)
-    widths, by_length = _rounded(batch.lengths[index], length_multiple, longest).sort(descending=True, stable=True)
-    groups = _even_groups(widths.tolist(), count, max_tokens, packed)
+    widths = _rounded(batch.lengths[index], length_multiple, longest)
+    costs, budget = _costs(widths, max_tokens, packed, batch.together)
+    costs, by_cost = costs.sort(descending=True, stable=True)
+    groups = _even_groups(costs.tolist(), count, budget, packed)
     groups += [[]] * (count - len(groups))
-    parts = [index[by_length[group]] for group in groups]
+    units = index.view(-1, batch.together)
+    parts = [units[by_cost[group]].flatten() for group in groups]
     shortest = _shortest(batch, index)
     if packed:
         return [_packed(batch, part, shortest, length_multiple) for part in parts]
-    return [_micro_batch(batch, part, max(len(part), 1), length_multiple, shortest) for part in parts]
+    return [_micro_batch(batch, part, len(part) or batch.together, length_multiple, shortest) for part in parts]
 
 
 def least_count(
-    lengths: Tensor, max_tokens: int, length_multiple: int = 1, longest: int | None = None, *, packed: bool = False
+    lengths: Tensor,
+    max_tokens: int,
+    length_multiple: int = 1,
+    longest: int | None = None,
+    *,
+    packed: bool = False,
+    together: int = 1,
 ) -> int:
     """Return how many micro-batches of at most ``max_tokens`` are needed for rows of these lengths, at least 1.
 
@@ -176,9 +204,16 @@ def least_count(
         length_multiple: lengths are rounded up to a multiple of this.
         longest: the width of the batch, which lengths are not rounded beyond; None for no limit.
         packed: whether a micro-batch costs the sum of its lengths, or its rows times the longest.
+        together: how many consecutive rows stay together; they may cost more than ``max_tokens`` by themselves.
     """
-    widths = _rounded(lengths, length_multiple, longest).sort(descending=True).values.tolist()
-    return max(len(_groups(widths, max_tokens, packed)), 1)
+    costs, budget = _costs(_rounded(lengths, length_multiple, longest), max_tokens, packed, together)
+    return max(len(_groups(costs.sort(descending=True).values.tolist(), budget, packed)), 1)
+
+
+def _costs(widths: Tensor, max_tokens: int, packed: bool, together: int) -> tuple[Tensor, int]:
+    """What ``_groups`` takes for rows that stay together: the width of each unit of rows, and the budget."""
+    units = widths.view(-1, together)
+    return (units.sum(1), max_tokens) if packed else (units.amax(1), max_tokens // together)
 
 
 def _micro_batch(
@@ -194,7 +229,7 @@ def _micro_batch(
 
 
 def _packed(batch: TokenBatch, index: Tensor, filling: int, length_multiple: int) -> MicroBatch:
-    made = _micro_batch(batch, index, max(len(index), 1), length_multiple, filling)
+    made = _micro_batch(batch, index, len(index) or batch.together, length_multiple, filling)
     return replace(made, batch=replace(made.batch, packing=packing_of(made.batch.lengths, length_multiple)))
 
 

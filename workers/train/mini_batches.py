@@ -14,6 +14,7 @@ from mcontroller.data.protocol import DataProto
 from mcontroller.errors import DataError, before_changes
 from mcontroller.ppo.data import MINI_BATCHES
 from workers.config import ActorConfig, CriticConfig
+from workers.train.batches import TokenBatch
 
 
 class MiniBatch(NamedTuple):
@@ -106,13 +107,13 @@ def division_of(config: ActorConfig | CriticConfig, data: DataProto, method: str
 
 
 def mini_batches_of_update(
-    method: str, counted: Tensor, division: Division, update: int, group: dist.ProcessGroup, device: torch.device
+    method: str, rows: TokenBatch, division: Division, update: int, group: dist.ProcessGroup, device: torch.device
 ) -> list[MiniBatch]:
     """Return the rows of this rank in each mini-batch of an update, among its rows that count (a collective).
 
     Args:
         method: the name of the called method, for error messages.
-        counted: whether each row of this rank has a valid token, bool ``[rows]``.
+        rows: of this rank; those that stay together are in one mini-batch.
         division: of the rows of all ranks.
         update: number of the update, from 0.
         group: the data-parallel ranks.
@@ -121,23 +122,28 @@ def mini_batches_of_update(
     Raises:
         DataError: on every rank, if no row counts, or the mini-batches that are given do not fit.
     """
+    counted, together = rows.counted, rows.together
     sizes = counted_sizes(method, int(counted.sum()), group, device)
-    size = division.size or sum(sizes)
+    units, size = sum(sizes) // together, max((division.size or sum(sizes)) // together, 1)
     if division.given is None:
-        drawn = draw_mini_batches(sum(sizes), size, division.epochs, shuffle_generator(division.seed, update))
-        mine = drawn.split(sizes)[group.rank()]
+        drawn = draw_mini_batches(units, size, division.epochs, shuffle_generator(division.seed, update))
+        mine = drawn.repeat_interleave(together, 0).split(sizes)[group.rank()]
     else:
-        mine = checked(division.given, (len(counted), division.epochs))[counted]
+        mine = checked(division.given, (len(counted), division.epochs), together)[counted]
     every = functools.partial(of_every_shard, group=group, device=device)
-    return mini_batch_rows(mine, -(-sum(sizes) // size), every)
+    return mini_batch_rows(mine, -(-units // size), every)
 
 
-def checked(mini_batches: Tensor, shape: tuple[int, int]) -> Tensor:
+def checked(mini_batches: Tensor, shape: tuple[int, int], together: int = 1) -> Tensor:
     """Return mini-batches that a caller gives.
 
     Raises:
-        DataError: their shape is not ``shape``, which is ``[rows, epochs]``.
+        DataError: their shape is not ``shape``, which is ``[rows, epochs]``, or they part rows that stay together.
     """
+    units = mini_batches.view(-1, together, shape[1]) if tuple(mini_batches.shape) == shape else mini_batches[:, None]
+    if bool((units != units[:, :1]).any()):
+        with before_changes():
+            raise DataError(f"column mini_batches parts {together} rows that stay together", column="mini_batches")
     if tuple(mini_batches.shape) != shape:
         with before_changes():
             raise DataError(

@@ -27,13 +27,16 @@ class Scorer:
     def __init__(self, state: TrainingState, batcher: MicroBatcher, forward: Forward) -> None:
         self._state, self._batcher, self._forward = state, batcher, forward
 
-    def score(self, model: Sequence[nn.Module], rows: TokenBatch, size: MicroBatchSize) -> Tensor | None:
+    def score(
+        self, model: Sequence[nn.Module], rows: TokenBatch, size: MicroBatchSize, forward: Forward | None = None
+    ) -> Tensor | None:
         """Return the outputs of ``forward_step`` for all rows, in their order, on the last stage; None elsewhere.
 
         Args:
             model: this rank's chunks.
             rows: this rank's shard.
             size: of micro-batches.
+            forward: instead of ``forward_step``.
 
         Returns:
             ``[..., rows, targets]`` on the CPU, summed over context-parallel ranks.
@@ -43,7 +46,7 @@ class Scorer:
         most = max(batcher.of_every_shard(len(rows)))
         batches = batcher.divide(rows, torch.arange(len(rows)), most, size)
         on_device = batcher.on_device(model, (each.batch for each in batches))
-        outputs = run_for_scores(model, on_device, self._forward, pg)
+        outputs = run_for_scores(model, on_device, forward or self._forward, pg)
         if not outputs:
             return None
         own = [output.narrow(-2, 0, len(batch.index)) for output, batch in zip(outputs, batches, strict=True)]

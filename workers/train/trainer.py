@@ -25,7 +25,7 @@ from workers.train.forward import loss_of_own_targets
 from workers.train.metrics import LOSS_COUNT, Rule, reduce_reports
 from workers.train.micro_batches import MicroBatcher
 from workers.train.mini_batches import Division, counted_sizes, mini_batches_of_update
-from workers.train.nonfinite import all_finite, first_nonfinite_gradient, raise_nonfinite
+from workers.train.nonfinite import GradientFinding, all_finite, first_nonfinite_gradient, raise_nonfinite
 from workers.train.optimizer import check_not_ended, gather_parameters, guarded_step, wrap_for_training
 from workers.train.pipeline import Count, Forward, Loss, run_for_gradients
 from workers.train.router_losses import RouterLosses
@@ -67,11 +67,14 @@ class Gradients:
         loss: see ``ModelWorker.loss``.
         routers: the router losses of the update.
         samples: the rows of the mini-batch on all data-parallel ranks.
+        earlier: gradients in the buffers, which these are added to; None replaces what is there. A second copy of the
+            buffers exists meanwhile.
 
     Attributes:
         reports: the reports of ``loss``, one for each micro-batch; none off the last stage.
         routers: as passed.
-        samples: as passed.
+        samples: as passed, and those of ``earlier``.
+        parts: these gradients, and all that they were added to.
     """
 
     def __init__(
@@ -84,11 +87,15 @@ class Gradients:
         loss: Loss,
         routers: RouterLosses,
         samples: int,
+        earlier: Gradients | None = None,
     ) -> None:
         pg = self._pg = batcher.pg
         own_loss = functools.partial(loss_of_own_targets, loss, pg)
         self._compute = functools.partial(run_for_gradients, state.model, forward=forward, loss=own_loss, pg=pg)
-        self._method, self._state, self.routers, self.samples = method, state, routers, samples
+        self._method, self._state, self.routers = method, state, routers
+        self.samples = samples + (earlier.samples if earlier else 0)
+        self.parts: list[Gradients] = [self, *(earlier.parts if earlier else ())]
+        kept = [buffer.grad_data.clone() for buffer in self._buffers()] if earlier else []
         self._batches = batcher.on_device(state.model, batches)
         self._random = random_state()
         routers.begin(batches)
@@ -98,6 +105,11 @@ class Gradients:
             self.reports, count = self._computed()
         for chunk in state.model:
             chunk.scale_gradients(1.0 / count.float())
+        for buffer, before in zip(self._buffers() if earlier else (), kept, strict=True):
+            buffer.grad_data += before
+
+    def _buffers(self) -> list[Any]:
+        return [each for chunk in self._state.model for each in (*chunk.buffers, *chunk.expert_parallel_buffers)]
 
     def _computed(self) -> tuple[list[dict[str, Tensor]], Tensor]:
         """Return the reports of the loss, and what it counts on all ranks of the model, or 1 if that is nothing."""
@@ -130,7 +142,8 @@ class Gradients:
         lr = float(scheduler.get_lr({}))
         with span("optimizer"):
             step = guarded_step(optimizer)
-        if step.overflow and not all_finite(self.reports, self._batches[0].tokens.device):
+        reports = [report for part in self.parts for report in part.reports]
+        if step.overflow and not all_finite(reports, self._batches[0].tokens.device):
             step = step._replace(overflow=False)  # a smaller scale of the loss would not help
         self.routers.end(step.made)
         if step.made:
@@ -138,11 +151,16 @@ class Gradients:
             state.counters["optimizer_steps"] += 1
             return AppliedStep(lr, step.grad_norm)
         if not step.overflow and not skips_nonfinite:
-            set_random_state(self._random)
-            found = first_nonfinite_gradient(state.model, self._batches, self._compute, self._pg)
             steps, rank = state.counters["optimizer_steps"], str(state.context.rank_info())
-            raise_nonfinite(self._method, steps, step.grad_norm, self.reports, found, rank)
+            raise_nonfinite(self._method, steps, step.grad_norm, reports, self._first_nonfinite(), rank)
         return AppliedStep(lr, None)
+
+    def _first_nonfinite(self) -> GradientFinding | None:
+        found = []
+        for part in self.parts:
+            set_random_state(part._random)
+            found.append(first_nonfinite_gradient(self._state.model, part._batches, part._compute, self._pg))
+        return next((each for each in found if each is not None), None)
 
 
 BuildOptimizer = Callable[[Sequence[Any], OptimConfig], tuple[MegatronOptimizer, OptimizerParamScheduler]]
@@ -256,7 +274,7 @@ class Trainer:
         division = division or Division()
         started = time.perf_counter()
         counted = rows.counted.nonzero().flatten()
-        taken = mini_batches_of_update(method, rows.counted, division, state.counters["updates"], pg.dp, device)
+        taken = mini_batches_of_update(method, rows, division, state.counters["updates"], pg.dp, device)
         state.weights_version += 1
         reports, steps = list[dict[str, Tensor]](), list[AppliedStep]()
         routers = RouterLosses(state.model, pg, device, count or self._loss_count)
@@ -280,25 +298,29 @@ class Trainer:
         loss: Loss,
         rules: Mapping[str, Rule],
         micro_batch_size: MicroBatchSize,
+        accumulate: bool,
     ) -> dict[str, float]:
         """Compute the gradients of all rows as one mini-batch for ``optim_step``, and return the metrics of the loss.
 
-        It has the arguments and errors of ``train``. Gradients of an earlier call that were not applied are replaced.
+        It has the arguments and errors of ``train``. Gradients of an earlier call that were not applied are added if
+        ``accumulate``, and replaced otherwise.
         """
         state, pg, device = self._state, self._batcher.pg, self._batcher.device
         state.check_context()
-        state.gradients = None
+        earlier, state.gradients = state.gradients if accumulate else None, None
         counted = rows.counted.nonzero().flatten()
         sizes = counted_sizes(method, len(counted), pg.dp, device)
         batches = self._divided(rows, counted, max(sizes), micro_batch_size)
-        routers = RouterLosses(state.model, pg, device, self._loss_count)
-        gradients = Gradients(method, state, self._batcher, batches, self._forward, loss, routers, sum(sizes))
+        routers = earlier.routers if earlier else RouterLosses(state.model, pg, device, self._loss_count)
+        if earlier:
+            routers.end(True)
+        gradients = Gradients(method, state, self._batcher, batches, self._forward, loss, routers, sum(sizes), earlier)
         state.gradients = gradients
         return reduce_reports(gradients.reports, rules, pg, device)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def optim_step(self) -> dict[str, float]:
-        """Make one optimizer step with the gradients of the last ``forward_backward``.
+        """Make one optimizer step with the gradients of the last ``forward_backward``, and of those it was added to.
 
         The two calls change the weights exactly as one ``update_actor`` or ``update_critic`` that makes one step of
         the same batch. An update, an offload of ``grads`` and the loading of a checkpoint drop the gradients.

@@ -1,0 +1,177 @@
+"""Losses of a program, sums of several, rows that stay together, and a teacher's distribution: as in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import logsigmoid
+
+from mcontroller.data.protocol import DataProto
+from mcontroller.errors import ConfigError, DataError
+from mcontroller.ppo import supervised_rows
+from tests.ranks import run_ranks
+from tests.workers.roles import (
+    FOR_GRADIENTS,
+    RESPONSE,
+    VOCAB,
+    accumulated_gradients,
+    actor,
+    experience,
+    largest_difference,
+    own_shard,
+)
+from workers import DISTILLATION, SFT, Rule, TokenBatch, TokenLoss
+
+pytestmark = pytest.mark.simulated
+
+ROWS = 8
+LAYOUTS: dict[str, Any] = {"tp2-dp2": (4, {"tp": 2}), "pp2-dp2": (4, {"pp": 2}), "cp2": (2, {"cp": 2})}
+TOLERANCE = 2e-6  # of gradients up to 0.5
+
+
+def log_ratio_of_pairs(rows: TokenBatch, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+    """The loss of DPO without a reference; the column says which row of a pair was chosen."""
+    wanted = rows.columns["advantages"][:, 0].view(-1, rows.together).sum(1)
+    pairs = rows.mask.any(1).view(-1, 2).any(1)
+    assert rows.together == 2 and bool((wanted == 0)[pairs].all())  # 1 and -1
+    chosen, rejected = (output[0] * rows.mask).sum(1).view(-1, 2).T
+    loss = -logsigmoid(chosen - rejected) * pairs
+    return loss.sum(), pairs.sum(), {"right": ((chosen > rejected) * pairs).sum().float()}
+
+
+PAIRS = TokenLoss("pairs", log_ratio_of_pairs, ("advantages",), {"right": Rule.SUM})
+
+
+def of_pairs(worker: Any) -> DataProto:
+    """The rows of ``experience`` as pairs, of which one has a response without a valid token."""
+    batch = experience(ROWS)
+    sign = torch.tensor([1.0, -1.0]).repeat(ROWS // 2)[:, None].expand_as(batch.batch["advantages"]).clone()
+    mask = batch.batch["response_mask"].clone()
+    mask[3] = 0
+    batch = batch.with_tensors({"advantages": sign, "response_mask": mask})
+    batch.meta_info["rows_together"] = 2
+    return own_shard(batch, worker)
+
+
+Case = tuple[dict[str, torch.Tensor], dict[str, Any]]
+
+
+def gradients(case: str, parallel: dict[str, Any], changes: dict[str, Any]) -> Case:
+    """The gradients of a case, and the metrics of its last loss."""
+    settings = {"ppo_mini_batch_size": ROWS, "ppo_micro_batch_size": ROWS, "ppo_epochs": 1}
+    worker = actor(parallel, "actor", optim=FOR_GRADIENTS, **settings | changes)
+    mine = own_shard(experience(ROWS), worker)
+    metrics: dict[str, Any] = {}
+    if case in ("policy", "both"):
+        metrics = worker.forward_backward(mine).meta_info["metrics"]
+    if case in ("sft", "both"):
+        added = case == "both"
+        metrics = worker.forward_backward(supervised_rows(mine), loss=SFT, accumulate=added).meta_info["metrics"]
+    if case == "pairs":
+        metrics = worker.forward_backward(of_pairs(worker), loss=PAIRS).meta_info["metrics"]
+    if case == "distillation":
+        mine = mine.union(own_shard(teacher(k=5), worker))
+        metrics = worker.forward_backward(mine, loss=DISTILLATION).meta_info["metrics"]
+    return accumulated_gradients(worker), metrics
+
+
+def teacher(k: int) -> DataProto:
+    drawn = torch.randn(ROWS, RESPONSE, VOCAB, generator=torch.Generator().manual_seed(5)).log_softmax(-1)
+    values, ids = drawn.topk(k)
+    return DataProto.from_dict({"top_ids": ids, "top_log_probs": values})
+
+
+def check_layout(case: str, layout: str, expected: Case, **changes: Any) -> None:
+    world_size, parallel = LAYOUTS.get(layout, (2, {}))
+    for found, metrics in run_ranks(gradients, world_size, case, parallel, changes):
+        assert largest_difference(found, expected[0]) < TOLERANCE
+        assert metrics == pytest.approx(expected[1], rel=1e-5)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_accumulated_gradients_are_the_sum_of_those_of_one_process(layout: str) -> None:
+    (policy, _), (sft, metrics) = (run_ranks(gradients, 1, case, {}, {})[0] for case in ("policy", "sft"))
+    assert metrics.keys() == {"sft/loss", "sft/entropy"}
+    check_layout("both", layout, ({name: policy[name] + sft[name] for name in policy}, metrics), ppo_micro_batch_size=2)
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes"),
+    [
+        ("tp2-dp2", {"ppo_micro_batch_size": 2}),
+        ("pp2-dp2", {"ppo_micro_batch_size": 3}),
+        ("cp2", {"ppo_max_tokens_per_micro_batch": 40}),
+        ("dp2", {"ppo_max_tokens_per_micro_batch": 40, "packed": True}),
+    ],
+)
+def test_rows_together_have_the_gradients_of_one_micro_batch(layout: str, changes: dict[str, Any]) -> None:
+    expected = run_ranks(gradients, 1, "pairs", {}, {})[0]
+    assert expected[1].keys() == {"pairs/loss", "pairs/right"} and 0 < expected[1]["pairs/right"] < ROWS // 2
+    check_layout("pairs", layout, expected, **changes)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_distillation_has_the_gradients_of_one_process(layout: str) -> None:
+    check_layout("distillation", layout, run_ranks(gradients, 1, "distillation", {}, {})[0], ppo_micro_batch_size=2)
+
+
+def most_likely(parallel: dict[str, Any], k: int) -> tuple[int, DataProto | None]:
+    worker = actor(parallel, "actor", log_prob_chunk_tokens=3)
+    return worker.context.pg.dp.rank(), worker.compute_top_log_probs(own_shard(experience(ROWS), worker), k)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_most_likely_tokens_are_those_of_one_process(layout: str) -> None:
+    ((_, expected),) = run_ranks(most_likely, 1, {}, 5)
+    world_size, parallel = LAYOUTS[layout]
+    found = dict(each for each in run_ranks(most_likely, world_size, parallel, 5) if each[1] is not None)
+    joined = DataProto.concat([found[rank] for rank in sorted(found)])
+    assert torch.equal(joined.batch["top_ids"], expected.batch["top_ids"])
+    torch.testing.assert_close(joined.batch["top_log_probs"], expected.batch["top_log_probs"], rtol=0, atol=1e-5)
+
+
+def whole_vocabulary() -> tuple[float, float, float, float]:
+    student, other = (actor({}, "actor", model={"seed": seed}, optim=FOR_GRADIENTS) for seed in (0, 1))
+    batch = experience(ROWS)
+    mask = batch.batch["response_mask"]
+    mine, of_teacher = (worker.compute_top_log_probs(batch, VOCAB) for worker in (student, other))
+    every = [each.batch["top_log_probs"].gather(-1, each.batch["top_ids"].argsort(-1)) for each in (mine, of_teacher)]
+    scored = student.compute_log_prob(batch).batch["old_log_probs"]
+    chosen = every[0].gather(-1, batch.batch["responses"][..., None])[..., 0] * mask
+    by_hand = ((every[1].exp() * (every[1] - every[0])).sum(-1) * mask).sum() / mask.sum()
+    metrics = student.forward_backward(batch.union(of_teacher), loss=DISTILLATION).meta_info["metrics"]
+    same = student.forward_backward(batch.union(mine), loss=DISTILLATION).meta_info["metrics"]
+    off = (scored - chosen).abs().max()
+    return float(off), float(by_hand), metrics["distillation/loss"], same["distillation/loss"]
+
+
+def test_the_whole_vocabulary_gives_the_exact_divergence() -> None:
+    off, by_hand, loss, of_itself = run_ranks(whole_vocabulary, 1)[0]
+    assert off < 1e-5 and by_hand > 0.1
+    assert loss == pytest.approx(by_hand, abs=1e-5) and of_itself == pytest.approx(0, abs=1e-5)
+
+
+def rejections() -> list[str]:
+    worker = actor({}, "actor", ppo_micro_batch_size=1)
+    ids = {"top_ids": torch.full((ROWS, RESPONSE, 2), VOCAB), "top_log_probs": torch.zeros(ROWS, RESPONSE, 2)}
+    calls: list[Any] = [
+        lambda: worker.compute_top_log_probs(experience(ROWS), VOCAB + 1),
+        lambda: worker.forward_backward(of_pairs(worker), loss=PAIRS),
+        lambda: worker.forward_backward(of_pairs(worker).slice(0, 3), loss=PAIRS),
+        lambda: worker.forward_backward(experience(ROWS).union(DataProto.from_dict(ids)), loss=DISTILLATION),
+        lambda: worker.forward_backward(experience(ROWS), loss=DISTILLATION),
+    ]
+    messages = []
+    for call in calls:
+        with pytest.raises((ConfigError, DataError)) as error:
+            call()
+        messages.append(str(error.value))
+    return messages
+
+
+def test_what_does_not_fit_is_rejected() -> None:
+    (messages,) = run_ranks(rejections, 1)
+    parts = ["k is 62", "raise ppo_micro_batch_size", "2 for 3 rows", "ids up to 61", "needs the columns 'top_ids'"]
+    assert all(part in message for part, message in zip(parts, messages, strict=True)), messages
