@@ -1,7 +1,9 @@
 """On-policy distillation: the student samples, and the teacher scores every token (MiniLLM, arXiv:2306.08543).
 
 The loss is the reverse KL of the student to the teacher on responses of the student. Its policy gradient has an
-advantage for every token: ``log teacher - log student``, with a discount of 0.
+advantage for every token: ``log teacher - log student``, with a discount of 0. With ``TOP_K``, it is the KL of the
+teacher to the student over the teacher's ``TOP_K`` most likely tokens (GKD, arXiv:2306.13649), which are found where
+the teacher's shards are.
 
 python -m examples.loops.distillation
 """
@@ -13,9 +15,11 @@ from typing import Any
 from examples.loops.task import actor_config, local, problems, responses, right_answers, scores
 from mcontroller import DataProto
 from mcontroller.ppo import supervised_rows
+from workers import DISTILLATION
 
 START = local  # on Ray: on_ray of examples.loops.task
 STEPS, PROMPTS, N = 40, 16, 8
+TOP_K = 0  # up to the size of the vocabulary; 0: the sampled tokens only
 
 
 def trained_teacher() -> Any:
@@ -48,7 +52,11 @@ def main() -> list[tuple[float, float]]:
 
         kl = -float(advantages.sum() / batch.batch["response_mask"].sum())
         found.append((kl, float(scores(batch).mean())))
-        student.update_actor(batch.union(DataProto.from_dict({"advantages": advantages})))
+        if TOP_K:
+            student.forward_backward(batch.union(teacher.compute_top_log_probs(batch, TOP_K)), loss=DISTILLATION)
+            student.optim_step()
+        else:
+            student.update_actor(batch.union(DataProto.from_dict({"advantages": advantages})))
         print(f"step {step}: reverse KL {kl:.3f}, score {found[-1][1]:.3f}")
     return found
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import inspect
+import re
 import sys
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,10 +26,13 @@ PAGE_HEAD = """# Configuration
 
 <!-- Generated: python -m mcontroller help --markdown > docs/configuration.md -->
 
-Every field of every configuration: its type, default, unit and meaning. `python -m mcontroller help KEY` prints the
-same for one key. A key is the path of fields to a value, joined by dots: `actor_rollout_ref.optim.lr=1e-6` on a command
-line, or nested mappings in YAML.
+Every field: its default, its type if the default does not show it, its unit, and the first sentence about it.
+**`python -m mcontroller help KEY` prints the rest**: what each value does, limits and reasons. A key is the path of
+fields, joined by dots: `actor_rollout_ref.optim.lr=1e-6` on a command line, nested mappings in YAML.
 """
+
+_SENTENCE = re.compile(r"(?<=[.?])\s(?=[A-Z`])(?!None:)")
+"""The end of the first sentence of a text, with the meaning of None that follows."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -166,26 +169,25 @@ def _collect(cls: type, key: str, parts: Mapping[str, type], used: dict[type, li
 
 def _section(cls: type, keys: list[str], used: Mapping[type, list[str]]) -> str:
     base = next((other for other in cls.__mro__[1:] if other in used), None)
-    named = [f"`{key}`" for key in keys if key]
-    keys_text = f"Keys: {', '.join(named)}.\n" if named else "Root of the configuration: its keys have no prefix.\n"
-    inherited = f"All fields of [{base.__name__}](#{base.__name__.lower()}), and these.\n" if base else ""
+    keys_text = f"Keys: {', '.join(f'`{key}`' for key in keys)}." if any(keys) else "Its keys have no prefix."
+    inherited = f" All fields of [{base.__name__}](#{base.__name__.lower()}), and:" if base else ""
     fields = [field for field in fields_of(cls) if base is None or field.owner is cls]
-    rows = [_row(field) for field in fields]
-    summary = _code(inspect.cleandoc(cls.__doc__ or ""))
-    table = ["| field | type | default | unit | meaning |", "| --- | --- | --- | --- | --- |", *rows]
-    return "\n".join([f"## {cls.__name__}\n", f"{summary}\n", keys_text + inherited, *table, ""])
+    return "\n".join([f"## {cls.__name__}\n", f"{keys_text}{inherited}\n", *map(_item, fields), ""])
 
 
-def _row(field: FieldDoc) -> str:
-    kind = (
-        f"[{field.annotation}](#{field.nested.__name__.lower()})"
-        if field.nested is not None
-        else f"`{field.annotation}`"
-    )
-    default = "required" if field.default == "required" else f"`{field.default}`"
-    default = "its defaults" if field.nested is not None and field.default.startswith("the defaults") else default
-    cells = [f"`{field.name}`", kind, default, field.unit, _code(" ".join(field.meaning.split()))]
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+def _item(field: FieldDoc) -> str:
+    """Return the line of a field: name and default, the type if the default does not show it, unit, first sentence."""
+    shown = field.default[:1] in "'\"-0123456789" or field.default in ("True", "False")
+    kind = "" if shown or field.nested is not None else f": {field.annotation}"
+    default = "" if field.nested is not None or field.default == "required" else f" = {field.default}"
+    name = f"`{field.name}{kind}{default}`"
+    if field.nested is not None:
+        name = f"[`{field.name}`](#{field.nested.__name__.lower()})"
+        name += "" if field.default.startswith("the defaults") else f" (default {field.default})"
+    name = name.replace(" (default required)", " (required)") + (" (required)" if field.default == "required" else "")
+    unit = f" [{field.unit}]" if field.unit else ""
+    first = _SENTENCE.split(" ".join(field.meaning.split()), maxsplit=1)[0]
+    return f"- {name}{unit} {_code(first)}".replace("(required) (required)", "(required)")
 
 
 def _code(text: str) -> str:

@@ -20,7 +20,10 @@ PROGRAM = """
 import json, sys
 from examples.loops import asynchronous, best_of_n, distillation, dpo, grpo
 loops = {each.__name__.rpartition(".")[2]: each for each in (asynchronous, best_of_n, distillation, dpo, grpo)}
-sys.stderr.write(json.dumps({name: loop.main() for name, loop in loops.items()}))
+curves = {name: loop.main() for name, loop in loops.items()}
+distillation.TOP_K, distillation.STEPS = 4, 25
+curves["distillation of 4 tokens"] = distillation.main()
+sys.stderr.write(json.dumps(curves))
 """
 
 
@@ -49,8 +52,9 @@ def test_dpo_starts_at_log_2_and_prefers_the_chosen_responses(curves: dict[str, 
 
 
 @pytest.mark.processes
-def test_distillation_brings_the_student_to_the_teacher(curves: dict[str, list[Any]]) -> None:
-    kl, score = zip(*curves["distillation"], strict=True)
+@pytest.mark.parametrize("loop", ["distillation", "distillation of 4 tokens"])
+def test_distillation_brings_the_student_to_the_teacher(curves: dict[str, list[Any]], loop: str) -> None:
+    kl, score = zip(*curves[loop], strict=True)
     assert kl[0] > 3 and mean(kl[-5:]) < 0.5 and mean(score[-5:]) > 0.9
 
 

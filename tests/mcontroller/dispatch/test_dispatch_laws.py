@@ -5,11 +5,14 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
+import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from mcontroller.data.protocol import DataProto
 from mcontroller.dispatch.modes import Dispatch, DispatchSpec
+from mcontroller.errors import DataError
 from parallel_state.topology import Topology
 from tests.mcontroller.batches import every_kind, numbered, numbers, row_counts
 from tests.mcontroller.groups import Echo, group_on, method, received, topologies, topology_of
@@ -73,6 +76,27 @@ def test_identity_returns_a_balanced_batch_and_keeps_groups_together(
             shards_of.setdefault(label, set()).add(own)
     if group_is_unpadded(group, rows):
         assert all(len(shards) == 1 for shards in shards_of.values())
+
+
+@brief
+@given(calls(), st.integers(1, 20), st.sampled_from([2, 3]), st.booleans(), paddings)
+def test_rows_together_are_neighbors_in_one_shard_with_their_padding(
+    call: tuple[Topology, DispatchSpec], units: int, together: int, balance: bool, padding: Any
+) -> None:
+    topology, mode = call
+    batch = numbered(units * together)
+    batch.batch["loss_mask"] = torch.ones(len(batch), 1)  # type: ignore[index]
+    batch.meta_info["rows_together"] = together
+    batch.batch["length"] = batch.batch["n"] % 7  # type: ignore[index]
+    group = group_on(topology)
+    options = {"padding": padding, "balance": "length" if balance else None}
+    assert method(group, "identity", mode, **options)(batch).difference(batch) is None
+    for shard in received(group):
+        rows = shard.batch["n"].view(-1, together)  # type: ignore[index]
+        assert (rows == rows[:, :1] + torch.arange(together)).all() and not (rows[:, 0] % together).any()
+    batch.meta_info["rows_together"] = together + units * together
+    with pytest.raises(DataError, match="integer that divides the number of rows"):
+        method(group, "identity", mode)(batch)
 
 
 def group_is_unpadded(group: Any, rows: int) -> bool:
