@@ -14,6 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from mcontroller.config.imports import import_extra
 from mcontroller.config.registry import Registry
+from mcontroller.files import replace_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +86,9 @@ TRACKERS: Registry[Callable[[Run], Tracker]] = Registry("tracker", key="trackers
 """Trackers by the name that a configuration uses; ``TRACKERS.register`` adds one."""
 
 
+SAMPLE_FILE_BYTES = 16_000_000
+
+
 @TRACKERS.register("jsonl")
 class JsonlTracker:
     """Tracker that appends a line to ``metrics.jsonl`` at every call.
@@ -92,11 +96,13 @@ class JsonlTracker:
     It is ``{"global_step": 3, "phase": "train", "time": 1767225600.0, "train/score": 0.5, ...}``, the time in seconds
     since 1970.
 
-    In a resumed run, the steps after its checkpoint are removed first: they are repeated.
+    In a resumed run, the steps after its checkpoint are removed first: they are repeated. ``samples.jsonl`` is bounded:
+    when it has ``SAMPLE_FILE_BYTES``, every second step of it is removed, and every second step is added from then on.
     """
 
     def __init__(self, run: Run) -> None:
         self._paths = [run.directory / "metrics.jsonl", run.directory / "samples.jsonl"]
+        self._every = 1
         self._open(run.resumed_at)
 
     def _open(self, last: int | None) -> None:
@@ -117,8 +123,17 @@ class JsonlTracker:
 
     def log_samples(self, samples: Samples, step: int) -> None:
         """Append a line for each sample to ``samples.jsonl``."""
-        for sample in samples:
-            self._samples.write(json.dumps({"global_step": step, **sample}, default=str) + "\n")
+        for sample in samples if step % self._every == 0 else ():
+            self._samples.write(json.dumps({"global_step": step, **sample}, default=str, separators=(",", ":")) + "\n")
+        if self._samples.tell() > SAMPLE_FILE_BYTES:
+            self._samples.close()
+            self._every *= 2
+            kept = [line for line in self._paths[1].read_text(encoding="utf-8").splitlines() if self._keeps(line)]
+            replace_text(self._paths[1], "".join(f"{line}\n" for line in kept))
+            self._samples = self._paths[1].open("a", encoding="utf-8", buffering=1)
+
+    def _keeps(self, line: str) -> bool:
+        return _step_of(line) % self._every == 0
 
     def close(self) -> None:
         """Flush and release resources."""

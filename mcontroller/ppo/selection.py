@@ -45,6 +45,7 @@ class GroupFilter:
         self.rewards: list[Reward] = []
         self._batches: list[DataProto] = []
         self._kept: list[Tensor] = []
+        self._chosen: Sequence[int] = ()
 
     def add(self, batch: DataProto, reward: Reward) -> None:
         """Add the responses to a batch of prompts.
@@ -77,6 +78,7 @@ class GroupFilter:
         rows = len(self._batches[0])
         kept = torch.cat(self._kept)
         chosen = torch.cat((kept.nonzero().flatten(), (~kept).nonzero().flatten()))[:rows]
+        self._chosen = chosen.tolist()
         size = rows // self.prompts
         with_signal = int(kept.sum()) // size
         metrics = {
@@ -96,8 +98,10 @@ class GroupFilter:
         return torch.cat(parts)
 
     def reward(self) -> Reward:
-        """Return the reward of all responses that were drawn, dropped ones included."""
-        return self.rewards[0] if len(self.rewards) == 1 else joined(self.rewards)
+        """Return the reward of all responses that were drawn, dropped ones included; its samples are ``batch``'s."""
+        reward = self.rewards[0] if len(self.rewards) == 1 else joined(self.rewards)
+        samples = [reward.samples[row] for row in self._chosen if reward.samples] or reward.samples
+        return dataclasses.replace(reward, samples=samples)
 
     def _values(self, reward: Reward) -> Tensor:
         if self.config.metric == SCORE:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +14,9 @@ from mcontroller.ppo.data import columns
 from mcontroller.ppo.estimators.built_in import groups_of, outcomes
 from mcontroller.ppo.rewards.reward import Reward
 from mcontroller.ppo.selection import GroupFilter, truncated_rows
+
+MOST_TOKENS = 2048
+"""Most tokens of a sample."""
 
 
 def mean_of_parts(update: DataProto) -> dict[str, float]:
@@ -95,6 +100,47 @@ def signal_metrics(batch: DataProto) -> dict[str, float]:
         equal = groups_of(batch).equal(outcomes(batch, 1.0).scores)
         metrics["advantages/abs_mean_equal"] = _mean(sizes[kept & equal[:, None]])
     return metrics
+
+
+def sample_tokens(batch: DataProto, tokenizer: Any, count: int) -> list[dict[str, list[Any]]]:
+    """Return the tokens of the first responses, with what they were trained on.
+
+    Args:
+        batch: ``responses``, ``response_mask`` and ``advantages`` ``[rows, response]``; ``old_log_probs`` and
+            ``rollout_log_probs`` if there are any.
+        tokenizer: without a method ``decode``, nothing is returned.
+        count: of responses.
+
+    Returns:
+        ``text``, ``advantage`` and, with both log-probabilities, ``mismatch``, the policy's less the engine's, for each
+        token of each response; None for tokens that the policy has not sampled.
+    """
+    decode = getattr(tokenizer, "decode", None)
+    if decode is None or not {"responses", "advantages"} <= set(batch.tensor_names):
+        return []
+    some = batch.select_idxs(torch.arange(min(count, len(batch))))
+    ids, mask, advantages = columns(some, "responses", "response_mask", "advantages")
+    values = {"advantage": advantages}
+    if {"old_log_probs", "rollout_log_probs"} <= set(batch.tensor_names):
+        policy, engine = columns(some, "old_log_probs", "rollout_log_probs")
+        values["mismatch"] = policy - engine
+    found = []
+    for row, of_policy in enumerate(mask.bool()):
+        length = min(len(of_policy) - int(of_policy.flip(0).int().argmax()), MOST_TOKENS)
+        tokens = ids[row, :length].tolist() if of_policy.any() else []
+        # A token is what it adds to the text of the one before: some tokenizers drop the space before the first.
+        texts = [decode(tokens[:1]), *(decode([*pair]).removeprefix(decode([pair[0]])) for pair in pairwise(tokens))]
+        found.append(
+            {"text": texts[: len(tokens)]}
+            | {
+                name: [
+                    float(f"{value:.3g}") if kept else None
+                    for value, kept in zip(column[row].tolist(), of_policy.tolist(), strict=True)
+                ][: len(tokens)]
+                for name, column in values.items()
+            }
+        )
+    return found
 
 
 def group_metrics(groups: GroupFilter) -> dict[str, float]:

@@ -27,12 +27,12 @@ from mcontroller.ppo.saving.recovery import Failure, Recovery
 from mcontroller.ppo.saving.run_record import BatchInFlight, read_record
 from mcontroller.ppo.stages import SharedDevices, Stages
 from mcontroller.ppo.step import PPOStep
-from mcontroller.ppo.summary import experience_metrics, mean_of_parts
+from mcontroller.ppo.summary import experience_metrics, mean_of_parts, sample_tokens
 from mcontroller.ppo.validation import validate
 from mcontroller.ray.resource_pool import ResourcePoolManager
 from mcontroller.ray.worker_group import MegatronRayWorkerGroup
 from mcontroller.trace.recorder import recorder, span
-from mcontroller.trackers import TRAIN, Rewinds, Tracker
+from mcontroller.trackers import TRAIN, JsonlTracker, Rewinds, Tracker
 
 _logger = logging.getLogger(__name__)
 
@@ -218,6 +218,7 @@ class RayPPOTrainer:
             except MControllerError as another:
                 error = another
                 continue
+            self.display.starting(f"going on from step {self.global_steps} after {failure.kind} in step {failure.step}")
             for tracker in self.trackers:
                 if isinstance(tracker, Rewinds):
                     tracker.rewind(self.global_steps or -1)  # a warm-up has steps too, before step 0
@@ -391,9 +392,9 @@ class RayPPOTrainer:
         started, stages, step = time.perf_counter(), self.stages, self.step
         stages.drop_step()
         batch, reward, metrics = step.experience(problems, self.draw)
-        self.show_samples(reward)
         with stages("advantages"):
             batch, of_advantages = step.advantages(batch)
+            self.show_samples(reward, batch)
         metrics |= of_advantages | experience_metrics(batch, stop_tokens(self.tokenizer))
         for callback in self.callbacks:
             callback.batch_ready(self, batch)
@@ -439,13 +440,16 @@ class RayPPOTrainer:
         for tracker in self.trackers:
             tracker.log(metrics, self.global_steps if step is None else step, phase)
 
-    def show_samples(self, reward: Reward) -> None:
-        """Show decoded samples of this step, and log a table of them with every tracker."""
+    def show_samples(self, reward: Reward, batch: DataProto) -> None:
+        """Show decoded samples of a batch with advantages, and log a table of them with every tracker."""
         if not reward.samples:
             return
         self.display.samples(reward.samples)
-        for tracker in self.trackers:
-            tracker.log_samples(reward.samples[:SAMPLES_PER_STEP], self.global_steps + 1)
+        table = reward.samples[:SAMPLES_PER_STEP]
+        tokens = sample_tokens(batch, self.tokenizer, len(table))
+        detailed = [{**row, "tokens": each} for row, each in zip(table, tokens, strict=True)] if tokens else table
+        for tracker in self.trackers:  # the tables of services have texts and numbers alone
+            tracker.log_samples(detailed if isinstance(tracker, JsonlTracker) else table, self.global_steps + 1)
 
     def save_checkpoint(self, *, wait: bool = True, reshardable: bool = True) -> None:
         """Save the state of every trained role and of this trainer under ``trainer.default_local_dir``.

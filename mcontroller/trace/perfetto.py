@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from mcontroller.trace.reading import RunTrace, TraceEvent
+from mcontroller.trace.recorder import MEMORY
 
-_THREADS = {"step": 0, "stage": 1, "failure": 1}
+_THREADS = {"step": 1, "stage": 2, "failure": 2}  # all threads with the number 0 are one for Perfetto
 """The lanes of the controller by category; its calls are in the third."""
+_TITLES = {1: "steps", 2: "stages", 3: "calls"}
+_ROW = 100_000
+"""Added to the number of a thread for each row of it: more than there are ranks in a group."""
 
 
 def write_perfetto(trace: RunTrace, path: Path) -> None:
     """Write a trace: one process for the controller and one for each group, with a thread for each rank.
 
-    An arrow leads from each call that the controller sent to the method on every rank that ran it.
+    What overlaps in a thread without one being inside the other has another row. An arrow leads from each call that the
+    controller sent to the method on every rank that ran it. The memory of a rank is a counter.
     """
     with gzip.open(path, "wt", encoding="utf-8", compresslevel=6) as file:
         file.write('{"displayTimeUnit":"ms","traceEvents":[')
@@ -28,28 +34,59 @@ def write_perfetto(trace: RunTrace, path: Path) -> None:
 
 
 def _events(trace: RunTrace) -> Iterator[dict[str, Any]]:
-    yield from _titles(0, "controller", {0: "steps", 1: "stages", 2: "calls"})
+    yield _title("process", 1, 1, "controller")
+    sent: dict[tuple[str, int], list[tuple[int, int]]] = {}
     for lane in trace.controllers:
-        for event in lane.events:
-            category, _, rest = event.name.partition(" ")
-            name = f"step {event.number}" if category == "step" else rest if category == "stage" else event.name
-            yield _slice(event, name, 0, _THREADS.get(category, 2))
+        for thread in _TITLES:
+            events = [event for event in lane.events if _THREADS.get(event.name.partition(" ")[0], 3) == thread]
+            for event, row in _in_rows(events):
+                tid = thread + _ROW * row
+                category, _, rest = event.name.partition(" ")
+                name = f"step {event.number}" if category == "step" else rest if category == "stage" else event.name
+                yield _title("thread", 1, tid, _TITLES[thread])
+                yield _slice(event, name, 1, tid)
+                if category == "send":
+                    sent.setdefault((rest, event.number), []).append((event.begin, tid))
     groups = sorted({lane.about["group"] for lane in trace.ranks})
-    for process, group in enumerate(groups, 1):
-        ranks = {lane.about["rank"]: lane for lane in trace.ranks if lane.about["group"] == group}
-        yield from _titles(process, group, {rank: lane.label() for rank, lane in ranks.items()})
+    for process, group in enumerate(groups, 2):
+        yield _title("process", process, 1, group)
+    arrows = itertools.count(1)
     for lane in trace.ranks:
-        for event in (each for each in lane.events if not each.name.startswith("bytes ")):
-            yield _slice(event, event.name, groups.index(lane.about["group"]) + 1, lane.about["rank"])
-    yield from _arrows(trace, groups)
+        process, rank = groups.index(lane.about["group"]) + 2, lane.about["rank"]
+        for event in (each for each in lane.events if each.name == MEMORY):
+            yield {"ph": "C", "name": f"memory of {lane.label()}", "pid": process, "ts": event.end} | {
+                "args": {"MB": event.number}
+            }
+        for event, row in _in_rows(each for each in lane.events if not each.name.startswith((MEMORY, "bytes "))):
+            tid = rank + 1 + _ROW * row
+            yield _title("thread", process, tid, lane.label())
+            yield _slice(event, event.name, process, tid)
+            calls = sent.get((event.name, event.number), [])
+            # A group that was restarted counts its calls from 0 again: the last call that was sent before is the one.
+            found = bisect_right(calls, event.end + lane.clock_error, key=lambda call: call[0]) - 1
+            if found >= 0:
+                begin, from_tid = calls[found]
+                common = {"name": "call", "cat": "call", "id": next(arrows)}
+                yield {**common, "ph": "s", "pid": 1, "tid": from_tid, "ts": begin}
+                yield {**common, "ph": "f", "bp": "e", "pid": process, "tid": tid, "ts": max(event.begin, begin)}
 
 
-def _titles(process: int, name: str, threads: dict[int, str]) -> Iterator[dict[str, Any]]:
-    yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}}
-    yield {"ph": "M", "name": "process_sort_index", "pid": process, "args": {"sort_index": process}}
-    for thread, title in threads.items():
-        yield {"ph": "M", "name": "thread_name", "pid": process, "tid": thread, "args": {"name": title}}
-        yield {"ph": "M", "name": "thread_sort_index", "pid": process, "tid": thread, "args": {"sort_index": thread}}
+def _in_rows(events: Iterable[TraceEvent]) -> Iterator[tuple[TraceEvent, int]]:
+    """Yield events in order of their begin, with the first row in which it is inside of or beside others."""
+    rows: list[list[int]] = []
+    for event in events:
+        for ends in rows:
+            while ends and ends[-1] <= event.begin:
+                ends.pop()
+        row = next((row for row, ends in enumerate(rows) if not ends or event.end <= ends[-1]), len(rows))
+        if row == len(rows):
+            rows.append([])
+        rows[row].append(event.end)
+        yield event, row
+
+
+def _title(kind: str, process: int, thread: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": f"{kind}_name", "pid": process, "tid": thread, "args": {"name": name}}
 
 
 def _slice(event: TraceEvent, name: str, process: int, thread: int) -> dict[str, Any]:
@@ -58,24 +95,3 @@ def _slice(event: TraceEvent, name: str, process: int, thread: int) -> dict[str,
     if event.waiting:
         args["waiting_us"] = event.waiting
     return {**found, "ts": event.begin, "dur": event.took, "args": args}
-
-
-def _arrows(trace: RunTrace, groups: list[str]) -> Iterator[dict[str, Any]]:
-    sent: dict[tuple[str, int], list[TraceEvent]] = {}
-    for lane in trace.controllers:
-        for event in lane.events:
-            if event.name.startswith("send "):
-                sent.setdefault((event.name.removeprefix("send "), event.number), []).append(event)
-    arrow = 0
-    for lane in trace.ranks:
-        for event in lane.events:
-            calls = sent.get((event.name, event.number), [])
-            # A group that was restarted counts its calls from 0 again: the last call that was sent before is the one.
-            found = bisect_right(calls, event.end + lane.clock_error, key=lambda call: call.begin) - 1
-            if found < 0:
-                continue
-            arrow += 1
-            common = {"name": "call", "cat": "call", "id": arrow}
-            yield {**common, "ph": "s", "pid": 0, "tid": 2, "ts": calls[found].begin}
-            where = {"pid": groups.index(lane.about["group"]) + 1, "tid": lane.about["rank"]}
-            yield {**common, "ph": "f", "bp": "e", **where, "ts": max(event.begin, calls[found].begin)}

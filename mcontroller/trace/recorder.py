@@ -19,6 +19,7 @@ import socket
 import threading
 import time
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ FOLDER = "trace"
 """The folder of the trace in the directory of a run."""
 CONTROLLER = "controller"
 """The lane of the process that calls groups."""
+MEMORY = "memory"
+"""The event with the memory of a process after a call, its number [MB]."""
 SEGMENT_BYTES = 1_000_000
 FLUSH_NS = 2_000_000_000
 """[ns] ``flush_if_due`` writes the events that have been recorded for so long."""
@@ -60,7 +63,7 @@ class TraceRecorder:
         self.deferred: list[Callable[[], None]] = []
         self.ranks: dict[tuple[str, int], TraceRecorder] = {}
         self._path, self._segment = directory / f"{lane}.jsonl.gz", segment
-        self._events: list[tuple[str, int, int, int, int]] = []
+        self._events: deque[tuple[str, int, int, int, int]] = deque()
         self._flushed, self._written, self._described = now(), 0, False
         self._names: dict[str, int] = {}
         self._deflate = zlib.compressobj(6, wbits=31)
@@ -100,7 +103,7 @@ class TraceRecorder:
             for resolve in self.deferred:
                 resolve()
             self.deferred.clear()
-            events, self._events = self._events, []
+            events = [self._events.popleft() for _ in range(len(self._events))]  # others may be added meanwhile
             self._flushed = now()
             if not events or self._failed:
                 return
@@ -116,7 +119,7 @@ class TraceRecorder:
         for name, begin, end, waiting, number in events:
             columns["name"].append(names.setdefault(name, len(names)))
             columns["begin"].append(begin // 1000 - last)
-            columns["took"].append((end - begin) // 1000)
+            columns["took"].append(end // 1000 - begin // 1000)  # an event inside another stays inside
             columns["waiting"].append(waiting // 1000)
             columns["number"].append(number)
             last = begin // 1000
@@ -167,17 +170,27 @@ def recording(directory: Path | str) -> Iterator[TraceRecorder]:
     """
     lane = f"{CONTROLLER}-{os.getpid()}-{time.time_ns() // 1_000_000}"
     made = TraceRecorder(Path(directory).resolve() / FOLDER, lane, {"group": CONTROLLER, "rank": 0, "clocks": {}})
-    before = _Current.recorder
+    before, ended = _Current.recorder, threading.Event()
     set_recorder(made)
+    writer = threading.Thread(target=_write_until, args=(made, ended), name="trace", daemon=True)
+    writer.start()
     try:
         yield made
     except BaseException as error:
         made.mark(f"failure {type(error).__name__}")
         raise
     finally:
+        ended.set()
+        writer.join()
         for each in (made, *made.ranks.values()):
             each.flush()
         set_recorder(before)
+
+
+def _write_until(recorder: TraceRecorder, ended: threading.Event) -> None:
+    """Write the calls that are sent while the controller waits for one, for those who look at the run meanwhile."""
+    while not ended.wait(FLUSH_NS / 1e9):
+        recorder.flush_if_due()
 
 
 @contextlib.contextmanager

@@ -18,7 +18,9 @@ OFTEN = 0.75
 FEWEST_CALLS = 8
 """of at least so many calls,"""
 SHORTEST_US = 10_000
-"""and of a part of the call that takes at least so long, and a tenth of it."""
+"""and of a part of the call that takes at least so long, and a tenth of it;"""
+WORTH_US, WORTH = 2_000, 0.01
+"""and if that costs at least so much of the median call, and this share of the time of all steps."""
 COMPUTING = ("forward", "backward", "optimizer")
 """The parts of a method that are compared by themselves."""
 NOTHING_SLOW = "no rank and no link is slower than its peers"
@@ -61,7 +63,7 @@ def stragglers(trace: RunTrace) -> list[Straggler]:
     Times are those without waiting for other ranks, which all ranks of a group share. On a GPU the host does not wait:
     there all ranks that communicate take equally long, and a slow one is not found.
     """
-    found = []
+    found, steps = [], sum(step.took for step in trace.steps().values())
     for lanes in _peers(trace.ranks):
         own: dict[str, dict[tuple[str, int], dict[int, int]]] = defaultdict(lambda: defaultdict(dict))
         for index, lane in enumerate(lanes):
@@ -76,9 +78,11 @@ def stragglers(trace: RunTrace) -> list[Straggler]:
             for index, lane in enumerate(lanes):
                 others = [median(took for rank, took in call.items() if rank != index) for call in calls]
                 ratios = [call[index] / max(other, 1) - 1 for call, other in zip(calls, others, strict=True)]
+                extra = [call[index] - other for call, other in zip(calls, others, strict=True)]
                 often, slower = mean(ratio > SLOWER / 2 for ratio in ratios), median(ratios)
                 method = work.rpartition(" of ")[2]
-                if slower > SLOWER and often > OFTEN and (work != method or (index, method) not in named):
+                is_slow = slower > SLOWER and often > OFTEN and _is_worth(extra, steps)
+                if is_slow and (work != method or (index, method) not in named):
                     named.add((index, method))
                     about = lane.about
                     found.append(
@@ -126,7 +130,7 @@ def slow_links(trace: RunTrace) -> list[SlowLink]:
     launches: dict[object, list[TraceLane]] = defaultdict(list)
     for lane in trace.ranks:
         launches[lane.about["group"], lane.about.get("launch")].append(lane)
-    found = []
+    found, steps = [], sum(step.took for step in trace.steps().values())
     for lanes in launches.values():
         calls, links = _links(lanes)
         works = {work for work, _ in calls}
@@ -137,7 +141,7 @@ def slow_links(trace: RunTrace) -> list[SlowLink]:
                 extra = [links[members][call] - median(peer[call] for peer in peers) for call in own]
                 ratios = [each / took for each, took in zip(extra, own.values(), strict=True)]
                 often, share = mean(ratio > SLOWER / 2 for ratio in ratios), median(ratios)
-                if len(own) >= FEWEST_CALLS and share > SLOWER and often > OFTEN:
+                if len(own) >= FEWEST_CALLS and share > SLOWER and often > OFTEN and _is_worth(extra, steps):
                     ends = [lane for lane in lanes if lane.about["rank"] in members]
                     nodes = tuple(dict.fromkeys(lane.about["node"] for lane in ends))
                     labels = tuple(lane.label() for lane in ends)
@@ -212,6 +216,11 @@ def calls_of(lane: TraceLane) -> Iterator[tuple[TraceEvent, list[TraceEvent]]]:
             call = event
     if call is not None:
         yield call, inside
+
+
+def _is_worth(extra: Sequence[float], steps: int) -> bool:
+    """Return whether the time that calls take more than those of peers [us] is worth mending, beside that of steps."""
+    return median(extra) >= WORTH_US and sum(extra) >= WORTH * steps
 
 
 def _counts(calls: Sequence[dict[int, int]], whole: Iterable[dict[int, int]]) -> bool:

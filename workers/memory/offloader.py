@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
 from mcontroller.errors import ConfigError, before_changes
+from mcontroller.trace.recorder import MEMORY, recorder
 from parallel_state.communicators import Communicators
 from workers.train.state import TrainingState
 from workers.weights.offload import (
@@ -162,9 +164,12 @@ class MemoryUse:
         try:
             yield
         finally:
-            past = self._by_method.setdefault(method, {})
-            for name, value in _now().items():
+            past, used = self._by_method.setdefault(method, {}), _now()
+            for name, value in used.items():
                 past[name] = max(value, past.get(name, 0.0))
+            if (trace := recorder()) is not None:
+                most = used.get("max_allocated_gb", used.get("resident_gb", 0.0))
+                trace.add(MEMORY, at := time.monotonic_ns(), at, round(most * _GB / 1e6))
 
     def take(self) -> dict[str, dict[str, float]]:
         """Return the measured values by method, and forget them.
