@@ -6,7 +6,8 @@ A mutation removes a collective or a scale, doubles its result, or moves its sta
 code of a function while it stays in place. Prints for each whether verify finds it on small layouts of the two
 examples: found, equivalent (the training has the same bits), missed, or not reached by any of the layouts; and whether
 the named place is that of the changed line. In a forward pass, that is the module that ran it, or the one around it; in
-a backward pass, a module whose operation ran it; after that, what the line computes: gradients, or their norm.
+a backward pass, a module whose operation ran it, and that operation; after that, what the line computes: gradients, or
+their norm. An error names the function of the line, or that module or operation.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ class Reached:
 
     def __init__(self) -> None:
         self.modules: list[str] | None = None
-        self.during = "forward"
+        self.during, self.operation = "forward", ""
 
     def __call__(self) -> None:
         if self.modules is None:
@@ -100,8 +101,10 @@ class Reached:
             while not found and frame is not None:
                 operations = [each for each in frame.f_locals.values() if isinstance(each, Operation)]
                 found = next((getattr(each, "called_by", []) for each in operations), [])
-                self.during, frame = "backward", frame.f_back
-            self.modules, self.during = found, self.during if found else "after"
+                self.operation = next((each.name().removesuffix("Backward") for each in operations), "")
+                frame = frame.f_back
+            self.modules = found
+            self.during = "backward" if self.operation else "forward" if found else "after"
 
 
 def modules_of(frame: FrameType | None) -> list[str]:
@@ -319,23 +322,32 @@ def clean(verifier: Verifier, text: str) -> Outcome:
 
 
 def place_is_right(outcome: Outcome, mutation: Mutation, reached: Reached, sources: Mapping[str, str]) -> str:
-    """Return the pass in which a line ran, and whether the report names its place."""
+    """Return the pass in which a line ran, or that an error ended it, and whether the report names its place."""
+    place, modules, during = outcome.place, reached.modules or [], reached.during
+    names = [] if place is None else [place.source, *(each.partition("(")[2] for each in place.computed_by)]
+    named = [each.split(",")[0] for each in names]
+    around = "" if place is None else sources.get(place.module.rpartition(".")[0], "").split(",")[0]
+    is_right = any(each in modules[:2] for each in named) or around in modules[:1]
     if outcome.failure is not None:
-        return "[error]"
-    place, modules = outcome.place, reached.modules or []
-    if reached.during == "after":
+        during, function = "error", mutation.function.rpartition(".")[2]
+        texts = [
+            f"{mutation.module.replace('.', '/')}.py:\\d+ in {function}\n",
+            f"Function {reached.operation}Backward",
+        ]
+        texts += [f"\nin \\S+ \\({each}," for each in modules[:2]]
+        is_right = is_right or any(re.search(each, outcome.failure + "\n") for each in texts)
+    elif during == "after":
         kinds = {each.kind for each in outcome.differences}
         of_gradient = bool({"gradient", "buffer"} & kinds)
         in_loss = place is not None and not place.computed_by and place.direction == "backward"
         is_right = in_loss if "schedules" in mutation.module else place is None and of_gradient
         if "clip_grads" in mutation.module or "param_sync" in mutation.function:
             is_right = place is None and not of_gradient
-    else:
-        names = [] if place is None else [place.source, *(each.partition("(")[2] for each in place.computed_by)]
-        named = [each.split(",")[0] for each in names]
-        around = "" if place is None else sources.get(place.module.rpartition(".")[0], "").split(",")[0]
-        is_right = any(each in modules[:2] for each in named) or around in modules[:1]
-    return f"[{reached.during}]" if is_right else f"[{reached.during}, ELSEWHERE: {modules[:2]}]"
+    elif during == "backward":
+        is_right = (
+            is_right and place is not None and any(f" {reached.operation} at " in each for each in place.computed_by)
+        )
+    return f"[{during}]" if is_right else f"[{during}, ELSEWHERE: {modules[:2]} {reached.operation}]"
 
 
 def main() -> None:
@@ -355,7 +367,8 @@ def main() -> None:
     programs["gpt"] = load_program(f"{HERE / 'gpt'}.py:program")  # four layers, for interleaved stages
     verifiers = {name: Verifier(program) for name, program in programs.items()}
     for verifier in verifiers.values():
-        verifier.records(1)  # of one process without a mutation
+        for step in (1, 2):
+            verifier.records(step)  # of one process without a mutation
     began, results, places_found = time.perf_counter(), Counter(), Counter()
     reached = reaching(found, verifiers)
     for mutation in found:

@@ -18,6 +18,7 @@ from mcontroller.verify.program import Program
 from mcontroller.verify.recording import ModuleCall, StepRecords, record_step
 from mcontroller.verify.training import training_of
 from parallel_state.simulated import CommunicationTrace, Transfer, run_ranks
+from parallel_state.simulated.trace import LinesOfOperations
 
 _Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -31,10 +32,10 @@ class _Recorded:
     first: int
     count: int
     records: StepRecords
-    gradients: dict[str, _Pair]  # the finalized ones and those of one process, by name
-    missing_marks: dict[str, str]  # by name, if the sum over tp is missing
-    ended: int  # the number of calls in the trace of the ranks when the gradients were finalized
     positions: list[torch.Tensor]  # of its micro-batches, if the program says which tokens a rank has
+    gradients: dict[str, _Pair] = dataclasses.field(default_factory=dict)  # finalized, and of one process, by name
+    missing_marks: dict[str, str] = dataclasses.field(default_factory=dict)  # by name, if the sum over tp is missing
+    ended: int = 0  # the number of calls in the trace of the ranks when the gradients were finalized
 
 
 @dataclasses.dataclass
@@ -59,11 +60,7 @@ class Located:
 
 def record_reference(program: Program, reference: OneProcess, step: int) -> StepRecords:
     """Return what the modules of one process compute in a step, counted from 1."""
-    trace = CommunicationTrace()
-    rank = run_ranks(
-        ONE_PROCESS.layout, lambda: _record_rank(program, ONE_PROCESS, reference, step, trace), trace=trace
-    )[0]
-    return rank.records
+    return _record_ranks(program, ONE_PROCESS, reference, step, CommunicationTrace())[0].records
 
 
 def locate(
@@ -76,11 +73,13 @@ def locate(
         variant: the layout.
         reference: the training of one process.
         true: what its modules compute in the step.
-        differences: those of the step.
+        differences: those of the step; empty if an error ended the training in its first step.
     """
-    step = differences[0].step
+    step = differences[0].step if differences else 1
     trace = CommunicationTrace(values=True)
-    ranks = run_ranks(variant.layout, lambda: _record_rank(program, variant, reference, step, trace), trace=trace)
+    ranks = _record_ranks(program, variant, reference, step, trace, fails=not differences)
+    if len(ranks) < variant.layout.world_size:
+        return Located(None, {})
     search = _Search(program, variant, reference, step, true, ranks, list(trace))
     gradients = [each for each in differences if each.kind == "gradient"]
     notes = {(each.rank, each.name): search.note_of_gradient(each.rank, each.name) for each in gradients}
@@ -88,28 +87,52 @@ def locate(
     return Located(place, notes, () if place or not gradients else search.finalized_by(gradients[0].rank))
 
 
+def _record_ranks(
+    program: Program,
+    variant: Variant,
+    reference: OneProcess,
+    step: int,
+    trace: CommunicationTrace,
+    fails: bool = False,
+) -> list[_Recorded]:
+    """Train all ranks up to a step, and record it; up to an error if the training ends with one."""
+    ranks: list[_Recorded] = []
+    try:
+        run_ranks(variant.layout, lambda: _record_rank(program, variant, reference, step, trace, ranks), trace=trace)
+    except Exception:
+        if not fails:
+            raise
+    return sorted(ranks, key=lambda each: each.rank)
+
+
 def _record_rank(
-    program: Program, variant: Variant, reference: OneProcess, step: int, trace: CommunicationTrace
-) -> _Recorded:
-    """Train this rank up to a step, and record it."""
+    program: Program,
+    variant: Variant,
+    reference: OneProcess,
+    step: int,
+    trace: CommunicationTrace,
+    ranks: list[_Recorded],
+) -> None:
+    """Train this rank up to a step, and record it: add it to the ranks before the step."""
     training = training_of(program.recorded(), variant, reference.dtype, reference.start)
     for index in range(step - 1):
         training.forward_backward(index)
         training.update(index)
-    records = record_step(training.models, trace)
-    values = training.forward_backward(step - 1)
-    ended = len(trace)
+    own = training.micro_batches(step - 1)
+    first, count = own[0] - program.micro_batches * (step - 1), len(own) // variant.merged
+    positions = [] if program.positions is None else [program.positions(index) for index in own]
+    found = _Recorded(*here(variant), first, count, record_step(training.models, trace), positions)
+    ranks.append(found)
+    with LinesOfOperations():
+        values = training.forward_backward(step - 1)
+    found.ended = len(trace)
     true = reference.steps[step - 1].gradients
-    pairs = {
+    found.gradients = {
         each.name: (gradient[0].clone(), each.of(true).reshape(-1)[gradient[1]])
         for each, gradient in zip(training.named, values.gradients, strict=True)
         if gradient is not None
     }
-    own = training.micro_batches(step - 1)
-    first, count = own[0] - program.micro_batches * (step - 1), len(own) // variant.merged
-    marks = {each.name: missing_mark(each, variant) for each in training.named}
-    positions = [] if program.positions is None else [program.positions(index) for index in own]
-    return _Recorded(*here(variant), first, count, records, pairs, marks, ended, positions)
+    found.missing_marks = {each.name: missing_mark(each, variant) for each in training.named}
 
 
 class _Search:

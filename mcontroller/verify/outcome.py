@@ -89,7 +89,7 @@ class Outcome:
         layout: its text.
         ranks: the number of ranks.
         differences: all differences of the first step that has one.
-        place: where they begin; None if they are equal, or if no activation differs.
+        place: where they begin, before an error too; None if they are equal, or if no activation differs.
         failure: the error that ended the training in this layout; None if it ended as it should.
         largest: the largest relative difference of all compared values, within the tolerance or not.
         seconds: the time that it took.
@@ -127,10 +127,8 @@ class Outcome:
         return str((noted or self.differences)[0]) if self.differences else ""
 
     def lines(self) -> list[str]:
-        """Return the differences, one line for each kind, and the place."""
-        if self.failure is not None:
-            return self.failure.splitlines()
-        found = []
+        """Return the error or the differences, one line for each kind, and the place."""
+        found = [] if self.failure is None else self.failure.splitlines()
         for kind in dict.fromkeys(each.kind for each in self.differences):
             of_kind = [each for each in self.differences if each.kind == kind]
             names = list(dict.fromkeys(each.name for each in of_kind))

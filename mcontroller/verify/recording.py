@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from parallel_state.simulated import CommunicationTrace
+from parallel_state.simulated.trace import line_of_operation
 
 _LAYER = re.compile(r"(.*\blayers)\.(\d+)(.*)")
 
@@ -31,7 +32,7 @@ class StepRecords:
         ended: the same when the call began, and when it returned.
         computed: the same when the gradient of a call's output was computed.
         consumers: call -> the modules that got its output, in whose backward pass its gradient is computed, each with
-            the operations that do it.
+            the operations that do it and their lines.
         containers: the names of the modules that contain all layers of a stage, whose output other stages do not have.
     """
 
@@ -57,7 +58,7 @@ def record_step(models: Sequence[torch.nn.Module], trace: CommunicationTrace) ->
         current = _MicroBatch(records, trace)
         model.register_forward_pre_hook(current.begin)
         for path, module in model.named_modules():
-            name = _name(model, path)
+            name = module_name(model, path)
             records.sources[name] = source_of(module)
             if _has_layers(module):
                 records.containers.add(name)
@@ -101,16 +102,15 @@ class _MicroBatch:
 
     def _add_consumer(self, name: str, node: Any) -> None:
         """Add the operations between the output of a module and the outputs that it got."""
-        found, producers, left = {node}, set(), [node]
+        found, producers, left = [node], set(), [node]
         while left:
             for each, _ in left.pop().next_functions:
                 if each in self._nodes:
                     producers.add(self._nodes[each])
-                elif each is not None and each not in found:
-                    found.add(each)
+                elif each is not None and each not in found and "Accumulate" not in each.name():
+                    found.append(each)
                     left.append(each)
-        own: list[Any] = [each for each in found if isinstance(each, torch.autograd.function.BackwardCFunction)]
-        operations = tuple(sorted({each.name().removesuffix("Backward") for each in own or found}))
+        operations = tuple(dict.fromkeys(map(_operation, found)))
         for producer in producers:
             self._records.consumers.setdefault(producer, []).append((name, operations))
 
@@ -119,7 +119,17 @@ class _MicroBatch:
         self._records.computed[call] = len(self._trace)
 
 
-def _name(model: Any, path: str) -> str:
+def _operation(node: Any) -> str:
+    """Return the name of an operation, and the line of its backward pass, or that which called it."""
+    name = re.sub(r"Backward\d*$", "", node.name())
+    if isinstance(node, torch.autograd.function.BackwardCFunction):
+        code = type(node)._forward_cls.backward.__code__  # type: ignore[attr-defined]
+        return f"{name} at {path_text(code.co_filename)}:{code.co_firstlineno} in backward"
+    line = line_of_operation(node)
+    return f"{name} at {line}" if line else name
+
+
+def module_name(model: Any, path: str) -> str:
     """Return the name of a module, its layer counted over the whole model; the class for the model itself."""
     found = _LAYER.match(path)
     if found:
@@ -139,6 +149,11 @@ def source_of(module: torch.nn.Module) -> str:
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     if code is None:
         return type(module).__name__
-    installed = code.co_filename.rpartition("/site-packages/")[2]
-    relative = os.path.relpath(installed) if installed == code.co_filename else installed
-    return f"{type(module).__name__}, {installed if relative.startswith('..') else relative}:{code.co_firstlineno}"
+    return f"{type(module).__name__}, {path_text(code.co_filename)}:{code.co_firstlineno}"
+
+
+def path_text(file: str) -> str:
+    """Return the path of a file as reports have it."""
+    installed = file.rpartition("/site-packages/")[2]
+    relative = os.path.relpath(installed) if installed == file else installed
+    return installed if relative.startswith("..") else relative

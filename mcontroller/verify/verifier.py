@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import sys
 import time
 import traceback
@@ -14,7 +15,9 @@ from pathlib import Path
 from pickle import UnpicklingError
 
 import torch
+import typing_extensions
 
+import parallel_state
 from mcontroller.verify.comparing import (
     OneProcess,
     RankReport,
@@ -38,13 +41,15 @@ from mcontroller.verify.locating import locate, record_reference
 from mcontroller.verify.outcome import Difference, LayoutDiffers, Outcome
 from mcontroller.verify.precision import in_float64
 from mcontroller.verify.program import Program, VerifyError
-from mcontroller.verify.recording import StepRecords
+from mcontroller.verify.recording import StepRecords, module_name, path_text, source_of
 from mcontroller.verify.seeds import wrong_seeds
 from mcontroller.verify.training import config_for
 from mcontroller.verify.weights import ModelTensors
 from parallel_state import cpu
 from parallel_state.simulated import run_ranks
 
+_DECORATORS = typing_extensions.__file__  # of functions of torch
+_NOT_OF_A_PROGRAM = (*(f"{Path(each.__file__ or '').parent}{os.sep}" for each in (torch, parallel_state)), _DECORATORS)
 _FINITE = sys.float_info.max  # the error of a value that is not finite is larger
 
 
@@ -167,6 +172,9 @@ class Verifier:
             raise
         except Exception as error:  # whatever the program raises: the report names it, and other layouts go on
             outcome.failure = _failure_text(error)
+            if self.locates and dtype == self._dtype:
+                with self._precision():
+                    outcome.place = locate(self.program, variant, self.reference, self.records(1), ()).place
         outcome.seconds = time.perf_counter() - began
         return outcome
 
@@ -273,7 +281,22 @@ def _largest(reports: list[RankReport]) -> dict[str, float]:
 
 
 def _failure_text(error: Exception) -> str:
+    """Return an error with its line, the module that ran, and its notes."""
     notes = "\n".join(getattr(error, "__notes__", ()))
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f"\nat {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    own = [each for each in frames if not each[0].f_code.co_filename.startswith(_NOT_OF_A_PROGRAM)]
+    where = "".join(f"\nat {path_text(f.f_code.co_filename)}:{line} in {f.f_code.co_name}" for f, line in own[-1:])
+    owners = [frame.f_locals.get("self") for frame, _ in frames]
+    modules = [each for each in owners if isinstance(each, torch.nn.Module)]
+    if modules:
+        where += f"\nin {_path_of(modules)} ({source_of(modules[-1])})"
     return f"{type(error).__name__}: {error}{where}" + (f"\n{notes}" if notes else "")
+
+
+def _path_of(modules: list[torch.nn.Module]) -> str:
+    """Return the name of the last module in the outermost that has it."""
+    for model in modules:
+        for path, module in model.named_modules():
+            if module is modules[-1] and path.removeprefix("module"):
+                return module_name(model, path).removeprefix("module.")
+    return type(modules[-1]).__name__

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -195,7 +196,10 @@ def test_a_gradient_is_located_between_two_modules_and_its_collectives(gpt: Veri
     assert collective.startswith("all_reduce over tp at megatron/core/tensor_parallel/layers.py:")
     (operation,) = outcome.place.computed_by
     assert operation.startswith("output_layer (ColumnParallelLinear, megatron/core/tensor_parallel/layers.py:")
-    assert operation.endswith("): LinearWithGradAccumulationAndAsyncCommunication")
+    line = doubled.__code__.co_firstlineno
+    assert operation.endswith(
+        f"): LinearWithGradAccumulationAndAsyncCommunication at {os.path.relpath(__file__)}:{line} in backward"
+    )
     assert outcome.lines()[-2:] == [
         f"computed by {operation}",
         f"since the last gradient that is right: {collective}",
@@ -222,6 +226,14 @@ def test_an_error_in_one_layout_is_its_outcome(gpt: Verifier) -> None:
 
     outcome = found(gpt, "dp=2", finalizing, "_allreduce_word_embedding_grads", diverging)
     assert outcome.failure is not None and outcome.failure.startswith("Deadlock: ranks wait for each other")
+
+
+def test_an_error_is_located_where_the_values_before_it_differ(gpt: Verifier) -> None:
+    outcome = found(gpt, "tp=2,sp", layers, "reduce_scatter_to_sequence_parallel_region", unchanged)
+    assert outcome.failure is not None and outcome.place is not None
+    module = next(line for line in outcome.lines() if line.startswith("in "))
+    assert module.startswith("in decoder.layers.0 (TransformerLayer, megatron/core/transformer/")
+    assert (outcome.place.direction, outcome.place.module) == ("forward", "embedding.word_embeddings")
 
 
 def test_verify_layout_raises_with_the_differences() -> None:
