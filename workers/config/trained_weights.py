@@ -14,6 +14,7 @@ from mcontroller.config.checks import close_names
 from mcontroller.errors import ConfigError
 from workers.config.lora import LoraConfig
 from workers.config.model import ModelConfig
+from workers.weights.hf.config import read_config
 from workers.weights.hf.family import MODEL_FAMILIES, ModelFamily, hf_names_of, matching_family
 
 _LINEAR = re.compile(r"(decoder\.layers\.\d+\.(?:self_attention|mlp)\.[\w.]*?)(linear_\w+)\.weight(\d*)")
@@ -107,6 +108,8 @@ def model_family_of(model: ModelConfig) -> ModelFamily | None:
     """Return the family that a model names; if it names none, the first that is built like it, if any is."""
     if model.family is not None:
         return MODEL_FAMILIES.get_or_raise(model.family, "model.family")
+    if model.provider == "bridge":
+        return MODEL_FAMILIES.get(str(read_config(str(model.hf_path)).get("model_type")))
     return matching_family({name: getattr(model, name) for name in ("add_qkv_bias", "qk_layernorm", "num_moe_experts")})
 
 

@@ -10,6 +10,7 @@ layer   A ``[rank, in]``                   B ``[out, rank]``                   b
 ======  =================================  ==================================  =====================================
 column  whole                              divided by rows                     gathered (sp), or its gradient summed
 row     divided by columns                 whole                               summed, or reduced and scattered (sp)
+whole   whole                              whole                               nothing (down-projections of MLA)
 ======  =================================  ==================================  =====================================
 
 What travels has the width of the rank. Under sequence parallelism, the gradient of the whole factor is of this rank's
@@ -58,7 +59,8 @@ class Adapter(nn.Module):
     Attributes:
         target: as passed.
         group: the ranks that one of the factors is divided over.
-        split: the dim of the divided factor: 0 of B for a column-parallel layer, 1 of A for a row-parallel one.
+        split: the dim of the divided factor: 0 of B for a column-parallel layer, 1 of A for a row-parallel one; None if
+            every tp rank has the whole layer.
         numbers: of the experts in the whole model; [None] if the layer is not of experts.
     """
 
@@ -73,7 +75,8 @@ class Adapter(nn.Module):
     ) -> None:
         super().__init__()
         self.target, self.rank, self.scale, self.dropout = target, lora.rank, lora.scale, lora.dropout
-        self.split = 1 if "RowParallel" in type(layer).__name__ else 0
+        kind = type(layer).__name__
+        self.split = 1 if "RowParallel" in kind else 0 if "ColumnParallel" in kind else None
         self.group = pg.expt_tp if target.experts else pg.tp
         self.expert_replicas = pg.expt_dp if target.experts else None
         local = layer.num_gemms if target.experts else 1
@@ -114,8 +117,8 @@ class Adapter(nn.Module):
 
     @property
     def divided(self) -> str:
-        """The factor that is divided, ``A`` or ``B``."""
-        return "A" if self.split else "B"
+        """The factor that is divided, ``A`` or ``B``; empty if neither is."""
+        return "" if self.split is None else "BA"[self.split]
 
     def a(self, pair: int, number: int | None) -> Tensor:
         """Return A of a pair ``[rank, in]``, of the expert with this number; None if the layer is not of experts."""
@@ -157,7 +160,9 @@ class Adapter(nn.Module):
             return self.scale * torch.cat(outputs)
         a, b = self.both(None)
         narrow = linear(inputs, a)
-        if self.split == 0 and self.sequence_parallel:
+        if self.split is None:
+            pass
+        elif self.split == 0 and self.sequence_parallel:
             narrow = gather_from_sequence_parallel_region(narrow, group=self.group)
         elif self.split == 0:
             narrow = copy_to_tensor_model_parallel_region(narrow, group=self.group)
@@ -242,7 +247,15 @@ class Adapters(nn.Module):
         for index, number in enumerate(adapter.numbers):
             suffix = "weight" if number is None else f"weight{index}"
             self._by_weight[f"{local_name}.{suffix}"] = adapter, number
-        layer.register_forward_hook(self._adding(adapter))
+        if hasattr(layer, "post_layernorm"):  # of Gemma, inside of the layer
+            inputs: list[Tensor] = []
+            layer.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+            layer.post_layernorm.register_forward_pre_hook(lambda _, args: self._sum(adapter, args[0], inputs.pop()))
+        else:
+            layer.register_forward_hook(self._adding(adapter))
+
+    def _sum(self, adapter: Adapter, output: Tensor, inputs: Tensor) -> Tensor:
+        return output + adapter(inputs) if self.enabled else output
 
     def _adding(self, adapter: Adapter) -> Callable[..., Any]:
         def hook(layer: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Any]) -> tuple[Tensor, Any] | None:
@@ -275,7 +288,7 @@ class Adapters(nn.Module):
             if not isinstance(adapter, Adapter):
                 continue
             own = dict(adapter.named_parameters())
-            axes = {each: adapter.split for each in own if each[0] == adapter.divided}
+            axes = {each: adapter.split for each in own if each[0] == adapter.divided and adapter.split is not None}
             tensors = make_sharded_tensors_for_checkpoint(
                 own, f"{prefix}{name}.", axes, tp_group=adapter.group, dp_cp_group=replicas
             )
@@ -294,8 +307,8 @@ def _input_of_product(layer: Any, hidden: Tensor) -> Tensor:
     config = get_model_config(layer)
     scale = weight + 1 if config.layernorm_zero_centered_gamma else weight
     if config.normalization == "RMSNorm":
-        return rms_norm(hidden, scale.shape, scale, config.layernorm_epsilon)
-    return layer_norm(hidden, scale.shape, scale, layer.layer_norm_bias, config.layernorm_epsilon)
+        return rms_norm(hidden, scale.shape, scale, layer.eps)
+    return layer_norm(hidden, scale.shape, scale, layer.layer_norm_bias, layer.eps)
 
 
 def adapters_of(chunks: Sequence[Any]) -> list[Adapters]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,8 +15,7 @@ from workers.config.model import ModelConfig
 from workers.config.trained_weights import adapter_target, trains
 from workers.lora.adapters import Adapter, Adapters
 from workers.lora.peft_files import load_adapter
-from workers.weights.hf.family import hf_names_of
-from workers.weights.hf.names import model_family
+from workers.weights.hf.names import weight_names
 from workers.weights.shards import named_shards
 
 
@@ -39,35 +38,37 @@ def choose_trained_weights(
     """
     if model.lora is None and not model.freeze and not model.train_only:
         return
-    family = model_family(chunks)
+    names_of = weight_names(chunks)
     for shard in named_shards(chunks, context):
         head = value_head and shard.name.startswith("output_layer.")
-        shard.param.requires_grad_(head or trains(model, shard.name, hf_names_of(family, shard.name)))
+        shard.param.requires_grad_(head or trains(model, shard.name, names_of(shard.name)))
     for chunk in chunks:
         if model.lora is not None:
-            _add_adapters(chunk, model, context, family)
+            _add_adapters(chunk, model, context, names_of)
         _start_backward_pass(chunk)
     if model.lora is not None and model.lora.path is not None:
         load_adapter(chunks, model)
 
 
-def _add_adapters(chunk: Any, model: ModelConfig, context: MegatronContext, family: Any) -> None:
+def _add_adapters(
+    chunk: Any, model: ModelConfig, context: MegatronContext, names_of: Callable[[str], tuple[str, ...]]
+) -> None:
     config, lora = chunk.config, model.lora
     assert lora is not None
     adapters = Adapters(lora.dropout)
     for position, block in enumerate(chunk.decoder.layers):
         for inside, layer in block.named_modules():
-            if not any(kind in type(layer).__name__ for kind in ("ColumnParallel", "RowParallel")):
+            if not inside.rpartition(".")[2].startswith("linear_"):
                 continue
             name = f"decoder.layers.{block.layer_number - 1}.{inside}"
             experts = hasattr(layer, "num_gemms")
             weight = f"{name}.weight0" if experts else f"{name}.weight"
-            hf_names = [each.removesuffix(".weight") for each in hf_names_of(family, weight)]
+            hf_names = [each.removesuffix(".weight") for each in names_of(weight)]
             gated = config.gated_linear_unit or not name.endswith(".linear_fc1")
             target = adapter_target(lora, name, hf_names if gated else [])
             if target is None:
                 continue
-            _check_layer(layer, name)
+            _check_layer(layer, name, config)
             heights = _heights(layer.weight0 if experts else layer.weight, len(target.pieces), config)
             adapters.add(
                 Adapter(target, layer, heights, lora, config, context.pg), layer, f"decoder.layers.{position}.{inside}"
@@ -77,12 +78,13 @@ def _add_adapters(chunk: Any, model: ModelConfig, context: MegatronContext, fami
     chunk.lora = adapters.train(chunk.training)
 
 
-def _check_layer(layer: Any, name: str) -> None:
+def _check_layer(layer: Any, name: str, config: Any) -> None:
     """Raise ConfigError for a linear layer that does not compute as the adapter expects."""
-    if ".local_experts." in name or getattr(layer, "gather_output", False) or getattr(layer, "expert", False):
+    gated = name.endswith(".linear_qkv") and getattr(config, "attention_output_gate", False)
+    if gated or ".local_experts." in name or getattr(layer, "gather_output", False) or getattr(layer, "expert", False):
         raise ConfigError(
             f"model.lora: {name} is a layer that adapters are not computed for ({type(layer).__name__}, a single "
-            "expert's or with gathered output): exclude it with model.lora.exclude",
+            "expert's, with gathered output, or with a gate of attention): exclude it with model.lora.exclude",
             key="model.lora.exclude",
             value=name,
         )

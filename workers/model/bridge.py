@@ -8,6 +8,8 @@ model family.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
 import importlib
 import importlib.util
@@ -26,14 +28,21 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
 from mcontroller.errors import ConfigError, DataError
+from parallel_state.agreement import all_gather_values
 from parallel_state.megatron import MegatronContext
 from workers.config import ModelConfig, ParallelConfig
 from workers.config.fit import padded_vocab_size
+from workers.lora.adapters import Adapters
 from workers.model.local_spec import block_spec
 from workers.model.transformer_config import checked_fields, parallel_fields
+from workers.model.value_head import ValueHead
+from workers.weights.hf.config import read_config
+from workers.weights.hf.family import ModelFamily
 from workers.weights.hf.fields import INERT
+from workers.weights.hf.files import WeightFiles
 from workers.weights.hf.hub import local_directory
 from workers.weights.hf.model import CheckpointTensors
+from workers.weights.hf.names import OUTPUT_LAYER
 from workers.weights.resharding import BucketMemory, Wanted
 from workers.weights.resharding_schedule import TensorInBucket
 from workers.weights.shards import WeightShard
@@ -69,21 +78,20 @@ class BridgeModel:
         model: ``hf_path``, ``dtype``, dropout and ``transformer`` are used; all else is in ``config.json``.
         parallel: the axes.
         context: the layout that the model is built in.
-        value_head: must be False.
+        value_head: whether the model gets a value head, for which its output layer is not that of its embedding.
 
     Attributes:
         unread: the keys of ``config.json`` that change what a model computes, and that Bridge has not read.
 
     Raises:
         ConfigError: Bridge is not installed, or does not have the model; a field of ``model.transformer`` is unknown;
-            or the model needs what is not supported: a value head, adapters, or layers of Transformer Engine where
-            there is none.
+            or the model needs layers of Transformer Engine where there is none.
     """
 
     def __init__(
         self, model: ModelConfig, parallel: ParallelConfig, context: MegatronContext, value_head: bool
     ) -> None:
-        _check(model, value_head)
+        _check_installed()
         self.bridge = _opened(local_directory(str(model.hf_path)))
         self.config, self.unread = _recorded(self.bridge, Path(local_directory(str(model.hf_path))))
         dtype = getattr(torch, model.dtype)
@@ -100,6 +108,9 @@ class BridgeModel:
             "attention_dropout": model.attention_dropout,
             "hidden_dropout": model.hidden_dropout,
         }
+        if value_head:
+            fields["share_embeddings_and_output_weights"] = False
+        self.value_head = value_head
         if not (torch.cuda.is_available() and _has_engine()):
             fields |= _WITHOUT_ENGINE
         set_elsewhere = dict.fromkeys(fields.keys() - _ALWAYS.keys() - _WITHOUT_ENGINE.keys(), "model.* and parallel.*")
@@ -124,7 +135,7 @@ class BridgeModel:
                 key="model.provider",
                 value="bridge",
             )
-        chunk.bridge = BridgeWeights(self.bridge)
+        chunk.bridge = BridgeWeights(self.bridge, self.value_head)
         return chunk
 
 
@@ -133,32 +144,76 @@ class BridgeWeights:
 
     Args:
         bridge: Bridge's own object for the checkpoint.
+        value_head: whether the model ends in a value head.
+
+    Attributes:
+        value_head: as passed.
     """
 
-    def __init__(self, bridge: Any) -> None:
-        self._bridge = bridge
+    def __init__(self, bridge: Any, value_head: bool) -> None:
+        self._bridge, self.value_head = bridge, value_head
         self._parts: list[WeightShard] = []
 
-    def load(self, chunks: Sequence[nn.Module]) -> None:
-        """Fill the chunks from the checkpoint.
+    def load(self, chunks: Sequence[nn.Module]) -> frozenset[str]:
+        """Fill the chunks from the checkpoint, and return the names of tensors left out, as ``load_hf``.
 
         Raises:
             DataError: Bridge cannot: a tensor is missing, or has another shape.
         """
+        path = str(self._bridge.hf_pretrained.model_name_or_path)
         _register_classes(chunks)
         try:
-            self._bridge.load_hf_weights(list(chunks))
+            with _without_own_modules(chunks):
+                self._bridge.load_hf_weights(list(chunks))
         except (AssertionError, AttributeError, KeyError, RuntimeError, ValueError) as error:
-            path = self._bridge.hf_pretrained.model_name_or_path
-            raise DataError(f"Megatron-Bridge cannot load {path}: {error}", path=str(path)) from error
+            raise DataError(f"Megatron-Bridge cannot load {path}: {error}", path=path) from error
+        if not self.value_head:
+            return frozenset()
+        files = WeightFiles(Path(path))
+        if ModelFamily.value_head not in files.names:
+            return frozenset({OUTPUT_LAYER})
+        for head in _value_heads(chunks):
+            if files.shape(ModelFamily.value_head) != tuple(head.weight.shape):
+                shape = list(files.shape(ModelFamily.value_head))
+                text = f"{ModelFamily.value_head} at {path} is {shape}, the model's is {list(head.weight.shape)}"
+                raise DataError(text, path=path)
+            head.weight.data.copy_(files.read(ModelFamily.value_head, None, 0, 0))
+        return frozenset()
+
+    def names(self, chunks: Sequence[nn.Module]) -> Callable[[str], tuple[str, ...]]:
+        """Return what maps Megatron's name of a weight to those of its tensors in the files; see ``hf_names_of``."""
+        found: dict[str, tuple[str, ...]] = {}
+        for task in filter(None, self._tasks(chunks)):
+            names = task.mapping.hf_param
+            found[task.global_param_name] = (names,) if isinstance(names, str) else tuple(names.values())
+        return lambda name: found.get(name, ())
+
+    def _tasks(self, chunks: Sequence[nn.Module]) -> list[Any]:
+        _register_classes(chunks)
+        with _without_own_modules(chunks):
+            tasks: list[Any] = self._bridge.get_conversion_tasks(list(chunks))
+        return tasks
 
     def exported(self, chunks: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
-        """Iterate over all tensors of the whole model under their names in the files, on every rank."""
+        """Iterate over all tensors of the whole model under their names in the files, on every rank.
+
+        Weights have the adapters merged that are enabled.
+        """
         chunk = unwrap_model(chunks[0])
-        _register_classes(chunks)
-        for name, tensor in self._bridge.export_hf_weights(list(chunks), cpu=False, show_progress=False):
+        tasks = self._tasks(chunks)
+        for name, tensor in self._bridge.export_hf_weights(
+            list(chunks),
+            cpu=False,
+            show_progress=False,
+            merge_adapter_weights=False,
+            conversion_tasks=(_merged(task, chunks) for task in tasks),
+        ):
             padded = name.endswith(_OF_VOCABULARY) and len(tensor) == chunk.vocab_size
             yield name, tensor[: chunk.unpadded_vocab_size] if padded else tensor
+        if self.value_head:
+            own = next((head.weight.detach().cpu() for head in _value_heads(chunks)), None)
+            head = next(each for each in all_gather_values(own) if each is not None)
+            yield ModelFamily.value_head, head.to(torch.cuda.current_device())
 
     def tensors(self, chunks: Sequence[nn.Module], bucket_bytes: int) -> BridgeTensors:
         """Return the tensors for refit, engines and export, to be read as often as they change."""
@@ -202,19 +257,43 @@ class BridgeTensors(CheckpointTensors):
                 pass
 
 
-def _check(model: ModelConfig, value_head: bool) -> None:
-    key, value = "model.provider", "bridge"
+def _check_installed() -> None:
     if importlib.util.find_spec("megatron.bridge") is None:
         raise ConfigError(
             "model.provider is 'bridge', and megatron-bridge is not installed: install mcontroller[bridge] with Python "
             "3.12 (docs/models.md), or set model.provider=native",
-            key=key,
-            value=value,
+            key="model.provider",
+            value="bridge",
         )
-    unsupported = {"value head": value_head, "model.lora": model.lora is not None}
-    for what, given in unsupported.items():
-        if given:
-            raise ConfigError(f"model.provider is 'bridge', which has no {what} here: set native", key=key, value=value)
+
+
+def _merged(task: Any, chunks: Sequence[nn.Module]) -> Any:
+    """Return a conversion of Bridge with the weight that has its adapter merged."""
+    if task is None or task.param_weight is None:
+        return task
+    adapters = getattr(unwrap_model(chunks[task.vp_stage]), "lora", None)
+    merge = None if adapters is None else adapters.merging(task.param_name)
+    return task if merge is None else dataclasses.replace(task, param_weight=merge(task.param_weight))
+
+
+def _value_heads(chunks: Sequence[nn.Module]) -> Iterator[ValueHead]:
+    return (module for chunk in chunks for module in chunk.modules() if isinstance(module, ValueHead))
+
+
+@contextlib.contextmanager
+def _without_own_modules(chunks: Sequence[nn.Module]) -> Iterator[None]:
+    """Context manager in which the chunks have no modules that Bridge does not know: adapters and a value head."""
+    modules = [unwrap_model(chunk)._modules for chunk in chunks]
+    kept = [dict(each) for each in modules]
+    for each in modules:
+        for name in [name for name, module in each.items() if isinstance(module, Adapters | ValueHead)]:
+            del each[name]
+    try:
+        yield
+    finally:
+        for each, before in zip(modules, kept, strict=True):
+            each.clear()
+            each.update(before)
 
 
 def _has_engine() -> bool:
@@ -232,7 +311,13 @@ def _register_classes(chunks: Sequence[nn.Module]) -> None:
 def _opened(path: str) -> Any:
     bridge = importlib.import_module("megatron.bridge").AutoBridge
     try:
-        return bridge.from_hf_pretrained(path)
+        if not str(read_config(path).get("architectures")).endswith("ForSequenceClassification']"):
+            return bridge.from_hf_pretrained(path)
+        pretrained = importlib.import_module("megatron.bridge.models.hf_pretrained.causal_lm").PreTrainedCausalLM
+        classifier = pretrained.from_pretrained(path)  # a model with a value head, built like that with logits
+        kinds = classifier.config.architectures
+        classifier.config.architectures = [each.partition("For")[0] + "ForCausalLM" for each in kinds]
+        return bridge(classifier)
     except ValueError as error:
         text = f"Megatron-Bridge has no model for {path}: {error}"
         raise ConfigError(text, key="model.hf_path", value=path) from error

@@ -24,10 +24,12 @@ from tests.workers.roles import (
     experience,
     own_shard,
 )
+from tests.workers.weights.hf_models import LATENT
 from workers.actor import ActorRolloutRefWorker
 from workers.config import ActorConfig, load_config
 from workers.lora.adapters import adapters_of
 from workers.lora.peft_files import adapter_tensors
+from workers.memory.parameters import count_parameters
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.simulated
@@ -46,9 +48,12 @@ SIZES = {
     "tie_word_embeddings": False,
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "mlp_only_layers": [1]}
+LINEARS = ("q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+LATENT_LINEARS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 FAMILIES = {
     "qwen3": lambda: transformers.Qwen3Config(**SIZES),
     "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**SIZES, **EXPERTS, norm_topk_prob=True),
+    "deepseek_v3": lambda: transformers.DeepseekV3Config(**SIZES | LATENT | {"head_dim": 4, "rms_norm_eps": 1e-3}),
 }
 SHORT = {"rollout": {"prompt_length": PROMPT, "response_length": RESPONSE}}
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -64,6 +69,8 @@ CASES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
     "experts-pp2-ep2": ("qwen3_moe", 4, {"pp": 2, "ep": 2}, {}),
     "experts-tp2-sp-ep2": ("qwen3_moe", 2, SP | {"ep": 2, "etp": 1}, {}),
     "experts-tp2-sp-etp2": ("qwen3_moe", 2, SP | {"etp": 2}, {}),
+    "latent": ("deepseek_v3", 1, {}, {}),
+    "latent-tp2-sp-pp2-ep2": ("deepseek_v3", 4, SP | {"pp": 2, "ep": 2, "etp": 1}, {}),
 }
 
 
@@ -82,8 +89,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             "peft_type": "LORA",
             "r": RANK,
             "lora_alpha": ALPHA,
-            "target_modules": ["q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
-            "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"] if "moe" in family else None,
+            "target_modules": sorted({name.split(".")[-3] for name in factors if ".experts." not in name}),
+            "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"] if family != "qwen3" else None,
         }
         (root / family / "adapter" / "adapter_config.json").write_text(json.dumps(of_peft))
     return {family: root / family for family in FAMILIES}
@@ -100,7 +107,7 @@ def random_adapter(model: Any) -> dict[str, Tensor]:
             factors[f"base_model.model.{name}.lora_{factor}.weight"] = value
 
     for name, module in model.named_modules():
-        if name.rpartition(".")[2] in ("q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"):
+        if name.rpartition(".")[2] in LINEARS + LATENT_LINEARS:
             add(name, (RANK, module.in_features), (module.out_features, RANK))
         if name.endswith(".experts"):
             for part, weight in ((".base_layer", module.gate_up_proj), ("", module.down_proj)):
@@ -184,6 +191,7 @@ def computed(path: Path, parallel: dict[str, Any], changes: dict[str, Any]) -> d
         "reference": reference.batch["ref_log_prob"] if last else None,
         "gradients": gradients,
         "norm": metrics["sft/grad_norm"],
+        "estimated": count_parameters(config.model, config.parallel, worker.context.pg.pp.rank(), trained=True),
         "trained": sum(p.numel() for chunk in worker.model for p in chunk.parameters() if p.requires_grad),
         "buffers": sum(b.numel for chunk in worker.model for b in (*chunk.buffers, *chunk.expert_parallel_buffers)),
     }
@@ -205,6 +213,7 @@ def test_adapters_compute_what_transformers_computes(case: str, checkpoints: dic
             index, size = rank["dp"]
             torch.testing.assert_close(rank["log_probs"], adapted.chunk(size)[index], atol=2e-5, rtol=0)
             torch.testing.assert_close(rank["reference"], plain.chunk(size)[index], atol=2e-5, rtol=0)
+        assert rank["estimated"].dense + rank["estimated"].expert == rank["trained"]
         assert rank["buffers"] < rank["trained"] * 1.1 + 500  # padding
     found = ranks[0]["gradients"]
     assert found.keys() == gradients.keys()

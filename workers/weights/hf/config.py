@@ -107,18 +107,24 @@ def hf_config_of(model: Any, value_head: bool = False) -> dict[str, Any]:
         ConfigError: no family is built like the model; ``key`` and ``value`` name a field that differs.
     """
     if model.provider == "bridge":
-        config = read_config(str(model.hf_path))
-        return {key: value for key, value in config.items() if key != "quantization_config"} | {
-            key: model.dtype for key in config.keys() & {"dtype", "torch_dtype"}
+        config = {key: value for key, value in read_config(str(model.hf_path)).items() if key != "quantization_config"}
+        config |= {key: model.dtype for key in config.keys() & {"dtype", "torch_dtype"}}
+        config["architectures"] = [
+            each.replace("ForSequenceClassification", "ForCausalLM") for each in config["architectures"]
+        ]
+        prefix = config["architectures"][0].partition("For")[0]
+    else:
+        family = family_of(model)
+        kept = {} if model.hf_path is None else inert_of(_config_at(model.hf_path), family)
+        config = kept | {
+            "architectures": [family.architecture + "ForCausalLM"],
+            "model_type": family.model_type,
+            **family.config_from(_fields(model)),
+            **{key: kept[key] for key in kept.keys() & {"initializer_range"}},
         }
-    family = family_of(model)
-    kept = {} if model.hf_path is None else inert_of(_config_at(model.hf_path), family)
-    config = kept | {
-        "architectures": [family.architecture + ("ForSequenceClassification" if value_head else "ForCausalLM")],
-        "model_type": family.model_type,
-        **family.config_from(_fields(model)),
-        **{key: kept[key] for key in kept.keys() & {"initializer_range"}},
-    }
+        prefix = family.architecture
+    if value_head:
+        config["architectures"] = [prefix + "ForSequenceClassification"]
     return config | ({"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}} if value_head else {})
 
 

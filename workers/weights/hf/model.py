@@ -57,8 +57,7 @@ def load_hf(
             ``differing``); or files are missing or damaged.
     """
     if (bridge := bridge_of(chunks)) is not None:
-        raise_on_every_rank(lambda: bridge.load(chunks))
-        return frozenset()
+        return raise_on_every_rank(lambda: bridge.load(chunks))
     with before_changes():
         family = raise_on_every_rank(lambda: family_at(path) or model_family(chunks))
         shards = raise_on_every_rank(lambda: hf_shards(chunks, context, family, complete=False))
@@ -182,8 +181,8 @@ def export_hf(
     """
     target, rank = Path(path), dist.get_rank()
     with before_changes():
-        if bridge_of(chunks) is not None:
-            whole, value_head = hf_whole_tensors(chunks, context), False
+        if (bridge := bridge_of(chunks)) is not None:
+            whole, value_head = hf_whole_tensors(chunks, context), bridge.value_head
         else:
             shards = raise_on_every_rank(lambda: hf_shards(chunks, context, family_of(model)))
             value_head = any(family_of(model).value_head in names for names in all_gather_values(_shapes(shards)))

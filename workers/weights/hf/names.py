@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,6 +62,12 @@ def model_family(chunks: Sequence[torch.nn.Module]) -> ModelFamily | None:
     if model_type is not None:
         return MODEL_FAMILIES.get_or_raise(model_type, "model.family")
     return matching_family(vars(get_model_config(chunks[0])))
+
+
+def weight_names(chunks: Sequence[torch.nn.Module]) -> Callable[[str], tuple[str, ...]]:
+    """Return what maps Megatron's name of a weight to the tensors that it consists of (see ``hf_names_of``)."""
+    bridge = bridge_of(chunks)
+    return partial(hf_names_of, model_family(chunks)) if bridge is None else bridge.names(chunks)
 
 
 def names_of(family: ModelFamily | None) -> Mapping[str, tuple[str, ...]]:
