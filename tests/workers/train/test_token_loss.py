@@ -162,6 +162,7 @@ def rejections() -> list[str]:
         lambda: worker.forward_backward(of_pairs(worker).slice(0, 3), loss=PAIRS),
         lambda: worker.forward_backward(experience(ROWS).union(DataProto.from_dict(ids)), loss=DISTILLATION),
         lambda: worker.forward_backward(experience(ROWS), loss=DISTILLATION),
+        lambda: worker.compute_log_prob(DataProto.from_dict(experience(ROWS).tensors(), meta_info={"row_together": 2})),
     ]
     messages = []
     for call in calls:
@@ -174,4 +175,5 @@ def rejections() -> list[str]:
 def test_what_does_not_fit_is_rejected() -> None:
     (messages,) = run_ranks(rejections, 1)
     parts = ["k is 62", "raise ppo_micro_batch_size", "2 for 3 rows", "ids up to 61", "needs the columns 'top_ids'"]
+    parts.append("meta_info['row_together'] is no setting of scoring and training; did you mean 'rows_together'?")
     assert all(part in message for part, message in zip(parts, messages, strict=True)), messages
