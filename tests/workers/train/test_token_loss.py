@@ -14,6 +14,7 @@ from mcontroller.ppo import supervised_rows
 from tests.ranks import run_ranks
 from tests.workers.roles import (
     FOR_GRADIENTS,
+    OPTIM,
     RESPONSE,
     VOCAB,
     accumulated_gradients,
@@ -21,6 +22,7 @@ from tests.workers.roles import (
     experience,
     largest_difference,
     own_shard,
+    weights,
 )
 from workers import DISTILLATION, SFT, Rule, TokenBatch, TokenLoss
 
@@ -95,6 +97,21 @@ def test_accumulated_gradients_are_the_sum_of_those_of_one_process(layout: str) 
     (policy, _), (sft, metrics) = (run_ranks(gradients, 1, case, {}, {})[0] for case in ("policy", "sft"))
     assert metrics.keys() == {"sft/loss", "sft/entropy"}
     check_layout("both", layout, ({name: policy[name] + sft[name] for name in policy}, metrics), ppo_micro_batch_size=2)
+
+
+def stepped(distributed: bool) -> dict[str, torch.Tensor]:
+    optim = OPTIM | {"warmup_steps": 0, "distributed_optimizer": distributed}
+    worker = actor({}, "actor", optim=optim, ppo_epochs=1)
+    mine = own_shard(experience(ROWS), worker)
+    worker.forward_backward(mine)
+    worker.forward_backward(supervised_rows(mine), loss=SFT, accumulate=True)
+    worker.optim_step()
+    return weights(worker)
+
+
+def test_a_step_of_accumulated_gradients_is_the_same_with_a_distributed_optimizer() -> None:
+    (expected,) = run_ranks(stepped, 1, False)
+    assert all(largest_difference(found, expected) < 1e-5 for found in run_ranks(stepped, 2, True))
 
 
 @pytest.mark.parametrize(
