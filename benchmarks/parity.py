@@ -25,22 +25,18 @@ HEAD = """# Parity of the layouts with one process
 Written by `python benchmarks/parity.py --write docs/parity.md`, which measures what
 `tests/workers/test_parity_matrix.py` asserts; megatron-core {megatron}, torch {torch}, {backend}.
 
-Every layout starts from the same weights as one process, and computes on the same {rows} rows of different lengths. The
-tables show the largest absolute differences: over all response tokens for log-probabilities (actor) and values
-(critic), over {steps} optimizer steps for both losses and both gradient norms (divided by the norm if it is above 1),
-and over all weights of both models after these steps. bfloat16 is compared with one process in bfloat16.
+Every layout starts from the weights of one process, and computes on the same {rows} rows of different lengths. The
+tables show the largest absolute differences: of log-probabilities (actor) and values (critic) of all response tokens,
+of both losses and both gradient norms (divided by the norm if it is above 1) over {steps} optimizer steps, and of all
+weights of both models after them. bfloat16 is compared with one process in bfloat16. Ratios and values are not
+clipped, since rounding moves tokens across the edge of a clip; `tests/workers/verify/` clips, in float32.
 
-Ratios and values are not clipped, since rounding moves tokens across the edge of a clip; `tests/workers/verify/` clips,
-in float32. In bfloat16 the smallest difference to expect is that of "one process, packed".
-
-Two of four experts are chosen for each token. "Decisive routers" have weights with which the id of a token determines
-its experts: with random routers, rounding in bfloat16 sends tokens to other experts.
-
-One process pads its rows and computes two at a time. "Packed" rows form one sequence without padding. "By tokens" means
-micro-batches with a limit of tokens. "Router losses" are z loss with `aux_loss` and `seq_aux_loss`, or, "by row", z
-loss with `seq_aux_loss` alone. `aux_loss` balances the rows of one micro-batch, and `global_aux_loss` those of all
-ranks so far in the step: if another layout or limit groups the rows differently, they are other losses
-(`tests/workers/train/test_router_losses.py` compares both with equal groups)."""
+"Decisive routers" have weights with which the id of a token determines its experts: with random ones, rounding in
+bfloat16 sends tokens to other experts. "Packed" rows form one sequence; otherwise two padded rows are computed at a
+time, or as many as fit into a limit of tokens ("by tokens"). "Router losses" are z loss with `aux_loss` and
+`seq_aux_loss`, or, "by row", with `seq_aux_loss` alone; `aux_loss` and `global_aux_loss` depend on how rows are
+grouped (`tests/workers/train/test_router_losses.py`).
+"""
 
 
 OF_MANY_RANKS_TEXT = """
@@ -52,14 +48,14 @@ def table(dtype: str, layouts: list[str], run: Callable[..., Any] = forking.run_
     title = f"## {dtype}: within {TOLERANCES[dtype]:g}"
     if run is not forking.run_ranks:
         title = f"## Many ranks, {dtype}: within {TOLERANCES[dtype]:g}\n{OF_MANY_RANKS_TEXT}"
-    lines = [title, "", "| layout | ranks | " + " | ".join(QUANTITIES) + " |"]
-    lines.append("|---|---:|" + "---:|" * len(QUANTITIES))
+    lines = [title, "", "| layout | " + " | ".join(QUANTITIES) + " |"]
+    lines.append("|---|" + "---:|" * len(QUANTITIES))
     passed = True
     for layout in layouts:
         found = differences(layout, dtype, run)
         passed &= all(value <= TOLERANCES[dtype] for value in found.values())
         figures = " | ".join(f"{found[quantity]:.1e}" for quantity in QUANTITIES)
-        lines.append(f"| {layout} | {(LAYOUTS | OF_MANY_RANKS)[layout].ranks} | {figures} |")
+        lines.append(f"| {layout} | {figures} |")
         print(lines[-1], file=sys.stderr)
     return "\n".join(lines), passed
 

@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from mcontroller.config.checks import check_between
 from mcontroller.data.protocol import DataProto
 from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
-from mcontroller.config.checks import check_between
 from mcontroller.errors import before_changes
 from mcontroller.ppo.agents.trajectories import TrajectoryRollout
 from mcontroller.ppo.kl import KL_ESTIMATORS

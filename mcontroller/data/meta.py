@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from mcontroller.data.columns import describe_column, same_column, same_mapping
 from mcontroller.data.tensordicts import is_tensordict_base
-from mcontroller.errors import DataError
+from mcontroller.errors import ConfigError, DataError
 
 METRICS = "metrics"
 """The key whose values are gathered instead of compared."""
@@ -23,6 +24,28 @@ ROWS_TOGETHER = "rows_together"
 _logger = logging.getLogger(__name__)
 
 _ATOMS = frozenset({str, int, float, bool, bytes, type(None)})
+
+
+def check_near_names(info: Mapping[str, Any], names: Sequence[str], what: str) -> None:
+    """Check that no key is nearly one of ``names``: it would be ignored. Other keys are the program's own.
+
+    Args:
+        info: the ``meta_info`` of a batch.
+        names: the keys that are read.
+        what: what they set, for the error.
+
+    Raises:
+        ConfigError: with the key and the nearest name.
+    """
+    for key in info:
+        close = [] if key in names else difflib.get_close_matches(str(key), names, 1, cutoff=0.8)
+        if close:
+            raise ConfigError(
+                f"meta_info[{key!r}] is no setting of {what}; did you mean {close[0]!r}? Rename the key if it is a "
+                "value of your program",
+                key=key,
+                value=info[key],
+            )
 
 
 def rows_together(info: Mapping[str, Any], rows: int) -> int:
@@ -38,8 +61,8 @@ def rows_together(info: Mapping[str, Any], rows: int) -> int:
     size = info.get(ROWS_TOGETHER, 1)
     if not isinstance(size, int) or size < 1 or rows % size:
         raise DataError(
-            f"meta_info['rows_together'] is {size!r} for {rows} rows: expected how many consecutive rows stay together, "
-            "an integer that divides the number of rows",
+            f"meta_info['rows_together'] is {size!r} for {rows} rows: expected how many consecutive rows stay "
+            "together, an integer that divides the number of rows",
             key=ROWS_TOGETHER,
             value=size,
             rows=rows,

@@ -492,9 +492,7 @@ def _partition(call: PreparedCall, batches: Mapping[Key, DataProto], rows: int, 
         padding = "repeat"
     shards = call.plan.shard_count
     together = max(rows_together(batch.meta_info, rows) for batch in batches.values())
-    return split_rows(
-        rows, shards, padding=padding, lengths=lengths, groups=groups, within=within, together=together
-    )
+    return split_rows(rows, shards, padding=padding, lengths=lengths, groups=groups, within=within, together=together)
 
 
 def _with_column(call: PreparedCall, batches: Mapping[Key, DataProto], column: str) -> DataProto:

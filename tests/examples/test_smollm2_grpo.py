@@ -35,6 +35,13 @@ def train(folder: Path, *overrides: str) -> list[dict[str, float]]:
     return [line for line in lines if "train/score" in line]
 
 
+@pytest.mark.timeout(300)
+def test_a_real_model_answers_over_three_tensor_parallel_ranks():
+    done = subprocess.run([sys.executable, "-m", "examples.smollm2"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "What is the capital of France?\n  The capital of France is Paris" in done.stdout
+
+
 @pytest.mark.timeout(900)
 def test_a_real_model_is_trained_in_bfloat16_and_exported(tmp_path):
     from safetensors.torch import load_file

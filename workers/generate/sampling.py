@@ -25,7 +25,6 @@ device and every order of the batch.
 
 from __future__ import annotations
 
-import difflib
 import numbers
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
@@ -36,6 +35,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mcontroller.data.meta import check_near_names
 from mcontroller.errors import ConfigError, DataError
 from workers.config import RolloutConfig
 
@@ -92,7 +92,7 @@ class Sampling:
                 f"generate_sequences needs {' and '.join(missing)} in meta_info, which has {sorted(meta_info)}",
                 missing=missing,
             )
-        _check_names(meta_info)
+        check_near_names(meta_info, (*_KINDS, "eos_token_id", "pad_token_id"), "generation")
         sampling = cls(
             **{name: _number(name, meta_info.get(name, getattr(config, name)), kind) for name, kind in _KINDS.items()},
             eos_token_ids=_token_ids("eos_token_id", meta_info["eos_token_id"]),
@@ -126,20 +126,6 @@ _KINDS: dict[str, type] = {
     "n": int,
     "seed": int,
 }
-
-
-def _check_names(meta_info: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a key that is nearly a setting: it would be ignored. Other keys are the program's own."""
-    names = (*_KINDS, "eos_token_id", "pad_token_id")
-    for key in meta_info:
-        close = [] if key in names else difflib.get_close_matches(str(key), names, 1, cutoff=0.8)
-        if close:
-            raise ConfigError(
-                f"meta_info[{key!r}] is no setting of generation; did you mean {close[0]!r}? Rename the key if it is a "
-                "value of your program",
-                key=key,
-                value=meta_info[key],
-            )
 
 
 def _token_ids(name: str, value: Any) -> tuple[int, ...]:

@@ -33,7 +33,7 @@ def log_probs_and_entropy(
     Args:
         hidden: ``[tokens, hidden]``, the input of the output layer; equal on all ranks of ``group``.
         project: the output layer, from ``[tokens, hidden]`` to this rank's logits ``[tokens, vocab / tp]``.
-        targets: ``[tokens]``, or ``[tokens, k]`` for several log-probabilities each; int64, ids in the whole vocabulary.
+        targets: ``[tokens]``, or ``[tokens, k]`` for several of each, int64, ids in the whole vocabulary.
         group: the ranks that the vocabulary is divided over; None if this rank has all of it.
         vocab_size: ids from this one on are padding of the vocabulary and have probability 0.
         temperature: divides the logits, as the sampler does.
@@ -97,9 +97,7 @@ def top_log_probs(
     return torch.cat(ids), torch.cat(log_probs)
 
 
-def _top_of_chunk(
-    logits: Tensor, k: int, group: dist.ProcessGroup | None, vocab_size: int
-) -> tuple[Tensor, Tensor]:
+def _top_of_chunk(logits: Tensor, k: int, group: dist.ProcessGroup | None, vocab_size: int) -> tuple[Tensor, Tensor]:
     width = logits.size(-1)
     first = 0 if group is None else group.rank() * width
     if first + width > vocab_size:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from mcontroller.errors import ConfigError, DataError
 
-
 TOP_COLUMNS = ("top_ids", "top_log_probs")
 """Columns ``[rows, response, k]``: the most likely tokens of a teacher, and their log-probabilities."""
 

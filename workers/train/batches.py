@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from mcontroller.data.meta import rows_together
+from mcontroller.data.meta import ROWS_TOGETHER, check_near_names, rows_together
 from mcontroller.errors import DataError, before_changes
 from parallel_state.agreement import raise_on_every_rank
 from workers.distinct_tokens import DistinctTokens, distinct_tokens
@@ -305,7 +305,7 @@ class RowReader:
             rows = response_batch(
                 batch, columns, method=method, **self._limits, temperature=temperature, max_response=max_response
             )
-            rows.together = rows_together(data.meta_info, len(rows))
+            rows.together = self._together(data, rows)
             if experts is not None:
                 rows.experts = experts(batch, rows)
             return rows
@@ -319,11 +319,16 @@ class RowReader:
 
         def read() -> TokenBatch:
             rows = supervised_batch(batch, method=method, **self._limits)
-            rows.together = rows_together(data.meta_info, len(rows))
+            rows.together = self._together(data, rows)
             return rows
 
         with before_changes():
             return raise_on_every_rank(read, self._group)
+
+    @staticmethod
+    def _together(data: DataProto, rows: TokenBatch) -> int:
+        check_near_names(data.meta_info, ("temperature", "adapter", ROWS_TOGETHER), "scoring and training")
+        return rows_together(data.meta_info, len(rows))
 
 
 def _left_aligned(

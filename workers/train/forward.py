@@ -64,8 +64,9 @@ def token_scores(
 ) -> Tensor:
     """Return the log-probability of every target, and the entropy of its distribution: float32 ``[2, rows, targets]``.
 
-    If ``rows`` has the column ``top_ids`` ``[rows, targets, k]``, the log-probabilities of these tokens follow. All are 0 for targets with a mask of 0 and, under context parallelism, for targets that another rank predicts. The
-    output layer runs over the other targets only. A model whose last chunk is not a ``LanguageModule`` with Megatron's
+    If ``rows`` has the column ``top_ids`` ``[rows, targets, k]``, the log-probabilities of these tokens follow. All are
+    0 for targets with a mask of 0 and, under context parallelism, for targets that another rank predicts. The output
+    layer runs over the other targets only. A model whose last chunk is not a ``LanguageModule`` with Megatron's
     ``ColumnParallelLinear`` as ``output_layer`` may compute its logits in any way: all columns are computed, and the
     targets are selected afterwards.
 

@@ -14,6 +14,7 @@ from mcontroller.ppo import supervised_rows
 from tests.ranks import run_ranks
 from tests.workers.roles import (
     FOR_GRADIENTS,
+    OPTIM,
     RESPONSE,
     VOCAB,
     accumulated_gradients,
@@ -21,6 +22,7 @@ from tests.workers.roles import (
     experience,
     largest_difference,
     own_shard,
+    weights,
 )
 from workers import DISTILLATION, SFT, Rule, TokenBatch, TokenLoss
 
@@ -97,6 +99,21 @@ def test_accumulated_gradients_are_the_sum_of_those_of_one_process(layout: str) 
     check_layout("both", layout, ({name: policy[name] + sft[name] for name in policy}, metrics), ppo_micro_batch_size=2)
 
 
+def stepped(distributed: bool) -> dict[str, torch.Tensor]:
+    optim = OPTIM | {"warmup_steps": 0, "distributed_optimizer": distributed}
+    worker = actor({}, "actor", optim=optim, ppo_epochs=1)
+    mine = own_shard(experience(ROWS), worker)
+    worker.forward_backward(mine)
+    worker.forward_backward(supervised_rows(mine), loss=SFT, accumulate=True)
+    worker.optim_step()
+    return weights(worker)
+
+
+def test_a_step_of_accumulated_gradients_is_the_same_with_a_distributed_optimizer() -> None:
+    (expected,) = run_ranks(stepped, 1, False)
+    assert all(largest_difference(found, expected) < 1e-5 for found in run_ranks(stepped, 2, True))
+
+
 @pytest.mark.parametrize(
     ("layout", "changes"),
     [
@@ -162,6 +179,7 @@ def rejections() -> list[str]:
         lambda: worker.forward_backward(of_pairs(worker).slice(0, 3), loss=PAIRS),
         lambda: worker.forward_backward(experience(ROWS).union(DataProto.from_dict(ids)), loss=DISTILLATION),
         lambda: worker.forward_backward(experience(ROWS), loss=DISTILLATION),
+        lambda: worker.compute_log_prob(DataProto.from_dict(experience(ROWS).tensors(), meta_info={"row_together": 2})),
     ]
     messages = []
     for call in calls:
@@ -174,4 +192,5 @@ def rejections() -> list[str]:
 def test_what_does_not_fit_is_rejected() -> None:
     (messages,) = run_ranks(rejections, 1)
     parts = ["k is 62", "raise ppo_micro_batch_size", "2 for 3 rows", "ids up to 61", "needs the columns 'top_ids'"]
+    parts.append("meta_info['row_together'] is no setting of scoring and training; did you mean 'rows_together'?")
     assert all(part in message for part, message in zip(parts, messages, strict=True)), messages
