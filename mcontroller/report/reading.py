@@ -271,9 +271,13 @@ def _grid(roles: str, pool: str, nodes: Sequence[int], parallel: Mapping[str, An
     hidden = topology.world_size - MAX_RANKS
     return {
         "roles": roles,
-        "pool": f"{pool}: {topology.world_size} ranks on {len(nodes)} node{'s' if len(nodes) > 1 else ''}",
+        "pool": f"{pool}: {_counted(topology.world_size, 'rank')} on {_counted(len(nodes), 'node')}",
         "layout": layout + (f"; {hidden:,} ranks are not shown" if hidden > 0 else ""),
         "head": [f"stage {stage}" for stage in range(topology.size("pp"))],
         "tp": topology.size("tp"),
         "rows": list(rows.items()),
     }
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'s' if count > 1 else ''}"

@@ -46,6 +46,8 @@ def predicted_lines(trace: RunTrace, directory: Path) -> list[str]:
             (f"memory of {role}", f"{value / 2**30:.3g} GB", f"{memory[role]:.3g} GB" if role in memory else "")
         )
     lines = [f"  {what}: {value} predicted, {had or 'not'} measured" for what, value, had in rows]
+    if not lines:
+        return []
     return [f"predicted on {found['hardware']} (all rows at their largest length), and measured:", *lines]
 
 

@@ -136,7 +136,7 @@ def test_layouts_are_grids_of_ranks_on_nodes() -> None:
     cells = [(0, 0, "tp 0 pp 0"), (1, 0, "tp 1 pp 0"), (2, 1, "tp 0 pp 1"), (3, 1, "tp 1 pp 1")]
     assert actor["rows"] == [("dp 0", cells)]
     assert [(title, cells[0][:2]) for title, cells in critic["rows"]] == [(f"dp {i}", (i, i // 2)) for i in range(4)]
-    assert (ref["roles"], ref["pool"]) == ("ref", "scoring: 1 ranks on 1 node")
+    assert (ref["roles"], ref["pool"]) == ("ref", "scoring: 1 rank on 1 node")
     together = {**CONFIG, "critic": {"parallel": {"tp": 2, "pp": 2}}}
     assert role_grids(together)[0]["roles"] == "actor_rollout_ref, critic"
     assert role_grids({**CONFIG, "pool": None, "pools": None}) == []
