@@ -111,7 +111,7 @@ def read_run(directory: Path) -> RunFiles:
         _object(directory / "summary.json"),
         _object(checkpoints / "trainer.json"),
         [] if not (path := checkpoints / "failures.jsonl").is_file() else list(_records(path.read_bytes())),
-        _object(checkpoints / "run.lock"),
+        _object(directory / "run.lock") or _object(checkpoints / "run.lock"),
     )
 
 

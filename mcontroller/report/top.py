@@ -100,7 +100,7 @@ def _ranks(ranks: Sequence[RankNow]) -> RenderableType:
         return ""
     many = len(ranks) > MAX_ROWS
     for each in sorted(ranks, key=lambda each: (not each.work, -each.since))[:MAX_ROWS] if many else ranks:
-        used = "" if each.memory is None else f"{each.memory / 1000:.2f} GB"
+        used = "" if each.memory is None else f"{each.memory * 1e6 / 2**30:.2f} GB"
         name = f"{each.lane.about['group']} {each.lane.label()} on {each.lane.about['node']}"
         table.add_row(*map(Text, (name, each.work.partition(".")[2] or "no call", f"{each.since / 1e6:,.0f} s", used)))
     if many:

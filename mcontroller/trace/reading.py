@@ -185,13 +185,13 @@ def ranks_now(run_dir: Path | str) -> list[RankNow]:
     found = []
     for lane in sorted(ranks, key=lambda lane: (lane.about["group"], lane.about["rank"])):
         ahead = lane.about["time_us"] - controller.about["time_us"]
-        ended = {(event.name, event.number): event.end + ahead for event in lane.events}
-        last = max(ended.values(), default=0)
-        begins = tuple(f"send {role}." for role in lane.about.get("roles", {}))
-        sent = (event for event in controller.events if event.name.startswith(begins))
-        running = [event for event in sent if event.end > last and (event.name[5:], event.number) not in ended]
+        first, last = (lane.events[0].begin + ahead, lane.events[-1].end + ahead) if lane.events else (0, 0)
+        roles = tuple(f"{role}." for role in lane.about.get("roles", {}))
+        done = max((event.number for event in lane.events if event.name.startswith(roles)), default=-1)
+        sent = [event for event in controller.events if event.name.startswith("send ") and event.end > first]
+        running = [event for event in sent if event.name[5:].startswith(roles) and event.number > done]
         memory = [event.number for event in lane.events if event.name == MEMORY]
-        work, since = (running[0].name[5:], running[0].end) if running else ("", last)
+        work, since = (running[0].name[5:], max(running[0].end, last)) if running else ("", last)
         found.append(RankNow(lane, work, max(0, now - since), memory[-1] if memory else None))
     return found
 

@@ -60,7 +60,7 @@ def make_run(tmp_path: Path) -> MakeRun:
         for path, text in {
             directory / "metrics.jsonl": '{"global_step": 13, "train/sc',
             checkpoints / "failures.jsonl": json.dumps({**FAILURE, "restarted": True, "reason": None}) + "\n",
-            checkpoints / "run.lock": json.dumps({"host": "far", "pid": 7, "started": 1, "since": "noon"}),
+            directory / "run.lock": json.dumps({"host": "far", "pid": 7, "started": 1, "since": "noon"}),
             checkpoints / "trainer.json": '{"global_steps": 10}',
             directory / "config.yaml": yaml.safe_dump(CONFIG, sort_keys=False),
         }.items():
