@@ -86,7 +86,40 @@ TRACKERS: Registry[Callable[[Run], Tracker]] = Registry("tracker", key="trackers
 """Trackers by the name that a configuration uses; ``TRACKERS.register`` adds one."""
 
 
-SAMPLE_FILE_BYTES = 16_000_000
+METRICS_BYTES, SAMPLES_BYTES = 256_000_000, 16_000_000
+"""Most bytes of the files of ``JsonlTracker``."""
+
+
+class _StepLines:
+    """A file with lines of steps. At ``most`` bytes, every second step is removed, and left out from then on."""
+
+    def __init__(self, path: Path, most: int) -> None:
+        self._path, self._most, self._every = path, most, 1
+        self.open(None)
+
+    def open(self, last: int | None) -> None:
+        """Open the file, without the steps after ``last``; None: it keeps all."""
+        if last is not None and self._path.is_file():
+            _remove_later_steps(self._path, last)
+        self._file = self._path.open("a", encoding="utf-8", buffering=1)
+
+    def add(self, step: int, values: Mapping[str, Any]) -> None:
+        """Append a line."""
+        if step % self._every == 0:
+            self._file.write(json.dumps({"global_step": step, **values}, default=str) + "\n")
+            if self._file.tell() > self._most:
+                self._thin_out()
+
+    def _thin_out(self) -> None:
+        self._every *= 2
+        self.close()
+        lines = self._path.read_text(encoding="utf-8").splitlines(keepends=True)
+        replace_text(self._path, "".join(line for line in lines if _step_of(line) % self._every == 0))
+        self.open(None)
+
+    def close(self) -> None:
+        """Flush and close the file."""
+        self._file.close()
 
 
 @TRACKERS.register("jsonl")
@@ -96,48 +129,35 @@ class JsonlTracker:
     It is ``{"global_step": 3, "phase": "train", "time": 1767225600.0, "train/score": 0.5, ...}``, the time in seconds
     since 1970.
 
-    In a resumed run, the steps after its checkpoint are removed first: they are repeated. ``samples.jsonl`` is bounded:
-    when it has ``SAMPLE_FILE_BYTES``, every second step of it is removed, and every second step is added from then on.
+    In a resumed run, the steps after its checkpoint are removed first: they are repeated. Files are bounded: at
+    ``METRICS_BYTES``, which is about 70,000 steps, ``metrics.jsonl`` loses every second step, and goes on with every
+    second one; ``samples.jsonl`` does at ``SAMPLES_BYTES``.
     """
 
     def __init__(self, run: Run) -> None:
-        self._paths = [run.directory / "metrics.jsonl", run.directory / "samples.jsonl"]
-        self._every = 1
-        self._open(run.resumed_at)
-
-    def _open(self, last: int | None) -> None:
-        """Open the files, without the steps after ``last``; None: they keep all."""
-        for path in self._paths:
-            if last is not None and path.is_file():
-                _remove_later_steps(path, last)
-        self._file, self._samples = (path.open("a", encoding="utf-8", buffering=1) for path in self._paths)
+        self._metrics = _StepLines(run.directory / "metrics.jsonl", METRICS_BYTES)
+        self._samples = _StepLines(run.directory / "samples.jsonl", SAMPLES_BYTES)
+        if run.resumed_at is not None:
+            self.rewind(run.resumed_at)
 
     def rewind(self, step: int) -> None:
         """Remove the steps after this one."""
-        self.close()
-        self._open(step)
+        for each in (self._metrics, self._samples):
+            each.close()
+            each.open(step)
 
     def log(self, metrics: Mapping[str, float], step: int, phase: str = TRAIN) -> None:
         """Record metrics of a step."""
-        self._file.write(json.dumps({"global_step": step, "phase": phase, "time": time.time(), **metrics}) + "\n")
+        self._metrics.add(step, {"phase": phase, "time": time.time(), **metrics})
 
     def log_samples(self, samples: Samples, step: int) -> None:
         """Append a line for each sample to ``samples.jsonl``."""
-        for sample in samples if step % self._every == 0 else ():
-            self._samples.write(json.dumps({"global_step": step, **sample}, default=str, separators=(",", ":")) + "\n")
-        if self._samples.tell() > SAMPLE_FILE_BYTES:
-            self._samples.close()
-            self._every *= 2
-            kept = [line for line in self._paths[1].read_text(encoding="utf-8").splitlines() if self._keeps(line)]
-            replace_text(self._paths[1], "".join(f"{line}\n" for line in kept))
-            self._samples = self._paths[1].open("a", encoding="utf-8", buffering=1)
-
-    def _keeps(self, line: str) -> bool:
-        return _step_of(line) % self._every == 0
+        for sample in samples:
+            self._samples.add(step, sample)
 
     def close(self) -> None:
         """Flush and release resources."""
-        self._file.close()
+        self._metrics.close()
         self._samples.close()
 
 

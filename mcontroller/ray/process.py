@@ -224,7 +224,9 @@ class WorkerProcess:
         if identity.trace is not None:
             folder, lane = identity.trace
             about = {"group": identity.group, "rank": identity.rank, "launch": lane.rpartition("-")[0]}
-            set_recorder(TraceRecorder(folder, lane, about))
+            trace = TraceRecorder(folder, lane, about)
+            set_recorder(trace)
+            trace.write_in_background()
         for name, value in identity.cuda.items():
             os.environ.setdefault(name, value)
         os.environ.update(identity.env, MASTER_ADDR=rendezvous.address, MASTER_PORT=str(rendezvous.port))

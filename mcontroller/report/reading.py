@@ -19,14 +19,15 @@ import psutil
 import yaml
 
 from mcontroller.errors import DataError
-from mcontroller.trace.reading import read_trace
-from mcontroller.trace.recorder import FOLDER
+from mcontroller.trace.reading import RunTrace
+from mcontroller.trace.recorder import MEMORY
 from mcontroller.trace.summary import calls_of
 from parallel_state.layout import ParallelLayout
 from parallel_state.topology import Topology
 
 POINTS = 400
 """Most points of a curve; each stands for equally many steps."""
+MOST_LINES = 20_000
 SAMPLE_BYTES = 2_000_000
 """Most bytes of samples; of more, those of evenly spread lines."""
 ROLE_OF = {"actor_rollout_ref": "actor"}
@@ -110,7 +111,7 @@ def read_run(directory: Path) -> RunFiles:
         _object(directory / "summary.json"),
         _object(checkpoints / "trainer.json"),
         [] if not (path := checkpoints / "failures.jsonl").is_file() else list(_records(path.read_bytes())),
-        _object(checkpoints / "run.lock"),
+        _object(directory / "run.lock") or _object(checkpoints / "run.lock"),
     )
 
 
@@ -149,11 +150,17 @@ def last_records(path: Path, size: int = 1 << 17) -> list[Record]:
 
 
 def read_metrics(path: Path) -> Curves:
-    """Return the steps and values of every metric of ``metrics.jsonl``; none without a file."""
+    """Return the steps and values of every metric of ``metrics.jsonl``; none without a file.
+
+    Of more than about ``MOST_LINES`` lines, evenly spread ones and those with held-out metrics are read.
+    """
     found: Curves = {}
     if path.is_file():
         with open(path, "rb") as file:
-            for record in itertools.chain.from_iterable(map(_records, file)):
+            every = 1 + path.stat().st_size // MOST_LINES // max(1, len(file.readline()))
+            file.seek(0)
+            lines = (line for number, line in enumerate(file) if number % every == 0 or b'"held_out/' in line)
+            for record in itertools.chain.from_iterable(map(_records, lines)):
                 step, _ = record.pop("global_step", None), record.pop("time", None)
                 for name, value in record.items() if isinstance(step, int) else ():
                     if isinstance(value, int | float):
@@ -218,41 +225,32 @@ def role_grids(config: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [_grid(names, pool, nodes[pool], json.loads(key)) for pool, key, names in placed]
 
 
-def timed_grids(grids: Sequence[Record], directory: Path) -> list[Record]:
-    """Return the grids again for the method in which a role computes longest, with the time of each rank.
-
-    Args:
-        grids: of ``role_grids``.
-        directory: of the run; without a trace there are none.
+def measured_grids(grids: Sequence[Record], trace: RunTrace | None) -> list[Record]:
+    """Return the grids with what the trace has of their ranks.
 
     Returns:
-        As ``role_grids``, with a fourth part of each cell: 0 for the rank that computes least, 1 for the one most.
+        As ``role_grids``, with ``measured``: for each role, ``kind``, ``what``, ``unit`` and ``values`` by rank: the
+        median time without waiting of the method in which it computes longest [s], and its largest memory [MB].
     """
-    if not (directory / FOLDER).is_dir():
-        return []
-    times: dict[tuple[str, str], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for lane in read_trace(directory).ranks:
+    times: dict[str, dict[str, dict[int, list[int]]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
+    memory: dict[str, dict[int, int]] = defaultdict(dict)
+    for lane in trace.ranks if trace is not None else ():
+        role, rank = next(iter(lane.about["roles"])), lane.about["rank"]
         for call, _ in calls_of(lane):
-            times[next(iter(lane.about["roles"])), call.name][lane.about["rank"]].append(call.own)
+            times[role][call.name][rank].append(call.own)
+        if used := [event.number for event in lane.events if event.name == MEMORY]:
+            memory[role][rank] = max(used)
     found = []
-    for role, work in times:
-        own = {rank: median(each) / 1e6 for rank, each in times[role, work].items()}
-        grid = next(
-            (grid for grid in grids if role in {ROLE_OF.get(key, key) for key in grid["roles"].split(", ")}), None
-        )
-        longest = max(sum(map(sum, each.values())) for (other, _), each in times.items() if other == role)
-        if grid is None or sum(map(sum, times[role, work].values())) < longest or len(own) < 2:
-            continue
-        least, most = min(own.values()), max(own.values())
-        heat = {rank: (value - least) / (most - least or 1) for rank, value in own.items()}
-        rows = [
-            (
-                title,
-                [(rank, node, f"{where} {own[rank]:.3g} s", heat[rank]) for rank, node, where in cells if rank in own],
-            )
-            for title, cells in grid["rows"]
-        ]
-        found.append({**grid, "roles": f"{work}: {least:.3g} to {most:.3g} s", "rows": rows})
+    for grid in grids:
+        measured: list[Record] = []
+        for role in (ROLE_OF.get(key, key) for key in grid["roles"].split(", ")):
+            if by_method := times.get(role):
+                work, own = max(by_method.items(), key=lambda each: sum(map(sum, each[1].values())))
+                values = {rank: median(each) / 1e6 for rank, each in own.items()}
+                measured.append({"kind": "time", "what": work, "unit": "s", "values": values})
+            if role in memory:
+                measured.append({"kind": "memory", "what": role, "unit": "MB", "values": memory[role]})
+        found.append({**grid, "measured": measured})
     return found
 
 
@@ -273,9 +271,13 @@ def _grid(roles: str, pool: str, nodes: Sequence[int], parallel: Mapping[str, An
     hidden = topology.world_size - MAX_RANKS
     return {
         "roles": roles,
-        "pool": f"{pool}: {topology.world_size} ranks on {len(nodes)} node{'s' if len(nodes) > 1 else ''}",
+        "pool": f"{pool}: {_counted(topology.world_size, 'rank')} on {_counted(len(nodes), 'node')}",
         "layout": layout + (f"; {hidden:,} ranks are not shown" if hidden > 0 else ""),
         "head": [f"stage {stage}" for stage in range(topology.size("pp"))],
         "tp": topology.size("tp"),
         "rows": list(rows.items()),
     }
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'s' if count > 1 else ''}"

@@ -1,4 +1,4 @@
-"""Show what a run does now: its process, last metrics, stages, memory and events; refreshed until Ctrl-C.
+"""Show what a run does now: its process, what each rank is in, last metrics, stages and events; refreshed until Ctrl-C.
 
 Only files of the run directory are read, so the run may be on another machine that shares the directory.
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,13 @@ from rich.text import Text
 
 from mcontroller.config.checks import check_above
 from mcontroller.report.reading import last_records, read_run, role_grids
+from mcontroller.trace.reading import RankNow, ranks_now
 
 SHOWN = ("train/score", "held_out/score", "train/accuracy", "actor/entropy", "actor/ppo_kl", "response/length")
 STAGE, MEMORY = "timing_s/", "memory/"
 MAX_EVENTS = 5
+MAX_ROWS = 32
+"""Most ranks."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -84,7 +87,25 @@ def screen(directory: Path) -> RenderableType:
         _table(("stage, mean", "seconds"), [(name, f"{value:.2f}") for name, value in seconds]),
         _table(("memory", "most"), [(name, f"{value:.2f}") for name, value in memory.items()]),
     )
-    return Group(_table(("", ""), head), "", _table(("group", "layout"), groups), "", side, "", _events(found.failures))
+    now = _ranks(ranks_now(directory) if found.holder else ())
+    return Group(
+        _table(("", ""), head), "", _table(("group", "layout"), groups), "", now, "", side, "", _events(found.failures)
+    )
+
+
+def _ranks(ranks: Sequence[RankNow]) -> RenderableType:
+    """Return a row for each rank, those that are longest in a method first if there are many."""
+    table = Table("rank", "in", "for", "memory", box=None, padding=(0, 2, 0, 0))
+    if not ranks:
+        return ""
+    many = len(ranks) > MAX_ROWS
+    for each in sorted(ranks, key=lambda each: (not each.work, -each.since))[:MAX_ROWS] if many else ranks:
+        used = "" if each.memory is None else f"{each.memory * 1e6 / 2**30:.2f} GB"
+        name = f"{each.lane.about['group']} {each.lane.label()} on {each.lane.about['node']}"
+        table.add_row(*map(Text, (name, each.work.partition(".")[2] or "no call", f"{each.since / 1e6:,.0f} s", used)))
+    if many:
+        table.add_row(f".. {len(ranks) - MAX_ROWS} more")
+    return table
 
 
 def _mean(records: Iterable[Mapping[str, Any]], name: str) -> float:

@@ -1,7 +1,7 @@
 """Write a page about a run, or about two side by side: curves, stages, samples, failures, layouts, configuration.
 
 The page is one HTML file without links to anything: it opens without a network. It is written from the files of the
-run directory, also while the run goes on; times of ranks are not in it.
+run directory, also while the run goes on.
 
 examples: mcontroller report runs/20260101-120000
           mcontroller report runs/first runs/second --output both.html
@@ -20,11 +20,17 @@ from pathlib import Path
 from typing import Any
 
 from mcontroller.errors import DataError
-from mcontroller.report.reading import few_points, read_metrics, read_run, read_samples, role_grids, timed_grids
+from mcontroller.report.reading import few_points, measured_grids, read_metrics, read_run, read_samples, role_grids
+from mcontroller.trace.predicted import predicted_lines
+from mcontroller.trace.reading import read_trace
+from mcontroller.trace.recorder import FOLDER
+from mcontroller.trace.summary import summary_lines
 
 BARS = 160
 """Most bars of the chart of stages."""
 TIMING = "timing_s/"
+TRACE_LINES = 100
+"""Lines of each file of the trace, of about three minutes at its end, and at the end of the part before."""
 FAILURE_KEYS = ("time", "step", "kind", "role", "message", "restarted", "reason")
 
 
@@ -65,6 +71,7 @@ def _content(directory: Path) -> dict[str, Any]:
     """Return what the page shows of a run."""
     found, metrics = read_run(directory), read_metrics(directory / "metrics.jsonl")
     samples, complete = read_samples(directory / "samples.jsonl")
+    trace = read_trace(directory, TRACE_LINES) if (directory / FOLDER).is_dir() else None
     stages = {name: few_points(*metrics[name], BARS) for name in metrics if name.startswith(TIMING)}
     return {
         "name": directory.name,
@@ -73,10 +80,12 @@ def _content(directory: Path) -> dict[str, Any]:
         "series": {name: few_points(*columns) for name, columns in metrics.items()},
         "stages": {name.removeprefix(TIMING): points for name, points in stages.items()},
         "failures": [{key: each.get(key) for key in FAILURE_KEYS} for each in found.failures],
-        "samples": [{key: _shown(value) for key, value in each.items()} for each in samples],
+        "samples": [
+            {key: value if key == "tokens" else _shown(value) for key, value in each.items()} for each in samples
+        ],
         "all_samples": complete,
-        "grids": (grids := role_grids(found.config)),
-        "timed": timed_grids(grids, directory),
+        "trace": [*summary_lines(trace), *predicted_lines(trace, directory)] if trace is not None else [],
+        "grids": measured_grids(role_grids(found.config), trace),
         "config": {key: _text(value) for key, value in _leaves(found.config)},
         "changes": {key: _text(usual) for key, usual in changes.items()}
         if (changes := found.process().get("changes")) is not None

@@ -13,9 +13,12 @@ from typing import Any
 from mcontroller.trace.reading import RunTrace, TraceEvent
 from mcontroller.trace.recorder import MEMORY
 
-_THREADS = {"step": 1, "stage": 2, "failure": 2}  # all threads with the number 0 are one for Perfetto
+_FIRST = 100
+"""The number of the first thread. For Perfetto, 0 is no thread, and the number of its process is the main thread."""
+_THREADS = {"step": _FIRST, "stage": _FIRST + 1, "failure": _FIRST + 1}
 """The lanes of the controller by category; its calls are in the third."""
-_TITLES = {1: "steps", 2: "stages", 3: "calls"}
+_CALLS = _FIRST + 2
+_TITLES = {_FIRST: "steps", _FIRST + 1: "stages", _CALLS: "calls"}
 _ROW = 100_000
 """Added to the number of a thread for each row of it: more than there are ranks in a group."""
 
@@ -34,22 +37,22 @@ def write_perfetto(trace: RunTrace, path: Path) -> None:
 
 
 def _events(trace: RunTrace) -> Iterator[dict[str, Any]]:
-    yield _title("process", 1, 1, "controller")
+    yield from _titles("process", 1, 1, "controller")
     sent: dict[tuple[str, int], list[tuple[int, int]]] = {}
     for lane in trace.controllers:
         for thread in _TITLES:
-            events = [event for event in lane.events if _THREADS.get(event.name.partition(" ")[0], 3) == thread]
+            events = [event for event in lane.events if _THREADS.get(event.name.partition(" ")[0], _CALLS) == thread]
             for event, row in _in_rows(events):
                 tid = thread + _ROW * row
                 category, _, rest = event.name.partition(" ")
                 name = f"step {event.number}" if category == "step" else rest if category == "stage" else event.name
-                yield _title("thread", 1, tid, _TITLES[thread])
+                yield from _titles("thread", 1, tid, _TITLES[thread])
                 yield _slice(event, name, 1, tid)
                 if category == "send":
                     sent.setdefault((rest, event.number), []).append((event.begin, tid))
     groups = sorted({lane.about["group"] for lane in trace.ranks})
     for process, group in enumerate(groups, 2):
-        yield _title("process", process, 1, group)
+        yield from _titles("process", process, 1, group)
     arrows = itertools.count(1)
     for lane in trace.ranks:
         process, rank = groups.index(lane.about["group"]) + 2, lane.about["rank"]
@@ -58,8 +61,8 @@ def _events(trace: RunTrace) -> Iterator[dict[str, Any]]:
                 "args": {"MB": event.number}
             }
         for event, row in _in_rows(each for each in lane.events if not each.name.startswith((MEMORY, "bytes "))):
-            tid = rank + 1 + _ROW * row
-            yield _title("thread", process, tid, lane.label())
+            tid = _FIRST + rank + _ROW * row
+            yield from _titles("thread", process, tid, lane.label())
             yield _slice(event, event.name, process, tid)
             calls = sent.get((event.name, event.number), [])
             # A group that was restarted counts its calls from 0 again: the last call that was sent before is the one.
@@ -85,8 +88,11 @@ def _in_rows(events: Iterable[TraceEvent]) -> Iterator[tuple[TraceEvent, int]]:
         yield event, row
 
 
-def _title(kind: str, process: int, thread: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "name": f"{kind}_name", "pid": process, "tid": thread, "args": {"name": name}}
+def _titles(kind: str, process: int, thread: int, name: str) -> Iterator[dict[str, Any]]:
+    where = {"ph": "M", "pid": process, "tid": thread}
+    place = process if kind == "process" else thread % _ROW
+    yield {**where, "name": f"{kind}_name", "args": {"name": name}}
+    yield {**where, "name": f"{kind}_sort_index", "args": {"sort_index": place}}
 
 
 def _slice(event: TraceEvent, name: str, process: int, thread: int) -> dict[str, Any]:

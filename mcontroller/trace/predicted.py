@@ -14,6 +14,8 @@ from mcontroller.trace.summary import bubbles, calls_of
 PREDICTION = "prediction.json"
 """The file of the prediction in the directory of a run."""
 METRICS = "metrics.jsonl"
+FEWEST_BYTES = 10_000
+"""The fewest bytes of an axis that are shown."""
 
 
 def predicted_lines(trace: RunTrace, directory: Path) -> list[str]:
@@ -36,7 +38,7 @@ def predicted_lines(trace: RunTrace, directory: Path) -> list[str]:
         for group, (axis, value) in groups.items():
             axes[axis][0] += value
             axes[axis][1] += measured.get(group, 0.0)
-        for axis, (value, had) in axes.items():
+        for axis, (value, had) in ((axis, each) for axis, each in axes.items() if max(each) >= FEWEST_BYTES):
             rows.append((f"bytes of {axis} in {work}", f"{value / 1e6:.3g} MB", f"{had / 1e6:.3g} MB" if had else ""))
     memory = _memory(directory / METRICS)
     for role, value in found["memory"].items():
@@ -44,6 +46,8 @@ def predicted_lines(trace: RunTrace, directory: Path) -> list[str]:
             (f"memory of {role}", f"{value / 2**30:.3g} GB", f"{memory[role]:.3g} GB" if role in memory else "")
         )
     lines = [f"  {what}: {value} predicted, {had or 'not'} measured" for what, value, had in rows]
+    if not lines:
+        return []
     return [f"predicted on {found['hardware']} (all rows at their largest length), and measured:", *lines]
 
 

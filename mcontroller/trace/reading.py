@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import time
 import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from mcontroller.errors import DataError
-from mcontroller.trace.recorder import CONTROLLER, FOLDER
+from mcontroller.trace.recorder import CONTROLLER, FOLDER, MEMORY
 
+LAST_LINES = 8
+"""The lines of each file that show what its process does now: those of 16 seconds."""
+NAMES = b'{"names":['
 DERIVED = {"etp", "edp"}
 """Axes of experts, whose index follows from the others."""
 
@@ -108,8 +111,12 @@ class RunTrace:
         return RunTrace(inside(self.controllers), inside(self.ranks))
 
 
-def read_trace(run_dir: Path | str) -> RunTrace:
+def read_trace(run_dir: Path | str, last: int | None = None) -> RunTrace:
     """Return the trace in the directory of a run. The last line of a file may be missing, as of a killed process.
+
+    Args:
+        run_dir: the directory.
+        last: lines of each file whose events are read, the newest, each of about two seconds; None: all.
 
     Raises:
         DataError: there is no trace, or a file of it is damaged.
@@ -118,7 +125,7 @@ def read_trace(run_dir: Path | str) -> RunTrace:
     lanes = []
     for name in sorted({path.name.partition(".")[0] for path in folder.glob("*.jsonl.gz")}):
         files = [folder / f"{name}{suffix}" for suffix in (".old.jsonl.gz", ".jsonl.gz")]
-        lanes.append(_lane([path for path in files if path.is_file()]))
+        lanes.append(_lane([path for path in files if path.is_file()], last))
     lanes = [lane for lane in lanes if lane.about]  # the first line of a process may be missing too
     if not lanes:
         raise DataError(f"{run_dir} has no trace: there is no file {folder}/*.jsonl.gz", path=str(folder))
@@ -130,19 +137,77 @@ def read_trace(run_dir: Path | str) -> RunTrace:
         if (boot := lane.about["boot"]) in clocks and boot not in boots:
             offset, lane.clock_error = clocks[boot]
             lane.events = [event._replace(begin=event.begin - round(offset)) for event in lane.events]
-    for lane in ranks:
-        group = [each.coordinates for each in ranks if each.about["group"] == lane.about["group"]]
-        lane.axes = frozenset(axis for each in group for axis, index in each.items() if index) - DERIVED
+    _set_axes(ranks)
     ranks.sort(key=lambda lane: (lane.about["group"], lane.about["rank"]))
     return RunTrace(controllers, ranks)
 
 
-def _lane(paths: list[Path]) -> TraceLane:
+def _set_axes(ranks: list[TraceLane]) -> None:
+    for group in {lane.about["group"] for lane in ranks}:
+        lanes = [lane for lane in ranks if lane.about["group"] == group]
+        axes = frozenset(axis for each in lanes for axis, index in each.coordinates.items() if index) - DERIVED
+        for lane in lanes:
+            lane.axes = axes
+
+
+@dataclass(frozen=True)
+class RankNow:
+    """What a rank does now, as far as the files say.
+
+    Attributes:
+        lane: with its last events.
+        work: the method that it was sent and has not returned from; empty for none.
+        since: [us] how long it is in the method, or without one.
+        memory: [MB] after its last call; None if it is not recorded.
+    """
+
+    lane: TraceLane
+    work: str
+    since: int
+    memory: int | None
+
+
+def ranks_now(run_dir: Path | str) -> list[RankNow]:
+    """Return what the ranks of the newest start of each group do, from the last lines of the files of a trace.
+
+    Processes write every two seconds: what began or ended since may be missing.
+    """
+    files = sorted((Path(run_dir) / FOLDER).glob("*.jsonl.gz"), key=lambda path: path.stat().st_mtime)
+    lanes = [_lane([path], LAST_LINES) for path in files if not path.name.endswith(".old.jsonl.gz")]
+    controllers = [lane for lane in lanes if lane.about.get("group") == CONTROLLER and lane.events]
+    if not controllers:
+        return []
+    controller = controllers[-1]
+    now = time.time_ns() // 1000 - controller.about["time_us"]
+    newest = {lane.about["group"]: lane.about["launch"] for lane in lanes if "launch" in lane.about}
+    ranks = [lane for lane in lanes if newest.get(lane.about.get("group", "")) == lane.about.get("launch", "")]
+    _set_axes(ranks)
+    found = []
+    for lane in sorted(ranks, key=lambda lane: (lane.about["group"], lane.about["rank"])):
+        ahead = lane.about["time_us"] - controller.about["time_us"]
+        first, last = (lane.events[0].begin + ahead, lane.events[-1].end + ahead) if lane.events else (0, 0)
+        roles = tuple(f"{role}." for role in lane.about.get("roles", {}))
+        done = max((event.number for event in lane.events if event.name.startswith(roles)), default=-1)
+        sent = [event for event in controller.events if event.name.startswith("send ") and event.end > first]
+        running = [event for event in sent if event.name[5:].startswith(roles) and event.number > done]
+        memory = [event.number for event in lane.events if event.name == MEMORY]
+        work, since = (running[0].name[5:], max(running[0].end, last)) if running else ("", last)
+        found.append(RankNow(lane, work, max(0, now - since), memory[-1] if memory else None))
+    return found
+
+
+def _lane(paths: list[Path], last: int | None = None) -> TraceLane:
+    """Return the events of files, or those of the last lines."""
     lane = TraceLane()
     for path in paths:
         names: list[str] = []
         try:
-            for line in _lines(path):
+            lines = _lines(path)
+            for left, text in zip(range(len(lines), 0, -1), lines, strict=True):
+                if last is not None and left > last and text.startswith(NAMES):
+                    names += json.loads(text[len(NAMES) - 1 : text.index(b"]") + 1])  # a name has no bracket
+                    continue
+                line = json.loads(text)
                 if "lane" in line:
                     lane.about |= line
                     continue
@@ -157,7 +222,7 @@ def _lane(paths: list[Path]) -> TraceLane:
     return lane
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
+def _lines(path: Path) -> list[bytes]:
     inflate = zlib.decompressobj(wbits=31)
     *lines, _ = inflate.decompress(path.read_bytes()).split(b"\n")
-    return map(json.loads, lines)
+    return lines

@@ -97,12 +97,28 @@ class TraceRecorder:
         if now() - self._flushed > FLUSH_NS:
             self.flush()
 
-    def flush(self) -> None:
-        """Append the events to the file; after an error of the file, which is logged, drop them."""
+    def write_in_background(self) -> threading.Event:
+        """Write while this thread waits too, for those who look at the run meanwhile, until the event is set."""
+        ended = threading.Event()
+
+        def write() -> None:
+            while not ended.wait(FLUSH_NS / 1e9):
+                self.flush(resolve=False)
+
+        threading.Thread(target=write, name="trace", daemon=True).start()
+        return ended
+
+    def flush(self, *, resolve: bool = True) -> None:
+        """Append the events to the file; after an error of the file, which is logged, drop them.
+
+        Args:
+            resolve: add those that are not known yet, which may wait for a GPU.
+        """
         with self._lock:
-            for resolve in self.deferred:
-                resolve()
-            self.deferred.clear()
+            for each in self.deferred if resolve else ():
+                each()
+            if resolve:
+                self.deferred.clear()
             events = [self._events.popleft() for _ in range(len(self._events))]  # others may be added meanwhile
             self._flushed = now()
             if not events or self._failed:
@@ -170,10 +186,9 @@ def recording(directory: Path | str) -> Iterator[TraceRecorder]:
     """
     lane = f"{CONTROLLER}-{os.getpid()}-{time.time_ns() // 1_000_000}"
     made = TraceRecorder(Path(directory).resolve() / FOLDER, lane, {"group": CONTROLLER, "rank": 0, "clocks": {}})
-    before, ended = _Current.recorder, threading.Event()
+    before = _Current.recorder
     set_recorder(made)
-    writer = threading.Thread(target=_write_until, args=(made, ended), name="trace", daemon=True)
-    writer.start()
+    ended = made.write_in_background()
     try:
         yield made
     except BaseException as error:
@@ -181,16 +196,9 @@ def recording(directory: Path | str) -> Iterator[TraceRecorder]:
         raise
     finally:
         ended.set()
-        writer.join()
         for each in (made, *made.ranks.values()):
             each.flush()
         set_recorder(before)
-
-
-def _write_until(recorder: TraceRecorder, ended: threading.Event) -> None:
-    """Write the calls that are sent while the controller waits for one, for those who look at the run meanwhile."""
-    while not ended.wait(FLUSH_NS / 1e9):
-        recorder.flush_if_due()
 
 
 @contextlib.contextmanager

@@ -69,17 +69,18 @@ def predict_run(actor: ActorConfig, world_size: int, step: StepRows, hardware: H
         ConfigError: the rows do not fill micro-batches, or a setting is not counted.
     """
     length, size = step.length, actor.update_size
+    planned = PlannedRole(actor.model, actor.parallel, world_size, actor.optim, ddp=actor.ddp, fused=True)
+    rows = replace(step, rows=min(actor.ppo_mini_batch_size, step.rows))
     micro = max(1, size.tokens // length) if size.tokens else size.rows
+    micro = max(1, min(micro, rows.rows // planned.layout.dp))
     transformer = {key: value for key, value in actor.model.transformer.items() if key not in _LEFT_OUT}
     if actor.model.num_moe_experts:
         transformer["moe_router_load_balancing_type"] = "none"
     model = replace(actor.model, transformer=transformer, add_bias_linear=False, add_qkv_bias=False, qk_layernorm=False)
     sizes = {"ppo_micro_batch_size": micro, "ppo_max_tokens_per_micro_batch": 0}
     counted = replace(actor, model=model, sft_optim=None, packed=False, **sizes)
-    rows = replace(step, rows=min(actor.ppo_mini_batch_size, step.rows))
     traffic = communication_of_step(counted, world_size, rows)
     steps = math.ceil(step.rows / actor.ppo_mini_batch_size) * actor.ppo_epochs
-    planned = PlannedRole(actor.model, actor.parallel, world_size, actor.optim, ddp=actor.ddp, fused=True)
     count = rows.rows // planned.layout.dp // micro
     batch = Batch(micro, length, step.targets, count, actor.log_prob_chunk_tokens)
     moved = [(each.axis, each.operation, each.nbytes) for each in traffic]

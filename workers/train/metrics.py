@@ -19,6 +19,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from mcontroller.data.protocol import DataProto
+from mcontroller.errors import ConfigError
 
 TOKENS = "tokens"
 """The key under which a loss reports its number of valid tokens: the weight of every TOKEN_MEAN."""
@@ -53,7 +54,17 @@ def reduce_reports(
 
     Returns:
         The metrics, the same on every rank. If no report has a valid token, only sums, which are 0.
+
+    Raises:
+        ConfigError: a report lacks a name.
     """
+    if missing := sorted({name for report in reports for name in (*rules, TOKENS) if name not in report}):
+        given = ", ".join(sorted(set(reports[0]) - {LOSS_COUNT})) or "nothing"
+        raise ConfigError(
+            f"loss reports {given}, and not {', '.join(missing)}, which metrics() names or every report has; override "
+            "metrics() of the worker too, with the names that its loss reports, and report TOKENS",
+            key="metrics",
+        )
     names = [*rules, TOKENS, LOSS_COUNT]
     table = torch.zeros(len(names), dtype=torch.float64, device=device)
     largest = torch.full((len(names),), -math.inf, dtype=torch.float64, device=device)

@@ -10,6 +10,7 @@ from mcontroller.data.protocol import DataProto
 from mcontroller.errors import ConfigError
 from mcontroller.ppo.losses.policy import clipped_policy_loss
 from mcontroller.ppo.mismatch import ImportanceConfig, importance_weights, mismatch_metrics, version_metrics
+from mcontroller.ppo.summary import sample_tokens
 
 
 def generated() -> DataProto:
@@ -104,3 +105,27 @@ def test_the_mismatch_is_measured_by_version():
         "training/rollout_kl_behind_0": pytest.approx((math.log(2) + math.log(0.25)) / 2),
         "training/rollout_kl_behind_2": pytest.approx(math.log(0.5)),
     }
+
+
+def test_samples_have_their_tokens_with_what_they_were_trained_on() -> None:
+    """A tokenizer that drops the space before its first token, as sentencepiece does; the tool answers with token 3."""
+
+    class Tokenizer:
+        def decode(self, ids: list[int]) -> str:
+            return "".join(("", " is", " it", "?")[token] for token in ids).removeprefix(" ")
+
+    tensors = {
+        "responses": torch.tensor([[2, 3, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0]]),
+        "response_mask": torch.tensor([[1, 0, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0]]),
+        "advantages": torch.tensor([[0.5, 9.0, -1.0, 9.0], [0.12345, 9.0, 9.0, 9.0], [9.0, 9.0, 9.0, 9.0]]),
+    }
+    expected = [
+        {"text": ["it", "?", " is"], "advantage": [0.5, None, -1.0]},
+        {"text": ["is"], "advantage": [0.123]},
+        {"text": [], "advantage": []},
+    ]
+    assert sample_tokens(DataProto.from_dict(tensors), Tokenizer(), 3) == expected
+    probabilities = {"old_log_probs": torch.zeros(3, 4), "rollout_log_probs": torch.full((3, 4), 0.25)}
+    (first,) = sample_tokens(DataProto.from_dict(tensors | probabilities), Tokenizer(), 1)
+    assert first == {**expected[0], "mismatch": [-0.25, None, -0.25]}
+    assert sample_tokens(DataProto.from_dict(tensors), object(), 3) == []

@@ -75,7 +75,8 @@ def test_groups_are_filtered_by_a_column_and_filled_up_in_order():
         return DataProto.from_dict(rows, {"uid": uids})
 
     def reward(accuracy):
-        return Reward(torch.arange(4.0)[:, None], {"accuracy": accuracy})
+        samples = [{"accuracy": each} for each in accuracy]
+        return Reward(torch.arange(4.0)[:, None], {"accuracy": accuracy}, samples)
 
     groups = GroupFilter(FilterGroupsConfig(enable=True, metric="accuracy", max_batches=2), 2)
     groups.add(batch([0, 0, 1, 1]), reward([1.0, 1.0, 0.0, 0.0]))
@@ -84,6 +85,7 @@ def test_groups_are_filtered_by_a_column_and_filled_up_in_order():
     assert groups.is_complete
     chosen, metrics = groups.batch()
     assert chosen.batch["row"].tolist() == [30, 31, 0, 1]
+    assert [sample["accuracy"] for sample in groups.reward().samples] == [1.0, 0.0, 1.0, 1.0]
     assert metrics == {
         "dynamic_sampling/batches": 2.0,
         "dynamic_sampling/prompts_drawn": 4.0,

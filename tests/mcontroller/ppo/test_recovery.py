@@ -13,7 +13,16 @@ import torch
 
 from mcontroller.errors import CallTimeout, GroupBroken, GroupError, MControllerError, WorkerDied, WorkerError
 from mcontroller.local.executor import LocalExecutor
-from mcontroller.ppo import AlgorithmConfig, Callback, ImportanceConfig, PPOConfig, RayPPOTrainer, Role, WarmUpConfig
+from mcontroller.ppo import (
+    AlgorithmConfig,
+    Callback,
+    Display,
+    ImportanceConfig,
+    PPOConfig,
+    RayPPOTrainer,
+    Role,
+    WarmUpConfig,
+)
 from mcontroller.ppo.saving.recovery import FAILURES, Recovery, root_error
 from tests.mcontroller.ppo.separate import SEPARATE
 from tests.mcontroller.ppo.toy import ToyActor, demonstrations, toy_config, toy_trainer
@@ -43,8 +52,17 @@ class Recorder:
         pass
 
 
+class Shown(Display):
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def starting(self, what: str) -> None:
+        self.texts.append(what)
+
+
 class Events(Callback):
     def __init__(self) -> None:
+        self.shown = Shown()
         self.started_times = 0
         self.restarts: list[tuple[int, str]] = []
 
@@ -97,12 +115,12 @@ def tables(trainer: RayPPOTrainer) -> dict[str, torch.Tensor]:
     return {name: group.workers[0].table.clone() for name, group in groups if name in ("actor", "critic")}  # type: ignore[attr-defined]
 
 
-def run(made: tuple[PPOConfig, Any], events: Callback | None = None) -> tuple[dict[str, torch.Tensor], list[Any]]:
+def run(made: tuple[PPOConfig, Any], events: Events | None = None) -> tuple[dict[str, torch.Tensor], list[Any]]:
     config, roles = made
     recorder = Recorder()
-    callbacks = [] if events is None else [events]
-    others = {"warm_up_dataset": demonstrations(8)} if config.warm_up.steps else {}
-    with toy_trainer(config, roles, trackers=[recorder], callbacks=callbacks, **others) as trainer:
+    others: dict[str, Any] = {} if events is None else {"callbacks": [events], "display": events.shown}
+    others |= {"warm_up_dataset": demonstrations(8)} if config.warm_up.steps else {}
+    with toy_trainer(config, roles, trackers=[recorder], **others) as trainer:
         trainer.init_workers()
         trainer.fit()
         return tables(trainer), recorder.lines
@@ -131,6 +149,8 @@ def test_a_failure_at_any_call_changes_neither_weights_nor_metrics(
         assert all(torch.equal(found[name], weights[name]) for name in weights), number
         assert lines == metrics, number
         [failure] = map(json.loads, (directory / FAILURES).read_text().splitlines())
+        went_on = f"going on from step {events.restarts[0][0]} after WorkerDied in step {failure['step']}"
+        assert went_on in events.shown.texts
         assert failure["kind"] == "WorkerDied" and failure["restarted"] and failure["details"]["rank"] == 0
         if memory == 1:  # at most the running step is lost, with its validation and its saves
             lost = failure["step"] - 1 - events.restarts[0][0]

@@ -9,10 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from mcontroller.errors import ConfigError
 from tests.ranks import run_ranks
 from tests.training import device
 from workers.model.vocab_parallel import log_probs_and_entropy
 from workers.train.losses import masked_sum, value_loss
+from workers.train.metrics import TOKENS as TOKENS_KEY
+from workers.train.metrics import Rule, reduce_reports
 
 TOKENS, HIDDEN, VOCAB = 12, 8, 10
 
@@ -21,6 +24,12 @@ def test_masked_sums_ignore_masked_values() -> None:
     values = torch.tensor([1.0, math.nan, 3.0, math.inf])
     mask = torch.tensor([1.0, 0.0, 1.0, 0.0])
     assert masked_sum(values, mask) == 4
+
+
+def test_a_loss_that_does_not_report_what_metrics_names_is_an_error() -> None:
+    report = {"loss": torch.tensor(1.0), TOKENS_KEY: torch.tensor(2.0)}
+    with pytest.raises(ConfigError, match=r"loss reports loss, tokens, and not ppo_kl, .* override metrics\(\)"):
+        reduce_reports([report], {"loss": Rule.LOSS_MEAN, "ppo_kl": Rule.TOKEN_MEAN}, Any, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
