@@ -219,13 +219,14 @@ class Verifier:
         """Write the training of one process to a file, for ``against`` with another version of the code."""
         torch.save(asdict(self.reference), path)
 
-    def against(self, path: Path) -> Outcome:
+    def against(self, path: Path, name: str = "") -> Outcome:
         """Compare the training of one process with a saved one, from the saved weights.
 
         Layouts that are verified later are compared with the saved one.
 
         Args:
             path: what ``save`` wrote with this program, in another environment or at another commit.
+            name: of the outcome; empty for that of the file.
 
         Raises:
             VerifyError: the file has other weights, another number of steps, or is no such file.
@@ -241,7 +242,7 @@ class Verifier:
         differences, largest = compare_references(mine, saved, self.tolerance)
         self.reference = saved
         self._records.clear()
-        return Outcome(f"against {path.name}", 1, differences, None, None, largest, time.perf_counter() - began)
+        return Outcome(f"against {name or path.name}", 1, differences, None, None, largest, time.perf_counter() - began)
 
 
 def _load(path: Path) -> OneProcess:

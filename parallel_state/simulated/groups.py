@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,8 +23,9 @@ class GroupRegistry:
     """All groups of a simulation.
 
     Every rank calls ``new_group`` for every group, members or not, in the same order. Only groups with
-    ``use_local_synchronization=True`` are created by their members alone. In one call, every rank may create a group of
-    itself alone. Larger groups cannot share a call: all of them write their addresses under the same keys of the store.
+    ``use_local_synchronization=True`` are created by their members alone. In one call, ranks may create pairwise
+    disjoint groups, each rank one that it is in. Processes can do so with groups of one rank; larger ones, of which a
+    warning is given, write their addresses under the same keys of the store: on gloo all ranks but those of one wait.
 
     Args:
         world_size: the number of ranks.
@@ -66,16 +68,19 @@ class GroupRegistry:
             if number == len(self._groups):
                 self._groups.append({})
             of_call = self._groups[number]
-            other = next((each for ranks, each in of_call.items() if ranks != members), None)
-            if other is not None and not (members == (rank,) and all(map(_is_of_its_caller, of_call.values()))):
+            others = [each for ranks, each in of_call.items() if ranks != members]
+            other = next((each for each in others if not _are_apart(each, members, rank)), None)
+            if other is not None:
                 raise CollectiveMismatch(
                     f"call {number} of new_group has different ranks: all ranks create all groups in the same order, "
-                    f"or each a group of itself alone\n\n{self.describe(other.creator)}: "
+                    f"or disjoint ones that they are in\n\n{self.describe(other.creator)}: "
                     f"new_group({members_text(other.ranks)}) {other.description}"
                     f"\n    at {other.line}\n{self.describe(rank)}: new_group({members_text(members)}) {description}"
                     f"\n    at {calling_line()}",
                     ranks=(other.creator, rank),
                 )
+            if members not in of_call and any(len(each.ranks) > 1 for each in others):
+                warnings.warn(_sharing_text(number, others[0].ranks, members), RuntimeWarning, stacklevel=4)
             group = of_call.setdefault(members, self._new(name, description, members, rank))
         group.created_by.add(rank)
         return group
@@ -135,8 +140,17 @@ class GroupRegistry:
         return "-".join(axis for axis in axes if len({each[axis] for each in coordinates}) > 1)
 
 
-def _is_of_its_caller(group: SharedGroup) -> bool:
-    return group.created_by == set(group.ranks) and len(group.ranks) == 1
+def _are_apart(group: SharedGroup, members: tuple[int, ...], rank: int) -> bool:
+    """Whether two groups of one call are disjoint, and every rank is in that which it creates."""
+    return rank in members and group.created_by <= set(group.ranks) and not set(group.ranks) & set(members)
+
+
+def _sharing_text(number: int, first: tuple[int, ...], second: tuple[int, ...]) -> str:
+    return (
+        f"call {number} of new_group creates {members_text(first)} and {members_text(second)}: over gloo, processes of "
+        "one of them wait for ever, because both have one name; create all groups on all ranks, or pass "
+        "use_local_synchronization=True"
+    )
 
 
 def _group_name(name: str) -> Any:

@@ -19,6 +19,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from mcontroller.verify.outcome import Outcome
 from mcontroller.verify.program import Program, load_program
 from mcontroller.verify.shrinking import shrink, source_of_test
 from mcontroller.verify.verifier import Verifier
+from workers.verify.other_version import saved_by
 
 _IN_BF16 = "difference from one process in bf16, in float32 (times that of one process in bf16)"
 _COLUMNS = "{:<32} {:>5}  {:<7} {:>8} {:>7}  {}"
@@ -47,7 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     precision.add_argument("--bf16", action="store_true", help="report the rounding of layouts in bfloat16; no fault")
     parser.add_argument("--shrink", type=Path, metavar="FILE", help="write the smallest failing test to this file")
     parser.add_argument("--save", type=Path, metavar="FILE", help="write the training of one process to this file")
-    parser.add_argument("--against", type=Path, metavar="FILE", help="compare with what --save wrote")
+    parser.add_argument(
+        "--against", metavar="OTHER", help="what --save wrote, a commit, or the interpreter of an environment"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the outcomes to this file")
 
 
@@ -77,17 +81,11 @@ def run(arguments: argparse.Namespace) -> int:
     for module in ("megatron", "torch"):
         warnings.filterwarnings("ignore", module=module)
     given = [parse_layout(text) for text in arguments.layouts or ()]
-    parts, verifiers = _parts(arguments), []
+    parts, verifiers = _parts(arguments), list[Verifier]()
     began = time.perf_counter()
-    found: list[tuple[_Part, Outcome]] = []
-    for index, part in enumerate(parts):
-        verifiers.append(Verifier(part.program, steps=arguments.steps, exact=arguments.exact))
-        if not index:
-            last = _IN_BF16 if arguments.bf16 else "first difference"
-            sys.stdout.write(_COLUMNS.format("layout", "ranks", "equal", "largest", "seconds", f"{last}\n"))
-        if arguments.save:
-            verifiers[-1].save(part.file(arguments.save))
-        found += [(part, each) for each in _printed(part.name, _outcomes(part, verifiers[-1], arguments, given))]
+    with ExitStack() as stack:
+        saved = stack.enter_context(saved_by(arguments.against, _command(arguments))) if arguments.against else None
+        found = _verified(parts, verifiers, arguments, given, saved)
     different = [(part, each) for part, each in found if not each.equal]
     for part, outcome in different:
         title = f"{part.name} {outcome.layout}".strip()
@@ -105,6 +103,34 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.shrink and layouts:
         _write_test(arguments, *layouts[0])
     return 1 if different else 0
+
+
+def _verified(
+    parts: Sequence[_Part],
+    verifiers: list[Verifier],
+    arguments: argparse.Namespace,
+    given: Sequence[Variant],
+    saved: Path | None,
+) -> list[tuple[_Part, Outcome]]:
+    """Add a verifier for each part, and print and return the outcomes of its layouts."""
+    found: list[tuple[_Part, Outcome]] = []
+    for index, part in enumerate(parts):
+        verifiers.append(Verifier(part.program, steps=arguments.steps, exact=arguments.exact))
+        if not index:
+            last = _IN_BF16 if arguments.bf16 else "first difference"
+            sys.stdout.write(_COLUMNS.format("layout", "ranks", "equal", "largest", "seconds", f"{last}\n"))
+        if arguments.save:
+            verifiers[-1].save(part.file(arguments.save))
+        outcomes = _outcomes(part, verifiers[-1], arguments, given, saved)
+        found += [(part, each) for each in _printed(part.name, outcomes)]
+    return found
+
+
+def _command(arguments: argparse.Namespace) -> list[str]:
+    """Return the arguments with which another version trains the same in one process."""
+    flags = [f"--{name}" for name in ("exact", "full-size") if getattr(arguments, name.replace("-", "_"))]
+    ranks, steps = f"--ranks={arguments.ranks}", f"--steps={arguments.steps}"
+    return [ranks, steps, *flags, "--", arguments.program, *arguments.rest]
 
 
 def _parts(arguments: argparse.Namespace) -> list[_Part]:
@@ -134,11 +160,11 @@ def _parts(arguments: argparse.Namespace) -> list[_Part]:
 
 
 def _outcomes(
-    part: _Part, verifier: Verifier, arguments: argparse.Namespace, given: Sequence[Variant]
+    part: _Part, verifier: Verifier, arguments: argparse.Namespace, given: Sequence[Variant], saved: Path | None
 ) -> Iterator[Outcome]:
     verify = verifier.in_bf16 if arguments.bf16 else verifier.verify
-    if arguments.against:
-        yield verifier.against(part.file(arguments.against))
+    if saved is not None:
+        yield verifier.against(part.file(saved), arguments.against)
     if given or (part.layouts and not arguments.all):
         yield from map(verify, given or part.layouts)
     else:

@@ -32,8 +32,21 @@ def test_each_rank_creates_a_group_of_itself_in_one_call() -> None:
     assert run_ranks(3, compute) == [(0.0, 1), (1.0, 1), (2.0, 1)]
 
 
+def test_disjoint_groups_may_be_created_in_one_call() -> None:
+    def compute() -> float:
+        rank = dist.get_rank()
+        group = dist.new_group([0, 1] if rank < 2 else [2, 3, 4])
+        dist.all_reduce(total := torch.tensor(10.0**rank), group=group)
+        return float(total)
+
+    with pytest.warns(RuntimeWarning, match="use_local_synchronization"):
+        assert run_ranks(5, compute) == [11.0, 11.0, 11100.0, 11100.0, 11100.0]
+
+
 @pytest.mark.parametrize(
-    "lists", [([0, 1], [0, 1], [2]), ([0], [0], [2]), ([0], [1], [0])], ids=["pair", "not its own", "not its caller"]
+    "lists",
+    [([0, 1], [0, 1], [1, 2]), ([0], [0], [2]), ([0], [1], [0])],
+    ids=["not disjoint", "not its own", "not its caller"],
 )
 def test_other_lists_in_one_call_of_new_group_are_reported(lists: tuple[list[int], ...]) -> None:
     with pytest.raises(CollectiveMismatch, match="call 1 of new_group has different ranks"):

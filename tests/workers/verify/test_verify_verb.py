@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 from unittest import mock
@@ -47,3 +48,45 @@ def test_a_difference_is_printed_and_failure(capsys: pytest.CaptureFixture[str],
 def test_bad_input_is_one_line_and_failure(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", "no_such_file.py:program"]) == 1
     assert capsys.readouterr().err == "mcontroller verify: VerifyError: there is no file no_such_file.py\n"
+
+
+@pytest.fixture
+def team(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A repository whose last commit changes a number, as the working directory."""
+    for epsilon in ("1e-5", "1e-2"):
+        program = f"gpt.program.smaller(num_layers=1, layernorm_epsilon={epsilon})"
+        (tmp_path / "team_model.py").write_text(
+            f"import sys\nsys.path.insert(0, {str(EXAMPLES)!r})\nimport gpt\nprogram = {program}\n"
+        )
+        commit = "git init --quiet . && git add team_model.py && git -c user.name=a -c user.email=b commit --quiet -m c"
+        subprocess.run(commit, shell=True, check=True, cwd=tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(EXAMPLES.parents[1]))
+    return tmp_path
+
+
+@pytest.mark.processes
+def test_another_commit_and_another_environment_are_compared(team: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["verify", "team_model.py:program", "--layouts", "dp=1", "--steps", "1", "--against"]
+    assert main([*arguments, "HEAD~1"]) == 1
+    assert main([*arguments, sys.executable]) == 0
+    rows = [line.split()[:4] for line in capsys.readouterr().out.splitlines() if line.startswith("against ")]
+    assert rows[0] == ["against", "HEAD~1", "1", "NO"] and rows[-1] == ["against", sys.executable, "1", "yes"]
+    worktrees = subprocess.run(["git", "worktree", "list"], cwd=team, capture_output=True, text=True).stdout
+    assert len(worktrees.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ("no-such-commit", "expected a file that --save wrote, a Python interpreter, or a commit; git says"),
+        ("HEAD", "training there failed: mcontroller verify: VerifyError: there is no file later.py; try: "),
+    ],
+)
+@pytest.mark.processes
+def test_what_cannot_be_compared_is_one_error(
+    team: Path, capsys: pytest.CaptureFixture[str], other: str, message: str
+) -> None:
+    (team / "team_model.py").rename(team / "later.py")
+    assert main(["verify", "later.py:program", "--against", other]) == 1
+    assert message in capsys.readouterr().err

@@ -1,0 +1,40 @@
+"""Print what verify reports of the faulty programs of the gallery.
+
+python -m examples.verify.reports [NAME ...]
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from mcontroller.verify import Verifier
+from mcontroller.verify.program import load_program
+
+LAYOUTS = {
+    "label_smoothing": "tp=2",
+    "gathered_logits": "tp=2",
+    "padding_mask": "tp=2,dp=2,sp",
+    "attention_sinks": "tp=2",
+    "auxiliary_loss": "mbs=2",
+    "tokens_over_dp": "cp=2",
+    "counted_on_each_rank": "cp=2",
+    "tied_embeddings": "pp=2",
+    "norm_weights": "tp=2,sp",
+    "rope_positions": "cp=2",
+    "expert_bias": "dp=2",
+}
+
+
+def report(name: str) -> list[str]:
+    """Return the lines of a report, but for those of the norm and of weights, which differ in all."""
+    program = load_program(f"{Path(__file__).parent / 'gallery.py'}:{name}").smaller(num_layers=2)
+    outcome = Verifier(program, steps=1).verify(LAYOUTS[name])
+    assert outcome.failure is None, outcome.failure
+    lines = [line.partition("; ") if " in all: " in line else (line,) for line in outcome.lines()]
+    return [line[0] for line in lines if not line[0].startswith(("gradient norm", "weight"))]
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:] or LAYOUTS:
+        print(f"{name}, {LAYOUTS[name]}", *report(name), sep="\n  ")
