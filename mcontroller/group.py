@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Generic, Literal, ParamSpec, Self, TypedDict, TypeVar, Unpack, cast, overload
 
 from mcontroller.data.protocol import DataProto
@@ -91,10 +92,10 @@ class GroupMethod(Generic[P, Result_co, Future_co]):
         in_flight = group.executor.submit(self.name, call.arguments, returning, timeout=timeout, keep=keep)
         laps.number = in_flight.number
         laps("send")
-        future: Any = call.future(in_flight)
-        if keep:
-            return DataProto.later(future, lambda: call.kept(in_flight))  # type: ignore[return-value]  # as declared
-        return future.get() if rule.blocking else future  # type: ignore[no-any-return]
+        if rule.blocking:
+            return call.result(in_flight)  # type: ignore[no-any-return]
+        future: Any = Future(in_flight, partial(call.result, in_flight))
+        return DataProto.later(future, partial(call.kept, in_flight)) if keep else future  # type: ignore[return-value]  # as declared
 
     def plan(self) -> Plan:
         """Return the plan of a call: which rank gets which shard, and which ranks return.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from types import FunctionType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,28 +27,12 @@ _ROW = "the row in the results of the ranks"
 """Name of a column of row numbers."""
 
 
-class CallingGroup(Protocol):
-    """The part of a ``WorkerGroup`` that a prepared call uses."""
-
-    @property
-    def name(self) -> str:
-        """The role, as error messages name it."""
-
-    @property
-    def worker_cls(self) -> type:
-        """The class of the worker objects."""
-
-    @property
-    def executor(self) -> Executor:
-        """The executor that runs the call on the ranks."""
-
-
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class PreparedCall:
     """One call of a method of a group.
 
     Attributes:
-        group: the group that is called.
+        group: the ``WorkerGroup`` that is called.
         method: name of the method.
         plan: which rank gets which shard, and which ranks return.
         shards: the arguments of each shard; empty until ``dispatch`` has split the caller's arguments.
@@ -56,7 +40,7 @@ class PreparedCall:
         changes_rows: whether the method may return another number of rows than it got.
     """
 
-    group: CallingGroup
+    group: Any
     method: str
     plan: Plan
     shards: Sequence[Arguments] = ()
@@ -78,20 +62,16 @@ class PreparedCall:
         """Whether the result is one DataProto, which can be passed on before it has arrived."""
         return self.plan.spec.result == "concat"
 
-    def future(self, in_flight: InFlightCall) -> Future[Any]:
-        """Return the future of the collected result."""
-
-        def collected(timeout: float | None) -> Any:
-            joined = self.concatenates and len(self.plan.collected) > 1
-            laps = start_laps(f"{self.group.name}.{self.method}", in_flight.number)
-            values = in_flight.result(timeout, joined=joined)
-            laps("wait")
-            result = self.collect(values)
-            laps("collect")
-            laps.end()
-            return result
-
-        return Future(in_flight, collected)
+    def result(self, in_flight: InFlightCall, timeout: float | None = None) -> Any:
+        """Wait for the ranks, and return the collected result; see ``InFlightCall.result`` and ``collect``."""
+        joined = self.concatenates and len(self.plan.collected) > 1
+        laps = start_laps(f"{self.group.name}.{self.method}", in_flight.number)
+        values = in_flight.result(timeout, joined=joined)
+        laps("wait")
+        result = self.collect(values)
+        laps("collect")
+        laps.end()
+        return result
 
     def kept(self, in_flight: InFlightCall) -> DataProto:
         """Return the collected result of a call that has succeeded; its tensors stay on the workers.
@@ -280,7 +260,7 @@ def dispatch(
     materialize: bool = True,
     share: bool = True,
 ) -> PreparedCall:
-    """Return the call with the arguments of each shard of its plan; the caller's arguments stay unchanged.
+    """Set the arguments of each shard of the call's plan, and return the call; the caller's arguments stay unchanged.
 
     Args:
         call: the call, still without arguments.
@@ -296,23 +276,30 @@ def dispatch(
     plan, group = call.plan, call.group
     if plan.spec.functions is not None:
         args, kwargs = _from_function(call, plan.spec.functions[0](group, *args, **kwargs))
-    _check_leading_function(call, args)
+    if plan.spec.leading_function and not (args and callable(args[0])):
+        raise call.error(
+            f"the first argument is {type(args[0] if args else None).__name__}; expected a function, which goes to "
+            "every rank",
+            argument=0,
+        )
     _check_signature(call, args, kwargs)
     named: list[tuple[Key, Any]] = [*enumerate(args), *kwargs.items()]
     values = {key: _sendable(value, group.executor) for key, value in named}
     if plan.spec.arguments == "entries":
-        return replace(call, shards=_entries(call, values, lazy=not materialize))
+        call.shards = _entries(call, values, lazy=not materialize)
+        return call
     if plan.spec.arguments == "whole":
-        return replace(call, shards=[_arguments({key: _sent(value, not materialize) for key, value in values.items()})])
-    shards, origin = _split(call, values, rule, lazy=not materialize)
+        call.shards = [_arguments({key: _sent(value, not materialize) for key, value in values.items()})]
+        return call
+    shards, call.origin = _split(call, values, rule, lazy=not materialize)
     plain = {key: value for key, value in values.items() if key not in shards}
     if share and plan.shard_count > 1:
         plain = {key: group.executor.share(value, len(plan.ranks)) for key, value in plain.items()}
-    by_shard = [
+    call.shards = [
         _arguments({key: shards[key][shard] if key in shards else plain[key] for key in values})
         for shard in range(plan.shard_count)
     ]
-    return replace(call, shards=by_shard, origin=origin)
+    return call
 
 
 def _check_signature(call: PreparedCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -441,15 +428,6 @@ def _entries_hint(value: Any) -> str:
     if isinstance(value, DataProto):
         return ": split it with chunk(), or register the method with a mode whose name ends in PROTO"
     return ": to send every rank the same value, register the method with Dispatch.ONE_TO_ALL"
-
-
-def _check_leading_function(call: PreparedCall, args: Sequence[Any]) -> None:
-    first = args[0] if args else None
-    if call.plan.spec.leading_function and not callable(first):
-        raise call.error(
-            f"the first argument is {type(first).__name__}; expected a function, which goes to every rank",
-            argument=0,
-        )
 
 
 def _split(

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import ray
-
 from mcontroller.errors import GroupBroken, GroupError
 from mcontroller.ray.calls.call import GroupCall
 from mcontroller.ray.calls.shutdown import shutdown
@@ -61,11 +59,9 @@ class RayExecutor:
         keep: bool = False,
     ) -> GroupCall:
         """Send a call to its ranks; see ``mcontroller.transport.Executor.submit``."""
-        objects = {id(each): _with_objects(each) for each in arguments.values()}
-        sent = {rank: objects[id(each)] for rank, each in arguments.items()}
         with self.processes.sending:
             self.processes.check(self.role)
-            return self.processes.send(self.role, method, sent, returning, timeout=timeout, keep=keep)
+            return self.processes.send(self.role, method, arguments, returning, timeout=timeout, keep=keep)
 
     def fetch(self, handles: Sequence[Any], timeout: float | None = None) -> list[Any]:
         """Return the values of handles; raise the error of the call that failed to produce one.
@@ -99,15 +95,3 @@ class RayExecutor:
     def shutdown(self, timeout: float | None = None) -> None:
         """Shut down the processes, and with them every role that they run; see ``shutdown``."""
         shutdown(self.processes, timeout)
-
-
-def _with_objects(arguments: Arguments) -> Arguments:
-    """Return the arguments with each of Ray's references replaced by a ``Deferred``: the rank reads its value."""
-    if not any(isinstance(value, ray.ObjectRef) for value in (*arguments.args, *arguments.kwargs.values())):
-        return arguments
-    args = tuple(map(_with_object, arguments.args))
-    return Arguments(args, {name: _with_object(value) for name, value in arguments.kwargs.items()})
-
-
-def _with_object(value: Any) -> Any:
-    return StoredValue(value, raw=True) if isinstance(value, ray.ObjectRef) else value
