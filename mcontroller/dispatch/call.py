@@ -128,25 +128,23 @@ class PreparedCall:
         return self._join(values)
 
     def _join(self, values: Sequence[DataProto]) -> DataProto:
-        if self.origin is None or not any(value.has_columns() for value in values):
-            return self._concat(values)
-        lengths = [len(value) if value.has_columns() else 0 for value in values]
-        if not self.changes_rows:
-            self._check_same_rows(self.origin, lengths)
-        keep, order = self._restored(self.origin, lengths)
-        kept = [value if rows == len(value) else value.slice(0, rows) for value, rows in zip(values, keep, strict=True)]
-        joined = self._concat(kept)
-        return joined if order is None else joined.select_idxs(order)
-
-    def _concat(self, values: Sequence[DataProto]) -> DataProto:
+        order = None
+        if self.origin is not None and any(value.has_columns() for value in values):
+            lengths = [len(value) if value.has_columns() else 0 for value in values]
+            if not self.changes_rows:
+                self._check_same_rows(self.origin, lengths)
+            keep, order = self._restored(self.origin, lengths)
+            rows = zip(values, keep, strict=True)
+            values = [value if kept == len(value) else value.slice(0, kept) for value, kept in rows]
         try:
             # On one thread, because the workers need the cores. A difference in meta_info must not discard their work.
-            return concat_batches(values, concat_on_one_thread, keep_first=True)
+            joined = concat_batches(values, concat_on_one_thread, keep_first=True)
         except DataError as error:
             parts = ", ".join(f"part {part} of rank {rank}" for part, rank in enumerate(self.plan.collected[:8]))
             fields = {**error.fields, "ranks": self.plan.collected}
             call = f"{self.group.name}.{self.method}"
             raise DataError(f"{call}: its results cannot be concatenated ({parts}): {error}", **fields) from error
+        return joined if order is None else joined.select_idxs(order)
 
     def _check_same_rows(self, origin: Partition, lengths: Sequence[int]) -> None:
         received = [len(rows) for rows in origin.shards]
@@ -443,20 +441,15 @@ def _split(
         )
     if not batches:
         return {}, None
-    partition = _partition(call, batches, _same_rows(call, batches), rule)
+    partition = _partition(call, batches, rule)
     return {key: _shards(batch, partition, lazy) for key, batch in batches.items()}, partition
 
 
-def _same_rows(call: PreparedCall, batches: Mapping[Key, DataProto]) -> int:
-    """Return the number of rows of all batches."""
-    lengths = {key: len(batch) for key, batch in batches.items()}
-    if len(set(lengths.values())) > 1:
-        listed = ", ".join(f"{_name(key)} has {length}" for key, length in lengths.items())
-        raise call.error(f"batches of one call must have the same number of rows: {listed}", lengths=lengths)
-    return next(iter(lengths.values()))
-
-
-def _partition(call: PreparedCall, batches: Mapping[Key, DataProto], rows: int, rule: RowRule) -> Partition:
+def _partition(call: PreparedCall, batches: Mapping[Key, DataProto], rule: RowRule) -> Partition:
+    rows = {key: len(batch) for key, batch in batches.items()}
+    if len(set(rows.values())) > 1:
+        listed = ", ".join(f"{_name(key)} has {length}" for key, length in rows.items())
+        raise call.error(f"batches of one call must have the same number of rows: {listed}", lengths=rows)
     lengths = groups = within = None
     if rule.balance is not None:
         lengths = _with_column(call, batches, rule.balance).row_lengths(rule.balance)
@@ -467,8 +460,8 @@ def _partition(call: PreparedCall, batches: Mapping[Key, DataProto], rows: int, 
     padding = rule.padding
     if padding is None and any(batch.is_padding_enabled() for batch in batches.values()):
         padding = "repeat"
-    shards = call.plan.shard_count
-    return split_rows(rows, shards, padding=padding, lengths=lengths, groups=groups, within=within)
+    count = next(iter(rows.values()))
+    return split_rows(count, call.plan.shard_count, padding=padding, lengths=lengths, groups=groups, within=within)
 
 
 def _with_column(call: PreparedCall, batches: Mapping[Key, DataProto], column: str) -> DataProto:

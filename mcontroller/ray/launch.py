@@ -254,7 +254,7 @@ def _identities(
     own. A rank that sees only its own is alone on its node for torch: LOCAL_RANK is 0 and LOCAL_WORLD_SIZE is 1. Ranks
     of a pool without GPUs see none.
     """
-    ranks_of_node: dict[Any, list[int]] = {}  # ranks of one node need not be consecutive in a merged pool
+    ranks_of_node: dict[Any, list[int]] = {}
     for rank, bundle in enumerate(lease.bundles):
         ranks_of_node.setdefault(bundle.group.id, []).append(rank)
     for rank, bundle in enumerate(lease.bundles):
