@@ -86,7 +86,7 @@ class GroupMethod(Generic[P, Result_co, Future_co]):
         laps("plan")
         call = dispatch(call, args, kwargs, rule.rows, materialize=rule.materialize_futures)
         laps("split")
-        keep = call.concatenates and not rule.blocking
+        keep = not rule.blocking and call.plan.spec.result == "concat"
         timeout = group.timeout if rule.timeout is None else rule.timeout
         returning = call.plan.collected
         in_flight = group.executor.submit(self.name, call.arguments, returning, timeout=timeout, keep=keep)
@@ -288,9 +288,8 @@ class WorkerGroup(Generic[W_co]):
         Raises:
             TopologyError: the mode names axes, but the workers report no coordinates.
         """
-        if not spec.needs_topology:
-            return self._topology or self._flat
-        if self.topology == self._flat:
+        topology = self._topology or (self.collect_topology() if spec.needs_topology else self._flat)
+        if spec.needs_topology and topology == self._flat:
             raise TopologyError(
                 f"group {self.name}: mode {spec} splits or collects by axes, but {self.worker_cls.__name__} reports no "
                 "coordinates: define get_megatron_rank_info and get_megatron_global_info, as MegatronWorker does, or "
@@ -298,7 +297,7 @@ class WorkerGroup(Generic[W_co]):
                 role=self.name,
                 mode=spec.name,
             )
-        return self.topology
+        return topology
 
     def collect_topology(self) -> Topology:
         """Collect the coordinates of every rank from the workers, validate and keep them.

@@ -57,14 +57,9 @@ class PreparedCall:
         """The arguments of every rank that runs the method. Ranks with the same shard share one object."""
         return {rank: self.shards[shard] for rank, shard in zip(self.plan.ranks, self.plan.shards, strict=True)}
 
-    @property
-    def concatenates(self) -> bool:
-        """Whether the result is one DataProto, which can be passed on before it has arrived."""
-        return self.plan.spec.result == "concat"
-
     def result(self, in_flight: InFlightCall, timeout: float | None = None) -> Any:
         """Wait for the ranks, and return the collected result; see ``InFlightCall.result`` and ``collect``."""
-        joined = self.concatenates and len(self.plan.collected) > 1
+        joined = self.plan.spec.result == "concat" and len(self.plan.collected) > 1
         laps = start_laps(f"{self.group.name}.{self.method}", in_flight.number)
         values = in_flight.result(timeout, joined=joined)
         laps("wait")
@@ -120,7 +115,7 @@ class PreparedCall:
             return spec.functions[1](self.group, list(values))
         if spec.result == "value":
             return values[0]
-        if not self.concatenates:
+        if spec.result != "concat":
             return [self._without_padding(shard, value) for shard, value in enumerate(values)]
         for rank, value in zip(self.plan.collected, values, strict=True):
             if not isinstance(value, DataProto):
