@@ -33,7 +33,8 @@ def serve(keys: ChannelKeys, report: Connection) -> None:
     endpoint = Endpoint("127.0.0.1", keys, {"echo": lambda reply, value: reply(value)}, folder=folder)
     report.send(endpoint.address)
     while True:
-        endpoint.answer(endpoint.receive(), b"")
+        caller, header, _, _ = endpoint.receive()
+        endpoint.answer(caller, header.number, b"")
 
 
 def connect_without_end(port: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Generic, Literal, ParamSpec, Self, TypedDict, TypeVar, Unpack, cast, overload
 
 from mcontroller.data.protocol import DataProto
@@ -21,7 +22,6 @@ from mcontroller.trace.recorder import start_laps
 from mcontroller.transport import Executor, Future
 from mcontroller.worker import W_co
 from parallel_state.axes import DENSE_AXES
-from parallel_state.describe import table_html
 from parallel_state.infos import DistGlobalInfo, DistRankInfo
 from parallel_state.layout import ParallelLayout
 from parallel_state.topology import Topology
@@ -85,16 +85,16 @@ class GroupMethod(Generic[P, Result_co, Future_co]):
         laps("plan")
         call = dispatch(call, args, kwargs, rule.rows, materialize=rule.materialize_futures)
         laps("split")
-        keep = call.concatenates and not rule.blocking
+        keep = not rule.blocking and call.plan.spec.result == "concat"
         timeout = group.timeout if rule.timeout is None else rule.timeout
         returning = call.plan.collected
         in_flight = group.executor.submit(self.name, call.arguments, returning, timeout=timeout, keep=keep)
         laps.number = in_flight.number
         laps("send")
-        future: Any = call.future(in_flight)
-        if keep:
-            return DataProto.later(future, lambda: call.kept(in_flight))  # type: ignore[return-value]  # as declared
-        return future.get() if rule.blocking else future  # type: ignore[no-any-return]
+        if rule.blocking:
+            return call.result(in_flight)  # type: ignore[no-any-return]
+        future: Any = Future(in_flight, partial(call.result, in_flight))
+        return DataProto.later(future, partial(call.kept, in_flight)) if keep else future  # type: ignore[return-value]  # as declared
 
     def plan(self) -> Plan:
         """Return the plan of a call: which rank gets which shard, and which ranks return.
@@ -287,9 +287,8 @@ class WorkerGroup(Generic[W_co]):
         Raises:
             TopologyError: the mode names axes, but the workers report no coordinates.
         """
-        if not spec.needs_topology:
-            return self._topology or self._flat
-        if self.topology == self._flat:
+        topology = self._topology or (self.collect_topology() if spec.needs_topology else self._flat)
+        if spec.needs_topology and topology == self._flat:
             raise TopologyError(
                 f"group {self.name}: mode {spec} splits or collects by axes, but {self.worker_cls.__name__} reports no "
                 "coordinates: define get_megatron_rank_info and get_megatron_global_info, as MegatronWorker does, or "
@@ -297,7 +296,7 @@ class WorkerGroup(Generic[W_co]):
                 role=self.name,
                 mode=spec.name,
             )
-        return self.topology
+        return topology
 
     def collect_topology(self) -> Topology:
         """Collect the coordinates of every rank from the workers, validate and keep them.
@@ -441,10 +440,6 @@ class WorkerGroup(Generic[W_co]):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name}: {self.world_size} x {self.worker_cls.__name__})"
-
-    def _repr_html_(self) -> str:
-        methods = [(name, method.dispatch_mode.name) for name, method in sorted(self._methods.items())]
-        return table_html(f"{self!r}, {self._topology or self._flat!r}", ("method", "dispatch mode"), methods)
 
 
 def _changed(value: T, **changes: Any) -> T:

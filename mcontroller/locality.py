@@ -1,4 +1,4 @@
-"""Locality: which axes of a topology cross nodes, and which nodes have ranks that do not follow each other.
+"""Locality: which axes of a topology cross nodes.
 
 The collectives of tp, cp, ep and etp run in every layer. Inside a node they use NVLink; between nodes they use the
 network, which is many times slower. Data and pipeline parallelism send less, and usually span nodes.
@@ -12,7 +12,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from mcontroller.errors import ConfigError
-from parallel_state.axes import RANK_AXIS
 from parallel_state.describe import runs_text
 from parallel_state.topology import Topology
 
@@ -30,25 +29,17 @@ class Locality:
         topology: the coordinates of the ranks, with their nodes.
         crossing: the groups of ranks of an axis that span nodes, by axis in the order of ``LOCAL_AXES``; the ranks of
             each group in the order of the axis.
-        scattered: the ranks of each node whose ranks do not follow each other, as a merged pool can have.
     """
 
     topology: Topology
     crossing: Mapping[str, Sequence[tuple[int, ...]]]
-    scattered: Mapping[str, Sequence[int]]
 
     def __bool__(self) -> bool:
-        return bool(self.crossing or self.scattered)
+        return bool(self.crossing)
 
     def lines(self) -> list[str]:
         """Return one sentence for each finding, with what to change."""
-        crossing = [self._crossing_text(axis, groups) for axis, groups in self.crossing.items()]
-        scattered = [
-            f"ranks {runs_text(ranks)} of node {node} do not follow each other; order the bundles of the pool by node, "
-            "such as by merging the parts of one node first"
-            for node, ranks in self.scattered.items()
-        ]
-        return crossing + scattered
+        return [self._crossing_text(axis, groups) for axis, groups in self.crossing.items()]
 
     def _crossing_text(self, axis: str, groups: Sequence[tuple[int, ...]]) -> str:
         nodes, size = self.topology.nodes or (), self.topology.sizes[axis]
@@ -64,40 +55,39 @@ class Locality:
 
 
 def locality(topology: Topology, allowed: Collection[str] = ()) -> Locality:
-    """Return the axes of ``LOCAL_AXES`` that cross nodes, and the nodes whose ranks do not follow each other.
+    """Return the axes of ``LOCAL_AXES`` that cross nodes.
 
     Without an expert-parallel axis, etp is the same as tp and is left out. A topology without nodes has no findings.
 
     Args:
         topology: the coordinates of the ranks, with their nodes.
-        allowed: axes that may cross nodes; ``"rank"`` accepts the ranks of a node in any order.
+        allowed: axes that may cross nodes.
 
     Raises:
-        ConfigError: ``allowed`` has a name that is neither one of ``LOCAL_AXES`` nor ``"rank"``.
+        ConfigError: ``allowed`` has a name that is not one of ``LOCAL_AXES``.
     """
     check_axes(allowed)
     nodes = topology.nodes
     if nodes is None:
-        return Locality(topology, {}, {})
+        return Locality(topology, {})
     axes = [axis for axis in LOCAL_AXES if axis in topology.sizes and axis not in allowed]
     if topology.sizes.get("ep", 1) == 1:
         axes = [axis for axis in axes if axis != "etp" or topology.sizes["etp"] != topology.sizes["tp"]]
-    crossing = {axis: spanning for axis in axes if (spanning := _spanning(topology, axis, nodes))}
-    return Locality(topology, crossing, {} if RANK_AXIS in allowed else _scattered(nodes))
+    return Locality(topology, {axis: spanning for axis in axes if (spanning := _spanning(topology, axis, nodes))})
 
 
 def log_findings(found: Locality, group: str) -> None:
     """Log one warning with the findings of a group; nothing if there are none."""
     if found:
-        accept = "Pass axes_across_nodes to the group, or set trainer.axes_across_nodes, to accept an axis, or rank"
+        accept = "Pass axes_across_nodes to the group, or set trainer.axes_across_nodes, to accept an axis"
         logger.warning("group %s: %s. %s", group, ". ".join(found.lines()), accept)
 
 
 def check_axes(allowed: Collection[str], key: str = "axes_across_nodes") -> None:
-    """Raise ConfigError, which names ``key``, unless these are ``LOCAL_AXES`` or ``"rank"``."""
-    if isinstance(allowed, str) or any(axis not in (*LOCAL_AXES, RANK_AXIS) for axis in allowed):
+    """Raise ConfigError, which names ``key``, unless these are ``LOCAL_AXES``."""
+    if isinstance(allowed, str) or any(axis not in LOCAL_AXES for axis in allowed):
         raise ConfigError(
-            f"{key} is {allowed!r}; expected a list with any of {', '.join(LOCAL_AXES)} and {RANK_AXIS}",
+            f"{key} is {allowed!r}; expected a list with any of {', '.join(LOCAL_AXES)}",
             key=key,
             value=allowed,
         )
@@ -130,10 +120,3 @@ def _groups(topology: Topology, axis: str) -> list[tuple[int, ...]]:
     for rank in range(topology.world_size):
         groups[tuple(column[rank] for column in others)].append(rank)
     return [tuple(sorted(group, key=lambda rank: index[rank])) for group in groups.values()]
-
-
-def _scattered(nodes: Sequence[str]) -> dict[str, tuple[int, ...]]:
-    ranks_on: dict[str, list[int]] = defaultdict(list)
-    for rank, node in enumerate(nodes):
-        ranks_on[node].append(rank)
-    return {node: tuple(ranks) for node, ranks in ranks_on.items() if ranks[-1] - ranks[0] >= len(ranks)}

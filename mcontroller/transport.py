@@ -36,11 +36,10 @@ Handle = Any
 """A transport's handle of a value that it keeps: in a worker process, in Ray's object store, or in this process."""
 
 
-class Fetch(Protocol):
-    """Returns the values of several handles at once. Each is private to the caller, who may write into it."""
+Fetch = Callable[..., list[Any]]
+"""Called with handles, and optionally with a timeout in seconds: returns the values of the handles, in this order.
 
-    def __call__(self, handles: Sequence[Handle], timeout: float | None = None) -> list[Any]:
-        """Return the values; wait no longer than ``timeout`` seconds."""
+Each is private to the caller, who may write into it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

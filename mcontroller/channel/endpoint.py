@@ -6,16 +6,14 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
 
 import zmq
 from typing_extensions import Buffer
 
 from mcontroller.channel.address import ChannelKeys
-from mcontroller.channel.cancellation import Cancellation
 from mcontroller.channel.links import receive_frames, send_frames
 from mcontroller.channel.messages import CallHeader, pack_answer, unpack_call
-from mcontroller.channel.order import MISSING_SECONDS, CallOrder, CallQueue
+from mcontroller.channel.order import MISSING_SECONDS, CallOrder, CallQueue, Cancellation
 from mcontroller.channel.server import QueryServer, Reply
 from mcontroller.errors import DataError, GroupError
 
@@ -25,20 +23,8 @@ WAIT_MS = 200
 """Milliseconds between looks for a call that is missing in the order of several controllers."""
 
 
-class ReceivedCall(NamedTuple):
-    """A call, as it arrived.
-
-    Attributes:
-        caller: the controller.
-        header: its header.
-        data: the pickle of its arguments.
-        frames: the buffers of its arguments, in separate memory.
-    """
-
-    caller: bytes
-    header: CallHeader
-    data: memoryview
-    frames: list[Buffer]
+Received = tuple[bytes, CallHeader, memoryview, list[Buffer]]
+"""A call, as it arrived: its controller, its header, the pickle of its arguments, and their buffers."""
 
 
 class Endpoint:
@@ -72,7 +58,7 @@ class Endpoint:
         forget: Callable[[bytes], None] = lambda caller: None,
     ) -> None:
         self.cancellation = Cancellation()
-        self._queue: CallQueue[ReceivedCall] = CallQueue()
+        self._queue: CallQueue[Received] = CallQueue()
         self._answers: dict[bytes, OrderedDict[int, list[bytes]]] = {}
         self._forget = forget
         self._unreachable: dict[bytes, float] = {}
@@ -89,7 +75,7 @@ class Endpoint:
         server.start({**own, **queries}, call_port)
         self.address, self.query_thread = server.address, server.thread
 
-    def receive(self) -> ReceivedCall:
+    def receive(self) -> Received:
         """Wait for the next call in order and return it. Called by the main thread.
 
         A message that is not a call is dropped and logged.
@@ -116,30 +102,27 @@ class Endpoint:
         answers = self._answers.get(caller)
         while answers and next(iter(answers)) < header.settled:
             answers.popitem(last=False)
-        if not self._queue.add(caller, header.number, header.after, ReceivedCall(caller, header, data, frames)):
-            self._answer_again(caller, header.number)
+        added = self._queue.add(caller, header.number, header.after, (caller, header, data, frames))
+        if not added and header.number in self._answers.get(caller, ()):  # else it has not run yet
+            self._send(caller, self._answers[caller][header.number])
 
     def answer(
         self,
-        call: ReceivedCall,
+        caller: bytes,
+        number: int,
         data: bytes,
         frames: Sequence[bytes] = (),
-        *,
         error: GroupError | None = None,
         stored: bool = False,
     ) -> None:
         """Send the answer of a call, see ``pack_answer``; ``frames`` are the buffers of the value."""
-        answer = [pack_answer(call.header.number, error, stored, data), *frames]
-        self._answers.setdefault(call.caller, OrderedDict())[call.header.number] = answer
-        self._send(call.caller, answer)
+        answer = [pack_answer(number, error, stored, data), *frames]
+        self._answers.setdefault(caller, OrderedDict())[number] = answer
+        self._send(caller, answer)
 
     def _commit(self, reply: Reply, caller: bytes, number: int, cancelled: bool) -> None:
         self.cancellation.commit(caller, number, cancelled)
         reply(None)
-
-    def _answer_again(self, caller: bytes, number: int) -> None:
-        if number in self._answers.get(caller, ()):  # else it has not run yet
-            self._send(caller, self._answers[caller][number])
 
     def _send(self, caller: bytes, answer: Sequence[bytes]) -> bool:
         """Send an answer; return False if its controller is not connected, which asks again if it lives."""

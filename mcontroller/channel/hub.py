@@ -109,7 +109,7 @@ class Hub:
             for rank, frames in messages:
                 send_frames(self._links.socket, [self._ids[rank], *frames])
             if self._poller is not None:  # sending may have reset the descriptor that another thread polls
-                self._receive_messages()
+                self._receive()
             self._in_use = False
 
     def wait(self, ready: Callable[[], bool], seconds: float | None) -> bool:
@@ -131,7 +131,7 @@ class Hub:
                         news = None
                     if self._poller == thread:
                         self._poller = None  # until it polls again, or since an interrupt
-                    self._receive_all()
+                    self._receive()
                     finished = ready() or self._closed
                     left = None if end is None else end - time.monotonic()
                     over = finished or (left is not None and left <= 0)
@@ -148,16 +148,12 @@ class Hub:
                     news.acquire(timeout=LOOK_SECONDS if left is None else min(left, LOOK_SECONDS))
                 else:
                     poll.poll(None if left is None else left * 1e3)
-        finally:
-            self._leave(thread)
-
-    def _leave(self, thread: int) -> None:
-        """Let another thread poll, if this one does; one that was interrupted here does so in its next ``wait``."""
-        with self._turn:
-            if self._poller == thread:
-                self._poller = None
-            if self._poller is None:
-                self._wake_sleeping()
+        finally:  # let another thread poll; one that was interrupted here does so in its next ``wait``
+            with self._turn:
+                if self._poller == thread:
+                    self._poller = None
+                if self._poller is None:
+                    self._wake_others()
 
     def close(self) -> None:
         """Close all connections. Threads that wait return."""
@@ -170,42 +166,32 @@ class Hub:
         self._links.close()
         os.close(self._wake)
 
-    def _receive_all(self) -> None:
-        """Deliver what has arrived; the lock is held."""
-        if self._closed:
-            return
-        self._receive_messages()
-        changed = False
-        for link, established in self._links.events():
-            self._changed(self._ranks[link], established)
-            changed = True
-        if changed:
-            self._wake_others()
-        if self._woken and self._poller is None:  # else the news is for the thread that polls
-            with contextlib.suppress(BlockingIOError):
-                os.eventfd_read(self._wake)
-            self._woken = False
-
-    def _receive_messages(self) -> None:
-        """Deliver the messages that have arrived; the lock is held.
+    def _receive(self) -> None:
+        """Deliver what has arrived; the lock is held.
 
         The descriptor of the socket is edge-triggered. After this, there is nothing that it has announced, until
         something is sent.
         """
-        received = False
+        if self._closed:
+            return
+        news = False
         for link, frames in self._links.receive():
             self._deliver(self._ranks[link], frames)
-            received = True
-        if received:
+            news = True
+        for link, established in self._links.events():
+            self._changed(self._ranks[link], established)
+            news = True
+        if self._woken and self._poller is None:  # else the news is for the thread that polls
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._wake)
+            self._woken = False
+        if news:
             self._wake_others()
 
     def _wake_others(self) -> None:
         """Wake up the threads that sleep, and the one that polls; the lock is held."""
-        self._wake_sleeping()
+        while self._sleeping:
+            self._sleeping.pop().release()
         if self._poller is not None:
             self._woken = True
             os.eventfd_write(self._wake, 1)
-
-    def _wake_sleeping(self) -> None:
-        while self._sleeping:
-            self._sleeping.pop().release()

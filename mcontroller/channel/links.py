@@ -85,9 +85,12 @@ class Links:
             self.socket.disconnect(url)
 
     def receive(self) -> Iterator[tuple[bytes, list[Buffer]]]:
-        """Yield the messages that have arrived: the link and the frames of each. Does not wait."""
+        """Yield the messages that have arrived: the link and the frames of each. Does not wait.
+
+        At the end, the descriptor announces the next message.
+        """
         socket, recv = self.socket, self.socket.recv
-        while _has_messages(socket):
+        while _get(socket, _EVENTS) & _POLLIN:
             link: bytes = recv()
             yield link, receive_frames(recv)
 
@@ -95,7 +98,7 @@ class Links:
         """Yield what happened to connections: the link, and whether it was established (or lost, or not accepted)."""
         if not self._monitor_poll.poll(0):  # costs less than asking ZeroMQ
             return
-        while _has_messages(self._monitor):
+        while _get(self._monitor, _EVENTS) & _POLLIN:
             event = recv_monitor_message(self._monitor)
             link = self._ids.get(event["endpoint"].decode())
             if link is not None:
@@ -127,11 +130,6 @@ def receive_frames(recv: Callable[..., Any]) -> list[Buffer]:
         frame = recv(copy=False)
         frames.append(frame.buffer)
     return frames
-
-
-def _has_messages(socket: zmq.Socket[Any]) -> bool:
-    """Return whether messages have arrived; until then, its descriptor announces the next one."""
-    return bool(_get(socket, _EVENTS) & _POLLIN)
 
 
 def configure(socket: zmq.Socket[Any]) -> zmq.Socket[Any]:

@@ -1,14 +1,16 @@
 """The messages of calls, answers and queries.
 
 A call and an answer are a header and a value: the first frame has both, one after the other, because CURVE encrypts
-each frame by itself; the other frames are the buffers of the value. Messages contain pickles, which run code when they
-are read: only those who have proven that they may send them are read. A message that cannot be read is a `DataError`.
+each frame by itself; the other frames are the buffers of the value. The header of a call is a pickle, the header of an
+answer is a number and a byte. Messages contain pickles, which run code when they are read: only those who have proven
+that they may send them are read. A message that cannot be read is a `DataError`.
 """
 
 from __future__ import annotations
 
 import pickle
 from collections.abc import Sequence
+from struct import Struct
 from typing import Any, NamedTuple
 
 from typing_extensions import Buffer
@@ -41,7 +43,8 @@ class CallHeader(NamedTuple):
 
 def pack_call(header: CallHeader, data: bytes) -> bytes:
     """Return the first frame of a call; ``data`` is the pickle of the arguments."""
-    return _joined(tuple(header), data)
+    packed = pickle.dumps(tuple(header))
+    return b"".join([len(packed).to_bytes(_SIZE_BYTES, "little"), packed, data])
 
 
 def unpack_call(frame: Buffer) -> tuple[CallHeader, memoryview]:
@@ -50,7 +53,11 @@ def unpack_call(frame: Buffer) -> tuple[CallHeader, memoryview]:
     Raises:
         DataError: if the frame is not of a call.
     """
-    header, data = _split(frame, "call")
+    buffer = memoryview(frame)
+    end = _SIZE_BYTES + int.from_bytes(buffer[:_SIZE_BYTES], "little")
+    if not _SIZE_BYTES < end <= len(buffer):
+        raise _too_short(buffer, "call", end)
+    header = _load(buffer[_SIZE_BYTES:end], "call")
     match header:
         case (
             int(number),
@@ -61,7 +68,7 @@ def unpack_call(frame: Buffer) -> tuple[CallHeader, memoryview]:
             list() | tuple() as returning,
             bool(keep),
         ):
-            return CallHeader(number, settled, after, role, method, returning, keep), data
+            return CallHeader(number, settled, after, role, method, returning, keep), buffer[end:]
     expected = "(number, settled, after, role, method, ranks, keep)"
     raise DataError(f"the header of a call is {header!r}: expected {expected}", header=header)
 
@@ -75,7 +82,9 @@ def pack_answer(number: int, error: GroupError | None, stored: bool, data: bytes
         stored: whether the value is in the object store.
         data: the pickle of the value, or of its reference.
     """
-    return _joined((number, error, stored), data)
+    if error is not None:
+        return _ANSWER.pack(number, _FAILED) + pickle.dumps(error)
+    return _ANSWER.pack(number, _STORED if stored else _INLINE) + data
 
 
 def unpack_answer(frame: Buffer) -> tuple[int, GroupError | None, bool, memoryview]:
@@ -84,28 +93,30 @@ def unpack_answer(frame: Buffer) -> tuple[int, GroupError | None, bool, memoryvi
     Raises:
         DataError: if the frame is not of an answer.
     """
-    header, data = _split(frame, "answer")
-    match header:
-        case (int(number), GroupError() | None as error, bool(stored)):
-            return number, error, stored, data
-    raise DataError(f"the header of an answer is {header!r}: expected (number, error, stored)", header=header)
+    buffer = memoryview(frame)
+    if len(buffer) < _ANSWER.size:
+        raise _too_short(buffer, "answer", _ANSWER.size)
+    number, kind = _ANSWER.unpack_from(buffer)
+    data = buffer[_ANSWER.size :]
+    if kind in (_INLINE, _STORED):
+        return number, None, kind == _STORED, data
+    error = _load(data, "answer") if kind == _FAILED else None
+    if not isinstance(error, GroupError):
+        text = (
+            f"an answer of kind {kind} has {error!r}: expected kinds {_INLINE}, {_STORED}, or {_FAILED} with an error"
+        )
+        raise DataError(text, kind=kind)
+    return number, error, False, data
 
 
 _SIZE_BYTES = 4
+_ANSWER = Struct("<qB")
+_INLINE, _STORED, _FAILED = range(3)
 
 
-def _joined(header: tuple[Any, ...], data: bytes) -> bytes:
-    packed = pickle.dumps(header)
-    return b"".join([len(packed).to_bytes(_SIZE_BYTES, "little"), packed, data])
-
-
-def _split(frame: Buffer, kind: str) -> tuple[Any, memoryview]:
-    buffer = memoryview(frame)
-    end = _SIZE_BYTES + int.from_bytes(buffer[:_SIZE_BYTES], "little")
-    if not _SIZE_BYTES < end <= len(buffer):
-        text = f"the first frame of a message has {len(buffer)} bytes: the header of a {kind} ends at byte {end}"
-        raise DataError(text, found=len(buffer), expected=end)
-    return _load(buffer[_SIZE_BYTES:end], kind), buffer[end:]
+def _too_short(buffer: memoryview, kind: str, end: int) -> DataError:
+    text = f"the first frame of a message has {len(buffer)} bytes: the header of a {kind} ends at byte {end}"
+    return DataError(text, found=len(buffer), expected=end)
 
 
 def pack_query(number: int, name: str, arguments: tuple[Any, ...]) -> bytes:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from types import FunctionType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,28 +28,12 @@ _ROW = "the row in the results of the ranks"
 """Name of a column of row numbers."""
 
 
-class CallingGroup(Protocol):
-    """The part of a ``WorkerGroup`` that a prepared call uses."""
-
-    @property
-    def name(self) -> str:
-        """The role, as error messages name it."""
-
-    @property
-    def worker_cls(self) -> type:
-        """The class of the worker objects."""
-
-    @property
-    def executor(self) -> Executor:
-        """The executor that runs the call on the ranks."""
-
-
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class PreparedCall:
     """One call of a method of a group.
 
     Attributes:
-        group: the group that is called.
+        group: the ``WorkerGroup`` that is called.
         method: name of the method.
         plan: which rank gets which shard, and which ranks return.
         shards: the arguments of each shard; empty until ``dispatch`` has split the caller's arguments.
@@ -57,7 +41,7 @@ class PreparedCall:
         changes_rows: whether the method may return another number of rows than it got.
     """
 
-    group: CallingGroup
+    group: Any
     method: str
     plan: Plan
     shards: Sequence[Arguments] = ()
@@ -74,25 +58,16 @@ class PreparedCall:
         """The arguments of every rank that runs the method. Ranks with the same shard share one object."""
         return {rank: self.shards[shard] for rank, shard in zip(self.plan.ranks, self.plan.shards, strict=True)}
 
-    @property
-    def concatenates(self) -> bool:
-        """Whether the result is one DataProto, which can be passed on before it has arrived."""
-        return self.plan.spec.result == "concat"
-
-    def future(self, in_flight: InFlightCall) -> Future[Any]:
-        """Return the future of the collected result."""
-
-        def collected(timeout: float | None) -> Any:
-            joined = self.concatenates and len(self.plan.collected) > 1
-            laps = start_laps(f"{self.group.name}.{self.method}", in_flight.number)
-            values = in_flight.result(timeout, joined=joined)
-            laps("wait")
-            result = self.collect(values)
-            laps("collect")
-            laps.end()
-            return result
-
-        return Future(in_flight, collected)
+    def result(self, in_flight: InFlightCall, timeout: float | None = None) -> Any:
+        """Wait for the ranks, and return the collected result; see ``InFlightCall.result`` and ``collect``."""
+        joined = self.plan.spec.result == "concat" and len(self.plan.collected) > 1
+        laps = start_laps(f"{self.group.name}.{self.method}", in_flight.number)
+        values = in_flight.result(timeout, joined=joined)
+        laps("wait")
+        result = self.collect(values)
+        laps("collect")
+        laps.end()
+        return result
 
     def kept(self, in_flight: InFlightCall) -> DataProto:
         """Return the collected result of a call that has succeeded; its tensors stay on the workers.
@@ -141,7 +116,7 @@ class PreparedCall:
             return spec.functions[1](self.group, list(values))
         if spec.result == "value":
             return values[0]
-        if not self.concatenates:
+        if spec.result != "concat":
             return [self._without_padding(shard, value) for shard, value in enumerate(values)]
         for rank, value in zip(self.plan.collected, values, strict=True):
             if not isinstance(value, DataProto):
@@ -149,25 +124,23 @@ class PreparedCall:
         return self._join(values)
 
     def _join(self, values: Sequence[DataProto]) -> DataProto:
-        if self.origin is None or not any(value.has_columns() for value in values):
-            return self._concat(values)
-        lengths = [len(value) if value.has_columns() else 0 for value in values]
-        if not self.changes_rows:
-            self._check_same_rows(self.origin, lengths)
-        keep, order = self._restored(self.origin, lengths)
-        kept = [value if rows == len(value) else value.slice(0, rows) for value, rows in zip(values, keep, strict=True)]
-        joined = self._concat(kept)
-        return joined if order is None else joined.select_idxs(order)
-
-    def _concat(self, values: Sequence[DataProto]) -> DataProto:
+        order = None
+        if self.origin is not None and any(value.has_columns() for value in values):
+            lengths = [len(value) if value.has_columns() else 0 for value in values]
+            if not self.changes_rows:
+                self._check_same_rows(self.origin, lengths)
+            keep, order = self._restored(self.origin, lengths)
+            rows = zip(values, keep, strict=True)
+            values = [value if kept == len(value) else value.slice(0, kept) for value, kept in rows]
         try:
             # On one thread, because the workers need the cores. A difference in meta_info must not discard their work.
-            return concat_batches(values, concat_on_one_thread, keep_first=True)
+            joined = concat_batches(values, concat_on_one_thread, keep_first=True)
         except DataError as error:
             parts = ", ".join(f"part {part} of rank {rank}" for part, rank in enumerate(self.plan.collected[:8]))
             fields = {**error.fields, "ranks": self.plan.collected}
             call = f"{self.group.name}.{self.method}"
             raise DataError(f"{call}: its results cannot be concatenated ({parts}): {error}", **fields) from error
+        return joined if order is None else joined.select_idxs(order)
 
     def _check_same_rows(self, origin: Partition, lengths: Sequence[int]) -> None:
         received = [len(rows) for rows in origin.shards]
@@ -281,7 +254,7 @@ def dispatch(
     materialize: bool = True,
     share: bool = True,
 ) -> PreparedCall:
-    """Return the call with the arguments of each shard of its plan; the caller's arguments stay unchanged.
+    """Set the arguments of each shard of the call's plan, and return the call; the caller's arguments stay unchanged.
 
     Args:
         call: the call, still without arguments.
@@ -297,23 +270,30 @@ def dispatch(
     plan, group = call.plan, call.group
     if plan.spec.functions is not None:
         args, kwargs = _from_function(call, plan.spec.functions[0](group, *args, **kwargs))
-    _check_leading_function(call, args)
+    if plan.spec.leading_function and not (args and callable(args[0])):
+        raise call.error(
+            f"the first argument is {type(args[0] if args else None).__name__}; expected a function, which goes to "
+            "every rank",
+            argument=0,
+        )
     _check_signature(call, args, kwargs)
     named: list[tuple[Key, Any]] = [*enumerate(args), *kwargs.items()]
     values = {key: _sendable(value, group.executor) for key, value in named}
     if plan.spec.arguments == "entries":
-        return replace(call, shards=_entries(call, values, lazy=not materialize))
+        call.shards = _entries(call, values, lazy=not materialize)
+        return call
     if plan.spec.arguments == "whole":
-        return replace(call, shards=[_arguments({key: _sent(value, not materialize) for key, value in values.items()})])
-    shards, origin = _split(call, values, rule, lazy=not materialize)
+        call.shards = [_arguments({key: _sent(value, not materialize) for key, value in values.items()})]
+        return call
+    shards, call.origin = _split(call, values, rule, lazy=not materialize)
     plain = {key: value for key, value in values.items() if key not in shards}
     if share and plan.shard_count > 1:
         plain = {key: group.executor.share(value, len(plan.ranks)) for key, value in plain.items()}
-    by_shard = [
+    call.shards = [
         _arguments({key: shards[key][shard] if key in shards else plain[key] for key in values})
         for shard in range(plan.shard_count)
     ]
-    return replace(call, shards=by_shard, origin=origin)
+    return call
 
 
 def _check_signature(call: PreparedCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -444,15 +424,6 @@ def _entries_hint(value: Any) -> str:
     return ": to send every rank the same value, register the method with Dispatch.ONE_TO_ALL"
 
 
-def _check_leading_function(call: PreparedCall, args: Sequence[Any]) -> None:
-    first = args[0] if args else None
-    if call.plan.spec.leading_function and not callable(first):
-        raise call.error(
-            f"the first argument is {type(first).__name__}; expected a function, which goes to every rank",
-            argument=0,
-        )
-
-
 def _split(
     call: PreparedCall, values: Mapping[Key, Any], rule: RowRule, lazy: bool
 ) -> tuple[dict[Key, Sequence[Any]], Partition | None]:
@@ -466,20 +437,15 @@ def _split(
         )
     if not batches:
         return {}, None
-    partition = _partition(call, batches, _same_rows(call, batches), rule)
+    partition = _partition(call, batches, rule)
     return {key: _shards(batch, partition, lazy) for key, batch in batches.items()}, partition
 
 
-def _same_rows(call: PreparedCall, batches: Mapping[Key, DataProto]) -> int:
-    """Return the number of rows of all batches."""
-    lengths = {key: len(batch) for key, batch in batches.items()}
-    if len(set(lengths.values())) > 1:
-        listed = ", ".join(f"{_name(key)} has {length}" for key, length in lengths.items())
-        raise call.error(f"batches of one call must have the same number of rows: {listed}", lengths=lengths)
-    return next(iter(lengths.values()))
-
-
-def _partition(call: PreparedCall, batches: Mapping[Key, DataProto], rows: int, rule: RowRule) -> Partition:
+def _partition(call: PreparedCall, batches: Mapping[Key, DataProto], rule: RowRule) -> Partition:
+    rows = {key: len(batch) for key, batch in batches.items()}
+    if len(set(rows.values())) > 1:
+        listed = ", ".join(f"{_name(key)} has {length}" for key, length in rows.items())
+        raise call.error(f"batches of one call must have the same number of rows: {listed}", lengths=rows)
     lengths = groups = within = None
     if rule.balance is not None:
         lengths = _with_column(call, batches, rule.balance).row_lengths(rule.balance)
@@ -490,9 +456,16 @@ def _partition(call: PreparedCall, batches: Mapping[Key, DataProto], rows: int, 
     padding = rule.padding
     if padding is None and any(batch.is_padding_enabled() for batch in batches.values()):
         padding = "repeat"
-    shards = call.plan.shard_count
-    together = max(rows_together(batch.meta_info, rows) for batch in batches.values())
-    return split_rows(rows, shards, padding=padding, lengths=lengths, groups=groups, within=within, together=together)
+    together = max(rows_together(batch.meta_info, len(batch)) for batch in batches.values())
+    return split_rows(
+        next(iter(rows.values())),
+        call.plan.shard_count,
+        padding=padding,
+        lengths=lengths,
+        groups=groups,
+        within=within,
+        together=together,
+    )
 
 
 def _with_column(call: PreparedCall, batches: Mapping[Key, DataProto], column: str) -> DataProto:

@@ -450,7 +450,7 @@ class TrainerConfig:
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     """Windows of profilers."""
     axes_across_nodes: tuple[str, ...] = ()
-    """Axes (tp, cp, ep, etp) that may cross nodes without a warning when a group starts; rank: the order of ranks."""
+    """Axes (tp, cp, ep, etp) that may cross nodes without a warning when a group starts."""
 
     def __post_init__(self) -> None:
         check_one_of("trainer.offload", self.offload, OFFLOAD_CHOICES)

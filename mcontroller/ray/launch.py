@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 import time
 import uuid
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -93,10 +91,7 @@ def launch(
             write_places(pool.logs, name, [info.node for info in handles.infos])
         processes = GroupProcesses(name, handles, detached=detached)
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
-        call = _build(processes, pool, lease, roles.values(), packed, left)
-        with _progress(name, len(call.ranks)) as show:
-            show(call)
-            call.check()
+        _build(processes, pool, lease, roles.values(), packed, left).check()
         if recorded is not None:
             recorded.complete(handles)
         processes.launch_again = lambda limit: launch(
@@ -254,7 +249,7 @@ def _identities(
     own. A rank that sees only its own is alone on its node for torch: LOCAL_RANK is 0 and LOCAL_WORLD_SIZE is 1. Ranks
     of a pool without GPUs see none.
     """
-    ranks_of_node: dict[Any, list[int]] = {}  # ranks of one node need not be consecutive in a merged pool
+    ranks_of_node: dict[Any, list[int]] = {}
     for rank, bundle in enumerate(lease.bundles):
         ranks_of_node.setdefault(bundle.group.id, []).append(rank)
     for rank, bundle in enumerate(lease.bundles):
@@ -274,23 +269,3 @@ def _identities(
 
 _Actor: Any = ray.remote(WorkerProcess)
 """Created once, because Ray keeps every actor class as long as the cluster exists."""
-
-
-@contextmanager
-def _progress(name: str, ranks: int) -> Iterator[Any]:
-    """Show a progress bar of the ranks that have started, if standard error is a terminal."""
-    if not sys.stderr.isatty():
-        yield lambda call: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(f"starting {name}", total=ranks)
-
-        def show(call: GroupCall) -> None:
-            while not call.wait(0.2):
-                bar.update(task, completed=ranks - len(call.pending))
-
-        yield show

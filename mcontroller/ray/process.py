@@ -166,18 +166,17 @@ class WorkerProcess:
     def serve(self) -> None:
         """Run the calls that arrive on the channel, one at a time, as long as the process exists."""
         while True:
-            call = self._endpoint.receive()
-            header = call.header
+            caller, header, data, frames = self._endpoint.receive()
             keep = header.keep and self._identity.rank in header.returning
             error, outlined, encoded = None, _NOTHING, _NOTHING
             inputs: Any = None
             laps = start_laps(number=header.number)
-            if self._endpoint.cancellation.start(call.caller, header.number):
+            if self._endpoint.cancellation.start(caller, header.number):
                 self._running = header.method
                 self._record_calls()
                 try:
-                    inputs = resolve(decode([(call.data, call.frames)])[0], fetch)
-                    call.frames.clear()
+                    inputs = resolve(decode([(data, frames)])[0], fetch)
+                    frames.clear()
                     laps("fetch")
                     worker = self if header.role is None else self._roles[header.role]
                     with call_context(worker, header.method):
@@ -197,16 +196,16 @@ class WorkerProcess:
             elif keep:  # an error for who reads the value; the answer has none, because no rank has failed
                 cancelled = f"{header.role}.{header.method} was cancelled"
                 failed = GroupError(cancelled, role=header.role, method=header.method)
-                self._kept.put((call.caller, header.number), (failed, _NOTHING, _NOTHING))
+                self._kept.put((caller, header.number), (failed, _NOTHING, _NOTHING))
                 keep = False
             if keep or encoded.stored is not None:
-                self._kept.put((call.caller, header.number), (error, outlined, encoded))
-            self._finished[call.caller] = header.number
+                self._kept.put((caller, header.number), (error, outlined, encoded))
+            self._finished[caller] = header.number
             sent = _NOTHING if keep else encoded
-            self._endpoint.answer(call, sent.data, sent.frames, error=error, stored=sent.stored is not None)
+            self._endpoint.answer(caller, header.number, sent.data, sent.frames, error, sent.stored is not None)
             laps("answer")
             laps.end()
-            del call, header, inputs, error, outlined, encoded, sent  # the next call may come much later
+            del data, frames, header, inputs, error, outlined, encoded, sent  # the next call may come much later
 
     def build(self, identity: Identity, rendezvous: Rendezvous, packed: Mapping[str, Packed]) -> None:
         """Set the identity of this process and construct its workers.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,7 +16,6 @@ from mcontroller.channel.options import ChannelOptions
 from mcontroller.errors import ConfigError, ResourceError, close_all
 from mcontroller.ray.reservation import Bundle, NodeShape, Reservation, check_fits
 from parallel_state.axes import is_count
-from parallel_state.describe import table_html
 
 _unnamed = itertools.count()
 
@@ -119,8 +119,8 @@ class RayResourcePool(ResourcePool):
         self.threads = threads
         self.logs = None if logs is None else os.path.abspath(logs)
         self._beside: tuple[Reservation, ...] = ()
-        reservation = Reservation(self.shapes, max_colocate_count, self.name_prefix, detached)
-        self._parts: tuple[_Part, ...] = (_Part(reservation, 0, self.world_size),)
+        self._reservation = Reservation(self.shapes, max_colocate_count, self.name_prefix, detached)
+        self._ranks = range(self.world_size)
 
     @property
     def shapes(self) -> list[NodeShape]:
@@ -141,8 +141,7 @@ class RayResourcePool(ResourcePool):
             ResourceError: the cluster is too small (at once), or others use its resources (after ``timeout`` seconds).
         """
         self.bundles(timeout)
-        for part in self._parts:
-            part.reservation.pinned = True
+        self._reservation.pinned = True
         return self
 
     def bundles(self, timeout: float = 10.0) -> list[Bundle]:
@@ -151,14 +150,13 @@ class RayResourcePool(ResourcePool):
         Raises:
             ResourceError: as ``reserve`` does.
         """
-        found = [bundle for part in self._parts for bundle in part.bundles(timeout)]
-        nodes = [(id(bundle.group), bundle.node) for bundle in found]
-        self._store = [len(list(same)) for _, same in itertools.groupby(nodes)]
+        found = self._reservation.bundles(timeout)[self._ranks.start : self._ranks.stop]
+        self._store = [len(list(same)) for _, same in itertools.groupby(bundle.node for bundle in found)]
         return found
 
     def set_beside(self, pools: Iterable[RayResourcePool]) -> None:
         """Share the cores of each node with the groups of these pools, by the default of ``threads``."""
-        self._beside = tuple(part.reservation for pool in pools for part in pool._parts)
+        self._beside = tuple(pool._reservation for pool in pools)
 
     def bundles_beside(self) -> list[Bundle]:
         """Return the bundles of the pools of ``set_beside``; reserve them if they are not reserved yet.
@@ -170,8 +168,7 @@ class RayResourcePool(ResourcePool):
 
     def shutdown(self) -> None:
         """Return the bundles to the cluster. Ends every process that still runs in them; a second call does nothing."""
-        for part in self._parts:
-            part.reservation.release()
+        self._reservation.release()
 
     def __enter__(self) -> Self:
         return self
@@ -203,36 +200,26 @@ class RayResourcePool(ResourcePool):
         slots = [bundle.holders.index(None) for bundle in bundles]
         for bundle, slot in zip(bundles, slots, strict=True):
             bundle.holders[slot] = group
-        return SlotLease(tuple(bundles), tuple(slots), tuple(part.reservation for part in self._parts))
+        return SlotLease(tuple(bundles), tuple(slots), self._reservation)
 
     @property
     def holders(self) -> list[str]:
         """The names of the groups that hold a slot of this pool."""
-        reserved = [part.bundles() for part in self._parts if part.reservation.held]
-        return sorted({name for bundles in reserved for bundle in bundles for name in bundle.holders if name})
+        bundles = self.bundles() if self._reservation.held else []
+        return sorted({name for bundle in bundles for name in bundle.holders if name})
 
     def describe(self) -> str:
         """Return a table of the bundle of every rank, and the groups that hold its slots."""
-        head, rows = self._table()
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        return "\n".join([head, *lines])
-
-    def _table(self) -> tuple[str, list[tuple[str, ...]]]:
-        """Return a line about the pool, and the titles and rows of its bundles; no rows if it is not reserved yet."""
         kind = "GPU" if self.use_gpu else "CPU"
         head = f"pool {self.name_prefix}: {self.world_size} {kind} bundle(s) x {self.max_colocate_count} slot(s)"
-        if not all(part.reservation.held for part in self._parts):
-            return f"{head}, not reserved yet", []
+        if not self._reservation.held:
+            return f"{head}, not reserved yet"
         rows = [("rank", "node", kind, *(f"slot {slot}" for slot in range(self.max_colocate_count)))]
         for rank, bundle in enumerate(self.bundles()):
             device = bundle.gpu or str(bundle.local_rank)
             rows.append((str(rank), bundle.address, device, *(holder or "-" for holder in bundle.holders)))
-        return head, rows
-
-    def _repr_html_(self) -> str:
-        caption, rows = self._table()
-        return table_html(caption, rows[0] if rows else (), rows[1:])
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return "\n".join([head, *("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)])
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name_prefix}: {self._store} x {self.max_colocate_count})"
@@ -256,13 +243,11 @@ class RayResourcePool(ResourcePool):
                 world_size=self.world_size,
             )
         self.bundles()
-        parts, offset = [], 0
-        for part in self._parts:
-            low, high = max(start - offset, 0), min(stop - offset, len(part))
-            if low < high:
-                parts.append(_Part(part.reservation, part.start + low, part.start + high))
-            offset += len(part)
-        return self._pool_of(parts, name or f"{self.name_prefix}[{start}:{stop}]")
+        part = copy.copy(self)
+        part.name_prefix = name or f"{self.name_prefix}[{start}:{stop}]"
+        part._ranks = self._ranks[start:stop]
+        part.bundles()
+        return part
 
     def split(self, sizes: int | Sequence[int]) -> list[RayResourcePool]:
         """Return consecutive sub-pools of ``sizes`` bundles each.
@@ -284,65 +269,11 @@ class RayResourcePool(ResourcePool):
         ends = list(itertools.accumulate(counts))
         return [self.sub_pool(end - count, end) for count, end in zip(counts, ends, strict=True)]
 
-    def merge(self, *others: RayResourcePool) -> RayResourcePool:
-        """Return one pool with the bundles of this pool and the others, in this order.
-
-        Raises:
-            ResourceError: the pools differ in kind (GPU, slots, detached, accelerator type, isolation of GPUs), or
-                share bundles.
-        """
-        for other in others:
-            mine, theirs = self._kind(), other._kind()
-            if mine != theirs:
-                raise ResourceError(
-                    f"pools {self.name_prefix!r} and {other.name_prefix!r} differ in kind, {mine} and {theirs}: only "
-                    "pools of one kind can be merged",
-                    kinds=(mine, theirs),
-                )
-        pools = (self, *others)
-        parts = [part for pool in pools for part in pool._parts]
-        _check_disjoint(parts, [pool.name_prefix for pool in pools])
-        return self._pool_of(parts, "_".join(pool.name_prefix for pool in pools))
-
     def shares_bundles(self, other: RayResourcePool) -> bool:
         """Return whether a bundle of this pool is one of the other pool too."""
-        pairs = itertools.product(self._parts, other._parts)
-        return any(
-            left.reservation is right.reservation and left.start < right.stop and right.start < left.stop
-            for left, right in pairs
-        )
-
-    def _kind(self) -> dict[str, object]:
-        process = ("accelerator_type", "isolate_gpus", "warm_start", "channel", "record_collectives", "threads", "logs")
-        names = ("use_gpu", "max_colocate_count", "detached", *process)
-        return {name: getattr(self, name) for name in names}
-
-    def _pool_of(self, parts: Sequence[_Part], name: str) -> RayResourcePool:
-        counts = [count for part in parts for count in part.counts()]
-        pool = RayResourcePool(counts, name_prefix=name, **self._kind())  # type: ignore[arg-type]
-        pool._parts = tuple(parts)
-        return pool
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """Ranks ``start`` to ``stop`` of a reservation."""
-
-    reservation: Reservation
-    start: int
-    stop: int
-
-    def __len__(self) -> int:
-        return self.stop - self.start
-
-    def bundles(self, timeout: float = 10.0) -> list[Bundle]:
-        return self.reservation.bundles(timeout)[self.start : self.stop]
-
-    def counts(self) -> list[int]:
-        """Number of processes by node; as declared if not reserved (then the part is the whole reservation)."""
-        if not self.reservation.held:
-            return [shape.processes for shape in self.reservation.shapes]
-        return [len(list(same)) for _, same in itertools.groupby(bundle.node for bundle in self.bundles())]
+        left, right = self._ranks, other._ranks
+        same = self._reservation is other._reservation
+        return same and left.start < right.stop and right.start < left.stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,27 +283,18 @@ class SlotLease:
     Attributes:
         bundles: the bundle of each rank.
         slots: index of the slot in it, by rank.
-        reservations: the reservations that the bundles belong to.
+        reservation: the reservation that the bundles belong to.
     """
 
     bundles: tuple[Bundle, ...]
     slots: tuple[int, ...]
-    reservations: tuple[Reservation, ...]
+    reservation: Reservation
 
     def release(self) -> None:
-        """Free the slots, and release reservations that no group uses any more. Call it once."""
+        """Free the slots, and release the reservation if no group uses it any more. Call it once."""
         for bundle, slot in zip(self.bundles, self.slots, strict=True):
             bundle.holders[slot] = None
-        for reservation in self.reservations:
-            reservation.release_if_unused()
-
-
-def _check_disjoint(parts: Sequence[_Part], names: Sequence[str]) -> None:
-    for left, right in itertools.combinations(parts, 2):
-        if left.reservation is right.reservation and left.start < right.stop and right.start < left.stop:
-            raise ResourceError(
-                f"pools {', '.join(names)} share bundles: only pools without common bundles can be merged", pools=names
-            )
+        self.reservation.release_if_unused()
 
 
 @dataclass

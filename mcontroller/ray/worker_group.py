@@ -34,7 +34,7 @@ class RayWorkerGroup(WorkerGroup[W_co]):
         start_timeout: deadline in seconds of the start.
         topology: the coordinates of the ranks, for workers that do not report their own.
         axes_across_nodes: axes of Megatron workers (tp, cp, ep, etp) that may cross nodes without a warning at the
-            start; ``"rank"`` accepts ranks of a node that do not follow each other.
+            start.
 
     Raises:
         ConfigError: ``ray_cls_with_init`` is a bare class, an init argument cannot be pickled, or

@@ -17,7 +17,6 @@ from mcontroller.errors import CallRejected, GroupError
 from mcontroller.ray.process_handles import ProcessHandles
 from mcontroller.ray.values.handles import ArgumentFailed, KeptValues, RemoteValue, Source, ValuesLate, fetch
 from mcontroller.ray.values.wire import decode
-from mcontroller.transport import countdown
 
 QUERY_SECONDS = 5.0
 """Timeout of out-of-band queries."""
@@ -132,14 +131,14 @@ class GroupCall:
 
     def result(self, timeout: float | None = None, *, joined: bool = False) -> list[Any]:
         """Wait for every rank and return the values; see ``InFlightCall.result``."""
-        limit = self.timeout if timeout is None else timeout
-        left = countdown(limit)
+        limit, began = self.timeout if timeout is None else timeout, time.monotonic()
         self.check(timeout)
         if self._values is None:
             if self.keep and self._handles.ended:
                 raise self._ended()
             try:
-                self._values = self._read(joined, left())
+                left = None if limit is None else max(0.0, began + limit - time.monotonic())
+                self._values = self._read(joined, left)
             except ValuesLate as late:
                 ids = self._handles.actor_ids
                 ranks = [ids.index(source.actor) for source, _ in late.sources] or self.ranks

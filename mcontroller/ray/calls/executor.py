@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import ray
-
-from mcontroller.errors import GroupBroken, GroupError
+from mcontroller.errors import GroupBroken, GroupError, WorkerDied
 from mcontroller.ray.calls.call import GroupCall
-from mcontroller.ray.calls.shutdown import shutdown
+from mcontroller.ray.calls.hangs import stopped_ranks
 from mcontroller.ray.calls.supervision import GroupProcesses, error_of_process
 from mcontroller.ray.values.handles import ArgumentFailed, ArgumentLost, StoredValue, ValuesLate, fetch
 from mcontroller.ray.values.wire import is_larger, store
 from mcontroller.transport import Arguments
+
+STOPPED_SECONDS = 2.0
+"""Time between two looks at the processes that ``before_shutdown`` waits for, and for their answers."""
 
 
 class RayExecutor:
@@ -61,11 +64,9 @@ class RayExecutor:
         keep: bool = False,
     ) -> GroupCall:
         """Send a call to its ranks; see ``mcontroller.transport.Executor.submit``."""
-        objects = {id(each): _with_objects(each) for each in arguments.values()}
-        sent = {rank: objects[id(each)] for rank, each in arguments.items()}
         with self.processes.sending:
             self.processes.check(self.role)
-            return self.processes.send(self.role, method, sent, returning, timeout=timeout, keep=keep)
+            return self.processes.send(self.role, method, arguments, returning, timeout=timeout, keep=keep)
 
     def fetch(self, handles: Sequence[Any], timeout: float | None = None) -> list[Any]:
         """Return the values of handles; raise the error of the call that failed to produce one.
@@ -101,13 +102,59 @@ class RayExecutor:
         shutdown(self.processes, timeout)
 
 
-def _with_objects(arguments: Arguments) -> Arguments:
-    """Return the arguments with each of Ray's references replaced by a ``Deferred``: the rank reads its value."""
-    if not any(isinstance(value, ray.ObjectRef) for value in (*arguments.args, *arguments.kwargs.values())):
-        return arguments
-    args = tuple(map(_with_object, arguments.args))
-    return Arguments(args, {name: _with_object(value) for name, value in arguments.kwargs.items()})
+# ---- the end of a group that works ---------------------------------------------------------------------------------
 
 
-def _with_object(value: Any) -> Any:
-    return StoredValue(value, raw=True) if isinstance(value, ray.ObjectRef) else value
+def shutdown(processes: GroupProcesses, timeout: float | None = None) -> None:
+    """Call ``before_shutdown`` of the workers, end the processes and free their slots.
+
+    A second call does nothing. Workers are not called if a call (of this driver or another) is still running, if
+    the group is broken, or if its processes are gone.
+
+    Args:
+        processes: the processes of the group.
+        timeout: deadline of ``before_shutdown`` in seconds; None for no deadline.
+
+    Raises:
+        WorkerError: a worker's ``before_shutdown`` raised; the processes have been ended all the same.
+        CallTimeout: ``before_shutdown`` did not return in time, or a process is stopped by a signal; the processes
+            have been ended all the same.
+        ResourceError: processes could not be ended. They keep their slots; a second call tries again.
+    """
+    try:
+        with processes.sending:
+            call = None
+            if processes.is_idle(timeout):
+                nothing = dict.fromkeys(range(processes.world_size), Arguments())
+                call = processes.send(processes.name, "before_shutdown", nothing, timeout=timeout, of_process="finish")
+        if call is not None:
+            for keeping in tuple(processes.keeping):
+                _read_before_end(processes, keeping, call)
+            _await_end(processes, call)
+    finally:
+        processes.handles.end()
+        processes.handles.check_ended(processes.name)
+
+
+def _read_before_end(processes: GroupProcesses, keeping: GroupCall, last: GroupCall) -> None:
+    """Read the values that the processes keep, before ``last`` is due, but not of a process that is stopped."""
+    while not keeping.read_before_end(last.remaining(STOPPED_SECONDS) or 0.0):
+        _break_if_stopped(processes, last, keeping.ranks)
+        if last.remaining() == 0.0:
+            return
+
+
+def _break_if_stopped(processes: GroupProcesses, call: GroupCall, ranks: Sequence[int]) -> None:
+    if stopped_ranks(processes.handles.infos, ranks, STOPPED_SECONDS):
+        call.end_late(time.monotonic() - call.started)
+        call.check()
+
+
+def _await_end(processes: GroupProcesses, call: GroupCall) -> None:
+    """Wait for ``before_shutdown`` of all workers, but not for a process that is stopped by a signal."""
+    with contextlib.suppress(WorkerDied):
+        while (left := call.remaining()) is None or left > STOPPED_SECONDS:
+            if call.wait(STOPPED_SECONDS):
+                break
+            _break_if_stopped(processes, call, sorted(call.pending))
+        call.check()

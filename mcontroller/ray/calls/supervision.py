@@ -21,6 +21,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import ray
+
 from mcontroller.channel.hub import Hub
 from mcontroller.channel.links import RECONNECT_SECONDS
 from mcontroller.channel.messages import CallHeader, pack_call, unpack_answer
@@ -32,7 +34,7 @@ from mcontroller.ray.calls.failures import NO_CALL, RankFailure, RankLabel, firs
 from mcontroller.ray.calls.hangs import LateReports, late_error
 from mcontroller.ray.calls.watch import Wake, watch_answers, watch_ends
 from mcontroller.ray.process_handles import ProcessHandles
-from mcontroller.ray.values.handles import ArgumentLost, ValuesLate
+from mcontroller.ray.values.handles import ArgumentLost, StoredValue, ValuesLate
 from mcontroller.ray.values.wire import Encoded, encode
 from mcontroller.transport import Arguments, Deferred, rejection
 
@@ -98,11 +100,11 @@ class GroupProcesses:
         self._unraised = False  # whether the group broke while no call was in flight: the next one raises the cause
         self._earlier: dict[str, GroupError] = {}
         self._lock = threading.RLock()
-        itself = weakref.ref(self)  # the hub must not keep an unused group from being garbage-collected
+        itself = weakref.proxy(self)  # the hub must not keep an unused group from being garbage-collected
         self.hub = Hub(
             uuid.uuid4().hex.encode(),
-            lambda rank, frames: _alive(itself)._deliver(rank, frames),
-            lambda rank, established: _alive(itself)._connection_changed(rank, established),
+            lambda rank, frames: itself._deliver(rank, frames),
+            lambda rank, established: itself._connection_changed(rank, established),
         )
         self.hub.connect([info.address for info in handles.infos])
         handles.hub = self.hub
@@ -212,15 +214,22 @@ class GroupProcesses:
                 keep=keep,
                 number=next(self._numbers),
             )
-            different = {id(each): each for each in arguments.values()}
-            encoded = {key: encode(each, self.handles.options.inline_bytes) for key, each in different.items()}
-            call.held += [each.stored for each in encoded.values()]
-            for each in different.values():
-                values = (*each.args, *each.kwargs.values())
-                call.held += [value.handles() for value in values if isinstance(value, Deferred)]
+            encoded: dict[int, Encoded] = {}
+            for each in arguments.values():
+                if id(each) not in encoded:
+                    own = _with_objects(each)
+                    encoded[id(each)] = stored = encode(own, self.handles.options.inline_bytes)
+                    call.held.append(stored.stored)
+                    values = (*own.args, *own.kwargs.values())
+                    call.held += [value.handles() for value in values if isinstance(value, Deferred)]
+            places = self._places(call) if self.detached else self._order.assign(self.hub.name, call.number, call.ranks)
+            settled = min(self._calls, default=call.number)
+            self._calls[call.number] = call
+            if keep:
+                self.keeping.add(call)
             called = (None, of_process) if of_process else (role, method)
             try:
-                self.hub.send(self._messages(call, called, arguments, encoded))
+                self.hub.send(self._messages(call, settled, places, called, arguments, encoded))
             except BaseException as error:
                 text = f"{type(error).__name__} while {role}.{method} was being sent: {len(call.sent)} of "
                 text += f"{len(call.ranks)} ranks are known to have it"  # which would wait for the others
@@ -231,39 +240,33 @@ class GroupProcesses:
     def _messages(
         self,
         call: GroupCall,
+        settled: int,
+        places: Sequence[Place | None],
         called: tuple[str | None, str],
         arguments: Mapping[int, Arguments],
         encoded: Mapping[int, Encoded],
     ) -> Iterator[tuple[int, list[bytes]]]:
-        """Return the messages of a call that is in flight from now on: one for the ranks with the same arguments.
+        """Yield the message of each rank; ranks with the same arguments and place have one.
 
         Args:
             call: the call.
-            called: the role and the method in its header.
+            settled: see ``CallHeader``, as the two that follow.
+            places: by rank, in the order of ``arguments``.
+            called: the role and the method.
             arguments: by rank.
             encoded: the serialized arguments, by their identity.
         """
-        expected = frozenset(call.returning)
-        returning: dict[int, list[int]] = {key: [] for key in encoded}
-        for rank in filter(expected.__contains__, arguments):
-            returning[id(arguments[rank])].append(rank)
-        settled = min(self._calls, default=call.number)
-        places = self._places(call) if self.detached else self._order.assign(self.hub.name, call.number, call.ranks)
-        self._calls[call.number] = call
-        if call.keep:
-            self.keeping.add(call)
-
-        def packed_one_by_one() -> Iterator[tuple[int, list[bytes]]]:
-            packed: dict[tuple[int, Place | None], list[bytes]] = {}
-            for (rank, each), after in zip(arguments.items(), places, strict=True):
-                key = id(each), after
-                if key not in packed:
-                    header = CallHeader(call.number, settled, after, *called, returning[id(each)], call.keep)
-                    packed[key] = [pack_call(header, encoded[id(each)].data), *encoded[id(each)].frames]
-                call.sent[rank] = packed[key]  # to be sent again if the connection is lost
-                yield rank, packed[key]
-
-        return packed_one_by_one()
+        returning: dict[int, list[int]] = {}
+        for rank in call.returning:
+            returning.setdefault(id(arguments[rank]), []).append(rank)
+        packed: dict[tuple[int, Place | None], list[bytes]] = {}
+        for (rank, each), after in zip(arguments.items(), places, strict=True):
+            key = id(each), after
+            if key not in packed:
+                header = CallHeader(call.number, settled, after, *called, returning.get(id(each), ()), call.keep)
+                packed[key] = [pack_call(header, encoded[id(each)].data), *encoded[id(each)].frames]
+            call.sent[rank] = packed[key]  # to be sent again if the connection is lost
+            yield rank, packed[key]
 
     def _places(self, call: GroupCall) -> list[Place | None]:
         """Return the call that each rank of a call runs before it, which rank 0 knows.
@@ -302,7 +305,7 @@ class GroupProcesses:
             self._wake.set()
         else:
             self._fail(call, rank, error)
-        if call.pending == {rank}:  # the last: before it is no longer pending, because an interrupt may come here
+        if len(call.pending) == 1:  # the last: before it is no longer pending, because an interrupt may come here
             if len(call.rejections) == len(call.ranks):
                 call.error = call.error or rejection(call.role, call.method, call.rejections)
             elif call.rejections:
@@ -557,13 +560,6 @@ def living_groups() -> list[GroupProcesses]:
     return [group for group in list(_living) if not group.handles.ended]
 
 
-def _alive(reference: weakref.ref[GroupProcesses]) -> GroupProcesses:
-    group = reference()
-    if group is None:  # the hub is only used by methods of the group
-        raise ReferenceError("the group of this hub does not exist any more")
-    return group
-
-
 def _on_thread(function: Callable[..., None], *args: Any) -> None:
     threading.Thread(target=function, args=args, name=function.__name__, daemon=True).start()
 
@@ -572,3 +568,15 @@ def _is_incomplete(failures: Sequence[RankFailure]) -> bool:
     """Return whether more failures are expected: all known ones are consequences of another, and ranks are pending."""
     consequences = all(failure.follows for failure in failures) or all(failure.upstream for failure in failures)
     return consequences and (not failures or any(failure.call and failure.call.pending for failure in failures))
+
+
+def _with_objects(arguments: Arguments) -> Arguments:
+    """Return the arguments with each of Ray's references replaced by a ``Deferred``: the rank reads its value."""
+    if not any(isinstance(value, ray.ObjectRef) for value in (*arguments.args, *arguments.kwargs.values())):
+        return arguments
+    args = tuple(map(_with_object, arguments.args))
+    return Arguments(args, {name: _with_object(value) for name, value in arguments.kwargs.items()})
+
+
+def _with_object(value: Any) -> Any:
+    return StoredValue(value, raw=True) if isinstance(value, ray.ObjectRef) else value

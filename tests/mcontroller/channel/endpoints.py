@@ -38,9 +38,9 @@ def start_endpoint(
 
     def serve() -> None:
         while True:
-            call = endpoint.receive()
-            body, *frames = respond([bytes(call.data), *map(bytes, call.frames)])
-            endpoint.answer(call, body, frames)
+            caller, header, data, received = endpoint.receive()
+            body, *frames = respond([bytes(data), *map(bytes, received)])
+            endpoint.answer(caller, header.number, body, frames)
 
     threading.Thread(target=serve, daemon=True).start()
     return endpoint.address

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from mcontroller.channel.cancellation import Cancellation
+from mcontroller.channel.order import Cancellation
 
 CALL = (b"driver", 3)
 

@@ -62,7 +62,7 @@ def test_a_thread_does_not_take_the_news_of_the_one_that_polls() -> None:
     with hub._turn:  # the other thread may have seen its news or not: it can go on only after this
         ready.set()
         hub._wake_others()
-        hub._receive_all()
+        hub._receive()
         assert select.select([hub._wake], [], [], 0)[0] == [hub._wake]
     polling.join(SECONDS)
     assert not polling.is_alive()

@@ -52,7 +52,6 @@ def test_several_groups_share_one_pool_and_the_table_shows_their_slots(pool: Ray
     assert len(set(pids)) == 4
     rows = [line.split() for line in pool.describe().splitlines()[2:]]
     assert [(row[0], *row[3:]) for row in rows] == [("0", "actor", "critic"), ("1", "actor", "critic")]
-    assert pool._repr_html_().count("<td>actor</td><td>critic</td>") == 2
 
 
 def test_one_group_too_many_raises_at_once_with_the_holders_of_the_slots(start: Start) -> None:
@@ -211,30 +210,6 @@ def test_a_pool_is_split_into_sizes_that_add_up(pool: RayResourcePool) -> None:
         pool.split([1, 2])
     with pytest.raises(ResourceError, match="ranks 1 to 2 are not all among them"):
         pool.sub_pool(1, 3)
-
-
-def test_merged_pools_are_one_world(pool: RayResourcePool) -> None:
-    with RayResourcePool([1], use_gpu=False, name_prefix="one", max_colocate_count=2) as other:
-        merged = pool.merge(other)
-        with RayWorkerGroup(merged, RayClassWithInitArgs(Plain), name_prefix="both") as group:
-            assert [each["WORLD_SIZE"] for each in group.environment()] == ["3"] * 3
-            assert [each["LOCAL_RANK"] for each in group.environment()] == ["0", "1", "0"]
-            assert (pool.holders, other.holders) == (["both"], ["both"])
-        with pytest.raises(ResourceError, match="share bundles"):
-            merged.merge(other)
-
-
-def test_ranks_of_a_node_that_are_not_consecutive_have_their_local_ranks(pool: RayResourcePool) -> None:
-    with RayResourcePool([1], use_gpu=False, name_prefix="one", max_colocate_count=2) as other:
-        first, second = pool.split(1)
-        with RayWorkerGroup(first.merge(other).merge(second), RayClassWithInitArgs(Plain)) as group:
-            assert [each["LOCAL_RANK"] for each in group.environment()] == ["0", "0", "1"]
-            assert [each["LOCAL_WORLD_SIZE"] for each in group.environment()] == ["2", "1", "2"]
-
-
-def test_pools_of_different_kinds_are_not_merged(ray_cluster: None) -> None:
-    with pytest.raises(ResourceError, match="differ in kind"):
-        RayResourcePool([1], use_gpu=False).merge(RayResourcePool([1], use_gpu=True))
 
 
 def test_a_pool_comes_back_after_its_cluster_was_left_by_its_groups(pool: RayResourcePool, start: Start) -> None:
