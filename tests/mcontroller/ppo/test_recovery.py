@@ -168,6 +168,14 @@ def test_an_exception_of_a_worker_ends_the_run_unless_its_type_is_listed(tmp_pat
     assert [reason is None for reason in reasons] == [False, True, True, False]
 
 
+@pytest.mark.parametrize(("cause", "goes_on"), [("EngineDied: signal 9", True), ("ValueError: 9", False)])
+def test_the_end_of_an_engine_is_the_failure_of_a_process(cause: str, goes_on: bool, tmp_path: Path) -> None:
+    fields = {"rank": 0, "coordinates": {}, "node": "", "pid": 1, "worker_traceback": "", "followers": 0}
+    error = WorkerError("failed", role="rollout", method="generate_sequences", cause=cause, **fields)
+    recovery = Recovery(toy_config(1, default_local_dir=str(tmp_path)).trainer)
+    assert recovery.is_admitted(error, 1) == goes_on
+
+
 def died(rank: int) -> WorkerDied:
     return WorkerDied("died", role="actor", rank=rank, method="update", exit_cause="", log_tail="")
 
