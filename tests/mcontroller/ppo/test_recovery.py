@@ -15,6 +15,7 @@ from mcontroller.errors import CallTimeout, GroupBroken, GroupError, MController
 from mcontroller.local.executor import LocalExecutor
 from mcontroller.ppo import AlgorithmConfig, Callback, ImportanceConfig, PPOConfig, RayPPOTrainer, Role, WarmUpConfig
 from mcontroller.ppo.saving.recovery import FAILURES, Recovery, root_error
+from mcontroller.testing import simulated_worker_group
 from tests.mcontroller.ppo.separate import SEPARATE
 from tests.mcontroller.ppo.toy import ToyActor, demonstrations, toy_config, toy_trainer
 
@@ -97,11 +98,13 @@ def tables(trainer: RayPPOTrainer) -> dict[str, torch.Tensor]:
     return {name: group.workers[0].table.clone() for name, group in groups if name in ("actor", "critic")}  # type: ignore[attr-defined]
 
 
-def run(made: tuple[PPOConfig, Any], events: Callback | None = None) -> tuple[dict[str, torch.Tensor], list[Any]]:
+def run(
+    made: tuple[PPOConfig, Any], events: Callback | None = None, **parts: Any
+) -> tuple[dict[str, torch.Tensor], list[Any]]:
     config, roles = made
     recorder = Recorder()
     callbacks = [] if events is None else [events]
-    others = {"warm_up_dataset": demonstrations(8)} if config.warm_up.steps else {}
+    others = parts | ({"warm_up_dataset": demonstrations(8)} if config.warm_up.steps else {})
     with toy_trainer(config, roles, trackers=[recorder], callbacks=callbacks, **others) as trainer:
         trainer.init_workers()
         trainer.fit()
@@ -135,6 +138,20 @@ def test_a_failure_at_any_call_changes_neither_weights_nor_metrics(
         if memory == 1:  # at most the running step is lost, with its validation and its saves
             lost = failure["step"] - 1 - events.restarts[0][0]
             assert lost == 0 or (lost == 1 and failure["details"]["method"] != "update_actor"), failure
+
+
+def test_a_failure_at_any_call_on_simulated_ranks_changes_nothing(calls: Calls, tmp_path: Path) -> None:
+    def start(pool: Any, init: Any, name_prefix: str) -> Any:
+        return simulated_worker_group(init, 2, name=name_prefix)
+
+    weights, metrics = run(one_group(tmp_path, memory_save_freq=1, save_freq=-1), ray_worker_group_cls=start)
+    total = calls.count
+    for number in range(3, total + 1):
+        calls.fail_at(number)
+        made = one_group(tmp_path / str(number), memory_save_freq=1, save_freq=-1)
+        found, lines = run(made, ray_worker_group_cls=start)
+        assert all(torch.equal(found[name], weights[name]) for name in weights), number
+        assert lines == metrics, number
 
 
 def test_a_failure_within_the_recovery_from_another_is_recovered_from(calls: Calls, tmp_path: Path) -> None:
