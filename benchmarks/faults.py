@@ -2,6 +2,8 @@
 
     python benchmarks/faults.py [--fault NAME ...] [--repeats 5] [--seed 0] [--list]
 
+Every trial is a line of build/faults.jsonl, with its seed; the table of docs/reliability.md is written from them.
+
 A first run is not disturbed; the SHA-256 of every rank's weights after each of its steps is what the others must have.
 Faults of ranks and of their helpers hit a second run one after another: each at a random moment of a step, in a random
 order. Faults of nodes, of the driver and of disks have runs of their own. The seed gives the moments and the order.
@@ -22,6 +24,7 @@ import json
 import logging
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -41,7 +44,6 @@ import ray
 import torch
 from ray.cluster_utils import Cluster
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks.faults_of_programs import CONFIG, OF_PROGRAMS, Trial, of_programs, total_steps
 from mcontroller import Dispatch, register
@@ -56,6 +58,14 @@ from workers.run.training import make_trainer
 
 DEADLINE = 15.0
 """[s] Deadline of calls: after it a rank that is stopped or waits for ever is found."""
+
+HEAD = """\
+| fault | times | known after, s | named | left | training again, s | completed steps lost | exact |
+|---|---:|---:|---|---:|---:|---:|---|
+"""
+"""The head of the table: seconds are the median, and the most in brackets if it differs."""
+
+ROOT = Path(__file__).resolve().parents[1]
 
 ADDRESSES = ("127.0.0.11", "127.0.0.12", "127.0.0.13")
 
@@ -224,7 +234,7 @@ class Faults(Callback):
     """
 
     def __init__(self, expected: list[list[str]], plan: list[str], seed: int) -> None:
-        self.expected, self.plan, self.draw = expected, plan, random.Random(seed)
+        self.expected, self.plan, self.seed, self.draw = expected, plan, seed, random.Random(seed)
         self.trials: list[Trial] = []
         self.is_reference = not plan
         self.seconds = 1.0
@@ -262,7 +272,7 @@ class Faults(Callback):
         def inject() -> None:
             trial = self.trial
             assert trial is not None
-            trial.before, trial.at = self.pids, time.time()
+            trial.seed, trial.before, trial.at = self.seed, self.pids, time.time()
             (OF_RANKS | OF_ROLLOUT | OF_NODES | THAT_END_RUNS)[trial.fault](self, self.draw)
 
         timer = threading.Timer(seconds, inject)
@@ -426,9 +436,19 @@ def restart_gcs(faults: Faults, draw: random.Random) -> None:
 
 
 SPARE = "SIGKILL of a raylet, with a spare node"
+SPARE_BUNDLES = "SIGKILL of a raylet, with spare bundles on the other node"
 RETURNS = "SIGKILL of a raylet, and its node comes back (trainer.elastic)"
 FAULT_TOLERANT = "SIGKILL of a fault-tolerant GCS, which is started again after 5 s"
-OF_NODES: dict[str, Inject] = {SPARE: lose_node, RETURNS: lose_node, FAULT_TOLERANT: restart_gcs}
+OF_NODES: dict[str, Inject] = {
+    SPARE: lose_node,
+    SPARE_BUNDLES: lose_node,
+    RETURNS: lose_node,
+    FAULT_TOLERANT: restart_gcs,
+}
+NODES_OVERRIDES = {
+    SPARE_BUNDLES: ["pool.spare_bundles=2"],
+    RETURNS: ["actor_rollout_ref.parallel.pp=1", "trainer.elastic=true"],
+}
 SMALL = {"object_store_memory": 100_000_000}
 
 
@@ -437,7 +457,7 @@ def of_nodes(folder: Path, names: list[str], repeats: int, seed: int) -> list[Tr
     trials = []
     for fault in names:
         expected: list[list[str]] = []
-        layout = ["actor_rollout_ref.parallel.pp=1", "trainer.elastic=true"] if fault == RETURNS else []
+        changes, cpus = NODES_OVERRIDES.get(fault, []), 4 if fault == SPARE_BUNDLES else 2
         if fault == FAULT_TOLERANT:
             os.environ |= {"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": str(folder / "gcs")}
         for number in range(-1, repeats):
@@ -445,9 +465,9 @@ def of_nodes(folder: Path, names: list[str], repeats: int, seed: int) -> list[Tr
             ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
             faults = Faults(expected, [fault] if number >= 0 else [], seed + number)
             faults.cluster, here = cluster, ADDRESSES[: 3 if fault == SPARE else 2]
-            faults.nodes = {each: cluster.add_node(num_cpus=2, node_ip_address=each, **SMALL) for each in here}
+            faults.nodes = {each: cluster.add_node(num_cpus=cpus, node_ip_address=each, **SMALL) for each in here}
             steps = total_steps(1000 if number >= 0 else 150 if fault == FAULT_TOLERANT else 12)
-            train(folder / f"nodes{len(trials)}{number}", faults, "pool.process_on_nodes=[2, 2]", steps, *layout)
+            train(folder / f"nodes{len(trials)}{number}", faults, "pool.process_on_nodes=[2, 2]", steps, *changes)
             trials += faults.trials
             ray.shutdown()
             cluster.shutdown()
@@ -455,26 +475,38 @@ def of_nodes(folder: Path, names: list[str], repeats: int, seed: int) -> list[Tr
     return trials
 
 
-def show(trials: list[Trial]) -> None:
-    table = Table("fault", "times", "known, s", "named", "left", "training again, s", "steps lost", "exact weights")
-    for name in dict.fromkeys(trial.fault for trial in trials):
-        found = [trial for trial in trials if trial.fault == name]
-        failed = [trial for trial in found if trial.known is not None]
+def row_of(trials: Sequence[Trial]) -> str:
+    """Return the row of the table for the trials of one fault."""
+    failed = [trial for trial in trials if trial.known is not None]
 
-        def span(values: list[float]) -> str:
-            return f"{statistics.median(values):.1f}, at most {max(values):.1f}" if values else "-"
+    def span(values: list[float]) -> str:
+        middle, most = f"{statistics.median(values):.1f}", f"{max(values):.1f}"
+        return middle if middle == most else f"{middle} ({most})"
 
-        table.add_row(
-            name,
-            str(len(found)),
-            span([trial.known for trial in failed if trial.known is not None]),
-            "; ".join(sorted({trial.named.partition(",")[0] for trial in found})),
-            str(sum(trial.left for trial in found)),
-            span([trial.again for trial in failed]),
-            str(max((trial.lost for trial in failed), default=0)),
-            f"{sum(trial.exact for trial in found)} of {len(found)}",
-        )
-    Console(width=200).print(table)
+    named = sorted({re.split(r" rank|, \[|: ", trial.named)[0].rstrip(",") for trial in trials})
+    going_on = [trial.again for trial in failed if trial.again]
+    cells = [
+        trials[0].fault,
+        len(trials),
+        span([trial.known for trial in failed if trial.known is not None]) if failed else "-",
+        "; ".join(named),
+        sum(trial.left for trial in trials),
+        span(going_on) if going_on else "-",
+        max((trial.lost for trial in failed), default=0),
+        f"{sum(trial.exact for trial in trials)} of {len(trials)}" if going_on or not failed else "-",
+    ]
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def write_table(results: Path, page: Path, order: Sequence[str]) -> None:
+    """Replace the rows of a page's table whose faults are in the results; the other rows stay."""
+    trials = [Trial(**json.loads(line)) for line in results.read_text().splitlines()]
+    before, head, rest = page.read_text().partition(HEAD)
+    rows, _, after = rest.partition("\n\n")
+    kept = {row.split(" | ")[0].removeprefix("| "): row for row in rows.splitlines()}
+    found = {name: row_of([trial for trial in trials if trial.fault == name]) for name in {t.fault for t in trials}}
+    ordered = [(kept | found)[name] for name in order if name in kept | found]
+    page.write_text("\n".join([before + head.rstrip("\n"), *ordered]) + "\n\n" + after)
 
 
 def main() -> None:
@@ -482,6 +514,8 @@ def main() -> None:
     parser.add_argument("--fault", action="append", help="only this one; may be repeated")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--results", type=Path, default=ROOT / "build" / "faults.jsonl", help="trials are added to it")
+    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "reliability.md", help="has the table of results")
     parser.add_argument("--list", action="store_true", help="print the names of the faults")
     arguments = parser.parse_args()
     kinds = [
@@ -499,12 +533,14 @@ def main() -> None:
     if unknown := set(names) - {*known}:
         parser.error(f"there is no fault {unknown.pop()!r}; --list prints them")
     folder = Path(tempfile.mkdtemp(prefix="faults-"))
+    arguments.results.parent.mkdir(parents=True, exist_ok=True)
     try:
-        trials: list[Trial] = []
         for number, (faults, run) in enumerate(kinds):
             if chosen := [name for name in names if name in faults]:
-                trials += run(folder / str(number), chosen, arguments.repeats, arguments.seed)
-        show(trials)
+                trials = run(folder / str(number), chosen, arguments.repeats, arguments.seed)
+                with open(arguments.results, "a") as file:
+                    file.writelines(json.dumps(dataclasses.asdict(trial)) + "\n" for trial in trials)
+        write_table(arguments.results, arguments.page, known)
     except MControllerError as error:
         print(f"{type(error).__name__}: {error}")
         sys.exit(1)

@@ -44,6 +44,7 @@ class Trial:
     """What became of a fault."""
 
     fault: str
+    seed: int = 0
     at: float = 0.0
     before: list[int] = dataclasses.field(default_factory=list)
     known: float | None = None
@@ -111,20 +112,15 @@ OF_PROGRAMS: dict[str, Strike] = {
 
 def of_programs(folder: Path, names: list[str], repeats: int, seed: int) -> list[Trial]:
     """Return the trials of faults of the program of a run with checkpoints every two steps of six."""
-    draw = random.Random(seed)
     expected = Program(folder / "whole").finish()
     trials = []
-    for fault in names * repeats:
-        program = Program(folder / f"{len(trials)}", disk=fault == DISK_FULL)
-        OF_PROGRAMS[fault](program, draw)
+    for number, fault in enumerate(names * repeats):
+        program = Program(folder / f"{number}", disk=fault == DISK_FULL)
+        OF_PROGRAMS[fault](program, random.Random(seed + number))
         said = ["", *(line for line in program.output() if "Error" in line or "GCS" in line)][-1]
         named = f"exit code {program.process.returncode}, {said:.160}".strip(", ")
-        trial = Trial(fault, at=program.struck, named=named)
-        trial.known = time.time() - trial.at
-        ended = time.time()
-        while program.left() and time.time() - ended < 90:  # Ray's agents wait 60 s for its control store
-            time.sleep(0.1)
-        trial.left, done = len(program.left()), len(program.steps())
+        trial = Trial(fault, seed + number, at=program.struck, named=named)
+        trial.known, trial.before, done = time.time() - trial.at, program.left(), len(program.steps())
         program.start("resume", str(program.folder / "run"))
         while not (
             said := [line for line in program.output() if "resuming from step" in line or "begins again" in line]
@@ -137,6 +133,9 @@ def of_programs(folder: Path, names: list[str], repeats: int, seed: int) -> list
             time.sleep(0.01)
         trial.again = time.time() - trial.at
         trial.exact = program.finish() == expected
+        while program.left() and time.time() - trial.at < 90:  # Ray's agents wait 60 s for its control store
+            time.sleep(0.1)
+        trial.left = len(program.left())
         if fault == DISK_FULL:
             subprocess.run(["umount", "--lazy", str(program.checkpoints)], check=True)
         trials.append(trial)

@@ -101,16 +101,18 @@ class RunGroups:
         return self._lost
 
     def end(self, groups: Iterable[WorkerGroup]) -> None:
-        """End groups on lost nodes, so that they free their slots, and wait until Ray has noticed these losses.
+        """End groups on lost nodes, so that they free their slots, and take spare bundles of other nodes.
 
-        Until then, Ray would place their bundles on the lost node again.
+        Without spare bundles, wait until Ray has noticed these losses: before, it would place bundles on a lost node.
         """
         lost = self.lost_nodes()
         for group in groups:
             if group.broken is None and lost & _nodes_of(group):
                 with contextlib.suppress(GroupError):
                     group.shutdown(0.0)
-        end = time.monotonic() + NOTICE_SECONDS
+        for pool in self._pools.resource_pool_dict.values():
+            pool.replace_lost(lost)
+        end = time.monotonic() + (0.0 if self._pools.spare_bundles else NOTICE_SECONDS)
         while lost and time.monotonic() < end and lost & {each["NodeID"] for each in ray.nodes() if each["Alive"]}:
             time.sleep(0.1)
 

@@ -94,9 +94,12 @@ def launch(
         _build(processes, pool, lease, roles.values(), packed, left).check()
         if recorded is not None:
             recorded.complete(handles)
-        processes.launch_again = lambda limit: launch(
-            pool, name, roles, options=options, detached=detached, timeout=limit
-        )
+
+        def launch_again(limit: float | None, lost: Collection[str]) -> GroupProcesses:
+            pool.replace_lost(lost)
+            return launch(pool, name, roles, options=options, detached=detached, timeout=limit)
+
+        processes.launch_again = launch_again
     except BaseException:
         handles.end()
         raise

@@ -1,6 +1,7 @@
 """Reservation of bundles in the cluster: one placement group for each declared node, in a stable order of ranks.
 
-A reservation lasts from the first group in it to the last; one made by ``RayResourcePool.reserve`` until its release.
+A reservation lasts from the first group in it to the last; one made by ``RayResourcePool.reserve``, or with spare
+bundles, until its release.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ import sys
 import time
 import uuid
 import weakref
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
@@ -59,6 +61,7 @@ class Bundle:
         node: index of the declared node, in rank order.
         local_rank: index on the node.
         address: address of the node.
+        node_id: Ray's id of the node.
         gpu: name of the GPU on the node, as CUDA_VISIBLE_DEVICES has it: an index, or the UUID of a GPU or of a MIG
             device; None without a GPU.
         holders: the group that holds each slot; None for a free slot.
@@ -69,6 +72,7 @@ class Bundle:
     node: int
     local_rank: int
     address: str
+    node_id: str
     gpu: str | None
     holders: list[str | None] = field(default_factory=list)
 
@@ -86,15 +90,18 @@ class Reservation:
         slots: slots of each bundle.
         name: name of the pool, for the names of the placement groups.
         detached: whether the placement groups outlive this driver.
+        spare: more bundles on each node, which take the place of those on a node that is lost.
     """
 
-    def __init__(self, shapes: Sequence[NodeShape], slots: int, name: str, detached: bool) -> None:
+    def __init__(self, shapes: Sequence[NodeShape], slots: int, name: str, detached: bool, spare: int = 0) -> None:
         self.shapes = tuple(shapes)
         self.slots = slots
         self.name = name
         self.detached = detached
-        self.pinned = detached
+        self.spare = spare
+        self.pinned = detached or spare > 0
         self._bundles: list[Bundle] = []
+        self._spares: list[Bundle] = []
         self._groups: list[PlacementGroup] = []
         self._session: tuple[str, str] | None = None
         if not detached:
@@ -113,15 +120,51 @@ class Reservation:
                 or Ray assigns one GPU to two bundles.
         """
         if not self.held:
-            self._groups[:] = _reserve(self.shapes, self.name, self.detached, timeout)
+            whole = [replace(shape, processes=shape.processes + self.spare) for shape in self.shapes]
+            self._groups[:] = _reserve(whole, self.name, self.detached, timeout)
             try:
-                self._bundles = _in_rank_order(self._groups, self.slots)
+                found = _in_rank_order(self._groups, self.slots)
+                counts = {group: shape.processes for group, shape in zip(self._groups, self.shapes, strict=True)}
+                self._bundles = [each for each in found if each.local_rank < counts[each.group]]
+                self._spares = [each for each in found if each.local_rank >= counts[each.group]]
             except BaseException:
                 _remove(self._groups)
                 self._groups.clear()
                 raise
             self._session = session()
         return self._bundles
+
+    def replace_lost(self, lost: Collection[str]) -> None:
+        """Take spare bundles in place of those on lost nodes. Ranks keep their numbers.
+
+        Args:
+            lost: Ray's ids of nodes that are lost, also if Ray has not noticed it yet.
+
+        Raises:
+            ResourceError: fewer spare bundles are left than were lost.
+        """
+        if not self.spare or not self.held:
+            return
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]} - {*lost}
+        spares = [each for each in self._spares if each.node_id in alive]
+        gone = [rank for rank, each in enumerate(self._bundles) if each.node_id not in alive]
+        if len(gone) > len(spares):
+            raise ResourceError(
+                f"pool {self.name!r} has lost the bundles of ranks {', '.join(map(str, gone))} with their nodes, and "
+                f"has {len(spares)} spare bundles on others: start with more spare_bundles on each node, now "
+                f"{self.spare}, or more nodes",
+                pool=self.name,
+                lost=gone,
+                spare=len(spares),
+            )
+        together = Counter(each.node_id for each in spares)
+        spares.sort(key=lambda each: -together[each.node_id])
+        for group in {self._bundles[rank].group for rank in gone}:  # Ray would place it again, and nobody use it
+            remove_placement_group(group)
+            self._groups.remove(group)
+        for rank in gone:
+            self._bundles[rank] = spares.pop(0)
+        self._spares = spares
 
     def release_if_unused(self) -> None:
         """Release the bundles if no group holds a slot of them, unless the reservation is pinned."""
@@ -133,8 +176,8 @@ class Reservation:
         if self.held:
             _remove(self._groups)
         self._groups.clear()
-        self._bundles = []
-        self.pinned = self.detached
+        self._bundles, self._spares = [], []
+        self.pinned = self.detached or self.spare > 0
 
 
 def _remove(groups: Sequence[PlacementGroup]) -> None:
@@ -253,15 +296,15 @@ def _resource_error(shapes: Sequence[NodeShape], name: str, why: str) -> Resourc
 def _in_rank_order(groups: Sequence[PlacementGroup], slots: int) -> list[Bundle]:
     """Order bundles by node address, then by GPU index, so that every rank keeps its device after a restart."""
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-    located: list[tuple[Any, PlacementGroup, str]] = []
+    located: list[tuple[Any, PlacementGroup, str, str]] = []
     for position, group in enumerate(groups):
         node_ids = placement_group_table(group)["bundles_to_node_id"]
         address = addresses[node_ids[0]]
-        located.append(((by_address(address), position), group, address))
+        located.append(((by_address(address), position), group, address, node_ids[0]))
     bundles: list[Bundle] = []
-    for node, (_, group, address) in enumerate(sorted(located, key=lambda entry: entry[0])):
+    for node, (_, group, address, node_id) in enumerate(sorted(located, key=lambda entry: entry[0])):
         for local_rank, (gpu, index) in enumerate(_by_gpu(group)):
-            bundles.append(Bundle(group, index, node, local_rank, address, gpu, [None] * slots))
+            bundles.append(Bundle(group, index, node, local_rank, address, node_id, gpu, [None] * slots))
     return bundles
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Self
@@ -85,6 +85,8 @@ class RayResourcePool(ResourcePool):
             1 with GPUs or ``warm_start=False``.
         logs: directory for a file of the output of each rank, named by group, rank and coordinates; nodes that do not
             share it have their own. None: only Ray's files.
+        spare_bundles: more bundles on each node, in which a restart places the processes of a node that is lost. Such
+            a pool is reserved until ``shutdown``.
 
     Raises:
         ResourceError: ``process_on_nodes`` is not a list or is empty, or a count is not a positive integer.
@@ -104,10 +106,14 @@ class RayResourcePool(ResourcePool):
         record_collectives: bool = True,
         threads: int | None = None,
         logs: str | os.PathLike[str] | None = None,
+        spare_bundles: int = 0,
     ) -> None:
         super().__init__(process_on_nodes, max_colocate_count)
         if threads is not None and (not isinstance(threads, int) or isinstance(threads, bool) or threads < 1):
             raise ResourceError(f"threads is {threads!r}; expected a positive integer, or None", threads=threads)
+        if not isinstance(spare_bundles, int) or spare_bundles < 0:
+            text = f"spare_bundles is {spare_bundles!r}; expected a number of bundles on each node, 0 for none"
+            raise ResourceError(text, spare_bundles=spare_bundles)
         self.use_gpu = use_gpu
         self.name_prefix = name_prefix or f"pool{next(_unnamed)}"
         self.detached = detached
@@ -119,7 +125,7 @@ class RayResourcePool(ResourcePool):
         self.threads = threads
         self.logs = None if logs is None else os.path.abspath(logs)
         self._beside: tuple[Reservation, ...] = ()
-        self._reservation = Reservation(self.shapes, max_colocate_count, self.name_prefix, detached)
+        self._reservation = Reservation(self.shapes, max_colocate_count, self.name_prefix, detached, spare_bundles)
         self._ranks = range(self.world_size)
 
     @property
@@ -153,6 +159,10 @@ class RayResourcePool(ResourcePool):
         found = self._reservation.bundles(timeout)[self._ranks.start : self._ranks.stop]
         self._store = [len(list(same)) for _, same in itertools.groupby(bundle.node for bundle in found)]
         return found
+
+    def replace_lost(self, lost: Collection[str]) -> None:
+        """Take spare bundles in place of those on lost nodes; see ``Reservation.replace_lost``."""
+        self._reservation.replace_lost(lost)
 
     def set_beside(self, pools: Iterable[RayResourcePool]) -> None:
         """Share the cores of each node with the groups of these pools, by the default of ``threads``."""
@@ -311,6 +321,7 @@ class ResourcePoolManager:
         record_collectives: whether each process records its last collectives; see ``RayResourcePool``.
         threads: threads that each process computes with on the CPU; see ``RayResourcePool``.
         logs: directory for the output of each rank; see ``RayResourcePool``.
+        spare_bundles: more bundles on each node; see ``RayResourcePool``.
         resource_pool_dict: the pools by name, after ``create_resource_pool``.
 
     Raises:
@@ -325,6 +336,7 @@ class ResourcePoolManager:
     record_collectives: bool = field(default=True, kw_only=True)
     threads: int | None = field(default=None, kw_only=True)
     logs: str | os.PathLike[str] | None = field(default=None, kw_only=True)
+    spare_bundles: int = field(default=0, kw_only=True)
     resource_pool_dict: dict[str, RayResourcePool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -362,6 +374,7 @@ class ResourcePoolManager:
             record_collectives=self.record_collectives,
             threads=self.threads,
             logs=self.logs,
+            spare_bundles=self.spare_bundles,
         )
 
     def get_resource_pool(self, role: Enum) -> RayResourcePool:
@@ -387,11 +400,14 @@ class ResourcePoolManager:
 
     def get_n_slots(self) -> int:
         """Return the number of slots of all bundles together: the CPUs that the pools reserve."""
-        return sum(sum(nodes) * self.slots_of(name) for name, nodes in self.resource_pool_spec.items())
+        return sum(self._bundles(nodes) * self.slots_of(name) for name, nodes in self.resource_pool_spec.items())
 
     def get_n_gpus(self) -> int:
         """Return the number of bundles of all pools together."""
-        return sum(sum(nodes) for nodes in self.resource_pool_spec.values())
+        return sum(map(self._bundles, self.resource_pool_spec.values()))
+
+    def _bundles(self, nodes: Sequence[int]) -> int:
+        return sum(nodes) + len(nodes) * self.spare_bundles
 
     def shutdown(self) -> None:
         """Shut down all pools, even if one fails."""

@@ -72,6 +72,7 @@ def trainer_of(
     staleness: int = 0,
     callbacks: tuple[Callback, ...] = (),
     trackers: tuple[Any, ...] = (),
+    saving: Mapping[str, Any] | None = None,
     **rollout: Any,
 ) -> Iterator[RayPPOTrainer]:
     """A trainer with TP2 or EP2 ranks of the actor; the rollout is a third rank, unless it is the actor's."""
@@ -85,7 +86,9 @@ def trainer_of(
         algorithm=AlgorithmConfig(
             adv_estimator="grpo", old_log_probs="policy", importance=ImportanceConfig(level="token")
         ),
-        trainer=TrainerConfig(total_training_steps=STEPS, save_freq=-1, test_freq=-1, max_staleness=staleness),
+        trainer=TrainerConfig(
+            total_training_steps=STEPS, save_freq=-1, test_freq=-1, max_staleness=staleness, **saving or {}
+        ),
     )
     sizes = {role.name: [1 if role is Role.Rollout else 2] for role in roles}
     asked = prompts(4 * PROBLEMS).batch
@@ -163,3 +166,28 @@ def test_training_goes_on_with_a_new_rollout_after_its_engine_has_failed(
         assert metrics["weights/policy_version"] == version
         assert recorded.batches[-1].batch["policy_version"].tolist() == [version] * PROBLEMS * SAMPLES
         assert metrics["training/rollout_probs_diff_max"] < TOLERANCE
+
+
+@pytest.mark.parametrize("at", ["generation", "update"])
+def test_a_run_restarts_an_engine_that_was_killed_without_the_actor(ray_cluster: None, tmp_path: Path, at: str) -> None:
+    recorded, lines = Recorded(tmp_path), Lines()
+    saving = {"memory_save_freq": 1, "default_local_dir": str(tmp_path)}
+    with trainer_of("dense-tp2", SEPARATE, 0, (recorded,), (lines,), saving) as trainer:
+        processes, update = trainer.actor.pid(), trainer.step.weights.update
+
+        def killed(*args: Any, **options: Any) -> Any:
+            strikes = trainer.global_steps == 1 and not trainer.recovery.failures
+            if strikes and at == "update":
+                trainer.rollout.signal_engine("SIGKILL")
+            updated = update(*args, **options)
+            if strikes and at == "generation":
+                trainer.rollout.signal_engine("SIGKILL")
+            return updated
+
+        trainer.step.weights.update = killed
+        trainer.fit()
+        [failure] = trainer.recovery.failures
+        assert (failure.kind, failure.role, failure.step) == ("EngineDied", "rollout", 2)
+        assert trainer.actor.pid() == processes
+    assert len(recorded.batches) == STEPS
+    assert all(lines.steps[step]["training/rollout_probs_diff_max"] < TOLERANCE for step in (1, 2, 3))

@@ -53,12 +53,15 @@ class PoolConfig:
     threads: int | None = None
     """Threads that each process computes with on the CPU. None: OMP_NUM_THREADS if it is set; otherwise, without GPUs,
     the cores of the node divided by the bundles of all pools on it."""
+    spare_bundles: int = 0
+    """[bundles] More bundles on each node, in which a restart places the processes of a node that is lost."""
 
     def __post_init__(self) -> None:
         """Check the values."""
         _check_nodes("pool.process_on_nodes", self.process_on_nodes)
         if self.max_colocate_count is not None:
             check_at_least("pool.max_colocate_count", self.max_colocate_count, 1)
+        check_at_least("pool.spare_bundles", self.spare_bundles, 0)
 
 
 @strict_fields
@@ -138,6 +141,13 @@ class RunConfig(PPOConfig):
         """Check the other pools; their roles are checked with the rest, see ``workers.run.pools.pool_errors``."""
         for name, pool in self.pools.items():
             _check_nodes(f"pools.{name}.process_on_nodes", pool.process_on_nodes)
+        if self.trainer.elastic and self.pool.spare_bundles:
+            raise ConfigError(
+                f"pool.spare_bundles is {self.pool.spare_bundles} and trainer.elastic is true: a lost node is either "
+                "replaced by spare bundles or left out. Set one of them",
+                key="pool.spare_bundles",
+                value=self.pool.spare_bundles,
+            )
 
     def within(self, directory: Path) -> RunConfig:
         """Return a copy with the checkpoints inside the run's directory, and all paths absolute."""

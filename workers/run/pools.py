@@ -64,6 +64,7 @@ def pools_of(config: RunConfig, roles: Iterable[Role]) -> ResourcePoolManager:
         isolate_gpus=pool.isolate_gpus,
         record_collectives=pool.record_collectives,
         threads=pool.threads,
+        spare_bundles=pool.spare_bundles,
         logs=None if config.run_dir is None else Path(config.run_dir, "logs"),
     )
 

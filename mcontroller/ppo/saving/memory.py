@@ -274,7 +274,7 @@ class MemoryCheckpoints:
     def _begin_copies(self, step: _Step) -> None:
         """Have another node copy the files of each node, and the node itself hash them."""
         nodes = sorted({node for nodes in step.nodes.values() for node in nodes})
-        others = nodes if HERE in nodes else [*nodes, *_other_nodes(nodes)]
+        others = nodes if HERE in nodes else [*nodes, *_other_nodes(nodes, self._lost())]
         for node in nodes:
             other, names = others[(others.index(node) + 1) % len(others)], step.files(node)
             if other == node:
@@ -337,11 +337,12 @@ def _places_of(group: WorkerGroup[Any]) -> list[tuple[Any, ...]]:
     return [tuple(sorted(each for each in rank.items() if each[0] not in OF_REPLICAS)) for rank in ranks]
 
 
-def _other_nodes(nodes: Sequence[str]) -> list[str]:
+def _other_nodes(nodes: Sequence[str], lost: Collection[str]) -> list[str]:
     """Return a node of the cluster without ranks, if all ranks are on one node."""
     if len(nodes) > 1:
         return []
-    return sorted(node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] not in nodes)[:1]
+    alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+    return sorted(alive - {*nodes, *lost})[:1]
 
 
 def _holder_on(node: str) -> Any:

@@ -32,6 +32,9 @@ FAILURES = "failures.jsonl"
 RESIZED = "PoolsResized"
 """The kind of the event that pools have other sizes from now on, which is no failure of its own."""
 
+OF_ENGINES = ("EngineDied", "EngineHung")
+"""Exceptions of workers because of an engine in a process of its own, which has ended or hangs."""
+
 HOUR_S = 3600.0
 
 LOG_LINES = 40
@@ -79,8 +82,8 @@ def root_error(error: BaseException) -> BaseException:
 class Recovery:
     """Decides after which failures a run goes on, and records all of them.
 
-    A process that died or cannot be reached, and a call that was late, may not happen again. A worker's own exception
-    most likely does, so it ends the run unless ``trainer.restart_on`` has its type.
+    A process that died or cannot be reached, an engine too, and a call that was late, may not happen again. A worker's
+    own exception most likely does, so it ends the run unless ``trainer.restart_on`` has its type.
 
     Args:
         config: has the number of restarts, the types, and the directory of the record.
@@ -144,7 +147,7 @@ class Recovery:
 
     def _why_it_ends(self, cause: BaseException, failure: Failure) -> str | None:
         own = isinstance(cause, WorkerError)
-        if own and (isinstance(cause, CallRejected) or failure.kind not in self._config.restart_on):
+        if own and (isinstance(cause, CallRejected) or failure.kind not in (*self._config.restart_on, *OF_ENGINES)):
             return f"{failure.kind} is an exception of the worker's own code, and trainer.restart_on does not have it"
         if not own and not isinstance(cause, WorkerDied | ConnectionLost | CallTimeout | ResourceError):
             return f"{failure.kind} is not the failure of a process"

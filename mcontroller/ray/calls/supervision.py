@@ -17,7 +17,7 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from typing import Any
 
@@ -77,7 +77,8 @@ class GroupProcesses:
         hub: the connections to the processes; its name identifies this controller in the calls that it sends.
         keeping: calls whose values its processes keep, as long as the calls exist.
         executors: the executors of its roles, which send their calls to it.
-        launch_again: starts such processes once more; None if another driver has started them.
+        launch_again: starts such processes once more, but not on nodes with these ids; None if another driver has
+            started them.
         sending: held while a call is sent, so that all ranks get the calls of several threads in one order.
     """
 
@@ -88,7 +89,7 @@ class GroupProcesses:
         self.coordinates: dict[str, Sequence[Mapping[str, int]]] = {}
         self.keeping: weakref.WeakSet[GroupCall] = weakref.WeakSet()
         self.executors: weakref.WeakSet[Any] = weakref.WeakSet()
-        self.launch_again: Callable[[float | None], GroupProcesses] | None = None
+        self.launch_again: Callable[[float | None, Set[str]], GroupProcesses] | None = None
         self.sending = threading.RLock()
         self._numbers = itertools.count()
         self._order = CallOrder()
@@ -131,7 +132,7 @@ class GroupProcesses:
             )
         self.handles.end()
         self.handles.check_ended(self.name)
-        after = self.launch_again(timeout)
+        after = self.launch_again(timeout, self.handles.gone)
         ended = self.handles.cause or GroupError(f"group {self.name} was restarted", role=self.name)
         after._earlier = {**self._earlier, **dict.fromkeys(self.handles.actor_ids, ended)}
         after.coordinates = self.coordinates

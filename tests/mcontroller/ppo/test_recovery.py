@@ -24,6 +24,7 @@ from mcontroller.ppo import (
     WarmUpConfig,
 )
 from mcontroller.ppo.saving.recovery import FAILURES, Recovery, root_error
+from mcontroller.testing import simulated_worker_group
 from tests.mcontroller.ppo.separate import SEPARATE
 from tests.mcontroller.ppo.toy import ToyActor, demonstrations, toy_config, toy_trainer
 
@@ -115,12 +116,15 @@ def tables(trainer: RayPPOTrainer) -> dict[str, torch.Tensor]:
     return {name: group.workers[0].table.clone() for name, group in groups if name in ("actor", "critic")}  # type: ignore[attr-defined]
 
 
-def run(made: tuple[PPOConfig, Any], events: Events | None = None) -> tuple[dict[str, torch.Tensor], list[Any]]:
+def run(
+    made: tuple[PPOConfig, Any], events: Callback | None = None, **parts: Any
+) -> tuple[dict[str, torch.Tensor], list[Any]]:
     config, roles = made
     recorder = Recorder()
-    others: dict[str, Any] = {} if events is None else {"callbacks": [events], "display": events.shown}
+    callbacks = [] if events is None else [events]
+    others = parts | ({"display": events.shown} if isinstance(events, Events) else {})
     others |= {"warm_up_dataset": demonstrations(8)} if config.warm_up.steps else {}
-    with toy_trainer(config, roles, trackers=[recorder], **others) as trainer:
+    with toy_trainer(config, roles, trackers=[recorder], callbacks=callbacks, **others) as trainer:
         trainer.init_workers()
         trainer.fit()
         return tables(trainer), recorder.lines
@@ -157,6 +161,20 @@ def test_a_failure_at_any_call_changes_neither_weights_nor_metrics(
             assert lost == 0 or (lost == 1 and failure["details"]["method"] != "update_actor"), failure
 
 
+def test_a_failure_at_any_call_on_simulated_ranks_changes_nothing(calls: Calls, tmp_path: Path) -> None:
+    def start(pool: Any, init: Any, name_prefix: str) -> Any:
+        return simulated_worker_group(init, 2, name=name_prefix)
+
+    weights, metrics = run(one_group(tmp_path, memory_save_freq=1, save_freq=-1), ray_worker_group_cls=start)
+    total = calls.count
+    for number in range(3, total + 1):
+        calls.fail_at(number)
+        made = one_group(tmp_path / str(number), memory_save_freq=1, save_freq=-1)
+        found, lines = run(made, ray_worker_group_cls=start)
+        assert all(torch.equal(found[name], weights[name]) for name in weights), number
+        assert lines == metrics, number
+
+
 def test_a_failure_within_the_recovery_from_another_is_recovered_from(calls: Calls, tmp_path: Path) -> None:
     weights, metrics = run(one_group(tmp_path / "undisturbed", save_freq=2))
     middle = calls.count // 2
@@ -186,6 +204,14 @@ def test_an_exception_of_a_worker_ends_the_run_unless_its_type_is_listed(tmp_pat
     assert caught.value.__notes__ == ["The run was not restarted: step 1 has failed 3 times with the same cause."]
     reasons = [json.loads(line)["reason"] for line in (tmp_path / FAILURES).read_text().splitlines()]
     assert [reason is None for reason in reasons] == [False, True, True, False]
+
+
+@pytest.mark.parametrize(("cause", "goes_on"), [("EngineDied: signal 9", True), ("ValueError: 9", False)])
+def test_the_end_of_an_engine_is_the_failure_of_a_process(cause: str, goes_on: bool, tmp_path: Path) -> None:
+    fields = {"rank": 0, "coordinates": {}, "node": "", "pid": 1, "worker_traceback": "", "followers": 0}
+    error = WorkerError("failed", role="rollout", method="generate_sequences", cause=cause, **fields)
+    recovery = Recovery(toy_config(1, default_local_dir=str(tmp_path)).trainer)
+    assert recovery.is_admitted(error, 1) == goes_on
 
 
 def died(rank: int) -> WorkerDied:

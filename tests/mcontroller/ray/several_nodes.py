@@ -157,13 +157,22 @@ def main() -> None:
             seen["table"] = pool.describe()
             if isolated:
                 seen["stopped"] = timeout_of_stopped(residents, rank=3)
-    pair = group([2, 2], "pair")[1]
+    pool = RayResourcePool([1, 1], use_gpu=False, name_prefix="pair", spare_bundles=1)
+    pair: Any = RayWorkerGroup(pool, RayClassWithInitArgs(Resident), name_prefix="pair")
     waiting = pair.wait()
     cluster.remove_node(nodes[0], allow_graceful=False)
     began = time.monotonic()
     while pair.broken is None and time.monotonic() - began < 60:
         time.sleep(0.01)
     seen["node_death"] = {**died(waiting.get), "seconds": time.monotonic() - began}
+    pair.restart()
+    seen["replaced"] = {"where": pair.where(), "total": pair.meet(), "seconds": time.monotonic() - began}
+    try:
+        pool.replace_lost([node["NodeID"] for node in ray.nodes()])
+    except ResourceError as error:
+        seen["no_spares"] = str(error)
+    pair.shutdown()
+    pool.shutdown()
     sys.stdout.write(json.dumps(seen) + "\n")
     sys.stdout.flush()
     ray.shutdown()

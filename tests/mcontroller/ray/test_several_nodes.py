@@ -103,7 +103,15 @@ def test_the_record_of_a_stopped_rank_is_read_on_its_node(seen: dict[str, Any]) 
 
 def test_the_death_of_a_node_breaks_the_group_before_ray_reports_it(seen: dict[str, Any]) -> None:
     death = seen["node_death"]
-    assert (death["node"], death["method"]) == ("127.0.0.10", "wait")
-    assert death["rank"] in (2, 3)
+    assert (death["rank"], death["node"], death["method"]) == (1, "127.0.0.10", "wait")
     assert "neither the process nor Ray's raylet there accepts connections" in death["exit_cause"]
     assert death["seconds"] < 10  # Ray needs 14
+
+
+def test_a_restart_places_the_ranks_of_a_lost_node_in_spare_bundles(seen: dict[str, Any]) -> None:
+    replaced = seen["replaced"]
+    assert [rank["node"] for rank in replaced["where"]] == ["127.0.0.9", "127.0.0.9"]
+    assert [(rank["RANK"], rank["LOCAL_RANK"]) for rank in replaced["where"]] == [("0", "0"), ("1", "1")]
+    assert replaced["total"] == [1, 1]
+    assert replaced["seconds"] < 13  # before Ray notices the loss
+    assert "pool 'pair' has lost the bundles of ranks 0, 1 with their nodes, and has 0 spare" in seen["no_spares"]

@@ -1,4 +1,4 @@
-"""A run on Ray goes on to the same weights after SIGTERM, and after the death of a rank; its files are private."""
+"""A run goes on to the same weights after SIGTERM and the deaths of a rank and its driver; its files are private."""
 
 from __future__ import annotations
 
@@ -21,8 +21,12 @@ SECRETS = ("WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "MY_PASSWORD")
 VERBS = """
 import os
 import signal
+import subprocess
 import sys
 import time
+import ray
+from ray.cluster_utils import Cluster
+from ray.util import placement_group_table
 from mcontroller.cli.main import main
 from mcontroller.ppo.trainer import RayPPOTrainer
 
@@ -52,7 +56,35 @@ def killed(self, *args, **kwargs):
 
 RayPPOTrainer.train_step = killed
 healed = main(["train", "run.yaml", "run_dir=healed", "trainer.memory_save_freq=1", *small])
-print("codes", whole, stopped, resumed, healed)
+RayPPOTrainer.train_step = step
+
+cluster = Cluster(initialize_head=True, head_node_args=dict(num_cpus=4, include_dashboard=False))
+on = "cluster.address=" + cluster.address
+died = subprocess.run([sys.executable, "-c", os.environ["DIES"], on, *small], stdout=subprocess.DEVNULL).returncode
+again = main(["resume", "died"])  # at once: its cluster goes on without it
+ray.init(cluster.address, log_to_driver=False)
+total, deadline = ray.cluster_resources(), time.monotonic() + 10
+while ray.available_resources() != total and time.monotonic() < deadline:
+    time.sleep(0.1)
+states = {each["State"] for each in ray._private.state.actors().values()}
+placements = {each["state"] for each in placement_group_table().values()}
+print("left", states, placements, {**total, **ray.available_resources()} == total)
+ray.shutdown()
+cluster.shutdown()
+print("codes", whole, stopped, resumed, healed, died, again)
+"""
+DIES = """
+import os
+import signal
+import sys
+from mcontroller.cli.main import main
+from mcontroller.ppo.trainer import RayPPOTrainer
+
+step = RayPPOTrainer.train_step
+RayPPOTrainer.train_step = lambda self, batch: os.kill(os.getpid(), signal.SIGKILL) if self.global_steps else step(
+    self, batch
+)
+main(["train", "run.yaml", "run_dir=died", "trainer.save_freq=1", *sys.argv[1:]])
 """
 
 
@@ -69,14 +101,15 @@ def shards(run: Path, step: int = 2) -> dict[str, str]:
 
 @pytest.mark.processes
 @pytest.mark.timeout(400)
-def test_stopped_or_with_a_killed_rank_a_run_goes_on_to_the_same_weights(
+def test_stopped_or_with_a_killed_rank_or_driver_a_run_goes_on_to_the_same_weights(
     folder: Path,  # noqa: F811
 ) -> None:
     before = names_in_shared_folders()
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | dict.fromkeys(SECRETS, SECRET)
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DIES": DIES}
+    environment |= dict.fromkeys(SECRETS, SECRET)
     command = [sys.executable, "-c", VERBS]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, start_new_session=True)
-    assert "codes 0 75 0 0" in done.stdout, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "codes 0 75 0 0 -9 0" in done.stdout, done.stdout[-3000:] + done.stderr[-3000:]
     assert "SIGTERM: the run has ended" in done.stdout
     assert "again after step 1\n" in done.stdout  # from memory: nothing was on the disk
     assert float(done.stdout.split("ended after ")[1].split()[0]) < 30  # a step, a save, and the end of Ray
@@ -88,6 +121,8 @@ def test_stopped_or_with_a_killed_rank_a_run_goes_on_to_the_same_weights(
     assert len(summary["processes"]) == 2 and "train/score" in summary["results"]
     assert shards(folder / "out") == shards(folder / "whole") != {}
     assert shards(folder / "healed") == shards(folder / "whole")
+    assert shards(folder / "died") == shards(folder / "whole")
+    assert "left {'DEAD'} {'REMOVED'} True" in done.stdout, done.stdout[-500:]
     [failure] = map(json.loads, (folder / "healed" / "checkpoints" / FAILURES).read_text().splitlines())
     assert (failure["kind"], failure["step"], failure["restarted"]) == ("WorkerDied", 2, True)
     metrics = [json.loads(line) for line in (folder / "healed" / "metrics.jsonl").read_text().splitlines()]
@@ -96,7 +131,7 @@ def test_stopped_or_with_a_killed_rank_a_run_goes_on_to_the_same_weights(
     assert logged == ["actor-rank0-tp0-cp0-dp0-pp0.log"] and failure["logs"]
 
     assert SECRET not in done.stdout + done.stderr
-    written = [path for run in ("out", "whole", "healed") for path in (folder / run).rglob("*")]
+    written = [path for run in ("out", "whole", "healed", "died") for path in (folder / run).rglob("*")]
     assert [str(path) for path in written if path.is_file() and SECRET.encode() in path.read_bytes()] == []
     links = [path for path in written if path.is_symlink()]
     assert links and [str(link) for link in links if link.readlink().is_absolute()] == []
