@@ -34,6 +34,7 @@ from mcontroller.data.storage import load_batch, save_batch
 from mcontroller.data.tensordicts import is_tensordict_base
 from mcontroller.errors import DataError
 from mcontroller.transport import Future, countdown
+from parallel_state.describe import table_html
 
 if TYPE_CHECKING:
     from os import PathLike
@@ -446,6 +447,15 @@ class BatchData(OutOfBand):
         )
 
     __repr__ = summary
+
+    def _repr_html_(self) -> str:
+        if self._future is not None:
+            return table_html(self.summary(), (), ())
+        here = {**self.tensors_here(), **self.non_tensor_batch}
+        names = self.column_names()
+        columns = [(name, describe_column(here[name]) if name in here else "on the workers") for name in names]
+        caption = f"DataProto: {len(self)} rows, {format_bytes(self.nbytes())}"
+        return table_html(caption, ("column", "type"), [*columns, ("meta_info", ", ".join(self.meta_info))])
 
     def print_size(self, prefix: str = "") -> None:
         """Print the size of the tensors and of the non-tensor columns.

@@ -16,6 +16,7 @@ from mcontroller.dispatch.call import PreparedCall, SentBatch
 from mcontroller.dispatch.modes import Plan
 from mcontroller.locality import locality
 from mcontroller.transport import Arguments, Deferred
+from parallel_state.describe import table_html
 from parallel_state.topology import Topology
 
 SHOWN_RANKS = 64
@@ -76,8 +77,7 @@ class Explanation:
 
     def __str__(self) -> str:
         shown = self.ranks[:SHOWN_RANKS]
-        axes = _axes_with_several_ranks(self.plan.topology)
-        table = [TITLES, *(_cells(rank, axes) for rank in shown)]
+        table = [TITLES, *self._rows(shown)]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
         for row in range(len(shown) - 1, 0, -1):  # from the end, so that the earlier rows keep their positions
@@ -91,11 +91,20 @@ class Explanation:
         if unknown:
             tail += "; the size of columns on workers is not known in the controller"
         crossing = locality(self.plan.topology).lines()
-        head = f"{self.method} ({self.mode}): {len(self.ranks)} ranks, {self.plan.shard_count} shards"
-        head += f", {len(self.plan.collected)} return as {self.plan.spec.result}"
-        return "\n".join([head, *lines, tail, *crossing])
+        return "\n".join([self._headline(), *lines, tail, *crossing])
 
     __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return table_html(self._headline(), TITLES, self._rows(self.ranks), SHOWN_RANKS)
+
+    def _headline(self) -> str:
+        head = f"{self.method} ({self.mode}): {len(self.ranks)} ranks, {self.plan.shard_count} shards"
+        return f"{head}, {len(self.plan.collected)} return as {self.plan.spec.result}"
+
+    def _rows(self, ranks: Sequence[RankExplanation]) -> list[tuple[str, ...]]:
+        axes = _axes_with_several_ranks(self.plan.topology)
+        return [_cells(rank, axes) for rank in ranks]
 
 
 def explain(call: PreparedCall) -> Explanation:

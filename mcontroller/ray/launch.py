@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import time
 import uuid
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -91,7 +93,10 @@ def launch(
             write_places(pool.logs, name, [info.node for info in handles.infos])
         processes = GroupProcesses(name, handles, detached=detached)
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
-        _build(processes, pool, lease, roles.values(), packed, left).check()
+        call = _build(processes, pool, lease, roles.values(), packed, left)
+        with _progress(name, len(call.ranks)) as show:
+            show(call)
+            call.check()
         if recorded is not None:
             recorded.complete(handles)
 
@@ -272,3 +277,23 @@ def _identities(
 
 _Actor: Any = ray.remote(WorkerProcess)
 """Created once, because Ray keeps every actor class as long as the cluster exists."""
+
+
+@contextmanager
+def _progress(name: str, ranks: int) -> Iterator[Any]:
+    """Show a progress bar of the ranks that have started, if standard error is a terminal."""
+    if not sys.stderr.isatty():
+        yield lambda call: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(f"starting {name}", total=ranks)
+
+        def show(call: GroupCall) -> None:
+            while not call.wait(0.2):
+                bar.update(task, completed=ranks - len(call.pending))
+
+        yield show
