@@ -117,7 +117,7 @@ def stepped(distributed: bool) -> dict[str, torch.Tensor]:
     return weights(worker)
 
 
-def test_a_step_of_accumulated_gradients_is_the_same_with_a_distributed_optimizer() -> None:
+def test_a_distributed_optimizer_makes_the_same_step_of_added_gradients() -> None:
     (expected,) = run_ranks(stepped, 1, False)
     assert all(largest_difference(found, expected) < 1e-5 for found in run_ranks(stepped, 2, True))
 
