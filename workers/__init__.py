@@ -51,12 +51,12 @@ if TYPE_CHECKING:
     from workers.model_worker import ModelWorker as ModelWorker
     from workers.reward import RewardModelWorker as RewardModelWorker
     from workers.train.batches import TokenBatch as TokenBatch
+    from workers.train.losses import DISTILLATION as DISTILLATION
+    from workers.train.losses import SFT as SFT
+    from workers.train.losses import TokenLoss as TokenLoss
     from workers.train.losses import masked_sum as masked_sum
     from workers.train.losses import value_loss as value_loss
     from workers.train.metrics import Rule as Rule
-    from workers.train.token_loss import DISTILLATION as DISTILLATION
-    from workers.train.token_loss import SFT as SFT
-    from workers.train.token_loss import TokenLoss as TokenLoss
     from workers.weights.hf.family import ModelFamily as ModelFamily
     from workers.weights.hf.family import register_model_family as register_model_family
     from workers.weights.hf.model import export_hf as export_hf

@@ -41,11 +41,18 @@ from workers.router_replay.rows import RowExperts
 from workers.train.batch_checks import temperature_of
 from workers.train.batches import TokenBatch, tensor_columns
 from workers.train.forward import forward_hidden, forward_top, is_last_chunk, takes_distinct_tokens, token_scores
-from workers.train.losses import MISMATCH, columns_of_update, policy_metrics, policy_objective, sft_loss, weights_of
+from workers.train.losses import (
+    MISMATCH,
+    TokenLoss,
+    columns_of_update,
+    policy_metrics,
+    policy_objective,
+    sft_loss,
+    weights_of,
+)
 from workers.train.metrics import Rule, reported
 from workers.train.mini_batches import division_of
 from workers.train.pipeline import Loss
-from workers.train.token_loss import TokenLoss
 from workers.train.trainer import Trainer
 from workers.update_rules import ActorUpdateRules
 from workers.weight_sender import WeightSender, check_same_policy

@@ -93,7 +93,7 @@ class Gradients:
         own_loss = functools.partial(loss_of_own_targets, loss, pg)
         self._compute = functools.partial(run_for_gradients, state.model, forward=forward, loss=own_loss, pg=pg)
         self._method, self._state, self.routers = method, state, routers
-        self.samples = samples + (earlier.samples if earlier else 0)
+        self.samples: int = samples + (earlier.samples if earlier else 0)
         self.parts: list[Gradients] = [self, *(earlier.parts if earlier else ())]
         kept = [buffer.grad_data.clone() for buffer in self._buffers()] if earlier else []
         self._batches = batcher.on_device(state.model, batches)

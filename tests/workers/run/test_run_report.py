@@ -6,6 +6,7 @@ import io
 import json
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from mcontroller.ppo.saving.run_record import RunRecord, SavedStep, write_record
@@ -14,6 +15,7 @@ from workers.run.config import read_run_config
 from workers.run.run_report import SUMMARY, RunReport
 
 
+@pytest.mark.processes
 def test_a_run_says_what_started_it_what_is_saved_and_how_to_go_on(config_file: Path, tmp_path: Path) -> None:  # noqa: F811
     printed = io.StringIO()
     checkpoints = f"trainer.default_local_dir={tmp_path / 'checkpoints'}"

@@ -30,6 +30,12 @@ pytestmark = pytest.mark.simulated
 
 ROWS = 8
 LAYOUTS: dict[str, Any] = {"tp2-dp2": (4, {"tp": 2}), "pp2-dp2": (4, {"pp": 2}), "cp2": (2, {"cp": 2})}
+EXPERTS = {
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 32,
+    "transformer": {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.2},
+}
 TOLERANCE = 2e-6  # of gradients up to 0.5
 
 
@@ -86,17 +92,19 @@ def teacher(k: int) -> DataProto:
 
 
 def check_layout(case: str, layout: str, expected: Case, **changes: Any) -> None:
-    world_size, parallel = LAYOUTS.get(layout, (2, {}))
+    world_size, parallel = LAYOUTS.get(layout, (2, {"ep": 2} if layout == "ep2" else {}))
     for found, metrics in run_ranks(gradients, world_size, case, parallel, changes):
         assert largest_difference(found, expected[0]) < TOLERANCE
         assert metrics == pytest.approx(expected[1], rel=1e-5)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [*LAYOUTS, "ep2"])
 def test_accumulated_gradients_are_the_sum_of_those_of_one_process(layout: str) -> None:
-    (policy, _), (sft, metrics) = (run_ranks(gradients, 1, case, {}, {})[0] for case in ("policy", "sft"))
+    changes: dict[str, Any] = {"model": EXPERTS} if layout == "ep2" else {}
+    (policy, _), (sft, metrics) = (run_ranks(gradients, 1, case, {}, changes)[0] for case in ("policy", "sft"))
     assert metrics.keys() == {"sft/loss", "sft/entropy"}
-    check_layout("both", layout, ({name: policy[name] + sft[name] for name in policy}, metrics), ppo_micro_batch_size=2)
+    total = {name: policy[name] + sft[name] for name in policy}
+    check_layout("both", layout, (total, metrics), **changes, ppo_micro_batch_size=2)
 
 
 def stepped(distributed: bool) -> dict[str, torch.Tensor]:
@@ -109,7 +117,7 @@ def stepped(distributed: bool) -> dict[str, torch.Tensor]:
     return weights(worker)
 
 
-def test_a_step_of_accumulated_gradients_is_the_same_with_a_distributed_optimizer() -> None:
+def test_a_distributed_optimizer_makes_the_same_step_of_added_gradients() -> None:
     (expected,) = run_ranks(stepped, 1, False)
     assert all(largest_difference(found, expected) < 1e-5 for found in run_ranks(stepped, 2, True))
 
