@@ -214,7 +214,8 @@ class RayPPOTrainer:
             if (trace := recorder()) is not None:
                 trace.mark(f"failure {failure.message:.200}", failure.step)
             try:
-                self._restore(begin)
+                with span("failure restart", failure.step):
+                    self._restore(begin)
             except MControllerError as another:
                 error = another
                 continue

@@ -223,6 +223,7 @@ class WorkerProcess:
         if identity.trace is not None:
             folder, lane = identity.trace
             about = {"group": identity.group, "rank": identity.rank, "launch": lane.rpartition("-")[0]}
+            about["actor"] = ray.get_runtime_context().get_actor_id()
             trace = TraceRecorder(folder, lane, about)
             set_recorder(trace)
             trace.write_in_background()

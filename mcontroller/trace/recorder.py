@@ -32,6 +32,9 @@ CONTROLLER = "controller"
 """The lane of the process that calls groups."""
 MEMORY = "memory"
 """The event with the memory of a process after a call, its number [MB]."""
+DATA = "data "
+"""The begin of the name of the event in which a process gets the result of a call, numbered as the call; then comes
+``about["actor"]`` of the process that has it."""
 SEGMENT_BYTES = 1_000_000
 FLUSH_NS = 2_000_000_000
 """[ns] ``flush_if_due`` writes the events that have been recorded for so long."""

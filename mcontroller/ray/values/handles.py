@@ -7,6 +7,7 @@ The controller only passes the address. A value is released when its last handle
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from mcontroller.channel.queries import ask_each
 from mcontroller.errors import GroupError
 from mcontroller.ray.values.references import WrittenReference, read_reference, write_reference
 from mcontroller.ray.values.wire import decode
+from mcontroller.trace.recorder import DATA, recorder
 from mcontroller.transport import Deferred, Fetch, countdown
 
 
@@ -139,6 +141,7 @@ def fetch(handles: Sequence[Any], timeout: float | None = None) -> list[Any]:
 
 
 def _fetch_remote(handles: Sequence[RemoteValue], left: Callable[[], float | None]) -> list[Any]:
+    begin = time.monotonic_ns()
     queries = [("value", (handle.caller, handle.number, handle.outline)) for handle in handles]
     answers, late = ask_each([handle.source.address for handle in handles], queries, left())
     if late:
@@ -152,7 +155,11 @@ def _fetch_remote(handles: Sequence[RemoteValue], left: Callable[[], float | Non
             raise ArgumentFailed(error)
         messages.append((data, frames))
     try:
-        return decode(messages, timeout=left())
+        values = decode(messages, timeout=left())
+        if (trace := recorder()) is not None:
+            for handle in handles:
+                trace.add(f"{DATA}{handle.source.actor}", begin, time.monotonic_ns(), handle.number)
+        return values
     except ray.exceptions.ObjectLostError as error:  # the process died between its answer and our reading
         raise _lost(handles[0], str(error)) from None
 

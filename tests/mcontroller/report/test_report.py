@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import subprocess
+import time
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
@@ -209,6 +210,28 @@ def test_the_files_of_a_long_run_are_bounded(tmp_path: Path, monkeypatch: pytest
     resumed.close()
     read, _ = reading.read_metrics(tmp_path / "metrics.jsonl")["train/score"]
     assert 80 < len(read) < 200 and read[0] == 8.0 and read[-1] > 1900
+
+
+def test_top_shows_which_rank_is_in_a_call_and_for_how_long(
+    make_run: MakeRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = make_run()
+    now, second = time.monotonic_ns(), 1_000_000_000
+    controller = TraceRecorder(directory / FOLDER, "controller-1", {"group": "controller", "rank": 0, "clocks": {}})
+    controller.add("send critic.update_critic", now - 51 * second, now - 50 * second, 7)
+    controller.flush()
+    for rank in range(2):
+        about = {"group": "critic", "rank": rank, "launch": "a", "roles": {"critic": {"dp": rank}}, "node": "near"}
+        lane = TraceRecorder(directory / FOLDER, f"critic-a-{rank}", about)
+        lane.add("critic.compute_values", now - 70 * second, now - 60 * second, 6)
+        lane.add(MEMORY, now - 60 * second, now - 60 * second, 2**30 // 10**6)
+        if rank == 0:
+            lane.add("critic.update_critic", now - 50 * second, now - 20 * second, 7)
+        lane.flush()
+    assert main(["top", str(directory), "--once"]) == 0
+    screen = "\n".join(" ".join(line.split()) for line in capsys.readouterr().out.splitlines())
+    assert re.search(r"critic rank 0 \(dp=0\) on near no call 2\d s 1\.00 GB", screen)
+    assert re.search(r"critic rank 1 \(dp=1\) on near update_critic 5\d s 1\.00 GB", screen)
 
 
 @pytest.mark.processes

@@ -18,6 +18,7 @@ import pytest
 
 from mcontroller.cli.main import main
 from mcontroller.errors import DataError
+from mcontroller.trace.perfetto import write_perfetto
 from mcontroller.trace.reading import RunTrace, read_trace
 from mcontroller.trace.recorder import FOLDER, TraceRecorder, clock_offset
 from mcontroller.trace.summary import bubbles, critical_path, stage_shares, stragglers, summary_lines
@@ -127,6 +128,28 @@ def test_perfetto_gets_a_lane_for_each_rank_and_an_arrow_for_each_call(
     begins, ends = ({e["id"]: e for e in events if e["ph"] == phase} for phase in "sf")
     assert len(begins) == 16 and begins.keys() == ends.keys()
     assert {(ends[arrow]["ts"] - begins[arrow]["ts"]) for arrow in begins} == {18_000}  # from the begin of send
+
+
+def test_an_arrow_leads_from_a_result_to_where_it_is_fetched(tmp_path: Path) -> None:
+    controller = recorder_of(tmp_path, "controller", group="controller", rank=0, clocks={})
+    controller.add("send actor.generate", 0, MS, 3)
+    controller.flush()
+    for group in ("actor", "critic"):
+        lane = recorder_of(tmp_path, f"{group}-a-0", group=group, rank=0, launch="a", actor=f"id-{group}", roles={})
+        if group == "actor":
+            lane.add("actor.generate", 10 * MS, 20 * MS, 3)
+        else:
+            lane.add("fetch", 30 * MS, 32 * MS, 8)
+            lane.add("data id-actor", 30 * MS, 31 * MS, 3)
+        lane.flush()
+    write_perfetto(read_trace(tmp_path), tmp_path / "trace.json.gz")
+    events = json.loads(gzip.decompress((tmp_path / "trace.json.gz").read_bytes()))["traceEvents"]
+    assert [(e["name"], e["dur"]) for e in events if e["ph"] == "X" and e["pid"] == 3] == [
+        ("fetch", 2000),
+        ("data of actor rank 0", 1000),
+    ]
+    arrows = [(e["id"], e["pid"], e["ts"]) for e in events if e["ph"] in "sf"]
+    assert arrows == [(1, 1, 0), (1, 2, 10_000), (2, 2, 19_999), (2, 3, 30_000)]
 
 
 @pytest.mark.processes
