@@ -5,6 +5,7 @@ python -m examples.verify.reports [NAME ...]
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -31,8 +32,12 @@ def report(name: str) -> list[str]:
     program = load_program(f"{Path(__file__).parent / 'gallery.py'}:{name}").smaller(num_layers=2)
     outcome = Verifier(program, steps=1).verify(LAYOUTS[name])
     assert outcome.failure is None, outcome.failure
-    lines = [line.partition("; ") if " in all: " in line else (line,) for line in outcome.lines()]
-    return [line[0] for line in lines if not line[0].startswith(("gradient norm", "weight"))]
+    lines = [re.sub(r"; \d+ in all: .*", "", line) for line in "\n".join(outcome.lines()).splitlines()]
+    return [_cut(line) for line in lines if not line.startswith(("gradient norm", "weight"))]
+
+
+def _cut(line: str, longest: int = 260) -> str:
+    return line if len(line) <= longest else f"{line[:longest]} ..."
 
 
 if __name__ == "__main__":

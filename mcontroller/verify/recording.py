@@ -110,7 +110,10 @@ class _MicroBatch:
                 elif each is not None and each not in found and "Accumulate" not in each.name():
                     found.append(each)
                     left.append(each)
-        operations = tuple(dict.fromkeys(map(_operation, found)))
+        names: dict[str, list[str]] = {}  # of the operations of a line
+        for each in found:
+            names.setdefault(_line(each), []).append(re.sub(r"Backward\d*$", "", each.name()))
+        operations = tuple(f"{', '.join(dict.fromkeys(of_line))}{line}" for line, of_line in names.items())
         for producer in producers:
             self._records.consumers.setdefault(producer, []).append((name, operations))
 
@@ -119,14 +122,13 @@ class _MicroBatch:
         self._records.computed[call] = len(self._trace)
 
 
-def _operation(node: Any) -> str:
-    """Return the name of an operation, and the line of its backward pass, or that which called it."""
-    name = re.sub(r"Backward\d*$", "", node.name())
+def _line(node: Any) -> str:
+    """Return the line of an operation's backward pass if it is in Python, or else the line that called it."""
     if isinstance(node, torch.autograd.function.BackwardCFunction):
         code = type(node)._forward_cls.backward.__code__  # type: ignore[attr-defined]
-        return f"{name} at {path_text(code.co_filename)}:{code.co_firstlineno} in backward"
+        return f" at {path_text(code.co_filename)}:{code.co_firstlineno} in backward"
     line = line_of_operation(node)
-    return f"{name} at {line}" if line else name
+    return f" at {line}" if line else ""
 
 
 def module_name(model: Any, path: str) -> str:

@@ -146,10 +146,10 @@ def _are_apart(group: SharedGroup, members: tuple[int, ...], rank: int) -> bool:
 
 
 def _sharing_text(number: int, first: tuple[int, ...], second: tuple[int, ...]) -> str:
+    lists = f"{members_text(first)} and {members_text(second)}"
     return (
-        f"call {number} of new_group creates {members_text(first)} and {members_text(second)}: over gloo, processes of "
-        "one of them wait for ever, because both have one name; create all groups on all ranks, or pass "
-        "use_local_synchronization=True"
+        f"call {number} of new_group creates {lists} at {calling_line()}: over gloo, processes of one of them wait for "
+        "ever, because both have one name; create all groups on all ranks, or pass use_local_synchronization=True"
     )
 
 

@@ -169,7 +169,7 @@ class LinesOfOperations(TorchFunctionMode):
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function of torch, and write the line on the operations that it leaves in autograd's graph."""
         result = func(*args, **(kwargs or {}))
-        left = [result.grad_fn] if isinstance(result, torch.Tensor) and result.grad_fn is not None else []
+        left: list[Any] = [result.grad_fn] if isinstance(result, torch.Tensor) and result.grad_fn is not None else []
         line = calling_line() if left else None
         while left:
             node = left.pop()

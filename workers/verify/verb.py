@@ -78,7 +78,7 @@ class _Part:
 
 def run(arguments: argparse.Namespace) -> int:
     """Verify the layouts, print a table and what differs, and return 1 if something does."""
-    for module in ("megatron", "torch"):
+    for module in ("megatron", "torch", r"parallel_state\.simulated\.trace"):
         warnings.filterwarnings("ignore", module=module)
     given = [parse_layout(text) for text in arguments.layouts or ()]
     parts, verifiers = _parts(arguments), list[Verifier]()

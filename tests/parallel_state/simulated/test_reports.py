@@ -142,7 +142,7 @@ def test_new_groups_in_another_order_are_reported() -> None:
 
     error = report(CollectiveMismatch, 4, create)
     assert "different ranks" in str(error)
-    assert "rank 2: new_group([2, 3])" in str(error)
+    assert "rank 2: new_group([0, 1])" in str(error)  # in call 2: disjoint groups may share call 1
 
 
 def test_a_new_group_that_one_rank_does_not_call_is_reported() -> None:

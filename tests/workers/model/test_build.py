@@ -1,4 +1,4 @@
-"""A model divided over ranks computes what it computes in one process, from the same seed."""
+"""Models as they are built: their seeds, their stages, their layers. Layouts are verified in tests/workers/verify."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from parallel_state.megatron import MegatronContext
 from tests import forking
 from tests.ranks import run_ranks
 from tests.training import SMALL_GPT, Role, largest_difference, new_context
-from workers.config import ModelConfig, ParallelConfig
+from workers.config import ParallelConfig
 from workers.model import build
 from workers.model.build import build_model
 from workers.model.local_spec import block_spec
@@ -24,74 +24,6 @@ from workers.model.transformer_config import transformer_config
 
 ROUTER_LOSSES = {"moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.1}
 OF_EXPERTS = dataclasses.replace(SMALL_GPT, num_moe_experts=4, moe_ffn_hidden_size=64, transformer=ROUTER_LOSSES)
-TIED = dataclasses.replace(SMALL_GPT, tie_embeddings=True)
-OF_2019 = dataclasses.replace(
-    SMALL_GPT,
-    normalization="LayerNorm",
-    gated_linear_unit=False,
-    activation="gelu",
-    add_bias_linear=True,
-    qk_layernorm=True,
-    position_embedding_type="learned_absolute",
-)
-
-CASES: list[tuple[str, ModelConfig, int, dict[str, Any], bool]] = [
-    ("logits tp2-pp2", SMALL_GPT, 4, {"tp": 2, "pp": 2}, False),
-    ("logits tp4", SMALL_GPT, 4, {"tp": 4}, False),
-    ("values pp2-vpp2", SMALL_GPT, 2, {"pp": 2, "vpp": 2}, True),
-    ("logits tp2-cp2-sp", SMALL_GPT, 4, {"tp": 2, "cp": 2, "sequence_parallel": True}, False),
-    ("logits experts ep2", OF_EXPERTS, 2, {"ep": 2}, False),
-    ("logits experts tp2-ep2-etp2-sp", OF_EXPERTS, 4, {"tp": 2, "ep": 2, "etp": 2, "sequence_parallel": True}, False),
-    ("logits experts tp2-etp1-sp", OF_EXPERTS, 2, {"tp": 2, "etp": 1, "sequence_parallel": True}, False),
-    ("logits tied tp2-pp2", TIED, 4, {"tp": 2, "pp": 2}, False),
-    ("logits tied pp2-vpp2", TIED, 2, {"pp": 2, "vpp": 2}, False),
-    (
-        "logits layer norm, biases, learned positions tp2-pp2-sp",
-        OF_2019,
-        4,
-        {"tp": 2, "pp": 2, "sequence_parallel": True},
-        False,
-    ),
-]
-"""Each kind of model and each way to divide it once; tests/workers/test_parity_matrix.py has more layouts."""
-
-
-def computed(model: ModelConfig, parallel: ParallelConfig, value_head: bool) -> tuple[Any, ...]:
-    """Outputs and weights at the start, and the gradient's norm and the weights after one optimizer step."""
-    role = Role(model, parallel, value_head)
-    outputs, weights = role.outputs(), role.weights()
-    return outputs, weights, role.train_step(0), role.weights()
-
-
-_alone: dict[Any, tuple[Any, ...]] = {}
-
-
-def alone(model: ModelConfig, value_head: bool) -> tuple[Any, ...]:
-    key = (repr(model), value_head)
-    if key not in _alone:
-        [_alone[key]] = run_ranks(computed, 1, model, ParallelConfig(), value_head)
-    return _alone[key]
-
-
-@pytest.mark.simulated
-@pytest.mark.parametrize(
-    ("model", "ranks", "axes", "value_head"),
-    [pytest.param(*case, id=name) for name, *case in CASES],
-)
-def test_layouts_compute_what_one_process_does(
-    model: ModelConfig, ranks: int, axes: dict[str, Any], value_head: bool
-) -> None:
-    expected_outputs, expected_weights, expected_norm, expected_after = alone(model, value_head)
-    results = run_ranks(computed, ranks, model, ParallelConfig(**axes), value_head)
-    of_last_stage = [outputs for outputs, *_ in results if outputs is not None]
-    width = expected_outputs.size(-1)
-    assert of_last_stage
-    for outputs in of_last_stage:
-        torch.testing.assert_close(outputs[..., :width], expected_outputs, rtol=0, atol=1e-5)
-    _, weights, norm, after = results[0]
-    assert largest_difference(weights, expected_weights) == 0.0
-    assert norm == pytest.approx(expected_norm, abs=1e-5)
-    assert largest_difference(after, expected_after) < 1e-5
 
 
 @pytest.mark.simulated

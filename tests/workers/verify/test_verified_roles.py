@@ -32,16 +32,22 @@ pytestmark = pytest.mark.simulated
 
 _RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 _OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "distributed_optimizer": True}
+_LEARNED_POSITIONS = {"position_embedding_type": "learned_absolute", "qk_layernorm": True}
 BY_TOKENS = {"ppo_max_tokens_per_micro_batch": 1}
 CASES: dict[str, tuple[str, dict[str, Any], list[str]]] = {
-    "dense": ("dense", {}, ["tp=4", "tp=2,sp", "pp=4", "pp=2,vpp=2", "cp=4,pp=2", "tp=2,pp=2,dp=2", "dp=2,distopt"]),
+    "dense": (
+        "dense",
+        {},
+        ["tp=4", "tp=2,sp", "pp=4", "pp=2,vpp=2", "cp=4,pp=2", "tp=2,cp=2,sp", "tp=2,pp=2,dp=2", "dp=2,distopt"],
+    ),
     "recomputation": ("dense", {"model": {"transformer": _RECOMPUTE}}, ["tp=2"]),
     "overlap": ("dense", {"optim": _OVERLAP}, ["pp=2,dp=2,distopt"]),
     "by tokens": ("dense", BY_TOKENS, ["tp=2,pp=2,dp=2", "pp=2,vpp=2,dp=2"]),
     "packed": ("dense", {"packed": True}, ["tp=2,sp"]),
     "packed, by tokens": ("dense", BY_TOKENS | {"packed": True}, ["cp=2,dp=2"]),
-    "tied embeddings": ("tied embeddings", {}, ["pp=2"]),
-    "experts": ("experts", {}, ["ep=2", "tp=2,ep=2,sp,etp=1"]),
+    "tied embeddings": ("tied embeddings", {}, ["tp=2,pp=2", "pp=2,vpp=2"]),
+    "layer norm": ("biases, GELU", {"model": _LEARNED_POSITIONS}, ["tp=2,pp=2,sp"]),
+    "experts": ("experts", {}, ["ep=2", "tp=2,ep=2,sp,etp=1", "tp=2,ep=2,sp", "tp=2,sp,etp=1"]),
     "router losses": ("router losses", {}, ["cp=2,ep=2"]),
 }
 
