@@ -116,10 +116,10 @@ layers if `rms_norm_eps` is not 1e-5; DeepSeek-V3's latent norms if it is not 1e
 also rotate whole heads of GLM-4.5 and Qwen3-Next: `partial_rotary_factor` is handed to it where it looks.
 
 Adapters ([lora.md](lora.md)) and value heads are those of native models. Linear attention has no adapters, and a gated
-`linear_qkv`, as Qwen3-Next's, is to be excluded. Models with images are rejected. Megatron's generation rejects gpt-oss, Gemma 3, Qwen3-Next
-and Qwen3.5: use `rollout.engine=vllm`, which has not been run with them. A refit puts every tensor on every rank, a few
-at a time; a transfer to another group keeps one more copy of the weights, divided over the ranks. Layers that predict
-more tokens are left out, and losses that balance experts are off. Qwen3-Next and Qwen3.5 need flash-linear-attention,
+`linear_qkv`, as Qwen3-Next's, is to be excluded. Models with images are rejected. Megatron's generation rejects
+gpt-oss, Gemma 3, Qwen3-Next and Qwen3.5: use `rollout.engine=vllm`. A refit puts every tensor on every rank, a few at a
+time; a transfer to another group keeps one more copy of the weights, divided over the ranks. Layers that predict more
+tokens are left out, and losses that balance experts are off. Qwen3-Next and Qwen3.5 need flash-linear-attention,
 or `model.transformer.deterministic_mode: true`, which does not compute packed rows. Memory estimates use the sizes of
 `config.json` and are rough for these two.
 
