@@ -14,7 +14,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from importlib.metadata import version
+from importlib.metadata import packages_distributions, version
 from pathlib import Path
 
 import torch
@@ -55,7 +55,8 @@ ENVIRONMENT = {
 
 def families() -> dict[str, Model]:
     """Return the models of the tests, once for each family."""
-    return {name.partition(",")[0]: model for name, model in reversed((MODELS | ENGINE).items())}
+    models = {name: model for name, model in MODELS.items() if "," not in name}
+    return models | {name: ENGINE[name] for name in ("gemma3", "gpt_oss")}
 
 
 def widened(model: Model) -> Model:
@@ -130,7 +131,7 @@ def main() -> int:
             cells[name] = cell(model, Path(directory))
         print(name, cells[name], flush=True)
     rows = "".join(f"| {name} | {found} |\n" for name, found in cells.items())
-    versions = {name: version(name).partition("+")[0] for name in ("vllm", "transformers")}
+    versions = {name: version(packages_distributions()[name][0]).partition("+")[0] for name in ("vllm", "transformers")}
     if arguments.write is not None:
         written = HEAD.format(new=NEW, **versions) + rows + "\n"
         arguments.write.write_text(with_part(arguments.write.read_text(), written))

@@ -24,8 +24,10 @@ from tests.workers.lora.test_peft import (
 )
 from tests.workers.roles import actor, critic, experience, own_shard
 from tests.workers.weights.hf_models import save_model, saved, tensors_of, world_size
+from tests.workers.weights.transfer.test_equal_generation import generated, group
 from workers.config.from_hf import model_config_from_hf
 from workers.lora.peft_files import adapter_tensors
+from workers.weights.transfer.weight_transfer import WeightTransfer
 
 pytestmark = pytest.mark.simulated
 
@@ -61,6 +63,22 @@ def test_adapters_compute_what_transformers_computes(name: str, layout: str, tmp
         assert rank["merged"].keys() == expected.keys()
         for name, value in expected.items():
             torch.testing.assert_close(rank["merged"][name], value, atol=1e-6, rtol=0)
+
+
+@pytest.mark.skipif(WITH_ENGINE, reason="Megatron's generation rejects these models")
+def test_a_rollout_group_gets_the_weights_with_the_adapter_merged(tmp_path: Path) -> None:
+    path = save_model(PLAIN["qwen3"], tmp_path)
+    model = dataclasses.asdict(model_config_from_hf(path, dtype="float32", **BRIDGE))
+    trainer = group("actor_rollout", 2, {"tp": 2}, model | {"lora": {"rank": 4, "alpha": 8.0}})
+    rollout = group("rollout", 1, {}, model)
+    before = generated(rollout).batch
+    trainer.update_actor(experience(8))
+    with WeightTransfer(trainer, rollout) as transfer:
+        transfer.run()
+    expected, found = generated(trainer).batch, generated(rollout).batch
+    assert torch.equal(expected["responses"], found["responses"])
+    torch.testing.assert_close(expected["rollout_log_probs"], found["rollout_log_probs"], atol=1e-5, rtol=0)
+    assert (before["rollout_log_probs"] - found["rollout_log_probs"]).abs().max() > 1e-3
 
 
 @pytest.mark.skipif(WITH_ENGINE, reason="PEFT has no layers of Transformer Engine")
