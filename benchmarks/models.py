@@ -121,7 +121,7 @@ gpt-oss, Gemma 3, Qwen3-Next and Qwen3.5: use `rollout.engine=vllm`. A refit put
 time; a transfer to another group keeps one more copy of the weights, divided over the ranks. Layers that predict more
 tokens are left out, and losses that balance experts are off. Qwen3-Next and Qwen3.5 need flash-linear-attention,
 or `model.transformer.deterministic_mode: true`, which does not compute packed rows. Memory estimates use the sizes of
-`config.json` and are rough for these two.
+`config.json` and are rough for these two, and for models with dense layers beside experts, or shared experts.
 
 "Layers" are local ones, or Bridge's own on the stand-in for Transformer Engine of the tests; the other columns are as
 above. `make test-newest` asserts 5e-5 for all rows, of the largest gradient for gradients: that is 24 for Qwen3.5,

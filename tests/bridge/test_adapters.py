@@ -14,6 +14,8 @@ from safetensors.torch import load_file
 from tests.bridge.models import ADAPTED, BRIDGE, EXPERTS, LAYOUTS, PLAIN, WITH_ENGINE, layouts_of
 from tests.ranks import run_ranks
 from tests.workers.lora.test_peft import (
+    LINEARS,
+    OF_ATTENTION,
     add_adapter,
     check_as_transformers,
     computed,
@@ -86,7 +88,8 @@ def test_a_rollout_group_gets_the_weights_with_the_adapter_merged(tmp_path: Path
 def test_what_the_tests_of_adapters_expect_is_what_peft_computes(name: str, tmp_path: Path) -> None:
     peft = importlib.import_module("peft")
     path = save_model(PLAIN[name], tmp_path)
-    add_adapter(path)
+    # PEFT takes gate_proj of a dense layer in a model with experts as that of the experts.
+    add_adapter(path, linears=LINEARS if name == "qwen3" else OF_ATTENTION)
     expected, _, gradients = of_transformers(path)
     base = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     model = peft.PeftModel.from_pretrained(base, path / "adapter", is_trainable=True).eval()
