@@ -42,7 +42,7 @@ test-newest:
 $(NEWEST)/.installed: pyproject.toml constraints.txt constraints-newest.txt
 	test -x $(NEWEST)/bin/python || $(PYTHON312) -m venv $(NEWEST)
 	$(NEWEST)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints-newest.txt --editable ".[cpu,hf,muon,test]"
-	$(NEWEST)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints-newest.txt --no-deps einops megatron-bridge
+	$(NEWEST)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints-newest.txt --no-deps einops megatron-bridge peft
 	touch $@
 
 # The launch files on a real Slurm of two nodes and a real ssh server, on this machine. Needs root; installs both with apt.
@@ -101,7 +101,7 @@ faults: $(STAMP)
 	$(BIN)/python benchmarks/faults.py $(ARGS)
 
 bench: $(STAMP)
-	@for file in $(filter-out benchmarks/faults.py benchmarks/faults_of_programs.py benchmarks/roundtrip_floor.py benchmarks/roundtrip_verl.py benchmarks/train_step_plain.py benchmarks/train_step_unequal.py $(wildcard benchmarks/against_*.py),$(wildcard benchmarks/*.py)); do echo "== $$file"; $(BIN)/python $$file || exit 1; done
+	@for file in $(filter-out benchmarks/faults.py benchmarks/faults_of_programs.py benchmarks/models_in_vllm.py benchmarks/roundtrip_floor.py benchmarks/roundtrip_verl.py benchmarks/train_step_plain.py benchmarks/train_step_unequal.py $(wildcard benchmarks/against_*.py),$(wildcard benchmarks/*.py)); do echo "== $$file"; $(BIN)/python $$file || exit 1; done
 
 # The environment is updated if one of these files is newer than the stamp.
 $(STAMP): pyproject.toml constraints.txt

@@ -2,11 +2,15 @@
 
 python benchmarks/models.py [--write docs/models.md]
 .venv-newest/bin/python benchmarks/models.py --bridge [--write docs/models.md]    the part on Megatron-Bridge alone
+python benchmarks/models.py --lora [--write docs/models.md]                       the rows on adapters alone
+.venv-newest/bin/python benchmarks/models.py --lora [--write docs/models.md]      those of Megatron-Bridge's models
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import re
 import subprocess
 import sys
 import tempfile
@@ -15,10 +19,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-if sys.argv[1:] == ["--bridge-rows", "stand-in"]:  # before megatron-core is imported
+if sys.argv[1:] == ["--bridge-rows", "stand-in"] or "--stand-in" in sys.argv:  # before megatron-core is imported
     import tests.bridge.with_transformer_engine  # noqa: F401
 from mcontroller.errors import ConfigError
-from tests.workers.weights.hf_models import LAYOUTS, MODELS, ROWS, Reference
+from tests.ranks import run_ranks
+from tests.workers.lora.test_peft import add_adapter, computed, differences
+from tests.workers.weights.hf_models import LAYOUTS, MODELS, ROWS, Reference, save_model, world_size
 
 HEAD = """# Model families
 
@@ -66,10 +72,23 @@ A cell has the worst layout. "Load" compares every weight as it is streamed to a
 "export" the files that are written; "equal" means bit by bit. "Log-probs" and "gradients" (of the mean log-probability,
 every weight) are the largest absolute differences from transformers' own; "packed" is the same with rows that are one
 sequence. "Generation" compares greedy tokens, without cp. Dense models reject EP2, and models with experts TP2 without
-SP. vLLM was not tried
-with Mistral, Mixtral, GLM-4.5, DeepSeek-V3 and Kimi-K2. The log has each layout; tests assert 1e-5 for
+SP. The log has each layout; tests assert 1e-5 for
 {tested}.
 """
+ADAPTERS_TITLE = "## Adapters"
+ADAPTERS = (
+    ADAPTERS_TITLE
+    + """
+
+The same models with a random [adapter](lora.md) on every linear layer but `k_proj`, in the layout with every axis that
+they have, beside transformers with the adapter merged; the reference is the model with the adapter off. Gradients are
+relative to the largest, and their norm to itself. Experts of Mixtral and gpt-oss have no adapters, nor have the linear
+attention and the gated `linear_qkv` of Qwen3-Next and Qwen3.5, which were not tried.
+
+| model | built by | layout | log-probs | reference | gradients | gradient norm |
+|---|---|---|---|---|---|---|
+"""
+)
 BRIDGE_TITLE = "## Through Megatron-Bridge"
 BRIDGE_HEAD = (
     BRIDGE_TITLE
@@ -96,12 +115,13 @@ load, by `tests/bridge/test_bridge.py`: layers of Gemma 3 with windows in anothe
 layers if `rms_norm_eps` is not 1e-5; DeepSeek-V3's latent norms if it is not 1e-6. With transformers 5.23, Bridge would
 also rotate whole heads of GLM-4.5 and Qwen3-Next: `partial_rotary_factor` is handed to it where it looks.
 
-Adapters, value heads and models with images are rejected. Megatron's generation rejects gpt-oss, Gemma 3, Qwen3-Next
-and Qwen3.5: use `rollout.engine=vllm`, which has not been run with them. A refit puts every tensor on every rank, a few
-at a time; a transfer to another group keeps one more copy of the weights, divided over the ranks. Layers that predict
-more tokens are left out, and losses that balance experts are off. Qwen3-Next and Qwen3.5 need flash-linear-attention,
+Adapters ([lora.md](lora.md)) and value heads are those of native models. Linear attention has no adapters, and a gated
+`linear_qkv`, as Qwen3-Next's, is to be excluded. Models with images are rejected. Megatron's generation rejects
+gpt-oss, Gemma 3, Qwen3-Next and Qwen3.5: use `rollout.engine=vllm`. A refit puts every tensor on every rank, a few at a
+time; a transfer to another group keeps one more copy of the weights, divided over the ranks. Layers that predict more
+tokens are left out, and losses that balance experts are off. Qwen3-Next and Qwen3.5 need flash-linear-attention,
 or `model.transformer.deterministic_mode: true`, which does not compute packed rows. Memory estimates use the sizes of
-`config.json` and are rough for these two.
+`config.json` and are rough for these two, and for models with dense layers beside experts, or shared experts.
 
 "Layers" are local ones, or Bridge's own on the stand-in for Transformer Engine of the tests; the other columns are as
 above. `make test-newest` asserts 5e-5 for all rows, of the largest gradient for gradients: that is 24 for Qwen3.5,
@@ -164,21 +184,63 @@ def bridge_part() -> str:
     return BRIDGE_HEAD.format(transformers=version("transformers"), **versions) + "\n" + "\n".join(lines) + "\n"
 
 
+def adapter_rows() -> tuple[str, list[str]]:
+    """Return what builds the models in this environment, and their rows on adapters."""
+    models, built_by, rows = MODELS, "native", list[str]()
+    if importlib.util.find_spec("megatron.bridge"):
+        from tests.bridge.models import ADAPTED, WITH_ENGINE
+
+        models, built_by = ADAPTED, "Bridge, stand-in" if WITH_ENGINE else "Bridge, local"
+    for name, model in models.items():
+        layout = "TP2 x PP2 x EP2 with SP"
+        if not any("experts" in field for field in model.fields):
+            layout = "TP2 x PP2 x CP2 with SP" if built_by == "native" else "TP2 x PP2 with SP"
+        axes = LAYOUTS.get(layout, {"tp": 2, "pp": 2, "sequence_parallel": True})
+        with tempfile.TemporaryDirectory() as directory:
+            path = save_model(model, Path(directory) / "model")
+            add_adapter(path, experts=name not in ("mixtral", "gpt_oss"))
+            found = differences(path, run_ranks(computed, world_size(axes), path, axes, {"model": model.settings}))
+        cells = [f"{found[each]:.1e}" for each in ("log-probs", "reference", "gradients", "norm")]
+        rows.append(f"| {name} | {built_by} | {layout} | " + " | ".join(cells) + " |")
+        print(rows[-1], flush=True)
+    return built_by, rows
+
+
+def adapters_part(page: str, built_by: str, rows: list[str]) -> str:
+    """Return the part of the page on adapters: these rows, and the page's of the other environments."""
+    before = [line for line in page.partition(ADAPTERS_TITLE)[2].partition("\n## ")[0].splitlines() if "| TP2" in line]
+    both = rows + [line for line in before if f"| {built_by} |" not in line]
+    both.sort(key=lambda line: line.split(" | ")[1] != "native")
+    return ADAPTERS + "\n".join(both) + "\n\n"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", type=Path, help="also write the page to this file")
     parser.add_argument("--bridge", action="store_true", help="only the part on Megatron-Bridge, which needs it")
     parser.add_argument("--bridge-rows", choices=["local", "stand-in"], help=argparse.SUPPRESS)
+    parser.add_argument("--lora", action="store_true", help="only the rows on adapters of this environment")
+    parser.add_argument("--stand-in", action="store_true", help="with --lora: Bridge's own layers on the stand-in")
     arguments = parser.parse_args()
     if arguments.bridge_rows:
         print("\n".join(bridge_rows(arguments.bridge_rows)))
         return 0
-    native, _, through_bridge = (arguments.write.read_text() if arguments.write else "").partition(BRIDGE_TITLE)
-    document = native + bridge_part() if arguments.bridge else native_part() + "\n" + BRIDGE_TITLE + through_bridge
-    print(document)
+    if arguments.lora:
+        built_by, rows = adapter_rows()
+    else:
+        written = bridge_part() if arguments.bridge else native_part() + "\n"
+        print(written)
     if arguments.write is not None:
-        arguments.write.write_text(document)
+        page = arguments.write.read_text()
+        arguments.write.write_text(with_part(page, adapters_part(page, built_by, rows) if arguments.lora else written))
     return 0
+
+
+def with_part(page: str, written: str) -> str:
+    """Return the page with one of its parts replaced; a part begins with its title."""
+    parts = re.split(r"(?m)^(?=## (?:Adapters|In vLLM|Through Megatron-Bridge)$)", page)
+    title = written.partition("\n")[0]
+    return "".join(written if part.partition("\n")[0] == title else part for part in parts)
 
 
 def native_part() -> str:

@@ -51,6 +51,8 @@ ENGINE = {
 """Computed by Bridge's own layers, which need Transformer Engine, or the stand-in for it."""
 
 MATRIX = ENGINE | {name: PLAIN[name] for name in ("llama", "qwen3_moe")} if WITH_ENGINE else PLAIN
+ADAPTED = {name: ENGINE[name] for name in ("gemma3", "gpt_oss")} if WITH_ENGINE else PLAIN
+"""The models whose linear layers can have adapters."""
 EXPERTS = ("qwen3_moe", "glm4_moe", "deepseek_v3", "gpt_oss", "qwen3_next")
 DENSE_LAYOUT, EXPERT_LAYOUT = SP | {"pp": 2}, SP | {"pp": 2, "ep": 2, "etp": 1}
 LAYOUTS = {"one process": {}, "TP2 x PP2 with SP": DENSE_LAYOUT, "TP2 x PP2 x EP2 with SP": EXPERT_LAYOUT}

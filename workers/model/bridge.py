@@ -57,6 +57,7 @@ _WITHOUT_ENGINE = {
     "moe_permute_fusion": False,
     "moe_shared_expert_overlap": False,
 }
+_DIGITS = "0123456789"
 _OF_VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
 _INERT = INERT | {"architectures", "model_type"}
 _ALWAYS = {
@@ -185,8 +186,10 @@ class BridgeWeights:
         found: dict[str, tuple[str, ...]] = {}
         for task in filter(None, self._tasks(chunks)):
             names = task.mapping.hf_param
-            found[task.global_param_name] = (names,) if isinstance(names, str) else tuple(names.values())
-        return lambda name: found.get(name, ())
+            of_weight = (names,) if isinstance(names, str) else tuple(names.values())
+            found[task.global_param_name] = of_weight
+            found.setdefault(task.global_param_name.rstrip(_DIGITS), of_weight)  # an expert of this rank for others
+        return lambda name: found.get(name) or found.get(name.rstrip(_DIGITS), ())
 
     def _tasks(self, chunks: Sequence[nn.Module]) -> list[Any]:
         _register_classes(chunks)

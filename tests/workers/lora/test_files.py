@@ -18,6 +18,8 @@ from tests.workers.lora.test_peft import SHORT, checkpoints, expected_of  # noqa
 from tests.workers.roles import MODEL, be_a_worker, callable_directly, experience
 from workers.actor import ActorRolloutRefWorker
 from workers.config import ActorConfig, load_config
+from workers.config.lora import LoraConfig
+from workers.config.trained_weights import adapter_target
 
 ADAPTER = "adapter_model.safetensors"
 
@@ -94,6 +96,20 @@ def test_adapter_of_another_base_is_rejected_before_processes_start(
     save_file(narrow, path / "adapter" / ADAPTER)
     with pytest.raises(ConfigError, match=r"lora_A.weight is \[3, 16\], and .*.weight is \[.*\]"):
         ActorRolloutRefWorker.check_init(config=config_of(path), role="actor")
+
+
+def test_names_of_megatron_select_what_those_of_peft_do() -> None:
+    layer = "model.layers.0.self_attn"
+    layers = {
+        "linear_qkv": ("decoder.layers.0.self_attention.linear_qkv", [f"{layer}.{each}_proj" for each in "qkv"]),
+        "linear_proj": ("decoder.layers.0.self_attention.linear_proj", [f"{layer}.o_proj"]),
+    }
+    for target, names in (("linear_qkv", ["q_proj", "k_proj", "v_proj"]), ("linear_proj", ["o_proj"])):
+        ours, theirs = (LoraConfig(rank=4, alpha=8.0, targets=each) for each in ([target], names))
+        for layer, (name, hf_names) in layers.items():
+            found = adapter_target(ours, name, hf_names)
+            assert found == adapter_target(theirs, name, hf_names)
+            assert (found is None) == (layer != target)
 
 
 @pytest.mark.parametrize(
