@@ -26,7 +26,7 @@ from mcontroller.ray.reservation import Bundle
 from mcontroller.ray.resource_pool import RayResourcePool, SlotLease
 from mcontroller.ray.threads import threads_of_rank
 from mcontroller.ray.values.handles import StoredValue
-from mcontroller.ray.values.wire import Packed, pack, store
+from mcontroller.ray.values.wire import Packed, pack
 from mcontroller.ray.warm_start.executable import with_warm_start
 from mcontroller.trace.recorder import clock_offset, recorder
 from mcontroller.transport import Arguments
@@ -193,7 +193,7 @@ def _build(
 ) -> GroupCall:
     inline_bytes = processes.handles.options.inline_bytes
     large = sum(each.nbytes for each in packed.values()) > inline_bytes
-    classes = StoredValue(store(packed)) if large else packed
+    classes = StoredValue(ray.put(pack(packed))) if large else packed
     rendezvous = processes.handles.infos[0].rendezvous
     cuda = _cuda_variables(inits, processes.handles.infos) if pool.use_gpu else {}
     identities = _identities(pool, processes.name, lease, processes.handles.infos, cuda)
