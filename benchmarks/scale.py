@@ -45,7 +45,7 @@ from mcontroller.channel.options import ChannelOptions
 from mcontroller.ray.calls.executor import RayExecutor
 from mcontroller.ray.calls.supervision import GroupProcesses
 from mcontroller.ray.node_processes import NodeProcess
-from mcontroller.ray.process import ProcessInfo, Rendezvous
+from mcontroller.ray.process import ProcessInfo
 from mcontroller.ray.process_handles import ProcessHandles
 from parallel_state import ParallelLayout, Topology
 
@@ -226,9 +226,9 @@ def start_light(processes: list[LightProcess], ranks: int, answers: int = 1) -> 
 
 
 def light_group(addresses: list[Address]) -> WorkerGroup[Any]:
-    process, rendezvous = NodeProcess(0, 0, 0, None), Rendezvous("127.0.0.1", 0)
+    process = NodeProcess(0, 0, 0, None)
     node = ray.get_runtime_context().get_node_id()
-    infos = [ProcessInfo("127.0.0.1", node, 0, (), each, rendezvous, process) for each in addresses]
+    infos = [ProcessInfo("127.0.0.1", node, 0, (), each, 0, process) for each in addresses]
     handles = ProcessHandles(lambda: None, ChannelOptions(watch_every=None), infos=infos)  # they answer no queries
     topology = Topology.from_layout(ParallelLayout(len(addresses)))
     return WorkerGroup(Nothing, RayExecutor(GroupProcesses("light", handles), "light"), "light", topology=topology)

@@ -12,6 +12,7 @@ import errno
 import hmac
 import logging
 import os
+import random
 import secrets
 import socket
 import threading
@@ -26,7 +27,6 @@ from zmq.utils.z85 import decode
 from mcontroller.channel.address import Address, ChannelKeys, endpoint_url, machine, private_folder
 from mcontroller.channel.links import configure, monitor, send_frames
 from mcontroller.channel.messages import pack_reply, unpack_query
-from mcontroller.channel.ports import reserve_port
 from mcontroller.errors import DataError
 
 _logger = logging.getLogger(__name__)
@@ -204,3 +204,37 @@ def _bind(sock: zmq.Socket[Any], interface: str, host: str, ports: tuple[int, in
         port: int = reserved.getsockname()[1]
         sock.bind(endpoint_url(interface, port))
     return port
+
+
+def reserve_port(host: str, ports: tuple[int, int] | None) -> socket.socket:
+    """Return a socket that holds a free port, which it never listens on.
+
+    The port is taken without SO_REUSEADDR, so that no other process holds it, and the option is set afterwards: ZeroMQ
+    and torch's store, which set it too, can bind to the port while the socket holds it. The kernel does not assign the
+    port to a process that asks for any free one, and no other reservation gets it.
+
+    Args:
+        host: an address of this machine; empty for all of them.
+        ports: the first and the last port that may be taken; None for any.
+
+    Raises:
+        OSError: no port of the range is free.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    first, last = ports or (0, 0)
+    candidates = list(range(first, last + 1))
+    start = random.randrange(len(candidates))  # the processes of a node begin at different ports
+    for port in candidates[start:] + candidates[:start]:
+        reserved = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            reserved.bind((host, port))
+        except OSError as error:
+            reserved.close()
+            if error.errno != errno.EADDRINUSE:
+                raise
+            continue
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        return reserved
+    raise OSError(
+        f"no free port from {first} to {last} on {host or 'this node'} for a worker process: allow more ports"
+    )

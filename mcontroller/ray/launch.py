@@ -28,7 +28,7 @@ from mcontroller.ray.reservation import Bundle
 from mcontroller.ray.resource_pool import RayResourcePool, SlotLease
 from mcontroller.ray.threads import threads_of_rank
 from mcontroller.ray.values.handles import StoredValue
-from mcontroller.ray.values.wire import Packed, pack, store
+from mcontroller.ray.values.wire import Packed, pack
 from mcontroller.ray.warm_start.executable import with_warm_start
 from mcontroller.trace.recorder import clock_offset, recorder
 from mcontroller.transport import Arguments
@@ -201,8 +201,7 @@ def _build(
 ) -> GroupCall:
     inline_bytes = processes.handles.options.inline_bytes
     large = sum(each.nbytes for each in packed.values()) > inline_bytes
-    classes = StoredValue(store(packed)) if large else packed
-    rendezvous = processes.handles.infos[0].rendezvous
+    classes = StoredValue(ray.put(pack(packed))) if large else packed
     cuda = _cuda_variables(inits, processes.handles.infos) if pool.use_gpu else {}
     identities = _identities(pool, processes.name, lease, processes.handles.infos, cuda)
     if (trace := recorder()) is not None:
@@ -210,7 +209,7 @@ def _build(
         traces = [(trace.directory, lane) for lane in lanes]
         identities = (replace(each, trace=of) for each, of in zip(identities, traces, strict=True))
         trace.describe(clocks={**trace.about["clocks"], **_clocks(processes.handles.infos)})
-    arguments = {rank: Arguments((each, rendezvous, classes)) for rank, each in enumerate(identities)}
+    arguments = {rank: Arguments((each, classes)) for rank, each in enumerate(identities)}
     return processes.send(next(iter(packed)), "__init__", arguments, timeout=timeout, of_process="build")
 
 
@@ -257,6 +256,7 @@ def _identities(
     own. A rank that sees only its own is alone on its node for torch: LOCAL_RANK is 0 and LOCAL_WORLD_SIZE is 1. Ranks
     of a pool without GPUs see none.
     """
+    rendezvous = infos[0].node, infos[0].rendezvous_port
     ranks_of_node: dict[Any, list[int]] = {}
     for rank, bundle in enumerate(lease.bundles):
         ranks_of_node.setdefault(bundle.group.id, []).append(rank)
@@ -267,10 +267,10 @@ def _identities(
         # Without GPUs the list is empty: Ray keeps the value of the node, or of the runtime_env, for such actors.
         gpus = [gpu for other in neighbors if (gpu := lease.bundles[other].gpu) is not None]
         device = local_rank if gpus else None
-        environment = RankEnvironment(rank, pool.world_size, local_rank, len(neighbors))
+        environment = RankEnvironment(rank, pool.world_size, local_rank, len(neighbors), *rendezvous)
         if gpus and (pool.isolate_gpus or any(gpu.startswith("MIG-") for gpu in gpus)):
             gpus, device = gpus[local_rank : local_rank + 1], 0
-            environment = RankEnvironment(rank, pool.world_size)
+            environment = replace(environment, local_rank=0, local_world_size=1)
         env = {**environment.variables(), **ray_names, "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
         yield Identity(name, rank, env, device, infos[rank].threads, cuda, pool.logs)
 

@@ -23,8 +23,7 @@ from mcontroller.channel.address import Address, ChannelKeys
 from mcontroller.channel.endpoint import Endpoint
 from mcontroller.channel.kept import KeptResults
 from mcontroller.channel.options import ChannelOptions
-from mcontroller.channel.ports import reserve_port
-from mcontroller.channel.server import Reply
+from mcontroller.channel.server import Reply, reserve_port
 from mcontroller.devices import check_torch_without_gpu, compute_capability, device_of_rank
 from mcontroller.errors import CallRejected, GroupError, WorkerError, is_before_changes
 from mcontroller.ray.node_processes import NodeProcess
@@ -73,7 +72,7 @@ class ProcessInfo:
         pid: process id.
         log: the files on that node that its output goes to.
         address: its address on the channel.
-        rendezvous: a port on its node that it has reserved for a rendezvous.
+        rendezvous_port: a port on its node that it has reserved for a rendezvous.
         process: the process as its node sees it.
         record: the descriptor of the record of its last collectives, see ``parallel_state.hangs.record``; None for
             none.
@@ -87,7 +86,7 @@ class ProcessInfo:
     pid: int
     log: tuple[str, ...]
     address: Address
-    rendezvous: Rendezvous
+    rendezvous_port: int
     process: NodeProcess
     record: int | None = None
     cores: int = 1
@@ -107,14 +106,6 @@ class ProcessPosition(NamedTuple):
     stack: str
     line: str
     record: RankRecord | None
-
-
-@dataclass(frozen=True, slots=True)
-class Rendezvous:
-    """Address and port of the rendezvous of a group."""
-
-    address: str
-    port: int
 
 
 class WorkerProcess:
@@ -151,7 +142,7 @@ class WorkerProcess:
             os.getpid(),
             _logs(),
             self._endpoint.address,
-            Rendezvous(node, self._reserved.getsockname()[1]),
+            self._reserved.getsockname()[1],
             NodeProcess.this(self._endpoint.query_thread),
             None if self._record is None else self._record.descriptor,
             usable_cores(),
@@ -207,12 +198,11 @@ class WorkerProcess:
             laps.end()
             del data, frames, header, inputs, error, outlined, encoded, sent  # the next call may come much later
 
-    def build(self, identity: Identity, rendezvous: Rendezvous, packed: Mapping[str, Packed]) -> None:
+    def build(self, identity: Identity, packed: Mapping[str, Packed]) -> None:
         """Set the identity of this process and construct its workers.
 
         Args:
             identity: the rank and its environment.
-            rendezvous: the rendezvous of the group.
             packed: packed (class, args, kwargs) of the workers, by role.
 
         Raises:
@@ -229,7 +219,7 @@ class WorkerProcess:
             trace.write_in_background()
         for name, value in identity.cuda.items():
             os.environ.setdefault(name, value)
-        os.environ.update(identity.env, MASTER_ADDR=rendezvous.address, MASTER_PORT=str(rendezvous.port))
+        os.environ.update(identity.env)
         if identity.threads is not None:
             set_threads(identity.threads)
         if identity.device is None:

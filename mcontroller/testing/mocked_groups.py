@@ -24,8 +24,7 @@ from typing import Any
 from mcontroller.dispatch.registration import owner_of, registrations
 from mcontroller.errors import CallTimeout, DispatchError, GroupError, LayoutError, WorkerDied
 from mcontroller.group import WorkerGroup
-from mcontroller.local.copies import private_copy
-from mcontroller.local.executor import LocalCall, LocalExecutor
+from mcontroller.local.executor import LocalCall, LocalExecutor, private_copy
 from mcontroller.transport import Arguments, Deferred
 from mcontroller.worker import ClassWithInitArgs, RankEnvironment, W_co
 from parallel_state.axes import ranks_text

@@ -15,7 +15,7 @@ from mcontroller.channel.hub import Hub
 from mcontroller.channel.queries import ask, notify, notify_from_finalizer
 from mcontroller.errors import CallRejected, GroupError
 from mcontroller.ray.process_handles import ProcessHandles
-from mcontroller.ray.values.handles import ArgumentFailed, KeptValues, RemoteValue, Source, ValuesLate, fetch
+from mcontroller.ray.values.handles import ArgumentFailed, KeptValues, RemoteValue, ValuesLate, fetch
 from mcontroller.ray.values.wire import decode
 
 QUERY_SECONDS = 5.0
@@ -141,7 +141,7 @@ class GroupCall:
                 self._values = self._read(joined, left)
             except ValuesLate as late:
                 ids = self._handles.actor_ids
-                ranks = [ids.index(source.actor) for source, _ in late.sources] or self.ranks
+                ranks = [ids.index(handle.actor) for handle in late.handles] or self.ranks
                 self.error = self._time_out(self.role, self.method, ranks, ranks, limit or 0.0, VALUES_LATE)
                 raise self.error from None
             self._answers.clear()
@@ -249,12 +249,11 @@ class GroupCall:
         try:
             return decode([self._answers[rank] for rank in self.returning], joined, timeout)
         except GetTimeoutError:
-            sources = [self._handle(rank, outline=False).source for rank in self._stored]
-            raise ValuesLate([(source, self.number) for source in sources]) from None
+            raise ValuesLate([self._handle(rank, outline=False) for rank in self._stored]) from None
 
     def _handle(self, rank: int, *, outline: bool) -> RemoteValue:
-        source = Source(self._handles.infos[rank].address, self._handles.actor_ids[rank])
-        return RemoteValue(source, self._hub.name, self.number, outline, self._kept)
+        address, actor = self._handles.infos[rank].address, self._handles.actors[rank]._actor_id.hex()
+        return RemoteValue(address, actor, self._hub.name, self.number, outline, self._kept)
 
     def _keep_values(self) -> KeptValues:
         return KeptValues(partial(_release, self._handles, tuple(self.returning), self._hub.name, self.number))

@@ -7,12 +7,14 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import ray
+
 from mcontroller.errors import GroupBroken, GroupError, WorkerDied
 from mcontroller.ray.calls.call import GroupCall
 from mcontroller.ray.calls.hangs import stopped_ranks
 from mcontroller.ray.calls.supervision import GroupProcesses, error_of_process
 from mcontroller.ray.values.handles import ArgumentFailed, ArgumentLost, StoredValue, ValuesLate, fetch
-from mcontroller.ray.values.wire import is_larger, store
+from mcontroller.ray.values.wire import pack
 from mcontroller.transport import Arguments
 
 STOPPED_SECONDS = 2.0
@@ -50,9 +52,10 @@ class RayExecutor:
 
     def share(self, value: Any, readers: int) -> Any:
         """Return a ``StoredValue`` if several ranks read a large value, else the value."""
-        if readers <= 1 or not is_larger(value, self.processes.handles.options.inline_bytes):
+        packed = pack(value) if readers > 1 else None
+        if packed is None or not packed.is_large(self.processes.handles.options.inline_bytes):
             return value
-        return StoredValue(store(value))
+        return StoredValue(ray.put(packed))
 
     def submit(
         self,

@@ -465,10 +465,10 @@ class GroupProcesses:
 
     def values_late(self, late: ValuesLate, timeout: float) -> GroupError:
         """End the group whose processes did not send values of a finished call in time; return its error."""
-        actors = {source.actor for source, _ in late.sources}
+        actors = {handle.actor for handle in late.handles}
         group = next((group for group in [self, *_living] if actors & set(group.handles.actor_ids)), self)
         ranks = [rank for rank, actor in enumerate(group.handles.actor_ids) if actor in actors]
-        numbers = {number for _, number in late.sources}
+        numbers = {handle.number for handle in late.handles}
         known = next((each for each in tuple(group.keeping) if each.number in numbers), None)
         role, method = (known.role, known.method) if known else (group.name, "an earlier call")
         return group.time_out(role, method, ranks, ranks, timeout, VALUES_LATE)

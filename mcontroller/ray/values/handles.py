@@ -11,7 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import ray
 
@@ -42,19 +42,12 @@ class ValuesLate(Exception):
     """Values have not arrived in time.
 
     Attributes:
-        sources: for each the process, and the number of the call there; empty if they are not known.
+        handles: their handles; empty if they are not known.
     """
 
-    def __init__(self, sources: Sequence[tuple[Source, int]] = ()) -> None:
-        super().__init__(f"{len(sources)} values")
-        self.sources = sources
-
-
-class Source(NamedTuple):
-    """A worker process that keeps values: its address, and Ray's id of the actor."""
-
-    address: Address
-    actor: str
+    def __init__(self, handles: Sequence[RemoteValue] = ()) -> None:
+        super().__init__(f"{len(handles)} values")
+        self.handles = handles
 
 
 class KeptValues:
@@ -74,21 +67,23 @@ class RemoteValue:
     """The value that a call returned on one rank, or its outline.
 
     Attributes:
-        source: the process of the rank.
+        address: where the process of the rank listens.
+        actor: Ray's id of the process.
         caller: the controller of the call.
         number: the number of the call there.
         outline: whether this is the outline.
         kept: keeps the value from being released; only in the controller.
     """
 
-    source: Source
+    address: Address
+    actor: str
     caller: bytes
     number: int
     outline: bool = False
     kept: KeptValues | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return RemoteValue, (self.source, self.caller, self.number, self.outline)
+        return RemoteValue, (self.address, self.actor, self.caller, self.number, self.outline)
 
 
 class StoredValue(Deferred):
@@ -137,15 +132,15 @@ def fetch(handles: Sequence[Any], timeout: float | None = None) -> list[Any]:
             for handle in handles
         ]
     except ray.exceptions.GetTimeoutError:
-        raise ValuesLate([(handle.source, handle.number) for handle in remote]) from None
+        raise ValuesLate(remote) from None
 
 
 def _fetch_remote(handles: Sequence[RemoteValue], left: Callable[[], float | None]) -> list[Any]:
     begin = time.monotonic_ns()
     queries = [("value", (handle.caller, handle.number, handle.outline)) for handle in handles]
-    answers, late = ask_each([handle.source.address for handle in handles], queries, left())
+    answers, late = ask_each([handle.address for handle in handles], queries, left())
     if late:
-        raise ValuesLate([(handles[position].source, handles[position].number) for position in late])
+        raise ValuesLate([handles[position] for position in late])
     messages = []
     for handle, answer in zip(handles, answers, strict=True):
         if answer is None:
@@ -165,5 +160,4 @@ def _fetch_remote(handles: Sequence[RemoteValue], left: Callable[[], float | Non
 
 
 def _lost(handle: RemoteValue, why: str) -> ArgumentLost:
-    host = handle.source.address.host
-    return ArgumentLost(f"process producing an argument on {host} died: {why}", actor=handle.source.actor)
+    return ArgumentLost(f"process producing an argument on {handle.address.host} died: {why}", actor=handle.actor)

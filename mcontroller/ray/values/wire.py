@@ -69,6 +69,10 @@ class Packed(NamedTuple):
         """Size of the pickle and the buffers."""
         return len(self.data) + sum([memoryview(buffer).nbytes for buffer in self.buffers])
 
+    def is_large(self, inline_bytes: int) -> bool:
+        """Return whether the value travels through the object store, if messages take ``inline_bytes``."""
+        return self.nbytes > max(inline_bytes, LEAST_STORED_BYTES)
+
     def unpack(self, shared: bool = False) -> Any:
         """Return the value in private memory; ``shared`` leaves the columns of batches ``Unread``."""
         views = [memoryview(buffer).toreadonly() for buffer in self.buffers]
@@ -96,7 +100,7 @@ def encode(value: Any, inline_bytes: int) -> Encoded:
         DataError: a tensor cannot be sent (sparse or quantized).
     """
     packed = pack(value)
-    if _belongs_in_store(packed, inline_bytes):
+    if packed.is_large(inline_bytes):
         reference = ray.put(packed)
         return Encoded(pickle.dumps(write_reference(reference)), [], reference)
     return Encoded(packed.data, [bytes(memoryview(buffer)) for buffer in packed.buffers])  # the caller may write later
@@ -127,20 +131,6 @@ def decode(
 
 def _unreadable(error: Exception) -> DataError:
     return DataError(f"a value cannot be read in this process: {type(error).__name__}: {error}")
-
-
-def is_larger(value: Any, inline_bytes: int) -> bool:
-    """Return whether ``encode`` would put a value into the store."""
-    return _belongs_in_store(pack(value), inline_bytes)
-
-
-def _belongs_in_store(packed: Packed, inline_bytes: int) -> bool:
-    return packed.nbytes > max(inline_bytes, LEAST_STORED_BYTES)
-
-
-def store(value: Any) -> ray.ObjectRef[Any]:
-    """Put a value into the object store, for ``decode`` and ``unpack``."""
-    return ray.put(pack(value))
 
 
 def pack(value: Any) -> Packed:

@@ -12,8 +12,8 @@ from torch.distributed import TCPStore
 
 from mcontroller.channel import endpoint, server
 from mcontroller.channel.address import Address, ChannelKeys, KeyPair
-from mcontroller.channel.ports import reserve_port
 from mcontroller.channel.queries import ask
+from mcontroller.channel.server import reserve_port
 from tests.free_ports import free_ports
 from tests.mcontroller.channel.endpoints import (
     SECONDS,

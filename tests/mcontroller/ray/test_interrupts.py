@@ -26,7 +26,7 @@ from mcontroller.ray.calls.call import GroupCall
 from mcontroller.ray.calls.executor import RayExecutor
 from mcontroller.ray.calls.supervision import GroupProcesses
 from mcontroller.ray.node_processes import NodeProcess
-from mcontroller.ray.process import ProcessInfo, Rendezvous
+from mcontroller.ray.process import ProcessInfo
 from mcontroller.ray.process_handles import ProcessHandles
 from mcontroller.ray.values.wire import decode, encode
 from mcontroller.transport import Arguments
@@ -45,8 +45,8 @@ def answer(frames: list[bytes]) -> list[bytes]:
 
 
 def group_at(addresses: list[Address]) -> RayExecutor:
-    process, nowhere = NodeProcess.this(0), Rendezvous("", 0)
-    infos = [ProcessInfo("node", "id", os.getpid(), (), address, nowhere, process) for address in addresses]
+    process = NodeProcess.this(0)
+    infos = [ProcessInfo("node", "id", os.getpid(), (), address, 0, process) for address in addresses]
     handles = ProcessHandles(lambda: None, ChannelOptions(), infos=infos, _session=SESSION)
     return RayExecutor(GroupProcesses("group", handles), "role")
 
