@@ -153,7 +153,7 @@ def _fetch_remote(handles: Sequence[RemoteValue], left: Callable[[], float | Non
         values = decode(messages, timeout=left())
         if (trace := recorder()) is not None:
             for handle in handles:
-                trace.add(f"{DATA}{handle.source.actor}", begin, time.monotonic_ns(), handle.number)
+                trace.add(f"{DATA}{handle.actor}", begin, time.monotonic_ns(), handle.number)
         return values
     except ray.exceptions.ObjectLostError as error:  # the process died between its answer and our reading
         raise _lost(handles[0], str(error)) from None
