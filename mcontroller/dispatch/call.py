@@ -124,7 +124,7 @@ class PreparedCall:
         return self._join(values)
 
     def _join(self, values: Sequence[DataProto]) -> DataProto:
-        order = None
+        order: tuple[int, ...] | None = None
         if self.origin is not None and any(value.has_columns() for value in values):
             lengths = [len(value) if value.has_columns() else 0 for value in values]
             if not self.changes_rows:
