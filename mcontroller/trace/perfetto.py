@@ -52,6 +52,8 @@ def _events(trace: RunTrace) -> Iterator[dict[str, Any]]:
     for process, name in enumerate(("controller", *groups), 1):
         yield from _titles("process", process, 1, name)
     slices = [*_of_controllers(trace.controllers), *_of_ranks(trace.ranks, groups)]
+    for process, thread, title in dict.fromkeys((each.process, each.thread, each.title) for each in slices):
+        yield from _titles("thread", process, thread, title)
     sent: dict[tuple[str, int], list[_Slice]] = {}
     ran: dict[tuple[str, int], _Slice] = {}
     for each in slices:
@@ -63,7 +65,6 @@ def _events(trace: RunTrace) -> Iterator[dict[str, Any]]:
     arrows = itertools.count(1)
     for each in slices:
         event, source = each.event, ran.get((each.event.name, each.event.number))
-        yield from _titles("thread", each.process, each.thread, each.title)
         of = f"data of {source.lane.about['group']} {source.title}" if source is not None else event.name
         yield _shown(each, of)
         calls = sent.get((event.name, event.number), [])
