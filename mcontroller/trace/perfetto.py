@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mcontroller.trace.reading import RunTrace, TraceEvent
+from mcontroller.trace.reading import RunTrace, TraceEvent, TraceLane
 from mcontroller.trace.recorder import DATA, MEMORY
 
 _FIRST = 100
@@ -36,62 +37,67 @@ def write_perfetto(trace: RunTrace, path: Path) -> None:
         file.write("\n]}\n")
 
 
+class _Slice(NamedTuple):
+    """An event in its lane: what it was, the title of the lane, its process and thread."""
+
+    event: TraceEvent
+    lane: TraceLane
+    title: str
+    process: int
+    thread: int
+
+
 def _events(trace: RunTrace) -> Iterator[dict[str, Any]]:
     groups = sorted({lane.about["group"] for lane in trace.ranks})
     for process, name in enumerate(("controller", *groups), 1):
         yield from _titles("process", process, 1, name)
-    sent: dict[tuple[str, int], list[_Place]] = {}
-    ran: dict[tuple[str, int], _Place] = {}
-    arrows: list[tuple[_Place, _Place]] = []
-    fetched: list[tuple[tuple[str, int], _Place]] = []
-    actors = {lane.about.get("actor", ""): f"{lane.about['group']} {lane.label()}" for lane in trace.ranks}
-    for lane in trace.controllers:
-        for thread in _TITLES:
-            events = [event for event in lane.events if _THREADS.get(event.name.partition(" ")[0], _CALLS) == thread]
-            for event, row in _in_rows(events):
-                category, _, rest = event.name.partition(" ")
-                name = {"step": f"step {event.number}", "stage": rest, "data": f"data of {actors.get(rest, '')}"}
-                place = _Place(event.begin, 1, thread + _ROW * row)
-                yield from _titles("thread", 1, place.thread, _TITLES[thread])
-                yield _slice(event, name.get(category, event.name), place)
-                if category == "send":
-                    sent.setdefault((rest, event.number), []).append(place)
-                elif category == "data":
-                    fetched.append(((rest, event.number), place))
+    slices = [*_of_controllers(trace.controllers), *_of_ranks(trace.ranks, groups)]
+    for process, thread, title in dict.fromkeys((each.process, each.thread, each.title) for each in slices):
+        yield from _titles("thread", process, thread, title)
+    sent: dict[tuple[str, int], list[_Slice]] = {}
+    ran: dict[tuple[str, int], _Slice] = {}
+    for each in slices:
+        event, actor = each.event, each.lane.about.get("actor")
+        if event.name.startswith("send "):
+            sent.setdefault((event.name.removeprefix("send "), event.number), []).append(each)
+        elif actor and "." in event.name and " " not in event.name:
+            ran[f"{DATA}{actor}", event.number] = each
+    arrows = itertools.count(1)
+    for each in slices:
+        event, source = each.event, ran.get((each.event.name, each.event.number))
+        of = f"data of {source.lane.about['group']} {source.title}" if source is not None else event.name
+        yield _shown(each, of)
+        calls = sent.get((event.name, event.number), [])
+        # A group that was restarted counts its calls from 0 again: the last call that was sent before is the one.
+        ahead = event.end + each.lane.clock_error
+        found = bisect_right(calls, ahead, key=lambda call: call.event.begin) - 1
+        if origin := calls[found] if found >= 0 else source:
+            # Perfetto leads an arrow from the slice that has begun last, and to the one that is before it in the file.
+            common = {"name": "arrow", "cat": "arrow", "id": next(arrows)}
+            begin = origin.event.begin + 0.001
+            yield {**common, "ph": "s", "pid": origin.process, "tid": origin.thread, "ts": begin}
+            end = max(event.begin, origin.event.begin)
+            yield {**common, "ph": "f", "bp": "e", "pid": each.process, "tid": each.thread, "ts": end}
     for lane in trace.ranks:
-        process, rank = groups.index(lane.about["group"]) + 2, lane.about["rank"]
+        process = groups.index(lane.about["group"]) + 2
         for event in (each for each in lane.events if each.name == MEMORY):
-            yield {"ph": "C", "name": f"memory of {lane.label()}", "pid": process, "ts": event.end} | {
-                "args": {"MB": event.number}
-            }
-        for event, row in _in_rows(each for each in lane.events if not each.name.startswith((MEMORY, "bytes "))):
-            place, source = _Place(event.begin, process, _FIRST + rank + _ROW * row), event.name.removeprefix(DATA)
-            yield from _titles("thread", process, place.thread, lane.label())
-            yield _slice(event, f"data of {actors.get(source, '')}" if source != event.name else event.name, place)
-            if source != event.name:
-                fetched.append(((source, event.number), place))
-            calls = sent.get((event.name, event.number), [])
-            # A group that was restarted counts its calls from 0 again: the last call that was sent before is the one.
-            found = bisect_right(calls, event.end + lane.clock_error, key=lambda call: call.time) - 1
-            if found >= 0:
-                arrows.append((calls[found], place._replace(time=max(event.begin, calls[found].time))))
-                end = max(event.begin, event.end - 1)
-                ran[lane.about.get("actor", ""), event.number] = place._replace(time=end)
-    arrows += [(ran[key], place._replace(time=max(place.time, ran[key].time))) for key, place in fetched if key in ran]
-    for number, ends in enumerate(arrows, 1):
-        for phase, end in zip("sf", ends, strict=True):
-            where = {"pid": end.process, "tid": end.thread, "ts": end.time}
-            yield {"name": "call", "cat": "call", "id": number, "ph": phase, **where} | (
-                {"bp": "e"} if phase == "f" else {}
-            )
+            args = {"MB": event.number}
+            yield {"ph": "C", "name": f"memory of {lane.label()}", "pid": process, "ts": event.end, "args": args}
 
 
-class _Place(NamedTuple):
-    """A moment in a lane: its time [us], process and thread."""
+def _of_controllers(lanes: Sequence[TraceLane]) -> Iterator[_Slice]:
+    for lane in lanes:
+        for thread, title in _TITLES.items():
+            events = [event for event in lane.events if _THREADS.get(event.name.partition(" ")[0], _CALLS) == thread]
+            yield from (_Slice(event, lane, title, 1, thread + _ROW * row) for event, row in _in_rows(events))
 
-    time: int
-    process: int
-    thread: int
+
+def _of_ranks(lanes: Sequence[TraceLane], groups: Sequence[str]) -> Iterator[_Slice]:
+    for lane in lanes:
+        process, thread = groups.index(lane.about["group"]) + 2, _FIRST + lane.about["rank"]
+        events = [event for event in lane.events if not event.name.startswith((MEMORY, "bytes "))]
+        for event, row in _in_rows(events):
+            yield _Slice(event, lane, lane.label(), process, thread + _ROW * row)
 
 
 def _in_rows(events: Iterable[TraceEvent]) -> Iterator[tuple[TraceEvent, int]]:
@@ -115,9 +121,12 @@ def _titles(kind: str, process: int, thread: int, name: str) -> Iterator[dict[st
     yield {**where, "name": f"{kind}_sort_index", "args": {"sort_index": place}}
 
 
-def _slice(event: TraceEvent, name: str, place: _Place) -> dict[str, Any]:
-    where = {"pid": place.process, "tid": place.thread, "ts": event.begin, "dur": event.took}
+def _shown(each: _Slice, name: str) -> dict[str, Any]:
+    event = each.event
+    category, _, rest = event.name.partition(" ")
     args = {"number": event.number} if event.number >= 0 else {}
     if event.waiting:
         args["waiting_us"] = event.waiting
-    return {"ph": "X", "name": name, "cat": event.name.partition(" ")[0], **where, "args": args}
+    name = {"step": f"step {event.number}", "stage": rest}.get(category, name)
+    where = {"pid": each.process, "tid": each.thread, "ts": event.begin, "dur": event.took}
+    return {"ph": "X", "name": name, "cat": category, **where, "args": args}

@@ -172,8 +172,9 @@ def ranks_now(run_dir: Path | str) -> list[RankNow]:
 
     Processes write every two seconds: what began or ended since may be missing.
     """
-    files = sorted((Path(run_dir) / FOLDER).glob("*.jsonl.gz"), key=lambda path: path.stat().st_mtime)
+    files = (Path(run_dir) / FOLDER).glob("*.jsonl.gz")
     lanes = [_lane([path], LAST_LINES) for path in files if not path.name.endswith(".old.jsonl.gz")]
+    lanes.sort(key=lambda lane: lane.about.get("time_us", 0) + (lane.events[-1].end if lane.events else 0))
     controllers = [lane for lane in lanes if lane.about.get("group") == CONTROLLER and lane.events]
     if not controllers:
         return []
@@ -223,6 +224,7 @@ def _lane(paths: list[Path], last: int | None = None) -> TraceLane:
 
 
 def _lines(path: Path) -> list[bytes]:
-    inflate = zlib.decompressobj(wbits=31)
-    *lines, _ = inflate.decompress(path.read_bytes()).split(b"\n")
+    if not path.is_file():  # a full one has just got another name
+        return []
+    *lines, _ = zlib.decompressobj(wbits=31).decompress(path.read_bytes()).split(b"\n")
     return lines
