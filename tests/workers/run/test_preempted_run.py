@@ -101,7 +101,7 @@ def shards(run: Path, step: int = 2) -> dict[str, str]:
 
 @pytest.mark.processes
 @pytest.mark.timeout(400)
-def test_stopped_or_with_a_killed_rank_or_driver_a_run_goes_on_to_the_same_weights(
+def test_stopped_or_killed_a_run_goes_on_to_the_same_weights(
     folder: Path,  # noqa: F811
 ) -> None:
     before = names_in_shared_folders()
