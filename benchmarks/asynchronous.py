@@ -1,6 +1,7 @@
 """Asynchronous training (trainer.max_staleness=k): seconds of a step over the bound and over the synchronous run.
 
-    python benchmarks/asynchronous.py [--steps 10] [--share 0.6] [--staleness 0 1 2 4] [--controller 10000]
+    python benchmarks/asynchronous.py [--steps 10] [--share 0.6] [--staleness 0 1 2 4] [--partial continue finish stop]
+    python benchmarks/asynchronous.py --controller 10000
 
 The engine and the trainer sleep, in a process each. The lengths of responses are log-normal with sigma 0.99, cut at 16
 times the median, as reported for reasoning runs (median about 500 tokens, p99 about 5,000; jiahuanglin.xyz, "RL
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import math
 import resource
 import statistics
@@ -182,12 +184,14 @@ def report(arguments: argparse.Namespace) -> None:
         f"lengths: median {median}, mean {mean:.1f}, longest of {rows} {longest:.0f} tokens of {arguments.token_ms} ms"
     )
     print(f"a synchronous step: generation {generation:.2f} s, training {training:.2f} s; bound {bound:.2f} s")
-    print("|  k | a step | over the bound | over the synchronous run |\n|--:|--:|--:|--:|")
+    print("|  k | partial | a step | over the bound | over the synchronous run |\n|--:|---|--:|--:|--:|")
     synchronous = 0.0
-    for staleness in arguments.staleness:
-        found, line = seconds_of(sleeps, problems, staleness, arguments.steps, slice_tokens=32, capacity=rows)
+    for staleness, partial in itertools.product(arguments.staleness, arguments.partial):
+        options = {"slice_tokens": 32, "capacity": rows, "partial": partial}
+        found, line = seconds_of(sleeps, problems, staleness, arguments.steps, **options)
         synchronous = synchronous or found
-        print(f"| {staleness} | {found:.2f} s | {found / bound:.2f} | {synchronous / found:.2f} | {line}", flush=True)
+        times = f"{found:.2f} s | {found / bound:.2f} | {synchronous / found:.2f}"
+        print(f"| {staleness} | {partial} | {times} | {line}", flush=True)
 
 
 def controller(in_flight: int) -> None:
@@ -221,6 +225,7 @@ def main() -> None:
     parser.add_argument("--share", type=float, default=0.6)
     parser.add_argument("--token-ms", type=float, default=4.0)
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 2, 4])
+    parser.add_argument("--partial", nargs="+", default=["continue"])
     parser.add_argument("--controller", type=int, default=0)
     arguments = parser.parse_args()
     torch.set_num_threads(1)

@@ -312,6 +312,9 @@ class Generations:
         asked = others.repeat(len(batch) // len(oldest.problems))
         return oldest.problems, batch, asked, oldest.memory()
 
+    def close(self) -> None:
+        """End the processes that generation started."""
+
     def summary(self) -> str:
         """Return a line for the end of the run; empty if there is nothing to say."""
         return ""

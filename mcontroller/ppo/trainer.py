@@ -555,6 +555,7 @@ class RayPPOTrainer:
                 ("checkpoints", self.checkpoints.close),
                 ("memory", self.memory.close),
                 ("weights", self.step.weights.close),
+                ("generations", self.step.generations.close),
                 *((f"group {role}", group.shutdown) for role, group in self.groups.items()),
                 ("pools", self.resource_pool_manager.shutdown),
                 *((f"tracker {type(tracker).__name__}", tracker.close) for tracker in self.trackers),

@@ -36,20 +36,23 @@ def test_a_curve_has_the_steps_with_validation(tmp_path):
     assert curve(tmp_path) == [(0, 0.5), (2, 0.75)]
 
 
-def test_the_runs_on_policy_and_one_step_off_differ_in_the_staleness_alone():
-    on_policy, off_policy = (read_run_config(CONFIG, [*ONE_PROCESS, *settings]) for settings in SETTINGS.values())
-    assert (on_policy.trainer.max_staleness, off_policy.trainer.max_staleness) == (0, 1)
-    same = dataclasses.replace(off_policy.trainer, max_staleness=0)
-    assert dataclasses.replace(off_policy, trainer=same) == on_policy
+def test_the_runs_on_and_off_policy_differ_in_the_staleness_alone():
+    on_policy, *others = (read_run_config(CONFIG, [*ONE_PROCESS, *settings]) for settings in SETTINGS.values())
+    assert [each.trainer.max_staleness for each in (on_policy, *others)] == [0, 1, 2, 2, 2, 4, 4, 4]
+    changed = {"max_staleness": 0, "asynchronous": on_policy.trainer.asynchronous}
+    for each in others:
+        assert dataclasses.replace(each, trainer=dataclasses.replace(each.trainer, **changed)) == on_policy
     assert on_policy.rollout == on_policy.actor_rollout_ref
 
 
-def test_the_page_has_the_accuracy_and_the_seconds_of_both(tmp_path):
-    curves = {name: {1: [(0, 0.25), (8, 0.75)]} for name in SETTINGS}
+def test_the_page_has_the_accuracy_and_the_staleness_of_every_setting(tmp_path):
+    curves = {name: {seed: [(0, 0.25), (8, 0.5 + seed / 100)] for seed in (1, 2)} for name in SETTINGS}
     for number, name in enumerate(SETTINGS):
-        records = [{"global_step": step, "timing_s/step": number + 1.5, "timing_s/generate": 0.5} for step in (1, 2)]
-        (tmp_path / f"{name}-1").mkdir()
-        (tmp_path / f"{name}-1" / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
+        for seed in (1, 2):
+            records = [{"global_step": 1, **({"training/staleness_mean": number + seed} if number else {})}]
+            (tmp_path / f"{name}-{seed}").mkdir()
+            (tmp_path / f"{name}-{seed}" / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
     write_off_policy(curves, tmp_path, tmp_path)
     page = (tmp_path / "learning-off-policy.md").read_text()
-    assert "| `max_staleness=1` | 1 | 0.250 | 0.750 |" in page and "| `max_staleness=1` | 2.50 s | 0.50 s |" in page
+    assert "| `max_staleness=0` | 0.00 | 0.250 | 0.515 | 0.510, 0.520 |" in page
+    assert "| `max_staleness=1` | 2.50 | 0.250 | 0.515 | 0.510, 0.520 |" in page

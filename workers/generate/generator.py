@@ -168,14 +168,15 @@ class Generator:
         return PolicyWeights([], self._state.context, whole, self._device)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def generation_limits(self) -> dict[str, int]:
+    def generation_limits(self) -> dict[str, Any]:
         """Return what ``generate_sequences`` accepts: the longest prompt and response, and the vocabulary.
 
-        ``max_rows`` is the most rows that are generated at once, 0 if the memory decides; ``n`` the default of a call.
+        ``max_rows`` is the most rows that are generated at once, 0 if the memory decides; ``n`` and ``temperature`` are
+        the defaults of a call.
         """
         rollout, vocab_size = self._config.rollout, self._config.model.vocab_size
-        limits = {name: getattr(rollout, name) for name in ("prompt_length", "response_length", "max_rows", "n")}
-        return {**limits, "vocab_size": vocab_size}
+        names = ("prompt_length", "response_length", "max_rows", "n", "temperature")
+        return {**{name: getattr(rollout, name) for name in names}, "vocab_size": vocab_size}
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def sampling_state(self) -> dict[str, int]:

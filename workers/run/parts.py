@@ -9,8 +9,8 @@ from typing import Any
 
 from mcontroller.config.load import CollectedErrors
 from mcontroller.errors import ConfigError
-from mcontroller.ppo.agents.episodes import Episodes, make_episodes
-from mcontroller.ppo.agents.turns import Demonstrating, MultiTurnRollout, make_environment
+from mcontroller.ppo.agents.episodes import Episodes
+from mcontroller.ppo.agents.turns import Demonstrating, MultiTurnRollout, make_environment, make_episodes
 from mcontroller.ppo.config import TrainerConfig
 from mcontroller.ppo.data import BatchStream
 from mcontroller.ppo.datasets.prompts import Demonstrations, PromptRows
@@ -54,7 +54,7 @@ class RunParts:
     val: PromptRows | None
     warm_up: Demonstrations | None
     rewards: FunctionRewards | None
-    rollout_fn: MultiTurnRollout | Episodes | None
+    rollout_fn: Episodes | None
     combine: CombineRewards | None
     roles: dict[Role, Any]
 
@@ -149,7 +149,6 @@ def make_parts(config: RunConfig) -> RunParts:
     for section in (config.actor_rollout_ref, config.critic, config.ref, config.reward_model):
         if section is not None:
             attempt(partial(check_checkpoint_files, section.model))
-    attempt(lambda: check_generates_alone(config, roles, pools_of(config, roles), config.multi_turn.episode))
     if config.trainer.export_hf is not None:
         attempt(partial(check_new_directory, config.trainer.export_hf))
     for name in config.trackers:
@@ -167,11 +166,14 @@ def make_parts(config: RunConfig) -> RunParts:
         return attempt(lambda: PromptRows(records, config.data, tokenizer, rollout.prompt_length))
 
     problem_rows, held_out = prompts(train), prompts(val)
-    environment = episodes = None
+    environment, episodes = None, None
     if tokenizer is not None:
         attempt(partial(check_vocabulary, config, tokenizer))
         environment = attempt(partial(make_environment, config.multi_turn, tokenizer))
         episodes = attempt(partial(make_episodes, config.multi_turn, tokenizer))
+        if environment is not None:
+            episodes = MultiTurnRollout(environment, config.multi_turn.max_turns)
+    attempt(lambda: check_generates_alone(config, roles, pools_of(config, roles), episodes))
     if problem_rows is not None:
         attempt(partial(BatchStream, problem_rows, config.data.train_batch_size, config.data.seed, "data.train"))
     if config.reward_model is None:
@@ -179,15 +181,12 @@ def make_parts(config: RunConfig) -> RunParts:
     errors.raise_any()
     assert tokenizer is not None and problem_rows is not None
     rewards = FunctionRewards(config.rewards, tokenizer) if config.rewards.functions else None
-    rollout_fn: MultiTurnRollout | Episodes | None = episodes
-    if environment is not None:
-        rollout_fn = MultiTurnRollout(environment, config.multi_turn.max_turns)
     demonstrate = environment.demonstrate if isinstance(environment, Demonstrating) else None
     demonstrations = None
     if config.warm_up.steps:
         demonstrations = Demonstrations(problem_rows, rollout.response_length, demonstrate)
     combine = weighted_sum() if config.reward_model is not None and rewards is not None else None
-    return RunParts(tokenizer, problem_rows, held_out, demonstrations, rewards, rollout_fn, combine, roles)
+    return RunParts(tokenizer, problem_rows, held_out, demonstrations, rewards, episodes, combine, roles)
 
 
 def roles_of(config: RunConfig) -> dict[Role, Any]:

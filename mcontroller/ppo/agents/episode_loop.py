@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import math
+import selectors
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -38,6 +41,24 @@ class EpisodeRollout:
         return self._loop.submit(self._number, trajectory, {"stop_token_ids": [*stop_token_ids], **options})
 
 
+class EpisodeSelector(selectors.DefaultSelector):
+    """Ends a run of the event loop at a time, or before if all episodes wait for the rollout."""
+
+    def __init__(self, episodes: EpisodeLoop) -> None:
+        super().__init__()
+        self._episodes, self.until = episodes, math.inf
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        """Wait for events; the event loop passes None if it has neither callbacks nor timers."""
+        if self.until == math.inf:
+            return super().select(timeout)
+        left = max(self.until - time.monotonic(), 0.0)
+        if left == 0.0 or (timeout is None and self._episodes.all_wait()):
+            self._episodes.loop.stop()
+            left = 0.0
+        return super().select(left if timeout is None else min(timeout, left))
+
+
 class EpisodeLoop:
     """Runs episodes on an event loop, and exchanges messages with the controller, in whose process or another.
 
@@ -53,26 +74,28 @@ class EpisodeLoop:
 
     def __init__(self, episode: Callable[..., Any], tokenizer: Any, send: Callable[[Any], None]) -> None:
         self.episode, self.tokenizer, self._send = episode, tokenizer, send
-        self.loop = asyncio.new_event_loop()
+        self._selector = EpisodeSelector(self)
+        self.loop = asyncio.SelectorEventLoop(self._selector)
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._asked: dict[int, tuple[int, Trajectory, asyncio.Future[Trajectory]]] = {}
-        self._requests = 0
+        self._asked: dict[int, dict[int, tuple[Trajectory, asyncio.Future[Trajectory]]]] = {}
+        self._requests: dict[int, int] = {}
 
     def handle(self, message: tuple[Any, ...]) -> None:
         """Act on a message of the controller: ``start``, ``made``, ``failed`` or ``stop``."""
         kind, number, *values = message
         if kind == "start":
+            self._requests[number], self._asked[number] = 0, {}
             self._tasks[number] = self.loop.create_task(self._run(number, *values))
         elif kind == "stop":
             if number in self._tasks:
                 self._tasks[number].cancel()
             self._send(("stopped", number))
-        elif number in self._asked:
-            _, trajectory, future = self._asked.pop(number)
+        elif values[0] in self._asked.get(number, {}):
+            trajectory, future = self._asked[number].pop(values[0])
             if kind == "failed":
-                future.set_exception(values[0])
+                future.set_exception(values[1])
             else:
-                added, trajectory.ended = values[0]
+                added, trajectory.ended = values[1]
                 for name, part in added.items():
                     getattr(trajectory, name).extend(part)
                 trajectory.own += [1] * len(added["tokens"])
@@ -80,18 +103,33 @@ class EpisodeLoop:
 
     def submit(self, number: int, trajectory: Trajectory, options: Mapping[str, Any]) -> asyncio.Future[Trajectory]:
         """Send a trajectory to the rollout, and return the future of its next turn."""
-        self._requests += 1
-        request, future = self._requests, self.loop.create_future()
-        self._asked[request] = number, trajectory, future
-        future.add_done_callback(
-            lambda done: self._asked.pop(request, None) and self._send(("cancel", number, request))
-        )
+        request, future = self._requests[number], self.loop.create_future()
+        self._requests[number] = request + 1
+        asked = self._asked[number]
+        asked[request] = trajectory, future
+        future.add_done_callback(lambda done: asked.pop(request, None) and self._send(("cancel", number, request)))
         self._send(("submit", number, request, replace(trajectory, experts=[]), options))
         return future
 
     def all_wait(self) -> bool:
         """Whether every episode waits for the rollout."""
-        return self._tasks.keys() <= {number for number, _, future in self._asked.values() if not future.done()}
+        return all(any(not future.done() for _, future in asked.values()) for asked in self._asked.values())
+
+    def run(self, seconds: float) -> None:
+        """Let the episodes go on until all of them wait for the rollout with nothing else to do, or for a time."""
+        self._selector.until = time.monotonic() + seconds
+        self.loop.run_forever()
+        self._selector.until = math.inf
+
+    def close(self) -> None:
+        """Cancel the episodes."""
+        tasks = [*self._tasks.values()]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            self.loop.run_until_complete(asyncio.wait(tasks))
+        self._tasks.clear()
+        self.loop.close()
 
     async def _run(self, number: int, problem: Mapping[str, Any], seed: int, response_length: int) -> None:
         try:
@@ -102,7 +140,7 @@ class EpisodeLoop:
         except (Exception, SystemExit) as error:  # the function of a program can raise anything
             self._send(("raised", number, f"{type(error).__name__}: {error}"))
         finally:
-            del self._tasks[number]
+            del self._tasks[number], self._requests[number], self._asked[number]
 
 
 def load_episode(function: str | Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:

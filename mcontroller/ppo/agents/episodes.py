@@ -8,21 +8,21 @@ its process, or returns tokens that the engine did not make.
 from __future__ import annotations
 
 import atexit
+import copy
 import logging
 import pickle
 import socket
 import struct
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count
 from multiprocessing.connection import Connection, wait
 from queue import Empty, SimpleQueue
 from subprocess import Popen
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -30,8 +30,6 @@ from mcontroller.data.protocol import DataProto
 from mcontroller.errors import ConfigError, MControllerError
 from mcontroller.ppo.agents.episode_loop import SERVER, EpisodeLoop, load_episode
 from mcontroller.ppo.agents.trajectories import Submitted, Trajectory, TrajectoryRollout, seed_of, trajectory_batch
-from mcontroller.ppo.agents.turns import turn_metrics
-from mcontroller.ppo.config import MultiTurnConfig
 from mcontroller.ppo.data import FAILED, columns
 from mcontroller.ppo.rewards.processes import kill_process, spawn_process
 
@@ -39,43 +37,52 @@ logger = logging.getLogger(__name__)
 
 PATIENCE_S = 0.05
 """[s] How long this process waits for its own episodes before the next slice, if they wait for something else."""
-EAGER_ROUNDS = 100
-"""How many rounds of the event loop it makes before it lets some time pass between them."""
 GRACE_S = 2.0
 """[s] How long a process may take to answer that it has cancelled an episode, before it is killed."""
 STALL_S = 10.0
 """[s] How long a message to or from a process may take, before it is killed."""
 
 
-_GONE: Future[Trajectory] = Future()
+FAILURE_KINDS = ("raised", "timed_out", "died", "invalid")
+"""Why an episode made no trajectory; ``invalid``: what it returned cannot be trained on."""
 
 
 class EpisodeError(MControllerError):
     """An episode made no trajectory.
 
     Attributes:
-        kind: ``raised``, ``timed_out``, ``died``, or ``invalid``: what it returned cannot be trained on.
+        kind: of ``FAILURE_KINDS``, which is ``ended`` of the trajectory in its place.
     """
 
     kind: str
 
 
+@dataclass(eq=False)
+class Turn:
+    """What an episode asked the policy for.
+
+    Attributes:
+        trajectory: the response up to the end of this turn, which has ended or goes on.
+        before: [tokens] of the response, without this turn.
+        submitted: the turn in flight.
+        is_awaited: whether the episode waits for it; one that began again may not have asked yet.
+    """
+
+    trajectory: Trajectory
+    before: int
+    submitted: Submitted | None = None
+    is_awaited: bool = False
+
+    def context(self) -> tuple[int, ...]:
+        """Return the tokens that this turn continues."""
+        return tuple(self.trajectory.prompt + self.trajectory.tokens[: self.before])
+
+
 class MadeTokens:
-    """What the engine made for one episode, by the tokens before it."""
+    """What the engine made for one episode: the turns by their requests."""
 
-    class Span(NamedTuple):
-        """The tokens of one turn, and the response up to them."""
-
-        tokens: list[int]
-        after: Trajectory
-
-    def __init__(self) -> None:
-        self._spans: dict[tuple[int, ...], list[MadeTokens.Span]] = {}
-
-    def add(self, trajectory: Trajectory, before: int) -> None:
-        """Record the tokens of a response from position ``before`` on."""
-        key = tuple(trajectory.prompt + trajectory.tokens[:before])
-        self._spans.setdefault(key, []).append(MadeTokens.Span(trajectory.tokens[before:], trajectory))
+    def __init__(self, turns: Mapping[int, Turn]) -> None:
+        self.turns = dict(turns)
 
     def checked(self, found: Any, limit: int) -> Trajectory:
         """Return the trajectory with log-probabilities, versions and experts of the engine.
@@ -98,15 +105,20 @@ class MadeTokens:
                 kind="invalid",
             )
         checked = replace(found, log_probs=[0.0] * length, versions=[-1] * length, experts=[])
+        made: dict[tuple[int, ...], list[Turn]] = {}
+        for turn in self.turns.values():
+            if turn.trajectory.ended:
+                made.setdefault(turn.context(), []).append(turn)
         position = 0
         while position < length:
             if not found.own[position]:
                 position += 1
                 continue
             until = next((each for each in range(position, length) if not found.own[each]), length)
-            for span in self._spans.get(tuple(found.prompt + tokens[:position]), ()):
-                stop = min(until, position + len(span.tokens))
-                if tokens[position:stop] == span.tokens[: stop - position]:
+            for turn in made.get(tuple(found.prompt + tokens[:position]), ()):
+                after = turn.trajectory
+                stop = min(until, len(after.tokens))
+                if tokens[position:stop] == after.tokens[position:stop]:
                     break
             else:
                 raise EpisodeError(
@@ -115,9 +127,9 @@ class MadeTokens:
                     "environment with replied()",
                     kind="invalid",
                 )
-            checked.log_probs[position:stop] = span.after.log_probs[position:stop]
-            checked.versions[position:stop] = span.after.versions[position:stop]
-            checked.seed, checked.experts = span.after.seed, span.after.experts_before(stop)
+            checked.log_probs[position:stop] = after.log_probs[position:stop]
+            checked.versions[position:stop] = after.versions[position:stop]
+            checked.seed, checked.experts = after.seed, after.experts_before(stop)
             position = stop
         return checked
 
@@ -128,12 +140,17 @@ class _Running:
     problem: Mapping[str, Any]
     seed: int
     future: Future[Trajectory]
+    key: Any
+    made: MadeTokens
     alone: bool = False
     host: _Host | None = None
     deadline: float = 0.0
     prompts: int = 0
-    made: MadeTokens = field(default_factory=MadeTokens)
-    waiting: dict[int, Submitted] = field(default_factory=dict)
+
+    @property
+    def waits(self) -> bool:
+        """Whether it waits for the policy."""
+        return any(turn.is_awaited for turn in self.made.turns.values())
 
 
 class _Host:
@@ -151,19 +168,14 @@ class _Host:
 
     def receive(self) -> list[tuple[Any, ...]]:
         """Return the messages that have arrived; first let the episodes run until all of them wait for the rollout."""
-        until, loop = time.monotonic() + PATIENCE_S, self._loop.loop
-        for rounds in count():
-            loop.call_later(0.0 if rounds < EAGER_ROUNDS else 0.001, loop.stop)
-            loop.run_forever()
-            if self._loop.all_wait() or time.monotonic() > until:
-                break
+        self._loop.run(PATIENCE_S)
         messages = [pickle.loads(each) for each in self._out]
         self._out.clear()
         return messages
 
     def end(self) -> str:
         """Cancel the episodes."""
-        self._loop.loop.close()
+        self._loop.close()
         return "it was closed"
 
 
@@ -197,8 +209,8 @@ class Episodes:
     """Runs episodes, whose turns a rollout generates: ``start`` them, and ``pump`` between two slices.
 
     An episode that fails has an ``EpisodeError`` as the exception of its future. If a process is lost, its episodes
-    begin again with the same seeds: those that did not wait for the rollout each alone in a process, where it is clear
-    which of them fails.
+    begin again, and get the turns that they had: those that did not wait for the rollout each alone in a process, where
+    it is clear which of them fails.
 
     Args:
         episode: an import path such as ``my_module:episode``; without processes, also a function or class.
@@ -208,6 +220,10 @@ class Episodes:
             those that block.
         concurrency: the most episodes in flight; the others wait.
         timeout_s: [s] longest time that an episode may take between two turns of the policy.
+
+    Attributes:
+        cancel: called with the turns in flight that nobody waits for any more.
+        failed, restarted: numbers of episodes.
 
     Raises:
         ConfigError: the function cannot be imported or is not async; a function without an import path has processes.
@@ -232,15 +248,24 @@ class Episodes:
                 "such as 'my_module:episode', or processes=0",
                 key="multi_turn.episode",
             )
-        self._hosts: list[_Host] = []
-        if not processes:
-            self._hosts = [_Host(partial(EpisodeLoop, loaded, tokenizer))]
+        self._loop = partial(EpisodeLoop, loaded, tokenizer)
+        self._begin_empty()
+
+    def _begin_empty(self) -> None:
+        self._hosts: list[_Host] = [] if self.processes else [_Host(self._loop)]
         self.rollout: TrajectoryRollout | None = None
-        self.counts: Counter[str] = Counter()
+        self.failed = self.restarted = 0
         self._waiting: deque[_Running] = deque()
         self._running: dict[int, _Running] = {}
-        self._made: SimpleQueue[tuple[_Running, int, Submitted, int]] = SimpleQueue()
+        self._made: SimpleQueue[tuple[_Running, int]] = SimpleQueue()
         self._started = 0
+        self.cancel: Callable[[Submitted], object] = Submitted.cancel
+
+    def another(self) -> Episodes:
+        """Return one with the same settings, whose episodes run apart from these."""
+        made = copy.copy(self)
+        made._begin_empty()
+        return made
 
     def __len__(self) -> int:
         """The number of episodes that have not ended."""
@@ -255,19 +280,34 @@ class Episodes:
             raise ConfigError("the episodes have no rollout yet: call connect(rollout) first", key="rollout")
         return self.rollout
 
-    def start(self, problem: Mapping[str, Any], seed: int) -> Future[Trajectory]:
+    @property
+    def busy(self) -> bool:
+        """Whether an episode does something else than wait for the policy."""
+        can_begin = bool(self._waiting) and len(self._running) < self.concurrency
+        return can_begin or not all(each.waits for each in self._running.values())
+
+    def states(self) -> Mapping[Any, Mapping[int, Turn]]:
+        """Return the turns of all episodes, in their order, by their keys: ``start`` takes them."""
+        return {each.key: each.made.turns for each in (*self._running.values(), *self._waiting)}
+
+    def start(
+        self, problem: Mapping[str, Any], seed: int, *, key: Any = None, turns: Mapping[int, Turn] | None = None
+    ) -> Future[Trajectory]:
         """Start an episode, and return the future of its trajectory; ``cancel()`` stops it at the next ``pump``.
 
         Args:
             problem: the columns of a problem, and ``prompt_ids``, the token ids of its prompt.
             seed: of the random numbers of its responses, 64 bits, signed.
+            key: what the program knows it by; its request ``r`` is submitted with the key ``f"{key}/{r}"``.
+            turns: what it had asked for in an earlier run, by request. It gets the same again, as long as it asks for
+                the same; the rollout makes the rest of a turn that has not ended.
 
         Raises:
             ConfigError: ``connect`` was not called.
         """
         self._connected()
         self._started += 1
-        running = _Running(self._started, problem, seed, Future())
+        running = _Running(self._started, problem, seed, Future(), key, MadeTokens(turns or {}))
         self._waiting.append(running)
         return running.future
 
@@ -275,16 +315,16 @@ class Episodes:
         """Exchange messages with the episodes; wait up to ``seconds`` for one of another process."""
         for running in [each for each in self._running.values() if each.future.cancelled()]:
             self._drop(running, stop=True)
-        while self._waiting and len(self._running) < self.concurrency:
-            if self._waiting[0].future.cancelled():
-                self._waiting.popleft()
-            elif not self._begin(self._waiting[0]):
+        self._begin_waiting()
+        while True:
+            self._deliver()
+            connections = {each.connection: each for each in self._hosts if isinstance(each, _ProcessHost)}
+            ready = [connections[each] for each in wait(list(connections), seconds)] if connections else self._hosts  # type: ignore[index]
+            for host in ready:
+                self._receive(host)
+            if not self._begin_waiting() and self._made.empty():
                 break
-        self._deliver()
-        connections = {each.connection: each for each in self._hosts if isinstance(each, _ProcessHost)}
-        ready = [connections[each] for each in wait(list(connections), seconds)] if connections else self._hosts  # type: ignore[index]
-        for host in ready:
-            self._receive(host)
+            seconds = 0.0
         self._check_deadlines()
 
     def __call__(self, problems: DataProto, generate: Any) -> DataProto:
@@ -299,10 +339,10 @@ class Episodes:
             The columns of ``trajectory_batch``, and ``failed``, bool ``[rows]``: the rows of episodes that failed have
             no tokens, and get no score. ``meta_info["metrics"]`` has their number.
         """
-        if self.rollout is None or self.rollout.group is not generate.group:
-            self.connect(TrajectoryRollout(generate.group, driven=True))
-        rollout = self._connected()
-        rollout.sampling = dict(problems.meta_info)
+        for left in (*self._running.values(), *self._waiting):  # by a call that failed
+            left.future.cancel()
+        rollout = TrajectoryRollout(generate.group, driven=True, **problems.meta_info)
+        self.connect(rollout)
         ids, attention = columns(problems, "input_ids", "attention_mask")
         n, call = problems.meta_info.get("n", rollout.limits.get("n", 1)), self._calls(generate.group, problems)
         started = []
@@ -312,19 +352,19 @@ class Episodes:
             started += [(problem, self.start(problem, seed_of(call, row, sample))) for sample in range(n)]
         self.run()
         made = [
-            Trajectory(problem["prompt_ids"]) if future.exception() else future.result() for problem, future in started
+            future.result() if error is None else Trajectory(problem["prompt_ids"], ended=error.kind)  # type: ignore[attr-defined]
+            for problem, future in started
+            for error in (future.exception(),)
         ]
         whole = trajectory_batch(
             made,
             prompt_length=max(ids.shape[1], *(len(each.prompt) for each in made)),
             response_length=rollout.limits["response_length"],
             pad_token_id=problems.meta_info["pad_token_id"],
+            log_probs=rollout.log_probs,
         )
-        failed = torch.tensor([future.exception() is not None for _, future in started])
-        metrics = {**turn_metrics(made), **self.take_metrics()}
-        return DataProto.from_dict(
-            {**whole, FAILED: failed}, meta_info={**problems.meta_info, "n": n, "metrics": metrics}
-        )
+        whole[FAILED] = torch.tensor([each.ended in FAILURE_KINDS for each in made])
+        return DataProto.from_dict(whole, meta_info={**rollout.meta_info(n), "metrics": self.take_metrics(made)})
 
     @staticmethod
     def _calls(group: Any, problems: DataProto) -> int:
@@ -346,11 +386,20 @@ class Episodes:
             elif len(self) and self._made.empty():
                 self.pump(0.01)
 
-    def take_metrics(self) -> dict[str, float]:
-        """Return how many episodes failed since the last call, and why."""
-        counts, self.counts = self.counts, Counter()
-        names = ("failed", "raised", "timed_out", "died", "invalid", "restarted")
-        return {f"episodes/{name}": float(counts[name]) for name in names}
+    def take_metrics(self, made: Sequence[Trajectory]) -> dict[str, float]:
+        """Return how many of the trajectories failed, and why, and their numbers of turns.
+
+        ``episodes/restarted`` counts the episodes that have begun again since the last call.
+        """
+        restarted, self.restarted = self.restarted, 0
+        kinds, turns = Counter(each.ended for each in made), [each.turns for each in made]
+        counts = {kind: kinds[kind] for kind in FAILURE_KINDS}
+        counts |= {"failed": sum(counts.values()), "restarted": restarted}
+        return {f"episodes/{name}": float(count) for name, count in counts.items()} | {
+            "multi_turn/turns_mean": sum(turns) / len(turns),
+            "multi_turn/turns_max": float(max(turns)),
+            "multi_turn/reply_tokens_mean": sum(len(each.own) - sum(each.own) for each in made) / len(turns),
+        }
 
     def close(self) -> None:
         """End the processes and drop all episodes."""
@@ -362,6 +411,16 @@ class Episodes:
         self._running.clear()
         self._waiting.clear()
 
+    def _begin_waiting(self) -> bool:
+        """Start the episodes that wait, as far as they may run, and return whether one was started."""
+        before = len(self._running)
+        while self._waiting and len(self._running) < self.concurrency:
+            if self._waiting[0].future.cancelled():
+                self._cancel_turns(self._waiting.popleft())
+            elif not self._begin(self._waiting[0]):
+                break
+        return len(self._running) > before
+
     def _begin(self, running: _Running) -> bool:
         """Start the first waiting episode, if there is a host for it."""
         if len(self._hosts) < self.processes:
@@ -372,7 +431,7 @@ class Episodes:
             return False
         running.host = host = min(free, key=lambda each: len(each.running))
         self._waiting.popleft()
-        running.made, running.waiting, running.prompts = MadeTokens(), {}, 0
+        running.prompts = 0
         running.deadline = time.monotonic() + self.timeout_s
         self._running[running.number] = host.running[running.number] = running
         longest = self._connected().limits["response_length"]
@@ -402,13 +461,16 @@ class Episodes:
         self._hosts.remove(host)
         reason = host.end()
         for running in list(host.running.values()):
-            failed, running.alone = running.alone, not running.waiting
-            self._drop(running)
+            failed, running.alone = running.alone, not running.waits
             if failed:
+                self._drop(running)
                 self._fail(running, error or EpisodeError(reason, kind="died"))
-            else:
-                self.counts["restarted"] += 1
-                self._waiting.appendleft(running)
+                continue
+            del self._running[running.number]
+            for turn in running.made.turns.values():
+                turn.is_awaited = False
+            self.restarted += 1
+            self._waiting.appendleft(running)
 
     def _handle(self, host: _Host, message: tuple[Any, ...]) -> None:
         kind, number, *values = message
@@ -423,7 +485,9 @@ class Episodes:
             if kind == "submit":
                 self._submit(running, *values)
             elif kind == "cancel":
-                running.waiting.pop(values[0], _GONE).cancel()
+                turn = running.made.turns.pop(values[0], None)
+                if turn is not None and turn.submitted is not None:
+                    self.cancel(turn.submitted)
             elif kind == "raised":
                 raise EpisodeError(values[0], kind="raised")
             elif kind == "end":
@@ -445,41 +509,47 @@ class Episodes:
             if not any(trajectory.own):
                 trajectory.seed = running.seed if running.prompts == 0 else seed_of(running.seed, running.prompts)
                 running.prompts += 1
-            before = len(trajectory.tokens)
-            submitted = rollout.submit(trajectory, **options)
+            turn = Turn(trajectory, len(trajectory.tokens))
+            known = running.made.turns.get(request)
+            if known is not None and known.context() == turn.context():
+                turn = known
+            running.made.turns[request], turn.is_awaited = turn, True
+            if turn.trajectory.ended and turn is known:
+                self._made.put((running, request))
+            elif turn.submitted is None:
+                turn.submitted = rollout.submit(turn.trajectory, **options)
+                turn.submitted.key = f"{running.key}/{request}"
+                turn.submitted.add_done_callback(lambda done: self._made.put((running, request)))
         except EpisodeError:
             raise
         except MControllerError as error:
             assert running.host is not None
-            running.host.send(("failed", request, error))
-            return
-        running.waiting[request] = submitted
-        submitted.add_done_callback(lambda done: self._made.put((running, request, submitted, before)))
+            del running.made.turns[request]
+            running.host.send(("failed", running.number, request, error))
 
     def _deliver(self) -> None:
         """Send the turns that were made to their episodes."""
         while True:
             try:
-                running, request, submitted, before = self._made.get_nowait()
+                running, request = self._made.get_nowait()
             except Empty:
                 return
-            host = running.host
-            if running.waiting.get(request) is not submitted or host is None:
+            host, turn = running.host, running.made.turns.get(request)
+            if turn is None or host is None or not turn.is_awaited or (turn.submitted and turn.submitted.cancelled()):
                 continue
-            del running.waiting[request]
+            submitted, turn.submitted, turn.is_awaited = turn.submitted, None, False
             running.deadline = time.monotonic() + self.timeout_s
-            if (error := submitted.exception()) is not None:
-                self._send(host, ("failed", request, error))
+            if submitted is not None and (error := submitted.exception()) is not None:
+                self._send(host, ("failed", running.number, request, error))
                 continue
-            made = submitted.trajectory
-            running.made.add(made, before)
-            added = {name: getattr(made, name)[before:] for name in ("tokens", "log_probs", "versions")}
-            self._send(host, ("made", request, (added, made.ended)))
+            made = turn.trajectory
+            added = {name: getattr(made, name)[turn.before :] for name in ("tokens", "log_probs", "versions")}
+            self._send(host, ("made", running.number, request, (added, made.ended)))
 
     def _check_deadlines(self) -> None:
         """Stop the episodes that take too long; a process that does not answer is blocked by one of its episodes."""
         now = time.monotonic()
-        for running in [each for each in self._running.values() if not each.waiting and each.deadline < now]:
+        for running in [each for each in self._running.values() if each.deadline < now and not each.waits]:
             running.deadline = float("inf")
             assert running.host is not None
             running.host.kill_at = min(running.host.kill_at, now + GRACE_S)
@@ -497,28 +567,20 @@ class Episodes:
         del self._running[running.number]
         if host is not None:
             del host.running[running.number]
-        for submitted in running.waiting.values():
-            submitted.cancel()
-        running.waiting, running.host = {}, None
+        self._cancel_turns(running)
+        running.host = None
         if stop and host in self._hosts:
             self._send(host, ("stop", running.number))
 
+    def _cancel_turns(self, running: _Running) -> None:
+        for turn in running.made.turns.values():
+            if turn.submitted is not None:
+                self.cancel(turn.submitted)
+        running.made = MadeTokens({})
+
     def _fail(self, running: _Running, error: EpisodeError) -> None:
-        self.counts["failed"] += 1
-        self.counts[error.kind] += 1
-        if self.counts["failed"] <= 3:
+        self.failed += 1
+        if self.failed <= 3:
             logger.warning("episode %d failed: %s", running.number, error)
         if running.future.set_running_or_notify_cancel():
             running.future.set_exception(error)
-
-
-def make_episodes(config: MultiTurnConfig, tokenizer: Any) -> Episodes | None:
-    """Return the episodes of a configuration, if it names a function.
-
-    Raises:
-        ConfigError: the function cannot be imported, is not async, or does not take the options.
-    """
-    if config.episode is None:
-        return None
-    limits = {"processes": config.processes, "concurrency": config.concurrency, "timeout_s": config.timeout_s}
-    return Episodes(config.episode, config.options, tokenizer=tokenizer, **limits)  # type: ignore[arg-type]

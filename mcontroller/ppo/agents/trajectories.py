@@ -104,20 +104,21 @@ class Submitted(Future[Trajectory]):
         limit: [tokens] the most of the response.
         stop_token_ids: the tokens that end this turn, and leave the response open.
         settings: the ``meta_info`` of its calls; trajectories with equal settings share a call.
+        key: what the program knows it by.
     """
+
+    key: Any = None
 
     def __init__(
         self,
         rollout: TrajectoryRollout,
         trajectory: Trajectory,
         limit: int,
-        stop_token_ids: Collection[int],
-        sampling: Mapping[str, Any],
+        stop_token_ids: frozenset[int],
+        settings: Mapping[str, Any],
     ) -> None:
         super().__init__()
-        self.trajectory, self.limit, self.stop_token_ids = trajectory, limit, frozenset(stop_token_ids)
-        ends = {*_token_ids(sampling["eos_token_id"]), *stop_token_ids}
-        self.settings = {**sampling, "eos_token_id": sorted(ends)}
+        self.trajectory, self.limit, self.stop_token_ids, self.settings = trajectory, limit, stop_token_ids, settings
         self._rollout = rollout
 
     def end(self) -> str:
@@ -126,6 +127,11 @@ class Submitted(Future[Trajectory]):
         if last in self.settings["eos_token_id"]:
             return "turn" if last in self.stop_token_ids else "stop"
         return "length" if len(self.trajectory.tokens) >= self.limit else ""
+
+    def cancel(self) -> bool:
+        """Take it out before the next slice; return whether it had not ended."""
+        self._rollout.some_cancelled = True
+        return super().cancel()
 
     def result(self, timeout: float | None = None) -> Trajectory:
         """Return the trajectory when it has ended.
@@ -162,8 +168,11 @@ class TrajectoryRollout:
 
     Attributes:
         driven, slice_tokens, capacity, sampling: as passed.
-        limits: ``prompt_length``, ``response_length`` and ``vocab_size`` of the workers' configuration.
+        limits: of the workers' configuration: ``prompt_length``, ``response_length``, ``vocab_size``, ``max_rows``, and
+            if they have them, ``n`` and ``temperature``.
         submissions: the number of trajectories that were submitted without a seed, on which the next seed depends.
+        some_cancelled: whether some of those in flight may have been cancelled.
+        log_probs: the name of the column with log-probabilities that the group returned last; None: there was none.
     """
 
     def __init__(
@@ -176,11 +185,14 @@ class TrajectoryRollout:
         **sampling: Any,
     ) -> None:
         self.group, self.sampling, self.driven = group, sampling, driven
-        self.limits: Mapping[str, int] = group.generation_limits()[0]
+        self.limits: Mapping[str, Any] = group.generation_limits()[0]
         self.slice_tokens = slice_tokens
         self.capacity = capacity or self.limits["max_rows"] or 256
-        self.submissions = 0
-        self._live: list[Submitted] = []
+        self.submissions, self.some_cancelled = 0, False
+        self.log_probs: str | None = LOG_PROBS[0]
+        self._basis: dict[str, Any] = {}
+        self._live: dict[Submitted, None] = {}
+        self._settings: dict[frozenset[int], Mapping[str, Any]] = {}
         self._calls: list[tuple[list[Submitted], DataProto]] = []
         self._lock = threading.RLock()
         self._driver: asyncio.Task[None] | None = None
@@ -189,10 +201,19 @@ class TrajectoryRollout:
         """The number of trajectories in flight."""
         return len(self._live)
 
+    def meta_info(self, n: int) -> dict[str, Any]:
+        """Return the ``meta_info`` of a batch of trajectories, ``n`` for each problem."""
+        temperature = {"temperature": self.limits["temperature"]} if "temperature" in self.limits else {}
+        return {**temperature, **self._basis, **self.sampling, "n": n}
+
     @property
     def live(self) -> Sequence[Submitted]:
         """The trajectories in flight, in the order of their submission."""
-        return tuple(self._live)
+        with self._lock:
+            if self.some_cancelled:
+                self._live = {each: None for each in self._live if not each.done()}
+                self.some_cancelled = False
+            return tuple(self._live)
 
     def submit(
         self,
@@ -224,10 +245,22 @@ class TrajectoryRollout:
         limit = min(response_length or self.limits["response_length"], self.limits["response_length"])
         self._check(trajectory, limit)
         trajectory.ended = ""
-        submitted = Submitted(self, trajectory, limit, stop_token_ids, {**self.sampling, **sampling})
+        stops = frozenset(stop_token_ids)
+        settings = None if sampling else self._settings.get(stops)
+        if settings is None:
+            settings = {**self.sampling, **sampling}
+            settings["eos_token_id"] = sorted({*_token_ids(settings["eos_token_id"]), *stops})
+            if not sampling:
+                self._settings[stops] = settings
+        submitted = Submitted(self, trajectory, limit, stops, settings)
         with self._lock:
-            self._live.append(submitted)
+            self._live[submitted] = None
         return submitted
+
+    def restart(self, group: Any) -> None:
+        """Generate with another group from now on: only the slice in flight is lost, and made again."""
+        with self._lock:
+            self.group, self._calls = group, []
 
     def start(self, chosen: Sequence[Submitted] | None = None) -> bool:
         """Send the calls of a slice, and return whether there is one in flight; trajectories that join later wait.
@@ -238,9 +271,7 @@ class TrajectoryRollout:
         with self._lock:
             if self._calls:
                 return True
-            if chosen is None:
-                self._live = [each for each in self._live if not each.done()]
-            rows = list(self._live[: self.capacity] if chosen is None else chosen)
+            rows = list(self.live[: self.capacity] if chosen is None else chosen)
             while rows:
                 alike = [each for each in rows if each.settings == rows[0].settings]
                 rows = [each for each in rows if each.settings != rows[0].settings]
@@ -263,6 +294,8 @@ class TrajectoryRollout:
             batches = [(rows, batch.get()) for rows, batch in calls]
             for rows, batch in batches:
                 append_sampled([each.trajectory for each in rows], batch, [each.limit for each in rows])
+                self.log_probs = log_probs_of(batch)
+                self._basis = {name: value for name, value in batch.meta_info.items() if name in LOG_PROBS}
             return self._settled([each for rows, _ in batches for each in rows])
 
     def put(
@@ -282,25 +315,20 @@ class TrajectoryRollout:
         for each in rows:
             each.trajectory.ended = each.end()
         ended = [each for each in rows if each.trajectory.ended]
-        if ended:
-            with self._lock:
-                self._live = [each for each in self._live if not each.trajectory.ended]
+        with self._lock:
+            for each in ended:
+                self._live.pop(each, None)
         taken = [each for each in ended if each.set_running_or_notify_cancel()]
         for each in taken:
             each.set_result(each.trajectory)
         return taken
 
-    def withdraw(self, some: Sequence[Submitted]) -> None:
-        """Cancel trajectories; none of them may be in the slice in flight."""
-        cancelled = {each for each in some if each.cancel()}
-        with self._lock:
-            self._live = [each for each in self._live if each not in cancelled]
-
     def postpone(self, some: Sequence[Submitted]) -> None:
         """Continue these trajectories after all others in flight."""
-        later = {*some}
         with self._lock:
-            self._live = [each for each in self._live if each not in later] + list(some)
+            for each in some:
+                self._live.pop(each)
+                self._live[each] = None
 
     def advance(self) -> list[Submitted]:
         """Make one slice, and return the trajectories that it has ended."""
@@ -322,7 +350,7 @@ class TrajectoryRollout:
                 await _let_waiters_run()
         except Exception as error:
             with self._lock:
-                waiting, self._live = self._live, []
+                waiting, self._live = self._live, {}
             for each in waiting:
                 if each.set_running_or_notify_cancel():
                     each.set_exception(error)
@@ -446,12 +474,13 @@ def trajectory_batch(
     Returns:
         ``response_mask`` is 0 for the environment's tokens, which are in ``attention_mask``. ``truncated``, bool
         ``[rows]``: whether a response ended for lack of room or turns. ``policy_version`` int64 ``[rows]`` is that of
-        a row's oldest token, ``token_versions`` int64 ``[rows, response]`` that of each; -1 for those not sampled.
+        a row's oldest token, or the newest of all if it has none; ``token_versions`` int64 ``[rows, response]`` that of
+        each token, -1 for those not sampled.
     """
     rows = len(trajectories)
     ids = np.full((rows, prompt_length + response_length), pad_token_id)
     attended = np.zeros(ids.shape, np.int64)
-    filled = {name: np.full((rows, response_length), empty) for name, empty in (("own", 0), ("versions", -1))}
+    filled = {"own": np.zeros((rows, response_length), np.int64), "versions": np.full((rows, response_length), -1)}
     filled["log_probs"] = np.zeros((rows, response_length), np.float32)
     for row, each in enumerate(trajectories):
         length, start = len(each.tokens), prompt_length - len(each.prompt)
@@ -462,16 +491,21 @@ def trajectory_batch(
     sequences, attention = torch.from_numpy(ids), torch.from_numpy(attended)
     mask, versions, scores = (torch.from_numpy(filled[name]) for name in ("own", "versions", "log_probs"))
     prompts, responses = sequences[:, :prompt_length].clone(), sequences[:, prompt_length:].clone()
-    oldest = [min((version for version in each.versions if version >= 0), default=0) for each in trajectories]
+    ends = torch.tensor([len(each.prompt) + len(each.tokens) for each in trajectories])
+    starts = torch.tensor([prompt_length - len(each.prompt) for each in trajectories])
+    positions = torch.arange(sequences.shape[1]) - starts[:, None]
+    torch.minimum(positions.clamp_(min=0), ends[:, None] - 1, out=positions)
+    sampled = [{*each.versions} - {-1} for each in trajectories]
+    newest = max((max(each) for each in sampled if each), default=0)
     whole = {
         "prompts": prompts,
         "responses": responses,
         "response_mask": mask,
         "input_ids": sequences,
         "attention_mask": attention,
-        "position_ids": (attention.cumsum(1) - 1).clamp(min=0),
+        "position_ids": positions,
         "truncated": torch.tensor([each.ended == "length" for each in trajectories]),
-        "policy_version": torch.tensor(oldest, dtype=torch.long),
+        "policy_version": torch.tensor([min(each, default=newest) for each in sampled], dtype=torch.long),
         "token_versions": versions,
     } | ({} if log_probs is None else {log_probs: scores})
     if any(each.experts for each in trajectories):
@@ -481,11 +515,13 @@ def trajectory_batch(
 
 def _experts(trajectories: Sequence[Trajectory], prompt_length: int, response_length: int) -> Tensor:
     """Return the column ``routed_experts`` of whole responses; -1 for tokens that have none."""
-    one = trajectories[0].experts[0]
+    one = next(each.experts[0] for each in trajectories if each.experts)
     column = one.new_full((len(trajectories), prompt_length + response_length, *one.shape[1:]), -1)
     for row, each in enumerate(trajectories):
-        found, start = torch.cat(each.experts), prompt_length - len(each.prompt)
-        column[row, start : start + len(found)] = found
+        start = prompt_length - len(each.prompt)
+        for part in each.experts:
+            column[row, start : start + len(part)] = part
+            start += len(part)
     return column
 
 

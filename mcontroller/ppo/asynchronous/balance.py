@@ -44,6 +44,8 @@ class Balance:
     def take_step(self) -> dict[str, float]:
         """Return the shares of the time since the last call in which each side waited for the other."""
         now = time.perf_counter()
+        if self._free is not None:
+            self.idle, self._free = self.idle + now - self._free, now
         seconds, self._step = max(now - self._step, 1e-9), now
         waited, idle = self.waited - self._before[0], self.idle - self._before[1]
         self.elapsed, self._before = self.elapsed + seconds, (self.waited, self.idle)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import time
 import zlib
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,49 +19,25 @@ import torch
 from mcontroller.data.protocol import DataProto
 from mcontroller.errors import ConfigError, DataError, MControllerError
 from mcontroller.group import WorkerGroup
-from mcontroller.ppo.agents.trajectories import Submitted, Trajectory, TrajectoryRollout, trajectory_batch
-from mcontroller.ppo.agents.turns import MultiTurnRollout, stop_ids, turn_metrics
+from mcontroller.ppo.agents.episodes import FAILURE_KINDS, Episodes, Turn
+from mcontroller.ppo.agents.trajectories import (
+    Submitted,
+    Trajectory,
+    TrajectoryRollout,
+    seed_of,
+    trajectory_batch,
+)
 from mcontroller.ppo.asynchronous.balance import Balance
 from mcontroller.ppo.asynchronous.events import EventLog, Schedule
+from mcontroller.ppo.asynchronous.groups import STATE, Group, Unfinished, other_columns, restored_groups, saved_groups
 from mcontroller.ppo.config import PPOConfig
-from mcontroller.ppo.data import columns
+from mcontroller.ppo.data import FAILED, columns
 from mcontroller.ppo.generation import ASYNCHRONOUS, Generations, RolloutFunction, RolloutWeights, not_drawn
 from mcontroller.ppo.saving.run_record import BatchInFlight
 from mcontroller.ppo.stages import Stages
 
-STATE = "trajectory_state"
-"""Column of a saved batch, int64 ``[rows, 9]``: of the group its number, row, version, attempt and ``completed``; the
-place of the response among those in flight, -1 if it has ended; its tokens, its last turn's first, its turns."""
-
-
-@dataclasses.dataclass(eq=False)
-class Group:
-    """The responses to one problem.
-
-    Attributes:
-        number: of the problem in the run, its ``uid``.
-        problems: the batch that it was drawn with.
-        batch: the number of that batch in the data set, if it has one.
-        row: of the problem in the batch.
-        version: of the policy when it was submitted.
-        attempt: how often it was dropped.
-        completed: its place in the order in which groups were completed; -1 while it is not.
-        responses: so far.
-    """
-
-    number: int
-    problems: DataProto
-    batch: int | None
-    row: int
-    version: int
-    attempt: int = 0
-    completed: int = -1
-    responses: list[Trajectory] = dataclasses.field(default_factory=list)
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether all responses have ended."""
-        return self.completed >= 0
+EPISODE_S = 0.01
+"""[s] How long the trainer waits at a time for episodes that do something else than wait for the policy."""
 
 
 class AsynchronousGenerations(Generations):
@@ -82,22 +60,24 @@ class AsynchronousGenerations(Generations):
     def __init__(self, config: PPOConfig, stages: Stages, weights: RolloutWeights) -> None:
         super().__init__(config.trainer.max_staleness, stages, weights)
         trainer, workers = config.trainer, config.actor_rollout_ref if config.rollout is None else config.rollout
-        self._options, self._workers, self._seed = trainer.asynchronous, workers, config.data.seed
+        self._options, self._seed = trainer.asynchronous, config.data.seed
         self._n: int = getattr(getattr(workers, "rollout", None), "n", 1)
         self._schedule = Schedule(self._options)
         replay = None if self._options.replay is None else Path(self._options.replay)
         self.log = EventLog(Path(trainer.default_local_dir), resumes=trainer.resume, replay=replay)
         self.balance = Balance()
         self._slices: TrajectoryRollout | None = None
-        self._turns: MultiTurnRollout | None = None
+        self._episodes: Episodes | None = None
         self._reset()
         if self._schedule.is_live:
             stages.pump = self.pump
         weights.moving = self._moving
 
     def _reset(self) -> None:
-        self._groups: list[Group] = []
-        self._of: dict[Submitted, tuple[Group, int]] = {}
+        self._groups: dict[int, Group] = {}
+        self._futures: dict[int, Future[Trajectory]] = {}
+        self._ended: dict[int, Trajectory] = {}
+        self._unwanted: list[Submitted] = []
         self._sent: list[tuple[Submitted, int]] = []
         self._error: MControllerError | None = None
         self._completed, self._ready, self._version = 0, 0, -1
@@ -117,24 +97,37 @@ class AsynchronousGenerations(Generations):
                 key="trainer.max_staleness",
                 value=self._ahead,
             )
-        self._slices = self._rollout_of(rollout)
-        self._turns = rollout_fn if isinstance(rollout_fn, MultiTurnRollout) else None
+        self._connect_slices()
+
+    def _connect_slices(self) -> None:
+        """Begin without responses in flight."""
+        tokens, rows = self._options.slice_tokens, self._options.capacity or None
+        self._slices = TrajectoryRollout(
+            self._rollout, slice_tokens=tokens, capacity=rows, driven=True, **self._sampling
+        )
+        self.close()
+        if isinstance(self._rollout_fn, Episodes):
+            self._episodes = self._rollout_fn.another()
+            self._episodes.connect(self._slices)
+            self._episodes.cancel = self._unwanted.append
+
+    def close(self) -> None:
+        """End the processes of episodes."""
+        if self._episodes is not None:
+            self._episodes.close()
 
     def restart(self, rollout: WorkerGroup[Any]) -> None:
         """Generate with another group from now on; only the running slice is lost, and made again."""
         assert self._slices is not None
-        self._rollout, before = rollout, self._slices
-        self._slices, self._sent, self._error, self._is_restored = self._rollout_of(rollout), [], None, True
-        for each in before.live:
-            self._continue(*self._of.pop(each), each.trajectory)
+        self._slices.restart(rollout)
+        self._rollout, self._sent, self._error, self._is_restored = rollout, [], None, True
 
-    def _rollout_of(self, group: WorkerGroup[Any]) -> TrajectoryRollout:
-        tokens, rows = self._options.slice_tokens, self._options.capacity or None
-        return TrajectoryRollout(group, slice_tokens=tokens, capacity=rows, driven=True, **self._sampling)
+    def _batch_size(self) -> int:
+        return len(next(iter(self._groups.values())).problems)
 
     def __len__(self) -> int:
         """The number of batches that were drawn and not trained on; their groups may be of more batches."""
-        return -(-len(self._groups) // len(self._groups[0].problems)) if self._groups else 0
+        return -(-len(self._groups) // self._batch_size()) if self._groups else 0
 
     # ---- a step ----------------------------------------------------------------------------------------------------
 
@@ -156,6 +149,7 @@ class AsynchronousGenerations(Generations):
             self.balance.begin()
         self._raise_error()
         self._weights.update()
+        self._until(lambda: True)  # what came before this event
         size = len(problems)
         self._submit(problems)
         while len(self._groups) < (self._ahead + 1) * size:
@@ -165,54 +159,66 @@ class AsynchronousGenerations(Generations):
         chosen = self._chosen(size)
         assert chosen is not None
         self.log.record({"event": "taken", "groups": [group.number for group in chosen]})
-        taken = {*chosen}
-        self._groups = [group for group in self._groups if group not in taken]
+        for group in chosen:
+            del self._groups[group.number]
         self._ready -= size
         return *self._batch(chosen), self._metrics()
 
     def _submit(self, problems: DataProto) -> None:
-        if self._groups and len(problems) != len(self._groups[0].problems):
+        if self._groups and len(problems) != self._batch_size():
             raise DataError(
-                f"a batch of {len(problems)} problems, and one in flight has {len(self._groups[0].problems)}: with "
+                f"a batch of {len(problems)} problems, and one in flight has {self._batch_size()}: with "
                 f"trainer.max_staleness={self._ahead} all batches of a run have one size",
                 rows=len(problems),
-                expected=len(self._groups[0].problems),
+                expected=self._batch_size(),
             )
         first, batch = self._asked, self._numbered(problems)
         for row in range(len(problems)):
-            group = Group(first + row, problems, batch, row, self._version)
-            self._groups.append(group)
+            group = self._groups[first + row] = Group(first + row, problems, batch, row, self._version)
             self._begin_group(group)
         self.log.record({"event": "submitted", "first": first, "groups": len(problems), "version": self._version})
 
     def _begin_group(self, group: Group) -> None:
         """Submit the responses of a group; each has a seed of its own, so that their order does not change them."""
         ids, mask = columns(group.problems, "input_ids", "attention_mask")
-        prompt = ids[group.row][mask[group.row].bool()].tolist()
+        prompt, others = ids[group.row][mask[group.row].bool()].tolist(), other_columns(group.problems, group.row)
         for index in range(self._n):
-            text = f"{self._seed}/{group.number}/{index}/{group.attempt}".encode()
-            seed = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)
-            self._continue(group, index, Trajectory(prompt, _others(group.problems, group.row), seed=seed))
+            seed = seed_of(self._seed, group.number, index, group.attempt)
+            group.responses.append(Trajectory(prompt, others, seed=seed))
+            self._begin_response(group, index)
 
-    def _continue(self, group: Group, index: int, trajectory: Trajectory) -> None:
-        """Submit a trajectory as a response of a group, in place of the one that it had."""
+    def _begin_response(self, group: Group, index: int, turns: Mapping[int, Turn] | None = None) -> None:
+        """Submit a response, or start the episode that makes it, with the turns that it had."""
         assert self._slices is not None
-        group.responses[index : index + 1] = [trajectory]
-        stops = () if self._turns is None else self._turns.environment.stop_token_ids
-        self._of[self._slices.submit(trajectory, stop_token_ids=stops)] = (group, index)
+        key, response = group.number * self._n + index, group.responses[index]
+        if self._episodes is None:
+            self._slices.submit(response).key = key
+            return
+        problem = {**response.problem, "prompt_ids": response.prompt}
+        future = self._futures[key] = self._episodes.start(problem, response.seed, key=key, turns=turns)
+        future.add_done_callback(partial(self._episode_ended, key, response))
+
+    def _episode_ended(self, key: int, response: Trajectory, done: Future[Trajectory]) -> None:
+        if not done.cancelled():
+            error: Any = done.exception()
+            self._ended[key] = done.result() if error is None else dataclasses.replace(response, ended=error.kind)
+            del self._futures[key]
 
     def _drop_stale(self) -> None:
         """Begin the groups again that are older than they may be."""
-        stale = [group for group in self._groups if self._version - group.version > self._ahead]
+        stale = [group for group in self._groups.values() if self._version - group.version > self._ahead]
         if self._options.stale != "drop" or not stale or self._slices is None:
             return
-        if self._sent:
-            self._wait()
-        thrown = [response for response in self._slices.live if self._of[response][0] in stale]
-        self._slices.withdraw(thrown)
-        for response in thrown:
-            del self._of[response]
-        tokens = sum(len(each.tokens) for group in stale for each in group.responses)
+        with self._holding():
+            self._until(lambda: True)
+        numbers = {group.number for group in stale}
+        thrown = [each for each in self._slices.live if _response(each) // self._n in numbers]
+        tokens = sum(len(each.tokens) for group in stale for each in group.responses if each.ended)
+        tokens += sum(len(each.trajectory.tokens) for each in thrown)
+        for each in thrown:
+            each.cancel()
+        for key in [key for key in (*self._futures, *self._ended) if key // self._n in numbers]:
+            self._end_episode(key)
         for group in stale:
             self._ready -= group.is_complete
             group.attempt, group.version, group.completed, group.responses = group.attempt + 1, self._version, -1, []
@@ -226,14 +232,15 @@ class AsynchronousGenerations(Generations):
         With ``stale="finish"``, ``j`` more steps can take ``j * size`` groups of those that are too old after them;
         this step has to take the others.
         """
+        groups = self._groups.values()
         if self._options.take == "in_order":
-            first = self._groups[:size]
+            first = list(islice(groups, size))
             return first if all(group.is_complete for group in first) else None
-        complete = sorted((group for group in self._groups if group.is_complete), key=lambda group: group.completed)
+        complete = sorted((group for group in groups if group.is_complete), key=lambda group: group.completed)
         chosen: list[Group] = []
         for later in range(self._ahead if self._options.stale == "finish" else 0):
             oldest = self._version + later - self._ahead
-            missing = sum(group.version <= oldest for group in self._groups) - later * size - len(chosen)
+            missing = sum(group.version <= oldest for group in groups) - later * size - len(chosen)
             if missing > 0:
                 taken = {*chosen}
                 old = [group for group in complete if group.version <= oldest and group not in taken]
@@ -250,22 +257,25 @@ class AsynchronousGenerations(Generations):
         for group in chosen:
             rows.setdefault(id(group.problems), (group.problems, []))[1].append(group.row)
         problems = DataProto.concat([batch.select_idxs(torch.tensor(some)) for batch, some in rows.values()])
-        temperature = getattr(getattr(self._workers, "rollout", None), "temperature", None)
-        meta_info = {**self._sampling, "n": self._n}
-        if temperature is not None:
-            meta_info["temperature"] = temperature
-        if self._turns is not None:
-            meta_info["metrics"] = turn_metrics([each for group in chosen for each in group.responses])
-        batch = DataProto.from_dict(self._columns(chosen), meta_info=meta_info)
-        return problems, batch, problems.select([], non_tensor_batch_keys=None).repeat(self._n)
+        assert self._slices is not None
+        made, meta_info = [each for group in chosen for each in group.responses], self._slices.meta_info(self._n)
+        batch = self._columns(made, columns(problems, "input_ids")[0].shape[1], self._slices.log_probs)
+        if self._episodes is not None:
+            meta_info["metrics"] = self._episodes.take_metrics(made)
+            batch[FAILED] = torch.tensor([each.ended in FAILURE_KINDS for each in made])
+        others = problems.select([], non_tensor_batch_keys=None).repeat(self._n)
+        return problems, DataProto.from_dict(batch, meta_info=meta_info), others
 
-    def _columns(self, groups: Sequence[Group]) -> dict[str, torch.Tensor]:
+    def _columns(
+        self, made: Sequence[Trajectory], prompt_length: int, log_probs: str | None = "rollout_log_probs"
+    ) -> dict[str, torch.Tensor]:
         assert self._slices is not None
         return trajectory_batch(
-            [response for group in groups for response in group.responses],
-            prompt_length=columns(groups[0].problems, "input_ids")[0].shape[1],
+            made,
+            prompt_length=max(prompt_length, *(len(each.prompt) for each in made)),
             response_length=self._slices.limits["response_length"],
             pad_token_id=self._sampling["pad_token_id"],
+            log_probs=log_probs,
         )
 
     def _metrics(self) -> dict[str, float]:
@@ -289,6 +299,7 @@ class AsynchronousGenerations(Generations):
         if self._held or self._slices is None or self._error is not None or self.log.next is not None:
             return
         try:
+            self._exchange()
             if self._sent and not self._slices.ready():
                 return
             if self._sent:
@@ -298,16 +309,27 @@ class AsynchronousGenerations(Generations):
             self._error = error
 
     @contextmanager
+    def _holding(self) -> Iterator[None]:
+        """Send slices only where this thread asks for them."""
+        self._held = True
+        try:
+            yield
+        finally:
+            self._held = False
+
+    @contextmanager
     def _moving(self) -> Iterator[None]:
         """Have no slice in flight while weights move, and let the trajectories in flight finish first if they are to.
 
         After a checkpoint was loaded, the rollout has no weights for a slice yet.
         """
-        self._held = True
-        try:
+        with self._holding():
             if not self._is_restored:
                 finish = self._options.partial == "finish"
-                self._until(lambda: not (finish and self._started()), self._started if finish else None)
+                self._until(
+                    lambda: self.log.next is not None or not (finish and (self._started() or self._is_busy())),
+                    self._started if finish else None,
+                )
             yield
             self._is_restored = False
             if self._weights.version != self._version:
@@ -315,8 +337,6 @@ class AsynchronousGenerations(Generations):
                 self.log.record({"event": "weights", "version": self._version})
                 if self._options.partial == "stop" and self._slices is not None:
                     self._slices.postpone(self._started())
-        finally:
-            self._held = False
 
     def _started(self) -> list[Submitted]:
         """Return the responses in flight that have tokens."""
@@ -332,11 +352,75 @@ class AsynchronousGenerations(Generations):
         self._raise_error()
         if self._held and self._sent:
             self._wait()
+        self._exchange()
         while self._goes_on(needed=not reached()) and self._slices is not None:
-            if not self._sent and not self._send(self._slices.live if rows is None else rows()):
+            following = self.log.next
+            if following is not None and following["event"] == "ended":
+                ended, failed, cancelled = (following[name] for name in ("responses", "failed", "cancelled"))
+                if self._has_all([key for key in ended if str(key) not in failed], lambda: self._ended):
+                    self._settle(ended, failed, cancelled)
+            elif self._sent or self._send(self._slices.live if rows is None else rows()):
+                self._wait()
+                self._raise_error()
+            elif self._is_busy():
+                self._exchange(EPISODE_S)
+            else:
                 return
-            self._wait()
-            self._raise_error()
+            self._exchange()
+
+    def _is_busy(self) -> bool:
+        return self._episodes is not None and self._episodes.busy
+
+    def _exchange(self, seconds: float = 0.0) -> None:
+        """Let episodes go on, and take those that have ended, unless recorded events have the order."""
+        if self._episodes is None:
+            return
+        self._episodes.pump(seconds if self._episodes.busy else 0.0)
+        if (self._ended or self._unwanted) and self.log.next is None:
+            failed = {str(key): each.ended for key, each in self._ended.items() if each.ended in FAILURE_KINDS}
+            busy = {each for each, _ in self._sent}
+            cancelled = [each.key for each in self._unwanted if not each.done() and each not in busy]
+            self._settle([*self._ended], failed, cancelled)
+
+    def _has_all(self, wanted: Sequence[Any], there: Callable[[], Container[Any]]) -> bool:
+        """Let episodes go on until all that the next recorded event names are there, and return whether they are."""
+        until = time.monotonic()
+        if self._episodes is not None and self._episodes.processes:
+            until += self._episodes.timeout_s
+        while missing := [each for each in wanted if each not in there()]:
+            if not self._is_busy() and time.monotonic() > until:
+                self.log.diverge(f"without the responses {missing}")
+                return False
+            self._exchange(EPISODE_S)
+        return True
+
+    def _settle(self, ended: Sequence[int], failed: Mapping[str, str], cancelled: Sequence[str]) -> None:
+        """Take episodes that have ended, in this order, as responses of their groups, and cancel trajectories."""
+        assert self._slices is not None
+        for each in self._slices.live if cancelled else ():
+            if each.key in cancelled:
+                each.cancel()
+        self._unwanted[:] = [each for each in self._unwanted if not each.done()]
+        for key in ended:
+            group, index = self._groups[key // self._n], key % self._n
+            made = self._end_episode(key)
+            if made is None or str(key) in failed:
+                made = dataclasses.replace(group.responses[index], ended=failed[str(key)])
+            group.responses[index] = made
+            self._complete(group)
+        if ended or cancelled:
+            event = {"event": "ended", "responses": [*ended], "failed": {**failed}, "cancelled": [*cancelled]}
+            self.log.record(event)
+
+    def _end_episode(self, key: int) -> Trajectory | None:
+        """Return what an episode has made, and forget it; stop it if it has not ended."""
+        if key in self._futures:
+            self._futures.pop(key).cancel()
+        return self._ended.pop(key, None)
+
+    def _complete(self, group: Group) -> None:
+        if not group.is_complete and all(each.ended for each in group.responses):
+            group.completed, self._completed, self._ready = self._completed, self._completed + 1, self._ready + 1
 
     def _wait(self) -> None:
         """Wait for the slice in flight."""
@@ -347,7 +431,7 @@ class AsynchronousGenerations(Generations):
 
     def _goes_on(self, *, needed: bool) -> bool:
         following = self.log.next
-        if following is not None and following["event"] == "slice":
+        if following is not None and following["event"] in ("slice", "ended"):
             return True
         if following is not None and needed:
             self.log.diverge("a slice")
@@ -362,8 +446,10 @@ class AsynchronousGenerations(Generations):
         elif isinstance(following["rows"], int):
             rows = live[: following["rows"]]
         else:
-            by_id = {self._id(each): each for each in live}
-            rows = [by_id[each] for each in following["rows"] if each in by_id]
+            slices, wanted = self._slices, following["rows"]
+            self._has_all(wanted, lambda: {each.key for each in slices.live})
+            by_key = {each.key: each for each in slices.live}
+            rows = [by_key[each] for each in wanted if each in by_key]
         if not rows and following is not None and live:
             self.log.diverge("a slice of other responses")
             return self._send(live)
@@ -389,38 +475,25 @@ class AsynchronousGenerations(Generations):
         self.balance.ended()
         rows = [each for each, _ in sent]
         made = [each.trajectory.tokens[length:] for each, length in sent]
+        in_order = self._episodes is None and rows == list(live[: len(rows)])
         crc32 = 0
         for tokens in made:
             crc32 = zlib.crc32(array("q", tokens).tobytes(), crc32)
         event: dict[str, Any] = {
             "event": "slice",
-            "rows": len(rows) if rows == list(live[: len(rows)]) else [self._id(each) for each in rows],
+            "rows": len(rows) if in_order else [each.key for each in rows],
             "version": rows[0].trajectory.versions[-1],
             "tokens": sum(map(len, made)),
             "crc32": crc32,
-            "ended": [self._id(each) for each in ended],
+            "ended": [each.key for each in ended],
         }
         if self._options.record_tokens:
             log_probs = [each.trajectory.log_probs[length:] for each, length in sent]
             event |= {"made": made, "log_probs": log_probs}
-        for response in ended:
-            group, index = self._of.pop(response)
-            if self._goes_on_after(response.trajectory):
-                self._continue(group, index, response.trajectory)
-            elif not group.is_complete and all(each.ended for each in group.responses):
-                group.completed, self._completed, self._ready = self._completed, self._completed + 1, self._ready + 1
+        if self._episodes is None:
+            for response in ended:
+                self._complete(self._groups[response.key // self._n])
         self.log.record(event)
-
-    def _goes_on_after(self, turn: Trajectory) -> bool:
-        """Whether the environment has replied to a response, which then goes on."""
-        if self._turns is None or self._slices is None:
-            return False
-        ends = stop_ids(self._sampling["eos_token_id"])
-        return bool(self._turns.continued([turn], ends, self._slices.limits["response_length"]))
-
-    def _id(self, response: Submitted) -> int:
-        group, index = self._of[response]
-        return group.number * self._n + index
 
     def _raise_error(self) -> None:
         error, self._error = self._error, None
@@ -437,32 +510,23 @@ class AsynchronousGenerations(Generations):
         """
         self._weights.update()
         batches: dict[int | None, list[Group]] = {}
-        for group in self._groups:
+        for group in self._groups.values():
             batches.setdefault(group.batch, []).append(group)
         if None in batches:
             raise not_drawn()
-        saved = tuple(BatchInFlight(number or 0, self._saved(groups)) for number, groups in batches.items())
+        assert self._slices is not None
+        episodes = {} if self._episodes is None else self._episodes.states()
+        places = {each.key: place for place, each in enumerate(self._slices.live)}
+        saved = []
+        for number, groups in batches.items():
+            made, state = saved_groups(groups, self._n, episodes, places)
+            batch = self._columns(made, columns(groups[0].problems, "input_ids")[0].shape[1])
+            saved.append(BatchInFlight(number or 0, DataProto.from_dict({**batch, **state})))
         mine = {"max_staleness": self._ahead, "version": self._version, "asked": self._asked}
-        return saved, {
+        return tuple(saved), {
             **self._sampling_state(),
             ASYNCHRONOUS: {**mine, "completed": self._completed, "log": self.log.state()},
         }
-
-    def _saved(self, groups: Sequence[Group]) -> DataProto:
-        assert self._slices is not None
-        places = {id(response.trajectory): place for place, response in enumerate(self._slices.live)}
-        state = torch.tensor(
-            [
-                (
-                    *(group.number, group.row, group.version, group.attempt, group.completed),
-                    *(places.get(id(each), -1), len(each.tokens), each.turn, each.turns),
-                )
-                for group in groups
-                for each in group.responses
-            ]
-        )
-        seeds = torch.tensor([each.seed for group in groups for each in group.responses])
-        return DataProto.from_dict({**self._columns(groups), STATE: state, "sample_seed": seeds})
 
     def restore(
         self,
@@ -488,53 +552,29 @@ class AsynchronousGenerations(Generations):
         self._reset()
         self.log.restore(mine.get("log", {}))
         if self._rollout is not None:
-            self._slices = self._rollout_of(self._rollout)
-        waiting: list[tuple[int, Group, int]] = []
+            self._connect_slices()
+        begun: list[Unfinished] = []
         for batch in saved if mine else ():
-            waiting += self._restored(batch, problems(batch.number))
-        for _, group, index in sorted(waiting, key=lambda each: each[0]):
-            self._continue(group, index, group.responses[index])
-        self._groups.sort(key=lambda group: group.number)
-        self._ready = sum(group.is_complete for group in self._groups)
+            drawn, (number, row, *_) = problems(batch.number), columns(batch.responses, STATE)[0][0].tolist()
+            self._asked = number - row
+            self._numbered(drawn)
+            groups, unfinished = restored_groups(batch, drawn, self._n, has_prompts=self._episodes is None)
+            self._groups |= {group.number: group for group in groups}
+            begun += unfinished
+        self._groups = dict(sorted(self._groups.items()))
+        for each in sorted(begun, key=lambda each: each.order):
+            self._begin_response(each.group, each.index, each.turns)
+        self._ready = sum(group.is_complete for group in self._groups.values())
         self._completed, self._version = mine.get("completed", 0), mine.get("version", -1)
         self._asked, self._is_restored = mine.get("asked", 0), True
+        if self._episodes is not None and self._slices is not None:
+            self._exchange()
+            places = {key: place for each in begun for key, place in each.places.items()}
+            self._slices.postpone(sorted(self._slices.live, key=lambda each: places.get(each.key, len(places))))
         self.balance.begin()
         return len(self)
 
-    def _restored(self, batch: BatchInFlight, problems: DataProto) -> list[tuple[int, Group, int]]:
-        """Add the groups of a saved batch, and return which responses of them are in flight, with their places."""
-        ids, mask = columns(problems, "input_ids", "attention_mask")
-        state, seeds = columns(batch.responses, STATE, "sample_seed")
-        made = columns(batch.responses, "responses", "response_mask", "rollout_log_probs", "token_versions")
-        prompts, truncated = columns(batch.responses, "prompts", "truncated")
-        groups: dict[int, Group] = {}
-        waiting = []
-        for row, (number, at, version, attempt, completed, place, *sizes) in enumerate(state.tolist()):
-            if not groups:
-                self._asked = number - at
-                self._numbered(problems)
-            new = Group(number, problems, batch.number, at, version, attempt, completed)
-            group = groups.setdefault(number, new)
-            prompt = ids[at][mask[at].bool()]
-            if not prompts[row, -len(prompt) :].equal(prompt):
-                raise DataError(
-                    f"the checkpoint has responses in flight to problem {at} of batch {batch.number}, which is another "
-                    "one now: resume with the same data and data.seed",
-                    batch=batch.number,
-                    row=at,
-                )
-            length, turn, turns = sizes
-            tokens, own, log_probs, versions = (column[row, :length].tolist() for column in made)
-            trajectory = Trajectory(prompt.tolist(), _others(problems, at), tokens, own, log_probs, versions)
-            trajectory.seed, trajectory.turn, trajectory.turns = int(seeds[row]), turn, turns
-            trajectory.ended = "" if place >= 0 else "length" if truncated[row] else "stop"
-            if place >= 0:
-                waiting.append((place, group, len(group.responses)))
-            group.responses.append(trajectory)
-        self._groups += groups.values()
-        return waiting
 
-
-def _others(problems: DataProto, row: int) -> dict[str, Any]:
-    """Return the other columns of a problem, which an environment can read."""
-    return {name: column[row] for name, column in problems.non_tensor_batch.items()}
+def _response(submitted: Submitted) -> int:
+    """Return the number of the response that a trajectory in flight belongs to."""
+    return submitted.key if isinstance(submitted.key, int) else int(submitted.key.partition("/")[0])

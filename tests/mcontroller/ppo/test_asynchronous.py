@@ -57,6 +57,7 @@ OPTIONS = [
     {"partial": "finish"},
     {"partial": "stop", "capacity": 5},
     {"schedule": "live"},
+    {"schedule": "live", "stale": "drop", "capacity": 5},
     {"record_tokens": True, "take": "in_order", "partial": "stop"},
 ]
 

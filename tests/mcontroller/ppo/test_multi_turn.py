@@ -6,15 +6,21 @@ import pytest
 import torch
 
 from mcontroller.data.protocol import DataProto
-from mcontroller.errors import ConfigError, DataError
+from mcontroller.dispatch.modes import Dispatch
+from mcontroller.dispatch.registration import register
+from mcontroller.errors import ConfigError
+from mcontroller.local import LocalWorkerGroup
 from mcontroller.ppo.agents.turns import ENVIRONMENTS, MultiTurnConfig, MultiTurnRollout, Trajectory, make_environment
+from mcontroller.ray.class_with_init import ClassWithInitArgs
+from mcontroller.worker import Worker
 
 PAD, EOS, CALL = 0, 1, 2
 PROMPT, RESPONSE = 4, 10
 PROMPTS = [[11, 12, 13], [21]]
+FAILURES = ("failed", "raised", "timed_out", "died", "invalid", "restarted")
 
 
-class Policy:
+class Policy(Worker):
     """Continues every context with the tokens of a script, and keeps the contexts that it was asked for.
 
     Args:
@@ -22,13 +28,26 @@ class Policy:
     """
 
     def __init__(self, script):
-        self.script = script
-        self.asked = []
+        self.script, self.asked, self.calls = script, [], 0
 
-    def __call__(self, prompts):
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def generation_limits(self):
+        return {"prompt_length": PROMPT, "response_length": RESPONSE, "vocab_size": 100, "max_rows": 0, "n": 1} | {
+            "temperature": 0.7
+        }
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def sampling_state(self):
+        return {"sampled_batches": self.calls}
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def restore_sampling(self, state):
+        self.calls = state["sampled_batches"]
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, changes_rows=True)
+    def generate_sequences(self, prompts):
         meta = prompts.meta_info
-        longest, n = meta.get("response_length", RESPONSE), meta["n"]
-        prompts = prompts.repeat(n)
+        longest = meta["response_length"]
         ids, attention = prompts.batch["input_ids"], prompts.batch["attention_mask"]
         responses = torch.full((len(prompts), longest), PAD)
         mask, log_probs = torch.zeros_like(responses), torch.zeros(responses.shape)
@@ -42,16 +61,8 @@ class Policy:
             mask[row, : len(turn)] = 1
             log_probs[row, : len(turn)] = -torch.tensor(turn) / 100.0
         assert ids.shape[1] + longest <= PROMPT + RESPONSE
-        columns = {
-            "prompts": ids,
-            "responses": responses,
-            "response_mask": mask,
-            "rollout_log_probs": log_probs,
-            "input_ids": torch.cat((ids, responses), 1),
-            "attention_mask": torch.cat((attention, mask), 1),
-            "policy_version": torch.full((len(prompts),), 7),
-        }
-        return DataProto.from_dict(columns, meta_info={**meta, "temperature": 0.7})
+        made = {"prompts": ids, "responses": responses, "response_mask": mask, "rollout_log_probs": log_probs}
+        return DataProto.from_dict({**made, "policy_version": torch.full((len(prompts),), 7)}, meta_info=meta)
 
 
 class Echo:
@@ -74,10 +85,11 @@ def problems(n=1):
     return batch
 
 
-def run(script, environment=None, max_turns=8, n=1):
-    policy = Policy({tuple(context): turn for context, turn in script})
-    environment = environment or Echo()
-    return MultiTurnRollout(environment, max_turns)(problems(n), policy), policy, environment
+def run(script, environment=None, max_turns=8, n=1, batch=None):
+    batch, environment = problems(n) if batch is None else batch, environment or Echo()
+    init = ClassWithInitArgs(Policy, {tuple(context): turn for context, turn in script})
+    group = LocalWorkerGroup(init, name_prefix="policy")
+    return MultiTurnRollout(environment, max_turns)(batch, group.generate_sequences), group.workers[0], environment
 
 
 FIRST, SECOND = PROMPTS
@@ -124,14 +136,14 @@ def test_the_batch_has_the_settings_of_the_problems_and_numbers_of_turns():
         "multi_turn/turns_mean": 2.0,
         "multi_turn/turns_max": 3.0,
         "multi_turn/reply_tokens_mean": 2.0,
-        "multi_turn/generate_calls": 3.0,
+        **dict.fromkeys(map("episodes/{}".format, FAILURES), 0.0),
     }
 
 
 def test_responses_to_one_prompt_are_neighbors_and_go_on_on_their_own():
     batch, _, environment = run(TWO_CALLS, n=2)
     assert batch.batch["responses"][:, 0].tolist() == [31, 31, 41, 41]
-    assert len(environment.shown[0]) == 2 and batch.meta_info["n"] == 2
+    assert environment.shown == [[([31, CALL], "a")]] * 2 + [[([32, 33, CALL], "a")]] * 2 and batch.meta_info["n"] == 2
 
 
 def test_a_response_ends_after_the_last_turn_that_is_allowed():
@@ -166,10 +178,9 @@ def test_a_turn_without_room_beside_another_goes_on_in_the_next_call():
         ([*SECOND, 41, CALL, 90, 51], [42, 43, 44, EOS]),
         ([*SECOND, 41, CALL, 90, 51, 42, 43], [44, EOS]),
     ]
-    policy = Policy({tuple(context): turn for context, turn in script})
     batch = problems()
     batch.batch["input_ids"][0], batch.batch["attention_mask"][0] = torch.tensor(wide), 1
-    found = MultiTurnRollout(Echo(), 8)(batch, policy)
+    found, _, _ = run(script, batch=batch)
     assert found.batch["responses"].tolist() == [
         [31, 32, 33, 34, 35, CALL, 90, 51, 36, EOS],
         [41, CALL, 90, 51, 42, 43, 44, EOS, PAD, PAD],
@@ -192,13 +203,14 @@ def test_the_environment_can_end_a_response_and_reply_at_its_stop_token():
     assert batch.batch["truncated"].tolist() == [False, False]
 
 
-def test_another_number_of_replies_than_responses_is_reported():
+def test_an_environment_that_fails_costs_the_response_alone():
     class Silent(Echo):
         def reply(self, conversations):
             return []
 
-    with pytest.raises(DataError, match=r"Silent\.reply returned 0 replies to 1 responses"):
-        run(TWO_CALLS, Silent())
+    batch, _, _ = run(TWO_CALLS, Silent())
+    assert batch.batch["failed"].tolist() == [True, False] and batch.meta_info["metrics"]["episodes/raised"] == 1.0
+    assert batch.batch["response_mask"].sum(1).tolist() == [0, 2]
 
 
 def test_an_environment_is_chosen_by_name_with_its_options(monkeypatch):

@@ -23,13 +23,16 @@ from mcontroller.ppo import (
     Role,
     WarmUpConfig,
 )
+from mcontroller.ppo.agents.episodes import Episodes
 from mcontroller.ppo.saving.recovery import FAILURES, Recovery, root_error
 from mcontroller.testing import simulated_worker_group
 from tests.mcontroller.ppo.separate import SEPARATE
-from tests.mcontroller.ppo.toy import ToyActor, demonstrations, toy_config, toy_trainer
+from tests.mcontroller.ppo.sliced import SLICED, alphabet, sliced_config
+from tests.mcontroller.ppo.test_asynchronous_turns import EPISODE
+from tests.mcontroller.ppo.toy import ToyActor, demonstrations, problems, toy_config, toy_trainer
 
 STEPS = 4
-VARYING = ("timing_s", "perf", "memory", "train/restarts")
+VARYING = ("timing_s", "perf", "memory", "train/restarts", "asynchronous/trainer_w", "asynchronous/rollout_w")
 
 
 class Recorder:
@@ -111,19 +114,28 @@ def two_groups(directory: Path, **trainer: Any) -> tuple[PPOConfig, dict[Role, A
     return dataclasses.replace(config, rollout=0.5, ref=0.5, algorithm=rule), SEPARATE
 
 
+def by_trajectory(directory: Path, **trainer: Any) -> tuple[PPOConfig, dict[Role, Any] | None]:
+    return sliced_config(STEPS, directory, 2, trainer, slice_tokens=6), SLICED
+
+
+def by_episode(directory: Path, **trainer: Any) -> tuple[PPOConfig, dict[Role, Any] | None, dict[str, Any]]:
+    return *by_trajectory(directory, **trainer), {"rollout_fn": Episodes(EPISODE, processes=0)}
+
+
 def tables(trainer: RayPPOTrainer) -> dict[str, torch.Tensor]:
     groups = trainer.groups.items()
     return {name: group.workers[0].table.clone() for name, group in groups if name in ("actor", "critic")}  # type: ignore[attr-defined]
 
 
-def run(
-    made: tuple[PPOConfig, Any], events: Callback | None = None, **parts: Any
-) -> tuple[dict[str, torch.Tensor], list[Any]]:
-    config, roles = made
+def run(made: Any, events: Callback | None = None, **parts: Any) -> tuple[dict[str, torch.Tensor], list[Any]]:
+    config, roles, *more = made
     recorder = Recorder()
     callbacks = [] if events is None else [events]
     others = parts | ({"display": events.shown} if isinstance(events, Events) else {})
     others |= {"warm_up_dataset": demonstrations(8)} if config.warm_up.steps else {}
+    if roles is SLICED:
+        others |= {"reward_fn": alphabet, "train_dataset": problems(48), "val_dataset": None}
+    others |= more[0] if more else {}
     with toy_trainer(config, roles, trackers=[recorder], callbacks=callbacks, **others) as trainer:
         trainer.init_workers()
         trainer.fit()
@@ -135,6 +147,8 @@ def run(
     [
         *((one_group, *saving) for saving in [(-1, 0), (2, 0), (-1, 1), (2, 3)]),
         *((two_groups, *saving) for saving in [(-1, 0), (2, 0), (2, 1)]),
+        (by_trajectory, 2, 0),
+        (by_episode, 2, 1),
     ],
 )
 def test_a_failure_at_any_call_changes_neither_weights_nor_metrics(
@@ -142,7 +156,8 @@ def test_a_failure_at_any_call_changes_neither_weights_nor_metrics(
 ) -> None:
     saving = {"save_freq": save_freq, "memory_save_freq": memory}
     weights, metrics = run(make(tmp_path / "undisturbed", **saving))
-    starts = len(make(tmp_path)[1] or (1, 2))  # init_model of each group, outside of fit
+    roles = make(tmp_path)[1] or (1, 2)
+    starts = len(roles) + (roles is SLICED)  # outside of fit: init_model of each group, and generation_limits
     total = calls.count
     assert total > 30
     for number in range(starts + 1, total + 1):

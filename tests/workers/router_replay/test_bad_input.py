@@ -198,7 +198,7 @@ def test_router_that_does_not_ask_is_named(mode: str, method: str) -> None:
     assert "decoder.layers.0.mlp.router, a OwnRouter of megatron-core" in message
 
 
-def test_experts_of_responses_in_flight_are_rejected() -> None:
+def test_experts_with_recorded_tokens_are_rejected() -> None:
     sections = {
         "data": {"train": {"path": "train.jsonl"}},
         "algorithm": {"adv_estimator": "rloo"},
@@ -206,7 +206,8 @@ def test_experts_of_responses_in_flight_are_rejected() -> None:
         "rollout": {"model": MIXTURE, "router_replay": "rollout", "rollout": ROLLOUT | {"n": 2}},
     }
     mapping = {Role.Actor: ActorRolloutRefWorker, Role.Rollout: ActorRolloutRefWorker}
-    check_roles(load_config(RunConfig, sections, {"trainer": {"max_staleness": 1}}), mapping)
-    with pytest.raises(ConfigError, match="does not have the experts of responses in flight") as caught:
-        check_roles(load_config(RunConfig, sections, {"trainer": {"max_staleness": 2}}), mapping)
+    check_roles(load_config(RunConfig, sections, {"trainer": {"max_staleness": 2}}), mapping)
+    recorded = {"trainer": {"max_staleness": 2, "asynchronous": {"record_tokens": True}}}
+    with pytest.raises(ConfigError, match="events do not have the experts of tokens") as caught:
+        check_roles(load_config(RunConfig, sections, recorded), mapping)
     assert caught.value.key == "actor_rollout_ref.router_replay"

@@ -10,7 +10,8 @@ import pytest
 
 from mcontroller.errors import ConfigError
 from mcontroller.ppo import Trajectory
-from mcontroller.ppo.agents.episodes import EpisodeError, Episodes
+from mcontroller.ppo.agents.episodes import EpisodeError, Episodes, _Host
+from mcontroller.ppo.agents.trajectories import append_sampled
 from tests.mcontroller.ppo.agents.engine import CALL, RESPONSE, Tools, a_rollout, next_token
 
 TOOLS = "tests.mcontroller.ppo.agents.engine:Tools"
@@ -25,7 +26,9 @@ def run(kinds: Mapping[int, str], **options: Any) -> tuple[list[Trajectory | Epi
         problems = [{"prompt_ids": prompt, "kind": kinds.get(row, "")} for row, prompt in enumerate(PROMPTS)]
         futures = [episodes.start(problem, seed=row) for row, problem in enumerate(problems)]
         episodes.run()
-        return [each.exception() or each.result() for each in futures], episodes.take_metrics()  # type: ignore[misc]
+        found: list[Any] = [each.exception() or each.result() for each in futures]
+        made = [Trajectory([1], ended=each.kind) if isinstance(each, EpisodeError) else each for each in found]
+        return found, episodes.take_metrics(made)
     finally:
         episodes.close()
 
@@ -51,7 +54,7 @@ def test_an_episode_has_exactly_the_tokens_of_engine_and_tools() -> None:
         assert isinstance(made, Trajectory)
         assert (made.tokens, made.own, made.turns) == (right.tokens, right.own, right.turns)
         assert made.log_probs == pytest.approx(right.log_probs) and made.versions == right.versions
-    assert not any(metrics.values())
+    assert not any(count for name, count in metrics.items() if name.startswith("episodes"))
     assert max(each.turns for each in found) == 4  # type: ignore[union-attr]
 
 
@@ -73,7 +76,7 @@ def test_an_episode_that_misbehaves_costs_its_trajectory_alone() -> None:
             assert re.search([*INVALID.values()][row - 2], str(made))
         else:
             assert isinstance(made, Trajectory) and made.tokens == expected(PROMPTS[row], row).tokens
-    assert metrics == {
+    assert {name: count for name, count in metrics.items() if name.startswith("episodes")} == {
         "episodes/failed": 7.0,
         "episodes/raised": 1.0,
         "episodes/timed_out": 1.0,
@@ -93,6 +96,49 @@ def test_processes_that_block_or_end_are_replaced(monkeypatch: pytest.MonkeyPatc
         assert isinstance(made, Trajectory) and (made.tokens, made.own) == (right.tokens, right.own)
     assert metrics["episodes/failed"] == 2.0 and metrics["episodes/died"] == metrics["episodes/timed_out"] == 1.0
     assert metrics["episodes/restarted"] >= 3.0
+
+
+def test_a_process_lost_at_any_message_neither_loses_nor_repeats_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processes are simulated: each is lost instead of a message to or from it, at every message in turn."""
+    count = failing = 0
+    made: list[int] = []
+
+    class Dying(_Host):
+        def send(self, message: tuple[Any, ...]) -> None:
+            self.count("send")
+            super().send(message)
+
+        def receive(self) -> list[tuple[Any, ...]]:
+            messages = super().receive()
+            self.count("receive") if messages else None
+            return messages
+
+        def count(self, way: str) -> None:
+            nonlocal count
+            count += 1
+            if count == failing:
+                raise BrokenPipeError if way == "send" else EOFError
+
+    def append(trajectories: Any, *others: Any) -> None:
+        before = [len(each.tokens) for each in trajectories]
+        append_sampled(trajectories, *others)
+        made.extend(len(each.tokens) - length for each, length in zip(trajectories, before, strict=True))
+
+    monkeypatch.setattr(Episodes, "_process", lambda episodes: Dying(episodes._loop))
+    monkeypatch.setattr("mcontroller.ppo.agents.trajectories.append_sampled", append)
+    right = [expected(prompt, row) for row, prompt in enumerate(PROMPTS)]
+    total, failing = 1, 0
+    while failing <= total:
+        count, _ = 0, made.clear()
+        found, metrics = run({}, processes=2, concurrency=5)
+        total = total if failing else count
+        assert [(each.tokens, each.own, each.versions) for each in found] == [  # type: ignore[union-attr]
+            (each.tokens, each.own, each.versions) for each in right
+        ], failing
+        assert sum(made) == sum(sum(each.own) for each in right), failing
+        assert metrics["episodes/failed"] == 0.0 and (metrics["episodes/restarted"] > 0) == (failing > 0)
+        failing += 1
+    assert total > 50
 
 
 def test_functions_that_cannot_be_episodes_are_rejected() -> None:
