@@ -76,4 +76,4 @@ def _build_vllm(worker: Any) -> Rollout:
     return vllm_rollout(worker.config, worker.context, trained=trained, models=models)
 
 
-ROLLOUT_ENGINES.add("vllm", RolloutEngine(check_vllm, _build_vllm, gpus_used=gpus_used))
+ROLLOUT_ENGINES.add("vllm", RolloutEngine(check_vllm, _build_vllm, records_experts=True, gpus_used=gpus_used))

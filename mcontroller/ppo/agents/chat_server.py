@@ -2,24 +2,31 @@
 
 An agent that was written against such an endpoint needs another ``base_url`` and ``api_key``, and nothing else. A
 request that continues the messages of its session continues its tokens: only what follows the policy's is encoded.
+``AgentEpisode`` makes such an agent an episode of a run.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import copy
+import inspect
+import itertools
 import json
 import re
 import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from mcontroller.errors import DataError, MControllerError
-from mcontroller.ppo.agents.trajectories import Submitted, Trajectory, TrajectoryRollout, seed_of
+from mcontroller.config.imports import import_object
+from mcontroller.errors import ConfigError, DataError, MControllerError
+from mcontroller.ppo.agents.episode_loop import EpisodeRollout
+from mcontroller.ppo.agents.trajectories import Trajectory, TrajectoryRollout, seed_of
 from mcontroller.ppo.datasets.tokenizers import TextTokenizer
 
 REPLY = "@@the-reply-of-the-policy@@"
@@ -54,8 +61,8 @@ class ChatSession:
         trajectories: one, and another for each request that did not continue the messages before it.
     """
 
-    def __init__(self, server: ChatServer, name: str, seed: int) -> None:
-        self._server, self.name, self.seed = server, name, seed
+    def __init__(self, rollout: Any, name: str, seed: int) -> None:
+        self.rollout, self.name, self.seed = rollout, name, seed
         self.trajectories: list[Trajectory] = []
         self.messages: list[Mapping[str, Any]] = []
         self.error: str | None = None
@@ -75,14 +82,15 @@ class ChatSession:
             self.error = "no request has arrived"
         if self.error is not None:
             raise DataError(f"session {self.name!r} has no trajectory: {self.error}", session=self.name)
-        return self.trajectories
+        made, self.trajectories, self.messages = self.trajectories, [], []
+        return made
 
 
 class ChatServer:
     """Serves chat completions with tools, without streaming, on this machine.
 
     Args:
-        rollout: generates the turns. If it is not ``driven``, the requests make the slices.
+        rollout: generates the turns. If it is not ``driven``, the requests make the slices. None: each session has one.
         tokenizer: its chat template renders the messages.
         tool_calls: returns the text and the tool calls, as names and JSON arguments, of what the policy wrote.
         port: 0 for a free one.
@@ -93,7 +101,7 @@ class ChatServer:
 
     def __init__(
         self,
-        rollout: TrajectoryRollout,
+        rollout: TrajectoryRollout | None,
         tokenizer: TextTokenizer,
         *,
         tool_calls: Callable[[str], tuple[str, list[tuple[str, str]]]] = hermes_tool_calls,
@@ -112,12 +120,13 @@ class ChatServer:
         """Return the ``base_url`` of a client whose API key is not the name of its session."""
         return f"{self._root}/{session.name}/v1"
 
-    def open(self, name: str, seed: int = 0) -> ChatSession:
+    def open(self, name: str, seed: int = 0, rollout: Any = None) -> ChatSession:
         """Open a session.
 
         Args:
             name: of the session: letters, digits, ``-``, ``_`` and ``.``.
             seed: of the random numbers of its responses, 64 bits, signed.
+            rollout: generates its turns: an object with ``submit`` and ``driven``. None: the server's.
 
         Raises:
             DataError: there was a session of this name, or it has other characters.
@@ -125,7 +134,8 @@ class ChatServer:
         if name in self._sessions or not re.fullmatch(r"[\w.-]+", name):
             problem = "was opened before" if name in self._sessions else "is not of letters, digits, -, _ and ."
             raise DataError(f"session {name!r} {problem}: give each trajectory a session of its own", session=name)
-        session = self._sessions[name] = ChatSession(self, name, seed)
+        session = ChatSession(self.rollout if rollout is None else rollout, name, seed)
+        self._sessions[name] = session
         return session
 
     def close(self) -> None:
@@ -142,7 +152,7 @@ class ChatServer:
         name = path.split("/")[1] if not path.startswith("/v1/") else api_key
         session = self._sessions.get(name)
         if session is None or session.is_closed or session.error:
-            state = "does not exist" if session is None else session.error or "was closed"
+            state = "does not exist" if session is None else "was closed" if session.is_closed else session.error
             raise DataError(f"session {name!r} {state}: open one, and pass its name as the API key", session=name)
         return session
 
@@ -162,9 +172,8 @@ class ChatServer:
             sampling = {"do_sample": False}
         most = request.get("max_completion_tokens") or request.get("max_tokens")
         limit = None if most is None else start + int(most)
-        submitted = self.rollout.submit(trajectory, response_length=limit, **sampling)
+        self._wait(session, session.rollout.submit(trajectory, response_length=limit, **sampling), connected)
         session.trajectories[len(session.trajectories) - (start > 0) :] = [trajectory]
-        self._wait(session, submitted, connected)
         made = trajectory.tokens[start:]
         text, calls = self.tool_calls(self.tokenizer.decode(made))
         message: dict[str, Any] = {"role": "assistant", "content": text or None}
@@ -174,7 +183,7 @@ class ChatServer:
                 {"id": f"call_{count}_{index}", "type": "function", "function": {"name": name, "arguments": arguments}}
                 for index, (name, arguments) in enumerate(calls)
             ]
-        session.messages = [*request["messages"], message]
+        session.messages = [*map(_with_text, request["messages"]), message]
         reason = "tool_calls" if calls else "length" if trajectory.ended == "length" else "stop"
         usage = {"prompt_tokens": len(trajectory.prompt) + start, "completion_tokens": len(made)}
         return {
@@ -191,6 +200,7 @@ class ChatServer:
         messages = request.get("messages")
         if not isinstance(messages, list) or not all(isinstance(each, Mapping) for each in messages):
             raise DataError(f"messages is {str(messages)[:60]!r}; expected a list of chat messages")
+        messages = [*map(_with_text, messages)]
         before, tools = session.messages, {"tools": request["tools"]} if request.get("tools") else {}
         same = [*map(_plain, messages[: len(before)])] == [*map(_plain, before)]
         if not (same and len(messages) > len(before) > 0):
@@ -204,17 +214,82 @@ class ChatServer:
         trajectory.replied(following[1:] if following[:1] == trajectory.tokens[-1:] else following)
         return trajectory, len(trajectory.tokens)
 
-    def _wait(self, session: ChatSession, submitted: Submitted, connected: Callable[[], bool]) -> None:
+    def _wait(self, session: ChatSession, submitted: Future[Trajectory], connected: Callable[[], bool]) -> None:
         while not submitted.done():
-            if not connected():
+            if session.is_closed or not connected():
                 submitted.cancel()
-                session.error = "its client has disconnected in the middle of a request"
+                session.error = session.error or "its client has disconnected in the middle of a request"
                 raise ConnectionAbortedError
-            if self.rollout.driven:
+            if session.rollout.driven:
                 wait([submitted], POLL_S)
             else:
-                self.rollout.advance()
+                session.rollout.advance()
         submitted.result()
+
+
+class AgentEpisode:
+    """An episode that runs an agent which was written against an OpenAI endpoint: a class for ``multi_turn.episode``.
+
+    The endpoint is a ``ChatServer`` in the process of the episode. What the agent returns is dropped: its reward is
+    that of the response, which are all its turns and what it put between them.
+
+    Args:
+        agent: ``async def agent(base_url, api_key, problem, **options)``, or its import path.
+        options: other keyword arguments of the agent.
+
+    Raises:
+        ConfigError: the function cannot be imported, or is not async.
+    """
+
+    def __init__(self, agent: str | Callable[..., Any], **options: Any) -> None:
+        found: Any = import_object(agent, "multi_turn.options.agent") if isinstance(agent, str) else agent
+        if not inspect.iscoroutinefunction(found):
+            raise ConfigError(
+                f"multi_turn.options.agent is {agent!r}, which is not async; expected async def agent(base_url, "
+                "api_key, problem); asyncio.to_thread runs one that blocks",
+                key="multi_turn.options.agent",
+            )
+        self._agent: Any = partial(found, **options)
+        inspect.signature(self._agent).bind("", "", {})
+        self._server: ChatServer | None = None
+        self._sessions = itertools.count()
+
+    async def __call__(self, rollout: EpisodeRollout, problem: Mapping[str, Any]) -> Trajectory:
+        """Return the one conversation that the agent had.
+
+        Raises:
+            DataError: it made no request, one was cut off, or it began several conversations.
+        """
+        if self._server is None:
+            self._server = ChatServer(None, rollout.tokenizer)
+        session = self._server.open(f"episode-{next(self._sessions)}", rollout=_FromThreads(rollout))
+        try:
+            await self._agent(self._server.base_url, session.name, problem)
+            made = session.close()
+        finally:
+            session.is_closed = True  # a request that is running is cancelled
+        if len(made) > 1:
+            raise DataError(
+                f"the agent began {len(made)} conversations, and an episode is one: each request is to repeat the "
+                "messages before it, as they were received",
+                session=session.name,
+            )
+        return made[0]
+
+
+class _FromThreads:
+    """The rollout of an episode, for the threads of a server."""
+
+    driven = True
+
+    def __init__(self, rollout: EpisodeRollout) -> None:
+        self._rollout, self._loop = rollout, asyncio.get_running_loop()
+
+    def submit(self, trajectory: Trajectory, **options: Any) -> Future[Trajectory]:
+        async def turn() -> Trajectory:
+            return await self._rollout.submit(trajectory, **options)
+
+        return asyncio.run_coroutine_threadsafe(turn(), self._loop)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -258,6 +333,20 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         """Log nothing."""
+
+
+def _with_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a message whose content is a text: some clients send parts.
+
+    Raises:
+        DataError: a part is no text.
+    """
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    if not all(isinstance(part, Mapping) and part.get("type") == "text" for part in content):
+        raise DataError(f"the content of a message is {str(content)[:60]!r}; expected a text, or parts of type text")
+    return {**message, "content": "".join(part["text"] for part in content)}
 
 
 def _plain(message: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -77,6 +77,14 @@ def check_settings(config: ActorConfig, *, on_cpu: bool) -> None:
             key=key,
             value=rollout.vllm.options["hf_overrides"],
         )
+    if config.router_replay == "rollout" and on_cpu:
+        raise ConfigError(
+            "router_replay is 'rollout', and vLLM returns the experts of tokens only on GPUs: that takes its model "
+            "runner V2, which requires Triton, and its CPU build has none. Set router_replay to old_log_probs or none, "
+            "or rollout.engine to megatron",
+            key="router_replay",
+            value="rollout",
+        )
     config.check_lengths()
     hf_config_of(model)  # the engine is built from it
     width = model.kv_channels or model.hidden_size // model.num_attention_heads

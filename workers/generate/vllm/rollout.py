@@ -9,7 +9,7 @@ import os
 import socket
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +29,7 @@ from workers.generate.vllm.checks import CPU_CACHE_BYTES, LORA_RANKS
 from workers.generate.vllm.engine_process import EngineError, EngineProcess
 from workers.generate.vllm.gpu_memory import GpuMemory, measured_memory, utilization
 from workers.generate.vllm.placement import engines_of_shards
-from workers.generate.vllm.requests import prompt_tokens, responses_of, sampling_parameters
+from workers.generate.vllm.requests import experts_of, prompt_tokens, responses_of, sampling_parameters
 from workers.lora.peft_files import write_adapter
 from workers.weights.fingerprints import Fingerprint
 from workers.weights.hf.config import hf_config_of
@@ -150,13 +150,10 @@ class VllmRollout:
         Raises:
             EngineError: on every rank, if an engine fails.
         """
-        start = time.perf_counter()
         self._release_cached_memory()
-        sent = raise_on_every_rank(lambda: self._sent(weights))
+        metrics = _timed(lambda: self._sent(weights))
         self._release_cached_memory()
-        of_ranks = all_gather_values((time.perf_counter() - start, sent))
-        seconds, nbytes = map(max, zip(*of_ranks, strict=True))
-        return {"update_seconds": seconds, "update_bytes": float(nbytes)}
+        return metrics
 
     def update_adapter(self, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> Mapping[str, float]:
         """Generate with this adapter of the base from now on (a collective); the engine reads it from shared memory.
@@ -171,7 +168,6 @@ class VllmRollout:
         Raises:
             EngineError: on every rank, if an engine fails.
         """
-        start = time.perf_counter()
 
         def send() -> int:
             if self.engine is None:
@@ -183,10 +179,7 @@ class VllmRollout:
                 self.engine.call("receive_adapter", path=folder)
             return sum(tensor.nbytes for tensor in tensors.values())
 
-        sent = raise_on_every_rank(send)
-        of_ranks = all_gather_values((time.perf_counter() - start, sent))
-        seconds, nbytes = map(max, zip(*of_ranks, strict=True))
-        return {"update_seconds": seconds, "update_bytes": float(nbytes)}
+        return _timed(send)
 
     def sleep(self) -> int:
         """Free the memory of the engine's GPUs, and return how many bytes (a collective); on a CPU it frees nothing."""
@@ -212,7 +205,10 @@ class VllmRollout:
         finally:
             if self._engines.on_gpus:
                 wait_for_every_rank("vllm/generate")
-        return responses_of(answers, sampling)
+        experts = None
+        if self._config.router_replay == "rollout":
+            experts = experts_of(answers, samples, sampling.response_length, self._config.model)
+        return responses_of(answers, sampling, experts)
 
     def _sent(self, weights: PolicyWeights) -> int:
         buckets = SharedBuckets(self._config.rollout.vllm.bucket_bytes)
@@ -249,6 +245,15 @@ class VllmRollout:
         if self._engines.on_gpus:
             torch.cuda.empty_cache()
             all_gather_values(None)
+
+
+def _timed(send: Callable[[], int]) -> Mapping[str, float]:
+    """Send to the engines (a collective), and return the seconds of the slowest rank and the most bytes of one."""
+    start = time.perf_counter()
+    sent = raise_on_every_rank(send)
+    of_ranks = all_gather_values((time.perf_counter() - start, sent))
+    seconds, nbytes = map(max, zip(*of_ranks, strict=True))
+    return {"update_seconds": seconds, "update_bytes": float(nbytes)}
 
 
 def _nbytes(tensors: Sequence[TensorInBucket]) -> int:
@@ -349,6 +354,7 @@ def engine_arguments(config: ActorConfig, folder: str, share: float | None, *, n
     if rollout.vllm.adapter_alone and lora is not None:
         rank = next(each for each in LORA_RANKS if each >= lora.rank)
         adapter = {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
+    experts = {"enable_return_routed_experts": True} if config.router_replay == "rollout" else {}
     return {
         "seed": (rollout.seed + number) % (1 << 31),
         "enforce_eager": not on_gpu,  # compilation for a CPU takes minutes
@@ -356,6 +362,7 @@ def engine_arguments(config: ActorConfig, folder: str, share: float | None, *, n
         **rollout.vllm.options,
         **of_gpu,
         **adapter,
+        **experts,
         "model": folder,
         "load_format": "dummy",
         "skip_tokenizer_init": True,

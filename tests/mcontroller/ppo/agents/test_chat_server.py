@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import threading
@@ -9,6 +10,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,10 +19,12 @@ import torch
 from mcontroller.data.protocol import DataProto
 from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
-from mcontroller.errors import DataError
+from mcontroller.errors import ConfigError, DataError
 from mcontroller.local import LocalWorkerGroup
-from mcontroller.ppo import TrajectoryRollout
+from mcontroller.ppo import Trajectory, TrajectoryRollout
 from mcontroller.ppo.agents.chat_server import ChatServer
+from mcontroller.ppo.agents.episodes import EpisodeError, make_episodes
+from mcontroller.ppo.config import MultiTurnConfig
 from mcontroller.ray.class_with_init import ClassWithInitArgs
 from tests.mcontroller.ppo.agents.engine import Formula
 
@@ -53,7 +57,7 @@ class Agent(Formula):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def generation_limits(self) -> dict[str, int]:
-        return {"prompt_length": 300, "response_length": 200, "vocab_size": 2 * SHIFT, "max_rows": 0}
+        return {"prompt_length": 600, "response_length": 200, "vocab_size": 2 * SHIFT, "max_rows": 0}
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, changes_rows=True)
     def generate_sequences(self, prompts: DataProto) -> DataProto:
@@ -138,13 +142,17 @@ def test_other_messages_than_those_of_the_session_begin_another_trajectory(serve
 def test_each_mistake_of_a_client_is_one_clear_error(serve: Callable[..., ChatServer]) -> None:
     server = serve()
     server.open("a")
+    with pytest.raises(DataError, match="session 'used' has no trajectory: no request has arrived"):
+        server.open("used").close()
     with pytest.raises(DataError, match="session 'a' was opened before: give each trajectory a session of its own"):
         server.open("a")
     for key, request, message in (
         ("b", {"messages": ASK}, "session 'b' does not exist: open one, and pass its name as the API key"),
+        ("used", {"messages": ASK}, "session 'used' was closed: open one"),
         ("a", {"messages": ASK, "stream": True}, "stream=True is not supported; leave it out"),
         ("a", {"messages": "hello"}, "messages is 'hello'; expected a list of chat messages"),
-        ("a", {"messages": ASK * 20}, "the prompt has 673 tokens, expected 1 to rollout.prompt_length, which is 300"),
+        ("a", {"messages": ASK * 20}, "the prompt has 673 tokens, expected 1 to rollout.prompt_length, which is 600"),
+        ("a", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "or parts of type text"),
     ):
         with pytest.raises(ValueError, match=message):
             with_urllib(server.base_url, key, **request)
@@ -172,3 +180,80 @@ def test_a_client_that_disconnects_cancels_its_trajectory(serve: Callable[..., C
         time.sleep(0.01)
     with pytest.raises(DataError, match="has no trajectory: its client has disconnected in the middle of a request"):
         session.close()
+
+
+async def adder(base_url: str, api_key: str, problem: Mapping[str, Any]) -> None:
+    """Ask, add what the policy asks for, and ask again; misbehave as the problem says."""
+    if problem["kind"] == "silent":
+        return
+    ask = partial(asyncio.to_thread, with_urllib, base_url, api_key, tools=TOOLS)
+    said = (await ask(messages=ASK))["message"]
+    if problem["kind"] == "rewrites":
+        said = {"role": "assistant", "content": "Let me add."}
+    added = {"role": "tool", "tool_call_id": "call_0_0", "content": [{"type": "text", "text": "5"}]}
+    assert (await ask(messages=[*ASK, said, added]))["message"]["content"] == "It is 5."
+    if problem["kind"] == "shares":
+        await ask(messages=ASK)
+        await ask(messages=ASK)
+
+
+async def adder_of_openai_agents(base_url: str, api_key: str, problem: Mapping[str, Any]) -> None:
+    """The same with a tool, a loop and a client of the package openai-agents."""
+    import agents
+    import openai
+
+    agents.set_tracing_disabled(True)
+
+    @agents.function_tool
+    def add(a: int, b: int) -> str:
+        return str(a + b)
+
+    client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+    model = agents.OpenAIChatCompletionsModel("policy", client)
+    agent = agents.Agent("adder", instructions="Be brief.", model=model, tools=[add])
+    assert (await agents.Runner.run(agent, "2 + 3?")).final_output == "It is 5."
+
+
+def run_agent(agent: str, *kinds: str, processes: int = 0) -> list[Trajectory | EpisodeError]:
+    """Run the agent as a configuration names it, one episode of each kind at a time."""
+    path = "mcontroller.ppo.agents.chat_server:AgentEpisode"
+    config = MultiTurnConfig(episode=path, options={"agent": f"{__name__}:{agent}"}, processes=processes)
+    episodes = make_episodes(config, Characters())
+    assert episodes is not None
+    group = LocalWorkerGroup(ClassWithInitArgs(Agent), name_prefix="agent")
+    episodes.connect(TrajectoryRollout(group, slice_tokens=30, driven=True, eos_token_id=END, pad_token_id=0))
+    try:
+        futures = [episodes.start({"prompt_ids": [5], "kind": kind}, seed=3) for kind in kinds]
+        episodes.run()
+        return [each.exception() or each.result() for each in futures]  # type: ignore[misc]
+    finally:
+        episodes.close()
+
+
+@pytest.mark.parametrize("processes", [0, pytest.param(1, marks=pytest.mark.processes)])
+def test_an_agent_of_a_configuration_makes_the_trajectory_of_its_episode(processes: int) -> None:
+    made, silent, rewritten, shared = run_agent("adder", "", "silent", "rewrites", "shares", processes=processes)
+    assert isinstance(made, Trajectory)
+    turns = [[SHIFT + ord(each) for each in text] + [END] for text in (CALL, "It is 5.")]
+    reply = Characters().encode(f"\n[tool]5{chr(END)}\n[assistant]")
+    assert made.prompt == Characters().encode(Characters().render(ASK, tools=TOOLS))
+    assert (made.tokens, made.seed, made.ended) == (turns[0] + reply + turns[1], 3, "stop")
+    assert made.versions == [0] * len(turns[0]) + [-1] * len(reply) + [0] * len(turns[1])
+    assert "has no trajectory: no request has arrived" in str(silent)
+    assert "the agent began 2 conversations, and an episode is one" in str(rewritten)
+    assert "the agent began 3 conversations" in str(shared)
+
+
+def test_an_agent_of_a_public_library_trains_unchanged() -> None:
+    pytest.importorskip("agents.models.openai_chatcompletions", reason="openai-agents is not installed")
+    (made,) = run_agent("adder_of_openai_agents", "")
+    assert isinstance(made, Trajectory) and (made.turns, made.ended) == (2, "stop")
+    own = [token for token, mark in zip(made.tokens, made.own, strict=True) if mark]
+    assert own == [SHIFT + ord(each) for each in CALL] + [END] + [SHIFT + ord(each) for each in "It is 5."] + [END]
+
+
+@pytest.mark.parametrize(("agent", "text"), [("with_urllib", "which is not async"), ("nothing", "nothing")])
+def test_an_agent_that_cannot_run_is_rejected_with_its_field(agent: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=text) as caught:
+        run_agent(agent)
+    assert caught.value.key == "multi_turn.options.agent"

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file
 
@@ -143,7 +144,8 @@ class _Engine:
 
     def __init__(self, llm: StandInLLM) -> None:
         self._llm, self._requests = llm, list[tuple[str, list[int]]]()
-        size = int(json.loads((Path(llm.arguments["model"]) / "config.json").read_text())["vocab_size"])
+        self._sizes = json.loads((Path(llm.arguments["model"]) / "config.json").read_text())
+        size = int(self._sizes["vocab_size"])
         model = types.SimpleNamespace(get_vocab_size=lambda: size, max_model_len=llm.arguments["max_model_len"])
         self.vllm_config = types.SimpleNamespace(model_config=model)
 
@@ -168,10 +170,19 @@ class _Engine:
         for name, prompt in reversed(self._requests):  # they may finish in any order
             tokens = type(self._llm).answer(prompt)
             logprobs = [{token: types.SimpleNamespace(logprob=-float(token))} for token in tokens]
-            made = types.SimpleNamespace(token_ids=tokens, logprobs=logprobs)
+            experts = self._experts([*prompt, *tokens[:-1]])
+            made = types.SimpleNamespace(token_ids=tokens, logprobs=logprobs, routed_experts=experts)
             outputs.append(types.SimpleNamespace(request_id=name, finished=True, outputs=[made]))
         self._requests = []
         return outputs
+
+    def _experts(self, tokens: Sequence[int]) -> np.ndarray | None:
+        """The experts of tokens, ``[tokens, layers, topk]``: their sum with the layer and the place, if asked for."""
+        if not self._llm.arguments.get("enable_return_routed_experts"):
+            return None
+        layers, topk = (np.arange(self._sizes[name]) for name in ("num_hidden_layers", "num_experts_per_tok"))
+        numbers = np.array(tokens)[:, None, None] + layers[:, None] + topk
+        return (numbers % self._sizes["num_experts"]).astype("uint8")
 
 
 class _LoRARequest:
@@ -209,7 +220,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         module = _Module(spec.name)
         name = spec.name
         if name == "vllm":
-            module.LLM, module.SamplingParams, module.__version__ = StandInLLM, _SamplingParams, "0.32.0"  # type: ignore[attr-defined]
+            module.LLM, module.SamplingParams = StandInLLM, _SamplingParams  # type: ignore[attr-defined]
         if name == "vllm.lora.request":
             module.LoRARequest = _LoRARequest  # type: ignore[attr-defined]
         return module

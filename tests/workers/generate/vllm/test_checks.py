@@ -51,6 +51,12 @@ ALONE = {"vllm": {"adapter_alone": True}}
             "rollout.vllm.tp",
             "does not divide 4 attention heads",
         ),
+        (
+            {"model": {"num_moe_experts": 4}, "router_replay": "rollout"},
+            True,
+            "router_replay",
+            "vLLM returns the experts of tokens only on GPUs",
+        ),
         ({"rollout": ALONE}, True, "rollout.vllm.adapter_alone", "there is no adapter: set model.lora"),
         (
             {"rollout": ALONE, "model": {"lora": LORA, "train_only": ["*norm.weight"]}},

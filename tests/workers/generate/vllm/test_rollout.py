@@ -8,12 +8,14 @@ import pytest
 import torch
 
 from parallel_state import simulated
+from parallel_state.agreement import all_gather_values
 from parallel_state.megatron import MegatronContext
 from tests.ranks import run_ranks
 from tests.workers.generate.vllm.stand_in import StandInLLM, standing_in
 from tests.workers.generate.vllm.test_checks import config
-from tests.workers.roles import MODEL, SAMPLED, actor, experience, own_shard, weights
+from tests.workers.roles import MODEL, PROMPT, SAMPLED, VOCAB, actor, experience, own_shard, weights
 from tests.workers.roles import prompts as random_prompts
+from tests.workers.router_replay.setup import EXPERTS, LAYERS, NO_BALANCE, TOPK, policy
 from workers import Generated, Prompts, Sampling
 from workers.generate.vllm import rollout as module
 from workers.generate.vllm.engine_process import EngineError
@@ -181,3 +183,26 @@ def test_an_engine_that_computes_adapters_gets_the_base_once() -> None:
     for each in found:
         assert each["updates"] == [base, plain, plain, base, plain]  # again after its weights were freed
         assert each["sent"] == 3 and each["changed"] and each["base"]
+
+
+def recorded(parallel: dict[str, int]) -> dict[str, torch.Tensor] | None:
+    """Return responses with the experts of the engines, which then compute their log-probabilities."""
+    mixture = {"qk_layernorm": True, "transformer": NO_BALANCE | {"moe_router_pre_softmax": False}}
+    worker = policy(parallel, "rollout", "actor_rollout", model=mixture, rollout={"engine": "vllm"})
+    generated = worker.generate_sequences(own_shard(random_prompts(6, SAMPLED), worker))
+    generated = all_gather_values(generated, worker.context.pg.pp)[-1]
+    scored = worker.compute_log_prob(generated)
+    return None if scored is None else {**generated.batch, **scored.batch}
+
+
+def test_the_experts_of_vllm_are_those_of_each_token_and_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StandInLLM, "answer", staticmethod(lambda prompt: [sum(prompt) % VOCAB, 7, 1]))
+    with standing_in():
+        found = run_ranks(recorded, 2, {"pp": 2})
+    (batch,) = filter(None, found)
+    fed = batch["attention_mask"].clone()
+    fed[:, PROMPT:-1], fed[:, -1] = batch["response_mask"][:, 1:], 0  # the last token of a response is not fed
+    layers, chosen = torch.arange(LAYERS)[:, None], torch.arange(TOPK)
+    wanted = (batch["input_ids"][:, :, None, None] + layers + chosen) % EXPERTS
+    assert torch.equal(batch["routed_experts"], torch.where(fed[:, :, None, None] == 1, wanted, -1).to(torch.int8))
+    assert batch["old_log_probs"][batch["response_mask"] == 1].max() < 0

@@ -57,7 +57,7 @@ def test_weights_wake_before_the_update_and_the_cache_with_the_next_generation(g
     for _ in range(2):
         update(served)
         assert gpu.used == 30 * GB + WEIGHTS_BYTES
-        assert generate(served) == [([7, 2], [-7.0, -2.0])]
+        assert generate(served) == [([7, 2], [-7.0, -2.0], None)]
         assert gpu.used == 70 * GB
     weights = ["wake weights", "begin_policy_update", "receive_policy_bucket", "finish_policy_update"]
     once = ["sleep 2", *weights, "wake kv_cache", "generate"]

@@ -6,6 +6,7 @@ copies the result into its own tensors, as ``reload_weights`` does.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -128,10 +129,7 @@ class PolicyReceiver:
 
 
 def _nbytes(dtype: str, shape: Sequence[int]) -> int:
-    count = 1
-    for length in shape:
-        count *= length
-    return count * getattr(torch, dtype).itemsize
+    return math.prod(shape) * getattr(torch, dtype).itemsize
 
 
 def _repack(model: torch.nn.Module) -> None:

@@ -61,17 +61,11 @@ class Served:
 
     def start(self) -> dict[str, Any]:
         """Return facts about the engine that has started."""
-        import vllm
-
-        config = self._llm.llm_engine.vllm_config.model_config
-        return {
-            "version": vllm.__version__,
-            "vocab_size": config.get_vocab_size(),
-        }
+        return {"vocab_size": self._llm.llm_engine.vllm_config.model_config.get_vocab_size()}
 
     def generate(
         self, prompts: Sequence[Sequence[int]], parameters: Sequence[dict[str, Any]], temperature: float
-    ) -> list[tuple[list[int], list[float]]]:
+    ) -> list[tuple[list[int], list[float], Any]]:
         """Generate one response to every prompt.
 
         Args:
@@ -80,7 +74,8 @@ class Served:
             temperature: divides the logits of all rows.
 
         Returns:
-            For each prompt, the tokens of the response and their log-probabilities.
+            For each prompt, the tokens of the response, their log-probabilities, and the experts of all tokens but the
+            last, an array ``[tokens, layers, topk]``, or None if ``enable_return_routed_experts`` is not set.
         """
         from vllm import SamplingParams
 
@@ -92,14 +87,15 @@ class Served:
             sampling = SamplingParams(**values, logprobs=0, detokenize=False, ignore_eos=True)
             prompt = {"prompt_token_ids": list(tokens)}
             engine.add_request(str(number), prompt, sampling, lora_request=self._adapter)
-        answers: dict[int, tuple[list[int], list[float]]] = {}
+        answers: dict[int, tuple[list[int], list[float], Any]] = {}
         while engine.has_unfinished_requests():
             for output in engine.step():
                 if output.finished:
                     [made] = output.outputs
                     tokens = list(made.token_ids)
                     steps = zip(made.logprobs or (), tokens, strict=True)
-                    answers[int(output.request_id)] = tokens, [step[token].logprob for step, token in steps]
+                    scores = [step[token].logprob for step, token in steps]
+                    answers[int(output.request_id)] = tokens, scores, made.routed_experts
             self._report_progress()
         return [answers[number] for number in range(first, self._requests)]
 
