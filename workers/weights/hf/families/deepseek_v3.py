@@ -111,7 +111,9 @@ class DeepseekV3(RoutedByBias):
         """As of its base."""
         inside = fields["transformer"]
         widths = {theirs: inside[ours] for theirs, ours in (_WIDTHS | {"q_lora_rank": "q_lora_rank"}).items()}
-        return super().config_from(fields) | widths | {"head_dim": widths["qk_rope_head_dim"], "rope_interleave": True}
+        fixed = {"head_dim": widths["qk_rope_head_dim"], "rope_interleave": True}
+        # transformers does without these two; vLLM builds no bias of the router if the second is missing.
+        return super().config_from(fields) | widths | fixed | {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 
     def rope_fields(self, source: Mapping[str, Any]) -> dict[str, Any]:
         """Return the base; what scales the positions is in the fields of Megatron's configuration."""
