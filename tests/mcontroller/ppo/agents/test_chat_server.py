@@ -23,7 +23,8 @@ from mcontroller.errors import ConfigError, DataError
 from mcontroller.local import LocalWorkerGroup
 from mcontroller.ppo import Trajectory, TrajectoryRollout
 from mcontroller.ppo.agents.chat_server import ChatServer
-from mcontroller.ppo.agents.episodes import EpisodeError, make_episodes
+from mcontroller.ppo.agents.episodes import EpisodeError
+from mcontroller.ppo.agents.turns import make_episodes
 from mcontroller.ppo.config import MultiTurnConfig
 from mcontroller.ray.class_with_init import ClassWithInitArgs
 from tests.mcontroller.ppo.agents.engine import Formula
