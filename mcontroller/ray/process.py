@@ -214,9 +214,9 @@ class WorkerProcess:
             folder, lane = identity.trace
             about = {"group": identity.group, "rank": identity.rank, "launch": lane.rpartition("-")[0]}
             about["actor"] = ray.get_runtime_context().get_actor_id()
-            recording = TraceRecorder(folder, lane, about)
-            set_recorder(recording)
-            recording.write_in_background()
+            made = TraceRecorder(folder, lane, about)
+            set_recorder(made)
+            made.write_in_background()
         for name, value in identity.cuda.items():
             os.environ.setdefault(name, value)
         os.environ.update(identity.env)

@@ -77,14 +77,8 @@ def predict_run(actor: ActorConfig, world_size: int, step: StepRows, hardware: H
     if actor.model.num_moe_experts:
         transformer["moe_router_load_balancing_type"] = "none"
     model = replace(actor.model, transformer=transformer, add_bias_linear=False, add_qkv_bias=False, qk_layernorm=False)
-    counted = replace(
-        actor,
-        model=model,
-        sft_optim=None,
-        packed=False,
-        ppo_micro_batch_size=micro,
-        ppo_max_tokens_per_micro_batch=0,
-    )
+    by_rows = replace(actor, ppo_micro_batch_size=micro, ppo_max_tokens_per_micro_batch=0, packed=False)
+    counted = replace(by_rows, model=model, sft_optim=None)
     traffic = communication_of_step(counted, world_size, rows)
     steps = math.ceil(step.rows / actor.ppo_mini_batch_size) * actor.ppo_epochs
     count = rows.rows // planned.layout.dp // micro
