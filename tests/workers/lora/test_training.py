@@ -105,7 +105,6 @@ def saved(parallel: dict[str, Any], optim: dict[str, Any], model: dict[str, Any]
 def resumed(parallel: dict[str, Any], optim: dict[str, Any], model: dict[str, Any], path: Path) -> dict[str, Tensor]:
     worker = adapted(parallel, "actor", optim, model)
     worker.load_checkpoint(str(path))
-    worker.offload()
     worker.update_actor(own_shard(experience(ROWS), worker))
     return factors_of(worker)
 

@@ -20,12 +20,10 @@ VERBS = """
 import sys
 from mcontroller.cli.main import main
 small = ["trainer.total_training_steps=1", "data.train_batch_size=4"]
-small.append("actor_rollout_ref.model.lora={rank: 2, alpha: 4}")
 verbs = [
     ["train", "run.yaml", "run_dir=out", *small],
     ["resume", "out", "trainer.total_training_steps=2"],
-    ["export", "out", "--hf", "trained", "--merged"],
-    ["export", "out", "--hf", "adapter", "--adapter"],
+    ["export", "out", "--hf", "trained"],
     ["convert", "trained", "megatron", "--tp", "2"],
     ["convert", "megatron", "again", "--like", "trained"],
 ]
@@ -78,13 +76,6 @@ def test_a_run_from_the_readme_is_trained_resumed_exported_and_converted(folder)
     assert trained.keys() == again.keys()
     assert all(bool((trained[name] == again[name]).all()) for name in trained)
     assert (folder / "trained" / "tokenizer.json").is_file()
-    base = load_file(folder / "Qwen/Qwen3-0.6B" / "model.safetensors")
-    factors = load_file(folder / "adapter" / "adapter_model.safetensors")
-    for name in base:
-        key = f"base_model.model.{name.removesuffix('.weight')}.lora_"
-        change = 2 * factors[f"{key}B.weight"] @ factors[f"{key}A.weight"] if f"{key}A.weight" in factors else 0.0
-        assert (trained[name] - base[name] - change).abs().max() < 1e-6
-    assert len(factors) == 2 * 7 * 2 and any(each.any() for name, each in factors.items() if ".lora_B." in name)
 
 
 REPLAY = """

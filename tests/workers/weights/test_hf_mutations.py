@@ -60,9 +60,8 @@ def of_transformers(config: dict[str, Any], state: dict[str, torch.Tensor]) -> t
         return model.float().eval()(IDS).logits[0]
 
 
-def silently_different(path: Path, rejection: type[Exception] = MControllerError, **settings: Any) -> list[str]:
+def silently_different(path: Path) -> list[str]:
     """The mutations that are loaded, and with which the logits differ from those of transformers."""
-    settings = {"verify_load": "off", "dtype": "float32"} | settings
     file, parallel, found = path / "config.json", ParallelConfig(), list[str]()
     original = json.loads(file.read_text())
     state = transformers.AutoModelForCausalLM.from_pretrained(path).state_dict()
@@ -70,15 +69,14 @@ def silently_different(path: Path, rejection: type[Exception] = MControllerError
     for name, config in [("", original), *mutations(original)]:
         file.write_text(json.dumps(config))
         try:
-            model = model_config_from_hf(path, **settings)
-            described = repr((model, config if model.provider == "bridge" else None))
-            if (logits := computed.get(described)) is None:
+            model = model_config_from_hf(path, verify_load="off", dtype="float32")
+            if (logits := computed.get(repr(model))) is None:
                 context = new_context(parallel)
                 [chunk] = build_model(model, parallel, context)
                 with context.activate(), torch.no_grad():
                     logits = chunk.eval()(IDS, torch.arange(IDS.size(1))[None], None)[0, :, :VOCAB]
-                computed[described] = logits
-        except rejection:
+                computed[repr(model)] = logits
+        except MControllerError:
             continue  # rejected
         try:
             expected = of_transformers(config, state)
