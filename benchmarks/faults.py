@@ -213,7 +213,7 @@ IN_STAGE: dict[str, Callable[[Any], tuple[Any, str]]] = {
 
 LONGEST = {
     "SIGSTOP of one rank for 10 s, without a deadline": 12.0,
-    "SIGSTOP of a reward process": 15.0,
+    "SIGSTOP of a reward process": 45.0,
     "SIGKILL of a fault-tolerant GCS, which is started again after 5 s": 25.0,
 }
 """[s] Time after which a fault that fails nothing has had its effect, if it is more than three steps."""
@@ -285,6 +285,8 @@ class Faults(Callback):
         timer.start()
 
     def step_ended(self, trainer: Any, metrics: dict[str, float]) -> None:
+        if metrics["train/unscored"]:
+            raise SystemExit("a reward took longer than rewards.timeout_s: this machine is too busy to compare weights")
         now = time.monotonic()
         self.seconds, self._ended = min(now - self._ended, self.seconds), now  # of the shortest step
         digests = trainer.actor.digest()

@@ -24,7 +24,7 @@ data:
           options: {min_terms: 3, max_terms: 3, min_digits: 1, max_digits: 1}}
 tokenizer: {kind: characters}
 imports: [examples.ppo.tokenizer]
-rewards: {timeout_s: 5, functions: {task: {function: "mcontroller.ppo.rewards.functions:reasoning_gym"}}}
+rewards: {timeout_s: 20, functions: {task: {function: "mcontroller.ppo.rewards.functions:reasoning_gym"}}}
 algorithm: {adv_estimator: grpo}
 trainer: {total_training_steps: 1000, save_freq: -1, memory_save_freq: 1, max_restarts: 1000, val_before_train: false,
           test_freq: -1, restart_on: [ValueError, RuntimeError]}

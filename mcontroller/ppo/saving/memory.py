@@ -218,7 +218,7 @@ class MemoryCheckpoints:
             GroupError: a rank failed.
         """
         self._finish_copies()
-        for step in reversed(self._steps):
+        for place, step in reversed(list(enumerate(self._steps))):
             paths = {name: self._find(step, name, group) for name, group in groups.items()}
             if missing := [f"{name} rank {rank}" for name in paths for rank, path in paths[name].items() if not path]:
                 _logger.warning("the state of step %d in memory has no copy of %s", step.number, ", ".join(missing))
@@ -226,6 +226,7 @@ class MemoryCheckpoints:
             for name, group in groups.items():
                 self._devices.make_room(group.load_from_memory)
                 group.load_from_memory([paths[name][rank] for rank in range(group.world_size)])
+            self._steps = self._steps[: place + 1]  # a later one is not whole: the next save must keep this one
             state: RunState = pickle.loads(step.state)
             return state
         return None

@@ -62,6 +62,10 @@ def test_a_damaged_state_is_not_loaded_and_no_steps_are_mixed(memory: MemoryChec
     loaded = memory.load(groups)
     assert loaded is not None and loaded.global_steps == 2
     assert [float(worker.table[0]) for group in groups.values() for worker in group.workers] == [20.0, 21.0] * 2
+    memory.save(groups, RunState(3, 0.1, 3))  # keeps step 2, from which the run went on, and not the damaged one
+    damage(memory, "actor.1.3")
+    loaded = memory.load(groups)
+    assert loaded is not None and loaded.global_steps == 2
     damage(memory, "actor.0.2")
     assert memory.load(groups) is None
 
