@@ -54,5 +54,5 @@ def test_the_page_has_the_accuracy_and_the_staleness_of_every_setting(tmp_path):
             (tmp_path / f"{name}-{seed}" / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
     write_off_policy(curves, tmp_path, tmp_path)
     page = (tmp_path / "learning-off-policy.md").read_text()
-    assert "| `max_staleness=0` | 0.00 | 0.250 | 0.515 | 0.510, 0.520 |" in page
-    assert "| `max_staleness=1` | 2.50 | 0.250 | 0.515 | 0.510, 0.520 |" in page
+    assert "| `max_staleness=0` | 0.00 | 0.250 | 0.515 | +0.000 | 1: 0.510, 2: 0.520 |" in page
+    assert "| `max_staleness=1` | 2.50 | 0.250 | 0.515 | +0.000 | 1: 0.510, 2: 0.520 |" in page

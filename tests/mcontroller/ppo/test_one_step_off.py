@@ -188,7 +188,7 @@ def with_gpus(roles: dict[Role, Any], **pools: str) -> ResourcePoolManager:
             off_policy(1),
             SEPARATE,
             {"rollout_fn": lambda *_: None},
-            "with a rollout_fn or multi_turn.episode",
+            "with a rollout_fn, whose calls come from the controller",
         ),
         (
             off_policy(1),
