@@ -26,20 +26,16 @@ LAYOUTS = {
     "expert_bias": "dp=2",
 }
 
+LEFT_OUT = ("gradient norm", "weight", "computed by the loss", "since the last gradient", "in it:", "  ")
+
 
 def report(name: str) -> list[str]:
-    """Return the lines of a report, without the norm and weights, which differ in all, and without details."""
+    """Return the lines of a report, but for the norm and weights, which differ in all, and for collectives."""
     program = load_program(f"{Path(__file__).parent / 'gallery.py'}:{name}").smaller(num_layers=2)
     outcome = Verifier(program, steps=1).verify(LAYOUTS[name])
     assert outcome.failure is None, outcome.failure
     lines = [re.sub(r"; \d+ in all: .*", "", line) for line in "\n".join(outcome.lines()).splitlines()]
-    return [_cut(line) for line in lines if not _left_out(line)]
-
-
-def _left_out(line: str) -> bool:
-    continued = line.startswith("  ")
-    nothing = line.endswith("no collective") or line == "computed by the loss or another stage"
-    return continued or nothing or line.startswith(("gradient norm", "weight"))
+    return [_cut(line) for line in lines if not line.startswith(LEFT_OUT)]
 
 
 def _cut(line: str, longest: int = 260) -> str:
