@@ -30,7 +30,7 @@ LEFT_OUT = ("gradient norm", "weight", "computed by the loss", "since the last g
 
 
 def report(name: str) -> list[str]:
-    """Return the lines of a report, but for the norm and weights, which differ in all, and for collectives."""
+    """Return the lines of a report, but for the norm and weights, which differ in all, and most collectives."""
     program = load_program(f"{Path(__file__).parent / 'gallery.py'}:{name}").smaller(num_layers=2)
     outcome = Verifier(program, steps=1).verify(LAYOUTS[name])
     assert outcome.failure is None, outcome.failure
