@@ -46,18 +46,15 @@ torch {torch}, simulated ranks on a CPU, float32.
 DeepSeek-V3 and Kimi-K2 have plain or YaRN positions, and `topk_group` is half of `num_experts_per_tok`, or all groups.
 FP8 in the files is read as `model.dtype`, and an export has none. Layers that predict more tokens are left out.
 
-gpt-oss is not among them: its sinks, windows in every second layer, biases of experts and clamped activation need
-layers that the local ones are not, and its files are transposed, interleaved and in MXFP4. Through
-[Megatron-Bridge](#through-megatron-bridge) it costs no line. Any other model can be built in `build_model`
+gpt-oss and others are built [through Megatron-Bridge](#through-megatron-bridge), any other model in `build_model`
 ([own-megatron.md](own-megatron.md)).
 
-- A key of `config.json` is computed, or changes nothing and is kept on export, or is rejected:
-  `tests/workers/weights/test_hf_mutations.py` changes and removes each key of every family.
+- A key of `config.json` is computed, or changes nothing and is kept on export, or is rejected.
 - After a load, `model.verify_load` compares every layer with transformers on the CPU, from the same files: `auto` for
   files of up to 1 GiB, `layers` for every model, with one layer in memory at a time. The first layer that differs is an
   error. Limits: 1e-5 of a token's length, or ten times transformers' own rounding; in 16 bits 2^-7, and up to a quarter
   of the tokens may differ in layers with experts, since rounding sends them to other experts.
-- Multi-latent attention trains with tp only under sequence parallelism. Generation caches its keys and values of every
+- Multi-latent attention trains with tp only under sequence parallelism. Generation caches keys and values of every
   head, not the compressed ones.
 - With Transformer Engine, windows and cp need `model.transformer.cp_comm_type: a2a` or `all_gather`, which has not been
   run.
@@ -68,11 +65,10 @@ layers that the local ones are not, and its files are transposed, interleaved an
 
 Random models of 4 layers, saved by transformers, {rows} rows of unequal length, in the layouts
 {layouts}.
-A cell has the worst layout. "Load" compares every weight as it is streamed to an engine, under its Hugging Face name,
-"export" the files that are written; "equal" means bit by bit. "Log-probs" and "gradients" (of the mean log-probability,
-every weight) are the largest absolute differences from transformers' own; "packed" is the same with rows that are one
-sequence. "Generation" compares greedy tokens, without cp. Dense models reject EP2, and models with experts TP2 without
-SP. The log has each layout; tests assert 1e-5 for
+A cell has the worst layout. "Load" compares weights as they are sent to an engine, "export" the files that are written;
+"equal" means bit by bit. "Log-probs" and "gradients" are the largest absolute differences from transformers' own;
+"packed" is the same with rows that are one sequence. "Generation" compares greedy tokens, without cp. Dense models
+reject EP2, and models with experts TP2 without SP. Tests assert 1e-5 for
 {tested}.
 """
 ADAPTERS_TITLE = "## Adapters"
@@ -80,10 +76,10 @@ ADAPTERS = (
     ADAPTERS_TITLE
     + """
 
-The same models with a random [adapter](lora.md) on every linear layer but `k_proj`, in the layout with every axis that
-they have, beside transformers with the adapter merged; the reference is the model with the adapter off. Gradients are
-relative to the largest, and their norm to itself. Experts of Mixtral and gpt-oss have no adapters, nor have the linear
-attention and the gated `linear_qkv` of Qwen3-Next and Qwen3.5, which were not tried.
+The same models with a random [adapter](lora.md) on every linear layer but `k_proj`, beside transformers with the
+adapter merged; the reference is the model with the adapter off. Gradients are relative to the largest, and their norm
+to itself. Experts of Mixtral and gpt-oss have no adapters, nor have the linear attention and the gated `linear_qkv` of
+Qwen3-Next and Qwen3.5, which were not tried.
 
 | model | built by | layout | log-probs | reference | gradients | gradient norm |
 |---|---|---|---|---|---|---|
@@ -96,36 +92,33 @@ BRIDGE_HEAD = (
 
 `model.provider: bridge` builds the models of text of Megatron-Bridge from `model.hf_path`; megatron-bridge {bridge},
 megatron-core {megatron}, transformers {transformers} below. All sizes are in `config.json`, `model.transformer` changes
-fields of Bridge's provider, and Bridge converts the weights when they are loaded, exported, and sent to engines and
-other groups. On GPUs install `mcontroller[bridge]` with Python 3.12; on a CPU, where its dependencies do not compile:
+fields of Bridge's provider, and Bridge converts the weights. On GPUs install `mcontroller[bridge]` with Python 3.12; on
+a CPU, where its dependencies do not compile:
 
 ```bash
 pip install "mcontroller[cpu,hf]" && pip install --no-deps megatron-bridge einops
 ```
 
-On a GPU nothing is patched, which has not been run. On a CPU, layers of plain GPT models are local ones, others are an
-error without Transformer Engine; and while one file of Bridge is imported, a stand-in is in the place of Transformer
-Engine, since
-[peft/lora_layers.py](https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/main/src/megatron/bridge/peft/lora_layers.py)
-imports it without `safe_import`, the guard of Bridge's other files: that is to be proposed there.
+On a GPU nothing is patched, which has not been run. On a CPU, only plain GPT models can be built: other layers need
+Transformer Engine.
 
 Bridge computes some models wrongly without an error, so `model.verify_load` compares every load with transformers,
 however large the files are, and keys of `config.json` that Bridge does not read are printed. These are errors of the
-load, by `tests/bridge/test_bridge.py`: layers of Gemma 3 with windows in another pattern than 5:1, and its norms after
-layers if `rms_norm_eps` is not 1e-5; DeepSeek-V3's latent norms if it is not 1e-6. With transformers 5.23, Bridge would
-also rotate whole heads of GLM-4.5 and Qwen3-Next: `partial_rotary_factor` is handed to it where it looks.
+load: layers of Gemma 3 with windows in another pattern than 5:1, and its norms after layers if `rms_norm_eps` is not
+1e-5; DeepSeek-V3's latent norms if it is not 1e-6.
 
-Adapters ([lora.md](lora.md)) and value heads are those of native models. Linear attention has no adapters, and a gated
-`linear_qkv`, as Qwen3-Next's, is to be excluded. Models with images are rejected. Megatron's generation rejects
-gpt-oss, Gemma 3, Qwen3-Next and Qwen3.5: use `rollout.engine=vllm`. A refit puts every tensor on every rank, a few at a
-time; a transfer to another group keeps one more copy of the weights, divided over the ranks. Layers that predict more
-tokens are left out, and losses that balance experts are off. Qwen3-Next and Qwen3.5 need flash-linear-attention,
-or `model.transformer.deterministic_mode: true`, which does not compute packed rows. Memory estimates use the sizes of
-`config.json` and are rough for these two, and for models with dense layers beside experts, or shared experts.
+- Adapters and value heads are those of native models. A gated `linear_qkv`, as Qwen3-Next's, is to be excluded from
+  adapters.
+- Models with images are rejected. Megatron's generation rejects gpt-oss, Gemma 3, Qwen3-Next and Qwen3.5: use
+  `rollout.engine=vllm`.
+- A transfer to another group keeps one more copy of the weights, divided over the ranks.
+- Layers that predict more tokens are left out, and losses that balance experts are off.
+- Qwen3-Next and Qwen3.5 need flash-linear-attention, or `model.transformer.deterministic_mode: true`, which does not
+  compute packed rows.
+- Memory estimates are rough for these two, and for models with dense layers beside experts, or shared experts.
 
-"Layers" are local ones, or Bridge's own on the stand-in for Transformer Engine of the tests; the other columns are as
-above. `make test-newest` asserts 5e-5 for all rows, of the largest gradient for gradients: that is 24 for Qwen3.5,
-where transformers' float32 differs from its float64 by 3.5e-3.
+"Layers" are local ones, or Bridge's own on the tests' stand-in for Transformer Engine; the other columns are as above.
+Tests assert 5e-5 for all rows, of the largest gradient for gradients: that is 24 for Qwen3.5.
 """
 )
 BRIDGE_COLUMNS = ("load", "export", "log-probs", "gradients", "generation")

@@ -29,13 +29,12 @@ Every layout starts from the weights of one process, and computes on the same {r
 tables show the largest absolute differences: of log-probabilities (actor) and values (critic) of all response tokens,
 of both losses and both gradient norms (divided by the norm if it is above 1) over {steps} optimizer steps, and of all
 weights of both models after them. bfloat16 is compared with one process in bfloat16. Ratios and values are not
-clipped, since rounding moves tokens across the edge of a clip; `tests/workers/verify/` clips, in float32.
+clipped, since rounding moves tokens across the edge of a clip.
 
-"Decisive routers" have weights with which the id of a token determines its experts: with random ones, rounding in
-bfloat16 sends tokens to other experts. "Packed" rows form one sequence; otherwise two padded rows are computed at a
-time, or as many as fit into a limit of tokens ("by tokens"). "Router losses" are z loss with `aux_loss` and
-`seq_aux_loss`, or, "by row", with `seq_aux_loss` alone; `aux_loss` and `global_aux_loss` depend on how rows are
-grouped (`tests/workers/train/test_router_losses.py`).
+With "decisive routers" the id of a token determines its experts: with random ones, rounding in bfloat16 sends tokens to
+other experts. "Packed" rows form one sequence; otherwise two padded rows are computed at a time, or as many as fit into
+a limit of tokens ("by tokens"). "Router losses" are z loss with `aux_loss` and `seq_aux_loss`, or, "by row", with
+`seq_aux_loss` alone; `aux_loss` and `global_aux_loss` depend on how rows are grouped.
 """
 
 

@@ -26,14 +26,16 @@ LAYOUTS = {
     "expert_bias": "dp=2",
 }
 
+LEFT_OUT = ("gradient norm", "weight", "computed by the loss", "since the last gradient", "in it:", "  ")
+
 
 def report(name: str) -> list[str]:
-    """Return the lines of a report, but for those of the norm and of weights, which differ in all."""
+    """Return the lines of a report, but for the norm and weights, which differ in all, and most collectives."""
     program = load_program(f"{Path(__file__).parent / 'gallery.py'}:{name}").smaller(num_layers=2)
     outcome = Verifier(program, steps=1).verify(LAYOUTS[name])
     assert outcome.failure is None, outcome.failure
     lines = [re.sub(r"; \d+ in all: .*", "", line) for line in "\n".join(outcome.lines()).splitlines()]
-    return [_cut(line) for line in lines if not line.startswith(("gradient norm", "weight"))]
+    return [_cut(line) for line in lines if not line.startswith(LEFT_OUT)]
 
 
 def _cut(line: str, longest: int = 260) -> str:
