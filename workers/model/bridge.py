@@ -317,7 +317,8 @@ def _opened(path: str) -> Any:
         if not str(read_config(path).get("architectures")).endswith("ForSequenceClassification']"):
             return bridge.from_hf_pretrained(path)
         pretrained = importlib.import_module("megatron.bridge.models.hf_pretrained.causal_lm").PreTrainedCausalLM
-        classifier = pretrained.from_pretrained(path)  # a model with a value head, built like that with logits
+        # A model with a value head, which is built like one with logits.
+        classifier = pretrained.from_pretrained(path, trust_remote_code=False)
         kinds = classifier.config.architectures
         classifier.config.architectures = [each.partition("For")[0] + "ForCausalLM" for each in kinds]
         return bridge(classifier)

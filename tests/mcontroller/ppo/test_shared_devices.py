@@ -107,9 +107,9 @@ def test_groups_start_with_the_axes_that_are_accepted_across_nodes():
         received.append(axes_across_nodes)
         return LocalWorkerGroup(init, 1, name_prefix=name_prefix)
 
-    for axes in ((), ("cp", "rank")):
+    for axes in ((), ("cp", "tp")):
         with toy_trainer(toy_config(1, axes_across_nodes=axes), ray_worker_group_cls=start) as trainer:
             trainer.init_workers()
-    assert received == [(), (), ("cp", "rank"), ("cp", "rank")]
+    assert received == [(), (), ("cp", "tp"), ("cp", "tp")]
     with pytest.raises(ConfigError, match=r"trainer\.axes_across_nodes is \('dp',\); expected a list with any of tp"):
         TrainerConfig(axes_across_nodes=("dp",))
