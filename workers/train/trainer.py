@@ -74,7 +74,6 @@ class Gradients:
         reports: the reports of ``loss``, one for each micro-batch; none off the last stage.
         routers: as passed.
         samples: as passed, and those of ``earlier``.
-        parts: these gradients, and all that they were added to.
     """
 
     def __init__(
@@ -94,7 +93,7 @@ class Gradients:
         self._compute = functools.partial(run_for_gradients, state.model, forward=forward, loss=own_loss, pg=pg)
         self._method, self._state, self.routers = method, state, routers
         self.samples: int = samples + (earlier.samples if earlier else 0)
-        self.parts: list[Gradients] = [self, *(earlier.parts if earlier else ())]
+        self._earlier: list[Gradients] = earlier.parts if earlier else []
         kept = [buffer.grad_data.clone() for buffer in self._buffers()] if earlier else []
         self._batches = batcher.on_device(state.model, batches)
         self._random = random_state()
@@ -107,6 +106,11 @@ class Gradients:
             chunk.scale_gradients(1.0 / count.float())
         for buffer, before in zip(self._buffers() if earlier else (), kept, strict=True):
             buffer.grad_data += before
+
+    @property
+    def parts(self) -> list[Gradients]:
+        """These gradients, and all that they were added to."""
+        return [self, *self._earlier]
 
     def _buffers(self) -> list[Any]:
         return [each for chunk in self._state.model for each in (*chunk.buffers, *chunk.expert_parallel_buffers)]
