@@ -455,7 +455,8 @@ class Episodes:
             self._lose(host)
         else:
             for message in messages:
-                self._handle(host, message)
+                if host in self._hosts:  # an answer to one before may have found that its process is lost
+                    self._handle(host, message)
 
     def _lose(self, host: _Host, error: EpisodeError | None = None) -> None:
         self._hosts.remove(host)
@@ -483,7 +484,7 @@ class Episodes:
             if kind == "stopped":
                 raise self._too_late()
             if kind == "submit":
-                self._submit(running, *values)
+                self._submit(host, running, *values)
             elif kind == "cancel":
                 turn = running.made.turns.pop(values[0], None)
                 if turn is not None and turn.submitted is not None:
@@ -502,7 +503,9 @@ class Episodes:
             self._drop(running)
             self._fail(running, error)
 
-    def _submit(self, running: _Running, request: int, trajectory: Trajectory, options: dict[str, Any]) -> None:
+    def _submit(
+        self, host: _Host, running: _Running, request: int, trajectory: Trajectory, options: dict[str, Any]
+    ) -> None:
         rollout = self._connected()
         try:
             trajectory = running.made.checked(trajectory, rollout.limits["response_length"])
@@ -523,9 +526,8 @@ class Episodes:
         except EpisodeError:
             raise
         except MControllerError as error:
-            assert running.host is not None
             del running.made.turns[request]
-            running.host.send(("failed", running.number, request, error))
+            self._send(host, ("failed", running.number, request, error))
 
     def _deliver(self) -> None:
         """Send the turns that were made to their episodes."""
