@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import random
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,6 +20,17 @@ _STACK_BYTES = 16 << 20  # of address space; torch's backward pass needs more th
 _IDLE_POLLS = 1000  # of ranks that poll while no call completes, until that is a deadlock
 _SIGNAL_SECONDS = 0.5  # between two checks for signals that another thread received
 _STOP_SECONDS = 5.0  # for the running rank to come to a call after KeyboardInterrupt
+
+
+def _join(thread: threading.Thread) -> None:
+    """Wait until a thread has ended, and the system's thread below it.
+
+    That one goes on after Python's: it frees what libraries have kept for it, and holds their locks meanwhile (MKL's,
+    of its memory). A process that is forked then has these locks for ever, and waits for them in its first product.
+    """
+    thread.join()
+    while os.path.exists(f"/proc/self/task/{thread.native_id}"):
+        time.sleep(1e-4)
 
 
 class RankThread:
@@ -101,7 +114,7 @@ class Scheduler:
             if self._all_ended.is_set():
                 for thread in [starter, *(each.thread for each in taking_part)]:
                     if thread is not None:
-                        thread.join()
+                        _join(thread)
             for each in taking_part:
                 each.thread = None
             self.current = None

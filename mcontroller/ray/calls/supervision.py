@@ -223,13 +223,14 @@ class GroupProcesses:
                     call.held.append(stored.stored)
                     values = (*own.args, *own.kwargs.values())
                     call.held += [value.handles() for value in values if isinstance(value, Deferred)]
-            places = self._places(call) if self.detached else self._order.assign(self.hub.name, call.number, call.ranks)
             settled = min(self._calls, default=call.number)
-            self._calls[call.number] = call
-            if keep:
-                self.keeping.add(call)
             called = (None, of_process) if of_process else (role, method)
-            try:
+            places = self._places(call) if self.detached else []
+            try:  # whoever assigns a place sends the call: the ranks wait for it before they run the next one
+                places = places or self._order.assign(self.hub.name, call.number, call.ranks)
+                self._calls[call.number] = call
+                if keep:
+                    self.keeping.add(call)
                 self.hub.send(self._messages(call, settled, places, called, arguments, encoded))
             except BaseException as error:
                 text = f"{type(error).__name__} while {role}.{method} was being sent: {len(call.sent)} of "

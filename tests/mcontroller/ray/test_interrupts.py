@@ -6,17 +6,23 @@ The ranks are threads of this process, so that a call takes less than a millisec
 
 from __future__ import annotations
 
+import itertools
+import linecache
 import os
 import random
 import signal
 import statistics
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
 
+import mcontroller
 from mcontroller.channel.address import Address, ChannelKeys
 from mcontroller.channel.options import ChannelOptions
 from mcontroller.channel.queries import ask
@@ -36,6 +42,7 @@ INTERRUPTS = int(os.environ.get("MCONTROLLER_TEST_INTERRUPTS", "300"))
 RANKS = 3
 SECONDS = 20.0
 SESSION = ("node", "job")
+OF_CALLS = tuple(str(Path(mcontroller.__file__).parent / folder) for folder in ("channel", "ray"))
 
 
 def answer(frames: list[bytes]) -> list[bytes]:
@@ -102,6 +109,48 @@ def test_an_interrupt_at_any_moment_leaves_no_call_waiting(addresses: list[Addre
             group = group_at(addresses)
         assert ask(addresses, "double", interrupts, timeout=SECONDS) == [(2 * interrupts, [])] * RANKS
     assert 0 < ended < INTERRUPTS
+
+
+@pytest.mark.timeout(300, method="thread")
+def test_an_interrupt_at_any_line_of_sending_leaves_no_call_waiting(addresses: list[Address]) -> None:
+    group = group_at(addresses)
+    interrupted, ended = -1, 0
+    for line in itertools.count():
+        try:
+            with raising_at(line):
+                send(group, "small")
+            break
+        except KeyboardInterrupt:
+            interrupted = line
+        try:
+            assert send(group, line).result() == [line] * RANKS
+        except GroupBroken:
+            ended += 1
+            group = group_at(addresses)
+    assert interrupted > 50 and 0 < ended < interrupted
+
+
+@contextmanager
+def raising_at(line: int) -> Iterator[None]:
+    """Raise KeyboardInterrupt at the line with this index, of those that the calls and their channel run within.
+
+    But not at ``with``: its line comes again before the lock is released, and an interrupt does not come there.
+    """
+    lines = itertools.count()
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        if not frame.f_code.co_filename.startswith(OF_CALLS):
+            return None
+        source = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+        if event == "line" and not source.lstrip().startswith("with ") and next(lines) == line:
+            raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(None)
 
 
 def _seconds(group: RayExecutor) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,6 +31,17 @@ def test_each_rank_creates_a_group_of_itself_in_one_call() -> None:
         return float(own), dist.get_world_size(alone)
 
     assert run_ranks(3, compute) == [(0.0, 1), (1.0, 1), (2.0, 1)]
+
+
+def test_no_thread_of_the_ranks_is_left_that_a_fork_would_interrupt() -> None:
+    def compute() -> float:
+        left = torch.ones(100, 100)
+        return float((left @ left).sum())
+
+    before = set(os.listdir("/proc/self/task"))
+    for _ in range(20):
+        assert run_ranks(8, compute) == [1e6] * 8
+        assert set(os.listdir("/proc/self/task")) <= before
 
 
 def test_disjoint_groups_may_be_created_in_one_call() -> None:
