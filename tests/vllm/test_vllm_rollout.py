@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from multiprocessing.connection import wait
 
@@ -138,8 +139,9 @@ def test_an_engine_that_dies_or_hangs_is_reported_as_its_rank(
         assert ("begin_update" if at == "update" else "in generate") in error.cause
 
 
-def test_the_engine_ends_with_its_group(ray_cluster: None) -> None:
-    created = RayClassWithInitArgs(Actor, actor_config("dense-tp2"), role="actor_rollout")
+def test_an_engine_and_its_shared_memory_end_with_its_group(ray_cluster: None) -> None:
+    created = RayClassWithInitArgs(Actor, actor_config("dense-tp2-engine-tp2"), role="actor_rollout")
+    before = set(os.listdir("/dev/shm"))
     with RayResourcePool([2], use_gpu=False, name_prefix="ending", max_colocate_count=1) as pool:
         with MegatronRayWorkerGroup(pool, created, name_prefix="ending") as group:
             group.init_model()
@@ -148,3 +150,7 @@ def test_the_engine_ends_with_its_group(ray_cluster: None) -> None:
         ended = os.pidfd_open(pid) if os.path.exists(f"/proc/{pid}") else None
         if ended is not None:
             assert wait([ended], 30), "the engine runs on without its worker"
+        end = time.monotonic() + 30
+        while left := set(os.listdir("/dev/shm")) - before:
+            assert time.monotonic() < end, f"left in shared memory: {left}"
+            time.sleep(0.1)

@@ -85,6 +85,7 @@ class EngineProcess:
             stderr=subprocess.STDOUT,
             env=variables,
             pass_fds=[theirs.fileno()],
+            start_new_session=True,  # the tracker of its shared memory outlives it, and unlinks what it has left
         )
         theirs.close()
         self._end = weakref.finalize(self, _end, self._process, self._connection, self._log)
@@ -168,6 +169,7 @@ class EngineProcess:
 
     def _hung(self, limit: float) -> EngineHung:
         log = self._log_tail()
+        self._process.kill()
         self.close()
         return EngineHung(
             f"vLLM's engine (pid {self.pid}) reported no progress in {self._method} for {limit:g} s, and was ended: "
@@ -191,7 +193,10 @@ def exit_cause(code: int | None) -> str:
 
 
 def _end(process: subprocess.Popen[bytes], connection: Connection, log: IO[bytes]) -> None:
-    connection.close()
-    process.kill()
-    process.wait()
+    connection.close()  # it notices between two calls, and ends
+    try:
+        process.wait(_EXIT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
     log.close()
