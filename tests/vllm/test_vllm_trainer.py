@@ -50,7 +50,7 @@ class Recorded(Callback):
 
     def batch_ready(self, trainer: Any, batch: DataProto) -> None:
         self.policies.append(exported(trainer, self.folder / str(len(self.policies))))
-        self.batches.append(batch)
+        self.batches.append(batch.get())  # to be read after the workers have ended
 
 
 def config_of(policy: str, parallel: Mapping[str, int], engine: str, **rollout: Any) -> ActorConfig:
