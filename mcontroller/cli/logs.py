@@ -1,7 +1,7 @@
 """Print the output of the ranks of a run, merged by time.
 
 examples: mcontroller logs runs/first --role actor --tp 0
-          mcontroller logs runs/first --follow
+          mcontroller logs runs/first --tail 20 --follow
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import argparse
 import json
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name in ("rank", *AXES):
         text = "only this rank" if name == "rank" else f"only ranks with this index on {name}"
         parser.add_argument(f"--{name}", type=int, help=text)
+    parser.add_argument("--tail", type=int, metavar="N", help="begin with the last N lines of the merged output")
     parser.add_argument("--follow", action="store_true", help="go on with new lines, until Ctrl-C")
 
 
@@ -48,7 +50,8 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         while True:
             chosen = [log for log in find_logs(directory) if _is_chosen(log, arguments)]
-            for line in merged_lines(chosen, offsets):
+            lines = merged_lines(chosen, offsets)
+            for line in lines if offsets or arguments.tail is None else deque(lines, max(arguments.tail, 0)):
                 sys.stdout.write(f"{line.time} {line.log}: {line.text}\n")
             sys.stdout.flush()
             if not arguments.follow:

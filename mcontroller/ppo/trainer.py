@@ -130,12 +130,11 @@ class RayPPOTrainer:
         )
         self.groups = self.run_groups.by_name
         self.step = PPOStep(config, tokenizer, self.run_groups, self.stages, rewards, rollout_fn)
-        directory, keep = config.trainer.default_local_dir, config.trainer.max_to_keep
-        self.checkpoints = RunCheckpoints(directory, keep, self.stages.devices)
-        self.memory = MemoryCheckpoints(self.stages.devices, self.run_groups.lost_nodes)
+        self.checkpoints = RunCheckpoints(options.default_local_dir, options.max_to_keep, devices)
+        self.memory = MemoryCheckpoints(devices, self.run_groups.lost_nodes)
         self.elastic = ElasticPools(resource_pool_manager, self.run_groups.workers)
-        self.preemption = Preemption(config.trainer.max_seconds)
-        self.recovery = Recovery(config.trainer, logs=resource_pool_manager.logs)
+        self.preemption = Preemption(options.max_seconds)
+        self.recovery = Recovery(options, logs=resource_pool_manager.logs)
         self.global_steps = self.drawn_batches = self.num_tokens = 0
         self._stopping = self._preempted = False
         self._saved_at = time.monotonic()
@@ -209,6 +208,7 @@ class RayPPOTrainer:
             error: what ended the step.
             begin: the state to go back to if nothing has been saved.
         """
+        done = self.global_steps
         while (failure := self.recovery.admit(error, self.global_steps + 1)) is not None:
             self.display.starting(f"step {failure.step} failed: {failure.message}")
             if (trace := recorder()) is not None:
@@ -219,7 +219,8 @@ class RayPPOTrainer:
             except MControllerError as another:
                 error = another
                 continue
-            self.display.starting(f"going on from step {self.global_steps} after {failure.kind} in step {failure.step}")
+            text = f"going on from step {self.global_steps} after {failure.kind} in step {failure.step}"
+            self.display.starting(f"{text}; completed steps to repeat: {done - self.global_steps}")
             for tracker in self.trackers:
                 if isinstance(tracker, Rewinds):
                     tracker.rewind(self.global_steps or -1)  # a warm-up has steps too, before step 0

@@ -332,10 +332,11 @@ def sibling(role: str) -> Any:
 
 
 def _set_title(identity: Identity, coordinates: Mapping[str, int]) -> None:
-    """Show the rank in lists of processes, such as ``ray::actor rank 3 (tp=1 pp=0)``."""
+    """Show the rank and its run in lists of processes, such as ``ray::actor rank 3 (tp=1 pp=0) · my_run``."""
     axes = " ".join(f"{axis}={index}" for axis, index in coordinates.items())
+    title = f"ray::{identity.group} rank {identity.rank}" + (f" ({axes})" if axes else "")
     raylet: Any = ray._raylet
-    raylet.setproctitle(f"ray::{identity.group} rank {identity.rank}" + (f" ({axes})" if axes else ""))
+    raylet.setproctitle(title if identity.logs is None else f"{title} · {Path(identity.logs).absolute().parent.name}")
 
 
 def choose_device(index: int | None) -> None:

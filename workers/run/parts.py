@@ -178,13 +178,13 @@ def make_parts(config: RunConfig) -> RunParts:
         attempt(partial(BatchStream, problem_rows, config.data.train_batch_size, config.data.seed, "data.train"))
     if config.reward_model is None:
         attempt(lambda: check_functions(config.rewards))
+    demonstrate = environment.demonstrate if isinstance(environment, Demonstrating) else None
+    demonstrations = None
+    if config.warm_up.steps and problem_rows is not None:
+        demonstrations = attempt(partial(Demonstrations, problem_rows, rollout.response_length, demonstrate))
     errors.raise_any()
     assert tokenizer is not None and problem_rows is not None
     rewards = FunctionRewards(config.rewards, tokenizer) if config.rewards.functions else None
-    demonstrate = environment.demonstrate if isinstance(environment, Demonstrating) else None
-    demonstrations = None
-    if config.warm_up.steps:
-        demonstrations = Demonstrations(problem_rows, rollout.response_length, demonstrate)
     combine = weighted_sum() if config.reward_model is not None and rewards is not None else None
     return RunParts(tokenizer, problem_rows, held_out, demonstrations, rewards, episodes, combine, roles)
 

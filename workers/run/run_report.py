@@ -33,8 +33,10 @@ SUMMARY = "summary.json"
 PACKAGES = ("mcontroller", "torch", "megatron-core", "ray")
 READ_AT_END = 64
 """Files of a trace up to which it is read at the end of a run, which takes up to a second for each."""
+LEAST_SHARE = 0.005
+"""Share of the time from which the table of stages has a row for ``overlapped``, which is negative."""
 RESULTS = ("train/score", "train/accuracy", "held_out/")
-"""Beginnings of the names of the metrics whose last value is in the summary."""
+"""Beginnings of the names of the metrics whose first and last values are in the summary."""
 
 
 class RunReport:
@@ -71,6 +73,8 @@ class RunReport:
             step, total = read_record(record.parent).last.global_steps, self._trainer.total_training_steps
             self._print(f"resuming from step {step} of {total}, saved {minutes:.0f} min ago")
         before = self._before()
+        if not self._trainer.resume:
+            before.pop("first_results", None)  # of a run that had saved nothing
         self._write({**before, "processes": [*before.get("processes", []), process]})
 
     def end_early(self, steps: int) -> None:
@@ -82,9 +86,7 @@ class RunReport:
         try:
             saved = read_record(Path(self._trainer.default_local_dir)).last.global_steps
         except DataError:
-            self._print(
-                f"no step is saved, {steps} are lost; begin again with: python -m mcontroller resume {self._directory}"
-            )
+            self._print(f"no step is saved, {steps} are lost; start again with: {self._process['command']}")
             return
         lost = max(steps - saved, 0)
         self._print(
@@ -104,13 +106,13 @@ class RunReport:
                 "global_step": trainer.global_steps,
                 "saved_step": trainer.checkpoints.saved_step,
                 "restarts": before.get("restarts", 0) + len(trainer.recovery.failures),
+                "first_results": before.get("first_results", {}),
                 "results": before.get("results", {}) | self._results,
                 "processes": [*before.get("processes", [])[:-1], self._process],
             }
         )
         table = Table("stage", "seconds", "share", title="Time by stage", title_justify="left")
-        rows = sorted(stages.items(), key=lambda row: -row[1])
-        for name, seconds in [*rows, ("other", wall - sum(stages.values()))]:
+        for name, seconds in rows_of(stages, wall):
             table.add_row(name, f"{seconds:.1f}", f"{seconds / wall:.0%}")
         self._console.print(table)
         if line := trainer.step.generations.summary():
@@ -142,9 +144,13 @@ class RunReport:
     # ---- a tracker -------------------------------------------------------------------------------------------------
 
     def log(self, metrics: Mapping[str, float], step: int, phase: str = TRAIN) -> None:
-        """Keep the results."""
-        found = {name: value for name, value in metrics.items() if name.startswith(RESULTS)}
-        self._results |= without_zeros(found)
+        """Keep the results; record the first value of each with its step: 0 is before the first update of PPO."""
+        found = without_zeros({name: value for name, value in metrics.items() if name.startswith(RESULTS)})
+        self._results |= found
+        before = self._before()
+        first = before.get("first_results", {})
+        if new := {name: {"global_step": step, "value": value} for name, value in found.items() if name not in first}:
+            self._write({**before, "first_results": first | new})
 
     def log_samples(self, samples: Samples, step: int) -> None:
         """Do nothing."""
@@ -162,6 +168,12 @@ class RunReport:
 
     def _print(self, line: str) -> None:
         self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def rows_of(stages: Mapping[str, float], wall: float) -> list[tuple[str, float]]:
+    """Return the rows of the table of stages, the longest first; a negative one that would be shown as 0% is none."""
+    shown = {name: seconds for name, seconds in stages.items() if seconds >= 0 or seconds < -LEAST_SHARE * wall}
+    return [*sorted(shown.items(), key=lambda row: -row[1]), ("other", max(wall - sum(shown.values()), 0.0))]
 
 
 def _commit() -> str | None:

@@ -95,6 +95,9 @@ class Demonstrations:
         response_length: [tokens] longest answer, with the token that ends it.
         demonstrate: returns the response to a row of ``prompts`` instead of its answer, such as one of several turns;
             ``loss_mask`` is 1 for its own tokens.
+
+    Raises:
+        DataError: an answer is longer than ``response_length``, or is no text.
     """
 
     def __init__(
@@ -106,6 +109,16 @@ class Demonstrations:
         self.prompts = prompts
         self.response_length = response_length
         self.demonstrate = demonstrate or self._answer
+        lengths = [len(self.demonstrate(prompts[index]).tokens) + 1 for index in range(len(prompts))]
+        if (longest := max(lengths)) > response_length:
+            raise DataError(
+                f"with the token that ends it, the answer to the prompt "
+                f"{prompts[lengths.index(longest)]['prompt'][-60:]!r} has {longest} tokens; rollout.response_length is "
+                f"{response_length}, too short for {sum(length > response_length for length in lengths)} of "
+                f"{len(lengths)} answers: set rollout.response_length={longest}, or warm_up.steps=0",
+                length=longest,
+                most=response_length,
+            )
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -115,13 +128,6 @@ class Demonstrations:
         response = self.demonstrate(prompt)
         stop = tokenizer.eos_token_id
         ids, own = [*response.tokens, stop if isinstance(stop, int) else stop[0]], [*response.own, 1]
-        if len(ids) > self.response_length:
-            raise DataError(
-                f"the answer {tokenizer.decode(response.tokens)!r} is {len(ids)} tokens; rollout.response_length is "
-                f"{self.response_length}",
-                length=len(ids),
-                most=self.response_length,
-            )
         row, mask = _padded(torch.tensor(ids), self.response_length, tokenizer.pad_token_id, left=False)
         trained, _ = _padded(torch.tensor(own), self.response_length, 0, left=False)
         return {

@@ -168,12 +168,12 @@ def test_a_failure_at_any_call_changes_neither_weights_nor_metrics(
         assert all(torch.equal(found[name], weights[name]) for name in weights), number
         assert lines == metrics, number
         [failure] = map(json.loads, (directory / FAILURES).read_text().splitlines())
-        went_on = f"going on from step {events.restarts[0][0]} after WorkerDied in step {failure['step']}"
-        assert went_on in events.shown.texts
+        step, repeated = failure["step"], failure["step"] - 1 - events.restarts[0][0]
+        went_on = f"going on from step {step - 1 - repeated} after WorkerDied in step {step}"
+        assert f"{went_on}; completed steps to repeat: {repeated}" in events.shown.texts
         assert failure["kind"] == "WorkerDied" and failure["restarted"] and failure["details"]["rank"] == 0
         if memory == 1:  # at most the running step is lost, with its validation and its saves
-            lost = failure["step"] - 1 - events.restarts[0][0]
-            assert lost == 0 or (lost == 1 and failure["details"]["method"] != "update_actor"), failure
+            assert repeated == 0 or (repeated == 1 and failure["details"]["method"] != "update_actor"), failure
 
 
 def test_a_failure_at_calls_on_simulated_ranks_changes_nothing(calls: Calls, tmp_path: Path) -> None:

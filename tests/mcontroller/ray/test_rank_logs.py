@@ -63,6 +63,11 @@ def test_the_output_of_every_rank_is_a_file_with_the_last_line_before_a_crash(
         group = RayWorkerGroup(pool, RayClassWithInitArgs(Speaking), name_prefix="actor")
         files = [directory / f"actor-rank{rank}-tp{rank}-cp0-dp0-pp0.log" for rank in range(2)]
         assert [log.path for log in find_logs(directory)] == files
+        titles = [Path(f"/proc/{info.pid}/cmdline").read_text() for info in group.executor.processes.handles.infos]
+        axes = "cp=0 dp=0 pp=0"
+        assert [title.rstrip("\0") for title in titles] == [
+            f"ray::actor rank {rank} (tp={rank} {axes}) · {tmp_path.name}" for rank in range(2)
+        ]
         group.speak()
         with pytest.raises(WorkerDied) as caught:
             group.die_on(1)
@@ -90,6 +95,7 @@ def test_the_output_of_every_rank_is_a_file_with_the_last_line_before_a_crash(
     assert {line[27:].partition(":")[0] for line in lines} == {
         f"actor rank {rank} (tp={rank} cp=0 dp=0 pp=0)" for rank in range(2)
     }
+    assert printed(capsys, tmp_path, "--tail", 3).splitlines() == lines[-3:]
     assert "rank 0" not in printed(capsys, directory, "--tp", 1).replace("of rank 0", "")
     assert main(["logs", str(tmp_path), "--role", "critic"]) == 1
     assert "it has actor rank 0 (tp=0" in capsys.readouterr().err

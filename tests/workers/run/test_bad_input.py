@@ -121,6 +121,11 @@ def test_a_problem_without_its_answer_is_reported_with_the_column_to_set(folder,
     assert "answer None. The problem has no answer: set data.answer_key to the column of the right answers" in error
 
 
+def test_an_answer_that_is_too_long_with_its_end_is_reported(folder, capsys):
+    error = error_of(capsys, "warm_up.steps=1", "warm_up.batch_size=1", "actor_rollout_ref.rollout.response_length=1")
+    assert "has 2 tokens; rollout.response_length is 1, too short for 2 of 2 answers: set rollout.response_le" in error
+
+
 def test_a_directory_without_a_tokenizer_is_reported_with_the_reason(tmp_path):
     pytest.importorskip("transformers")
     with pytest.raises(ConfigError, match=r"cannot load the tokenizer in '.*': .*[^:]$"):

@@ -12,7 +12,7 @@ from rich.console import Console
 from mcontroller.ppo.saving.run_record import RunRecord, SavedStep, write_record
 from tests.workers.run.test_check_run import config_file  # noqa: F401 - a fixture
 from workers.run.config import read_run_config
-from workers.run.run_report import SUMMARY, RunReport
+from workers.run.run_report import SUMMARY, RunReport, rows_of
 
 
 @pytest.mark.processes
@@ -26,11 +26,25 @@ def test_a_run_says_what_started_it_what_is_saved_and_how_to_go_on(config_file: 
     assert {"command", "commit", "versions", "host", "started"} <= process.keys()
     assert process["host"] in printed.getvalue() and f"torch {process['versions']['torch']}" in printed.getvalue()
 
+    report.log({"train/score": 0.25, "actor/loss": 1.0}, 1)
+    report.log({"train/score": 0.5}, 2)
+    first = json.loads((tmp_path / SUMMARY).read_text())["first_results"]
+    assert first == {"train/score": {"global_step": 1, "value": 0.25}}
+
     resume = f"python -m mcontroller resume {tmp_path}\n"
     report.end_early(7)
-    assert printed.getvalue().endswith(f"no step is saved, 7 are lost; begin again with: {resume}")
+    assert printed.getvalue().endswith(f"no step is saved, 7 are lost; start again with: {process['command']}\n")
     (tmp_path / "checkpoints").mkdir()
     saved = SavedStep(65, 0.0, {"actor": "actor/global_step_65"})
     write_record(tmp_path / "checkpoints", RunRecord(saved))
     report.end_early(67)
     assert printed.getvalue().endswith(f"step 65 of 120 is saved, 2 later steps are lost; continue with: {resume}")
+
+
+def test_the_table_of_stages_has_no_negative_zero() -> None:
+    assert rows_of({"reward": 0.1, "overlapped": -0.1, "update": 20.0}, 20.0) == [
+        ("update", 20.0),
+        ("reward", 0.1),
+        ("other", 0.0),
+    ]
+    assert rows_of({"reward": 9.0, "update": 20.0, "overlapped": -4.0}, 26.0)[2:] == [("overlapped", -4.0), ("other", 1.0)]

@@ -98,8 +98,8 @@ def test_demonstrations_teach_the_answer_and_the_end_alone():
     assert shown["input_ids"].tolist() == [0, 49, 43, 49, 50, 1, 0]
     assert shown["attention_mask"].tolist() == [0, 1, 1, 1, 1, 1, 0]
     assert shown["loss_mask"].tolist() == [0, 0, 0, 0, 1, 1, 0]
-    with pytest.raises(DataError, match=r"the answer '2' is 2 tokens; rollout.response_length is 1"):
-        Demonstrations(prompts, 1)[0]
+    with pytest.raises(DataError, match=r"'1\+1' has 2 tokens; rollout.response_length is 1, too short for 1 of 1"):
+        Demonstrations(prompts, 1)
 
 
 def test_a_tokenizer_without_a_chat_template_is_rejected_for_chat_messages(tmp_path):
