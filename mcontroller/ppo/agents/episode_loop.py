@@ -98,7 +98,7 @@ class EpisodeLoop:
                 added, trajectory.ended = values[1]
                 for name, part in added.items():
                     getattr(trajectory, name).extend(part)
-                trajectory.own += [1] * len(added["tokens"])
+                trajectory.own.extend([1] * len(added["tokens"]))
                 future.set_result(trajectory)
 
     def submit(self, number: int, trajectory: Trajectory, options: Mapping[str, Any]) -> asyncio.Future[Trajectory]:

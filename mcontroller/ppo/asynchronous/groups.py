@@ -126,7 +126,7 @@ def restored_groups(
             unfinished[key].turns[request] = Turn(trajectory, before)
         else:
             expected = has_prompts or not trajectory.ended
-            if expected and trajectory.prompt != ids[at][mask[at].bool()].tolist():
+            if expected and trajectory.prompt.tolist() != ids[at][mask[at].bool()].tolist():
                 raise DataError(
                     f"the checkpoint has responses in flight to problem {at} of batch {batch.number}, which is another "
                     "one now: resume with the same data and data.seed",
