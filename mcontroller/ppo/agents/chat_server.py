@@ -17,6 +17,7 @@ import re
 import socket
 import threading
 import time
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
@@ -206,7 +207,7 @@ class ChatServer:
         if not (same and len(messages) > len(before) > 0):
             prompt = self.tokenizer.encode(self.tokenizer.render(messages, **tools))
             seed = seed_of(session.seed, len(session.trajectories)) if session.trajectories else session.seed
-            return Trajectory(prompt, seed=seed), 0
+            return Trajectory(array("q", prompt), seed=seed), 0
         trajectory = copy.deepcopy(session.trajectories[-1])
         reply = {"role": "assistant", "content": REPLY}
         rendered = self.tokenizer.render([*before[:-1], reply, *messages[len(before) :]], **tools)

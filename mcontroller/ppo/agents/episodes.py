@@ -105,7 +105,8 @@ class MadeTokens:
                 f"most {limit}, which is rollout.response_length",
                 kind="invalid",
             )
-        checked = replace(found, log_probs=array("d", bytes(8 * length)), versions=[-1] * length, experts=[])
+        log_probs, versions = array("d", [0.0]) * length, array("q", [-1]) * length
+        checked = replace(found, log_probs=log_probs, versions=versions, experts=[])
         tokens = checked.tokens
         made: dict[tuple[int, ...], list[Turn]] = {}
         for turn in self.turns.values():

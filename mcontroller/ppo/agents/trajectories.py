@@ -14,7 +14,6 @@ from array import array
 from collections.abc import Collection, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -55,10 +54,10 @@ class Trajectory:
 
     prompt: array[int]
     problem: Mapping[str, Any] = field(default_factory=dict)
-    tokens: array[int] = field(default_factory=partial(array, "q"))
-    own: array[int] = field(default_factory=partial(array, "b"))
-    log_probs: array[float] = field(default_factory=partial(array, "d"))
-    versions: array[int] = field(default_factory=partial(array, "q"))
+    tokens: array[int] = field(default_factory=lambda: array("q"))
+    own: array[int] = field(default_factory=lambda: array("b"))
+    log_probs: array[float] = field(default_factory=lambda: array("d"))
+    versions: array[int] = field(default_factory=lambda: array("q"))
     experts: list[Tensor] = field(default_factory=list)
     seed: int = 0
     turn: int = 0

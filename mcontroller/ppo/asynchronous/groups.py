@@ -151,7 +151,7 @@ def _rows(batch: DataProto, problems: DataProto) -> Iterator[tuple[list[int], Tr
         start = len(prompts[row]) - prompt
         tokens, own, log_probs, versions = (column[row, :length].tolist() for column in made)
         others = other_columns(problems, state[1])
-        found = Trajectory(prompts[row][start:], others, tokens, own, log_probs, versions)
+        found = Trajectory(prompts[row][start:], others, tokens, own, log_probs, versions)  # type: ignore[arg-type]
         found.seed, found.turn, found.turns, found.ended = seed, turn, turns, ENDS[ended]
         if experts is not None:
             known = experts[row, start:]
