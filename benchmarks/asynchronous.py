@@ -206,17 +206,20 @@ def controller(in_flight: int) -> None:
     with trainer_of(sleeps, problems, staleness, local, slice_tokens=64, capacity=1024) as trainer:
         trainer.init_workers()
         generations = trainer.step.generations
-        for step in range(6):
+        each = []
+        for step in range(12):
             before, busy, events = time.process_time(), SleepingEngine.busy, generations.log.count
             batch = generations.exchange(trainer.draw(), trainer.draw)[1]
             spent = time.process_time() - before - (SleepingEngine.busy - busy)
+            each.append(spent / len(batch) * 1e6)
             tokens, memory = int(batch.batch["response_mask"].sum()), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
             print(
                 f"step {step + 1}: {len(batch)} trajectories, {tokens / len(batch):.0f} tokens each, "
-                f"{generations.log.count - events} events, {spent / len(batch) * 1e6:.0f} us of CPU each, "
+                f"{generations.log.count - events} events, {each[-1]:.0f} us of CPU each, "
                 f"at most {memory / 1024:.0f} MiB in the process",
                 flush=True,
             )
+        print(f"mean of the steps after the queue was filled: {statistics.fmean(each[staleness:]):.0f} us of CPU each")
 
 
 def main() -> None:

@@ -463,7 +463,7 @@ class TrainerConfig:
                 key="trainer.max_staleness",
                 value=self.max_staleness,
             )
-        if self.asynchronous.replay is not None and self.max_staleness < 2:
+        if self.asynchronous.replay is not None and self.max_staleness < 1:
             raise ConfigError(
                 f"trainer.asynchronous.replay is set with trainer.max_staleness={self.max_staleness}, which has one "
                 "order of events: start the run again with the same configuration",

@@ -19,6 +19,7 @@ _SET_ELSEWHERE = {
     "kv_cache_memory_bytes": "rollout.vllm.kv_cache_bytes",
     "load_format": "model.hf_path",
     "logprobs_mode": "nothing: log-probabilities are always the policy's",
+    "enable_batch_sharded_sampling": "nothing: it changes the distribution that log-probabilities are of",
     "skip_tokenizer_init": "nothing: prompts are token ids",
     "worker_extension_cls": "nothing: it receives the weights",
     "enable_sleep_mode": "nothing: it is on with a GPU",

@@ -17,6 +17,7 @@ import re
 import socket
 import threading
 import time
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
@@ -206,12 +207,12 @@ class ChatServer:
         if not (same and len(messages) > len(before) > 0):
             prompt = self.tokenizer.encode(self.tokenizer.render(messages, **tools))
             seed = seed_of(session.seed, len(session.trajectories)) if session.trajectories else session.seed
-            return Trajectory(prompt, seed=seed), 0
+            return Trajectory(array("q", prompt), seed=seed), 0
         trajectory = copy.deepcopy(session.trajectories[-1])
         reply = {"role": "assistant", "content": REPLY}
         rendered = self.tokenizer.render([*before[:-1], reply, *messages[len(before) :]], **tools)
         following = self.tokenizer.encode(rendered.rpartition(REPLY)[2])
-        trajectory.replied(following[1:] if following[:1] == trajectory.tokens[-1:] else following)
+        trajectory.replied(following[1:] if following[0] == trajectory.tokens[-1] else following)
         return trajectory, len(trajectory.tokens)
 
     def _wait(self, session: ChatSession, submitted: Future[Trajectory], connected: Callable[[], bool]) -> None:

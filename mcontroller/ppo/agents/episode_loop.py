@@ -7,6 +7,7 @@ import inspect
 import math
 import selectors
 import time
+from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -37,7 +38,7 @@ class EpisodeRollout:
         self, prompt: Sequence[int] | Trajectory, *, stop_token_ids: Collection[int] = (), **options: Any
     ) -> asyncio.Future[Trajectory]:
         """Ask the policy for a response, or the next turn of one: ``await`` it; see ``TrajectoryRollout.submit``."""
-        trajectory = prompt if isinstance(prompt, Trajectory) else Trajectory([int(token) for token in prompt])
+        trajectory = prompt if isinstance(prompt, Trajectory) else Trajectory(array("q", prompt))
         return self._loop.submit(self._number, trajectory, {"stop_token_ids": [*stop_token_ids], **options})
 
 
@@ -98,7 +99,7 @@ class EpisodeLoop:
                 added, trajectory.ended = values[1]
                 for name, part in added.items():
                     getattr(trajectory, name).extend(part)
-                trajectory.own += [1] * len(added["tokens"])
+                trajectory.own.extend([1] * len(added["tokens"]))
                 future.set_result(trajectory)
 
     def submit(self, number: int, trajectory: Trajectory, options: Mapping[str, Any]) -> asyncio.Future[Trajectory]:

@@ -14,6 +14,7 @@ import pickle
 import socket
 import struct
 import time
+from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -75,7 +76,7 @@ class Turn:
 
     def context(self) -> tuple[int, ...]:
         """Return the tokens that this turn continues."""
-        return tuple(self.trajectory.prompt + self.trajectory.tokens[: self.before])
+        return (*self.trajectory.prompt, *self.trajectory.tokens[: self.before])
 
 
 class MadeTokens:
@@ -97,14 +98,16 @@ class MadeTokens:
         """
         if not isinstance(found, Trajectory):
             raise EpisodeError(f"it returned {found}; expected a Trajectory", kind="invalid")
-        tokens, length = found.tokens, len(found.tokens)
+        length = len(found.tokens)
         if length > limit or len(found.own) != length:
             raise EpisodeError(
                 f"its response has {length} tokens and {len(found.own)} marks in own; expected equally many, and at "
                 f"most {limit}, which is rollout.response_length",
                 kind="invalid",
             )
-        checked = replace(found, log_probs=[0.0] * length, versions=[-1] * length, experts=[])
+        log_probs, versions = array("d", [0.0]) * length, array("q", [-1]) * length
+        checked = replace(found, log_probs=log_probs, versions=versions, experts=[])
+        tokens = checked.tokens
         made: dict[tuple[int, ...], list[Turn]] = {}
         for turn in self.turns.values():
             if turn.trajectory.ended:

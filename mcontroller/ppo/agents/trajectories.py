@@ -14,6 +14,7 @@ from array import array
 from collections.abc import Collection, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,9 @@ LOG_PROBS = ("rollout_log_probs", "engine_log_probs")
 class Trajectory:
     """One response so far: the exact tokens that the policy sampled, and those that an environment replied with.
 
+    Sequences of numbers are kept as arrays, which the garbage collector does not read; lists that are passed are copied
+    into arrays. To compare with a list, or add one, take ``tokens.tolist()``.
+
     Attributes:
         prompt: token ids of the prompt, without padding.
         problem: the other columns of the problem, such as ``answer`` and ``record``.
@@ -48,31 +52,27 @@ class Trajectory:
             room or turns, ``environment`` by its decision; empty while it goes on.
     """
 
-    prompt: list[int]
+    prompt: array[int]
     problem: Mapping[str, Any] = field(default_factory=dict)
-    tokens: list[int] = field(default_factory=list)
-    own: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
+    tokens: array[int] = field(default_factory=lambda: array("q"))
+    own: array[int] = field(default_factory=lambda: array("b"))
+    log_probs: array[float] = field(default_factory=lambda: array("d"))
+    versions: array[int] = field(default_factory=lambda: array("q"))
     experts: list[Tensor] = field(default_factory=list)
     seed: int = 0
     turn: int = 0
     turns: int = 1
     ended: str = ""
-    _context: array[int] = field(default_factory=lambda: array("q"), repr=False, compare=False)
 
-    def context(self) -> array[int]:
-        """Return prompt and response so far, int64; a later call adds the tokens since."""
-        known = len(self._context) - len(self.prompt)
-        if known < 0 or known > len(self.tokens):
-            known, self._context = 0, array("q", self.prompt)
-        self._context.extend(self.tokens[known:])
-        return self._context
+    def __post_init__(self) -> None:
+        for name, code in (("prompt", "q"), ("tokens", "q"), ("own", "b"), ("log_probs", "d"), ("versions", "q")):
+            if not isinstance(getattr(self, name), array):
+                setattr(self, name, array(code, getattr(self, name)))
 
     @property
     def last_turn(self) -> list[int]:
         """Token ids of the policy's last turn."""
-        return self.tokens[self.turn :]
+        return self.tokens[self.turn :].tolist()
 
     def experts_before(self, position: int) -> list[Tensor]:
         """Return the experts of the tokens before the last one in front of a position of the response."""
@@ -80,17 +80,17 @@ class Trajectory:
 
     def sampled(self, tokens: Sequence[int], log_probs: Sequence[float], version: int = 0) -> None:
         """Append tokens that the policy of a version sampled to its turn."""
-        self.tokens += tokens
-        self.log_probs += log_probs
-        self.versions += [version] * len(tokens)
-        self.own += [1] * len(tokens)
+        self.tokens.extend(tokens)
+        self.log_probs.extend(log_probs)
+        self.versions.extend(array("q", (version,)) * len(tokens))
+        self.own.extend(array("b", (1,)) * len(tokens))
 
     def replied(self, tokens: Sequence[int]) -> None:
         """Append the environment's tokens, and begin the policy's next turn."""
-        self.tokens += tokens
-        self.log_probs += [0.0] * len(tokens)
-        self.versions += [-1] * len(tokens)
-        self.own += [0] * len(tokens)
+        self.tokens.extend(tokens)
+        self.log_probs.extend(array("d", (0.0,)) * len(tokens))
+        self.versions.extend(array("q", (-1,)) * len(tokens))
+        self.own.extend(array("b", (0,)) * len(tokens))
         self.turn, self.turns, self.ended = len(self.tokens), self.turns + 1, ""
 
 
@@ -220,7 +220,7 @@ class TrajectoryRollout:
         prompt: Sequence[int] | Trajectory,
         *,
         seed: int | None = None,
-        stop_token_ids: Collection[int] = (),
+        stop_token_ids: Collection[int] = frozenset(),
         response_length: int | None = None,
         **sampling: Any,
     ) -> Submitted:
@@ -241,7 +241,7 @@ class TrajectoryRollout:
             trajectory = prompt
             trajectory.seed = trajectory.seed if seed is None else seed
         else:
-            trajectory = Trajectory([int(token) for token in prompt], seed=self._next_seed() if seed is None else seed)
+            trajectory = Trajectory(array("q", prompt), seed=self._next_seed() if seed is None else seed)
         limit = min(response_length or self.limits["response_length"], self.limits["response_length"])
         self._check(trajectory, limit)
         trajectory.ended = ""
@@ -272,10 +272,16 @@ class TrajectoryRollout:
             if self._calls:
                 return True
             rows = list(self.live[: self.capacity] if chosen is None else chosen)
-            while rows:
-                alike = [each for each in rows if each.settings == rows[0].settings]
-                rows = [each for each in rows if each.settings != rows[0].settings]
-                self._calls.append((alike, self._call(alike)))
+            alike: list[tuple[Mapping[str, Any], list[Submitted]]] = []
+            for each in rows:
+                settings = each.settings
+                same = next((some for other, some in alike if other is settings or other == settings), None)
+                if same is None:
+                    alike.append((settings, [each]))
+                else:
+                    same.append(each)
+            for _, some in alike:
+                self._calls.append((some, self._call(some)))
             return bool(self._calls)
 
     def ready(self) -> bool:
@@ -361,7 +367,7 @@ class TrajectoryRollout:
 
     def _check(self, trajectory: Trajectory, limit: int) -> None:
         length, most, vocab_size = len(trajectory.prompt), self.limits["prompt_length"], self.limits["vocab_size"]
-        tokens = trajectory.context()
+        tokens = trajectory.prompt + trajectory.tokens
         for token in (min(tokens, default=0), max(tokens, default=0)):
             if not 0 <= token < vocab_size:
                 raise DataError(
@@ -416,13 +422,11 @@ def contexts(going: Sequence[Trajectory], meta_info: Mapping[str, Any], room: in
     Returns:
         ``input_ids`` and ``attention_mask`` int64 ``[rows, tokens]``, padded on the left.
     """
-    rows = [each.context() for each in going]
-    lengths = torch.tensor([len(row) for row in rows])
+    lengths = torch.tensor([len(each.prompt) + len(each.tokens) for each in going])
     widest = int(lengths.max())
-    filled = np.full((len(rows), widest), int(meta_info["pad_token_id"]))
-    for row, context in zip(filled, rows, strict=True):
-        row[widest - len(context) :] = context
-    ids = torch.from_numpy(filled)
+    pads = memoryview(array("q", (int(meta_info["pad_token_id"]),)) * widest)
+    padded = ((pads[length:], each.prompt, each.tokens) for each, length in zip(going, lengths.tolist(), strict=True))
+    ids = torch.frombuffer(bytearray().join(chain.from_iterable(padded)), dtype=torch.long).view(-1, widest)
     attention = (torch.arange(widest) >= widest - lengths[:, None]).long()
     meta_info = {**meta_info, "n": 1, "response_length": min(room, width - widest)}
     return DataProto.from_dict({"input_ids": ids, "attention_mask": attention}, meta_info=meta_info)
@@ -437,8 +441,10 @@ def append_sampled(trajectories: Sequence[Trajectory], turn: DataProto, limits: 
         limits: [tokens] the most of each response.
     """
     responses, mask = columns(turn, "responses", "response_mask")
-    tokens, kept, name = responses.tolist(), mask.sum(1).tolist(), log_probs_of(turn)
-    log_probs = [[0.0] * len(row) for row in tokens] if name is None else columns(turn, name)[0].tolist()
+    width, kept, name = responses.shape[1], mask.sum(1).tolist(), log_probs_of(turn)
+    scores = torch.zeros(responses.shape) if name is None else columns(turn, name)[0]
+    tokens = array("q", responses.long().numpy().tobytes())
+    log_probs = array("d", scores.double().numpy().tobytes())
     versions = turn.tensors().get("policy_version", torch.zeros(len(turn), dtype=torch.long)).tolist()
     experts, prompt_columns = turn.tensors().get(ROUTED_EXPERTS), columns(turn, "prompts")[0].shape[1]
     for row, (each, limit) in enumerate(zip(trajectories, limits, strict=True)):
@@ -446,7 +452,8 @@ def append_sampled(trajectories: Sequence[Trajectory], turn: DataProto, limits: 
         if experts is not None:
             known, before = sum(map(len, each.experts)), len(each.prompt) + len(each.tokens)
             each.experts.append(experts[row, prompt_columns - before + known : prompt_columns + count - 1])
-        each.sampled(tokens[row][:count], log_probs[row][:count], versions[row])
+        made = slice(row * width, row * width + count)
+        each.sampled(tokens[made], log_probs[made], versions[row])
 
 
 def log_probs_of(turn: DataProto) -> str | None:
@@ -479,35 +486,26 @@ def trajectory_batch(
     """
     rows = len(trajectories)
     ids = np.full((rows, prompt_length + response_length), pad_token_id)
-    attended = np.zeros(ids.shape, np.int64)
-    filled = {"own": np.zeros((rows, response_length), np.int64), "versions": np.full((rows, response_length), -1)}
-    filled["log_probs"] = np.zeros((rows, response_length), np.float32)
+    attended, positions = np.zeros(ids.shape, np.int64), np.zeros(ids.shape, np.int64)
+    own, versions = np.zeros((rows, response_length), np.int64), np.full((rows, response_length), -1)
+    scores, counted = np.zeros((rows, response_length), np.float32), np.arange(ids.shape[1])
     for row, each in enumerate(trajectories):
         length, start = len(each.tokens), prompt_length - len(each.prompt)
-        ids[row, start : prompt_length + length] = each.context()
-        attended[row, start : prompt_length + length] = 1
-        for name, column in filled.items():
-            column[row, :length] = array("d" if name == "log_probs" else "q", getattr(each, name))
-    sequences, attention = torch.from_numpy(ids), torch.from_numpy(attended)
-    mask, versions, scores = (torch.from_numpy(filled[name]) for name in ("own", "versions", "log_probs"))
-    prompts, responses = sequences[:, :prompt_length].clone(), sequences[:, prompt_length:].clone()
-    ends = torch.tensor([len(each.prompt) + len(each.tokens) for each in trajectories])
-    starts = torch.tensor([prompt_length - len(each.prompt) for each in trajectories])
-    positions = torch.arange(sequences.shape[1]) - starts[:, None]
-    torch.minimum(positions.clamp_(min=0), ends[:, None] - 1, out=positions)
-    sampled = [{*each.versions} - {-1} for each in trajectories]
-    newest = max((max(each) for each in sampled if each), default=0)
-    whole = {
-        "prompts": prompts,
-        "responses": responses,
-        "response_mask": mask,
-        "input_ids": sequences,
-        "attention_mask": attention,
-        "position_ids": positions,
-        "truncated": torch.tensor([each.ended == "length" for each in trajectories]),
-        "policy_version": torch.tensor([min(each, default=newest) for each in sampled], dtype=torch.long),
-        "token_versions": versions,
-    } | ({} if log_probs is None else {log_probs: scores})
+        end = prompt_length + length
+        ids[row, start:prompt_length], ids[row, prompt_length:end] = each.prompt, each.tokens
+        attended[row, start:end] = 1
+        positions[row, start:end], positions[row, end:] = counted[: end - start], end - start - 1
+        own[row, :length], versions[row, :length], scores[row, :length] = each.own, each.versions, each.log_probs
+    oldest = versions.view(np.uint64).min(1).view(np.int64)  # without sign, -1 is the greatest
+    oldest[oldest < 0] = versions.max(initial=0)
+    # numpy asks for huge pages, so that writing to new memory is several times faster than in torch's
+    parts = {"prompts": ids[:, :prompt_length].copy(), "responses": ids[:, prompt_length:].copy(), "response_mask": own}
+    parts |= {"input_ids": ids, "attention_mask": attended, "position_ids": positions}
+    whole = {name: torch.from_numpy(column) for name, column in parts.items()}
+    whole["truncated"] = torch.tensor([each.ended == "length" for each in trajectories])
+    whole |= {"policy_version": torch.from_numpy(oldest), "token_versions": torch.from_numpy(versions)}
+    if log_probs is not None:
+        whole[log_probs] = torch.from_numpy(scores)
     if any(each.experts for each in trajectories):
         whole[ROUTED_EXPERTS] = _experts(trajectories, prompt_length, response_length)
     return whole

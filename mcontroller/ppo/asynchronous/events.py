@@ -157,7 +157,7 @@ def _events_in(directory: Path) -> bytes:
     if len(found) != 1:
         raise DataError(
             f"{directory} has {len(found)} files {EVENTS}, expected one: give the directory of a run with "
-            "trainer.max_staleness of 2 or more",
+            "trainer.max_staleness of 2 or more, or of 1 with responses of several turns",
             path=str(directory),
         )
     return found[0].read_bytes()

@@ -181,7 +181,8 @@ class AsynchronousGenerations(Generations):
     def _begin_group(self, group: Group) -> None:
         """Submit the responses of a group; each has a seed of its own, so that their order does not change them."""
         ids, mask = columns(group.problems, "input_ids", "attention_mask")
-        prompt, others = ids[group.row][mask[group.row].bool()].tolist(), other_columns(group.problems, group.row)
+        prompt = array("q", ids[group.row][mask[group.row].bool()].tolist())
+        others = other_columns(group.problems, group.row)
         for index in range(self._n):
             seed = seed_of(self._seed, group.number, index, group.attempt)
             group.responses.append(Trajectory(prompt, others, seed=seed))
@@ -194,7 +195,7 @@ class AsynchronousGenerations(Generations):
         if self._episodes is None:
             self._slices.submit(response).key = key
             return
-        problem = {**response.problem, "prompt_ids": response.prompt}
+        problem = {**response.problem, "prompt_ids": response.prompt.tolist()}
         future = self._futures[key] = self._episodes.start(problem, response.seed, key=key, turns=turns)
         future.add_done_callback(partial(self._episode_ended, key, response))
 
@@ -478,7 +479,7 @@ class AsynchronousGenerations(Generations):
         in_order = self._episodes is None and rows == list(live[: len(rows)])
         crc32 = 0
         for tokens in made:
-            crc32 = zlib.crc32(array("q", tokens).tobytes(), crc32)
+            crc32 = zlib.crc32(tokens, crc32)
         event: dict[str, Any] = {
             "event": "slice",
             "rows": len(rows) if in_order else [each.key for each in rows],
@@ -488,8 +489,8 @@ class AsynchronousGenerations(Generations):
             "ended": [each.key for each in ended],
         }
         if self._options.record_tokens:
-            log_probs = [each.trajectory.log_probs[length:] for each, length in sent]
-            event |= {"made": made, "log_probs": log_probs}
+            log_probs = [each.trajectory.log_probs[length:].tolist() for each, length in sent]
+            event |= {"made": [tokens.tolist() for tokens in made], "log_probs": log_probs}
         if self._episodes is None:
             for response in ended:
                 self._complete(self._groups[response.key // self._n])

@@ -126,7 +126,7 @@ def restored_groups(
             unfinished[key].turns[request] = Turn(trajectory, before)
         else:
             expected = has_prompts or not trajectory.ended
-            if expected and trajectory.prompt != ids[at][mask[at].bool()].tolist():
+            if expected and trajectory.prompt.tolist() != ids[at][mask[at].bool()].tolist():
                 raise DataError(
                     f"the checkpoint has responses in flight to problem {at} of batch {batch.number}, which is another "
                     "one now: resume with the same data and data.seed",
@@ -151,7 +151,7 @@ def _rows(batch: DataProto, problems: DataProto) -> Iterator[tuple[list[int], Tr
         start = len(prompts[row]) - prompt
         tokens, own, log_probs, versions = (column[row, :length].tolist() for column in made)
         others = other_columns(problems, state[1])
-        found = Trajectory(prompts[row][start:], others, tokens, own, log_probs, versions)
+        found = Trajectory(prompts[row][start:], others, tokens, own, log_probs, versions)  # type: ignore[arg-type]
         found.seed, found.turn, found.turns, found.ended = seed, turn, turns, ENDS[ended]
         if experts is not None:
             known = experts[row, start:]

@@ -125,6 +125,7 @@ OPTIONS = [
     ({}, "environment"),
     ({"record_tokens": True}, "environment"),
     ({"take": "in_order", "partial": "finish"}, "episode"),
+    ({"staleness": 1, "slice_tokens": 1}, "episode"),
     ({"stale": "drop", "partial": "stop"}, "few episodes"),
 ]
 

@@ -15,6 +15,7 @@ from mcontroller.dispatch.registration import register
 from mcontroller.errors import ConfigError, DataError, WorkerError
 from mcontroller.ppo import (
     AlgorithmConfig,
+    AsynchronousConfig,
     Callback,
     FilterGroupsConfig,
     ImportanceConfig,
@@ -86,6 +87,16 @@ def test_without_staleness_groups_of_their_own_equal_one_group() -> None:
     assert comparable(of_one) == comparable(of_two)
     ahead, _ = run(off_policy(5))
     assert not one.actor.workers[0].table.equal(ahead.actor.workers[0].table)
+
+
+def test_a_replay_one_step_off_is_the_same_run_again() -> None:
+    replay = AsynchronousConfig(replay="run")
+    once, lines = run(off_policy(5))
+    again, repeated = run(off_policy(5, asynchronous=replay))
+    assert again.actor.workers[0].table.equal(once.actor.workers[0].table)
+    assert comparable(repeated) == comparable(lines)
+    with pytest.raises(ConfigError, match="max_staleness=0, which has one order of events: start the run again"):
+        off_policy(5, max_staleness=0, asynchronous=replay)
 
 
 class WithLogProbs(ToyActor):

@@ -79,7 +79,7 @@ def test_tokens_do_not_depend_on_slices_nor_on_what_joins_and_leaves(
             others.pop().cancel()
         rollout.slice_tokens = chance.choice([1, 2, 3, 5])
         rollout.advance()
-    assert [inflight[row].result().tokens for row in range(ROWS)] == tokens
+    assert [inflight[row].result().tokens.tolist() for row in range(ROWS)] == tokens
     assert len({len(row) for row in tokens}) > 2  # they leave at different moments
     found = torch.tensor([score for row in range(ROWS) for score in inflight[row].result().log_probs])
     torch.testing.assert_close(found, torch.tensor([score for row in scores for score in row]), atol=1e-5, rtol=0)
@@ -103,7 +103,7 @@ def test_the_versions_of_tokens_change_exactly_where_the_weights_move(simulated_
     results = [each.result() for each in made]
     for row, each in enumerate(results):
         batches = {0: [0] * 2 + [1] * 4, 1: [1] * 4, 2: []}[row // ROWS]
-        assert each.versions == (batches + [2] * LONGEST)[: len(each.tokens)]
+        assert each.versions.tolist() == (batches + [2] * LONGEST)[: len(each.tokens)]
     whole = trajectory_batch(results, prompt_length=PROMPT, response_length=LONGEST, pad_token_id=0)
     sampled, versions = whole["rollout_log_probs"], whole["token_versions"]
     for version, group in moves(a_group(simulated_group, ParallelLayout(1), {})):
@@ -131,7 +131,7 @@ def test_trajectories_are_awaited_and_cancelled_on_a_group(simulated_group: Simu
         first = await group.submit(plain_prompts()[0], seed=SEEDS[0], **SAMPLED)
         cancelled.cancel()
         second = group.submit(plain_prompts()[2], seed=SEEDS[2], **SAMPLED)
-        return [first.tokens, (await second).tokens]
+        return [first.tokens.tolist(), (await second).tokens.tolist()]
 
     assert asyncio.run(both()) == [tokens[0], tokens[2]]
     with pytest.raises(CancelledError):
@@ -143,8 +143,8 @@ def test_a_turn_goes_on_from_the_tokens_of_the_one_before(simulated_group: Simul
     group = a_group(simulated_group, ParallelLayout(1), {})
     whole, prompt = in_one_call(group)[0][1], plain_prompts()[1]
     turn = group.submit(prompt, seed=SEEDS[1], stop_token_ids=[whole[2]], **SAMPLED).result()
-    assert turn.ended == "turn" and turn.tokens == whole[: whole.index(whole[2]) + 1]
-    assert group.submit(turn, **SAMPLED).result().tokens == whole
+    assert turn.ended == "turn" and turn.tokens.tolist() == whole[: whole.index(whole[2]) + 1]
+    assert group.submit(turn, **SAMPLED).result().tokens.tolist() == whole
     assert turn.ended == ("stop" if whole[-1] == SAMPLED["eos_token_id"] else "length")
     with pytest.raises(DataError, match=r"the response has \d+ tokens already, and the most are 3"):
         group.submit(turn, response_length=3, **SAMPLED)

@@ -121,12 +121,12 @@ def test_an_agent_with_a_tool_is_one_trajectory_of_exact_tokens(
     assert (second["message"]["content"], second["finish_reason"]) == ("It is 5.", "stop")
     (made,) = session.close()
     tokenizer = Characters()
-    assert made.prompt == tokenizer.encode(tokenizer.render(ASK, tools=TOOLS)) and made.seed == 5
+    assert made.prompt.tolist() == tokenizer.encode(tokenizer.render(ASK, tools=TOOLS)) and made.seed == 5
     turns = [[SHIFT + ord(each) for each in text] + [END] for text in (CALL, "It is 5.")]
     reply = tokenizer.encode(f"\n[tool]5{chr(END)}\n[assistant]")
-    assert made.tokens == turns[0] + reply + turns[1]
-    assert made.own == [1] * len(turns[0]) + [0] * len(reply) + [1] * len(turns[1])
-    assert made.versions == [0] * len(turns[0]) + [-1] * len(reply) + [1] * len(turns[1])
+    assert made.tokens.tolist() == turns[0] + reply + turns[1]
+    assert made.own.tolist() == [1] * len(turns[0]) + [0] * len(reply) + [1] * len(turns[1])
+    assert made.versions.tolist() == [0] * len(turns[0]) + [-1] * len(reply) + [1] * len(turns[1])
     assert made.log_probs[-2] == pytest.approx(made.tokens[-2] / -100)
 
 
@@ -237,9 +237,9 @@ def test_an_agent_of_a_configuration_makes_the_trajectory_of_its_episode(process
     assert isinstance(made, Trajectory)
     turns = [[SHIFT + ord(each) for each in text] + [END] for text in (CALL, "It is 5.")]
     reply = Characters().encode(f"\n[tool]5{chr(END)}\n[assistant]")
-    assert made.prompt == Characters().encode(Characters().render(ASK, tools=TOOLS))
-    assert (made.tokens, made.seed, made.ended) == (turns[0] + reply + turns[1], 3, "stop")
-    assert made.versions == [0] * len(turns[0]) + [-1] * len(reply) + [0] * len(turns[1])
+    assert made.prompt.tolist() == Characters().encode(Characters().render(ASK, tools=TOOLS))
+    assert (made.tokens.tolist(), made.seed, made.ended) == (turns[0] + reply + turns[1], 3, "stop")
+    assert made.versions.tolist() == [0] * len(turns[0]) + [-1] * len(reply) + [0] * len(turns[1])
     assert "has no trajectory: no request has arrived" in str(silent)
     assert "the agent began 2 conversations, and an episode is one" in str(rewritten)
     assert "the agent began 3 conversations" in str(shared)

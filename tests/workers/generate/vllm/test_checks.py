@@ -112,6 +112,7 @@ def test_an_engine_may_have_as_many_ranks_as_its_shard() -> None:
         ({"bucket_bytes": 0}, "rollout.vllm.bucket_bytes"),
         ({"silence_timeout_s": 0}, "rollout.vllm.silence_timeout_s"),
         ({"options": {"max_num_seqs": 3}}, "rollout.vllm.options.max_num_seqs"),
+        ({"options": {"enable_batch_sharded_sampling": True}}, "rollout.vllm.options.enable_batch_sharded_sampling"),
     ],
 )
 def test_wrong_values_are_rejected_with_their_field(vllm: dict[str, Any], key: str) -> None:
