@@ -47,4 +47,5 @@ def test_the_table_of_stages_has_no_negative_zero() -> None:
         ("reward", 0.1),
         ("other", 0.0),
     ]
-    assert rows_of({"reward": 9.0, "update": 20.0, "overlapped": -4.0}, 26.0)[2:] == [("overlapped", -4.0), ("other", 1.0)]
+    overlapped = {"reward": 9.0, "update": 20.0, "overlapped": -4.0}
+    assert rows_of(overlapped, 26.0)[2:] == [("overlapped", -4.0), ("other", 1.0)]
