@@ -73,7 +73,8 @@ def test_a_rollout_group_gets_the_weights_with_the_adapter_merged(tmp_path: Path
     model = dataclasses.asdict(model_config_from_hf(path, dtype="float32", **BRIDGE))
     trainer = group("actor_rollout", 2, {"tp": 2}, model | {"lora": {"rank": 4, "alpha": 8.0}})
     rollout = group("rollout", 1, {}, model)
-    before = [generated(each).batch for each in (rollout, trainer)][0]  # the seed counts the generations of a group
+    before = generated(rollout).batch
+    generated(trainer)  # as often: the seed counts the generations of a group
     trainer.update_actor(experience(8))
     with WeightTransfer(trainer, rollout) as transfer:
         transfer.run()

@@ -149,9 +149,8 @@ def test_a_small_script_is_verified_in_the_layout_of_its_arguments(small_script:
     assert "a reduction over pp is missing" in "\n".join(outcome.lines())
 
 
-def script() -> str:
-    assert TRAINING is not None and TRAINING.origin is not None
-    return str(Path(TRAINING.origin).parents[2] / "pretrain_gpt.py")
+SCRIPT = Path((TRAINING.origin if TRAINING else None) or "megatron/training/none").parents[2] / "pretrain_gpt.py"
+without_script = pytest.mark.skipif(TRAINING is None or not SCRIPT.exists(), reason="Megatron-LM is not on PYTHONPATH")
 
 
 BILLION = """
@@ -163,7 +162,7 @@ BILLION = """
 EXPERTS = "--num-experts 8 --moe-grouped-gemm --moe-token-dispatcher-type alltoall"
 
 
-@pytest.mark.skipif(TRAINING is None, reason="megatron.training is not on PYTHONPATH")
+@without_script
 @pytest.mark.parametrize(
     ("arguments", "layout"),
     [
@@ -174,15 +173,15 @@ EXPERTS = "--num-experts 8 --moe-grouped-gemm --moe-token-dispatcher-type alltoa
     ],
 )
 def test_a_script_is_verified_in_the_layout_of_its_arguments(arguments: str, layout: str) -> None:
-    program, variant = script_program(script(), (BILLION + arguments).split())
+    program, variant = script_program(str(SCRIPT), (BILLION + arguments).split())
     assert variant.text == layout
     outcome = Verifier(program, steps=1).verify(variant)
     assert outcome.equal, outcome.lines()
 
 
-@pytest.mark.skipif(TRAINING is None, reason="megatron.training is not on PYTHONPATH")
+@without_script
 def test_a_fault_of_a_script_is_found() -> None:
-    program, variant = script_program(script(), [*BILLION.split(), "--pipeline-model-parallel-size", "2"])
+    program, variant = script_program(str(SCRIPT), [*BILLION.split(), "--pipeline-model-parallel-size", "2"])
     verifier = Verifier(program, steps=1)
     with mock.patch.object(finalizing, "_allreduce_word_embedding_grads", lambda *args, **kwargs: None):
         outcome = verifier.verify(variant)
