@@ -52,6 +52,7 @@ class RunReport:
         self._directory, self._trainer, self._console = directory, config.trainer, console
         self._began = time.perf_counter()
         self._results: dict[str, float] = {}
+        self._first: dict[str, Any] = {}
         self._process: dict[str, Any] = {
             "command": shlex.join([Path(sys.argv[0]).name.replace("__main__.py", "mcontroller"), *sys.argv[1:]]),
             "commit": _commit(),
@@ -73,9 +74,8 @@ class RunReport:
             step, total = read_record(record.parent).last.global_steps, self._trainer.total_training_steps
             self._print(f"resuming from step {step} of {total}, saved {minutes:.0f} min ago")
         before = self._before()
-        if not self._trainer.resume:
-            before.pop("first_results", None)  # of a run that had saved nothing
-        self._write({**before, "processes": [*before.get("processes", []), process]})
+        self._first = before.get("first_results", {}) if self._trainer.resume else {}  # else of a run without a save
+        self._write({**before, "first_results": self._first, "processes": [*before.get("processes", []), process]})
 
     def end_early(self, steps: int) -> None:
         """Print what is saved, what is lost, and the command that continues.
@@ -106,7 +106,7 @@ class RunReport:
                 "global_step": trainer.global_steps,
                 "saved_step": trainer.checkpoints.saved_step,
                 "restarts": before.get("restarts", 0) + len(trainer.recovery.failures),
-                "first_results": before.get("first_results", {}),
+                "first_results": self._first,
                 "results": before.get("results", {}) | self._results,
                 "processes": [*before.get("processes", [])[:-1], self._process],
             }
@@ -147,10 +147,10 @@ class RunReport:
         """Keep the results; record the first value of each with its step: 0 is before the first update of PPO."""
         found = without_zeros({name: value for name, value in metrics.items() if name.startswith(RESULTS)})
         self._results |= found
-        before = self._before()
-        first = before.get("first_results", {})
-        if new := {name: {"global_step": step, "value": value} for name, value in found.items() if name not in first}:
-            self._write({**before, "first_results": first | new})
+        known = self._first
+        if new := {name: {"global_step": step, "value": value} for name, value in found.items() if name not in known}:
+            self._first |= new
+            self._write({**self._before(), "first_results": self._first})
 
     def log_samples(self, samples: Samples, step: int) -> None:
         """Do nothing."""

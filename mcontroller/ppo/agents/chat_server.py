@@ -212,7 +212,7 @@ class ChatServer:
         reply = {"role": "assistant", "content": REPLY}
         rendered = self.tokenizer.render([*before[:-1], reply, *messages[len(before) :]], **tools)
         following = self.tokenizer.encode(rendered.rpartition(REPLY)[2])
-        trajectory.replied(following[1:] if following[0] == trajectory.tokens[-1] else following)
+        trajectory.replied(following[1:] if following[:1] == trajectory.tokens[-1:].tolist() else following)
         return trajectory, len(trajectory.tokens)
 
     def _wait(self, session: ChatSession, submitted: Future[Trajectory], connected: Callable[[], bool]) -> None:
