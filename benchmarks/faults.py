@@ -240,7 +240,7 @@ class Faults(Callback):
 
     def __init__(self, expected: list[list[str]], plan: list[str], seed: int) -> None:
         self.expected, self.plan, self.seed, self.draw = expected, plan, seed, random.Random(seed)
-        self.trials: list[Trial] = []
+        self.recorded = 0
         self.is_reference = not plan
         self.seconds = 1.0
         self.warnings = Warnings()
@@ -303,10 +303,10 @@ class Faults(Callback):
             trial.left = sum(Path(f"/proc/{pid}").exists() for pid in trial.before) if trial.known else 0
             if trial.known is None and (said := [it for it in self.warnings.records if it.created > trial.at]):
                 trial.named = f"logged after {said[0].created - trial.at:.1f} s: {said[0].getMessage():.120}"
-            self.trials.append(trial)
+            trial.record()
+            self.recorded += 1
             self.trial = self.held = None
-            print(json.dumps(dataclasses.asdict(trial)), flush=True)
-        if self.trial is None and self.trials and not self.plan:
+        if self.trial is None and self.recorded and not self.plan:
             trainer.stop()
         elif self.trial is None and self.plan and step > 2:
             self.trial = Trial(self.plan.pop())
@@ -385,17 +385,15 @@ def local_cluster(folder: Path) -> Iterator[Path]:
         ray.shutdown()
 
 
-def of_ranks(folder: Path, names: list[str], repeats: int, seed: int, overrides: Sequence[str] = ()) -> list[Trial]:
-    """Return the trials of faults of ranks, in one run."""
+def of_ranks(folder: Path, names: list[str], repeats: int, seed: int, overrides: Sequence[str] = ()) -> None:
+    """Record the trials of faults of ranks, in one run."""
     plan = names * repeats
     random.Random(seed).shuffle(plan)
     steps = total_steps(8 * len(plan) + 8)
     reference = Faults([], [], seed)
     with local_cluster(folder):
         train(folder / "undisturbed", reference, steps, "trainer.memory_save_freq=0", *overrides)
-        disturbed = Faults(reference.expected, plan, seed)
-        train(folder / "disturbed", disturbed, *overrides)
-    return disturbed.trials
+        train(folder / "disturbed", Faults(reference.expected, plan, seed), *overrides)
 
 
 def drop_a_row(faults: Faults, draw: random.Random) -> None:
@@ -405,12 +403,11 @@ def drop_a_row(faults: Faults, draw: random.Random) -> None:
 THAT_END_RUNS: dict[str, Inject] = {"wrong number of rows from one rank": drop_a_row}
 
 
-def that_end_runs(folder: Path, names: list[str], repeats: int, seed: int) -> list[Trial]:
-    """Return the trials of faults after which a run does not go on, because they are its own."""
-    trials = []
-    for fault in names * repeats:
-        with local_cluster(folder / str(len(trials))) as own:
-            faults = Faults([], [fault], seed + len(trials))
+def that_end_runs(folder: Path, names: list[str], repeats: int, seed: int) -> None:
+    """Record the trials of faults after which a run does not go on, because they are its own."""
+    for number, fault in enumerate(names * repeats):
+        with local_cluster(folder / str(number)) as own:
+            faults = Faults([], [fault], seed + number)
             faults.is_reference = True
             try:
                 train(own, faults)
@@ -420,9 +417,7 @@ def that_end_runs(folder: Path, names: list[str], repeats: int, seed: int) -> li
             trial = faults.trial or Trial(fault)
             trial.known, trial.named = time.time() - trial.at, f"{error}; the run ends"
             trial.left = sum(Path(f"/proc/{pid}").exists() for pid in trial.before)
-        trials.append(trial)
-        print(json.dumps(dataclasses.asdict(trial)), flush=True)
-    return trials
+        trial.record()
 
 
 def lose_node(faults: Faults, draw: random.Random) -> None:
@@ -462,10 +457,9 @@ NODES_OVERRIDES = {
 SMALL = {"object_store_memory": 100_000_000}
 
 
-def of_nodes(folder: Path, names: list[str], repeats: int, seed: int) -> list[Trial]:
-    """Return the trials of faults in a cluster of two nodes with two ranks each, and a spare one for one fault."""
-    trials = []
-    for fault in names:
+def of_nodes(folder: Path, names: list[str], repeats: int, seed: int) -> None:
+    """Record the trials of faults in a cluster of two nodes with two ranks each, and a spare one for one fault."""
+    for index, fault in enumerate(names):
         expected: list[list[str]] = []
         changes, cpus = NODES_OVERRIDES.get(fault, []), 4 if fault == SPARE_BUNDLES else 2
         if fault == FAULT_TOLERANT:
@@ -477,12 +471,10 @@ def of_nodes(folder: Path, names: list[str], repeats: int, seed: int) -> list[Tr
             faults.cluster, here = cluster, ADDRESSES[: 3 if fault == SPARE else 2]
             faults.nodes = {each: cluster.add_node(num_cpus=cpus, node_ip_address=each, **SMALL) for each in here}
             steps = total_steps(1000 if number >= 0 else 150 if fault == FAULT_TOLERANT else 12)
-            train(folder / f"nodes{len(trials)}{number}", faults, "pool.process_on_nodes=[2, 2]", steps, *changes)
-            trials += faults.trials
+            train(folder / f"nodes{index}{number}", faults, "pool.process_on_nodes=[2, 2]", steps, *changes)
             ray.shutdown()
             cluster.shutdown()
             shutil.rmtree(folder / "gcs", ignore_errors=True)
-    return trials
 
 
 def row_of(trials: Sequence[Trial]) -> str:
@@ -544,12 +536,11 @@ def main() -> None:
         parser.error(f"there is no fault {unknown.pop()!r}; --list prints them")
     folder = Path(tempfile.mkdtemp(prefix="faults-"))
     arguments.results.parent.mkdir(parents=True, exist_ok=True)
+    Trial.results = arguments.results
     try:
         for number, (faults, run) in enumerate(kinds):
             if chosen := [name for name in names if name in faults]:
-                trials = run(folder / str(number), chosen, arguments.repeats, arguments.seed)
-                with open(arguments.results, "a") as file:
-                    file.writelines(json.dumps(dataclasses.asdict(trial)) + "\n" for trial in trials)
+                run(folder / str(number), chosen, arguments.repeats, arguments.seed)
         write_table(arguments.results, arguments.page, known)
     except MControllerError as error:
         print(f"{type(error).__name__}: {error}")

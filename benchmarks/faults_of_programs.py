@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import random
@@ -12,7 +13,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import ClassVar
 
 CONFIG = """
 pool: {process_on_nodes: [4], use_gpu: false}
@@ -53,6 +56,16 @@ class Trial:
     lost: int = 0
     left: int = 0
     exact: bool = False
+
+    results: ClassVar[Path]
+    """The file of all trials."""
+
+    def record(self) -> None:
+        """Print the trial, and add it to the file, which keeps it if a later one fails."""
+        line = json.dumps(dataclasses.asdict(self))
+        print(line, flush=True)
+        with open(self.results, "a") as file:
+            file.write(line + "\n")
 
 
 Strike = Callable[["Program", random.Random], None]
@@ -110,37 +123,41 @@ OF_PROGRAMS: dict[str, Strike] = {
 }
 
 
-def of_programs(folder: Path, names: list[str], repeats: int, seed: int) -> list[Trial]:
-    """Return the trials of faults of the program of a run with checkpoints every two steps of six."""
+def of_programs(folder: Path, names: list[str], repeats: int, seed: int) -> None:
+    """Record the trials of faults of the program of a run with checkpoints every two steps of six, two at a time."""
     expected = Program(folder / "whole").finish()
-    trials = []
-    for number, fault in enumerate(names * repeats):
+
+    def tried(number: int, fault: str) -> None:
         program = Program(folder / f"{number}", disk=fault == DISK_FULL)
         OF_PROGRAMS[fault](program, random.Random(seed + number))
-        said = ["", *(line for line in program.output() if "Error" in line or "GCS" in line)][-1]
-        named = f"exit code {program.process.returncode}, {said:.160}".strip(", ")
-        trial = Trial(fault, seed + number, at=program.struck, named=named)
-        trial.known, trial.before, done = time.time() - trial.at, program.left(), len(program.steps())
-        program.start("resume", str(program.folder / "run"))
-        while not (
-            said := [line for line in program.output() if "resuming from step" in line or "begins again" in line]
-        ):
-            time.sleep(0.01)
-            program.check()
-        saved = int(said[0].split()[3]) if "resuming" in said[0] else 0
-        trial.lost = max(done - saved, 0)
-        while len(program.steps()) <= min(saved, 5) and program.process.poll() is None:
-            time.sleep(0.01)
-        trial.again = time.time() - trial.at
-        trial.exact = program.finish() == expected
-        while program.left() and time.time() - trial.at < 90:  # Ray's agents wait 60 s for its control store
-            time.sleep(0.1)
-        trial.left = len(program.left())
-        if fault == DISK_FULL:
-            subprocess.run(["umount", "--lazy", str(program.checkpoints)], check=True)
-        trials.append(trial)
-        print(json.dumps(dataclasses.asdict(trial)), flush=True)
-    return trials
+        trial_of(program, fault, seed + number, expected).record()
+
+    with ThreadPoolExecutor(2) as pool:  # they wait for most of the time
+        list(pool.map(tried, itertools.count(), names * repeats))
+
+
+def trial_of(program: Program, fault: str, seed: int, expected: dict[str, str]) -> Trial:
+    """Resume the run of a program that has ended, and return what became of it."""
+    said = ["", *(line for line in program.output() if "Error" in line or "GCS" in line)][-1]
+    named = f"exit code {program.process.returncode}, {said:.160}".strip(", ")
+    trial = Trial(fault, seed, at=program.struck, named=named)
+    trial.known, trial.before, done = time.time() - trial.at, program.left(), len(program.steps())
+    program.start("resume", str(program.folder / "run"))
+    while not (said := [line for line in program.output() if "resuming from step" in line or "begins again" in line]):
+        time.sleep(0.01)
+        program.check()
+    saved = int(said[0].split()[3]) if "resuming" in said[0] else 0
+    trial.lost = max(done - saved, 0)
+    while len(program.steps()) <= min(saved, 5) and program.process.poll() is None:
+        time.sleep(0.01)
+    trial.again = time.time() - trial.at
+    trial.exact = program.finish() == expected
+    while program.left() and time.time() - trial.at < 90:  # Ray's agents wait 60 s for its control store
+        time.sleep(0.1)
+    trial.left = len(program.left())
+    if fault == DISK_FULL:
+        subprocess.run(["umount", "--lazy", str(program.checkpoints)], check=True)
+    return trial
 
 
 class Program:
