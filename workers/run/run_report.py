@@ -86,7 +86,8 @@ class RunReport:
         try:
             saved = read_record(Path(self._trainer.default_local_dir)).last.global_steps
         except DataError:
-            self._print(f"no step is saved, {steps} are lost; start again with: {self._process['command']}")
+            command = self._process["command"]
+            self._print("no step is saved" + (f", {steps} are lost; start again with: {command}" if steps else ""))
             return
         lost = max(steps - saved, 0)
         self._print(

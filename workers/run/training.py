@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -34,6 +35,9 @@ from workers.run.pools import pools_of
 from workers.run.run_report import RunReport
 
 INTERRUPTED = 130
+
+CONNECT_S = 10.0
+"""[s] Time to reach a cluster: Ray itself would try for two minutes, and print every attempt."""
 
 
 def until_interrupted(action: Callable[[], object]) -> int:
@@ -134,7 +138,7 @@ def start_ray(config: RunConfig) -> None:
     cluster = config.cluster
     if cluster.address is not None:
         with _keeping_sigterm():
-            ray.init(address=cluster.address, log_to_driver=False)
+            connect(cluster.address)
         return
     with _children_in_new_sessions(), _keeping_sigterm():
         ray.init(
@@ -145,6 +149,27 @@ def start_ray(config: RunConfig) -> None:
             log_to_driver=False,
             logging_level=logging.WARNING,
         )
+
+
+def connect(address: str) -> None:
+    """Connect to the cluster that runs at an address.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    host, _, port = address.rpartition(":")
+    try:
+        if port.isdigit():
+            socket.create_connection((host.rpartition("/")[2].strip("[]"), int(port)), CONNECT_S).close()
+        ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
+    except (OSError, OverflowError, ValueError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(
+            f"no Ray cluster answers at cluster.address={address}: {reason}. Start one with `ray start --head`, or "
+            "leave the key out: the run then starts its own on this machine",
+            key="cluster.address",
+            value=address,
+        ) from error
 
 
 _new_sessions = threading.Event()

@@ -126,6 +126,13 @@ def test_an_answer_that_is_too_long_with_its_end_is_reported(folder, capsys):
     assert "has 2 tokens; rollout.response_length is 1, too short for 2 of 2 answers: set rollout.response_le" in error
 
 
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "127.0.0.1", "no address"])
+def test_an_address_without_a_cluster_is_reported_at_once(folder, capfd, address):
+    assert main(["check", "run.yaml", f"cluster.address={address}"]) == 1
+    error = capfd.readouterr().err
+    assert f"no Ray cluster answers at cluster.address={address}: " in error and len(error.splitlines()) == 1
+
+
 def test_a_directory_without_a_tokenizer_is_reported_with_the_reason(tmp_path):
     pytest.importorskip("transformers")
     with pytest.raises(ConfigError, match=r"cannot load the tokenizer in '.*': .*[^:]$"):
