@@ -20,20 +20,25 @@ VERBS = """
 import sys
 from mcontroller.cli.main import main
 small = ["trainer.total_training_steps=1", "data.train_batch_size=4"]
+settings = ["model.lora={rank: 2, alpha: 4}", "entropy_coeff=1", "optim.lr=0.01"]
+lora = [f"actor_rollout_ref.{setting}" for setting in settings]
 verbs = [
-    ["train", "run.yaml", "run_dir=out", *small],
+    ["train", "run.yaml", "run_dir=out", *small, *lora],
     ["resume", "out", "trainer.total_training_steps=2"],
     ["export", "out", "--hf", "trained"],
+    ["export", "out", "--hf", "adapter", "--adapter"],
     ["convert", "trained", "megatron", "--tp", "2"],
     ["convert", "megatron", "again", "--like", "trained"],
 ]
 sys.exit(max(main(verb) for verb in verbs))
 """
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+SNAPSHOT = Path("hub/models--Qwen--Qwen3-0.6B/snapshots") / COMMIT
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with the files of the page on training, for a tiny model."""
+    """A folder with the files of the page on training, and a hub's cache with a tiny model in place of the page's."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -42,10 +47,12 @@ def folder(tmp_path: Path) -> Path:
     core.pre_tokenizer, core.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>")
     tokenizer.chat_template = "{% for m in messages %}{{ m['role'][0] }} {{ m['content'] }}={% endfor %}"
-    tokenizer.save_pretrained(tmp_path / "Qwen/Qwen3-0.6B")
+    tokenizer.save_pretrained(tmp_path / SNAPSHOT)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     tiny = LlamaConfig(vocab_size=len(vocabulary), num_key_value_heads=2, max_position_embeddings=1024, **sizes)
-    LlamaForCausalLM(tiny).save_pretrained(tmp_path / "Qwen/Qwen3-0.6B")
+    LlamaForCausalLM(tiny).save_pretrained(tmp_path / SNAPSHOT)
+    (tmp_path / "hub/models--Qwen--Qwen3-0.6B/refs").mkdir()
+    (tmp_path / "hub/models--Qwen--Qwen3-0.6B/refs/main").write_text(COMMIT)
     rows = [{"prompt": f"{a}+{b}", "answer": str(a + b)} for a in range(8) for b in range(8)]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     section = (ROOT / "docs/training.md").read_text().split("## Train on your own data")[1]
@@ -57,25 +64,44 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.timeout(300)
-def test_a_run_from_the_readme_is_trained_resumed_exported_and_converted(folder):
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+def run_verbs(folder: Path, program: str) -> str:
+    """Run a program without a network, and return what it prints."""
+    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_CACHE": "hub", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-c", program]
     done = subprocess.run(
-        [sys.executable, "-c", VERBS], cwd=folder, env=environment, capture_output=True, text=True, check=False
+        command, cwd=folder, env=os.environ | environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.timeout(300)
+def test_a_run_from_the_readme_is_trained_resumed_exported_and_converted(folder):
+    printed = run_verbs(folder, VERBS)
     from safetensors.torch import load_file
 
     lines = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
     assert [line["global_step"] for line in lines if "train/right" in line] == [1, 2]
     samples = [json.loads(line) for line in (folder / "out" / "samples.jsonl").read_text().splitlines()]
     assert {sample["global_step"] for sample in samples} == {1, 2} and samples[0]["prompt"].startswith("u ")
-    assert "data.train: 64 prompts" in done.stdout and "step 2 of out is in" in done.stdout
-    assert "policy_loss=ppo: loss_agg_mode=token-mean, clip_ratio_low=0.2, clip_ratio_high=0.2" in done.stdout
-    trained, again = (load_file(folder / name / "model.safetensors") for name in ("trained", "again"))
+    assert "data.train: 64 prompts" in printed and "step 2 of out is in" in printed
+    assert "policy_loss=ppo: loss_agg_mode=token-mean, clip_ratio_low=0.2, clip_ratio_high=0.2" in printed
+    base, trained, again = (load_file(folder / name / "model.safetensors") for name in (SNAPSHOT, "trained", "again"))
     assert trained.keys() == again.keys()
     assert all(bool((trained[name] == again[name]).all()) for name in trained)
     assert (folder / "trained" / "tokenizer.json").is_file()
+    factors = load_file(folder / "adapter" / "adapter_model.safetensors")
+    assert len(factors) == 2 * 2 * 7  # A and B of each linear layer
+    for name, b in factors.items():
+        if ".lora_B." in name:
+            weight = name.removeprefix("base_model.model.").replace("lora_B.", "")
+            change = 4 / 2 * b @ factors[name.replace("lora_B", "lora_A")]
+            assert change.abs().max() > 1e-4 and (base[weight] + change - trained[weight]).abs().max() < 1e-6
+    settings = json.loads((folder / "adapter" / "adapter_config.json").read_text())
+    assert (settings["r"], settings["lora_alpha"]) == (2, 4)
+    assert settings["base_model_name_or_path"] == str(folder / SNAPSHOT)
+    # The record of the run names the revision, so that it is the one that a resumed run and an export read.
+    assert f"hf_path: {folder / SNAPSHOT}\n" in (folder / "out" / "config.yaml").read_text()
 
 
 REPLAY = """
@@ -95,16 +121,12 @@ sys.exit(max(main(verb) for verb in verbs))
 
 @pytest.mark.timeout(300)
 def test_an_asynchronous_run_is_replayed_to_the_same_weights(folder):
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", REPLAY], cwd=folder, env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    printed = run_verbs(folder, REPLAY)
     from safetensors.torch import load_file
 
     trained, again = (load_file(folder / name / "model.safetensors") for name in ("trained", "again"))
     assert trained.keys() == again.keys() and all(trained[name].equal(again[name]) for name in trained)
-    assert "the trainer waited" in done.stdout
+    assert "the trainer waited" in printed
     recorded, repeated = (
         (folder / name / "checkpoints" / "events.jsonl").read_bytes() for name in ("out", "out-replay")
     )
