@@ -17,6 +17,7 @@ from tests.ranks import run_ranks
 from tests.training import new_context
 from tests.workers.roles import actor
 from tests.workers.weights.hf_models import Model, Reference, save_model, saved
+from tests.workers.weights.test_hf_mutations import silently_different
 from workers.config import ParallelConfig
 from workers.config.from_hf import model_config_from_hf
 from workers.model.bridge import BridgeModel
@@ -88,6 +89,12 @@ def test_a_model_that_is_silently_wrong_is_an_error_of_the_load(case: str, tmp_p
         loaded(path, transformer=fields, verify_load="off")
 
     run_ranks(rejected, 1)
+
+
+@pytest.mark.parametrize("name", ENGINE if WITH_ENGINE else ())
+def test_no_key_is_read_over(name: str, tmp_path: Path) -> None:
+    path = save_model(ENGINE[name], tmp_path)  # an error of Bridge is not silent
+    assert "\n".join(run_ranks(silently_different, 1, path, ENGINE[name].settings, Exception)[0]) == ""
 
 
 def parts(path: Path) -> list[dict[str, torch.Tensor]]:
