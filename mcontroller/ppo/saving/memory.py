@@ -7,12 +7,13 @@ gets a copy, and all are hashed. After a failure, only ranks whose node has no f
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
 import pickle
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -260,8 +261,9 @@ class MemoryCheckpoints:
             having = [rank for rank, path in zip(missing, there, strict=True) if path is not None]
             if having:
                 copied = [wanted[rank] for rank in having]
-                self._value(self._begin(node, "pull", copied, self._holders[other]))
-                found |= zip(having, self._whole(node, copied), strict=True)
+                with _warning_of_copies():
+                    self._value(self._begin(node, "pull", copied, source=other))
+                    found |= zip(having, self._whole(node, copied), strict=True)
         return found
 
     def _whole(self, node: str, names: Sequence[str]) -> list[str | None]:
@@ -278,20 +280,18 @@ class MemoryCheckpoints:
         others = nodes if HERE in nodes else [*nodes, *_other_nodes(nodes, self._lost())]
         for node in nodes:
             other, names = others[(others.index(node) + 1) % len(others)], step.files(node)
-            if other == node:
-                self._copying.append(self._begin(node, "hash", names))
-            else:
-                self._copying.append(self._begin(other, "pull", names, self._holders[node]))
+            with _warning_of_copies():
+                if other == node:
+                    self._copying.append(self._begin(node, "hash", names))
+                else:
+                    self._copying.append(self._begin(other, "pull", names, source=node))
 
     def _finish_copies(self) -> None:
         """Wait until the files of the last step are hashed and copied."""
         copying, self._copying = self._copying, []
         for each in copying:
-            try:
+            with _warning_of_copies():
                 self._value(each)
-            except RayError as error:
-                text = "a copy of the state in memory has failed, because a node or its process has ended: %s"
-                _logger.warning(text, str(error).partition("\n")[0])
 
     def _free_others(self, steps: Sequence[_Step]) -> None:
         self._steps = list(steps)
@@ -306,23 +306,36 @@ class MemoryCheckpoints:
         _logger.warning("the state in memory of node %s is lost with the process that held it", node)
         self._holders.pop(node, None)
 
-    def _begin(self, node: str, method: str, *arguments: Any) -> Any:
-        if node in self._lost():
-            raise RayError(f"node {node} is lost")
+    def _begin(self, node: str, method: str, *arguments: Any, source: str | None = None) -> tuple[Any, set[str]]:
+        """Call the holder of a node, with that of another node that it reads from; return the answer and the nodes."""
+        nodes = {node} if source is None else {node, source}
+        if lost := nodes & {*self._lost()}:
+            raise RayError(f"node {lost.pop()} is lost")
         if node not in self._holders:
             self._holders[node] = StateHolder() if node == HERE else _holder_on(node)
         call = getattr(self._holders[node], method)
-        return call(*arguments) if node == HERE else call.remote(*arguments)
+        given = arguments if source is None else (*arguments, self._holders[source])
+        return (call(*given) if node == HERE else call.remote(*given)), nodes
 
-    def _value(self, answer: Any) -> Any:
-        """Wait for a holder's answer, but not for those of nodes that are lost meanwhile."""
+    def _value(self, begun: tuple[Any, set[str]]) -> Any:
+        """Wait for a holder's answer, but not if one of its nodes is lost."""
+        answer, nodes = begun
         if not isinstance(answer, ray.ObjectRef):
             return answer
-        end, lost = time.monotonic() + COPY_SECONDS, len(self._lost())
+        end = time.monotonic() + COPY_SECONDS
         while not ray.wait([answer], timeout=LOOK_SECONDS, fetch_local=False)[0] and time.monotonic() < end:
-            if len(self._lost()) > lost:
-                raise RayError("a node was lost meanwhile")
+            if lost := nodes & {*self._lost()}:
+                raise RayError(f"node {lost.pop()} was lost meanwhile")
         return ray.get(answer, timeout=0)
+
+
+@contextlib.contextmanager
+def _warning_of_copies() -> Iterator[None]:
+    try:
+        yield
+    except RayError as error:
+        text = "a copy of the state in memory has failed, because a node or its process has ended: %s"
+        _logger.warning(text, str(error).partition("\n")[0])
 
 
 def _nodes_of(group: WorkerGroup[Any]) -> list[str]:

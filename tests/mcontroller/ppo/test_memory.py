@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
 import ray
 import torch
+from ray.exceptions import RayError
 
 from mcontroller.errors import ConfigError
 from mcontroller.local import LocalWorkerGroup
@@ -101,3 +103,22 @@ def test_another_process_has_a_copy_that_is_verified_and_outlives_the_first(ray_
         file.write(b"\1")
     assert ray.get(second.whole.remote(["actor.0.1"])) == [None]
     ray.kill(second)
+
+
+@pytest.mark.timeout(60)
+def test_a_copy_from_a_lost_node_is_not_waited_for(ray_cluster: None) -> None:
+    lost = set[str]()
+    memory = MemoryCheckpoints(SharedDevices("never"), lambda: lost)
+    holder = ray.remote(StateHolder).options(num_cpus=0, max_concurrency=4)
+    memory._holders = {node: holder.remote() for node in ("a", "b")}
+    [path] = memory._value(memory._begin("a", "create", ["actor.0.1"]))
+    pid = int(path.split("/")[2])
+    os.kill(pid, signal.SIGSTOP)  # as a machine that is gone, which Ray notices later
+    memory._copying = [memory._begin("b", "pull", ["actor.0.1"], source="a")]
+    lost.add("a")
+    memory._finish_copies()
+    assert memory._whole("b", ["actor.0.1"]) == [None]
+    with pytest.raises(RayError, match="node a is lost"):
+        memory._begin("b", "pull", ["actor.0.1"], source="a")
+    os.kill(pid, signal.SIGCONT)
+    memory.close()
