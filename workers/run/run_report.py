@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shlex
 import socket
@@ -42,6 +43,8 @@ RESULTS = ("train/score", "train/accuracy", "held_out/")
 class RunReport:
     """The report of the process that runs or resumes a run; a tracker, which keeps the last results.
 
+    Construct it before the tracker of ``metrics.jsonl``, which removes the steps after the last save.
+
     Args:
         directory: the run's directory.
         config: the configuration of the run.
@@ -50,7 +53,7 @@ class RunReport:
 
     def __init__(self, directory: Path, config: RunConfig, console: Console) -> None:
         self._directory, self._trainer, self._console = directory, config.trainer, console
-        self._began = time.perf_counter()
+        self._began, self._done = time.perf_counter(), _last_step(directory / "metrics.jsonl")
         self._results: dict[str, float] = {}
         self._first: dict[str, Any] = {}
         self._process: dict[str, Any] = {
@@ -72,7 +75,8 @@ class RunReport:
             record = Path(self._trainer.default_local_dir) / RECORD
             minutes = (time.time() - record.stat().st_mtime) / 60
             step, total = read_record(record.parent).last.global_steps, self._trainer.total_training_steps
-            self._print(f"resuming from step {step} of {total}, saved {minutes:.0f} min ago")
+            lost = f"; {self._done - step} later steps are lost" if self._done > step else ""
+            self._print(f"resuming from step {step} of {total}, saved {minutes:.0f} min ago{lost}")
         before = self._before()
         self._first = before.get("first_results", {}) if self._trainer.resume else {}  # else of a run without a save
         self._write({**before, "first_results": self._first, "processes": [*before.get("processes", []), process]})
@@ -175,6 +179,16 @@ def rows_of(stages: Mapping[str, float], wall: float) -> list[tuple[str, float]]
     """Return the rows of the table of stages, the longest first; a negative one that would be shown as 0% is none."""
     shown = {name: seconds for name, seconds in stages.items() if seconds >= 0 or seconds < -LEAST_SHARE * wall}
     return [*sorted(shown.items(), key=lambda row: -row[1]), ("other", max(wall - sum(shown.values()), 0.0))]
+
+
+def _last_step(metrics: Path) -> int:
+    """Return the last step in ``metrics.jsonl``; 0 if there is none."""
+    if metrics.is_file():
+        for line in reversed(metrics.read_text(encoding="utf-8").splitlines()):
+            with contextlib.suppress(ValueError):  # a process that was killed may have written a part of the last line
+                record = json.loads(line)
+                return int(record["global_step"]) if record["phase"] == TRAIN else 0
+    return 0
 
 
 def _commit() -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from rich.console import Console
 
 from mcontroller.ppo.saving.run_record import RunRecord, SavedStep, write_record
+from mcontroller.trackers import TRAIN
 from tests.workers.run.test_check_run import config_file  # noqa: F401 - a fixture
 from workers.run.config import read_run_config
 from workers.run.run_report import SUMMARY, RunReport, rows_of
@@ -39,6 +41,12 @@ def test_a_run_says_what_started_it_what_is_saved_and_how_to_go_on(config_file: 
     write_record(tmp_path / "checkpoints", RunRecord(saved))
     report.end_early(67)
     assert printed.getvalue().endswith(f"step 65 of 120 is saved, 2 later steps are lost; continue with: {resume}")
+
+    lines = [json.dumps({"global_step": step, "phase": TRAIN}) for step in (66, 67)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"global_st']))  # as a killed process leaves it
+    resumed = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, resume=True))
+    RunReport(tmp_path, resumed, Console(file=printed)).begin()
+    assert printed.getvalue().endswith("resuming from step 65 of 120, saved 0 min ago; 2 later steps are lost\n")
 
 
 def test_the_table_of_stages_has_no_negative_zero() -> None:
