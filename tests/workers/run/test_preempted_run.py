@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from mcontroller.ppo.saving.recovery import FAILURES
-from tests.workers.run.test_verbs import ROOT, folder  # noqa: F401 - a fixture
+from tests.workers.run.test_verbs import ROOT, folder, shards  # noqa: F401 - a fixture
 
 pytest.importorskip("transformers", reason="the extra hf: no transformers")
 SECRET = "planted-zq81-secret"
@@ -90,13 +90,6 @@ main(["train", "run.yaml", "run_dir=died", "trainer.save_freq=1", *sys.argv[1:]]
 
 def names_in_shared_folders() -> set[str]:
     return {str(path) for shared in (tempfile.gettempdir(), "/dev/shm") for path in Path(shared).glob("*mcontroller*")}
-
-
-def shards(run: Path, step: int = 2) -> dict[str, str]:
-    """Return the SHA-256 of what the last checkpoint of the actor has in its shards."""
-    directory = run / "checkpoints" / "actor" / f"global_step_{step}"
-    files = json.loads((directory / "manifest.json").read_text())["files"]
-    return {name: entry["sha256"] for name, entry in files.items() if name.endswith(".distcp")}
 
 
 @pytest.mark.processes

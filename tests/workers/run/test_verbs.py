@@ -64,6 +64,13 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def shards(run: Path, step: int = 2) -> dict[str, str]:
+    """Return the SHA-256 of what the last checkpoint of the actor has in its shards."""
+    directory = run / "checkpoints" / "actor" / f"global_step_{step}"
+    files = json.loads((directory / "manifest.json").read_text())["files"]
+    return {name: entry["sha256"] for name, entry in files.items() if name.endswith(".distcp")}
+
+
 def run_verbs(folder: Path, program: str) -> str:
     """Run a program without a network, and return what it prints."""
     environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_CACHE": "hub", "HF_HUB_OFFLINE": "1"}
@@ -112,8 +119,6 @@ small = ["trainer.total_training_steps=3", "data.train_batch_size=4", "algorithm
 verbs = [
     ["train", "run.yaml", "run_dir=out", *ahead, *small],
     ["train", "--replay", "out"],
-    ["export", "out", "--hf", "trained"],
-    ["export", "out-replay", "--hf", "again"],
 ]
 sys.exit(max(main(verb) for verb in verbs))
 """
@@ -122,10 +127,7 @@ sys.exit(max(main(verb) for verb in verbs))
 @pytest.mark.timeout(300)
 def test_an_asynchronous_run_is_replayed_to_the_same_weights(folder):
     printed = run_verbs(folder, REPLAY)
-    from safetensors.torch import load_file
-
-    trained, again = (load_file(folder / name / "model.safetensors") for name in ("trained", "again"))
-    assert trained.keys() == again.keys() and all(trained[name].equal(again[name]) for name in trained)
+    assert shards(folder / "out", 3) == shards(folder / "out-replay", 3) != {}
     assert "the trainer waited" in printed
     recorded, repeated = (
         (folder / name / "checkpoints" / "events.jsonl").read_bytes() for name in ("out", "out-replay")
