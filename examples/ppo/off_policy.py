@@ -64,7 +64,8 @@ old as the limit allows.
 
 {table}
 
-The accuracy is that of 256 problems, so its standard error is 0.03 in each run.
+The accuracy is that of 256 problems, so its standard error is 0.03 in each run. Large steps suffer more: with the
+demo's own, two passes at a higher rate, the means after 32 steps were 0.00 to 0.04 below the synchronous 0.621.
 
 ![Held-out accuracy over steps](img/learning-off-policy.png)
 """
