@@ -29,7 +29,7 @@ from workers.run.config import MAIN_POOL, RunConfig, read_run_config
 from workers.run.parts import chosen_lines, make_parts, roles_of
 from workers.run.pools import pool_names, pool_nodes, pools_of, role_layouts
 from workers.run.role_calls import CallMemory, Lengths, RoleConfig, calls_of_run
-from workers.run.training import connect
+from workers.run.training import connect_to
 
 _GB = 2**30
 _COLUMNS = tuple(field.name for field in dataclasses.fields(Memory))
@@ -251,7 +251,7 @@ def _resource_lines(config: RunConfig) -> list[str]:
         lines.append(f"this machine, on which the run starts Ray: {cpus} CPUs, {gpus} GPUs, {memory:.1f} GB of memory")
         total: dict[str, float] = {"CPU": needed["CPU"], "GPU": gpus}  # Ray is started with the CPUs that are needed
     else:
-        connect(config.cluster.address)
+        connect_to(config.cluster.address)
         total = ray.cluster_resources()
         ray.shutdown()
         found = f"cluster {config.cluster.address}: {total.get('CPU', 0):g} CPUs, {total.get('GPU', 0):g} GPUs, "

@@ -138,7 +138,7 @@ def start_ray(config: RunConfig) -> None:
     cluster = config.cluster
     if cluster.address is not None:
         with _keeping_sigterm():
-            connect(cluster.address)
+            connect_to(cluster.address)
         return
     with _children_in_new_sessions(), _keeping_sigterm():
         ray.init(
@@ -151,7 +151,7 @@ def start_ray(config: RunConfig) -> None:
         )
 
 
-def connect(address: str) -> None:
+def connect_to(address: str) -> None:
     """Connect to the cluster that runs at an address.
 
     Raises:
