@@ -485,7 +485,7 @@ def row_of(trials: Sequence[Trial]) -> str:
         middle, most = f"{statistics.median(values):.1f}", f"{max(values):.1f}"
         return middle if middle == most else f"{middle} ({most})"
 
-    named = sorted({re.split(r" rank|, \[|: ", trial.named)[0].rstrip(",") for trial in trials})
+    named = sorted({re.split(r" rank|, \[|, mcontroller|: | after", trial.named)[0].rstrip(",") for trial in trials})
     going_on = [trial.again for trial in failed if trial.again]
     cells = [
         trials[0].fault,

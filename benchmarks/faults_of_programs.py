@@ -151,8 +151,8 @@ def trial_of(program: Program, fault: str, seed: int, expected: dict[str, str]) 
     while len(program.steps()) <= min(saved, 5) and program.process.poll() is None:
         time.sleep(0.01)
     trial.again = time.time() - trial.at
-    trial.exact = program.finish() == expected
-    while program.left() and time.time() - trial.at < 90:  # Ray's agents wait 60 s for its control store
+    trial.exact, ended = program.finish() == expected, time.time()
+    while program.left() and time.time() - ended < 90:  # Ray's agents wait 60 s for its control store
         time.sleep(0.1)
     trial.left = len(program.left())
     if fault == DISK_FULL:
