@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from mcontroller.ppo.saving.recovery import FAILURES
-from tests.workers.run.test_verbs import ROOT, folder, shards  # noqa: F401 - a fixture
+from tests.workers.run.test_verbs import ENVIRONMENT, folder, shards  # noqa: F401 - a fixture
 
 pytest.importorskip("transformers", reason="the extra hf: no transformers")
 SECRET = "planted-zq81-secret"
@@ -98,8 +98,7 @@ def test_stopped_or_killed_a_run_goes_on_to_the_same_weights(
     folder: Path,  # noqa: F811
 ) -> None:
     before = names_in_shared_folders()
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DIES": DIES}
-    environment |= dict.fromkeys(SECRETS, SECRET)
+    environment = os.environ | ENVIRONMENT | {"DIES": DIES} | dict.fromkeys(SECRETS, SECRET)
     command = [sys.executable, "-c", VERBS]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, start_new_session=True)
     assert "codes 0 75 0 0 -9 0" in done.stdout, done.stdout[-3000:] + done.stderr[-3000:]

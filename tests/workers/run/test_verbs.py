@@ -33,6 +33,7 @@ verbs = [
 sys.exit(max(main(verb) for verb in verbs))
 """
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
+ENVIRONMENT = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_CACHE": "hub", "HF_HUB_OFFLINE": "1"}
 SNAPSHOT = Path("hub/models--Qwen--Qwen3-0.6B/snapshots") / COMMIT
 
 
@@ -73,10 +74,9 @@ def shards(run: Path, step: int = 2) -> dict[str, str]:
 
 def run_verbs(folder: Path, program: str) -> str:
     """Run a program without a network, and return what it prints."""
-    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_CACHE": "hub", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-c", program]
     done = subprocess.run(
-        command, cwd=folder, env=os.environ | environment, capture_output=True, text=True, check=False
+        command, cwd=folder, env=os.environ | ENVIRONMENT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
