@@ -32,7 +32,6 @@ from mcontroller.ppo.trainer import RayPPOTrainer
 
 os.umask(0o077)
 small = ["trainer.total_training_steps=2", "data.train_batch_size=4"]
-whole = main(["train", "run.yaml", "run_dir=whole", *small])
 step = RayPPOTrainer.train_step
 
 def signalled(self, *args, **kwargs):
@@ -47,6 +46,10 @@ print("ended after", time.monotonic() - sent)
 RayPPOTrainer.train_step = step
 resumed = main(["resume", "out"])
 
+cluster = Cluster(initialize_head=True, head_node_args=dict(num_cpus=4, include_dashboard=False))
+on = "cluster.address=" + cluster.address
+whole = main(["train", "run.yaml", on, "run_dir=whole", *small])
+
 def killed(self, *args, **kwargs):
     if self.global_steps == 1 and not self.recovery.failures:
         os.kill(self.actor.executor.processes.handles.infos[-1].pid, signal.SIGKILL)
@@ -55,11 +58,9 @@ def killed(self, *args, **kwargs):
     return step(self, *args, **kwargs)
 
 RayPPOTrainer.train_step = killed
-healed = main(["train", "run.yaml", "run_dir=healed", "trainer.memory_save_freq=1", *small])
+healed = main(["train", "run.yaml", on, "run_dir=healed", "trainer.memory_save_freq=1", *small])
 RayPPOTrainer.train_step = step
 
-cluster = Cluster(initialize_head=True, head_node_args=dict(num_cpus=4, include_dashboard=False))
-on = "cluster.address=" + cluster.address
 died = subprocess.run([sys.executable, "-c", os.environ["DIES"], on, *small], stdout=subprocess.DEVNULL).returncode
 again = main(["resume", "died"])  # at once: its cluster goes on without it
 ray.init(cluster.address, log_to_driver=False)
