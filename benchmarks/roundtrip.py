@@ -203,6 +203,7 @@ class Nowhere:
 
     transport = "nowhere"
     parts = lengths = ()
+    number = 0
 
     def __init__(self, world_size: int, answer: Any) -> None:
         self.world_size = world_size
