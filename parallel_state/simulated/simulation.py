@@ -125,7 +125,6 @@ class Simulation:
         if self._scheduler.current is not None:
             raise UnsupportedError("a rank cannot run simulated ranks", ranks=())
         outside, threads = self._switch.active, torch.get_num_threads()
-        torch.set_num_threads(1)
         self._process.add_imported()
         self._shared_writes.start(functions.values())
         try:
@@ -282,6 +281,7 @@ class Simulation:
 
         def run() -> Any:
             device, grad = self._thread_state[rank]
+            torch.set_num_threads(1)  # of this rank: OpenMP keeps it by thread
             if device.type != "cpu":
                 torch.set_default_device(device)
             torch.set_grad_enabled(grad)
