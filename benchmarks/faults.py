@@ -213,8 +213,8 @@ IN_STAGE: dict[str, Callable[[Any], tuple[Any, str]]] = {
 
 LONGEST = {
     "SIGSTOP of one rank for 10 s, without a deadline": 12.0,
-    "SIGSTOP of a reward process": 45.0,
-    "SIGKILL of a fault-tolerant GCS, which is started again after 5 s": 25.0,
+    "SIGSTOP of a reward process": 30.0,
+    "SIGKILL of a fault-tolerant GCS, which is started again after 5 s": 15.0,
 }
 """[s] Time after which a fault that fails nothing has had its effect, if it is more than three steps."""
 
@@ -305,6 +305,8 @@ class Faults(Callback):
                 trial.named = f"logged after {said[0].created - trial.at:.1f} s: {said[0].getMessage():.120}"
             trial.record()
             self.recorded += 1
+            if trial.fault == SPARE and self.lost:
+                self.nodes[self.lost] = self.cluster.add_node(num_cpus=2, node_ip_address=self.lost, **SMALL)
             self.trial = self.held = None
         if self.trial is None and self.recorded and not self.plan:
             trainer.stop()
@@ -458,20 +460,25 @@ SMALL = {"object_store_memory": 100_000_000}
 
 
 def of_nodes(folder: Path, names: list[str], repeats: int, seed: int) -> None:
-    """Record the trials of faults in a cluster of two nodes with two ranks each, and a spare one for one fault."""
-    for index, fault in enumerate(names):
-        expected: list[list[str]] = []
-        changes, cpus = NODES_OVERRIDES.get(fault, []), 4 if fault == SPARE_BUNDLES else 2
+    """Record the trials of faults in a cluster of two nodes with two ranks each, and a spare one for one fault.
+
+    A run has several trials if it is afterwards as it was before: with new nodes, in its layout.
+    """
+    expected: dict[bool, list[list[str]]] = {False: [], True: []}  # by whether the run is elastic
+    for fault in names:
+        undisturbed, changes = expected[fault == RETURNS], NODES_OVERRIDES.get(fault, [])
         if fault == FAULT_TOLERANT:
             os.environ |= {"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": str(folder / "gcs")}
-        for number in range(-1, repeats):
+        plans = [[fault] * repeats] if fault == SPARE else [[fault]] * repeats
+        for number, plan in enumerate(plans if undisturbed else [[], *plans]):
             cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, **SMALL})
             ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
-            faults = Faults(expected, [fault] if number >= 0 else [], seed + number)
+            faults = Faults(undisturbed, list(plan), seed + number)
             faults.cluster, here = cluster, ADDRESSES[: 3 if fault == SPARE else 2]
+            cpus = 4 if fault == SPARE_BUNDLES else 2
             faults.nodes = {each: cluster.add_node(num_cpus=cpus, node_ip_address=each, **SMALL) for each in here}
-            steps = total_steps(1000 if number >= 0 else 150 if fault == FAULT_TOLERANT else 12)
-            train(folder / f"nodes{index}{number}", faults, "pool.process_on_nodes=[2, 2]", steps, *changes)
+            steps = total_steps(1000 if plan else 12 if fault == RETURNS else 80)
+            train(folder / f"{fault[-12:]}{number}", faults, "pool.process_on_nodes=[2, 2]", steps, *changes)
             ray.shutdown()
             cluster.shutdown()
             shutil.rmtree(folder / "gcs", ignore_errors=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import json
 import os
 import random
@@ -12,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import ClassVar
@@ -108,6 +107,7 @@ def fill_disk(program: Program, draw: random.Random) -> None:
     (program.checkpoints / "other").unlink()
 
 
+GCS = "SIGKILL of the GCS, then resume"
 DISK_FULL = "disk full (as root), then space and resume"
 OF_PROGRAMS: dict[str, Strike] = {
     "SIGKILL of the driver, then resume": signaled(signal.SIGKILL, "step"),
@@ -118,22 +118,29 @@ OF_PROGRAMS: dict[str, Strike] = {
     "SIGINT in a start, then resume": signaled(signal.SIGINT, "start"),
     "SIGTERM in a save, then resume": signaled(signal.SIGTERM, "save"),
     "SIGINT in a save, then resume": signaled(signal.SIGINT, "save"),
-    "SIGKILL of the GCS, then resume": kill_gcs,
+    GCS: kill_gcs,
     DISK_FULL: fill_disk,
 }
 
 
 def of_programs(folder: Path, names: list[str], repeats: int, seed: int) -> None:
-    """Record the trials of faults of the program of a run with checkpoints every two steps of six, two at a time."""
+    """Record the trials of faults of the program of a run with checkpoints every two steps of six.
+
+    Two programs at a time compute, and another waits for Ray most of the time.
+    """
     expected = Program(folder / "whole").finish()
 
-    def tried(number: int, fault: str) -> None:
-        program = Program(folder / f"{number}", disk=fault == DISK_FULL)
-        OF_PROGRAMS[fault](program, random.Random(seed + number))
-        trial_of(program, fault, seed + number, expected).record()
+    def tried(trials: Sequence[tuple[int, str]]) -> None:
+        for number, fault in trials:
+            program = Program(folder / f"{number}", disk=fault == DISK_FULL)
+            OF_PROGRAMS[fault](program, random.Random(seed + number))
+            trial_of(program, fault, seed + number, expected).record()
 
-    with ThreadPoolExecutor(2) as pool:  # they wait for most of the time
-        list(pool.map(tried, itertools.count(), names * repeats))
+    trials = list(enumerate(names * repeats))
+    waits = [trial for trial in trials if trial[1] == GCS]
+    others = [trial for trial in trials if trial[1] != GCS]
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(tried, (waits, others[::2], others[1::2])))
 
 
 def trial_of(program: Program, fault: str, seed: int, expected: dict[str, str]) -> Trial:
