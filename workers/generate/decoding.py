@@ -30,13 +30,13 @@ from workers.generate.decoding_patches import (
     check_attention,
     check_positions,
     last_position_only,
-    latent_positions,
     masked_decoding,
     rotated_key_cache,
     unfused_rotation,
     without_sequence_parallelism,
 )
 from workers.generate.inference_linears import inference_linears
+from workers.generate.latent_attention import latent_attention
 from workers.generate.rollout_protocol import Generated, Prompts
 from workers.generate.sampling import Sampling, draw_tokens, position_keys
 from workers.generate.shared_prompts import DistinctPrompts, distinct_prompts, repeat_cache
@@ -90,7 +90,7 @@ def generate(
         masked_decoding(chunks),
         unfused_rotation(chunks),
         rotated_key_cache(chunks, decoder.tokens),
-        latent_positions(chunks, decoder.tokens),
+        latent_attention(chunks, decoder.tokens),
         inference_linears(chunks),
         last_position_only(chunks, decoder.tokens),
     ):

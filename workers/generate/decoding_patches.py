@@ -209,30 +209,6 @@ def rotated_key_cache(chunks: Sequence[Any], tokens: TokenPositions) -> Iterator
             del attention._adjust_key_value_for_inference
 
 
-@contextlib.contextmanager
-def latent_positions(chunks: Sequence[nn.Module], tokens: TokenPositions) -> Iterator[None]:
-    """Rotate each row's new token by its own position in multi-latent attention, which rotates before it caches."""
-    modules = (module for chunk in chunks for module in chunk.modules())
-    rotaries: list[Any] = [module.rotary_pos_emb for module in modules if isinstance(module, MLASelfAttention)]
-    for rotary in rotaries:
-        rotary.forward = functools.partial(_angles_of_rows, rotary, tokens)
-    try:
-        yield
-    finally:
-        for rotary in rotaries:
-            del rotary.forward
-
-
-def _angles_of_rows(rotary: Any, tokens: TokenPositions, length: int, **kwargs: Any) -> Any:
-    """Return the angles ``[length, 1, 1, width]``, or if rows differ the new tokens' ``[length, rows, 1, width]``."""
-    found = type(rotary).forward(rotary, length, **kwargs)
-    if tokens.new is None:
-        return found
-    angles, scale = found if isinstance(found, tuple) else (found, None)
-    of_rows = angles[tokens.new].transpose(0, 1).expand(length, -1, -1, -1)
-    return of_rows if scale is None else (of_rows, scale)
-
-
 def _cache_rotated(
     attention: Any,
     rotation: _Rotation,

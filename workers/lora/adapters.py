@@ -262,7 +262,7 @@ class Adapters(nn.Module):
             if not self.enabled:
                 return None
             counts = inputs[1] if adapter.target.experts else None
-            return output[0] + adapter(_input_of_product(layer, inputs[0]), counts), output[1]
+            return output[0] + adapter(input_of_product(layer, inputs[0]), counts), output[1]
 
         return hook
 
@@ -299,8 +299,8 @@ class Adapters(nn.Module):
         return sharded
 
 
-def _input_of_product(layer: Any, hidden: Tensor) -> Tensor:
-    """The input of a layer, after the norm that some have inside."""
+def input_of_product(layer: Any, hidden: Tensor) -> Tensor:
+    """Return the input of a linear layer's product: after the norm that some have inside."""
     weight = getattr(layer, "layer_norm_weight", None)
     if weight is None:
         return hidden

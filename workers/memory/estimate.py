@@ -215,7 +215,7 @@ class PlannedRole:
             response: tokens of the longest response.
         """
         shape, layers = self.shape, self._layers(pp_rank)
-        cache = 2 * len(layers) * rows * (prompt + response) * shape.keys * self.size
+        cache = len(layers) * rows * (prompt + response) * shape.cached * self.size
         tokens = Tokens(
             rows * prompt, rows * prompt, self.size, self.fused
         )  # the first step, without sequence parallel

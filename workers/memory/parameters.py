@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 from mcontroller.errors import ConfigError
 from workers.config import ModelConfig, ParallelConfig
@@ -54,6 +54,7 @@ class Shape:
         config: Megatron's TransformerConfig.
         hidden: width of the hidden states.
         queries, keys: channels of the queries, and of the keys (as many as of the values).
+        cached: channels that generation caches for a position.
         mlp, expert_mlp, shared_mlp: width inside the MLP, inside an expert, and inside the shared expert (0 if none).
         gates: 2 if the first linear layer of an MLP has a gate as well, else 1.
         experts: experts of the rank in a layer with experts.
@@ -79,6 +80,9 @@ class Shape:
         self.hidden = config.hidden_size
         self.queries = config.num_attention_heads * width // parallel.tp
         self.keys = config.num_query_groups * width // parallel.tp
+        self.cached = 2 * self.keys
+        if isinstance(config, MLATransformerConfig):
+            self.cached = config.kv_lora_rank + config.qk_pos_emb_head_dim
         self.mlp = config.ffn_hidden_size // parallel.tp
         self.expert_mlp = (config.moe_ffn_hidden_size or config.ffn_hidden_size) // etp
         self.shared_mlp = (config.moe_shared_expert_intermediate_size or 0) // parallel.tp
