@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -30,7 +31,8 @@ sys.stderr.write(json.dumps(curves))
 @pytest.fixture(scope="module")
 def curves() -> dict[str, list[Any]]:
     """What each loop returns; in another process, in which they initialize torch.distributed."""
-    done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True)
+    one = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, env=one, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stderr)
 
