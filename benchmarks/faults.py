@@ -37,6 +37,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -467,21 +468,30 @@ def of_nodes(folder: Path, names: list[str], repeats: int, seed: int) -> None:
     expected: dict[bool, list[list[str]]] = {False: [], True: []}  # by whether the run is elastic
     for fault in names:
         undisturbed, changes = expected[fault == RETURNS], NODES_OVERRIDES.get(fault, [])
-        if fault == FAULT_TOLERANT:
-            os.environ |= {"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": str(folder / "gcs")}
+        storage = {"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": str(folder / "gcs")}
         plans = [[fault] * repeats] if fault == SPARE else [[fault]] * repeats
         for number, plan in enumerate(plans if undisturbed else [[], *plans]):
-            cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, **SMALL})
-            ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
-            faults = Faults(undisturbed, list(plan), seed + number)
-            faults.cluster, here = cluster, ADDRESSES[: 3 if fault == SPARE else 2]
-            cpus = 4 if fault == SPARE_BUNDLES else 2
-            faults.nodes = {each: cluster.add_node(num_cpus=cpus, node_ip_address=each, **SMALL) for each in here}
             steps = total_steps(1000 if plan else 12 if fault == RETURNS else 80)
-            train(folder / f"{fault[-12:]}{number}", faults, "pool.process_on_nodes=[2, 2]", steps, *changes)
-            ray.shutdown()
-            cluster.shutdown()
+            faults = Faults(undisturbed, list(plan), seed + number)
+            own = folder / f"{fault[-12:]}{number}"
+            with patch.dict(os.environ, storage if fault == FAULT_TOLERANT else {}), cluster_of(fault, faults):
+                train(own, faults, "pool.process_on_nodes=[2, 2]", steps, *changes)
             shutil.rmtree(folder / "gcs", ignore_errors=True)
+
+
+@contextlib.contextmanager
+def cluster_of(fault: str, faults: Faults) -> Iterator[None]:
+    """Start a cluster for a fault of nodes."""
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, **SMALL})
+    ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+    faults.cluster, here = cluster, ADDRESSES[: 3 if fault == SPARE else 2]
+    cpus = 4 if fault == SPARE_BUNDLES else 2
+    faults.nodes = {each: cluster.add_node(num_cpus=cpus, node_ip_address=each, **SMALL) for each in here}
+    try:
+        yield
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
 
 
 def row_of(trials: Sequence[Trial]) -> str:

@@ -12,6 +12,8 @@ import datetime
 import re
 import sys
 from collections.abc import Iterator
+from functools import cache
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -253,13 +255,22 @@ class _TrainingGlobals:
         return self.read()
 
     def read(self) -> dict[tuple[str, str], Any]:
-        imported = [name for name in self._MODULES if name in sys.modules]
-        found = {(module, name): value for module in imported for name, value in vars(sys.modules[module]).items()}
-        return {key: value for key, value in found.items() if key[1].startswith("_GLOBAL_")}
+        modules = [module for module in map(sys.modules.get, self._MODULES) if module is not None]
+        return {
+            (module.__name__, name): vars(module)[name]
+            for module in modules
+            for name in _training_globals(module, len(vars(module)))
+        }
 
     def write(self, value: dict[tuple[str, str], Any]) -> None:
         for (module, name), each in (dict.fromkeys(self.read()) | value).items():
             vars(sys.modules[module])[name] = each
+
+
+@cache
+def _training_globals(module: ModuleType, size: int) -> list[str]:
+    """Return the names in a module that Megatron-LM's training code sets, while the module has ``size`` names."""
+    return [name for name in vars(module) if name.startswith("_GLOBAL_")]
 
 
 class _DeviceGenerator:

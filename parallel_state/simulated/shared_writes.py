@@ -8,6 +8,8 @@ import sysconfig
 import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
+from operator import is_
 from pathlib import Path
 from typing import Any
 
@@ -56,13 +58,14 @@ class SharedWrites:
         """Note what a rank has rebound since the last call."""
         for owner, before in self._values.items():
             now = vars(owner)
+            if len(now) == len(before) and all(map(is_, chain(now, now.values()), chain(before, before.values()))):
+                continue
             changed = [name for name, value in now.items() if before.get(name, _MISSING) is not value]
-            if changed or len(now) != len(before):
-                removed = [name for name in before if name not in now]
-                self._values[owner] = dict(now)
-                if rank is not None:
-                    for name in (each for each in (*changed, *removed) if (owner, each) not in self._not_shared):
-                        self._writers.setdefault((_name(owner), name), set()).add(rank)
+            removed = [name for name in before if name not in now]
+            self._values[owner] = dict(now)
+            if rank is not None:
+                for name in (each for each in (*changed, *removed) if (owner, each) not in self._not_shared):
+                    self._writers.setdefault((_name(owner), name), set()).add(rank)
 
     def report(self) -> None:
         """Warn of what some ranks have rebound."""
