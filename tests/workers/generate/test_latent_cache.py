@@ -29,10 +29,12 @@ LATENT = {
     "rope_type": "rope",
 }
 YARN = LATENT | {"q_lora_rank": None, "rope_type": "yarn", "rotary_scaling_factor": 4.0, "mscale_all_dim": 0.7}
+RECOMPUTED = LATENT | {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]}
 SIZES = MODEL | {"num_query_groups": 4, "kv_channels": 12, "qk_layernorm": True}
 MODELS: dict[str, dict[str, Any]] = {
     "compressed queries": SIZES | {"transformer": LATENT},
     "yarn": SIZES | {"transformer": YARN},
+    "recomputed": SIZES | {"transformer": RECOMPUTED},
     "adapters": SIZES
     | {"transformer": LATENT, "family": "deepseek_v3"}
     | {"lora": {"rank": 4, "alpha": 8.0, "targets": ["linear_kv_up_proj"]}},
