@@ -6,7 +6,8 @@ Every trial is a line of build/faults.jsonl, with its seed; the table of docs/re
 
 A first run is not disturbed; the SHA-256 of every rank's weights after each of its steps is what the others must have.
 Faults of ranks and of their helpers hit a second run one after another: each at a random moment of a step, in a random
-order. Faults of nodes, of the driver and of disks have runs of their own. The seed gives the moments and the order.
+order. Faults of nodes have runs of their own. Those of programs (the driver, its disk, Ray's control store) are tried
+beside them at a lower priority. The seed gives the moments and the order.
 
 Columns: seconds from the fault until the controller knew it; what it named; processes of before that are left; seconds
 until training went on; completed steps that were lost; and whether the weights after the next step are exact.
@@ -35,6 +36,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -46,7 +48,7 @@ import torch
 from ray.cluster_utils import Cluster
 from rich.console import Console
 
-from benchmarks.faults_of_programs import CONFIG, OF_PROGRAMS, Trial, of_programs, total_steps
+from benchmarks.faults_of_programs import OF_PROGRAMS, Trial, of_programs, total_steps, write_config
 from mcontroller import Dispatch, register
 from mcontroller.errors import MControllerError
 from mcontroller.ppo import Callback
@@ -214,7 +216,7 @@ IN_STAGE: dict[str, Callable[[Any], tuple[Any, str]]] = {
 
 LONGEST = {
     "SIGSTOP of one rank for 10 s, without a deadline": 12.0,
-    "SIGSTOP of a reward process": 30.0,
+    "SIGSTOP of a reward process": 24.0,
     "SIGKILL of a fault-tolerant GCS, which is started again after 5 s": 15.0,
 }
 """[s] Time after which a fault that fails nothing has had its effect, if it is more than three steps."""
@@ -353,8 +355,7 @@ class Faults(Callback):
 
 
 def config_in(folder: Path, *overrides: str) -> RunConfig:
-    (folder / "run.yaml").write_text(CONFIG)
-    return read_run_config(folder / "run.yaml", [f"run_dir={folder / 'run'}", *overrides])
+    return read_run_config(write_config(folder), [f"run_dir={folder / 'run'}", *overrides])
 
 
 def train(folder: Path, callback: Callback, *overrides: str) -> None:
@@ -392,7 +393,7 @@ def of_ranks(folder: Path, names: list[str], repeats: int, seed: int, overrides:
     """Record the trials of faults of ranks, in one run."""
     plan = names * repeats
     random.Random(seed).shuffle(plan)
-    steps = total_steps(8 * len(plan) + 8)
+    steps = total_steps(6 * len(plan) + 80)
     reference = Faults([], [], seed)
     with local_cluster(folder):
         train(folder / "undisturbed", reference, steps, "trainer.memory_save_freq=0", *overrides)
@@ -542,9 +543,8 @@ def main() -> None:
         (OF_ROLLOUT, functools.partial(of_ranks, overrides=OF_ROLLOUT_OVERRIDES)),
         (OF_NODES, of_nodes),
         (THAT_END_RUNS, that_end_runs),
-        (OF_PROGRAMS, of_programs),
     ]
-    known = [name for faults, _ in kinds for name in faults]
+    known = [name for faults, _ in kinds for name in faults] + list(OF_PROGRAMS)
     if arguments.list:
         print("\n".join(known))
         return
@@ -554,10 +554,19 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="faults-"))
     arguments.results.parent.mkdir(parents=True, exist_ok=True)
     Trial.results = arguments.results
+    alone, chosen = threading.Event(), [name for name in names if name in OF_PROGRAMS]
     try:
-        for number, (faults, run) in enumerate(kinds):
-            if chosen := [name for name in names if name in faults]:
-                run(folder / str(number), chosen, arguments.repeats, arguments.seed)
+        with ThreadPoolExecutor(1) as beside:
+            repeats, seed = arguments.repeats, arguments.seed
+            programs = [beside.submit(of_programs, folder / "programs", chosen, repeats, seed, alone)] if chosen else []
+            try:
+                for number, (faults, run) in enumerate(kinds):
+                    if chosen := [name for name in names if name in faults]:
+                        run(folder / str(number), chosen, repeats, seed)
+            finally:
+                alone.set()
+            for each in programs:
+                each.result()
         write_table(arguments.results, arguments.page, known)
     except MControllerError as error:
         print(f"{type(error).__name__}: {error}")

@@ -4,29 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import random
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import ClassVar
 
 CONFIG = """
 pool: {process_on_nodes: [4], use_gpu: false}
 model: {vocab_size: 17, max_sequence_length: 12, num_layers: 2, hidden_size: 64, num_attention_heads: 2,
         ffn_hidden_size: 168}
-data:
-  train_batch_size: 16
-  train: {source: reasoning_gym, task: chain_sum, size: 512,
-          options: {min_terms: 3, max_terms: 3, min_digits: 1, max_digits: 1}}
+data: {train_batch_size: 16, train: {path: SUMS}}
 tokenizer: {kind: characters}
 imports: [examples.ppo.tokenizer]
-rewards: {timeout_s: 20, functions: {task: {function: "mcontroller.ppo.rewards.functions:reasoning_gym"}}}
+rewards: {timeout_s: 20, functions: {task: {function: "mcontroller.ppo.rewards.functions:exact_match"}}}
 algorithm: {adv_estimator: grpo}
 trainer: {total_training_steps: 1000, save_freq: -1, memory_save_freq: 1, max_restarts: 1000, val_before_train: false,
           test_freq: -1, restart_on: [ValueError, RuntimeError]}
@@ -39,6 +39,18 @@ actor_rollout_ref:
   ppo_mini_batch_size: 16
   ppo_micro_batch_size: 8
 """
+
+ENVIRONMENT = dict(os.environ)
+
+
+def write_config(folder: Path) -> Path:
+    """Write the configuration of a run, and its problems, into a folder; return the path of the configuration."""
+    with open(folder / "sums.jsonl", "w") as file:
+        for first, second, third in itertools.product(range(10), range(10), range(5)):
+            row = {"prompt": f"Sum: {first} + {second} - {third} =", "answer": str(first + second - third)}
+            file.write(json.dumps(row) + "\n")
+    (folder / "run.yaml").write_text(CONFIG.replace("SUMS", str(folder / "sums.jsonl")))
+    return folder / "run.yaml"
 
 
 @dataclasses.dataclass
@@ -123,24 +135,30 @@ OF_PROGRAMS: dict[str, Strike] = {
 }
 
 
-def of_programs(folder: Path, names: list[str], repeats: int, seed: int) -> None:
+def of_programs(folder: Path, names: list[str], repeats: int, seed: int, alone: threading.Event) -> None:
     """Record the trials of faults of the program of a run with checkpoints every two steps of six.
 
-    Two programs at a time compute, and another waits for Ray most of the time.
+    One program at a time computes, and two when ``alone`` is set; another waits for Ray most of the time.
     """
     expected = Program(folder / "whole").finish()
+    others, waits = SimpleQueue[tuple[int, str]](), SimpleQueue[tuple[int, str]]()
+    for number, fault in enumerate(names * repeats):
+        (waits if fault == GCS else others).put((number, fault))
 
-    def tried(trials: Sequence[tuple[int, str]]) -> None:
-        for number, fault in trials:
-            program = Program(folder / f"{number}", disk=fault == DISK_FULL)
-            OF_PROGRAMS[fault](program, random.Random(seed + number))
-            trial_of(program, fault, seed + number, expected).record()
+    def trials(left: SimpleQueue[tuple[int, str]], begin: threading.Event | None = None) -> None:
+        if begin is not None:
+            begin.wait()
+        with contextlib.suppress(Empty):
+            while True:
+                number, fault = left.get_nowait()
+                program = Program(folder / f"{number}", disk=fault == DISK_FULL)
+                OF_PROGRAMS[fault](program, random.Random(seed + number))
+                trial_of(program, fault, seed + number, expected).record()
 
-    trials = list(enumerate(names * repeats))
-    waits = [trial for trial in trials if trial[1] == GCS]
-    others = [trial for trial in trials if trial[1] != GCS]
     with ThreadPoolExecutor(3) as pool:
-        list(pool.map(tried, (waits, others[::2], others[1::2])))
+        done = [pool.submit(trials, waits), pool.submit(trials, others), pool.submit(trials, others, alone)]
+        for each in as_completed(done):
+            each.result()
 
 
 def trial_of(program: Program, fault: str, seed: int, expected: dict[str, str]) -> Trial:
@@ -177,17 +195,14 @@ class Program:
         if disk:
             self.checkpoints.mkdir(parents=True)
             subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "none", str(self.checkpoints)], check=True)
-        (folder / "run.yaml").write_text(CONFIG)
-        self.start(
-            "train", str(folder / "run.yaml"), f"run_dir={folder / 'run'}", total_steps(6), "trainer.save_freq=2"
-        )
+        config = str(write_config(folder))
+        self.start("train", config, f"run_dir={folder / 'run'}", total_steps(6), "trainer.save_freq=2")
 
     def start(self, *arguments: str) -> None:
-        environment = os.environ | dict([self.mark.split("=", 1)])
+        command = ["nice", "-n", "10", sys.executable, "-m", "mcontroller", *arguments]
+        environment = ENVIRONMENT | dict([self.mark.split("=", 1)])
         with open(self.folder / "output", "w") as output:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "mcontroller", *arguments], env=environment, stdout=output, stderr=output
-            )
+            self.process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
 
     def wait_for(self, moment: str) -> None:
         """Wait for a moment of the run: see ``signaled``."""
