@@ -6,8 +6,7 @@ Every trial is a line of build/faults.jsonl, with its seed; the table of docs/re
 
 A first run is not disturbed; the SHA-256 of every rank's weights after each of its steps is what the others must have.
 Faults of ranks and of their helpers hit a second run one after another: each at a random moment of a step, in a random
-order. Faults of nodes have runs of their own. Those of programs (the driver, its disk, Ray's control store) are tried
-beside them at a lower priority. The seed gives the moments and the order.
+order. Faults of nodes, of the driver and of disks have runs of their own. The seed gives the moments and the order.
 
 Columns: seconds from the fault until the controller knew it; what it named; processes of before that are left; seconds
 until training went on; completed steps that were lost; and whether the weights after the next step are exact.
@@ -36,7 +35,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -543,8 +541,9 @@ def main() -> None:
         (OF_ROLLOUT, functools.partial(of_ranks, overrides=OF_ROLLOUT_OVERRIDES)),
         (OF_NODES, of_nodes),
         (THAT_END_RUNS, that_end_runs),
+        (OF_PROGRAMS, of_programs),
     ]
-    known = [name for faults, _ in kinds for name in faults] + list(OF_PROGRAMS)
+    known = [name for faults, _ in kinds for name in faults]
     if arguments.list:
         print("\n".join(known))
         return
@@ -554,19 +553,10 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="faults-"))
     arguments.results.parent.mkdir(parents=True, exist_ok=True)
     Trial.results = arguments.results
-    alone, chosen = threading.Event(), [name for name in names if name in OF_PROGRAMS]
     try:
-        with ThreadPoolExecutor(1) as beside:
-            repeats, seed = arguments.repeats, arguments.seed
-            programs = [beside.submit(of_programs, folder / "programs", chosen, repeats, seed, alone)] if chosen else []
-            try:
-                for number, (faults, run) in enumerate(kinds):
-                    if chosen := [name for name in names if name in faults]:
-                        run(folder / str(number), chosen, repeats, seed)
-            finally:
-                alone.set()
-            for each in programs:
-                each.result()
+        for number, (faults, run) in enumerate(kinds):
+            if chosen := [name for name in names if name in faults]:
+                run(folder / str(number), chosen, arguments.repeats, arguments.seed)
         write_table(arguments.results, arguments.page, known)
     except MControllerError as error:
         print(f"{type(error).__name__}: {error}")

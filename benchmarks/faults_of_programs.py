@@ -11,13 +11,15 @@ import random
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import ClassVar
+from unittest.mock import patch
+
+from ray.cluster_utils import Cluster
 
 CONFIG = """
 pool: {process_on_nodes: [4], use_gpu: false}
@@ -135,30 +137,66 @@ OF_PROGRAMS: dict[str, Strike] = {
 }
 
 
-def of_programs(folder: Path, names: list[str], repeats: int, seed: int, alone: threading.Event) -> None:
+def of_programs(folder: Path, names: list[str], repeats: int, seed: int) -> None:
     """Record the trials of faults of the program of a run with checkpoints every two steps of six.
 
-    One program at a time computes, and two when ``alone`` is set; another waits for Ray most of the time.
+    Two programs at a time compute, each in a cluster that outlives it. A third waits most of the time for the control
+    store of its own.
     """
     expected = Program(folder / "whole").finish()
-    others, waits = SimpleQueue[tuple[int, str]](), SimpleQueue[tuple[int, str]]()
+    others, of_gcs = SimpleQueue[tuple[int, str]](), SimpleQueue[tuple[int, str]]()
     for number, fault in enumerate(names * repeats):
-        (waits if fault == GCS else others).put((number, fault))
+        (of_gcs if fault == GCS else others).put((number, fault))
 
-    def trials(left: SimpleQueue[tuple[int, str]], begin: threading.Event | None = None) -> None:
-        if begin is not None:
-            begin.wait()
+    def trials(left: SimpleQueue[tuple[int, str]], cluster: Head | None = None) -> None:
         with contextlib.suppress(Empty):
             while True:
                 number, fault = left.get_nowait()
-                program = Program(folder / f"{number}", disk=fault == DISK_FULL)
+                program = Program(folder / f"{number}", disk=fault == DISK_FULL, cluster=cluster)
                 OF_PROGRAMS[fault](program, random.Random(seed + number))
                 trial_of(program, fault, seed + number, expected).record()
 
-    with ThreadPoolExecutor(3) as pool:
-        done = [pool.submit(trials, waits), pool.submit(trials, others), pool.submit(trials, others, alone)]
-        for each in as_completed(done):
-            each.result()
+    heads = [Head(f"cluster{index}") for index in range(2)]
+    try:
+        with ThreadPoolExecutor(3) as pool:
+            done = [pool.submit(trials, of_gcs), *(pool.submit(trials, others, head) for head in heads)]
+            for each in as_completed(done):
+                each.result()
+    finally:
+        for head in heads:
+            head.cluster.shutdown()
+
+
+class Head:
+    """A cluster of one node."""
+
+    def __init__(self, mark: str) -> None:
+        self.mark = f"FAULTS_RUN={mark}-{os.getpid()}"
+        with patch.dict(os.environ, dict([self.mark.split("=", 1)])):
+            options = {"num_cpus": 4, "object_store_memory": 300_000_000, "include_dashboard": False}
+            self.cluster = Cluster(initialize_head=True, head_node_args=options)
+
+    def working(self) -> list[int]:
+        """Return the processes of its workers, and those that wait for them."""
+        kept = (b"ray::IDLE", b"ray::DashboardAgent", b"ray::RuntimeEnvAgent")
+        found = []
+        for pid in marked(self.mark):
+            with contextlib.suppress(OSError):
+                command = Path(f"/proc/{pid}/cmdline").read_bytes()
+                worker = command.startswith(b"ray::") and not command.startswith(kept)
+                if worker or b"/warm_start/client.py" in command or b"/rank_logs.py" in command:
+                    found.append(pid)
+        return found
+
+
+def marked(mark: str) -> list[int]:
+    """Return the processes with this in their environment: one, and all that it and its children have started."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if mark.encode() in path.read_bytes().split(b"\0"):
+                found.append(int(path.parent.name))
+    return found
 
 
 def trial_of(program: Program, fault: str, seed: int, expected: dict[str, str]) -> Trial:
@@ -188,18 +226,18 @@ def trial_of(program: Program, fault: str, seed: int, expected: dict[str, str]) 
 class Program:
     """``mcontroller train`` of six steps in a process of its own."""
 
-    def __init__(self, folder: Path, disk: bool = False) -> None:
-        self.folder, self.mark, self.struck = folder, f"FAULTS_RUN={folder}", 0.0
+    def __init__(self, folder: Path, disk: bool = False, cluster: Head | None = None) -> None:
+        self.folder, self.mark, self.struck, self.cluster = folder, f"FAULTS_RUN={folder}", 0.0, cluster
         self.checkpoints = folder / "run" / "checkpoints"
         folder.mkdir(parents=True)
         if disk:
             self.checkpoints.mkdir(parents=True)
             subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "none", str(self.checkpoints)], check=True)
-        config = str(write_config(folder))
-        self.start("train", config, f"run_dir={folder / 'run'}", total_steps(6), "trainer.save_freq=2")
+        config, on = str(write_config(folder)), [f"cluster.address={cluster.cluster.address}"] if cluster else []
+        self.start("train", config, f"run_dir={folder / 'run'}", total_steps(6), "trainer.save_freq=2", *on)
 
     def start(self, *arguments: str) -> None:
-        command = ["nice", "-n", "10", sys.executable, "-m", "mcontroller", *arguments]
+        command = [sys.executable, "-m", "mcontroller", *arguments]
         environment = ENVIRONMENT | dict([self.mark.split("=", 1)])
         with open(self.folder / "output", "w") as output:
             self.process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
@@ -229,13 +267,8 @@ class Program:
         return path.read_text().splitlines() if path.exists() else []
 
     def left(self) -> list[int]:
-        """Return the processes that this one and its children have started, whoever their parent is."""
-        found = []
-        for path in Path("/proc").glob("[0-9]*/environ"):
-            with contextlib.suppress(OSError):
-                if self.mark.encode() in path.read_bytes().split(b"\0"):
-                    found.append(int(path.parent.name))
-        return found
+        """Return the processes that this one and its children have started, and those of its group in the cluster."""
+        return marked(self.mark) + (self.cluster.working() if self.cluster else [])
 
     def finish(self) -> dict[str, str]:
         """Wait for the end, and return the SHA-256 of the shards of the last checkpoint."""
