@@ -31,7 +31,7 @@ def run_both(command: list[str], *others: list[str]) -> int:
     """Run a command, and others one after another beside it; print its output first; return 0 if none has failed."""
     with tempfile.TemporaryFile() as output, ThreadPoolExecutor(1) as pool:
         options = {"stdout": output, "stderr": subprocess.STDOUT, "env": ONE_THREAD}
-        beside = [pool.submit(subprocess.run, other, **options) for other in others]  # type: ignore[arg-type]
+        beside = [pool.submit(subprocess.run, other, **options) for other in others]
         statuses = [subprocess.run(command).returncode, *(each.result().returncode for each in beside)]
         output.seek(0)
         names = ", ".join(" ".join(other) for other in others)

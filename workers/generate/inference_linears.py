@@ -29,7 +29,7 @@ def inference_linears(chunks: Sequence[nn.Module]) -> Iterator[None]:
     whole = [
         linear
         for linear in rows
-        if linear.tp_group.size() == 1 and linear.skip_bias_add and _is(linear.forward, RowParallelLinear.forward)
+        if linear.tp_group.size() == 1 and linear.skip_bias_add and is_method(linear.forward, RowParallelLinear.forward)
     ]
     product = _Product()
     for linear, _ in columns:
@@ -51,11 +51,11 @@ def inference_linears(chunks: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def _multiplies_as(kind: Any, module: Any) -> bool:
-    return isinstance(module, kind) and _is(module._forward_impl, kind._forward_impl)
+    return isinstance(module, kind) and is_method(module._forward_impl, kind._forward_impl)
 
 
-def _is(method: Any, function: Any) -> bool:
-    """Whether a bound method is this function, and not one of a subclass or of the instance."""
+def is_method(method: Any, function: Any) -> bool:
+    """Return whether a bound method is this function, and not one of a subclass or of the instance."""
     return getattr(method, "__func__", None) is function
 
 

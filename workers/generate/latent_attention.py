@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 from megatron.core.inference.contexts import StaticInferenceContext
-from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MultiLatentAttention
 from torch import Tensor, nn
 
 from workers.generate.decoding_patches import TokenPositions
+from workers.generate.inference_linears import is_method
 from workers.lora.adapters import adapters_of, input_of_product
 from workers.model.attend_once import attend_once
 
@@ -26,21 +27,25 @@ from workers.model.attend_once import attend_once
 def latent_attention(chunks: Sequence[nn.Module], tokens: TokenPositions) -> Iterator[None]:
     """Cache what Megatron decompresses for every head, and rotate each row's new token by its own position.
 
-    The weights must not change inside. Megatron caches compressed keys and values only with kernels for CUDA.
+    The weights must not change inside. Megatron caches compressed keys and values only with kernels for CUDA. An
+    attention with its own forward pass, in a subclass or on the instance, keeps it, and Megatron's cache of all heads.
     """
-    attentions: list[Any] = []
+    patched: list[Any] = []
     for chunk in chunks:
         for name, attention in chunk.named_modules():
-            if isinstance(attention, MLASelfAttention):
-                weight = _decompression(chunk, name, attention)
-                attention.forward = functools.partial(_attend, attention, weight)
-                attention.rotary_pos_emb.forward = functools.partial(_angles_of_rows, attention.rotary_pos_emb, tokens)
-                attentions.append(attention)
+            if not isinstance(attention, MLASelfAttention):
+                continue
+            rotary = attention.rotary_pos_emb
+            rotary.forward = functools.partial(_angles_of_rows, rotary, tokens)
+            patched.append(rotary)
+            if is_method(attention.forward, MultiLatentAttention.forward):
+                attention.forward = functools.partial(_attend, attention, _decompression(chunk, name, attention))
+                patched.append(attention)
     try:
         yield
     finally:
-        for attention in attentions:
-            del attention.forward, attention.rotary_pos_emb.forward
+        for module in patched:
+            del module.forward
 
 
 def _decompression(chunk: nn.Module, name: str, attention: Any) -> Tensor:

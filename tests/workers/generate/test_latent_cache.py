@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.inference.contexts import StaticInferenceContext
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import Tensor
 
 from tests.ranks import run_ranks
+from tests.workers.memory.test_estimate import LATENT
 from tests.workers.roles import MODEL, RESPONSE, SAMPLED, actor, own_shard, prompts
 from workers.config import ModelConfig, ParallelConfig, load_config
 from workers.generate import decoding
@@ -19,25 +21,14 @@ from workers.memory.estimate import PlannedRole
 pytestmark = pytest.mark.simulated
 
 ROWS = 12
-LATENT = {
-    "multi_latent_attention": True,
-    "q_lora_rank": 24,
-    "kv_lora_rank": 16,
-    "qk_head_dim": 8,
-    "qk_pos_emb_head_dim": 4,
-    "v_head_dim": 6,
-    "rope_type": "rope",
-}
-YARN = LATENT | {"q_lora_rank": None, "rope_type": "yarn", "rotary_scaling_factor": 4.0, "mscale_all_dim": 0.7}
-RECOMPUTED = LATENT | {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]}
-SIZES = MODEL | {"num_query_groups": 4, "kv_channels": 12, "qk_layernorm": True}
+SIZES, COMPRESSED = MODEL | LATENT, LATENT["transformer"]
+YARN = COMPRESSED | {"q_lora_rank": None, "rope_type": "yarn", "rotary_scaling_factor": 4.0, "mscale_all_dim": 0.7}
+RECOMPUTED = COMPRESSED | {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]}
 MODELS: dict[str, dict[str, Any]] = {
-    "compressed queries": SIZES | {"transformer": LATENT},
+    "compressed queries": SIZES,
     "yarn": SIZES | {"transformer": YARN},
     "recomputed": SIZES | {"transformer": RECOMPUTED},
-    "adapters": SIZES
-    | {"transformer": LATENT, "family": "deepseek_v3"}
-    | {"lora": {"rank": 4, "alpha": 8.0, "targets": ["linear_kv_up_proj"]}},
+    "adapters": SIZES | {"family": "deepseek_v3", "lora": {"rank": 4, "alpha": 8.0, "targets": ["linear_kv_up_proj"]}},
 }
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
@@ -90,4 +81,24 @@ def test_log_probs_of_samples_equal_those_of_scoring_and_of_one_process(
     for columns in found.values():
         torch.testing.assert_close(columns[0], sampled, atol=1e-5, rtol=0)
         assert torch.equal(columns[1], tokens)
+    torch.testing.assert_close(sampled, scored, atol=1e-5, rtol=0)
+
+
+class Doubled(MLASelfAttention):  # type: ignore[misc]
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        output, bias = super().forward(*args, **kwargs)
+        return 2 * output, bias
+
+
+def sampled_and_scored_doubled() -> list[Tensor]:
+    worker = actor({}, "actor_rollout", model=SIZES)
+    for module in worker.model[0].modules():
+        if isinstance(module, MLASelfAttention):
+            module.__class__ = Doubled
+    samples = worker.generate_sequences(prompts(ROWS, SAMPLED))
+    return [samples.batch["rollout_log_probs"], worker.compute_log_prob(samples).batch["old_log_probs"]]
+
+
+def test_an_attention_with_a_forward_pass_of_its_own_keeps_it() -> None:
+    sampled, scored = run_ranks(sampled_and_scored_doubled, 1)[0]
     torch.testing.assert_close(sampled, scored, atol=1e-5, rtol=0)
