@@ -255,7 +255,41 @@ def _tolist(tensor: torch.Tensor) -> Any:
     return torch.Tensor.tolist(tensor)
 
 
+class _RmsNorm(torch.autograd.Function):
+    """One kernel, which saves its input; on a CPU, torch composes it of operations that save float32 tensors."""
+
+    @staticmethod
+    def forward(context: Any, tensor: torch.Tensor, weight: torch.Tensor | None, settings: tuple[Any, ...]) -> Any:
+        context.save_for_backward(tensor, weight)
+        context.settings = settings
+        with torch._C._DisableTorchDispatch():
+            return _rms_norm_of_cpu(tensor, weight, settings)
+
+    @staticmethod
+    def backward(context: Any, *gradients: torch.Tensor) -> Any:
+        inputs = [each if each is None else each.detach().requires_grad_() for each in context.saved_tensors]
+        with torch._C._DisableTorchDispatch(), torch.enable_grad():
+            result = _rms_norm_of_cpu(*inputs, context.settings)
+            found = torch.autograd.grad(result, [each for each in inputs if each is not None], gradients)
+        return *(put(each, device_of(inputs[0])) for each in found), *[None] * (3 - len(found))
+
+
+def _rms_norm(
+    tensor: torch.Tensor, shape: Sequence[int], weight: torch.Tensor | None = None, eps: float | None = None
+) -> torch.Tensor:
+    if not on_device(tensor):
+        return _rms_norm_of_cpu(tensor, weight, (shape, eps))
+    result = _RmsNorm.apply(tensor, weight, (shape, eps))
+    return put(result, device_of(tensor))
+
+
+def _rms_norm_of_cpu(tensor: torch.Tensor, weight: torch.Tensor | None, settings: tuple[Any, ...]) -> torch.Tensor:
+    shape, eps = settings
+    return torch.rms_norm(tensor, shape, weight, eps)
+
+
 _METHODS: dict[Any, Callable[..., Any]] = {
+    torch.nn.functional.rms_norm: _rms_norm,
     torch.Tensor.to: _to,
     torch.Tensor.cuda: _cuda,
     torch.Tensor.cpu: lambda tensor, *args, **kwargs: _moved(tensor, CPU),

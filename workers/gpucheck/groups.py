@@ -134,6 +134,7 @@ def colocated(session: Session) -> Iterator[Row]:
         RayResourcePool([1], max_colocate_count=2) as pool,
         _group(scale.config(layers, seed=1), "actor", pool=pool) as actor,
     ):
+        actor.update_actor(batch)  # from now on, cuBLAS keeps its workspaces
         actor.offload(["grads", "optimizer"])
         held = actor.execute_func_rank_zero(torch.cuda.memory_allocated)
         rollout_config = scale.config(layers, seed=2, rollout={"response_length": scale.decoded})

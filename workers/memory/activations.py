@@ -45,15 +45,15 @@ def layer_saved(shape: Shape, tokens: Tokens, with_experts: bool, *, everything:
     config = shape.config
     selective = config.recompute_granularity == "selective" and not everything
     recomputed = set(config.recompute_modules or ()) if selective else set()
-    norm = _norm_saved(shape, tokens)
+    norm = tokens.size * tokens.local * shape.hidden  # a norm saves its input
     heads = config.num_attention_heads // config.tensor_model_parallel_size
     attention = norm + tokens.size * tokens.local * shape.hidden  # the norm's input, and its output
     # Queries, keys and values stay alive in one tensor; rotated queries and keys are new ones.
     rotated = 0 if config.qk_layernorm and tokens.fused else shape.queries + shape.keys
     core = tokens.size * tokens.count * (rotated + shape.queries) + _FLOAT * tokens.count * heads
     attention += tokens.size * tokens.count * (shape.queries + 2 * shape.keys) + core
-    if config.qk_layernorm:
-        attention += 2 * _FLOAT * tokens.count * (shape.queries + shape.keys)
+    if config.qk_layernorm:  # the queries are copied for it, and the keys are read where they are
+        attention += tokens.size * tokens.count * shape.queries
     if config.hidden_dropout:
         attention += 2 * tokens.local * shape.hidden
     if "layernorm" in recomputed:
@@ -61,13 +61,6 @@ def layer_saved(shape: Shape, tokens: Tokens, with_experts: bool, *, everything:
     feed_forward = norm + tokens.size * tokens.local * shape.hidden
     feed_forward += _experts_saved(shape, tokens, recomputed) if with_experts else _mlp_saved(shape, tokens, recomputed)
     return attention + feed_forward
-
-
-def _norm_saved(shape: Shape, tokens: Tokens) -> int:
-    """The local RMSNorm saves its input and the scaled input in float32; other norms save their input."""
-    if shape.config.normalization == "RMSNorm" and not tokens.fused:
-        return 2 * _FLOAT * tokens.local * shape.hidden + _FLOAT * tokens.local
-    return tokens.size * tokens.local * shape.hidden
 
 
 def _activated(shape: Shape, tokens: Tokens) -> int:
@@ -118,7 +111,6 @@ def layer_passing(shape: Shape, tokens: Tokens, with_experts: bool, masks: int =
     """
     size, count, hidden = tokens.size, tokens.count, shape.hidden
     attention = size * count * (3 * shape.queries + 3 * shape.keys) + masks
-    norm = 0 if tokens.fused else 3 * _FLOAT * tokens.local * hidden
     if with_experts:
         copies = count * shape.config.moe_router_topk
         mlp = size * copies * (3 * hidden + 2 * shape.gates * shape.expert_mlp) + _FLOAT * copies * shape.expert_mlp
@@ -127,12 +119,12 @@ def layer_passing(shape: Shape, tokens: Tokens, with_experts: bool, masks: int =
     else:
         mlp = size * count * shape.mlp * (shape.gates + 1 if tokens.fused else shape.gates)
     if decoding:
-        return 2 * size * tokens.local * hidden + max(mlp, attention, norm)
+        return 2 * size * tokens.local * hidden + max(mlp, attention)
     if tokens.fused:  # what enters the stage, the layer and the MLP
         return 3 * size * tokens.local * hidden + max(mlp, attention)
     if not with_experts:  # the input of the second linear layer is copied, and its output is not divided yet
         mlp += size * count * (shape.mlp + hidden)
-    return size * tokens.local * hidden + max(mlp, attention, norm)
+    return size * tokens.local * hidden + max(mlp, attention)
 
 
 def recomputes_all(shape: Shape) -> bool:

@@ -262,17 +262,16 @@ class PlannedRole:
         if pp_rank != self.parallel.pp - 1:
             return 0, 0
         shape = self.shape
-        norm = (2 * _FLOAT if not self.fused else self.size) * tokens.local * shape.hidden
+        norm = self.size * tokens.local * shape.hidden
         gathered = self.size * tokens.count * shape.hidden if self.parallel.sequence_parallel else 0
         if self.value_head:
             return norm + gathered + 2 * _FLOAT * tokens.local * shape.hidden, 0
         targets = batch.rows * self._targets_of_rank(batch)
         at_once = min(targets, batch.chunk_tokens or targets)
         chosen = self.size * targets * shape.hidden
-        hidden = norm if backward else self.size * tokens.local * shape.hidden
         chunks = (self.parallel.vpp or 0) + 1  # whose inputs the stage holds, and the next one's
         received = tokens.size * tokens.local * shape.hidden * chunks if self.parallel.pp > 1 and not backward else 0
-        return hidden + received + gathered + chosen, 3 * _FLOAT * at_once * shape.vocabulary
+        return norm + received + gathered + chosen, 3 * _FLOAT * at_once * shape.vocabulary
 
 
 def _with(idle: Memory, activations: int, logits: int) -> Memory:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 import uuid
@@ -160,12 +159,18 @@ class WeightTransfer:
 
     def close(self) -> None:
         """End the connections and free the buffers of all ranks; after a failure, of the remaining ranks."""
-        if not self._open:
-            return
+        self._close()
+
+    def _close(self) -> GroupError | None:
+        """Close the transfer, and return the failure of a group whose processes have ended."""
+        failure, groups = None, (self.source, self.target) if self._open else ()
         self._open = False
-        for group in (self.source, self.target):
-            with contextlib.suppress(GroupError):  # the processes of a broken group have ended
+        for group in groups:
+            try:
                 group.close_weights(self._id)
+            except GroupError as error:
+                failure = failure or error
+        return failure
 
     def __enter__(self) -> Self:
         return self
@@ -216,14 +221,15 @@ class WeightTransfer:
         received = _outcomes(receiving, TARGET_GRACE if failed else None)
         failures = self._failures(sent, received)
         if failures:
-            self.close()
+            # A process that has answered and then ended is known by the lost connection of its peer alone.
+            ended = self._close()
             raise TransferError(
                 f"weights from {self.source.name} to {self.target.name} did not arrive: "
                 + "; ".join(f"{group} rank {rank}: {what}" for (group, rank), what in failures.items()),
                 source=self.source.name,
                 target=self.target.name,
                 failures=failures,
-            ) from next((each for each in (sent, received) if isinstance(each, GroupError)), None)
+            ) from next((each for each in (sent, received, ended) if isinstance(each, GroupError)), None)
         assert not isinstance(sent, GroupError) and not isinstance(received, GroupError)
         return sent, received
 

@@ -63,13 +63,13 @@ def check_hang(actor: Any, rollout: Any, transport: str) -> None:
     assert isinstance(caught.value.__cause__, CallTimeout)
 
 
-def check_death(actor: Any, rollout: Any, transport: str) -> None:
+def check_death(actor: Any, rollout: Any, transport: str, fault: str = "die") -> None:
     """Check that a rank of the target that dies is named, after weights have arrived there; and the actor is usable."""
     actor.change_weights()
     transfer = WeightTransfer(actor, rollout, transport=transport, timeout=60)
     transfer.run()
     assert set(rollout.digest()) == {actor.digest()[0]}
-    rollout.fail_in_the_next_transfer("die")
+    rollout.fail_in_the_next_transfer(fault)
     with pytest.raises(TransferError, match="rollout rank 0") as caught:
         transfer.run()
     assert isinstance(caught.value.__cause__, WorkerDied)

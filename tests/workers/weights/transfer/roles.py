@@ -48,4 +48,13 @@ class Policy(ActorRolloutRefWorker):
             os.kill(os.getpid(), signal.SIGKILL)
         while self.fault == "hang" and self.rank == 0:
             time.sleep(0.1)
+        if self.fault == "die after the answer" and self.rank == 0:
+            self.sender.close_weights(transfer)  # the connections end, as with the process
+            return TransferOutcome(0, 0.0, 0, None)
         return self.sender.receive_weights(transfer, timeout)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def close_weights(self, transfer: str) -> None:
+        if self.fault == "die after the answer" and self.rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.sender.close_weights(transfer)
