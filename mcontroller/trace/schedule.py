@@ -1,6 +1,6 @@
 """The parts of a pass through the pipeline in the trace: each micro-batch forward and backward, sends and receives.
 
-Status: tested on a fake CUDA device only.
+Status: run on one H100.
 
 On a GPU the times are those of CUDA events, which are read when the trace is written next, and not of the host.
 """

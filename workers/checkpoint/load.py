@@ -153,8 +153,8 @@ def load_checkpoint(
     """Load the checkpoint into the models, the optimizer and the schedule (a collective).
 
     The weights may come from any layout. The optimizer's state is loaded, unless it had made no step. The random state
-    is restored only in the layout that saved it. If the checkpoint has no part "reference", the reference is loaded
-    from its "model".
+    is restored only in the layout that saved it, on the same kind of device. If the checkpoint has no part "reference",
+    the reference is loaded from its "model".
 
     Args:
         training: the objects to load into.

@@ -2,7 +2,7 @@
 
 The terms follow Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", with gated MLPs,
 grouped queries, attention that saves no scores, and experts that get equal shares of the tokens. For the local layers,
-they are the tensors that the layers save; for Transformer Engine, the documented ones, not measured yet.
+they are the tensors that the layers save on a GPU; for Transformer Engine, the documented ones, not measured yet.
 """
 
 from __future__ import annotations

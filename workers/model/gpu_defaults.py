@@ -1,6 +1,6 @@
 """Fields of TransformerConfig that are set on a GPU if the configuration does not set them, each with its reason.
 
-Status: tested on a fake CUDA device only.
+Status: run on one H100, without Transformer Engine.
 """
 
 from __future__ import annotations

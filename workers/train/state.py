@@ -82,8 +82,8 @@ def random_state() -> dict[str, Any]:
 def set_random_state(state: Mapping[str, Any]) -> None:
     """Restore the random state of this rank, to one of ``random_state``.
 
-    The generators of a CPU and of a GPU have states of other lengths: from a checkpoint of the other kind of device, only
-    the state of the host is restored.
+    The generators of a CPU and of a GPU have states of different lengths: from a checkpoint of the other kind of
+    device, only the state of the host is restored.
     """
     torch.set_rng_state(state["host"])
     if state["device"].shape != torch.cuda.get_rng_state().shape:

@@ -30,6 +30,7 @@ from tests.workers.roles import (
     weights,
 )
 from workers.checkpoint.directories import checkpoint_path, commit, create_partial, find_checkpoint, read_manifest
+from workers.train.state import random_state, set_random_state
 
 ROWS = 16
 SAVED_IN = {"tp": 2, "pp": 2}  # over 8 ranks: dp 2
@@ -295,3 +296,17 @@ def test_unsuitable_checkpoint_is_rejected_with_the_names_that_differ(tmp_path: 
     assert re.search(r"linear_fc1.weight is \[4, 128, 32\], the model's is \[5, 192, 32\]", larger), larger
     assert "distributed_optimizer=False, this run has True" in run_ranks(rejected, 1, path, "optimizer")[0]
     assert "there is no checkpoint" in run_ranks(rejected, 1, path, "nothing")[0]
+
+
+def drawn_after_another_devices_state() -> list[torch.Tensor]:
+    with actor({}, "rollout").call_context("load_checkpoint"):
+        state = random_state()
+        numbers = [torch.rand(3)]
+        set_random_state(state | {"device": torch.zeros(16, dtype=torch.uint8)})  # as long as CUDA's
+        return [*numbers, torch.rand(3)]
+
+
+@pytest.mark.simulated
+def test_of_the_random_state_of_another_kind_of_device_only_the_hosts_is_restored() -> None:
+    [(before, after)] = run_ranks(drawn_after_another_devices_state, 1)
+    assert torch.equal(before, after)
