@@ -1,4 +1,4 @@
-"""The example as a user runs it: its own Ray, real Megatron ranks, few and small steps."""
+"""The example as a user runs it: real Megatron ranks, few and small steps."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import ray
 
 from mcontroller.ppo.saving.preemption import PREEMPTED
 
@@ -34,9 +35,13 @@ def start(*overrides: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **pipes)
 
 
+def on_the_tests_ray() -> str:
+    return f"cluster.address={ray.get_runtime_context().gcs_address}"
+
+
 @pytest.mark.timeout(300)
-def test_a_short_run_leaves_config_metrics_events_curves_and_checkpoint(tmp_path):
-    run = start(f"run_dir={tmp_path}", "trainer.total_training_steps=2")
+def test_a_short_run_leaves_config_metrics_events_curves_and_checkpoint(tmp_path, ray_cluster):
+    run = start(f"run_dir={tmp_path}", "trainer.total_training_steps=2", on_the_tests_ray())
     output, _ = run.communicate()
     assert run.returncode == 0, output
     assert "tp 2 x pp 2 x dp 1" in output and "tp 1 x pp 1 x dp 4" in output
@@ -52,10 +57,10 @@ def test_a_short_run_leaves_config_metrics_events_curves_and_checkpoint(tmp_path
 
 
 @pytest.mark.timeout(300)
-def test_the_run_one_step_off_policy_trains_on_responses_of_the_policy_before(tmp_path):
+def test_the_run_one_step_off_policy_trains_on_responses_of_the_policy_before(tmp_path, ray_cluster):
     verb = [sys.executable, "-m", "mcontroller", "train", "examples/ppo/one_step_off.yaml", f"run_dir={tmp_path}"]
     short = ["trainer.total_training_steps=3", "data.train_batch_size=8", "actor_rollout_ref.ppo_mini_batch_size=64"]
-    done = subprocess.run([*verb, *SMALL, *short], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run([*verb, *SMALL, *short, on_the_tests_ray()], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["training/staleness_mean"] for line in lines if "training/staleness_mean" in line] == [0, 1, 1]

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import ray
 
 from tests.workers.run.test_preempted_run import shards
 
@@ -23,7 +24,8 @@ small = ["trackers=[jsonl]", "warm_up.steps=0", "trainer.val_before_train=false"
 small += ["data.train.size=300", "data.val.size=32", "data.train_batch_size=16", "rewards.processes=1"]
 small += ["ref.model=${{actor_rollout_ref.model}}", "pools.rollout.roles=[rollout, ref]"]
 train = ["train", "examples/ppo/one_step_off.yaml", *small]
-whole, parts = sys.argv[1:]
+whole, parts, address = sys.argv[1:]
+train.append("cluster.address=" + address)
 codes = [
     main([*train, f"run_dir={{whole}}", "trainer.total_training_steps={STEPS}"]),
     main([*train, f"run_dir={{parts}}", "trainer.total_training_steps={STEPS - 1}"]),
@@ -40,10 +42,12 @@ def metrics(run: Path, name: str) -> dict[int, float]:
 
 @pytest.mark.processes
 @pytest.mark.timeout(300)
-def test_a_rollout_in_its_own_pool_generates_ahead_and_a_resumed_run_is_exact(tmp_path: Path) -> None:
+def test_a_rollout_in_its_own_pool_generates_ahead_and_a_resumed_run_is_exact(
+    tmp_path: Path, ray_cluster: None
+) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    command = [sys.executable, "-c", VERBS, str(whole), str(parts)]
+    command = [sys.executable, "-c", VERBS, str(whole), str(parts), ray.get_runtime_context().gcs_address]
     done = subprocess.run(
         command, cwd=ROOT, env=environment | {"COLUMNS": "200"}, capture_output=True, text=True, check=False
     )

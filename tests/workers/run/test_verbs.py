@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import ray
 
 pytestmark = pytest.mark.processes
 
@@ -18,19 +19,24 @@ ROOT = Path(__file__).parents[3]
 LETTERS = "0123456789+=u "
 VERBS = """
 import sys
+import ray
 from mcontroller.cli.main import main
-small = ["trainer.total_training_steps=1", "data.train_batch_size=4"]
+small = ["trainer.total_training_steps=1", "data.train_batch_size=4", "cluster.address=" + sys.argv[1]]
 settings = ["model.lora={rank: 2, alpha: 4}", "entropy_coeff=1", "optim.lr=0.01"]
 lora = [f"actor_rollout_ref.{setting}" for setting in settings]
-verbs = [
-    ["train", "run.yaml", "run_dir=out", *small, *lora],
-    ["resume", "out", "trainer.total_training_steps=2"],
-    ["export", "out", "--hf", "trained"],
-    ["export", "out", "--hf", "adapter", "--adapter"],
-    ["convert", "trained", "megatron", "--tp", "2"],
-    ["convert", "megatron", "again", "--like", "trained"],
+statuses = [
+    main(["train", "run.yaml", "run_dir=out", *small, *lora]),
+    main(["resume", "out", "trainer.total_training_steps=2"]),
 ]
-sys.exit(max(main(verb) for verb in verbs))
+ray.init(sys.argv[1], log_to_driver=False)
+statuses += [
+    main(["export", "out", "--hf", "trained"]),
+    main(["export", "out", "--hf", "adapter", "--adapter"]),
+    main(["convert", "trained", "megatron", "--tp", "2"]),
+]
+ray.shutdown()
+statuses.append(main(["convert", "megatron", "again", "--like", "trained"]))  # starts Ray itself
+sys.exit(max(statuses))
 """
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 ENVIRONMENT = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_CACHE": "hub", "HF_HUB_OFFLINE": "1"}
@@ -73,8 +79,8 @@ def shards(run: Path, step: int = 2) -> dict[str, str]:
 
 
 def run_verbs(folder: Path, program: str) -> str:
-    """Run a program without a network, and return what it prints."""
-    command = [sys.executable, "-c", program]
+    """Run a program without a network, with the address of the tests' Ray, and return what it prints."""
+    command = [sys.executable, "-c", program, ray.get_runtime_context().gcs_address]
     done = subprocess.run(
         command, cwd=folder, env=os.environ | ENVIRONMENT, capture_output=True, text=True, check=False
     )
@@ -83,7 +89,7 @@ def run_verbs(folder: Path, program: str) -> str:
 
 
 @pytest.mark.timeout(300)
-def test_a_run_from_the_readme_is_trained_resumed_exported_and_converted(folder):
+def test_a_run_from_the_readme_is_trained_resumed_exported_and_converted(folder, ray_cluster):
     printed = run_verbs(folder, VERBS)
     from safetensors.torch import load_file
 
@@ -116,6 +122,7 @@ import sys
 from mcontroller.cli.main import main
 ahead = ["rollout=${actor_rollout_ref}", "trainer.max_staleness=2", "trainer.asynchronous.slice_tokens=2"]
 small = ["trainer.total_training_steps=3", "data.train_batch_size=4", "algorithm.importance.level=token"]
+small.append("cluster.address=" + sys.argv[1])
 verbs = [
     ["train", "run.yaml", "run_dir=out", *ahead, *small],
     ["train", "--replay", "out"],
@@ -125,7 +132,7 @@ sys.exit(max(main(verb) for verb in verbs))
 
 
 @pytest.mark.timeout(300)
-def test_an_asynchronous_run_is_replayed_to_the_same_weights(folder):
+def test_an_asynchronous_run_is_replayed_to_the_same_weights(folder, ray_cluster):
     printed = run_verbs(folder, REPLAY)
     assert shards(folder / "out", 3) == shards(folder / "out-replay", 3) != {}
     assert "the trainer waited" in printed
