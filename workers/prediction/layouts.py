@@ -151,7 +151,14 @@ def prediction_lines(actor: ActorConfig, world_size: int, step: StepRows, name: 
 
 
 def write_prediction(
-    directory: Path, actor: ActorConfig, world_size: int, prompts: int, name: str | None, *, on_gpu: bool
+    directory: Path,
+    actor: ActorConfig,
+    world_size: int,
+    prompts: int,
+    name: str | None,
+    *,
+    on_gpu: bool,
+    generates: bool = True,
 ) -> None:
     """Write the prediction of a run into its directory, for ``mcontroller trace``; without seconds on a CPU.
 
@@ -162,6 +169,7 @@ def write_prediction(
         prompts: problems of a step.
         name: of the hardware; None: the default, on a GPU.
         on_gpu: whether the run uses GPUs.
+        generates: whether the actor's group generates; the layout of another group is not predicted.
     """
     rollout = actor.rollout
     step = StepRows(prompts * rollout.n, rollout.prompt_length + rollout.response_length, rollout.response_length)
@@ -171,9 +179,10 @@ def write_prediction(
         replace_text(directory / PREDICTION, json.dumps({"error": str(error)}))
         return
     timed = on_gpu or name is not None
+    seconds = {"update_actor": made.update} | ({"generate_sequences": made.generate} if generates else {})
     predicted: dict[str, Any] = {
         "hardware": name or (DEFAULT if on_gpu else "CPU"),
-        "seconds": {"actor.update_actor": made.update, "actor.generate_sequences": made.generate} if timed else {},
+        "seconds": {f"actor.{method}": value for method, value in seconds.items()} if timed else {},
         "bubble": {"actor.update_actor": made.bubble} if made.parallel.pp > 1 else {},
         "bytes": {"actor.update_actor": _of_groups(made.traffic)},
         "memory": {"actor": made.memory} if on_gpu else {},

@@ -86,7 +86,8 @@ def train(config: RunConfig, console: Console) -> Path:
         if config.trainer.trace:
             actor, pool = config.actor_rollout_ref, config.pool
             ranks, prompts = sum(pool.process_on_nodes), config.data.train_batch_size
-            write_prediction(directory, actor, ranks, prompts, config.cluster.hardware, on_gpu=pool.use_gpu)
+            settings = {"on_gpu": pool.use_gpu, "generates": config.rollout is None}
+            write_prediction(directory, actor, ranks, prompts, config.cluster.hardware, **settings)
         try:
             with recording(directory) if config.trainer.trace else nullcontext(), trainer:
                 with trainer.stages("start"):
