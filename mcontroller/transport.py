@@ -27,7 +27,7 @@ from typing import Any, Generic, NoReturn, Protocol
 
 from typing_extensions import TypeVar
 
-from mcontroller.errors import CallRejected, DispatchError, MControllerError, WorkerError
+from mcontroller.errors import CallRejected, DispatchError, GroupError, MControllerError, WorkerError
 from parallel_state.axes import DENSE_AXES
 
 T_co = TypeVar("T_co", covariant=True, default=Any)
@@ -273,6 +273,10 @@ class Executor(Protocol):
     @property
     def broken(self) -> MControllerError | None:
         """The failure because of which calls raise GroupBroken; None if there is none."""
+
+    def fail(self, error: GroupError) -> object:
+        """Break the group because of a failure that was found elsewhere: until ``restart``, calls raise GroupBroken."""
+        ...
 
     def restart(self, timeout: float | None = None) -> None:
         """End all ranks, and construct the workers again from their init arguments, in other processes.

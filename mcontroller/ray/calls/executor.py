@@ -96,6 +96,10 @@ class RayExecutor:
         """The failure that broke the group."""
         return self.processes.handles.cause
 
+    def fail(self, error: GroupError) -> None:
+        """Break the group; see ``mcontroller.transport.Executor.fail``."""
+        self.processes.fail(error)
+
     def restart(self, timeout: float | None = None) -> None:
         """Replace the processes, with every role that they run; see ``GroupProcesses.restart``."""
         self.processes.restart(timeout)

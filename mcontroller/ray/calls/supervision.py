@@ -491,6 +491,10 @@ class GroupProcesses:
             self._break(lambda: self._cause_of(failures), between_calls=between_calls)
         self.hub.wake()
 
+    def fail(self, error: GroupError) -> None:
+        """Break the group because of a failure that its calls do not have."""
+        self._break(lambda: error)
+
     def _break(self, find: Callable[[], GroupError], *, between_calls: bool = False) -> GroupError:
         """End the processes because of a failure; ``find`` returns it, unless another one came first. Return that."""
         with self._lock:

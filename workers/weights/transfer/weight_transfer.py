@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import time
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from mcontroller.errors import GroupError
+from mcontroller.errors import ConnectionLost, GroupError
 from mcontroller.group import WorkerGroup
 from mcontroller.transport import Future
 from workers.weights.transfer.endpoint import TransferOutcome
@@ -119,6 +120,7 @@ class WeightTransfer:
             )
         self._id = uuid.uuid4().hex
         self._open = True
+        self._pids = [each.pid for each in of_target]
         self._connect()
 
     def run(self) -> TransferReport:
@@ -126,7 +128,7 @@ class WeightTransfer:
 
         Raises:
             TransferError: a rank of the other group did not answer in time, or its process ended. The source group is
-                usable, and this transfer is closed; restart the target and open a new one.
+                usable, the target is broken, and this transfer is closed; restart the target and open a new one.
             WorkerDied: the process of a rank of the source ended.
             WeightsNotArrived: the target does not have the weights of the source. It generates after a transfer that
                 succeeds.
@@ -223,15 +225,33 @@ class WeightTransfer:
         if failures:
             # A process that has answered and then ended is known by the lost connection of its peer alone.
             ended = self._close()
+            cause = next((each for each in (sent, received, ended) if isinstance(each, GroupError)), None)
+            what = "; ".join(f"{group} rank {rank}: {text}" for (group, rank), text in failures.items())
+            if cause is None and of_target == "receive_weights":  # all processes live
+                cause = self._give_up_target(failures, what)
             raise TransferError(
-                f"weights from {self.source.name} to {self.target.name} did not arrive: "
-                + "; ".join(f"{group} rank {rank}: {what}" for (group, rank), what in failures.items()),
+                f"weights from {self.source.name} to {self.target.name} did not arrive: {what}",
                 source=self.source.name,
                 target=self.target.name,
                 failures=failures,
-            ) from next((each for each in (sent, received, ended) if isinstance(each, GroupError)), None)
+            ) from cause
         assert not isinstance(sent, GroupError) and not isinstance(received, GroupError)
         return sent, received
+
+    def _give_up_target(self, failures: Mapping[tuple[str, int], str], what: str) -> ConnectionLost:
+        """Break the target, which has a part of the weights, so that its restart is what mends the run."""
+        rank = next((rank for group, rank in failures if group == self.target.name), 0)
+        error = ConnectionLost(
+            f"{self.target.name} rank {rank} lost its connection in a transfer of weights from {self.source.name}, "
+            f"although its process lives: {what}",
+            role=self.target.name,
+            rank=rank,
+            node=self.target.executor.nodes[rank],
+            pid=self._pids[rank],
+            method="receive_weights",
+        )
+        self.target.executor.fail(error)
+        return error
 
     def _failures(
         self, sent: list[TransferOutcome] | GroupError, received: list[TransferOutcome] | GroupError

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mcontroller import MegatronRayWorkerGroup, RayClassWithInitArgs, RayResourcePool
-from mcontroller.errors import CallTimeout, WorkerDied
+from mcontroller.errors import CallTimeout, ConnectionLost, WorkerDied
 from tests.workers.roles import MODEL, OPTIM, PROMPT, RESPONSE
 from tests.workers.weights.transfer.roles import Policy
 from workers.config import ActorConfig, load_config
@@ -72,7 +72,8 @@ def check_death(actor: Any, rollout: Any, transport: str, fault: str = "die") ->
     rollout.fail_in_the_next_transfer(fault)
     with pytest.raises(TransferError, match="rollout rank 0") as caught:
         transfer.run()
-    assert isinstance(caught.value.__cause__, WorkerDied)
+    assert type(caught.value.__cause__) is (ConnectionLost if fault == "lose the connection" else WorkerDied)
+    assert rollout.broken is caught.value.__cause__ and actor.broken is None
     with pytest.raises(TransferError, match="is closed: open a new WeightTransfer"):
         transfer.run()
     actor.change_weights()

@@ -48,8 +48,8 @@ class Policy(ActorRolloutRefWorker):
             os.kill(os.getpid(), signal.SIGKILL)
         while self.fault == "hang" and self.rank == 0:
             time.sleep(0.1)
-        if self.fault == "die after the answer" and self.rank == 0:
-            self.sender.close_weights(transfer)  # the connections end, as with the process
+        if self.fault in ("die after the answer", "lose the connection") and self.rank == 0:
+            self.sender.close_weights(transfer)
             return TransferOutcome(0, 0.0, 0, None)
         return self.sender.receive_weights(transfer, timeout)
 

@@ -41,5 +41,6 @@ def test_weights_arrive_over_every_transport_and_the_source_survives_a_target(
         with policy(pool, "rollout", 2, {}) as rollout:
             set_direct_bytes(256, actor, rollout)
             check_death(actor, rollout, "process_group")
-        with policy(pool, "rollout", 2, {}) as rollout:
-            check_death(actor, rollout, "process_group", "die after the answer")
+        for fault in ("die after the answer", "lose the connection"):
+            with policy(pool, "rollout", 2, {}) as rollout:
+                check_death(actor, rollout, "process_group", fault)
