@@ -44,10 +44,10 @@ RayPPOTrainer.train_step = signalled
 stopped = main(["train", "run.yaml", "run_dir=out", *small])
 print("ended after", time.monotonic() - sent)
 RayPPOTrainer.train_step = step
-resumed = main(["resume", "out"])
 
 cluster = Cluster(initialize_head=True, head_node_args=dict(num_cpus=4, include_dashboard=False))
 on = "cluster.address=" + cluster.address
+resumed = main(["resume", "out", on])
 whole = main(["train", "run.yaml", on, "run_dir=whole", *small])
 
 def killed(self, *args, **kwargs):
