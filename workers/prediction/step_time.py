@@ -36,6 +36,7 @@ class Hardware:
     passes: float
     exposed: float
     decoding: float
+    decoding_in_workers: float
     fixed: float
 
 
@@ -143,6 +144,9 @@ def generation_seconds(
     mean: int,
     longest: int,
     hardware: Hardware,
+    *,
+    prompt: int = 0,
+    in_workers: bool = False,
 ) -> float:
     """Predict the generation of responses, one token of each sequence at a time.
 
@@ -154,17 +158,20 @@ def generation_seconds(
         mean: tokens of a sequence in the mean.
         longest: tokens of the longest sequence.
         hardware: GPUs and links.
+        prompt: tokens at the beginning of each sequence that are not generated.
+        in_workers: whether Megatron's layers generate, and not an engine with graphs of CUDA.
     """
     split = parallel.tp * parallel.pp
+    of_layer = hardware.decoding_in_workers if in_workers else hardware.decoding
     at_once = -(-rows * split // world_size)
     products, attention = layer_flops(model, mean)
     width = model.kv_channels or model.hidden_size // model.num_attention_heads
     keys = 2 * 2 * (model.num_query_groups or model.num_attention_heads) * width
     read = 2 * _parameters(model, at_once) / split / hardware.memory_bandwidth
-    read += model.num_layers * (hardware.decoding + (2 * hardware.latency if parallel.tp > 1 else 0.0))
-    cached = at_once * mean * model.num_layers * keys * mean / 2 / split / hardware.memory_bandwidth
+    read += model.num_layers * (of_layer + (2 * hardware.latency if parallel.tp > 1 else 0.0))
+    cached = at_once * model.num_layers * keys * (mean**2 - prompt**2) / 2 / split / hardware.memory_bandwidth
     computed = at_once * mean * model.num_layers * (products + attention) / split / hardware.flops / hardware.products
-    return longest * read + cached + computed
+    return (longest - prompt) * read + cached + computed
 
 
 def weight_seconds(model: ModelConfig, senders: int, receivers: int, hardware: Hardware) -> float:

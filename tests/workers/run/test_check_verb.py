@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from mcontroller.cli.main import main
+from workers.communication.estimate import StepRows
+from workers.gpucheck.policy import FULL
+from workers.prediction.layouts import predict_run
+from workers.prediction.step_time import hardware_of
 
 ROLE = """
 model: {vocab_size: 152064, max_sequence_length: 4096, num_layers: 28, hidden_size: 3584, num_attention_heads: 28,
@@ -72,3 +77,11 @@ def test_a_layout_that_does_not_fit_is_one_line(tmp_path: Path, capsys: pytest.C
     assert main(["check", str(file), "--role", "actor_rollout_ref", "--world-size", "12"]) == 1
     error = capsys.readouterr().err
     assert "LayoutError" in error and "12" in error
+
+
+def test_generation_in_the_workers_is_predicted_as_it_was_measured_on_an_h100() -> None:
+    config, rows = FULL.config("local"), StepRows(FULL.rows, FULL.prompt + FULL.decoded, FULL.decoded)
+    predicted = predict_run(config, 1, rows, hardware_of("h100"))
+    assert predicted.generate == pytest.approx(FULL.rows * FULL.decoded / 1040, rel=0.05)  # tokens/s: docs/gpu.md
+    engine = replace(config, rollout=replace(config.rollout, engine="vllm"))
+    assert predict_run(engine, 1, rows, hardware_of("h100")).generate < predicted.generate / 2
