@@ -165,11 +165,10 @@ def generation_seconds(
     of_layer = hardware.decoding_in_workers if in_workers else hardware.decoding
     at_once = -(-rows * split // world_size)
     products, attention = layer_flops(model, mean)
-    width = model.kv_channels or model.hidden_size // model.num_attention_heads
-    keys = 2 * 2 * (model.num_query_groups or model.num_attention_heads) * width
+    *_, keys = _attention(model)
     read = 2 * _parameters(model, at_once) / split / hardware.memory_bandwidth
     read += model.num_layers * (of_layer + (2 * hardware.latency if parallel.tp > 1 else 0.0))
-    cached = at_once * model.num_layers * keys * (mean**2 - prompt**2) / 2 / split / hardware.memory_bandwidth
+    cached = at_once * model.num_layers * 2 * keys * (mean**2 - prompt**2) / 2 / split / hardware.memory_bandwidth
     computed = at_once * mean * model.num_layers * (products + attention) / split / hardware.flops / hardware.products
     return (longest - prompt) * read + cached + computed
 
@@ -181,11 +180,23 @@ def weight_seconds(model: ModelConfig, senders: int, receivers: int, hardware: H
 
 def layer_flops(model: ModelConfig, length: int) -> tuple[float, float]:
     """Return the operations of the forward pass of one token in one layer: matrix products, and causal attention."""
-    width = model.kv_channels or model.hidden_size // model.num_attention_heads
-    queries = model.num_attention_heads * width
-    keys = (model.num_query_groups or model.num_attention_heads) * width
-    used = model.hidden_size * (2 * queries + 2 * keys) + _experts(model) * _of_mlp(model)
-    return 2.0 * used, 2.0 * length * queries
+    weights, compared, read, _ = _attention(model)
+    return 2.0 * (weights + _experts(model) * _of_mlp(model)), 1.0 * length * (compared + read)
+
+
+def _attention(model: ModelConfig) -> tuple[int, int, int, int]:
+    """Return the weights of a layer's attention, and the channels that it compares, that it reads and that it caches."""
+    hidden, heads, given = model.hidden_size, model.num_attention_heads, model.transformer
+    if not given.get("multi_latent_attention"):
+        width = model.kv_channels or hidden // heads
+        queries, keys = heads * width, (model.num_query_groups or heads) * width
+        return hidden * (2 * queries + 2 * keys), queries, queries, 2 * keys
+    # Megatron's defaults
+    sizes = {"q_lora_rank": 512, "kv_lora_rank": 512, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128}
+    rank, latent, width, position, value = (given.get(name, default) for name, default in sizes.items())
+    queries, values, cached = heads * (width + position), heads * value, latent + position
+    of_queries = hidden * queries if rank is None else rank * (hidden + queries)
+    return of_queries + hidden * cached + latent * (heads * width + values) + values * hidden, queries, values, cached
 
 
 def _experts(model: ModelConfig) -> int:
@@ -203,11 +214,9 @@ def _of_mlp(model: ModelConfig) -> int:
 
 def _elements(model: ModelConfig) -> float:
     """Elements that elementwise work of one layer reads and writes for one token: norms, attention, gates, routing."""
-    width = model.kv_channels or model.hidden_size // model.num_attention_heads
+    _, compared, read, _ = _attention(model)
     routed = 4 * model.hidden_size * _experts(model) if model.num_moe_experts else 0
-    return (
-        8 * model.hidden_size + 4 * model.num_attention_heads * width + 4 * _experts(model) * _mlp_width(model) + routed
-    )
+    return 8 * model.hidden_size + 2 * (compared + read) + 4 * _experts(model) * _mlp_width(model) + routed
 
 
 def _parameters(model: ModelConfig, tokens: int | None = None) -> float:

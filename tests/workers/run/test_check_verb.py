@@ -10,9 +10,10 @@ import pytest
 
 from mcontroller.cli.main import main
 from workers.communication.estimate import StepRows
+from workers.config import ModelConfig
 from workers.gpucheck.policy import FULL
 from workers.prediction.layouts import predict_run
-from workers.prediction.step_time import hardware_of
+from workers.prediction.step_time import hardware_of, layer_flops
 
 ROLE = """
 model: {vocab_size: 152064, max_sequence_length: 4096, num_layers: 28, hidden_size: 3584, num_attention_heads: 28,
@@ -85,3 +86,14 @@ def test_generation_in_the_workers_is_predicted_as_it_was_measured_on_an_h100() 
     assert predicted.generate == pytest.approx(FULL.rows * FULL.decoded / 1040, rel=0.05)  # tokens/s: docs/gpu.md
     engine = replace(config, rollout=replace(config.rollout, engine="vllm"))
     assert predict_run(engine, 1, rows, hardware_of("h100")).generate < predicted.generate / 2
+
+
+def test_latent_attention_is_predicted_with_its_own_weights_and_channels() -> None:
+    sizes = {"vocab_size": 129_280, "num_layers": 61, "hidden_size": 7168, "ffn_hidden_size": 18_432}
+    latent = {"multi_latent_attention": True, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_pos_emb_head_dim": 64}
+    model = ModelConfig(**sizes, max_sequence_length=4096, num_attention_heads=128, transformer=latent)
+    products, attention = layer_flops(model, 4096)
+    # the attention of DeepSeek-V3: down and up for the queries, down and up for keys and values, and the output
+    weights = 7168 * 1536 + 1536 * 128 * 192 + 7168 * 576 + 512 * 128 * 256 + 128 * 128 * 7168
+    assert products == 2 * (weights + 3 * 7168 * 18_432)
+    assert attention == 4096 * 128 * (192 + 128)
