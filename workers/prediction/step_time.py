@@ -185,7 +185,7 @@ def layer_flops(model: ModelConfig, length: int) -> tuple[float, float]:
 
 
 def _attention(model: ModelConfig) -> tuple[int, int, int, int]:
-    """Return the weights of a layer's attention, and the channels that it compares, that it reads and that it caches."""
+    """Return the weights of a layer's attention, and the channels that it compares, that it reads and caches."""
     hidden, heads, given = model.hidden_size, model.num_attention_heads, model.transformer
     if not given.get("multi_latent_attention"):
         width = model.kv_channels or hidden // heads
