@@ -3,8 +3,8 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
-LAYOUT ?= 4
-SEED   ?= 0
+LAYOUT ?= $(or $(layout),4)
+SEED   ?= $(or $(seed),0)
 ARGS   ?=
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
@@ -34,10 +34,11 @@ test-fake-cuda: $(STAMP)
 NEWEST       := .venv-newest
 NEWEST_TESTS := tests/bridge tests/parallel_state $(addprefix tests/workers/,checkpoint generate model router_replay train test_parity.py test_process_groups.py test_roles.py test_simulated_roles.py verify) tests/mcontroller/verify
 PYTHON312    ?= $(shell for it in python3.12 $(wildcard $(HOME)/.pyenv/versions/3.12*/bin/python); do $$it -c "" 2> /dev/null && echo $$it && break; done)
-test-newest:
-	@if test -z "$(PYTHON312)"; then echo "test-newest: there is no Python 3.12, so nothing is tested; install it, or set PYTHON312"; \
-	else $(MAKE) --no-print-directory $(NEWEST)/.installed && $(NEWEST)/bin/python -m pytest $(NEWEST_TESTS) $(ARGS) \
-		&& $(NEWEST)/bin/python -m pytest -p tests.bridge.with_transformer_engine tests/bridge; fi
+.SECONDEXPANSION:
+test-newest: $$(if $$(PYTHON312),$$(NEWEST)/.installed)
+	@test -n "$(PYTHON312)" || echo "test-newest: there is no Python 3.12, so nothing is tested; install it, or set PYTHON312"
+	$(if $(PYTHON312),$(NEWEST)/bin/python -m pytest $(NEWEST_TESTS) $(ARGS))
+	$(if $(PYTHON312),$(NEWEST)/bin/python -m pytest -p tests.bridge.with_transformer_engine tests/bridge)
 
 $(NEWEST)/.installed: pyproject.toml constraints.txt constraints-newest.txt
 	test -x $(NEWEST)/bin/python || $(PYTHON312) -m venv $(NEWEST)
