@@ -238,7 +238,9 @@ class Program:
 
     def start(self, *arguments: str) -> None:
         command = [sys.executable, "-m", "mcontroller", *arguments]
-        environment = ENVIRONMENT | dict([self.mark.split("=", 1)])
+        # Ray has chosen whether clusters of this process ask for a token.
+        mode = {name: os.environ[name] for name in ("RAY_AUTH_MODE",) if name in os.environ}
+        environment = ENVIRONMENT | mode | dict([self.mark.split("=", 1)])
         with open(self.folder / "output", "w") as output:
             self.process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
 
