@@ -167,8 +167,8 @@ def connect_to(address: str) -> None:
         reason = str(error).partition("\n")[0]
         raise ConfigError(
             f"no Ray cluster answers at cluster.address={address}: {reason}. Start one with `ray start --head`; set "
-            "RAY_AUTH_MODE=token if it said that it has token authentication; or leave the key out: the run then starts "
-            "its own on this machine",
+            "RAY_AUTH_MODE=token if it said that it has token authentication; or leave the key out: the run then "
+            "starts its own on this machine",
             key="cluster.address",
             value=address,
         ) from error
