@@ -307,6 +307,6 @@ def drawn_after_another_devices_state() -> list[torch.Tensor]:
 
 
 @pytest.mark.simulated
-def test_of_the_random_state_of_another_kind_of_device_only_the_hosts_is_restored() -> None:
+def test_of_the_random_state_of_another_device_only_the_hosts_is_restored() -> None:
     [(before, after)] = run_ranks(drawn_after_another_devices_state, 1)
     assert torch.equal(before, after)
