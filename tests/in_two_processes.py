@@ -1,8 +1,9 @@
 """Run tests in two pytest processes at the same time: one leaves a core idle, and its start and its collection too.
 
-``python -m tests.in_two_processes`` is what ``make test`` runs: the tests that start processes, and the others. With
-arguments, one pytest gets them. With ``--fake-cuda`` it is ``make test-fake-cuda``: the tests of workers; and those of
-the device, then those with the stand-in for Transformer Engine. All get the other arguments.
+``python -m tests.in_two_processes`` is what ``make test`` runs: the tests that start processes; and the others, then
+the examples that start processes, so that both take as long. With arguments, one pytest gets them. With
+``--fake-cuda`` it is ``make test-fake-cuda``: the tests of workers; and those of the device, then those with the
+stand-in for Transformer Engine. All get the other arguments.
 
 A process computes with one thread where a test may not ask for more: two that wait for each other on a busy core cost
 as much as they compute.
@@ -17,8 +18,9 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 
 PYTEST = [sys.executable, "-m", "pytest"]
-WITH_PROCESSES = [*PYTEST, "-m", "processes and not slow"]
+WITH_PROCESSES = [*PYTEST, "-m", "processes and not slow", "--ignore=tests/examples"]
 WITHOUT = [*PYTEST, "-m", "not processes and not slow"]
+EXAMPLES = [*PYTEST, "-m", "processes and not slow", "tests/examples"]
 FAKE_CUDA = [*PYTEST, "-p", "tests.fake_cuda.plugin"]
 OF_DEVICE = [*FAKE_CUDA, "tests/fake_cuda", "--ignore=tests/fake_cuda/transformer_engine"]
 OF_WORKERS = [*FAKE_CUDA, "tests/workers", "--ignore=tests/workers/gpucheck"]
@@ -46,7 +48,7 @@ def main(arguments: list[str]) -> int:
         return run_both(*([*command, *arguments[1:]] for command in (OF_WORKERS, OF_DEVICE, TRANSFORMER_ENGINE)))
     if arguments:
         return subprocess.run([*PYTEST, *arguments]).returncode
-    return run_both(WITH_PROCESSES, WITHOUT)
+    return run_both(WITH_PROCESSES, WITHOUT, EXAMPLES)
 
 
 if __name__ == "__main__":
