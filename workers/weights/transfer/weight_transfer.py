@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -227,8 +226,10 @@ class WeightTransfer:
             ended = self._close()
             cause = next((each for each in (sent, received, ended) if isinstance(each, GroupError)), None)
             what = "; ".join(f"{group} rank {rank}: {text}" for (group, rank), text in failures.items())
-            if cause is None and of_target == "receive_weights":  # all processes live
-                cause = self._give_up_target(failures, what)
+            if isinstance(received, list) and cause is None and of_target == "receive_weights":  # all processes live
+                named = [rank for group, rank in failures if group == self.target.name]
+                found = [rank for rank, each in enumerate(received) if each.peer is not None]
+                cause = self._give_up_target((named or found)[0], what)
             raise TransferError(
                 f"weights from {self.source.name} to {self.target.name} did not arrive: {what}",
                 source=self.source.name,
@@ -238,9 +239,8 @@ class WeightTransfer:
         assert not isinstance(sent, GroupError) and not isinstance(received, GroupError)
         return sent, received
 
-    def _give_up_target(self, failures: Mapping[tuple[str, int], str], what: str) -> ConnectionLost:
-        """Break the target, which has a part of the weights, so that its restart is what mends the run."""
-        rank = next((rank for group, rank in failures if group == self.target.name), 0)
+    def _give_up_target(self, rank: int, what: str) -> ConnectionLost:
+        """Break the target, of which a rank has a part of the weights, so that its restart is what mends the run."""
         error = ConnectionLost(
             f"{self.target.name} rank {rank} lost its connection in a transfer of weights from {self.source.name}, "
             f"although its process lives: {what}",
@@ -267,7 +267,7 @@ class WeightTransfer:
                 continue
             for rank, outcome in enumerate(outcomes):
                 if outcome.peer is not None:
-                    seen[self._named(outcome.peer)] = f"{outcome.failure} (seen by {group} rank {rank})"
+                    seen.setdefault(self._named(outcome.peer), f"{outcome.failure} (seen by {group} rank {rank})")
         return broken or seen
 
     def _named(self, number: int) -> tuple[str, int]:

@@ -78,3 +78,15 @@ def check_death(actor: Any, rollout: Any, transport: str, fault: str = "die") ->
         transfer.run()
     actor.change_weights()
     assert len(set(actor.digest())) == 1
+
+
+def check_lost_source(actor: Any, rollout: Any, transport: str) -> None:
+    """Check that the target is broken, at a rank that noticed it, if the source loses its connections and lives."""
+    transfer = WeightTransfer(actor, rollout, transport=transport, timeout=60)
+    actor.fail_in_the_next_transfer("lose the connection")
+    with pytest.raises(TransferError, match=r"actor rank \d: .* \(seen by rollout rank \d\)") as caught:
+        transfer.run()
+    lost = caught.value.__cause__
+    assert isinstance(lost, ConnectionLost) and (lost.role, lost.method) == ("rollout", "receive_weights")
+    assert f"(seen by rollout rank {lost.rank})" in str(caught.value)
+    assert rollout.broken is lost and actor.broken is None

@@ -43,6 +43,14 @@ class Policy(ActorRolloutRefWorker):
         self.fault = fault
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def send_weights(self, transfer: str, timeout: float) -> TransferOutcome:
+        if self.fault == "lose the connection":
+            self.fault = ""
+            self.sender.close_weights(transfer)
+            return TransferOutcome(0, 0.0, 0, 0)
+        return self.sender.send_weights(transfer, timeout)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def receive_weights(self, transfer: str, timeout: float) -> TransferOutcome:
         if self.fault == "die" and self.rank == 0:
             os.kill(os.getpid(), signal.SIGKILL)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mcontroller import RayResourcePool
-from tests.workers.weights.transfer.between import check_death, check_hang, check_weights, policy
+from tests.workers.weights.transfer.between import check_death, check_hang, check_lost_source, check_weights, policy
 from workers.weights.transfer import plan, weight_transfer
 
 
@@ -44,3 +44,5 @@ def test_weights_arrive_over_every_transport_and_the_source_survives_a_target(
         for fault in ("die after the answer", "lose the connection"):
             with policy(pool, "rollout", 2, {}) as rollout:
                 check_death(actor, rollout, "process_group", fault)
+        with policy(pool, "rollout", 2, {}) as rollout:
+            check_lost_source(actor, rollout, "process_group")
