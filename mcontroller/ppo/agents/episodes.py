@@ -7,7 +7,6 @@ its process, or returns tokens that the engine did not make.
 
 from __future__ import annotations
 
-import atexit
 import copy
 import logging
 import pickle
@@ -20,9 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from queue import Empty, SimpleQueue
-from subprocess import Popen
 from typing import Any
 
 import torch
@@ -32,7 +30,7 @@ from mcontroller.errors import ConfigError, MControllerError
 from mcontroller.ppo.agents.episode_loop import SERVER, EpisodeLoop, load_episode
 from mcontroller.ppo.agents.trajectories import Submitted, Trajectory, TrajectoryRollout, seed_of, trajectory_batch
 from mcontroller.ppo.data import FAILED, columns
-from mcontroller.ppo.rewards.processes import kill_process, spawn_process
+from mcontroller.ppo.helper_process import HelperProcess
 
 logger = logging.getLogger(__name__)
 
@@ -185,10 +183,10 @@ class _Host:
 class _ProcessHost(_Host):
     """Runs episodes in another process. A message that it neither reads nor completes raises OSError after a while."""
 
-    def __init__(self, process: Popen[bytes], connection: Connection) -> None:
+    def __init__(self, helper: HelperProcess) -> None:
         super().__init__()
-        self.process, self.connection = process, connection
-        with socket.fromfd(connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as ours:
+        self._helper, self.connection = helper, helper.connection
+        with socket.fromfd(self.connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as ours:
             for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
                 ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(STALL_S), 0))
 
@@ -202,10 +200,7 @@ class _ProcessHost(_Host):
         return messages
 
     def end(self) -> str:
-        atexit.unregister(self.end)
-        code = kill_process(self.process)
-        self.connection.close()
-        return f"its process ended with exit code {code}"
+        return f"its process ended with exit code {self._helper.close()}"
 
 
 class Episodes:
@@ -227,6 +222,7 @@ class Episodes:
     Attributes:
         cancel: called with the turns in flight that nobody waits for any more.
         failed, restarted: numbers of episodes.
+        replaced: the number of processes that were lost.
 
     Raises:
         ConfigError: the function cannot be imported or is not async; a function without an import path has processes.
@@ -257,7 +253,7 @@ class Episodes:
     def _begin_empty(self) -> None:
         self._hosts: list[_Host] = [] if self.processes else [_Host(self._loop)]
         self.rollout: TrajectoryRollout | None = None
-        self.failed = self.restarted = 0
+        self.failed = self.restarted = self.replaced = 0
         self._waiting: deque[_Running] = deque()
         self._running: dict[int, _Running] = {}
         self._made: SimpleQueue[tuple[_Running, int]] = SimpleQueue()
@@ -392,12 +388,14 @@ class Episodes:
     def take_metrics(self, made: Sequence[Trajectory]) -> dict[str, float]:
         """Return how many of the trajectories failed, and why, and their numbers of turns.
 
-        ``episodes/restarted`` counts the episodes that have begun again since the last call.
+        ``episodes/restarted`` counts the episodes that have begun again since the last call, and
+        ``episodes/replaced_processes`` the processes that were lost.
         """
         restarted, self.restarted = self.restarted, 0
+        replaced, self.replaced = self.replaced, 0
         kinds, turns = Counter(each.ended for each in made), [each.turns for each in made]
         counts = {kind: kinds[kind] for kind in FAILURE_KINDS}
-        counts |= {"failed": sum(counts.values()), "restarted": restarted}
+        counts |= {"failed": sum(counts.values()), "restarted": restarted, "replaced_processes": replaced}
         return {f"episodes/{name}": float(count) for name, count in counts.items()} | {
             "multi_turn/turns_mean": sum(turns) / len(turns),
             "multi_turn/turns_max": float(max(turns)),
@@ -428,7 +426,6 @@ class Episodes:
         """Start the first waiting episode, if there is a host for it."""
         if len(self._hosts) < self.processes:
             self._hosts.append(self._process())
-            atexit.register(self._hosts[-1].end)
         free = [host for host in self._hosts if not any(each.alone for each in host.running.values())]
         if not free or (running.alone and all(host.running for host in free)):
             return False
@@ -443,7 +440,9 @@ class Episodes:
 
     def _process(self) -> _ProcessHost:
         first = self.episode, self.options, self.tokenizer
-        return _ProcessHost(*spawn_process(SERVER, first, "the episode", "multi_turn.episode"))
+        helper = HelperProcess.start(SERVER, first, "the episode", "multi_turn.episode")
+        self.replaced += helper.replaced
+        return _ProcessHost(helper)
 
     def _send(self, host: _Host, message: tuple[Any, ...]) -> None:
         try:
@@ -463,6 +462,7 @@ class Episodes:
 
     def _lose(self, host: _Host, error: EpisodeError | None = None) -> None:
         self._hosts.remove(host)
+        self.replaced += 1
         reason = host.end()
         for running in list(host.running.values()):
             failed, running.alone = running.alone, not running.waits

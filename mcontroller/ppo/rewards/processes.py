@@ -7,18 +7,13 @@ import contextlib
 import inspect
 import math
 import numbers
-import os
-import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 import traceback
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from queue import Empty, SimpleQueue
@@ -26,6 +21,7 @@ from typing import Any, TypeAlias
 
 from mcontroller.config.imports import import_object
 from mcontroller.errors import ConfigError
+from mcontroller.ppo.helper_process import HelperProcess
 from mcontroller.ppo.rewards.config import RewardFunctionConfig
 
 MOMENT_S = 0.02
@@ -204,10 +200,6 @@ def _failed(error: BaseException) -> ScoreOutcome:
 SERVER = (
     "import sys; from mcontroller.ppo.rewards.processes import serve_descriptor; serve_descriptor(int(sys.argv[1]))"
 )
-START_TIMEOUT_S = 300.0
-"""Longest time in which a process starts and imports the functions."""
-EXIT_TIMEOUT_S = 1.0
-"""Longest time from the end of a process's connection to its exit code."""
 
 
 @dataclass(frozen=True)
@@ -231,21 +223,15 @@ class Task:
 
 
 @dataclass(eq=False)
-class _Server:
-    process: subprocess.Popen[bytes]
-    connection: Connection
-
-
-@dataclass(eq=False)
 class _Running:
-    server: _Server
+    server: HelperProcess
     task: Task
     exchange: threading.Thread
     deadline: float
     returned: int = 0
 
 
-_Arrived: TypeAlias = "SimpleQueue[tuple[_Server, list[ScoreOutcome]]]"
+_Arrived: TypeAlias = "SimpleQueue[tuple[HelperProcess, list[ScoreOutcome]]]"
 
 
 class ScoringProcesses:
@@ -255,15 +241,19 @@ class ScoringProcesses:
         functions: the reward functions, by name.
         processes: the number of processes.
         timeout_s: [s] deadline of a task.
+
+    Attributes:
+        replaced: the number of processes that were lost: they ended, also while they started, or were late.
     """
 
     def __init__(self, functions: Mapping[str, RewardFunctionConfig], processes: int, timeout_s: float) -> None:
         self.functions = dict(functions)
         self.processes = processes
         self.timeout_s = timeout_s
-        self._idle: list[_Server] = []
-        self._servers: list[_Server] = []
+        self._idle: list[HelperProcess] = []
+        self._servers: list[HelperProcess] = []
         self._closed = False
+        self.replaced = 0
 
     def run(self, tasks: Sequence[Task]) -> dict[str, dict[int, ScoreOutcome]]:
         """Return the outcomes of the samples of every task, by the name of the function and the index of the sample.
@@ -275,7 +265,7 @@ class ScoringProcesses:
         """
         results: dict[str, dict[int, ScoreOutcome]] = {task.name: {} for task in tasks}
         pending = deque(tasks)
-        running: dict[_Server, _Running] = {}
+        running: dict[HelperProcess, _Running] = {}
         arrived: _Arrived = SimpleQueue()
         while pending or running:
             while pending and len(running) < self.processes:
@@ -302,7 +292,7 @@ class ScoringProcesses:
         """End every process. A call of ``run`` in another thread ends."""
         self._closed = True
         for server in list(self._servers):
-            kill_process(server.process)
+            server.kill()
 
     def _deadline(self, task: Task) -> float:
         return time.monotonic() + self.timeout_s + task.margin_s
@@ -320,7 +310,7 @@ class ScoringProcesses:
         return _Running(server, task, exchange, self._deadline(task))
 
     def _next_events(
-        self, running: Mapping[_Server, _Running], arrived: _Arrived
+        self, running: Mapping[HelperProcess, _Running], arrived: _Arrived
     ) -> Iterator[tuple[_Running, list[ScoreOutcome], str]]:
         """Wait for outcomes or a deadline; yield tasks, their outcomes, and why their processes were lost, if so."""
         timeout = max(0.0, min(each.deadline for each in running.values()) - time.monotonic())
@@ -335,24 +325,27 @@ class ScoringProcesses:
             yield each, [], f"it did not return within {self.timeout_s:g} s"
 
     def _ended(self, running: _Running) -> str:
-        """Return how a process ended that has closed its connection; its exit code is known a moment later."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            running.server.process.wait(EXIT_TIMEOUT_S)
+        """Return how a process ended that has closed its connection."""
+        running.server.wait()
         return f"its process ended with exit code {self._end(running.server, running)}"
 
-    def _start(self) -> _Server:
+    def _start(self) -> HelperProcess:
         """Start a process that imports the functions."""
         if self._closed:
             raise ConfigError("the processes of the reward functions were closed", key="rewards.functions")
         first = self.functions, self.timeout_s
-        server = _Server(*spawn_process(SERVER, first, "the reward functions", "rewards.functions"))
+        server = HelperProcess.start(SERVER, first, "the reward functions", "rewards.functions")
+        self.replaced += server.replaced
         self._servers.append(server)
+        if self._closed:  # meanwhile, by another thread
+            server.kill()
         return server
 
-    def _end(self, server: _Server, running: _Running | None = None) -> int:
+    def _end(self, server: HelperProcess, running: _Running | None = None) -> int:
         """End a process and its children, and return its exit code."""
         self._servers.remove(server)
-        code = kill_process(server.process)
+        self.replaced += 1
+        code = server.kill()
         if running is not None:
             with socket.fromfd(server.connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as ours:
                 ours.shutdown(socket.SHUT_RDWR)  # ends the exchange even if a child that left the group lives
@@ -361,7 +354,7 @@ class ScoringProcesses:
         return code
 
 
-def _exchange(server: _Server, message: bytes, samples: int, arrived: _Arrived) -> None:
+def _exchange(server: HelperProcess, message: bytes, samples: int, arrived: _Arrived) -> None:
     """Send a task and receive its outcomes, on a thread: a process that is stopped neither reads nor writes.
 
     No outcomes mean that the process has ended.
@@ -374,47 +367,3 @@ def _exchange(server: _Server, message: bytes, samples: int, arrived: _Arrived) 
             arrived.put((server, outcomes))
     except (OSError, EOFError):
         arrived.put((server, []))
-
-
-def spawn_process(code: str, first: Any, imports: str, key: str) -> tuple[subprocess.Popen[bytes], Connection]:
-    """Start a process that imports functions of a program, and return it with the connection to it.
-
-    It does not import the main module of this program. It is in a new session: Ctrl-C in the terminal ends the program,
-    which ends its processes.
-
-    Args:
-        code: what it runs, with the file descriptor of its connection as the argument.
-        first: the message that it gets. It answers None, or the text of an error.
-        imports: what it imports, for error messages.
-        key: the configuration key that names it.
-
-    Raises:
-        ConfigError: the process answers with an error, ends, or does not answer.
-    """
-    ours, theirs = Pipe()
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, str(theirs.fileno())],
-        pass_fds=[theirs.fileno()],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
-        start_new_session=True,
-    )
-    theirs.close()
-    ours.send(first)
-    error: str | None = f"a process did not import {imports} within {START_TIMEOUT_S:g} s"
-    try:
-        if ours.poll(START_TIMEOUT_S):
-            error = ours.recv()
-    except EOFError:
-        error = f"a process ended with exit code {process.wait()} while it imported {imports}"
-    if error is not None:
-        kill_process(process)
-        ours.close()
-        raise ConfigError(error, key=key)
-    return process, ours
-
-
-def kill_process(process: subprocess.Popen[bytes]) -> int:
-    """Kill a process and those that it has started, all of one process group, and return its exit code."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    return process.wait()

@@ -83,6 +83,7 @@ def test_an_episode_that_misbehaves_costs_its_trajectory_alone() -> None:
         "episodes/died": 0.0,
         "episodes/invalid": 5.0,
         "episodes/restarted": 0.0,
+        "episodes/replaced_processes": 0.0,
     }
 
 
@@ -95,7 +96,7 @@ def test_processes_that_block_or_end_are_replaced(monkeypatch: pytest.MonkeyPatc
         made, right = found[row], expected(PROMPTS[row], row)
         assert isinstance(made, Trajectory) and (made.tokens, made.own) == (right.tokens, right.own)
     assert metrics["episodes/failed"] == 2.0 and metrics["episodes/died"] == metrics["episodes/timed_out"] == 1.0
-    assert metrics["episodes/restarted"] >= 3.0
+    assert metrics["episodes/restarted"] >= 3.0 and metrics["episodes/replaced_processes"] >= 2.0
 
 
 def test_a_process_lost_at_any_message_neither_loses_nor_repeats_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:

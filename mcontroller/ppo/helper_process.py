@@ -1,0 +1,122 @@
+"""Processes of the controller that import functions of a program: how they start, and how they end with it."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import signal
+import subprocess
+import sys
+from multiprocessing import Pipe
+from typing import Any
+
+from mcontroller.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 300.0
+"""[s] Longest time in which a process starts and imports the functions."""
+EXIT_TIMEOUT_S = 1.0
+"""[s] Longest time from the end of a process's connection to its exit code."""
+STARTS = 4
+"""Processes that may be killed one after the other while they start: the last one's end is an error."""
+
+
+class HelperProcess:
+    """A process on this machine that runs functions of a program for this one.
+
+    It does not import the main module of this program. It is in a new session: Ctrl-C in the terminal ends the program,
+    which ends its processes. If this program ends without that, the kernel kills the process and those that it has
+    started, whatever they do.
+
+    Args:
+        code: what it runs, with the file descriptor of its connection as the argument.
+
+    Attributes:
+        process: the process.
+        connection: to the process.
+        replaced: the number of processes before it that were killed while they started.
+    """
+
+    def __init__(self, code: str) -> None:
+        self.replaced = 0
+        self.connection, theirs = Pipe()
+        ends, starts = os.pipe()
+        self._open = os.fdopen(starts, "wb")
+        try:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", code, str(theirs.fileno())],
+                pass_fds=[theirs.fileno(), ends],
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+                start_new_session=True,
+            )
+            # The kernel sends the signal when the other end of the pipe is closed, which this process alone has open.
+            # It reaches a process whose threads wait for the interpreter, and does not depend on the thread that
+            # started it, as PR_SET_PDEATHSIG does.
+            fcntl.fcntl(ends, fcntl.F_SETOWN, -self.process.pid)
+            fcntl.fcntl(ends, fcntl.F_SETSIG, signal.SIGKILL)
+            fcntl.fcntl(ends, fcntl.F_SETFL, os.O_ASYNC)
+        finally:
+            theirs.close()
+            os.close(ends)
+
+    @classmethod
+    def start(cls, code: str, first: Any, imports: str, key: str) -> HelperProcess:
+        """Start a process, wait until it has imported the functions, and return it. One that is killed is replaced.
+
+        Args:
+            code: see the class.
+            first: the message that it gets. It answers None, or the text of an error.
+            imports: what it imports, for error messages.
+            key: the configuration key that names it.
+
+        Raises:
+            ConfigError: the process answers with an error, exits, or does not answer; or ``STARTS`` processes in a row
+                were killed.
+        """
+        for replaced in range(STARTS):
+            helper = cls(code)
+            helper.replaced = replaced
+            error = f"a process did not import {imports} within {START_TIMEOUT_S:g} s"
+            try:
+                helper.connection.send(first)
+                if helper.connection.poll(START_TIMEOUT_S):
+                    error = helper.connection.recv()
+                if error is None:
+                    return helper
+            except (EOFError, OSError):
+                status = helper.wait()
+                if status < 0:
+                    logger.warning("a process was killed by signal %d while it imported %s", -status, imports)
+                    continue
+                error = f"a process ended with exit code {status} while it imported {imports}"
+            finally:
+                if error is not None:
+                    helper.close()
+            raise ConfigError(error, key=key)
+        raise ConfigError(
+            f"{STARTS} processes in a row were killed while they imported {imports}, the last by signal {-status}: is "
+            "there enough memory?",
+            key=key,
+        )
+
+    def wait(self) -> int:
+        """Return the exit code of a process that has closed its connection; it is known a moment later."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(EXIT_TIMEOUT_S)
+        return self.kill()
+
+    def kill(self) -> int:
+        """Kill the process and those that it has started, all of one process group, and return its exit code."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self._open.close()
+        return self.process.wait()
+
+    def close(self) -> int:
+        """Kill the process as ``kill`` does, and close the connection to it."""
+        code = self.kill()
+        self.connection.close()
+        return code
