@@ -114,8 +114,7 @@ def _problems(config: Any) -> list[str]:
     if not isinstance(config, RunConfig):
         return []
     parts = make_parts(config)
-    parts.try_rewards(in_process=True)
-    return [*parts.problem_lines(), *chosen_lines(config)]
+    return [*parts.problem_lines(), *parts.try_rewards(in_process=True), *chosen_lines(config)]
 
 
 def pool_size(config: Any, role: str) -> int:

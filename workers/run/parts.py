@@ -18,9 +18,10 @@ from mcontroller.ppo.datasets.sources import Records, load_records
 from mcontroller.ppo.datasets.tokenizers import TOKENIZERS, TextTokenizer, TokenizerSource
 from mcontroller.ppo.estimators.registry import ADVANTAGE_ESTIMATORS
 from mcontroller.ppo.losses.registry import POLICY_LOSSES
-from mcontroller.ppo.rewards.configured import TRIED, FunctionRewards, check_functions
-from mcontroller.ppo.rewards.processes import LoadedFunction
+from mcontroller.ppo.rewards.configured import FunctionRewards, check_functions
+from mcontroller.ppo.rewards.processes import LoadedFunction, Sample
 from mcontroller.ppo.rewards.reward import CombineRewards, weighted_sum
+from mcontroller.ppo.rewards.trial import right_response
 from mcontroller.ppo.roles import Role, check_generates_alone, check_roles, role_workers
 from mcontroller.trackers import TRACKERS
 from workers.actor import ActorRolloutRefWorker
@@ -67,23 +68,37 @@ class RunParts:
                 lines.append(f"{name}: {len(prompts)} prompts{dropped if prompts.dropped else ''}")
         return lines
 
-    def try_rewards(self, *, in_process: bool = False) -> None:
-        """Call every reward function with the first problems and their right answers as responses.
+    def try_rewards(self, *, in_process: bool = False) -> list[str]:
+        """Call every reward function with problems of each kind and their right answers as responses.
 
         Args:
             in_process: call them in this process, without a deadline, instead of in processes.
 
+        Returns:
+            A line if right answers do not get the best score.
+
         Raises:
-            DataError: a function fails, or none applies and there is no reward model; with the problem.
+            DataError: a function fails or reads what a problem does not have, or none applies and there is no reward
+                model; with the problem.
         """
         if self.rewards is None:
-            return
-        samples = []
-        for row in map(self.train.__getitem__, range(min(len(self.train), TRIED))):
-            answer = row["answer"]
-            response = answer if isinstance(answer, str) else ""
-            samples.append({**row["record"], "prompt": row["prompt"], "answer": answer, "response": response})
-        self.rewards.check(samples, must_apply=self.combine is None, in_process=in_process)
+            return []
+        train, held_out = (self._samples(prompts) for prompts in (self.train, self.val))
+        must_apply = self.combine is None
+        return self.rewards.check(train, held_out=held_out, must_apply=must_apply, in_process=in_process)
+
+    @staticmethod
+    def _samples(prompts: PromptRows | None) -> list[Sample]:
+        rows = [] if prompts is None else map(prompts.__getitem__, range(len(prompts)))
+        return [
+            {
+                **row["record"],
+                "prompt": row["prompt"],
+                "answer": row["answer"],
+                "response": right_response(row["answer"]),
+            }
+            for row in rows
+        ]
 
 
 def chosen_lines(config: RunConfig) -> list[str]:

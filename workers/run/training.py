@@ -58,7 +58,7 @@ def train(config: RunConfig, console: Console) -> Path:
     """Run a configuration and return the run's directory.
 
     Everything that can be checked is checked before a process of a worker starts: files, prompts, and every reward
-    function on the first problem.
+    function on problems of each kind.
 
     Raises:
         ConfigError: see ``make_parts``, or the directory contains another run.
@@ -71,7 +71,8 @@ def train(config: RunConfig, console: Console) -> Path:
     for line in (*parts.problem_lines(), *chosen_lines(config)):
         console.print(line, highlight=False, soft_wrap=True)
     try:
-        parts.try_rewards()
+        for line in parts.try_rewards():
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
         acquire_lock(directory / LOCK, f"the run in {directory}")
         _check_unused(directory, config)
         if config.trainer.resume and _has_no_step(directory, config):

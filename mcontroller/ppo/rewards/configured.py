@@ -8,86 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
-from mcontroller.config.checks import close_names
 from mcontroller.data.protocol import DataProto
 from mcontroller.errors import ConfigError, DataError
 from mcontroller.ppo.data import columns
 from mcontroller.ppo.rewards.config import RewardsConfig
 from mcontroller.ppo.rewards.processes import LoadedFunction, Sample, ScoreOutcome, ScoringProcesses, Task
 from mcontroller.ppo.rewards.reward import Reward, outcome_scores
-
-CallFunction = Callable[[str, Sequence[Sample]], Sequence[ScoreOutcome]]
-"""Calls the function of a name with samples, and returns the outcome of each."""
-
-TRIED = 8
-"""Problems to which at least one function must apply."""
-SHOWN_CHARACTERS = 200
-SHOWN = ("prompt", "response", "answer")
-"""Columns of a sample in messages and tables."""
-
-
-def description_of(sample: Sample) -> str:
-    """Return the texts of a sample for a message."""
-    return ", ".join(f"{key} {repr(sample.get(key))[:SHOWN_CHARACTERS]}" for key in SHOWN)
-
-
-def try_functions(
-    functions: Mapping[str, LoadedFunction], samples: Sequence[Sample], call: CallFunction, *, must_apply: bool
-) -> None:
-    """Call every function with the first sample; those that score batches with the first two.
-
-    Args:
-        functions: reward functions by name.
-        samples: problems with their right answers as responses; at least one.
-        call: calls a function.
-        must_apply: reject functions that return None for all of the first samples: nothing would be learned.
-
-    Raises:
-        DataError: a function needs an argument that there is not, fails, or none applies; the message has the sample.
-    """
-    applies = False
-    for name, function in functions.items():
-        _check_arguments(name, function, samples[0])
-        tried = samples[: 2 if function.config.batch else 1]
-        outcomes = call(name, tried)
-        for sample, outcome in zip(tried, outcomes, strict=True):
-            if outcome.error is not None:
-                raise DataError(
-                    f"the reward function {name!r} ({function.config.function}) failed in a trial before the start: "
-                    f"{outcome.error}. {description_of(sample)}{_hint(function, sample)}",
-                    function=name,
-                )
-            applies |= outcome.score is not None
-    if applies or not must_apply:
-        return
-    tried = samples[:TRIED]
-    if not any(outcome.score is not None or outcome.error for name in functions for outcome in call(name, tried)):
-        raise DataError(
-            f"no reward function applies to the first {len(tried)} problems: {', '.join(functions)} returned None for "
-            f"each with its right answer, as a function without a return statement does. {description_of(tried[0])}",
-            functions=list(functions),
-        )
-
-
-def _check_arguments(name: str, function: LoadedFunction, sample: Sample) -> None:
-    """Raise DataError if a function needs an argument that is no value of a sample and no option."""
-    known = {**sample, **function.config.options}
-    for argument in function.required:
-        if argument not in known:
-            raise DataError(
-                f"the reward function {name!r} ({function.config.function}) needs {argument!r}, which is neither a "
-                f"column of the problems nor one of its options: there are {', '.join(known)}"
-                f"{close_names(argument, known)}",
-                function=name,
-                argument=argument,
-            )
-
-
-def _hint(function: LoadedFunction, sample: Sample) -> str:
-    if sample.get("answer") is None and "answer" in function.names:
-        return ". The problem has no answer: set data.answer_key to the column of the right answers"
-    return ""
-
+from mcontroller.ppo.rewards.trial import SHOWN, description_of, try_functions
 
 logger = logging.getLogger(__name__)
 
@@ -162,17 +89,28 @@ class FunctionRewards:
             samples.append({**others["record"][row], **known})
         return samples
 
-    def check(self, samples: Sequence[Sample], *, must_apply: bool = True, in_process: bool = False) -> None:
-        """Call every function with the first problems and their right answers as responses; see ``try_functions``.
+    def check(
+        self,
+        samples: Sequence[Sample],
+        *,
+        held_out: Sequence[Sample] = (),
+        must_apply: bool = True,
+        in_process: bool = False,
+    ) -> list[str]:
+        """Call every function with problems of each kind and their right answers as responses; see ``try_functions``.
 
         Args:
             samples: problems, the right answer of each as its response.
+            held_out: held-out problems.
             must_apply: reject functions that apply to none of them.
             in_process: call the functions in this process, without a deadline, instead of starting processes.
 
+        Returns:
+            A line for people if right answers do not get the best score.
+
         Raises:
             ConfigError: a function cannot be imported.
-            DataError: a function needs an argument that there is not, fails, or none applies.
+            DataError: see ``try_functions``.
         """
 
         def call(name: str, tried: Sequence[Sample]) -> Sequence[ScoreOutcome]:
@@ -181,7 +119,7 @@ class FunctionRewards:
             found = self.pool.run(self._tasks(name, self.functions[name], tried))[name]
             return [found[row] for row in range(len(tried))]
 
-        try_functions(self.functions, samples, call, must_apply=must_apply)
+        return try_functions(self.functions, samples, call, held_out=held_out, must_apply=must_apply)
 
     def close(self) -> None:
         """End the processes."""
