@@ -126,7 +126,7 @@ def _checked_call(
     outcomes = call(name, tried)
     title = f"the reward function {name!r} ({function.config.function})"
     for sample, outcome in zip(tried, outcomes, strict=True):
-        columns = f"It is {place}, with the columns {', '.join(key for key in sample if key != 'response')}"
+        columns = f"It is {place}, with the columns {', '.join(_columns(sample))}"
         if outcome.error is not None:
             raise DataError(
                 f"{title} failed in a trial before the start: {outcome.error}. {description_of(sample)}"
@@ -145,6 +145,15 @@ def _checked_call(
                 argument=missing[0],
             )
     return outcomes[0]
+
+
+def _columns(sample: Sample) -> Iterator[str]:
+    """Yield the columns of a problem that have values, and the keys of those that are mappings."""
+    for name, value in sample.items():
+        if isinstance(value, Mapping):
+            yield from (f"{name}.{key}" for key in value)
+        elif name != "response" and value is not None:
+            yield name
 
 
 def _hint(function: LoadedFunction, sample: Sample) -> str:

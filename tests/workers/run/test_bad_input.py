@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 
 import pytest
+import ray
 
 from mcontroller.cli.main import main
 from mcontroller.errors import ConfigError
@@ -43,6 +45,20 @@ def ends(response):
     raise SystemExit(3)
 def reads_answer(response, answer):
     return float(response.endswith(answer))
+def does_without(response, answer=None):
+    return float(response == answer)
+def does_not_apply(response, answer):
+    return None if answer is None else float(response == answer)
+def reads_level(response, answer, level):
+    return float(response == answer)
+def boxed(response, answer):
+    return float(response == f"[{answer}]")
+def always(response, answer):
+    return 1.0
+async def later(response, answer):
+    return float(response != answer)
+def all_equal(response, answer):
+    return [1.0 for _ in response]
 """
 GOOD = ['{"prompt": "Add: 1 + 2 =", "answer": "3"}', '{"prompt": "Add: 2 + 2 =", "answer": "4"}']
 CHAT = [{"role": "user", "content": "1 + 1 ="}]
@@ -119,6 +135,100 @@ def test_a_problem_without_its_answer_is_reported_with_the_column_to_set(folder,
     (folder / "rows.jsonl").write_text("".join(json.dumps({"prompt": row["prompt"]}) + "\n" for row in rows))
     error = error_of(capsys, FUNCTION.format("reads_answer"))
     assert "answer None. The problem has no answer: set data.answer_key to the column of the right answers" in error
+
+
+PROBLEM = {"prompt": "Add: 2 + 2 =", "answer": "4"}
+EXACT = "rewards.functions.mine.function=mcontroller.ppo.rewards.functions:exact_match"
+NESTED = [{"prompt": PROBLEM["prompt"], "reward_model": {"ground_truth": "4"}}] * 2
+
+
+@pytest.mark.parametrize("function", [EXACT, FUNCTION.format("right")])
+@pytest.mark.parametrize(
+    ("rows", "shown"),
+    [
+        (NESTED, "problem 1 of 2 in data.train, with the columns prompt, reward_model.ground_truth"),
+        (
+            [PROBLEM, PROBLEM, NESTED[0]],
+            "problem 3 of 3 in data.train, with the columns prompt, reward_model.ground_truth",
+        ),
+        (
+            [PROBLEM] * 9 + [PROBLEM | {"answer": None}],
+            "problem 10 of 10 in data.train, with the columns prompt",
+        ),
+        ([PROBLEM, PROBLEM | {"answer": math.nan}], "problem 2 of 2 in data.train, with the columns prompt, answer"),
+    ],
+)
+def test_a_problem_anywhere_without_the_answer_that_is_read_is_an_error(folder, capsys, function, rows, shown):
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    error = error_of(capsys, function)
+    assert shown in error and "'mine'" in error
+
+
+@pytest.mark.parametrize("answer", ["", ["4"], {"value": "4"}])
+def test_an_answer_that_is_no_text_or_number_is_an_error(folder, capsys, answer):
+    rows = [PROBLEM, PROBLEM, PROBLEM | {"answer": answer}]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    error = error_of(capsys, EXACT)
+    assert "problem 3 of 3 in data.train" in error and repr(answer) in error
+
+
+def test_a_held_out_problem_without_its_answer_is_an_error(folder, capsys):
+    (folder / "val.jsonl").write_text(f'{GOOD[0]}\n{{"prompt": "1 + 2 ="}}\n')
+    error = error_of(capsys, EXACT, "data.val.path=val.jsonl")
+    assert "problem 2 of 2 in data.val, with the columns prompt" in error
+
+
+def test_a_column_that_a_later_problem_lacks_is_an_error(folder, capsys):
+    rows = [PROBLEM | {"level": 1}, PROBLEM]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    error = error_of(capsys, FUNCTION.format("reads_level"))
+    assert "needs 'level'" in error and "(problem 2 of 2 in data.train): there are prompt, answer, response" in error
+
+
+@pytest.mark.parametrize("function", ["does_without", "does_not_apply"])
+def test_a_function_may_do_without_an_answer_or_not_apply(folder, function):
+    (folder / "rows.jsonl").write_text("\n".join([*GOOD, '{"prompt": "1 + 2 ="}']))
+    assert main(["check", "run.yaml", FUNCTION.format(function)]) == 0
+
+
+@pytest.mark.parametrize(
+    ("function", "line"),
+    [
+        ("boxed", "2 of 2 right answers do not get the best score, such as '3' with 0, and '' with 0"),
+        ("always", "2 of 2 right answers do not get the best score, such as '3' with 1, and '' with 1"),
+        ("later", "2 of 2 right answers do not get the best score, such as '3' with 0, and '' with 1"),
+        ("all_equal", "2 of 2 right answers do not get the best score, such as '3' with 1, and '' with 1"),
+        ("for_other_problems", "1 of 2 right answers do not get the best score, such as '4' with 1, and '' with 1"),
+        ("right", None),
+    ],
+)
+def test_check_prints_one_line_if_right_answers_do_not_get_the_best_score(folder, capsys, function, line):
+    batch = "rewards.functions.mine.batch=" + str(function == "all_equal").lower()
+    assert main(["check", "run.yaml", FUNCTION.format(function), batch]) == 0
+    lines = [text for text in capsys.readouterr().out.splitlines() if text.startswith("rewards: ")]
+    assert len(lines) == (line is not None) and all(str(line) in text for text in lines)
+
+
+def test_the_weighted_sum_of_functions_is_what_right_answers_are_compared_by(folder, capsys):
+    punished = "rewards.functions.other={function: 'rewards.py:right', weight: -2.0}"
+    assert main(["check", "run.yaml", punished]) == 0
+    assert "2 of 2 right answers do not get the best score, such as '3' with -1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("answers", [[3, 4], [3.0, 4.0], [True, False]])
+def test_answers_that_are_numbers_or_booleans_get_the_best_score(folder, capsys, answers):
+    rows = [PROBLEM | {"answer": answer} for answer in answers]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["check", "run.yaml", EXACT]) == 0
+    assert "right answers" not in capsys.readouterr().out
+
+
+@pytest.mark.processes
+def test_train_reports_the_same_before_it_starts_ray(folder, capsys):
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [PROBLEM, PROBLEM, NESTED[0]]))
+    assert main(["train", "run.yaml", EXACT]) == 1
+    assert "problem 3 of 3 in data.train, with the columns prompt, reward_model.ground_truth" in capsys.readouterr().err
+    assert not ray.is_initialized()
 
 
 def test_an_answer_that_is_too_long_with_its_end_is_reported(folder, capsys):
