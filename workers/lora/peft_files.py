@@ -11,13 +11,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from mcontroller.errors import ConfigError, DataError, before_changes
 from parallel_state.agreement import all_gather_values, raise_on_every_rank
 from workers.config.model import ModelConfig
-from workers.lora.adapters import Adapter, adapters_of
+from workers.lora.adapters import Adapter, adapters_of, changed_beside_adapters
 from workers.lora.base import base_hash, tensor_headers
 from workers.weights.resharding import Wanted, WholeTensors, tensors_in
 from workers.weights.resharding_schedule import Span
@@ -154,7 +153,7 @@ def export_adapter(chunks: Sequence[Any], path: str, model: ModelConfig) -> None
     """
     lora, target = model.lora, Path(path)
     with before_changes():
-        also = {name for names in all_gather_values(_trained_weights(chunks)) for name in names}
+        also = {name for names in all_gather_values(changed_beside_adapters(chunks)) for name in names}
         if lora is None or also:
             why = "model.lora is not set" if lora is None else f"{', '.join(sorted(also)[:3])} are trained too"
             text = f"the adapter alone cannot be exported: {why}; export the merged model instead"
@@ -178,12 +177,6 @@ def write_adapter(
     dense = {name: tensor.contiguous() for name, tensor in tensors.items()}
     save_file(dense, folder / _FILE, metadata={"format": "pt", **(metadata or {})})
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2))
-
-
-def _trained_weights(chunks: Sequence[Any]) -> list[str]:
-    """The names of weights of this rank that are trained and not of an adapter, such as a value head's."""
-    named = (each for chunk in chunks for each in unwrap_model(chunk).named_parameters())
-    return [name for name, parameter in named if parameter.requires_grad and not name.startswith("lora.")]
 
 
 def _create(target: Path) -> None:
