@@ -18,6 +18,7 @@ from mcontroller.errors import before_changes
 from mcontroller.ppo.agents.trajectories import TrajectoryRollout
 from mcontroller.ppo.kl import KL_ESTIMATORS
 from mcontroller.ppo.losses.registry import POLICY_LOSSES
+from parallel_state.agreement import all_gather_values
 from parallel_state.megatron import MegatronContext
 from workers.actor_roles import (
     check_engine,
@@ -32,7 +33,7 @@ from workers.config.fit import divided_for
 from workers.generate.engines import ROLLOUT_ENGINES
 from workers.generate.generator import Generator
 from workers.generate.rollout_protocol import Rollout
-from workers.lora.adapters import without_adapters
+from workers.lora.adapters import adapters_of, changed_beside_adapters, without_adapters
 from workers.model.build import build_model
 from workers.model_worker import ModelWorker
 from workers.router_replay.replay import RouterReplay
@@ -220,7 +221,8 @@ class ActorRolloutRefWorker(ModelWorker):
         """Build the models of the role, with the weights of ``model.hf_path`` or of ``model.seed``.
 
         The reference is built by a second call of ``build_model``. Next to a policy, it is a copy of it; next to one
-        with ``model.lora``, it is the policy without its adapter. A worker that only serves an engine has no model.
+        with ``model.lora``, a copy without the adapter, or, if updates change nothing but the adapter, the policy
+        itself with the adapter switched off. A worker that only serves an engine has no model.
         """
         if self.generator.serves_engine:
             self.state.check_context()
@@ -229,15 +231,10 @@ class ActorRolloutRefWorker(ModelWorker):
             self.set_up(phases if "actor" in self.roles else {}, self.config.ddp)
             if self.config.router_replay != "none":
                 self.router_replay = RouterReplay(self.config.router_replay, ModelRouters(self.model, self.context.pg))
-        if "ref" in self.roles and self.model and self.config.model.lora is not None:
+        if "ref" in self.roles and self.model and not self._base_moves():
             self.offloader.needs["compute_ref_log_prob"] = ("params",)
         elif "ref" in self.roles:
-            reference = self.build_model()
-            for chunk in reference:
-                chunk.requires_grad_(False)
-            if self.model:  # a user-defined build_model may return other weights at its second call
-                mix_weights(reference, self.model, 1.0, [])
-            self.state.models["reference"] = reference
+            self.state.models["reference"] = self._built_reference()
         if "rollout" in self.roles:  # last: an engine may take what the models have left
             self.rollout = self.build_rollout()
             self.generator.use(self.rollout)
@@ -481,6 +478,25 @@ class ActorRolloutRefWorker(ModelWorker):
         check_reference_moves(self.config)
         copies = mix_weights(self.reference, self.model, mix, self.state.float32.get("reference", []))
         self.state.float32 = {"reference": copies} if copies else {}
+
+    def _base_moves(self) -> bool:
+        """Return whether the policy without its adapter changes too (a collective): in updates, or as it arrives."""
+        if self.config.model.lora is None or "actor" not in self.roles:
+            return True
+        return any(all_gather_values(changed_beside_adapters(self.model)))
+
+    def _built_reference(self) -> list[Any]:
+        """Return chunks of the reference: next to a policy, a copy of it, without its adapter if it has one."""
+        reference = self.build_model()
+        for chunk in reference:
+            chunk.requires_grad_(False)
+        if self.model:  # a user-defined build_model may return other weights at its second call
+            mix_weights(reference, self.model, 1.0, [])
+        if self.model and self.config.model.lora is not None:
+            self.state.unsaved = frozenset({"reference"})
+            for adapters in adapters_of(reference):
+                adapters.enabled = False
+        return reference
 
     def _rows(self, data: DataProto, method: str, columns: Sequence[str] = (), *, replay: bool = False) -> TokenBatch:
         """Return the rows of a batch; if ``replay``, with the experts that ``router_replay`` makes routers choose."""

@@ -19,6 +19,7 @@ from workers.generate.generator import Generator
 from workers.generate.rollout_protocol import PolicyWeights, ReadableRollout
 from workers.gpu_ids import gpu_id, visible_gpus
 from workers.lora.adapters import adapters_of
+from workers.model.same_policy import differing_fields
 from workers.train.state import TrainingState
 from workers.weights.fingerprints import Fingerprint, shard_fingerprints
 from workers.weights.hf.names import bridge_of, hf_shards, model_family
@@ -26,13 +27,6 @@ from workers.weights.shards import WeightShard, model_shards, unknown_positions
 from workers.weights.transfer.endpoint import RankSchedule, TransferEndpoint, TransferOutcome
 from workers.weights.transfer.plan import RankWeights, ServedEngine
 from workers.weights.transfer.transports import TRANSPORTS
-
-MAY_DIFFER = (
-    *("attention_dropout", "hidden_dropout", "init_method_std", "max_sequence_length"),
-    *("dtype", "transformer_impl", "seed", "hf_path", "verify_load", "family", "transformer"),
-    *("lora", "freeze", "train_only"),
-)
-"""Fields of ModelConfig that two groups with the same weights may differ in."""
 
 OF_AN_ENGINE = (
     "parallel",
@@ -50,13 +44,15 @@ def check_same_policy(source: ActorConfig, target: ActorConfig, transport: str) 
     """Check that weights can go from groups of one configuration to groups of another, before any process starts.
 
     Raises:
-        ConfigError: the models differ in more than dtype, seed and training; the settings of generation differ;
+        ConfigError: the models compute something else (see ``differing_fields``); the settings of generation differ;
             only one of them has ``router_replay=rollout``; or there is no such transport.
     """
     if transport != "auto":
         TRANSPORTS.get_or_raise(transport, key="trainer.weight_transport")
-    _check_equal("model", source.model, target.model, MAY_DIFFER)
-    _check_equal("rollout", source.rollout, target.rollout, OF_AN_ENGINE)
+    _raise_differing("model", differing_fields(source.model, target.model, source.parallel, target.parallel))
+    names = [field.name for field in dataclasses.fields(source.rollout) if field.name not in OF_AN_ENGINE]
+    sampling = {name: (getattr(source.rollout, name), getattr(target.rollout, name)) for name in names}
+    _raise_differing("rollout", {name: pair for name, pair in sampling.items() if pair[0] != pair[1]})
     modes = source.router_replay, target.router_replay
     if "rollout" in modes and modes[0] != modes[1]:
         raise ConfigError(
@@ -205,13 +201,13 @@ def _node() -> tuple[str, str]:
     return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
 
 
-def _check_equal(section: str, of_actor: Any, of_rollout: Any, may_differ: tuple[str, ...]) -> None:
-    for field in dataclasses.fields(of_actor):
-        ours, theirs = getattr(of_actor, field.name), getattr(of_rollout, field.name)
-        if field.name not in may_differ and ours != theirs:
-            raise ConfigError(
-                f"rollout.{section}.{field.name} is {theirs!r}, and actor_rollout_ref.{section}.{field.name} is "
-                f"{ours!r}: both groups have the same policy, so set them to the same value",
-                key=f"rollout.{section}.{field.name}",
-                value=theirs,
-            )
+def _raise_differing(section: str, differing: Mapping[str, tuple[Any, Any]]) -> None:
+    """Raise ConfigError for the first of the fields that differ."""
+    for name, (ours, theirs) in sorted(differing.items()):
+        raise ConfigError(
+            f"rollout.{section}.{name} is {theirs!r}, and actor_rollout_ref.{section}.{name} is {ours!r}: both groups "
+            "have the same policy, so set them to the same value",
+            key=f"rollout.{section}.{name}",
+            value=theirs,
+            differing={f"{section}.{field}": pair for field, pair in differing.items()},
+        )

@@ -76,6 +76,24 @@ def given_values(*sources: Any, overrides: Iterable[str] = ()) -> dict[str, Any]
     return typing.cast(dict[str, Any], OmegaConf.to_container(merged, resolve=False))
 
 
+def completed_section(cls: type[Any], values: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return a section as ``load_config`` completes it: with defaults, and with what ``find_fields`` supplies.
+
+    Args:
+        cls: the dataclass of the whole.
+        values: the values of all sources, see ``given_values``.
+        name: the field of the section.
+
+    Returns:
+        The values of the section. Empty if they cannot be completed, which ``load_config`` reports.
+    """
+    try:
+        section = _merged(cls, [OmegaConf.create(dict(values))])[name]
+        return typing.cast(dict[str, Any], OmegaConf.to_container(section, resolve=True))
+    except (OmegaConfBaseException, TypeError, ConfigError):
+        return {}
+
+
 def _lacks_values(cls: type[Any], layers: Sequence[DictConfig]) -> bool:
     """Return whether a value that was removed has no default."""
     error = CollectedErrors()
@@ -111,9 +129,7 @@ def _resolved(section: DictConfig) -> DictConfig | None:
 def _built(cls: type[C], layers: Sequence[DictConfig]) -> C:
     """Return the instance of ``cls`` with the values of all layers, whose keys are fields."""
     try:
-        config = typing.cast(DictConfig, OmegaConf.merge(OmegaConf.structured(cls), *layers))
-        if found := _found_fields(cls, config, ""):
-            config = typing.cast(DictConfig, OmegaConf.merge(OmegaConf.structured(cls), found, *layers))
+        config = _merged(cls, layers)
         missing = sorted(OmegaConf.missing_keys(config))
         if missing:
             raise ConfigError(f"{cls.__name__} needs a value for {', '.join(missing)}", key=missing[0], keys=missing)
@@ -123,6 +139,14 @@ def _built(cls: type[C], layers: Sequence[DictConfig]) -> C:
         raise ConfigError(f"{cls.__name__}: {key}: {reason}", key=key, value=error.value) from error
     except TypeError as error:  # of OmegaConf, for a mapping in place of a list
         raise ConfigError(f"{cls.__name__}: a value has another structure: {error}", key="", value=None) from error
+
+
+def _merged(cls: type[Any], layers: Sequence[DictConfig]) -> DictConfig:
+    """Return the values of all layers, with those that ``find_fields`` supplies."""
+    config = typing.cast(DictConfig, OmegaConf.merge(OmegaConf.structured(cls), *layers))
+    if found := _found_fields(cls, config, ""):
+        config = typing.cast(DictConfig, OmegaConf.merge(OmegaConf.structured(cls), found, *layers))
+    return config
 
 
 def _without_value(layers: Sequence[DictConfig], key: str) -> bool:

@@ -230,7 +230,7 @@ def _is_extra_state(entry: Any) -> bool:
 
 def _sources(training: TrainingState, manifest: Manifest) -> dict[str, str]:
     """By part, the part of the checkpoint that it is read from; a part to be copied from "model" is omitted."""
-    sources = {part: part if part in manifest["parts"] else "model" for part in training.models}
+    sources = {part: part if part in manifest["parts"] else "model" for part in training.saved_models}
     return {part: source for part, source in sources.items() if part == source or "model" not in training.models}
 
 
@@ -250,7 +250,7 @@ def load_models(training: TrainingState, loaded: Mapping[str, Any], sources: Map
             unwrap_model(chunk).load_state_dict(state, strict=not is_adapted(chunk))
             for name, copy in training.float32[part][index].items() if part in training.float32 else ():
                 copy.copy_(weights[prefix + name])
-    for part in training.models.keys() - sources.keys():
+    for part in training.saved_models.keys() - sources.keys():
         for chunk, model in zip(training.models[part], training.models["model"], strict=True):
             unwrap_model(chunk).load_state_dict(unwrap_model(model).state_dict())
 

@@ -95,6 +95,6 @@ def load_state(training: TrainingState, content: RankFileContent) -> None:
     optimizer = training.optimizer if "optimizer" in state else None
     loading = dataclasses.replace(training, optimizer=optimizer)
     sharded_state(loading, loading=True, in_buckets=content["in_buckets"])  # makes the optimizer's state
-    load_models(training, state, {part: part for part in training.models})
+    load_models(training, state, {part: part for part in training.saved_models})
     load_optimizer(training, state.get("optimizer"), content["scheduler_steps"])
     set_random_state(state["random"])

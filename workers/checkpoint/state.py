@@ -49,7 +49,7 @@ def sharded_state(
         "dp_cp_group": group,
     }
     state: dict[str, Any] = {}
-    for part, chunks in training.models.items():
+    for part, chunks in training.saved_models.items():
         prefix = weight_prefix(part if sources is None else sources[part])
         for index, chunk in enumerate(chunks):
             weights = unwrap_model(chunk).sharded_state_dict(prefix=prefix, metadata=metadata)

@@ -39,7 +39,10 @@ class LoraConfig:
     use_rslora: bool = False
     """Multiply by alpha / sqrt(rank) instead (Kalajdzievski, 2023, arXiv:2312.03732)."""
     path: str | None = None
-    """Directory of an adapter in PEFT's format to start from. None: a new one, which changes nothing at first."""
+    """Directory of an adapter in PEFT's format to start from. None: a new one, which changes nothing at first.
+
+    A key of its adapter_config.json that is not read, and does not have PEFT's default, is an error.
+    """
     names: list[str] = field(default_factory=list)
     """Names of several adapters on one base, each with its optimizer; a call chooses one with meta_info["adapter"]."""
 
@@ -56,7 +59,11 @@ class LoraConfig:
             return
         for name, value in peft_fields(self.path).items():
             own = getattr(self, name)
-            if sorted(own) != sorted(value) if isinstance(value, list) else own != value:
+            if name == "exclude":  # whether the adapter has what is left, its tensors tell
+                differs = not set(value) <= set(own)
+            else:
+                differs = sorted(own) != sorted(value) if isinstance(value, list) else own != value
+            if differs:
                 raise ConfigError(
                     f"model.lora.{name} is {own!r}, and the adapter at {self.path!r} has {value!r}: leave "
                     f"model.lora.{name} out, or set the same",
@@ -82,43 +89,83 @@ class LoraConfig:
         return peft_fields(fields["path"])
 
 
+_READ = frozenset(("r", "lora_alpha", "use_rslora", "target_modules", "target_parameters", "exclude_modules"))
+"""Keys of ``adapter_config.json`` from which ``peft_fields`` makes fields."""
+
+_INERT = frozenset(
+    (
+        *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "task_type"),
+        *("lora_dropout", "eva_config", "runtime_config"),  # of training
+        *("megatron_core", "qalora_group_size"),  # of features that are off
+    )
+)
+"""Keys that change nothing that a loaded adapter computes."""
+
 _ONLY: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
-    "use_dora": (False, None),
     "bias": ("none", None),
-    "fan_in_fan_out": (False, None),
-    "rank_pattern": ({}, None),
-    "alpha_pattern": ({}, None),
-    "layers_to_transform": ([], None),
-    "layer_replication": ([], None),
-    "modules_to_save": (None, []),
-    "use_qalora": (False, None),
-    "lora_bias": (False, None),
+    "init_lora_weights": (
+        True,
+        False,
+        None,
+        "gaussian",
+        "orthogonal",
+        "eva",
+    ),  # others change the base as PEFT loads it
 }
-"""Keys of ``adapter_config.json`` that change what is computed, and their supported values."""
+"""Keys with the values at which the adapter is what this project computes."""
+
+_OFF: tuple[Any, ...] = (None, False, "", [], {})
+"""PEFT's defaults of all other keys, also of ones that it does not have yet: the feature is off."""
 
 
 def peft_fields(path: str) -> dict[str, Any]:
     """Return the fields of LoraConfig that ``adapter_config.json`` in a directory determines.
 
+    Every key is read, or changes nothing, or has a value at which it changes nothing.
+
     Raises:
-        ConfigError: there is no such file, it is damaged, or a key has a value that is not supported.
+        ConfigError: there is no such file, it is damaged, or a key has a value that is not supported: ``field`` names
+            it.
     """
     file = Path(path) / "adapter_config.json"
     try:
         config: Any = json.loads(file.read_text(encoding="utf-8"))
-        rank, alpha = int(config["r"]), float(config["lora_alpha"])
+        rank, alpha = config["r"], float(config["lora_alpha"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         text = f"model.lora.path: {str(file)!r} cannot be read: {error!r}; expected an adapter in PEFT's format"
         raise ConfigError(text, key="model.lora.path", value=path) from error
-    for key, supported in _ONLY.items():
-        if config.get(key, supported[0]) not in supported:
-            raise ConfigError(
-                f"model.lora.path: {str(file)!r} has {key}={config[key]!r}; only {supported[0]!r} is supported",
-                key="model.lora.path",
-                value=path,
-            )
-    modules, parameters = config.get("target_modules") or [], config.get("target_parameters") or []
-    targets = [modules] if isinstance(modules, str) else list(modules)
-    found: dict[str, Any] = {"rank": rank, "alpha": alpha, "targets": [*targets, *parameters]}
-    return found | {"use_rslora": bool(config.get("use_rslora")), "experts": bool(parameters)}
+    for key, value in config.items():
+        supported = _ONLY.get(key, _OFF)
+        if key not in _READ | _INERT and not any(value == each and type(value) is type(each) for each in supported):
+            raise _unsupported(path, key, value, repr(supported[0]))
+    if type(rank) is not int:
+        raise _unsupported(path, "r", rank, "a whole number")
+    if config.get("use_rslora") not in (None, False, True):
+        raise _unsupported(path, "use_rslora", config["use_rslora"], "true or false")
+    names = {key: config.get(key) or [] for key in ("target_modules", "target_parameters", "exclude_modules")}
+    if names["target_modules"] == "all-linear":
+        names["target_modules"] = ["all-linear"]
+    for key, value in names.items():
+        if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+            raise _unsupported(path, key, value, "a list of names")
+    return {
+        "rank": rank,
+        "alpha": alpha,
+        "targets": names["target_modules"] + names["target_parameters"],
+        "exclude": names["exclude_modules"],
+        "use_rslora": bool(config.get("use_rslora")),
+        "experts": bool(names["target_parameters"]),
+    }
+
+
+def _unsupported(path: str, key: str, value: Any, supported: str) -> ConfigError:
+    file = str(Path(path) / "adapter_config.json")
+    return ConfigError(
+        f"model.lora.path: {file!r} has {key}={value!r}; only {supported} is supported: merge the adapter into its "
+        "base with PEFT (merge_and_unload), and set model.hf_path to the result",
+        key="model.lora.path",
+        value=path,
+        field=key,
+        found=value,
+    )

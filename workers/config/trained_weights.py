@@ -104,6 +104,17 @@ def trains(model: ModelConfig, name: str, hf_names: Sequence[str]) -> bool:
     return chosen and not matches(model.freeze, names)
 
 
+def base_is_frozen(model: ModelConfig) -> bool:
+    """Return whether updates change the adapters of a model and nothing else, as far as its configuration says.
+
+    Biases with which routers choose experts move unless their update rate is 0, which is Megatron-Bridge's here.
+    """
+    bridge, fields = model.provider == "bridge", model.transformer
+    biased = bridge or fields.get("moe_router_enable_expert_bias", False)
+    rate = fields.get("moe_router_bias_update_rate", 0.0 if bridge else None)
+    return model.lora is not None and not model.train_only and (not biased or rate == 0.0)
+
+
 def model_family_of(model: ModelConfig) -> ModelFamily | None:
     """Return the family that a model names; if it names none, the first that is built like it, if any is."""
     if model.family is not None:

@@ -36,6 +36,7 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.random import get_expert_parallel_rng_tracker_name
+from megatron.core.transformer.moe.router import Router
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor, nn
@@ -315,6 +316,28 @@ def adapters_of(chunks: Sequence[Any]) -> list[Adapters]:
     """Return the adapters of the chunks that have any, wrapped or not."""
     found = (getattr(unwrap_model(chunk), "lora", None) for chunk in chunks)
     return [each for each in found if isinstance(each, Adapters)]
+
+
+def changed_beside_adapters(chunks: Sequence[Any]) -> list[str]:
+    """Return the names of the tensors of this rank, outside adapters, that an update may change.
+
+    These are the trained weights, and the buffers that a checkpoint contains, such as the biases with which routers
+    choose experts; not the biases if ``moe_router_bias_update_rate`` is 0. Without such tensors on any rank, the model
+    without its adapters stays what it was.
+
+    Args:
+        chunks: this rank's model chunks, wrapped or not.
+    """
+    names: list[str] = []
+    for chunk in map(unwrap_model, chunks):
+        for prefix, module in chunk.named_modules():
+            if prefix.partition(".")[0] == "lora":
+                continue
+            still = isinstance(module, Router) and module.config.moe_router_bias_update_rate == 0.0
+            moving = set() if still else module._buffers.keys() - module._non_persistent_buffers_set
+            trained = {name for name, value in module._parameters.items() if value is not None and value.requires_grad}
+            names += [f"{prefix}.{name}".removeprefix(".") for name in sorted(moving | trained)]
+    return names
 
 
 @contextlib.contextmanager

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from mcontroller.errors import ConfigError, DataError, before_changes
 from parallel_state.agreement import all_gather_values, raise_on_every_rank
 from workers.config.model import ModelConfig
-from workers.lora.adapters import Adapter, adapters_of
+from workers.lora.adapters import Adapter, adapters_of, changed_beside_adapters
 from workers.lora.base import base_hash, tensor_headers
 from workers.weights.resharding import Wanted, WholeTensors, tensors_in
 from workers.weights.resharding_schedule import Span
@@ -25,6 +24,7 @@ from workers.weights.shards import WeightShard
 
 _FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
+_FACTOR = re.compile(rf"{re.escape(_PREFIX)}(.+)\.lora_([AB])\.weight")
 _EXPERT = re.compile(r"(.*)\.(\d+)\.lora_(A|B\d)")
 
 
@@ -99,15 +99,17 @@ def load_adapter(chunks: Sequence[Any], model: ModelConfig) -> None:
     """Fill the adapters from ``model.lora.path`` (a collective).
 
     Raises:
-        DataError: on every rank: the file lacks a tensor, or has one of another shape, or others.
+        DataError: on every rank: the file lacks a tensor, has one of another shape, or has others: ``tensor`` names it.
     """
     assert model.lora is not None and model.lora.path is not None
-    path, rank = Path(model.lora.path), model.lora.rank
+    path = Path(model.lora.path)
     with before_changes():
         tensors = raise_on_every_rank(lambda: _read(path))
-        raise_on_every_rank(lambda: [_value(shard, tensors, rank, path) for shard in _shards(chunks)])
+        raise_on_every_rank(lambda: [_value(shard, tensors, model, path) for shard in _shards(chunks)])
+        read = all_gather_values({_name_in_file(shard) for shard in _shards(chunks)})
+        raise_on_every_rank(lambda: _check_all_read(tensors.keys() - set().union(*read), model, path))
     for shard in _shards(chunks):
-        shard.param.copy_(shard.slice_of(_value(shard, tensors, rank, path)))
+        shard.param.copy_(shard.slice_of(_value(shard, tensors, model, path)))
 
 
 def _read(path: Path) -> dict[str, Tensor]:
@@ -120,20 +122,41 @@ def _read(path: Path) -> dict[str, Tensor]:
         raise DataError(f"the adapter {str(path / _FILE)!r} cannot be read: {error}", path=str(path)) from error
 
 
-def _value(shard: WeightShard, tensors: dict[str, Tensor], rank: int, path: Path) -> Tensor:
-    """Return the whole tensor of a part from those of a file."""
+def _name_in_file(shard: WeightShard) -> str:
+    """Return the name of the tensor of a file that a part is of: of all experts, if it is of one."""
     of_expert = _EXPERT.fullmatch(shard.name)
-    name = shard.name if of_expert is None else f"{of_expert[1]}.lora_{of_expert[3][0]}.weight"
-    value = tensors.get(name)
+    return shard.name if of_expert is None else f"{of_expert[1]}.lora_{of_expert[3][0]}.weight"
+
+
+def _check_all_read(unread: Collection[str], model: ModelConfig, path: Path) -> None:
+    """Raise DataError if a file has tensors that no adapter of the model has."""
+    if unread:
+        assert model.lora is not None
+        raise DataError(
+            f"the adapter at {str(path)!r} has {len(unread)} tensors that model.lora has no adapter for, such as "
+            f"{min(unread)}: targets are {model.lora.targets}, exclude {model.lora.exclude}, and only linear layers of "
+            "the decoder have adapters",
+            path=str(path),
+            tensor=min(unread),
+            unread=sorted(unread),
+        )
+
+
+def _value(shard: WeightShard, tensors: dict[str, Tensor], model: ModelConfig, path: Path) -> Tensor:
+    """Return the whole tensor of a part from those of a file."""
+    assert model.lora is not None
+    of_expert, rank, experts = _EXPERT.fullmatch(shard.name), model.lora.rank, model.num_moe_experts or 0
+    name = _name_in_file(shard)
+    whole = value = tensors.get(name)
     if value is not None and of_expert is not None:
         number = int(of_expert[2])
-        if of_expert[3] == "A":
+        if of_expert[3] == "A" and len(value) == rank * experts:
             value = value[number * rank : (number + 1) * rank]
-        elif value.dim() == 2 and value.size(1) % rank == 0:
-            value = value.unflatten(1, (rank, -1))[..., number]
+        elif of_expert[3] != "A" and value.dim() == 2 and value.size(1) == rank * experts:
+            value = value.unflatten(1, (rank, experts))[..., number]
             value = value if len(value) == shard.full_shape[0] else value.chunk(2)[int(of_expert[3][1])]
     if value is None or tuple(value.shape) != shard.full_shape:
-        found = "none" if value is None else list(value.shape)
+        found = "none" if whole is None else list(whole.shape)
         raise DataError(
             f"the adapter at {str(path)!r} does not fit the model: {name} is {found}, expected "
             f"{list(shard.full_shape)}{'' if of_expert is None else ' of each expert'}",
@@ -154,7 +177,7 @@ def export_adapter(chunks: Sequence[Any], path: str, model: ModelConfig) -> None
     """
     lora, target = model.lora, Path(path)
     with before_changes():
-        also = {name for names in all_gather_values(_trained_weights(chunks)) for name in names}
+        also = {name for names in all_gather_values(changed_beside_adapters(chunks)) for name in names}
         if lora is None or also:
             why = "model.lora is not set" if lora is None else f"{', '.join(sorted(also)[:3])} are trained too"
             text = f"the adapter alone cannot be exported: {why}; export the merged model instead"
@@ -178,12 +201,6 @@ def write_adapter(
     dense = {name: tensor.contiguous() for name, tensor in tensors.items()}
     save_file(dense, folder / _FILE, metadata={"format": "pt", **(metadata or {})})
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2))
-
-
-def _trained_weights(chunks: Sequence[Any]) -> list[str]:
-    """The names of weights of this rank that are trained and not of an adapter, such as a value head's."""
-    named = (each for chunk in chunks for each in unwrap_model(chunk).named_parameters())
-    return [name for name, parameter in named if parameter.requires_grad and not name.startswith("lora.")]
 
 
 def _create(target: Path) -> None:
@@ -248,10 +265,19 @@ def check_adapter(model: ModelConfig) -> None:
         return
     of_base = {name: header["shape"] for name, header, *_ in tensor_headers(Path(model.hf_path))}
     for name, shape in own.items():
-        module, _, factor = name.removeprefix(_PREFIX).removesuffix(".weight").rpartition(".lora_")
-        if ".experts" in module or not module:
+        of_factor = _FACTOR.fullmatch(name)
+        if of_factor is None:
+            raise ConfigError(
+                f"the adapter at {lora.path!r} has {name}, which is not A or B of a linear layer: merge the adapter "
+                "into its base with PEFT (merge_and_unload), and set model.hf_path to the result",
+                key="model.lora.path",
+                value=lora.path,
+                tensor=name,
+            )
+        module, dim = of_factor[1], "BA".index(of_factor[2])
+        if ".experts" in module:
             continue
-        dim, whole = "BA".index(factor), of_base.get(f"{module}.weight")
+        whole = of_base.get(f"{module}.weight")
         if whole is None or shape[dim] != whole[dim]:
             raise ConfigError(
                 f"the adapter at {lora.path!r} does not fit the base {model.hf_path!r}: {name} is {shape}, and "

@@ -21,6 +21,7 @@ from mcontroller.ppo.roles import CONFIG_KEYS, Role, reads_reference
 from parallel_state.topology import Topology
 from workers.communication.estimate import StepRows
 from workers.config import ActorConfig, CriticConfig, RewardConfig
+from workers.config.trained_weights import base_is_frozen
 from workers.generate.engines import ROLLOUT_ENGINES
 from workers.memory.estimate import Memory, host_memory
 from workers.model.gpu_defaults import max_connections
@@ -206,7 +207,7 @@ def _role_lines(
         if value is not None:
             yield f"{key}: CUDA_DEVICE_MAX_CONNECTIONS={value} on GPUs before compute capability 10.0: {reason}"
         trained = isinstance(config, ActorConfig | CriticConfig) and key not in ("ref", "rollout")
-        copied = key == "actor_rollout_ref" and reference and "ref" not in roles and config.model.lora is None
+        copied = key == "actor_rollout_ref" and reference and "ref" not in roles and not base_is_frozen(config.model)
         models = 2 if copied else 1
         host = host_memory(config, sizes[key], trained=trained, models=models)
         line = f"{key}: host memory of a process: {host.offloaded / _GB:.2f} GB offloaded (pinned)"

@@ -12,7 +12,7 @@ from typing import Any
 from mcontroller.config.checks import check_at_least
 from mcontroller.config.fields import nested_config, strict_fields
 from mcontroller.config.imports import absolute_path_of, import_module
-from mcontroller.config.load import CollectedErrors, given_values, load_config
+from mcontroller.config.load import CollectedErrors, completed_section, given_values, load_config
 from mcontroller.errors import ConfigError
 from mcontroller.ppo.config import MultiTurnConfig, PPOConfig
 from mcontroller.ppo.datasets.config import DatasetConfig, ProblemsConfig
@@ -101,8 +101,9 @@ class RunConfig(PPOConfig):
     rollout: ActorConfig | None = None
     """The rollout in a separate group. None: the rollout is in the actor's workers.
 
-    In a file, values that are not given are taken from actor_rollout_ref, except ``rollout.parallel``. ``parallel`` is
-    taken over as a whole: if it is given, axes without a size are 1.
+    In a file, values that are not given are taken from actor_rollout_ref, except ``rollout.parallel``; those of
+    mappings, such as ``model.transformer``, by key. ``parallel`` is taken over as a whole: if it is given, axes without
+    a size are 1.
     """
     critic: CriticConfig | None = None
     """The critic. None: an estimator without a critic."""
@@ -243,18 +244,28 @@ def _rollout_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
     sampling = rollout.get("rollout", {})
     if isinstance(sampling, Mapping):  # the layout in which the actor's own processes would generate is none of these
         rollout = {**rollout, "rollout": {"parallel": None, **sampling}}
-    return {"rollout": _interpolations(ActorConfig, rollout, "actor_rollout_ref")}
+    without = {name: value for name, value in given.items() if name != "rollout"}
+    values = completed_section(RunConfig, without, "actor_rollout_ref")
+    return {"rollout": _interpolations(ActorConfig, rollout, values, "actor_rollout_ref")}
 
 
-def _interpolations(cls: type, given: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Return interpolations of the fields of ``source`` that are not given; of nested ones but layouts, by field."""
+def _interpolations(cls: type | None, given: Mapping[str, Any], values: Mapping[str, Any], at: str) -> dict[str, Any]:
+    """Return interpolations of the values of a section that are not given; of mappings but layouts, by key.
+
+    Args:
+        cls: the dataclass of the section; None: a mapping of any keys, such as ``model.transformer``.
+        given: the values that replace those of the section.
+        values: of the section.
+        at: its key.
+    """
     found: dict[str, Any] = {}
-    for item in dataclasses.fields(cls):
-        nested = nested_config(cls, item.name)
-        if item.name not in given:
-            found[item.name] = f"${{{source}.{item.name}}}"
-        elif nested not in (None, ParallelConfig) and isinstance(given[item.name], Mapping):
-            found[item.name] = _interpolations(nested, given[item.name], f"{source}.{item.name}")
+    for name in values if cls is None else [item.name for item in dataclasses.fields(cls)]:
+        nested = None if cls is None else nested_config(cls, name)
+        below = values.get(name)
+        if name not in given:
+            found[name] = f"${{{at}.{name}}}"
+        elif nested is not ParallelConfig and isinstance(given[name], Mapping) and (nested or isinstance(below, dict)):
+            found[name] = _interpolations(nested, given[name], below or {}, f"{at}.{name}")
     return found
 
 

@@ -26,6 +26,7 @@ from mcontroller.ppo.roles import Role, check_generates_alone, check_roles, role
 from mcontroller.trackers import TRACKERS
 from workers.actor import ActorRolloutRefWorker
 from workers.config import ActorConfig, ModelConfig
+from workers.config.trained_weights import base_is_frozen
 from workers.critic import CriticWorker
 from workers.reward import RewardModelWorker
 from workers.run import hf_tokenizer  # noqa: F401  # registers its tokenizer
@@ -222,8 +223,8 @@ def roles_of(config: RunConfig) -> dict[Role, Any]:
 
 
 def _is_base(reference: ModelConfig, policy: ModelConfig) -> bool:
-    """Return whether the reference is what the policy is without its adapter: then no second model is built."""
-    if policy.lora is None or (reference.lora is not None and reference.lora.path is not None):
+    """Return whether the reference stays what the policy is without its adapter: then no second model is built."""
+    if not base_is_frozen(policy) or (reference.lora is not None and reference.lora.path is not None):
         return False
     return replace(reference, lora=None, freeze=[], train_only=[]) == replace(
         policy, lora=None, freeze=[], train_only=[]

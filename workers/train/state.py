@@ -34,6 +34,7 @@ class TrainingState:
         weights_version: a number that changes whenever the weights may have changed. Not saved.
         base: what the adapters of the part "model" belong to, for the manifest; None if it has none.
         gradients: the ``Gradients`` that ``optim_step`` applies; None if there are none. Not saved.
+        unsaved: the parts that never change and are built the same again; a checkpoint does not contain them.
     """
 
     context: MegatronContext
@@ -46,6 +47,12 @@ class TrainingState:
     received_version: int | None = None
     base: dict[str, Any] | None = None
     gradients: Any = None
+    unsaved: frozenset[str] = frozenset()
+
+    @property
+    def saved_models(self) -> dict[str, list[Any]]:
+        """The model chunks of this rank that a checkpoint contains, by part."""
+        return {part: chunks for part, chunks in self.models.items() if part not in self.unsaved}
 
     @property
     def model(self) -> list[Any]:

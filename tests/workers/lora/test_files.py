@@ -12,13 +12,13 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from mcontroller.errors import ConfigError
+from mcontroller.errors import ConfigError, DataError
 from tests.ranks import run_ranks
 from tests.workers.lora.test_peft import SHORT, checkpoints, expected_of  # noqa: F401  # a fixture
 from tests.workers.roles import MODEL, be_a_worker, callable_directly, experience
 from workers.actor import ActorRolloutRefWorker
 from workers.config import ActorConfig, load_config
-from workers.config.lora import LoraConfig
+from workers.config.lora import LoraConfig, peft_fields
 from workers.config.trained_weights import adapter_target
 
 ADAPTER = "adapter_model.safetensors"
@@ -115,11 +115,10 @@ def test_names_of_megatron_select_what_those_of_peft_do() -> None:
 @pytest.mark.parametrize(
     ("of_peft", "lora", "reason"),
     [
-        ({"use_dora": True}, {}, "has use_dora=True; only False is supported"),
-        ({"bias": "all"}, {}, "has bias='all'; only 'none' is supported"),
         ({"r": 0}, {}, "model.lora.rank is 0; it must be at least 1"),
         ({}, {"rank": 8}, "model.lora.rank is 8, and the adapter at .* has 3"),
-        ({"r": "x"}, {}, "cannot be read: ValueError"),
+        ({"lora_alpha": "x"}, {}, "cannot be read: ValueError"),
+        ({"exclude_modules": ["o_proj"]}, {"exclude": []}, r"the adapter at .* has \['o_proj'\]"),
     ],
 )
 def test_adapter_that_is_not_supported_is_rejected_by_name(
@@ -134,6 +133,158 @@ def test_adapter_that_is_not_supported_is_rejected_by_name(
     file.write_text(json.dumps(json.loads(file.read_text()) | of_peft))
     with pytest.raises(ConfigError, match=reason):
         config_of(path, **lora)
+
+
+# The file that PEFT 0.21.2 writes for LoraConfig(), without r, lora_alpha and targets.
+PEFT_DEFAULTS: dict[str, Any] = {
+    **dict.fromkeys(("alora_invocation_tokens", "arrow_config", "auto_mapping", "base_model_name_or_path")),
+    **dict.fromkeys(("corda_config", "eva_config", "exclude_modules", "kasa_config", "layer_replication")),
+    **dict.fromkeys(("layers_pattern", "layers_to_transform", "lora_ga_config", "megatron_config", "modules_to_save")),
+    **dict.fromkeys(("monteclora_config", "revision", "target_parameters", "task_type", "trainable_token_indices")),
+    **dict.fromkeys(("use_bdlora", "velora_config")),
+    **dict.fromkeys(("ensure_weight_tying", "fan_in_fan_out", "inference_mode", "lora_bias", "use_dora"), False),
+    **dict.fromkeys(("use_qalora", "use_rslora"), False),
+    **{"alpha_pattern": {}, "loftq_config": {}, "rank_pattern": {}, "bias": "none", "init_lora_weights": True},
+    **{"lora_dropout": 0.0, "megatron_core": "megatron.core", "peft_type": "LORA", "peft_version": "0.21.2"},
+    **{"qalora_group_size": 16, "r": 3, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj"]},
+}
+
+
+def fields_of(path: Path, changes: dict[str, Any]) -> dict[str, Any]:
+    (path / "adapter_config.json").write_text(json.dumps(PEFT_DEFAULTS | changes))
+    return peft_fields(str(path))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *[
+            ("init_lora_weights", each)
+            for each in ("pissa", "pissa_niter_4", "olora", "corda", "loftq", "lora_ga", "mica")
+        ],
+        *[("peft_type", each) for each in ("IA3", "ADALORA", None)],
+        *[("bias", each) for each in ("all", "lora_only")],
+        *[(each, True) for each in ("use_dora", "use_qalora", "use_bdlora", "lora_bias", "fan_in_fan_out")],
+        *[(each, ["embed_tokens"]) for each in ("modules_to_save", "layers_pattern")],
+        *[(each, [1, 2]) for each in ("trainable_token_indices", "alora_invocation_tokens", "layers_to_transform")],
+        *[(each, {"q_proj": 8}) for each in ("rank_pattern", "alpha_pattern", "megatron_config", "corda_config")],
+        *[(each, {"rank": 1}) for each in ("arrow_config", "kasa_config", "monteclora_config", "velora_config")],
+        ("layers_to_transform", 0),
+        ("layer_replication", [[0, 1], [0, 2]]),
+        ("loftq_config", {"loftq_bits": 4}),
+        ("trainable_token_indices", {"embed_tokens": [1]}),
+        ("ensure_weight_tying", True),
+        ("use_rslora", "no"),
+        ("r", 3.5),
+        ("r", "3"),
+        ("target_modules", r".*\.q_proj"),
+        ("exclude_modules", r".*layers\.0.*"),
+        ("a_key_of_a_later_peft", 1),
+        ("a_key_of_a_later_peft", 0),
+        ("a_key_of_a_later_peft", {"x": 1}),
+    ],
+)
+def test_key_of_an_adapter_that_changes_what_it_computes_is_rejected(key: str, value: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        fields_of(tmp_path, {key: value})
+    assert (caught.value.key, caught.value.field, caught.value.found) == ("model.lora.path", key, value)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        *[{"init_lora_weights": each} for each in (False, "gaussian", "orthogonal", "eva")],  # equal with PEFT 0.21.2
+        {"lora_dropout": 0.05, "task_type": "CAUSAL_LM", "base_model_name_or_path": "a/b", "inference_mode": True},
+        {"eva_config": {"rho": 2.0}, "qalora_group_size": 8, "auto_mapping": {"parent_library": "a"}},
+        {"a_key_of_a_later_peft": None, "another": False, "a_third": [], "a_fourth": {}},
+    ],
+)
+def test_keys_of_an_adapter_that_change_nothing_are_accepted(changes: dict[str, Any], tmp_path: Path) -> None:
+    expected = {"rank": 3, "alpha": 6.0, "targets": ["q_proj", "v_proj"], "exclude": []}
+    assert fields_of(tmp_path, changes) == expected | {"use_rslora": False, "experts": False}
+
+
+def test_excluded_modules_of_an_adapter_are_read(tmp_path: Path) -> None:
+    assert fields_of(tmp_path, {"exclude_modules": ["layers.0.self_attn.q_proj"]})["exclude"] == [
+        "layers.0.self_attn.q_proj"
+    ]
+
+
+def with_tensors(path: Path, shapes: dict[str, tuple[int, ...]]) -> ActorConfig:
+    """Add tensors to the adapter of a model."""
+    factors = load_file(path / "adapter" / ADAPTER)
+    added = {f"base_model.model.{name}": torch.ones(shape) for name, shape in shapes.items()}
+    save_file(factors | added, path / "adapter" / ADAPTER)
+    return config_of(path)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.embed_tokens.lora_embedding_A",
+        "model.embed_tokens.weight",
+        "model.embed_tokens.token_adapter.trainable_tokens_delta",
+        "model.layers.0.self_attn.q_proj.lora_magnitude_vector",
+        "model.layers.0.self_attn.q_proj.lora_B.bias",
+    ],
+)
+def test_tensor_that_is_no_factor_is_rejected_before_processes_start(
+    name: str,
+    checkpoints: dict[str, Path],  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    config = with_tensors(shutil.copytree(checkpoints["qwen3"], tmp_path / "model"), {name: (3, 61)})
+    with pytest.raises(ConfigError) as caught:
+        ActorRolloutRefWorker.check_init(config=config, role="actor")
+    assert caught.value.tensor == f"base_model.model.{name}"
+
+
+def loading_error(config: ActorConfig) -> tuple[str, list[str]]:
+    be_a_worker()
+    worker = callable_directly(ActorRolloutRefWorker(config, "rollout"))
+    with pytest.raises(DataError) as caught:
+        worker.init_model()
+    return caught.value.tensor, getattr(caught.value, "unread", [])
+
+
+@pytest.mark.simulated
+@pytest.mark.parametrize(
+    ("family", "parallel", "module", "width", "height"),
+    [
+        ("qwen3", {"pp": 2}, "lm_head", 32, 61),
+        ("qwen3", {"tp": 2}, "model.layers.0.self_attn.k_proj", 32, 16),
+        ("qwen3_moe", {"ep": 2}, "model.layers.0.mlp.gate", 32, 4),
+    ],
+)
+def test_factors_of_a_layer_without_an_adapter_are_rejected(
+    family: str,
+    parallel: dict[str, int],
+    module: str,
+    width: int,
+    height: int,
+    checkpoints: dict[str, Path],  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    path = shutil.copytree(checkpoints[family], tmp_path / "model")
+    factors = {f"{module}.lora_A.weight": (3, width), f"{module}.lora_B.weight": (height, 3)}
+    config = load_config(ActorConfig, with_tensors(path, factors), {"parallel": parallel})
+    ActorRolloutRefWorker.check_init(config=config, role="actor")
+    names = [f"base_model.model.{each}" for each in factors]
+    assert run_ranks(loading_error, 2, config) == [(names[0], names)] * 2
+
+
+@pytest.mark.simulated
+def test_adapter_of_more_experts_than_the_model_has_is_rejected(
+    checkpoints: dict[str, Path],  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    path = shutil.copytree(checkpoints["qwen3_moe"], tmp_path / "model")
+    factors = load_file(path / "adapter" / ADAPTER)
+    name = "base_model.model.model.layers.0.mlp.experts.lora_A.weight"
+    factors[name] = torch.cat([factors[name], factors[name][:3]])
+    save_file(factors, path / "adapter" / ADAPTER)
+    assert run_ranks(loading_error, 1, config_of(path)) == [(name, [])]
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,31 @@ def test_no_second_model_is_built_for_the_reference(changes: dict[str, Any], gro
     assert found == groups
 
 
+BIASED = {
+    "num_moe_experts": 4,
+    "qk_layernorm": True,
+    "transformer": {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"},
+}
+STILL = BIASED | {"transformer": BIASED["transformer"] | {"moe_router_bias_update_rate": 0.0}}  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("base", "policy", "group"),
+    [
+        (MODEL, {"train_only": ["*norm*weight"]}, "ref"),
+        (MODEL | BIASED, {}, "ref"),
+        (MODEL | STILL, {}, "actor"),
+    ],
+    ids=["norms are trained", "biases of routers move", "biases of routers stay"],
+)
+def test_section_of_the_base_is_a_group_if_updates_change_the_base(
+    base: dict[str, Any], policy: dict[str, Any], group: str
+) -> None:
+    config = config_of(actor_rollout_ref={"model": base | {"lora": LORA} | policy}, ref={"model": base})
+    found = {each.name: each.init.kwargs["role"] for each in role_workers(config, roles_of(config))}
+    assert found == ({"actor": "actor_rollout", "ref": "ref"} if group == "ref" else {"actor": "actor_rollout_ref"})
+
+
 @pytest.mark.parametrize("changes", [{"warm_up": {"steps": 2}}, {"trainer": {"ref_sync_steps": 2}}])
 def test_reference_that_would_move_is_rejected(changes: dict[str, Any]) -> None:
     config, mapping = config_of(**changes), {Role.ActorRolloutRef: ActorRolloutRefWorker}

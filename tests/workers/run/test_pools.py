@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from workers.config import ParallelConfig
 from workers.run.config import RunConfig, read_run_config
 from workers.run.parts import make_parts, roles_of
 from workers.run.pools import pools_of
+from workers.weight_sender import check_same_policy
 
 MODEL = "{vocab_size: 32, max_sequence_length: 16, num_layers: 2, hidden_size: 64, num_attention_heads: 4}"
 CRITIC = ["algorithm.adv_estimator=gae", f"critic.model={MODEL}"]
@@ -66,6 +68,37 @@ def test_a_rollout_has_the_values_of_the_actor_that_it_does_not_set(config_file:
     assert rollout.rollout.parallel is None
     assert read(config_file, "rollout={}").rollout == read(config_file).actor_rollout_ref
     assert read(config_file, "rollout=null").rollout is None
+
+
+MISTRAL = {
+    "model_type": "mistral",
+    "vocab_size": 32,
+    "max_position_embeddings": 16,
+    **{"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4},
+    **{"head_dim": 16, "intermediate_size": 128, "rms_norm_eps": 1e-5, "hidden_act": "silu"},
+    **{"rope_theta": 1e6, "sliding_window": 8, "tie_word_embeddings": False},
+}
+
+
+def test_mappings_of_a_rollout_are_those_of_the_actor_by_key(config_file: Path, tmp_path: Path) -> None:  # noqa: F811
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "config.json").write_text(json.dumps(MISTRAL))
+    engine = "{enable_prefix_caching: true, compilation_config: {level: 3, mode: a}}"
+    config = read(
+        config_file,
+        *(f"model={{hf_path: {tmp_path / 'base'}}}", "actor_rollout_ref.model=${model}", "tokenizer.kind=characters"),
+        "model.transformer={apply_rope_fusion: true, softmax_scale: 0.5}",
+        f"actor_rollout_ref.rollout.vllm.options={engine}",
+        "rollout.model.transformer={apply_rope_fusion: false}",
+        "rollout.rollout.vllm.options={compilation_config: {level: 0}}",
+    )
+    actor, rollout = config.actor_rollout_ref, config.rollout
+    assert rollout is not None
+    assert actor.model.transformer == {"window_size": [7, 0], "apply_rope_fusion": True, "softmax_scale": 0.5}
+    assert rollout.model.transformer == {"window_size": [7, 0], "apply_rope_fusion": False, "softmax_scale": 0.5}
+    options = {"enable_prefix_caching": True, "compilation_config": {"level": 0, "mode": "a"}}
+    assert rollout.rollout.vllm.options == options
+    check_same_policy(actor, rollout, "auto")
 
 
 def test_a_rollout_without_a_model_of_the_actor_is_reported_as_that(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from mcontroller.errors import ConfigError
 from workers.config import ActorConfig, ModelConfig
+from workers.config.trained_weights import base_is_frozen
 from workers.weights.hf.config import hf_config_of
 
 CPU_HEAD_WIDTHS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -108,8 +109,11 @@ def _check_adapter_alone(config: ActorConfig) -> None:
     why = ""
     if lora is None:
         why = "there is no adapter: set model.lora"
-    elif model.train_only:
-        why = "model.train_only trains weights of the base, which the engine would not get: leave it out"
+    elif not base_is_frozen(model):
+        why = (
+            "updates change the base, which the engine would not get: leave model.train_only out, and set "
+            "model.transformer.moe_router_bias_update_rate=0 if routers have biases"
+        )
     elif model.num_moe_experts and lora.experts:
         why = "vLLM gets no adapters of experts: set model.lora.experts=false"
     elif lora.rank > LORA_RANKS[-1]:

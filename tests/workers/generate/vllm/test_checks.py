@@ -62,7 +62,7 @@ ALONE = {"vllm": {"adapter_alone": True}}
             {"rollout": ALONE, "model": {"lora": LORA, "train_only": ["*norm.weight"]}},
             True,
             "rollout.vllm.adapter_alone",
-            "trains weights of the base",
+            "updates change the base",
         ),
         (
             {"rollout": ALONE, "model": {"lora": LORA | {"rank": 600}}},
