@@ -24,6 +24,7 @@ from parallel_state.releases import build_optimizer
 from workers.config import OptimConfig
 from workers.config.optim import DDP_SET_ELSEWHERE, OPTIMIZER_SET_ELSEWHERE
 from workers.model.transformer_config import checked_fields
+from workers.train.expert_bias import keeping_expert_bias
 from workers.train.router_losses import prepare_routers
 
 
@@ -156,7 +157,8 @@ def wrap_for_training(
 
 def _sum_gradients(chunks: list[nn.Module], num_tokens: object = None, *args: Any, **kwargs: Any) -> None:
     """Finalize gradients as Megatron does, without the division by its count of tokens, which is an integer."""
-    finalize_model_grads(chunks, None, *args, **kwargs)
+    with keeping_expert_bias(get_model_config(chunks[0])):
+        finalize_model_grads(chunks, None, *args, **kwargs)
 
 
 def _count_padding_of_buckets(chunk: DistributedDataParallel) -> None:
