@@ -22,7 +22,7 @@ from mcontroller.errors import ConfigError, before_changes
 from parallel_state.errors import ParallelStateError
 from parallel_state.releases import build_optimizer
 from workers.config import OptimConfig
-from workers.config.optim import DDP_SET_ELSEWHERE, OPTIMIZER_SET_ELSEWHERE
+from workers.config.optim import DDP_DEFAULTS, DDP_SET_ELSEWHERE, OPTIMIZER_SET_ELSEWHERE
 from workers.model.transformer_config import checked_fields
 from workers.train.expert_bias import keeping_expert_bias
 from workers.train.router_losses import prepare_routers
@@ -84,9 +84,7 @@ def data_parallel_config(optim: OptimConfig, ddp: Mapping[str, Any]) -> Distribu
         ConfigError: a field is unknown in the installed megatron-core, follows from ``optim``, or has a value of
             another type; DistributedDataParallelConfig itself rejects the fields.
     """
-    fields: dict[str, Any] = {
-        "grad_reduce_in_fp32": True,
-        "average_in_collective": False,
+    fields = DDP_DEFAULTS | {
         "use_distributed_optimizer": bool(optim.distributed_optimizer),
         "overlap_grad_reduce": optim.overlap_grad_reduce,
         "overlap_param_gather": optim.overlap_param_gather,
