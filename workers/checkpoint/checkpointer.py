@@ -264,19 +264,22 @@ class Checkpointer:
         return ""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def export_hf(self, path: str) -> None:
-        """Write the model as a new Hugging Face directory, with the tokenizer of the one that it was loaded from.
+    def export_hf(self, path: str, tokenizer: str | None = None) -> None:
+        """Write the model as a new Hugging Face directory, with the code and tokenizer of the one it was loaded from.
 
         An adapter is merged into the weights that are written; the model's own stay as they are.
 
         Args:
             path: a directory that does not exist yet, or is empty, on a file system that all nodes share.
+            tokenizer: a directory with the files of the tokenizer that the model was trained with; None for the one of
+                the directory that it was loaded from.
 
         Raises:
             DataError: ``path`` is not empty, or a tensor has no counterpart; see ``workers.export_hf``.
             ConfigError: no model family is built like the model.
         """
-        export_hf(self._state.model, self._state.context, path, self._model, companions_from=self._model.hf_path)
+        state, base = self._state, self._model.hf_path
+        export_hf(state.model, state.context, path, self._model, companions_from=base, tokenizer=tokenizer)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def export_adapter(self, path: str) -> None:

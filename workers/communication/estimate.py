@@ -19,6 +19,7 @@ from mcontroller.errors import ConfigError
 from parallel_state.topology import Topology
 from workers.config import ActorConfig
 from workers.config.fit import length_multiple_of
+from workers.config.optim import DDP_DEFAULTS
 from workers.memory.parameters import Shape, count_parameters, layers_of_chunks
 
 _FLOAT, _INT, _DOUBLE = 4, 8, 8
@@ -123,8 +124,7 @@ class _Step:
         self.size = _SIZES[config.model.dtype]
         self.whole = self.tokens * self.shape.hidden * self.size
         self.part = self.whole // self.split
-        extra = config.ddp if isinstance(config.ddp, dict) else {}
-        self.gradient = _FLOAT if extra.get("grad_reduce_in_fp32", True) else self.size
+        self.gradient = _FLOAT if (DDP_DEFAULTS | config.ddp)["grad_reduce_in_fp32"] else self.size
 
     def add(self, axes: Sequence[str], operation: str, group: str, nbytes: float, ranks: int) -> None:
         """Add the bytes of each of some ranks; nothing for groups of one rank."""

@@ -219,6 +219,8 @@ DDP_SET_ELSEWHERE = {
     "overlap_param_gather": "optim.overlap_param_gather",
 }
 """Fields of DistributedDataParallelConfig that other keys of a role's configuration set, and these keys."""
+DDP_DEFAULTS: dict[str, Any] = {"grad_reduce_in_fp32": True, "average_in_collective": False}
+"""Fields of DistributedDataParallelConfig whose defaults differ from Megatron's."""
 
 _FSDP = (
     "Megatron's FSDP keeps weights as DTensors, which checkpoints, resharding and offload of this package cannot move"

@@ -63,6 +63,14 @@ def layer_saved(shape: Shape, tokens: Tokens, with_experts: bool, *, everything:
     return attention + feed_forward
 
 
+def _expert_rows(shape: Shape, tokens: Tokens) -> int:
+    """The tokens that the experts of a rank compute: those of its etp ranks, which the dispatcher gathers.
+
+    Ranks of the ep axis send each other as many as they receive.
+    """
+    return tokens.local * shape.config.moe_router_topk * shape.etp
+
+
 def _activated(shape: Shape, tokens: Tokens) -> int:
     """Tensors as wide as the MLP that the activation saves: its input, its result, and with gates their product."""
     if tokens.fused:
@@ -82,11 +90,10 @@ def _experts_saved(shape: Shape, tokens: Tokens, recomputed: set[str]) -> int:
     if "moe" in recomputed:
         return 0
     config = shape.config
-    copies = (
-        tokens.local * config.moe_router_topk * (config.tensor_model_parallel_size if config.sequence_parallel else 1)
-    )
+    copies, routed = _expert_rows(shape, tokens), tokens.local * config.moe_router_topk
     wide = shape.gates if "moe_act" in recomputed else _activated(shape, tokens)
-    saved = tokens.size * copies * (wide * shape.expert_mlp + 2 * shape.hidden)  # tokens before and after the experts
+    saved = tokens.size * copies * (wide * shape.expert_mlp + shape.hidden)
+    saved += tokens.size * routed * shape.hidden  # the results of the experts, reduced over the etp ranks
     if "moe_act" not in recomputed:
         saved += _FLOAT * copies * shape.expert_mlp  # the product with the probabilities, in float32
     saved += 4 * _FLOAT * tokens.local * config.num_moe_experts  # logits, probabilities and the map of the router
@@ -95,8 +102,8 @@ def _experts_saved(shape: Shape, tokens: Tokens, recomputed: set[str]) -> int:
 
 def layer_gradients(shape: Shape, tokens: Tokens, with_experts: bool) -> int:
     """Return the bytes of the gradients that exist while the backward pass is in one layer."""
-    copies, width = (shape.config.moe_router_topk, shape.expert_mlp) if with_experts else (1, shape.mlp)
-    return tokens.size * (tokens.count * copies * width * (shape.gates + 1) + 2 * tokens.local * shape.hidden)
+    rows, width = (_expert_rows(shape, tokens), shape.expert_mlp) if with_experts else (tokens.count, shape.mlp)
+    return tokens.size * (rows * width * (shape.gates + 1) + 2 * tokens.local * shape.hidden)
 
 
 def layer_passing(shape: Shape, tokens: Tokens, with_experts: bool, masks: int = 0, *, decoding: bool = False) -> int:
@@ -112,8 +119,10 @@ def layer_passing(shape: Shape, tokens: Tokens, with_experts: bool, masks: int =
     size, count, hidden = tokens.size, tokens.count, shape.hidden
     attention = size * count * (3 * shape.queries + 3 * shape.keys) + masks
     if with_experts:
-        copies = count * shape.config.moe_router_topk
-        mlp = size * copies * (3 * hidden + 2 * shape.gates * shape.expert_mlp) + _FLOAT * copies * shape.expert_mlp
+        copies = _expert_rows(shape, tokens)
+        routed = tokens.local * shape.config.moe_router_topk
+        inputs = copies if decoding else 2 * copies  # of the experts, which a linear layer copies
+        mlp = size * (routed + inputs) * hidden + (2 * size * shape.gates + _FLOAT) * copies * shape.expert_mlp
         if tokens.fused:  # the input and the result of the activation, in one kernel
             mlp -= size * copies * (shape.gates - 1) * shape.expert_mlp
     else:

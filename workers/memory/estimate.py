@@ -10,17 +10,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from megatron.core.optimizer import OptimizerConfig
+
 from mcontroller.errors import ConfigError
 from parallel_state import ParallelLayout
 from workers.config import ActorConfig, CriticConfig, ModelConfig, OptimConfig, ParallelConfig, RewardConfig
 from workers.config.fit import length_multiple_of
+from workers.config.optim import DDP_DEFAULTS, OPTIMIZER_SET_ELSEWHERE
 from workers.memory.activations import Tokens, in_flight, layer_gradients, layer_passing, layer_saved, recomputes_all
 from workers.memory.parameters import Parameters, Shape, count_parameters, layers_of_chunks
+from workers.model.transformer_config import checked_fields
 
 NCCL_BYTES_PER_GROUP = 256 << 20
 """A guess of the buffers of one NCCL communicator; it depends on NCCL's version, the network and the channels."""
 _FLOAT = 4
-_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1, "fp8": 1}
+_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _STATES = {"adam": ("exp_avg_dtype", "exp_avg_sq_dtype"), "sgd": ("exp_avg_dtype",)}
 
 
@@ -50,7 +54,7 @@ class Memory:
     Attributes:
         parameters: the weights.
         gradients: the gradient buffers.
-        optimizer: float32 copies of weights, and the optimizer's state.
+        optimizer: float32 copies of weights, and the optimizer's state, without what stays in host memory.
         activations: what layers save for the backward pass, and what exists while one layer runs.
         logits: logits and what is computed from them.
         cache: keys and values of generation.
@@ -114,11 +118,12 @@ class PlannedRole:
         if self.optim is None:
             return Memory(parameters=self.size * total, nccl=self.nccl())
         trained = self.trained(pp_rank)
-        in_float = self.ddp.get("grad_reduce_in_fp32", True)
+        state, on_host = self.optimizer_state(pp_rank)
+        in_float = (DDP_DEFAULTS | self.ddp)["grad_reduce_in_fp32"]
         return Memory(
             parameters=self.size * total,
             gradients=(_FLOAT if in_float else self.size) * (trained.dense + trained.expert),
-            optimizer=self._optimizer(self.optim, trained),
+            optimizer=state - on_host,
             nccl=self.nccl(),
         )
 
@@ -126,28 +131,35 @@ class PlannedRole:
         """Return the numbers of trained parameters on a stage, which have gradients and optimizer state."""
         return count_parameters(self.model, self.parallel, pp_rank, value_head=self.value_head, trained=True)
 
-    def _optimizer(self, optim: OptimConfig, count: Parameters) -> int:
-        layout = self.layout
-        extra = optim.megatron
-        name = optim.optimizer
-        if name not in _STATES:
+    def optimizer_state(self, pp_rank: int) -> tuple[int, int]:
+        """Return the bytes of a rank's optimizer on a stage, and how many of them stay in host memory.
+
+        Raises:
+            ConfigError: the state of the optimizer is not known, or a field of ``optim.megatron`` cannot be used.
+        """
+        layout, optim, count = self.layout, self.optim, self.trained(pp_rank)
+        if optim is None:
+            return 0, 0
+        if optim.optimizer not in _STATES:
             raise ConfigError(
-                f"memory cannot be estimated with optim.optimizer={name!r}; expected one of {', '.join(_STATES)}",
+                f"memory cannot be estimated with optim.optimizer={optim.optimizer!r}; expected one of "
+                f"{', '.join(_STATES)}",
                 key="optim.optimizer",
-                value=name,
+                value=optim.optimizer,
             )
-        per_parameter = sum(_SIZES[str(extra.get(state, "float32"))] for state in _STATES[name])
+        given = checked_fields(OptimizerConfig, optim.megatron, "optim.megatron", OPTIMIZER_SET_ELSEWHERE)
+        settings = {field.name: field.default for field in fields(OptimizerConfig)} | given
+        per_parameter = sum(settings[state].itemsize for state in _STATES[optim.optimizer])
         if self.model.dtype != "float32":  # the optimizer updates a copy of the weights in float32
-            per_parameter += _SIZES[str(extra.get("main_params_dtype", "float32"))]
-        if extra.get("store_param_remainders"):
-            per_parameter -= self.size
+            per_parameter += settings["main_params_dtype"].itemsize
+        if settings["use_precision_aware_optimizer"] and settings["store_param_remainders"]:
+            per_parameter -= self.size if self.model.dtype == "bfloat16" else 0
         sharded = optim.distributed_optimizer
         dense = count.dense / (layout.dp * layout.cp if sharded else 1)
         expert = count.expert / (layout.sizes["edp"] if sharded else 1)
-        on_device = 1.0
-        if extra.get("optimizer_cpu_offload"):
-            on_device -= float(extra.get("optimizer_offload_fraction", 1.0))
-        return math.ceil(per_parameter * on_device * (dense + expert))
+        on_host = settings["optimizer_offload_fraction"] if settings["optimizer_cpu_offload"] else 0.0
+        whole = math.ceil(per_parameter * (dense + expert))
+        return whole, math.floor(on_host * whole)
 
     def nccl(self) -> int:
         """Return the guess for NCCL's buffers: one communicator for each group that an update uses.
@@ -316,15 +328,15 @@ def host_memory(
     value_head = not isinstance(config, ActorConfig)
     role = PlannedRole(config.model, config.parallel, world_size, optim, value_head=value_head)
     stage = max(range(config.parallel.pp), key=lambda stage: role.idle(stage).total)
-    idle, changing = role.idle(stage), role.trained(stage)
+    idle, changing, (optimizer, _) = role.idle(stage), role.trained(stage), role.optimizer_state(stage)
     replicas = role.layout.dp * role.layout.cp
     sharded = role.optim is not None and role.optim.distributed_optimizer
     weights = models * idle.parameters
     if config.model.lora is not None:  # a checkpoint has what training changes
         weights = role.size * (changing.dense + changing.expert)
-    part = weights // replicas + (idle.optimizer if sharded else idle.optimizer // replicas)
+    part = weights // replicas + (optimizer if sharded else optimizer // replicas)
     return HostMemory(
-        offloaded=models * idle.parameters + idle.optimizer,
+        offloaded=models * idle.parameters + optimizer,
         saved=2 * part if trained else 0,
         gathered=_GATHERED * (changing.dense + changing.expert) if sharded and replicas > 1 else 0,
     )

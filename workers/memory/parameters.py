@@ -57,6 +57,7 @@ class Shape:
         cached: channels that generation caches for a position.
         mlp, expert_mlp, shared_mlp: width inside the MLP, inside an expert, and inside the shared expert (0 if none).
         gates: 2 if the first linear layer of an MLP has a gate as well, else 1.
+        etp: ranks that an expert is divided over.
         experts: experts of the rank in a layer with experts.
         vocabulary: entries of the vocabulary of the rank.
 
@@ -74,7 +75,7 @@ class Shape:
                     key=f"model.transformer.{name}",
                     value=getattr(config, name),
                 )
-        etp = parallel.tp if parallel.etp is None else parallel.etp
+        self.etp = parallel.tp if parallel.etp is None else parallel.etp
         width = config.kv_channels
         self.config = config
         self.hidden = config.hidden_size
@@ -84,7 +85,7 @@ class Shape:
         if isinstance(config, MLATransformerConfig):
             self.cached = config.kv_lora_rank + config.qk_pos_emb_head_dim
         self.mlp = config.ffn_hidden_size // parallel.tp
-        self.expert_mlp = (config.moe_ffn_hidden_size or config.ffn_hidden_size) // etp
+        self.expert_mlp = (config.moe_ffn_hidden_size or config.ffn_hidden_size) // self.etp
         self.shared_mlp = (config.moe_shared_expert_intermediate_size or 0) // parallel.tp
         self.gates = 2 if config.gated_linear_unit else 1
         self.experts = (config.num_moe_experts or 0) // parallel.ep

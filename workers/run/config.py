@@ -28,6 +28,8 @@ ROLES = ("actor_rollout_ref", *OWN_POOL_ROLES)
 """The fields that are configurations of roles."""
 CONFIG_FILE = "config.yaml"
 """Name of the configuration in the run's directory."""
+TOKENIZER = "tokenizer"
+"""The directory of a run that has the files of its tokenizer."""
 MAIN_POOL = "pool"
 """The name of the pool of all roles that are in no other pool."""
 

@@ -8,13 +8,13 @@ examples: mcontroller export runs/20260101-120000 --hf model
 from __future__ import annotations
 
 import argparse
-import shutil
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mcontroller.errors import ConfigError
-from workers.run.conversion import add_layout_arguments, check_new_directory, on_workers
+from workers.run.config import TOKENIZER
+from workers.run.conversion import add_layout_arguments, check_new_directory, on_workers, print_files_left_out
 from workers.run.resume_verb import config_of_run
 
 if TYPE_CHECKING:
@@ -45,17 +45,18 @@ def run(arguments: argparse.Namespace) -> int:
     record = read_record(Path(checkpoints))
     target = str(Path(arguments.hf).resolve())
 
+    files = Path(arguments.directory).resolve() / TOKENIZER
+    tokenizer = str(files) if files.is_dir() else None
+
     def export(group: WorkerGroup) -> None:
         group.load_checkpoint(str(record.locate(Path(checkpoints), record.last, "actor")))
         if arguments.adapter:
             group.export_adapter(target)
         else:
-            group.export_hf(target)
+            group.export_hf(target, tokenizer)
 
     on_workers(model, arguments, export)
-    tokenizer = Path(arguments.directory) / "tokenizer"
-    for file in tokenizer.iterdir() if tokenizer.is_dir() and not arguments.adapter else ():
-        if not (Path(target) / file.name).exists():
-            shutil.copy(file, target)
     sys.stdout.write(f"step {record.last.global_steps} of {arguments.directory} is in {target}\n")
+    if not arguments.adapter:
+        print_files_left_out(model.hf_path, target)
     return 0

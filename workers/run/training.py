@@ -29,7 +29,7 @@ from mcontroller.ppo.trainer import RayPPOTrainer
 from mcontroller.trace.recorder import recording
 from mcontroller.trackers import Run, Tracker, make_trackers
 from workers.prediction.layouts import write_prediction
-from workers.run.config import CONFIG_FILE, RunConfig
+from workers.run.config import CONFIG_FILE, TOKENIZER, RunConfig
 from workers.run.parts import RunParts, chosen_lines, make_parts, roles_of
 from workers.run.pools import pools_of
 from workers.run.run_report import RunReport
@@ -132,6 +132,7 @@ def make_trainer(
         rollout_fn=parts.rollout_fn,
         trackers=[*make_trackers(config.trackers, _run_of_trackers(config, directory)), *trackers],
         display=ProgressDisplay(console),
+        tokenizer_files=directory / TOKENIZER,
     )
 
 

@@ -22,8 +22,9 @@ from mcontroller.errors import ConfigError, before_changes
 from parallel_state.errors import ParallelStateError
 from parallel_state.releases import build_optimizer
 from workers.config import OptimConfig
-from workers.config.optim import DDP_SET_ELSEWHERE, OPTIMIZER_SET_ELSEWHERE
+from workers.config.optim import DDP_DEFAULTS, DDP_SET_ELSEWHERE, OPTIMIZER_SET_ELSEWHERE
 from workers.model.transformer_config import checked_fields
+from workers.train.expert_bias import keeping_expert_bias
 from workers.train.router_losses import prepare_routers
 
 
@@ -83,9 +84,7 @@ def data_parallel_config(optim: OptimConfig, ddp: Mapping[str, Any]) -> Distribu
         ConfigError: a field is unknown in the installed megatron-core, follows from ``optim``, or has a value of
             another type; DistributedDataParallelConfig itself rejects the fields.
     """
-    fields: dict[str, Any] = {
-        "grad_reduce_in_fp32": True,
-        "average_in_collective": False,
+    fields = DDP_DEFAULTS | {
         "use_distributed_optimizer": bool(optim.distributed_optimizer),
         "overlap_grad_reduce": optim.overlap_grad_reduce,
         "overlap_param_gather": optim.overlap_param_gather,
@@ -156,7 +155,8 @@ def wrap_for_training(
 
 def _sum_gradients(chunks: list[nn.Module], num_tokens: object = None, *args: Any, **kwargs: Any) -> None:
     """Finalize gradients as Megatron does, without the division by its count of tokens, which is an integer."""
-    finalize_model_grads(chunks, None, *args, **kwargs)
+    with keeping_expert_bias(get_model_config(chunks[0])):
+        finalize_model_grads(chunks, None, *args, **kwargs)
 
 
 def _count_padding_of_buckets(chunk: DistributedDataParallel) -> None:

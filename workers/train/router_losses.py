@@ -155,13 +155,18 @@ class RouterLosses:
         self.routers = [module for chunk in model for module in chunk.modules() if isinstance(module, _TokenRouter)]
         self.pg, self.device, self.count = pg, device, count
         self.sums = torch.zeros(len(self.names), dtype=torch.float64, device=device)
-        self.tokens = self._tokens = self._count = 0.0
+        self._sums_of_step = torch.zeros_like(self.sums)
+        self.tokens = self._tokens_of_step = self._tokens = self._count = 0.0
         self._buffers: list[tuple[Tensor, Tensor]] = []
 
     def begin(self, batches: Sequence[TokenBatch]) -> None:
-        """Set the weight of the losses for a step on these micro-batches (a collective over dp)."""
+        """Set the weight of the losses for gradients of these micro-batches (a collective over dp).
+
+        Gradients since the last ``end`` belong to the same step.
+        """
         if not self.names:
             return
+        self._count_in_step()
         numbers = torch.zeros(2, dtype=torch.float64, device=self.device)
         for batch in batches:
             tokens = (batch.lengths * batch.counted).sum()
@@ -191,12 +196,21 @@ class RouterLosses:
             router.share = self._count / self._tokens
             router.sums = {}
 
+    def _count_in_step(self) -> None:
+        """Add the losses of the last gradients, if there are any, to those of the step."""
+        for router in self.routers if self._tokens else ():
+            self._sums_of_step += torch.stack([router.sums[name] for name in self.names])
+        self._tokens_of_step += self._tokens
+        self._tokens = 0.0
+
     def end(self, made: bool) -> None:
         """End the step; if it was made, its losses count in the means."""
-        if made and self.names:
-            self.tokens += self._tokens
-            for router in self.routers:
-                self.sums += torch.stack([router.sums[name] for name in self.names])
+        self._count_in_step()
+        if made:
+            self.tokens += self._tokens_of_step
+            self.sums += self._sums_of_step
+        self._tokens_of_step = 0.0
+        self._sums_of_step.zero_()
 
     def means(self) -> dict[str, float]:
         """Return each loss without its coefficient, averaged over all tokens and all layers with experts.

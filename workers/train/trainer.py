@@ -21,6 +21,7 @@ from workers.config import OptimConfig
 from workers.config.roles import MicroBatchSize
 from workers.model.utilization import model_flops_utilization
 from workers.train.batches import TokenBatch
+from workers.train.expert_bias import move_expert_bias, reset_token_counts
 from workers.train.forward import loss_of_own_targets
 from workers.train.metrics import LOSS_COUNT, Rule, reduce_reports
 from workers.train.micro_batches import MicroBatcher
@@ -97,6 +98,8 @@ class Gradients:
         kept = [buffer.grad_data.clone() for buffer in self._buffers()] if earlier else []
         self._batches = batcher.on_device(state.model, batches)
         self._random = random_state()
+        if earlier is None:
+            reset_token_counts(state.model)
         routers.begin(batches)
         self.reports, count = self._computed()
         if routers.begin_again(count):
@@ -151,6 +154,7 @@ class Gradients:
             step = step._replace(overflow=False)  # a smaller scale of the loss would not help
         self.routers.end(step.made)
         if step.made:
+            move_expert_bias(state.model)
             scheduler.step(advance)
             state.counters["optimizer_steps"] += 1
             return AppliedStep(lr, step.grad_norm)
@@ -160,10 +164,11 @@ class Gradients:
         return AppliedStep(lr, None)
 
     def _first_nonfinite(self) -> GradientFinding | None:
-        found = []
+        found, random = [], random_state()
         for part in self.parts:
             set_random_state(part._random)
             found.append(first_nonfinite_gradient(self._state.model, part._batches, part._compute, self._pg))
+        set_random_state(random)
         return next((each for each in found if each is not None), None)
 
 
@@ -316,8 +321,6 @@ class Trainer:
         sizes = counted_sizes(method, len(counted), pg.dp, device)
         batches = self._divided(rows, counted, max(sizes), micro_batch_size)
         routers = earlier.routers if earlier else RouterLosses(state.model, pg, device, self._loss_count)
-        if earlier:
-            routers.end(True)
         gradients = Gradients(method, state, self._batcher, batches, self._forward, loss, routers, sum(sizes), earlier)
         state.gradients = gradients
         return reduce_reports(gradients.reports, rules, pg, device)

@@ -11,16 +11,23 @@ from mcontroller.errors import ConfigError
 from tests.ranks import run_ranks
 from tests.workers.memory.counted import BF16, EXPERTS, RECOMPUTED, SHARDED, WHOLE, Layout, far_off
 from tests.workers.roles import MODEL, actor, critic
-from workers import ModelConfig, ParallelConfig
-from workers.config import load_config
-from workers.memory.estimate import PlannedRole
-from workers.memory.parameters import Parameters, count_parameters
+from workers import ModelConfig, OptimConfig, ParallelConfig
+from workers.config import ActorConfig, load_config
+from workers.memory.activations import Tokens, layer_gradients, layer_passing
+from workers.memory.estimate import PlannedRole, host_memory
+from workers.memory.parameters import Parameters, Shape, count_parameters
 
 LAYOUTS: dict[str, Layout] = {
     "tp 2, sequence parallel, bfloat16": ({"tp": 2, "sequence_parallel": True}, BF16, {}),
     "pp 2, float32": ({"pp": 2}, {}, {}),
     "dp 2, sharded optimizer, bfloat16, recomputed": ({}, BF16 | {"transformer": RECOMPUTED}, SHARDED),
     "ep 2, sharded optimizer, bfloat16": ({"ep": 2}, BF16 | EXPERTS, SHARDED),
+    "tp 2, etp 1, ep 2, sequence parallel, bfloat16": (
+        {"tp": 2, "etp": 1, "ep": 2, "sequence_parallel": True},
+        BF16 | EXPERTS,
+        SHARDED,
+    ),
+    "tp 2, etp 2, sequence parallel, bfloat16, experts": ({"tp": 2, "sequence_parallel": True}, BF16 | EXPERTS, {}),
     "pp 2, vpp 2, bfloat16": ({"pp": 2, "vpp": 2}, BF16, {}),
     "cp 2, bfloat16, MLP and norms recomputed": (
         {"cp": 2},
@@ -116,3 +123,37 @@ def test_an_optimizer_whose_state_is_not_known_is_rejected_by_its_field() -> Non
             load_config(ModelConfig, MODEL | {"transformer": {"attention_output_gate": True}}), ParallelConfig(), 1
         )
     assert PlannedRole(model, ParallelConfig(), 1).idle(0).gradients == 0
+
+
+def test_experts_that_tp_does_not_divide_compute_the_tokens_of_one_rank() -> None:
+    config = load_config(ModelConfig, MODEL | EXPERTS | {"num_query_groups": 4})
+    whole = Shape(config, ParallelConfig(ep=4))
+    divided = Shape(config, ParallelConfig(tp=4, ep=4, etp=1, sequence_parallel=True))
+    tokens, of_rank = Tokens(1024, 256, 2), Tokens(256, 256, 2)
+    assert layer_gradients(divided, tokens, True) == layer_gradients(whole, of_rank, True)
+    assert layer_passing(divided, tokens, True) == layer_passing(whole, of_rank, True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "per_parameter"),
+    [
+        ({}, 12),
+        ({"optimizer_cpu_offload": True}, 12),  # Megatron's default of the fraction is 0
+        ({"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.25}, 9),
+        ({"use_precision_aware_optimizer": True}, 10),  # the weights are the upper half of the float32 copies
+        ({"use_precision_aware_optimizer": True, "store_param_remainders": False}, 12),
+        ({"use_precision_aware_optimizer": True, "exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"}, 6),
+    ],
+)
+def test_an_optimizer_has_the_bytes_of_its_settings_and_of_defaults(
+    settings: dict[str, Any], per_parameter: int
+) -> None:
+    model = load_config(ModelConfig, MODEL | BF16)
+    optim = OptimConfig(distributed_optimizer=True, megatron=settings)
+    role = PlannedRole(model, ParallelConfig(), 1, optim)
+    trained = role.trained(0)
+    assert role.idle(0).optimizer == per_parameter * trained.dense
+    config = load_config(ActorConfig, {"model": MODEL | BF16, "optim": {"megatron": settings}})
+    host = host_memory(config, 1, trained=True, models=1)
+    whole = max(per_parameter, 12) if "optimizer_offload_fraction" in settings else per_parameter
+    assert host.offloaded == (2 + whole) * trained.dense

@@ -23,6 +23,7 @@ import ray
 from mcontroller.cli.main import main
 small = ["trainer.total_training_steps=1", "data.train_batch_size=4", "cluster.address=" + sys.argv[1]]
 settings = ["model.lora={rank: 2, alpha: 4}", "entropy_coeff=1", "optim.lr=0.01"]
+small.append("tokenizer.path=other")
 lora = [f"actor_rollout_ref.{setting}" for setting in settings]
 statuses = [
     main(["train", "run.yaml", "run_dir=out", *small, *lora]),
@@ -55,6 +56,8 @@ def folder(tmp_path: Path) -> Path:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>")
     tokenizer.chat_template = "{% for m in messages %}{{ m['role'][0] }} {{ m['content'] }}={% endfor %}"
     tokenizer.save_pretrained(tmp_path / SNAPSHOT)
+    tokenizer.chat_template += "{# of another tokenizer #}"
+    tokenizer.save_pretrained(tmp_path / "other")
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     tiny = LlamaConfig(vocab_size=len(vocabulary), num_key_value_heads=2, max_position_embeddings=1024, **sizes)
     LlamaForCausalLM(tiny).save_pretrained(tmp_path / SNAPSHOT)
@@ -92,6 +95,7 @@ def run_verbs(folder: Path, program: str) -> str:
 def test_a_run_from_the_readme_is_trained_resumed_exported_and_converted(folder, ray_cluster):
     printed = run_verbs(folder, VERBS)
     from safetensors.torch import load_file
+    from transformers import AutoTokenizer
 
     lines = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
     assert [line["global_step"] for line in lines if "train/right" in line] == [1, 2]
@@ -102,7 +106,10 @@ def test_a_run_from_the_readme_is_trained_resumed_exported_and_converted(folder,
     base, trained, again = (load_file(folder / name / "model.safetensors") for name in (SNAPSHOT, "trained", "again"))
     assert trained.keys() == again.keys()
     assert all(bool((trained[name] == again[name]).all()) for name in trained)
-    assert (folder / "trained" / "tokenizer.json").is_file()
+    assert not (folder / "adapter" / "tokenizer.json").exists()
+    template = AutoTokenizer.from_pretrained(folder / "trained").chat_template
+    assert template == AutoTokenizer.from_pretrained(folder / "other").chat_template
+    assert template != AutoTokenizer.from_pretrained(folder / SNAPSHOT).chat_template
     factors = load_file(folder / "adapter" / "adapter_model.safetensors")
     assert len(factors) == 2 * 2 * 7  # A and B of each linear layer
     for name, b in factors.items():

@@ -10,8 +10,8 @@ import pytest
 
 from mcontroller.errors import ConfigError
 from workers import model_config_from_hf
-from workers.weights.hf.config import hf_config_of
-from workers.weights.hf.fields import INERT, NEUTRAL
+from workers.weights.hf.config import family_of, hf_config_of
+from workers.weights.hf.fields import INERT, neutral_of
 
 # The contents of config.json as published with these models.
 LLAMA_31 = {
@@ -176,6 +176,43 @@ QWEN_3_MOE = {
     "router_aux_loss_coef": 0.001,
     "tie_word_embeddings": False,
 }
+QWEN_3_CODER = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "attention_dropout": 0.0,
+    "decoder_sparse_step": 1,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 5472,
+    "max_position_embeddings": 262144,
+    "max_window_layers": 28,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "output_router_logits": False,
+    "qkv_bias": False,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 10000000,
+    "router_aux_loss_coef": 0.0,
+    "shared_expert_intermediate_size": 0,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.52.3",
+    "use_cache": True,
+    "use_qk_norm": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
 PUBLISHED = {
     "llama_31": LLAMA_31,
     "llama_2": LLAMA_2,
@@ -183,6 +220,7 @@ PUBLISHED = {
     "qwen_25": QWEN_25,
     "qwen_3": QWEN_3,
     "qwen_3_moe": QWEN_3_MOE,
+    "qwen_3_coder": QWEN_3_CODER,
 }
 
 
@@ -197,7 +235,7 @@ def test_published_configurations_are_read_and_their_inert_keys_exported(name: s
     model = read(tmp_path, config)
     assert (model.num_layers, model.vocab_size) == (config["num_hidden_layers"], config["vocab_size"])
     exported = hf_config_of(model)
-    missing = config.keys() - exported.keys() - NEUTRAL.keys()
+    missing = config.keys() - exported.keys() - neutral_of(family_of(model)).keys()
     assert missing == set()
     same = config.keys() & (INERT | {"sliding_window", "max_window_layers", "router_aux_loss_coef"})
     assert {key: exported[key] for key in same} == {key: config[key] for key in same}
@@ -228,6 +266,11 @@ def test_every_default_of_transformers_is_read(name: str, tmp_path: Path) -> Non
         ("qwen_25", "use_sliding_window", True),
         ("qwen_25", "use_mrope", True),
         ("qwen_3_moe", "num_shared_experts", 1),
+        ("qwen_3_coder", "qkv_bias", True),
+        ("qwen_3_coder", "use_qk_norm", False),
+        ("qwen_3_coder", "shared_expert_intermediate_size", 512),
+        ("qwen_25", "qkv_bias", False),
+        ("llama_31", "use_qk_norm", True),
     ],
 )
 def test_a_key_that_changes_the_computation_is_rejected(name: str, key: str, value: Any, tmp_path: Path) -> None:

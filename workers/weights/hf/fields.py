@@ -52,6 +52,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "chunk_size_feed_forward": (0, None),
     "cross_attention_hidden_size": (None,),
     "embedding_multiplier": (1, None),
+    "first_k_dense_replace": (0, None),
     "final_logit_softcapping": (None,),
     "is_causal": (True,),
     "is_decoder": (False, True, None),
@@ -59,11 +60,15 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "logits_scaling": (1, None),
     "mlp_bias": (False, None),
     "partial_rotary_factor": (1, None),
+    "n_shared_experts": (0, None),
+    "num_nextn_predict_layers": (0, None),
+    "num_shared_experts": (0, None),
     "pretraining_tp": (1, None),
     "pruned_heads": ({}, None),
     "quantization_config": (None,),
     "residual_multiplier": (1, None),
     "rope_interleaved": (False, None),
+    "shared_expert_intermediate_size": (0, None),
     "sliding_window": (None,),
     "tie_encoder_decoder": (False, None),
     "use_bidirectional_attention": (False, None),
@@ -73,6 +78,13 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 """Keys with the values at which they change nothing; the first is reported as the expected one."""
 
 
+def neutral_of(family: ModelFamily) -> dict[str, tuple[Any, ...]]:
+    """Return ``NEUTRAL`` with the keys of a family, and those that state what the family always has."""
+    always = {"qkv_bias": family.add_qkv_bias, "use_qk_norm": family.qk_layernorm}
+    stated = {key: (value, None) for key, value in always.items() if value is not None}
+    return {**NEUTRAL, **stated, **family.only_built}
+
+
 def check_config_keys(config: Mapping[str, Any], family: ModelFamily) -> None:
     """Check that no key of ``config.json`` changes what a model of the family computes without being computed.
 
@@ -80,7 +92,7 @@ def check_config_keys(config: Mapping[str, Any], family: ModelFamily) -> None:
         ConfigError: a key is in none of the lists, or has a value at which it changes something; ``key`` and ``value``
             are from ``config.json``.
     """
-    neutral = {**NEUTRAL, **family.only_built}
+    neutral = neutral_of(family)
     known = INERT | _READ_ELSEWHERE | frozenset(family.computed) | frozenset(family.inert)
     for key, value in config.items():
         if key in neutral and key not in family.inert and key not in family.computed:

@@ -5,6 +5,7 @@ A directory becomes visible when it is completely written.
 
 from __future__ import annotations
 
+import fnmatch
 import functools
 import json
 import shutil
@@ -26,14 +27,22 @@ _INDEX = "model.safetensors.index.json"
 _DTYPES = ("F64", "F32", "F16", "BF16")
 # Weights in FP8 have one number for each block, by which its values are multiplied.
 _QUANTIZED, _SCALE = "F8_E4M3", "_scale_inv"
-_COMPANIONS = (
+_TOKENIZER = (
     "tokenizer*",
     "vocab*",
     "merges.txt",
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template*",
-    "generation_config.json",
+    "additional_chat_templates",
+    "*.model",
+    "*.tiktoken",
+)
+_COMPANIONS = (*_TOKENIZER, "generation_config.json", "*processor_config.json", "*.py", "LICENSE*", "NOTICE*")
+# Files that belong to the weights of a directory, or describe them.
+_OF_WEIGHTS = (
+    *("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.npz", "*.index.json"),
+    *("config.json", "README*", ".*", "*quant*.json"),
 )
 
 
@@ -251,7 +260,11 @@ def start_export(target: Path) -> None:
 
 
 def finish_export(
-    target: Path, config: dict[str, object], files: Sequence[WrittenFile], companions: Path | None
+    target: Path,
+    config: dict[str, object],
+    files: Sequence[WrittenFile],
+    companions: Path | None,
+    tokenizer: Path | None = None,
 ) -> None:
     """Rename the files, write the index and ``config.json``, and rename the directory to ``target``.
 
@@ -259,7 +272,8 @@ def finish_export(
         target: the directory of the export, as passed to ``start_export``.
         config: content of ``config.json``.
         files: the files of all ranks, in the order in which they are numbered.
-        companions: a directory whose tokenizer and generation configuration are copied, or None.
+        companions: a directory whose tokenizer, code and generation configuration are copied, or None.
+        tokenizer: a directory with the files of another tokenizer, which are copied instead; None for that one.
     """
     partial = _partial(target)
     weight_map: dict[str, str] = {}
@@ -271,13 +285,37 @@ def finish_export(
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         (partial / _INDEX).write_text(json.dumps(index, indent=2))
     (partial / "config.json").write_text(json.dumps(config, indent=2))
-    if companions is not None:
-        for found in (file for pattern in _COMPANIONS for file in companions.glob(pattern)):
-            shutil.copy(found, partial / found.name)
+    copied = [] if companions is None else [entry for entry in companions.iterdir() if _matches(entry, _COMPANIONS)]
+    if tokenizer is not None:
+        copied = [*(entry for entry in copied if not _matches(entry, _TOKENIZER)), *tokenizer.iterdir()]
+    for entry in copied:
+        copy = shutil.copytree if entry.is_dir() else shutil.copy
+        copy(entry, partial / entry.name)
     if target.exists():
         target.rmdir()
     partial.rename(target)
     release_lock(_lock(target))
+
+
+def files_left_out(source: Path, target: Path) -> list[str]:
+    """Return the files that an export lacks: of the model's directory, and code that its configurations name.
+
+    Args:
+        source: the directory that the model was loaded from; weights and its tokenizer do not count.
+        target: the export.
+    """
+    entries = [entry for entry in source.iterdir() if not _matches(entry, (*_OF_WEIGHTS, *_TOKENIZER))]
+    names = {entry.name for entry in entries if entry.is_file()}
+    for file in ("config.json", "tokenizer_config.json"):
+        text = (target / file).read_text() if (target / file).is_file() else "{}"
+        for classes in json.loads(text).get("auto_map", {}).values():
+            local = [name for name in ([classes] if isinstance(classes, str) else classes) if name and "--" not in name]
+            names |= {f"{name.partition('.')[0]}.py" for name in local}
+    return sorted(name for name in names if not (target / name).exists())
+
+
+def _matches(entry: Path, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(entry.name, pattern) for pattern in patterns)
 
 
 def _names(count: int) -> Iterator[str]:

@@ -22,7 +22,7 @@ from parallel_state.megatron import MegatronContext
 from workers.weights.fingerprints import Fingerprint, shard_fingerprints
 from workers.weights.hf.config import family_at, family_of, hf_config_of
 from workers.weights.hf.family import ModelFamily
-from workers.weights.hf.files import WeightFiles, WeightWriter, finish_export, start_export
+from workers.weights.hf.files import WeightFiles, WeightWriter, files_left_out, finish_export, start_export
 from workers.weights.hf.hub import local_directory
 from workers.weights.hf.names import OUTPUT_LAYER, bridge_of, hf_shards, model_family, names_of
 from workers.weights.resharding import BucketMemory, Wanted, WholeTensors, tensor_in, tensors_in
@@ -157,6 +157,7 @@ def export_hf(
     model: Any,
     *,
     companions_from: str | os.PathLike[str] | None = None,
+    tokenizer: str | os.PathLike[str] | None = None,
     max_file_bytes: int = 4_000_000_000,
 ) -> None:
     """Write the model as a Hugging Face directory, which becomes visible when it is complete (a collective).
@@ -172,7 +173,8 @@ def export_hf(
         context: the layout of the chunks.
         path: a directory that does not exist yet, or is empty, in a file system that all ranks share.
         model: the ``ModelConfig`` of the model, which becomes ``config.json``.
-        companions_from: a Hugging Face directory whose tokenizer and generation configuration are copied.
+        companions_from: a Hugging Face directory whose tokenizer, code and generation configuration are copied.
+        tokenizer: a directory with the files of another tokenizer, which are copied instead.
         max_file_bytes: the size at which a rank starts another file.
 
     Raises:
@@ -194,7 +196,10 @@ def export_hf(
         writer.add(name, tensor)
     written = [file for files in all_gather_values(writer.close()) for file in files]
     if rank == 0:
-        finish_export(target, config, written, Path(companions_from) if companions_from is not None else None)
+        companions = None if companions_from is None else Path(companions_from)
+        finish_export(target, config, written, companions, None if tokenizer is None else Path(tokenizer))
+        for name in () if companions is None else files_left_out(companions, target):
+            logger.warning("%s of the model in %s is not in the export", name, companions)
         logger.info("%d tensors in %d files at %s", sum(len(file.tensors) for file in written), len(written), target)
     dist.barrier()
 

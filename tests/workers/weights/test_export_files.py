@@ -1,0 +1,58 @@
+"""Files beside the weights of an export: the code of the model, and the tokenizer that it was trained with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from workers.weights.hf.files import files_left_out, finish_export, start_export
+
+AUTO = {"AutoConfig": "configuration_x.Config", "AutoModelForCausalLM": "owner/repo--modeling_hub.Model"}
+
+
+def write(directory: Path, files: dict[str, str]) -> Path:
+    directory.mkdir()
+    for name, text in files.items():
+        (directory / name).write_text(text)
+    return directory
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    """A directory of a model with code, whose tokenizer is of tiktoken."""
+    files = {"tiktoken.model": "base", "chat_template.jinja": "base", "tokenizer_config.json": "{}"}
+    files |= {"configuration_x.py": "code", "helper.py": "code", "generation_config.json": "{}", "LICENSE": "text"}
+    files |= {"config.json": "{}", "model.safetensors": "", "README.md": "", "hf_quant_config.json": "{}"}
+    return write(tmp_path / "base", files)
+
+
+def exported(tmp_path: Path, base: Path, tokenizer: Path | None) -> set[str]:
+    target = tmp_path / "export"
+    start_export(target)
+    finish_export(target, {"auto_map": AUTO}, [], base, tokenizer)
+    return {file.name for file in target.iterdir()}
+
+
+def test_an_export_has_the_code_and_the_tokenizer_of_the_model(tmp_path: Path, base: Path) -> None:
+    files = exported(tmp_path, base, None)
+    assert files == {file.name for file in base.iterdir()} - {
+        "model.safetensors",
+        "README.md",
+        "hf_quant_config.json",
+    }
+    assert files_left_out(base, tmp_path / "export") == []
+
+
+def test_an_export_has_no_file_of_another_tokenizer_than_the_given_one(tmp_path: Path, base: Path) -> None:
+    names = {"AutoTokenizer": ["tokenization_y.Tokenizer", None]}
+    own = {"tokenizer.json": "own", "tokenizer_config.json": json.dumps({"auto_map": names})}
+    tokenizer = write(tmp_path / "tokenizer", own)
+    write(tokenizer / "additional_chat_templates", {"tools.jinja": "own"})
+    (base / "prompt_style.yaml").write_text("")
+    files = exported(tmp_path, base, tokenizer)
+    code = {"configuration_x.py", "helper.py", "generation_config.json", "LICENSE", "config.json"}
+    assert files == code | {"tokenizer.json", "tokenizer_config.json", "additional_chat_templates"}
+    assert (tmp_path / "export" / "tokenizer.json").read_text() == "own"
+    assert files_left_out(base, tmp_path / "export") == ["prompt_style.yaml", "tokenization_y.py"]
