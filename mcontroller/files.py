@@ -66,6 +66,18 @@ def free_space(path: Path) -> str:
     return f"the disk at {path} has {found.f_bavail * found.f_frsize:,} bytes free"
 
 
+def moved_path(path: str | os.PathLike[str], before: str | os.PathLike[str], now: Path) -> Path:
+    """Return where a recorded path is, after the directory ``before`` has become ``now``; a path outside of it stays.
+
+    Args:
+        path: absolute, or relative to the directory.
+        before: the absolute path of the directory when ``path`` was recorded.
+        now: its path now.
+    """
+    whole, root = (Path(os.path.normpath(Path(before, each))) for each in (path, "."))
+    return now / whole.relative_to(root) if whole.is_relative_to(root) else whole
+
+
 def delete_with_links(directory: Path) -> None:
     """Delete a directory, and first the links next to it that name it; nothing if it does not exist.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import sys
 import time
 import uuid
@@ -93,18 +94,26 @@ METRICS_BYTES, SAMPLES_BYTES = 256_000_000, 16_000_000
 class _StepLines:
     """A file with lines of steps. At ``most`` bytes, every second step is removed, and left out from then on."""
 
-    def __init__(self, path: Path, most: int) -> None:
+    def __init__(self, path: Path, most: int, resumed_at: int | None) -> None:
         self._path, self._most, self._every = path, most, 1
-        self.open(None)
+        self._resumed_at = resumed_at
+        self._open()
 
-    def open(self, last: int | None) -> None:
-        """Open the file, without the steps after ``last``; None: it keeps all."""
-        if last is not None and self._path.is_file():
-            _remove_later_steps(self._path, last)
+    def _open(self) -> None:
         self._file = self._path.open("a", encoding="utf-8", buffering=1)
+
+    def rewind(self, step: int) -> None:
+        """Remove the steps after this one."""
+        self._resumed_at = None
+        self.close()
+        if self._path.is_file():
+            _remove_later_steps(self._path, step)
+        self._open()
 
     def add(self, step: int, values: Mapping[str, Any]) -> None:
         """Append a line."""
+        if self._resumed_at is not None:
+            self.rewind(self._resumed_at)
         if step % self._every == 0:
             self._file.write(json.dumps({"global_step": step, **values}, default=str) + "\n")
             if self._file.tell() > self._most:
@@ -113,9 +122,10 @@ class _StepLines:
     def _thin_out(self) -> None:
         self._every *= 2
         self.close()
-        lines = self._path.read_text(encoding="utf-8").splitlines(keepends=True)
-        replace_text(self._path, "".join(line for line in lines if _step_of(line) % self._every == 0))
-        self.open(None)
+        lines = self._path.read_bytes().splitlines(keepends=True)
+        kept = b"".join(line for line in lines if _step_of(line) % self._every == 0)
+        replace_text(self._path, kept.decode(errors="replace"))
+        self._open()
 
     def close(self) -> None:
         """Flush and close the file."""
@@ -129,22 +139,19 @@ class JsonlTracker:
     It is ``{"global_step": 3, "phase": "train", "time": 1767225600.0, "train/score": 0.5, ...}``, the time in seconds
     since 1970.
 
-    In a resumed run, the steps after its checkpoint are removed first: they are repeated. Files are bounded: at
+    In a resumed run, the steps after its checkpoint are removed with the first line: they are repeated. Files are bounded: at
     ``METRICS_BYTES``, which is about 70,000 steps, ``metrics.jsonl`` loses every second step, and goes on with every
     second one; ``samples.jsonl`` does at ``SAMPLES_BYTES``.
     """
 
     def __init__(self, run: Run) -> None:
-        self._metrics = _StepLines(run.directory / "metrics.jsonl", METRICS_BYTES)
-        self._samples = _StepLines(run.directory / "samples.jsonl", SAMPLES_BYTES)
-        if run.resumed_at is not None:
-            self.rewind(run.resumed_at)
+        self._metrics = _StepLines(run.directory / "metrics.jsonl", METRICS_BYTES, run.resumed_at)
+        self._samples = _StepLines(run.directory / "samples.jsonl", SAMPLES_BYTES, run.resumed_at)
 
     def rewind(self, step: int) -> None:
         """Remove the steps after this one."""
         for each in (self._metrics, self._samples):
-            each.close()
-            each.open(step)
+            each.rewind(step)
 
     def log(self, metrics: Mapping[str, float], step: int, phase: str = TRAIN) -> None:
         """Record metrics of a step."""
@@ -167,9 +174,15 @@ class TensorBoardTracker:
 
     def __init__(self, run: Run) -> None:
         import_extra("tensorboard", "tensorboard", "trackers")
-        writer = import_extra("torch.utils.tensorboard", "tensorboard", "trackers")
+        self._module = import_extra("torch.utils.tensorboard", "tensorboard", "trackers")
+        self._directory = str(run.directory / "tensorboard")
         after = None if run.resumed_at is None else run.resumed_at + 1
-        self._writer = writer.SummaryWriter(str(run.directory / "tensorboard"), purge_step=after)
+        self._writer = self._module.SummaryWriter(self._directory, purge_step=after)
+
+    def rewind(self, step: int) -> None:
+        """Hide the steps after this one."""
+        self._writer.close()
+        self._writer = self._module.SummaryWriter(self._directory, purge_step=step + 1)
 
     def log(self, metrics: Mapping[str, float], step: int, phase: str = TRAIN) -> None:
         """Record metrics of a step."""
@@ -320,19 +333,19 @@ def _table(samples: Samples) -> tuple[list[str], list[list[Any]]]:
 
 def _remove_later_steps(path: Path, step: int) -> None:
     """Remove the lines at the end of a file of metrics whose step is later; the lines of a warm-up come first."""
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    lines = path.read_bytes().splitlines(keepends=True)
+    removed = 0
     while lines and _step_of(lines[-1]) > step:
-        lines.pop()
-    partial = path.with_suffix(".partial")
-    partial.write_text("".join(lines), encoding="utf-8")
-    partial.replace(path)
+        removed += len(lines.pop())
+    if removed:
+        os.truncate(path, path.stat().st_size - removed)
 
 
-def _step_of(line: str) -> float:
-    """Return the step of a line; infinity for one that a killed run left incomplete."""
+def _step_of(line: bytes) -> float:
+    """Return the step of a line; infinity for one that a killed run left incomplete, or that is damaged."""
     try:
         return int(json.loads(line)["global_step"])
-    except ValueError:
+    except (ValueError, KeyError, TypeError, RecursionError):
         return math.inf
 
 

@@ -225,9 +225,6 @@ class RayPPOTrainer:
                 continue
             text = f"going on from step {self.global_steps} after {failure.kind} in step {failure.step}"
             self.display.starting(f"{text}; completed steps to repeat: {done - self.global_steps}")
-            for tracker in self.trackers:
-                if isinstance(tracker, Rewinds):
-                    tracker.rewind(self.global_steps or -1)  # a warm-up has steps too, before step 0
             for callback in self.callbacks:
                 callback.restarted(self, failure)
             return
@@ -501,16 +498,21 @@ class RayPPOTrainer:
         return RunState(*counts, program, rollout, tuple(in_flight), *position)
 
     def load_checkpoint(self) -> int:
-        """Load the last checkpoint under ``trainer.default_local_dir`` and return the step at which it was saved.
+        """Load the last whole checkpoint under ``trainer.default_local_dir``, and return the step that it was saved at.
+
+        Trackers remove the later steps, if they can: they are repeated.
 
         Raises:
             DataError: there is none, or it is of other roles.
         """
         self._continue_from(self.checkpoints.load(self.run_groups.trained()))
+        for step, damage in self.checkpoints.damaged.items():
+            text = f"the checkpoint of step {step} is damaged ({damage}): going on from step {self.global_steps}"
+            self.display.starting(f"{text}, without the metrics and samples of later steps")
         return self.global_steps
 
     def _continue_from(self, state: RunState) -> None:
-        """Set this trainer to a state, which the groups have already."""
+        """Set this trainer to a state, which the groups have already, and trackers to its step."""
         self.step.weights.changed()
         self.global_steps = state.global_steps
         in_flight = state.resume_batches(self.train_batches)
@@ -520,6 +522,9 @@ class RayPPOTrainer:
         for name, each in self.stateful.items():
             if name in state.program:
                 each.load_state_dict(state.program[name])
+        for tracker in self.trackers:
+            if isinstance(tracker, Rewinds):
+                tracker.rewind(self.global_steps or -1)  # a warm-up has steps too, before step 0
 
     def _is_due(self, every: int) -> bool:
         last = self._stopping or self.global_steps == self.config.trainer.total_training_steps

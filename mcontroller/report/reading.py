@@ -19,6 +19,7 @@ import psutil
 import yaml
 
 from mcontroller.errors import DataError
+from mcontroller.files import moved_path
 from mcontroller.trace.reading import RunTrace
 from mcontroller.trace.recorder import MEMORY
 from mcontroller.trace.summary import calls_of
@@ -103,8 +104,7 @@ def read_run(directory: Path) -> RunFiles:
         raise DataError(f"{directory} contains no run: {expected}", path=str(directory))
     config = _object(directory / "config.yaml")
     given = (config.get("trainer") or {}).get("default_local_dir", "checkpoints")
-    inside = os.path.relpath(given, config.get("run_dir") or directory) if os.path.isabs(given) else given
-    checkpoints = directory / inside  # of the directory as it is called here, which may be mounted elsewhere
+    checkpoints = moved_path(given, config.get("run_dir") or directory.absolute(), directory)
     return RunFiles(
         directory,
         config,

@@ -21,6 +21,8 @@ from mcontroller.files import acquire_lock, delete_with_links, release_lock, rep
 from workers.checkpoint.checksums import FileEntry
 
 MANIFEST = "manifest.json"
+METADATA = ".metadata"
+"""The description of a distributed checkpoint by torch, in Megatron-LM's too."""
 Shapes = Mapping[str, Mapping[str, list[int]]]
 """By part, the name and shape of every weight in the whole model, without padding of its vocabulary."""
 Buckets = Mapping[str, list[list[Any]]]
@@ -163,7 +165,7 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Path:
     """Return the checkpoint at ``path``: the directory itself, or the one that its file ``latest`` names.
 
     Raises:
-        DataError: if there is none, or it was never finished.
+        DataError: if there is none, or it was never finished, or it has lost its manifest.
     """
     root = Path(path)
     pointer = root / _LATEST
@@ -171,6 +173,9 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Path:
     if not found.exists():
         found = partial_path(found)  # complete, if a save of the same step was stopped between its two renames
     if not (found / MANIFEST).is_file():
+        if (found / METADATA).is_file():
+            text = f"the checkpoint {str(found)!r} is damaged: it has no {MANIFEST}, with which a save ends; load another"
+            raise DataError(text, path=str(found / MANIFEST))
         raise DataError(
             f"there is no checkpoint at {str(path)!r}: expected {MANIFEST}, a file {_LATEST!r} naming a directory that "
             "has one, or a distributed checkpoint of Megatron-LM",

@@ -26,7 +26,7 @@ from workers.checkpoint.checksums import verify_files
 from workers.checkpoint.directories import Manifest, Shapes, find_checkpoint, read_manifest
 from workers.checkpoint.megatron_lm import find_megatron_lm_checkpoint, megatron_lm_manifest
 from workers.checkpoint.optimizer_state import check_buckets, merge_optimizer_state
-from workers.checkpoint.state import is_adapted, layout_of, sharded_state, weight_prefix, weight_shapes
+from workers.checkpoint.state import RANDOM, is_adapted, layout_of, sharded_state, weight_prefix, weight_shapes
 from workers.checkpoint.unpickle import check_objects, known_types, read_common, read_metadata
 from workers.train.state import TrainingState, set_random_state
 
@@ -173,7 +173,7 @@ def load_checkpoint(
     in_buckets = manifest["optimizer_buckets"] is not None
     state = sharded_state(loading, loading=True, sources=sources, in_buckets=in_buckets)
     if not same_layout:
-        del state["random"]
+        del state[RANDOM]
     own = state.pop("optimizer", None)
     # Tensors are found by their own names. Under another key they stay apart from the optimizer's other state.
     kept = _take_absent_extra_states(state, sources, checkpoint)
@@ -189,7 +189,7 @@ def load_checkpoint(
     merged = None if own is None else merge_optimizer_state(loaded["tensors_of_optimizer"], own, loaded["optimizer"])
     load_optimizer(training, merged, 0 if without_head else manifest["scheduler_steps"])
     if same_layout:
-        set_random_state(loaded["random"])
+        set_random_state(loaded[RANDOM])
 
 
 def _read(state: dict[str, Any], checkpoint: Path, replicas: dist.ProcessGroup) -> dict[str, Any]:

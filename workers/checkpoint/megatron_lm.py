@@ -11,10 +11,10 @@ from pathlib import Path
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from mcontroller.errors import DataError
-from workers.checkpoint.directories import MANIFEST, Manifest
+from workers.checkpoint.directories import MANIFEST, METADATA, Manifest
+from workers.checkpoint.state import RANDOM
 from workers.checkpoint.unpickle import read_common, read_metadata
 
-_METADATA = ".metadata"
 _LATEST = "latest_checkpointed_iteration.txt"
 _OVER_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias")
 
@@ -23,7 +23,7 @@ def find_megatron_lm_checkpoint(root: Path) -> Path | None:
     """Return Megatron-LM's checkpoint at ``root``, or the latest one in it; None if there is none or it is ours.
 
     Raises:
-        DataError: if the file that names the latest one is damaged.
+        DataError: if the file that names the latest one is damaged, or the description of the checkpoint is.
     """
     pointer = root / _LATEST
     found = root
@@ -32,7 +32,10 @@ def find_megatron_lm_checkpoint(root: Path) -> Path | None:
         if latest != "release" and not latest.isdecimal():
             raise DataError(f"{str(pointer)!r} contains {latest!r}, expected a number or 'release'", path=str(root))
         found = root / (latest if latest == "release" else f"iter_{int(latest):07d}")
-    return found if (found / _METADATA).is_file() and not (found / MANIFEST).is_file() else None
+    if not (found / METADATA).is_file() or (found / MANIFEST).is_file():
+        return None
+    names = read_metadata(found).state_dict_metadata
+    return None if any(name.startswith(f"{RANDOM}/") for name in names) else found  # ours has lost its manifest
 
 
 def megatron_lm_manifest(checkpoint: Path, vocab_size: int) -> Manifest:

@@ -16,6 +16,9 @@ from parallel_state.agreement import all_gather_values
 from workers.checkpoint.directories import Shapes
 from workers.train.state import TrainingState, random_state
 
+RANDOM = "random"
+"""The name of the random states of the ranks, which no checkpoint of Megatron-LM has."""
+
 
 def layout_of(training: TrainingState) -> dict[str, Any]:
     """Return world size, and size and order of the axes."""
@@ -63,7 +66,7 @@ def sharded_state(
         model = chunks[0] if len(chunks) == 1 else {f"model{index}": chunk for index, chunk in enumerate(chunks)}
         state["optimizer"] = training.optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata)
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    state["random"] = ShardedObject("random", random_state(), (world_size,), (rank,))
+    state[RANDOM] = ShardedObject(RANDOM, random_state(), (world_size,), (rank,))
     return state
 
 

@@ -7,11 +7,14 @@ examples: mcontroller resume runs/20260101-120000
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
 
 from rich.console import Console
 
+from mcontroller.config.load import given_values
 from mcontroller.errors import DataError
+from mcontroller.files import moved_path
 from workers.run.config import CONFIG_FILE, RunConfig, check_files, read_run_config
 
 
@@ -34,12 +37,16 @@ def run(arguments: argparse.Namespace) -> int:
 def config_of_run(directory: str, overrides: list[str]) -> RunConfig:
     """Return the configuration of a run, for the place where its directory is now.
 
+    Checkpoints that were inside of it have moved with it; others are where the configuration says.
+
     Raises:
         DataError: the directory contains no run.
     """
     path = Path(directory).resolve()
     if not (path / CONFIG_FILE).is_file():
         raise DataError(f"{directory} contains no run: there is no {path / CONFIG_FILE}", path=str(path))
-    checkpoints = Path(read_run_config(path / CONFIG_FILE, overrides).trainer.default_local_dir).name
-    locations = [f"run_dir={path}", f"trainer.default_local_dir={path / checkpoints}"]
-    return read_run_config(path / CONFIG_FILE, [*locations, *overrides])
+    recorded = given_values(path / CONFIG_FILE)
+    trainer = recorded.get("trainer")
+    checkpoints = trainer.get("default_local_dir") if isinstance(trainer, Mapping) else None
+    place = moved_path(str(checkpoints or "checkpoints"), str(recorded.get("run_dir") or path), path)
+    return read_run_config(path / CONFIG_FILE, [f"run_dir={path}", f"trainer.default_local_dir={place}", *overrides])

@@ -41,8 +41,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _config(replay: str | None, file: list[str], overrides: list[str]) -> RunConfig:
     if replay is not None:
-        path = Path(replay).resolve()
-        settings = [f"run_dir={path}-replay", f"trainer.asynchronous.replay={path}", "trainer.resume=false"]
+        path, events = Path(replay).resolve(), config_of_run(replay, []).trainer.default_local_dir
+        settings = [f"run_dir={path}-replay", f"trainer.asynchronous.replay={events}", "trainer.resume=false"]
         return config_of_run(replay, [*settings, "trainer.default_local_dir=checkpoints", *file, *overrides])
     if not file:
         raise ConfigError("train needs a CONFIG, or --replay RUN_DIR", key="file")

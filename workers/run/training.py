@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import os
 import signal
@@ -19,7 +20,7 @@ import ray
 from omegaconf import OmegaConf
 from rich.console import Console
 
-from mcontroller.errors import ConfigError
+from mcontroller.errors import ConfigError, DataError
 from mcontroller.files import acquire_lock, release_lock
 from mcontroller.ppo.display import ProgressDisplay
 from mcontroller.ppo.saving.checkpoints import LOCK
@@ -61,12 +62,13 @@ def train(config: RunConfig, console: Console) -> Path:
     function on problems of each kind.
 
     Raises:
-        ConfigError: see ``make_parts``, or the directory contains another run.
-        DataError: see ``make_parts``, a reward function fails in the trial, or another process runs in the directory.
+        ConfigError: see ``make_parts``, or the directory, or that of the checkpoints, contains another run.
+        DataError: see ``make_parts``, a reward function fails in the trial, another process runs in the directory, or
+            the run is to be resumed and the record of its saves is missing.
     """
     directory = Path(config.run_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}").resolve()
-    _check_unused(directory, config)
     config = config.within(directory)
+    _has_no_step(directory, config)
     parts = make_parts(config)
     for line in (*parts.problem_lines(), *chosen_lines(config)):
         console.print(line, highlight=False, soft_wrap=True)
@@ -74,13 +76,14 @@ def train(config: RunConfig, console: Console) -> Path:
         for line in parts.try_rewards():
             console.print(line, highlight=False, markup=False, soft_wrap=True)
         acquire_lock(directory / LOCK, f"the run in {directory}")
-        _check_unused(directory, config)
-        if config.trainer.resume and _has_no_step(directory, config):
-            console.print("no step of the run is saved: it begins again")
+        if _has_no_step(directory, config) and config.trainer.resume:
+            kept = _set_aside(directory)
+            console.print(f"no step of the run is saved: it begins again{kept}", markup=False, soft_wrap=True)
             config = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, resume=False))
         report = RunReport(directory, config, console)
         trainer = make_trainer(config, parts, directory, console, [report])
         if not config.trainer.resume:
+            Path(config.trainer.default_local_dir).mkdir(parents=True, exist_ok=True)
             (directory / CONFIG_FILE).write_text(OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config))))
             parts.tokenizer.save(directory)
         report.begin()
@@ -219,24 +222,57 @@ def _run_of_trackers(config: RunConfig, directory: Path) -> Run:
     return Run(directory, name=directory.name, config=dataclasses.asdict(config), resumed_at=resumed_at)
 
 
-def _check_unused(directory: Path, config: RunConfig) -> None:
-    """Raise ConfigError if the directory contains another run and this one does not resume it."""
-    if (directory / "metrics.jsonl").exists() and not config.trainer.resume:
+def _has_no_step(directory: Path, config: RunConfig) -> bool:
+    """Return whether the directory of a run has no save yet.
+
+    Raises:
+        ConfigError: the run is a new one, and its directory contains another run, or its saves.
+        DataError: the run is resumed and may have saves: there are some without a record, or no directory for them.
+    """
+    checkpoints = Path(config.trainer.default_local_dir)
+    if not config.trainer.resume:
+        _check_unused(directory, checkpoints)
+        return True
+    if not (directory / CONFIG_FILE).exists() or (checkpoints / RECORD).exists():
+        return False
+    found = sorted(f"{save.parent.name}/{save.name}" for save in checkpoints.glob("*/global_step_*"))
+    if found:
+        text = f"has {', '.join(found)}, and no {RECORD}, which says which of them belong together: restore that file"
+    elif not checkpoints.is_dir():
+        text = (
+            "does not exist, and a run creates it when it starts: pass trainer.default_local_dir=DIRECTORY with its "
+            "place, mount its disk, or create an empty one to begin the run again"
+        )
+    else:
+        return True
+    text = f"the run in {directory} cannot be resumed: its directory of saves {checkpoints} {text}"
+    raise DataError(text, path=str(checkpoints / RECORD), saves=found)
+
+
+def _check_unused(directory: Path, checkpoints: Path) -> None:
+    if (directory / "metrics.jsonl").exists():
         raise ConfigError(
             f"run_dir {directory} contains a run already: set another one, or resume it with mcontroller resume "
             f"{directory}",
             key="run_dir",
             value=str(directory),
         )
+    if (checkpoints / RECORD).exists():
+        raise ConfigError(
+            f"trainer.default_local_dir {checkpoints} contains the saves of a run already, which this run would "
+            "delete: set another one, or resume that run with mcontroller resume RUN_DIR",
+            key="trainer.default_local_dir",
+            value=str(checkpoints),
+        )
 
 
-def _has_no_step(directory: Path, config: RunConfig) -> bool:
-    """Return whether a run was started in a directory, and ended before its first checkpoint; remove its metrics."""
-    if not (directory / CONFIG_FILE).exists() or (Path(config.trainer.default_local_dir) / RECORD).exists():
-        return False
-    for name in ("metrics.jsonl", "samples.jsonl"):
-        (directory / name).unlink(missing_ok=True)
-    return True
+def _set_aside(directory: Path) -> str:
+    """Rename the metrics and samples of the steps that are repeated, and return what the console says of it."""
+    names = [name for name in ("metrics", "samples") if (directory / f"{name}.jsonl").exists()]
+    number = next(n for n in itertools.count(1) if not list(directory.glob(f"*-{n}.jsonl")))
+    for name in names:
+        (directory / f"{name}.jsonl").rename(directory / f"{name}-{number}.jsonl")
+    return "".join(f"; its {name} are now in {name}-{number}.jsonl" for name in names)
 
 
 def _interrupt(signal_number: int, frame: FrameType | None) -> None:

@@ -120,6 +120,7 @@ class RunCheckpoints:
     Attributes:
         saved_step: the step of the last save that this object completed; None before.
         longest: seconds of the longest save so far, from its beginning to its completion.
+        damaged: by step, the damage of the saves that the last ``load`` has passed over; the next save drops them.
     """
 
     def __init__(self, directory: str, max_to_keep: int | None, devices: SharedDevices) -> None:
@@ -128,6 +129,7 @@ class RunCheckpoints:
         self.devices = devices
         self.saved_step: int | None = None
         self.longest = 0.0
+        self.damaged: dict[int, str] = {}
         self._began = 0.0
         self._writing: _Writing | None = None
 
@@ -207,7 +209,7 @@ class RunCheckpoints:
         """
         self._lock()
         record = read_record(self.directory)
-        problems: list[str] = []
+        self.damaged = {}
         for save in record.saves():
             saved_groups = set(save.groups) - {_IN_FLIGHT}
             if saved_groups != set(groups):
@@ -232,11 +234,12 @@ class RunCheckpoints:
                 counts = save.global_steps, save.kl_coef, drawn, save.num_tokens
                 self.recover(groups)
                 return RunState(*counts, save.program, save.rollout, batches, save.next_row, save.batch_size)
-            problems.append(f"step {save.global_steps}: {damage}")
+            self.damaged[save.global_steps] = damage
             _logger.warning(
                 "the checkpoint of step %d is damaged, all groups use an earlier one: %s", save.global_steps, damage
             )
-        raise DataError(f"no checkpoint in {self.directory} is whole: {'; '.join(problems)}", path=str(self.directory))
+        problems = "; ".join(f"step {step}: {damage}" for step, damage in self.damaged.items())
+        raise DataError(f"no checkpoint in {self.directory} is whole: {problems}", path=str(self.directory))
 
     def finish_if_written(self) -> None:
         """Finish the save in flight, if there is one and all groups have written it."""
@@ -337,7 +340,8 @@ class RunCheckpoints:
         places = {name: str(Path(name) / path.name) for name, path in writing.written.items()}
         saves = () if before is None else before.saves()
         earlier = tuple(save for save in saves if save.global_steps < state.global_steps)
-        kept = earlier if self.max_to_keep is None else earlier[: self.max_to_keep - 1]
+        whole = tuple(save for save in earlier if save.global_steps not in self.damaged)
+        kept = whole if self.max_to_keep is None else whole[: self.max_to_keep - 1]
         needed = {*places.values(), *(place for save in kept for place in save.groups.values())}
         record = RunRecord(
             last=SavedStep(
@@ -355,10 +359,11 @@ class RunCheckpoints:
             earlier=kept,
             staged={name: os.path.relpath(path, self.directory) for name, path in writing.staged.items()},
             obsolete=tuple(
-                place for save in earlier[len(kept) :] for place in save.groups.values() if place not in needed
+                place for save in earlier if save not in kept for place in save.groups.values() if place not in needed
             ),
         )
         write_record(self.directory, record)
+        self.damaged = {}
         return record
 
     def _complete(self, record: RunRecord) -> None:

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mcontroller.errors import DataError
+from mcontroller.ppo import Display
 from mcontroller.ppo.saving.run_record import read_record
+from mcontroller.trackers import Run, Tracker, make_trackers
 from tests.mcontroller.ppo.toy import toy_config, toy_trainer
 
 
-def trained(directory: Path, steps: int, **trainer: Any) -> Any:
-    made = toy_trainer(toy_config(steps, default_local_dir=str(directory), **trainer), val_dataset=None)
+def trained(directory: Path, steps: int, trackers: Sequence[Tracker] = (), **trainer: Any) -> Any:
+    config = toy_config(steps, default_local_dir=str(directory), **trainer)
+    made = toy_trainer(config, val_dataset=None, trackers=trackers)
     made.init_workers()
     made.fit()
     return made
@@ -60,6 +65,54 @@ def test_a_damaged_checkpoint_of_one_group_takes_all_to_an_earlier_step(
         assert loaded.equal(expected)
     went_on = trained(tmp_path, 3, save_freq=0, resume=True)
     assert went_on.global_steps == 3 and resumable(tmp_path).load_checkpoint() == 3
+
+
+def steps_in(file: Path) -> list[int]:
+    return [json.loads(line)["global_step"] for line in file.read_text().splitlines()]
+
+
+class Texts(Display):
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def starting(self, what: str) -> None:
+        self.texts.append(what)
+
+
+def test_after_a_damaged_save_metrics_go_back_to_the_save_that_was_loaded(tmp_path: Path) -> None:
+    saves, trackers = tmp_path / "saves", make_trackers(["jsonl", "tensorboard"], Run(tmp_path))
+    trained(saves, 4, trackers=trackers, save_freq=2)
+    for step in range(1, 5):
+        trackers[0].log_samples([{"prompt": "a"}], step)
+    files = [tmp_path / "metrics.jsonl", tmp_path / "samples.jsonl"]
+    (saves / "critic" / "global_step_4" / "state.npz").unlink()
+    display, resumed = Texts(), make_trackers(["jsonl", "tensorboard"], Run(tmp_path, resumed_at=4))
+    config = toy_config(6, default_local_dir=str(saves), save_freq=6, max_to_keep=2, resume=True)
+    with toy_trainer(config, val_dataset=None, trackers=resumed, display=display) as trainer:
+        trainer.init_workers()
+        assert trainer.load_checkpoint() == 2
+        assert steps_in(files[0]) == [0, 1, 2] and steps_in(files[1]) == [1, 2]
+        trainer.fit()
+    assert steps_in(files[0]) == [0, 1, 2, 3, 4, 5, 6]
+    assert [text for text in display.texts if "step 4 is damaged (critic: " in text and "from step 2" in text]
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [event.step for event in events.Scalars("train/score")] == [1, 2, 3, 4, 5, 6]
+    assert [save.global_steps for save in read_record(saves).saves()] == [6, 2]  # and not the damaged one of step 4
+    assert kept(saves) == [["global_step_2", "global_step_6"]] * 2
+
+
+def test_without_a_whole_save_metrics_stay_as_they_are(tmp_path: Path) -> None:
+    saves = tmp_path / "saves"
+    trained(saves, 3, trackers=make_trackers(["jsonl"], Run(tmp_path)), save_freq=2)
+    for state in saves.glob("critic/*/state.npz"):
+        state.unlink()
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    resumed = make_trackers(["jsonl"], Run(tmp_path, resumed_at=2))
+    with toy_trainer(toy_config(4, default_local_dir=str(saves), resume=True), trackers=resumed) as trainer:
+        trainer.init_workers()
+        with pytest.raises(DataError, match="is whole"):
+            trainer.fit()
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
 
 
 def test_without_a_whole_checkpoint_nothing_is_loaded(tmp_path: Path) -> None:

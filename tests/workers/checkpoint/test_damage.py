@@ -139,6 +139,7 @@ CASES: dict[str, tuple[Callable[[Path], None], str]] = {
         ),
         "another SHA-256",
     ),
+    "manifest is missing": (lambda step: (step / "manifest.json").unlink(), "is damaged: it has no manifest.json"),
     "manifest of wrong types": (change_manifest(weights={"model": {"a": "b"}}), "weights is {'model': {'a': 'b'}}"),
     "manifest of a negative step": (change_manifest(step=-1), "step is -1"),
     "manifest of another part": (change_manifest(parts=["model", "reward"]), "it has the parts ['model', 'reward']"),
@@ -172,7 +173,7 @@ def load_all(paths: dict[str, str]) -> dict[str, tuple[str, str, float]]:
 def test_damage_is_found_on_every_rank_before_anything_changes(saved: Path, tmp_path: Path) -> None:
     paths = {}
     for name, (damage, _) in CASES.items():
-        run = shutil.copytree(saved, tmp_path / name.replace(" ", "_").replace(".", ""))
+        run = shutil.copytree(saved, tmp_path / name.replace(" ", "_").replace(".", ""), symlinks=True)
         damage(run / "global_step_2")
         paths[name] = str(run)
     ranks = run_ranks(load_all, RANKS, paths)
