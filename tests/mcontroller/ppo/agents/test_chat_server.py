@@ -111,7 +111,7 @@ def test_an_agent_with_a_tool_is_one_trajectory_of_exact_tokens(
 ) -> None:
     server = serve()
     session = server.open("problem-7", seed=5)
-    first = ask(server.base_url, "problem-7", messages=ASK, tools=TOOLS)
+    first = ask(server.base_url, session.api_key, messages=ASK, tools=TOOLS)
     (call,) = first["message"]["tool_calls"]
     assert first["finish_reason"] == "tool_calls" and call["function"]["name"] == "add"
     server.rollout.group.move()
@@ -133,9 +133,9 @@ def test_an_agent_with_a_tool_is_one_trajectory_of_exact_tokens(
 def test_other_messages_than_those_of_the_session_begin_another_trajectory(serve: Callable[..., ChatServer]) -> None:
     server = serve()
     session = server.open("a")
-    first = with_urllib(server.base_url, "a", messages=ASK)
+    first = with_urllib(server.base_url, session.api_key, messages=ASK)
     rewritten = {**first["message"], "content": "I know this.", "tool_calls": None}
-    with_urllib(server.base_url, "a", messages=[*ASK, rewritten, {"role": "user", "content": "So?"}])
+    with_urllib(server.base_url, session.api_key, messages=[*ASK, rewritten, {"role": "user", "content": "So?"}])
     made = session.close()
     assert [each.turns for each in made] == [1, 1] and made[0].seed != made[1].seed
 
