@@ -240,8 +240,8 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
     name = _typed(call["function"].get("name"), f"{where}.function.name", str)
     arguments = call["function"].get("arguments")
     if not isinstance(arguments, str):
-        expected = 'the arguments as JSON text, such as "{}"'
-        reject(f"{where}.function.arguments is {_shown(arguments)}; expected {expected}", param=where)
+        param = f"{where}.function.arguments"
+        reject(f'{param} is {_shown(arguments)}; expected JSON as a text, such as "{{}}"', param=param)
     function = {"name": name, "arguments": arguments}
     return {"id": _name(call.get("id"), f"{where}.id"), "type": "function", "function": function}
 

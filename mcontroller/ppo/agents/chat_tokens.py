@@ -42,7 +42,7 @@ def tokens_after_reply(
         raise DataError(
             f"the chat template writes message {reply}, which is the policy's, {count} times instead of once: what "
             "follows it cannot be found",
-            message=reply,
+            index=reply,
             count=count,
         )
     after = rendered.partition(mark)[2]

@@ -180,13 +180,13 @@ class _Connection(H11Protocol):
         if self.cycle is not None:
             self.cycle.disconnected = True  # a request whose body is malformed is answered here
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            error = RequestError(msg, status=400, code="invalid_http", param=None)
-            headers = [("content-type", "application/json"), ("connection", "close")]
-            for event in (
-                h11.Response(status_code=400, headers=headers),
-                h11.Data(data=json.dumps(error.body()).encode()),
-                h11.EndOfMessage(),
-            ):
+            body = json.dumps(RequestError(msg, status=400, code="invalid_http", param=None).body()).encode()
+            headers = [
+                ("content-type", "application/json"),
+                ("content-length", str(len(body))),
+                ("connection", "close"),
+            ]
+            for event in (h11.Response(status_code=400, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
 
