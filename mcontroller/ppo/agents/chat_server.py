@@ -8,67 +8,77 @@ request that continues the messages of its session continues its tokens: only wh
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import copy
 import inspect
 import itertools
 import json
+import logging
 import re
-import socket
-import threading
+import secrets
 import time
 from array import array
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mcontroller.config.imports import import_object
-from mcontroller.errors import ConfigError, DataError, MControllerError
+from mcontroller.config.imports import import_extra, import_object
+from mcontroller.errors import ConfigError, DataError
+from mcontroller.ppo.agents.chat_requests import ChatRequest, RequestError, reject, same_conversation
+from mcontroller.ppo.agents.chat_tokens import json_object, prompt_tokens, tokens_after_reply
 from mcontroller.ppo.agents.episode_loop import EpisodeRollout
 from mcontroller.ppo.agents.trajectories import Trajectory, TrajectoryRollout, seed_of
 from mcontroller.ppo.datasets.tokenizers import TextTokenizer
 
-REPLY = "@@the-reply-of-the-policy@@"
-"""Stands for the policy's message when a chat template is asked for what follows it."""
+if TYPE_CHECKING:
+    from mcontroller.ppo.agents.http_server import Exchange
+
+logger = logging.getLogger(__name__)
+
 CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
-UNSUPPORTED = {"stream": False, "n": 1, "stop": None, "logprobs": False, "response_format": None}
-"""Fields of a request that have one value here."""
-SETTINGS = ("temperature", "top_p")
-POLL_S = 0.05
-"""[s] How often a request that waits looks whether its client is still there."""
 
 
 def hermes_tool_calls(text: str) -> tuple[str, list[tuple[str, str]]]:
     """Return the text around ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, and names and arguments.
 
-    What is no JSON object with a name stays in the text.
+    What is no JSON object with a name stays in the text. Arguments that are JSON in a text are returned as they are.
     """
     calls = []
     for match in CALL.finditer(text):
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            call = json.loads(match[1])
-            calls.append((str(call["name"]), json.dumps(call.get("arguments", {}))))
+        call = json_object(match[1]) or {}
+        name, arguments = call.get("name"), call.get("arguments", {})
+        if isinstance(name, str):
+            is_encoded = isinstance(arguments, str) and json_object(arguments) is not None
+            calls.append((name, arguments if is_encoded else json.dumps(arguments)))
             text = text.replace(match[0], "", 1)
     return text.strip() if calls else text, calls
 
 
 class ChatSession:
-    """The requests of one agent, in its name: ``api_key`` of the client, or the first part of the path.
+    """The requests of one agent, which has the key of the session.
 
     Attributes:
         name: of the session.
-        trajectories: one, and another for each request that did not continue the messages before it.
+        api_key: of the agent's client. Nobody without it can take part in the session.
+        trajectories: one, and another for each request that did not continue the messages and tools before it.
     """
 
     def __init__(self, rollout: Any, name: str, seed: int) -> None:
         self.rollout, self.name, self.seed = rollout, name, seed
+        self.api_key = secrets.token_urlsafe()
         self.trajectories: list[Trajectory] = []
         self.messages: list[Mapping[str, Any]] = []
+        self.tools: list[Any] = []
+        self.calls = 0
         self.error: str | None = None
-        self.is_closed = False
-        self.in_use = threading.Lock()
+        self.is_closed = self.in_use = False
+        self.submitted: Future[Trajectory] | None = None
+
+    def cancel(self) -> None:
+        """End the session: no request is accepted any more, and one that is running is cancelled."""
+        self.is_closed = True
+        if self.submitted is not None:
+            self.submitted.cancel()
 
     def close(self) -> list[Trajectory]:
         """End the session, and return its trajectories.
@@ -76,9 +86,9 @@ class ChatSession:
         Raises:
             DataError: a request is running, a client has disconnected in the middle of one, or there was none.
         """
-        self.is_closed = True
-        if self.in_use.locked():
-            self.error = "a request is running"
+        if self.in_use:
+            self.error = self.error or "a request is running"
+        self.cancel()
         if self.error is None and not self.trajectories:
             self.error = "no request has arrived"
         if self.error is not None:
@@ -88,16 +98,20 @@ class ChatSession:
 
 
 class ChatServer:
-    """Serves chat completions with tools, without streaming, on this machine.
+    """Serves chat completions with tools on this machine, to clients that have the key of a session.
 
     Args:
         rollout: generates the turns. If it is not ``driven``, the requests make the slices. None: each session has one.
         tokenizer: its chat template renders the messages.
         tool_calls: returns the text and the tool calls, as names and JSON arguments, of what the policy wrote.
         port: 0 for a free one.
+        max_body: [bytes] the most of a request.
 
     Attributes:
-        base_url: for clients, which pass the session as their API key; ``url_of`` has it in the path.
+        base_url: for clients, whose API key is that of their session; ``url_of`` has the key in the path.
+
+    Raises:
+        ConfigError: the extra ``agents`` is not installed.
     """
 
     def __init__(
@@ -107,125 +121,184 @@ class ChatServer:
         *,
         tool_calls: Callable[[str], tuple[str, list[tuple[str, str]]]] = hermes_tool_calls,
         port: int = 0,
+        max_body: int = 8 * 2**20,
     ) -> None:
+        http_server = import_extra("mcontroller.ppo.agents.http_server", "agents", "multi_turn.episode")
         self.rollout, self.tokenizer, self.tool_calls = rollout, tokenizer, tool_calls
         self._sessions: dict[str, ChatSession] = {}
-        handler = type("Handler", (_Handler,), {"chat": self})
-        self._http = ThreadingHTTPServer(("127.0.0.1", port), handler)
-        self._http.daemon_threads = True
-        self._root = f"http://127.0.0.1:{self._http.server_address[1]}"
-        self.base_url = f"{self._root}/v1"
-        threading.Thread(target=self._http.serve_forever, args=(POLL_S,), name="chat server", daemon=True).start()
+        self._advancing = asyncio.Lock()
+        self._http = http_server.HttpServer(self._answer, port=port, max_body=max_body)
+        self.base_url = f"{self._http.url}/v1"
 
     def url_of(self, session: ChatSession) -> str:
-        """Return the ``base_url`` of a client whose API key is not the name of its session."""
-        return f"{self._root}/{session.name}/v1"
+        """Return the ``base_url`` of a client whose API key is not that of its session. It is as secret as the key."""
+        return f"{self._http.url}/{session.api_key}/v1"
 
     def open(self, name: str, seed: int = 0, rollout: Any = None) -> ChatSession:
         """Open a session.
 
         Args:
-            name: of the session: letters, digits, ``-``, ``_`` and ``.``.
+            name: of the session, for messages: letters, digits, ``-``, ``_`` and ``.``.
             seed: of the random numbers of its responses, 64 bits, signed.
             rollout: generates its turns: an object with ``submit`` and ``driven``. None: the server's.
 
         Raises:
-            DataError: there was a session of this name, or it has other characters.
+            DataError: a session of this name is open, or it has other characters.
         """
+        self._sessions = {name: session for name, session in self._sessions.items() if not session.is_closed}
         if name in self._sessions or not re.fullmatch(r"[\w.-]+", name):
-            problem = "was opened before" if name in self._sessions else "is not of letters, digits, -, _ and ."
+            problem = "is open" if name in self._sessions else "is not of letters, digits, -, _ and ."
             raise DataError(f"session {name!r} {problem}: give each trajectory a session of its own", session=name)
         session = ChatSession(self.rollout if rollout is None else rollout, name, seed)
         self._sessions[name] = session
         return session
 
     def close(self) -> None:
-        """Stop to serve."""
-        self._http.shutdown()
-        self._http.server_close()
+        """Stop to serve, and end the sessions; a request that is running is cancelled."""
+        for session in self._sessions.values():
+            session.cancel()
+        self._http.close()
 
-    def session_of(self, path: str, api_key: str) -> ChatSession:
-        """Return the session of a request.
-
-        Raises:
-            DataError: there is no such session, or it was closed.
-        """
-        name = path.split("/")[1] if not path.startswith("/v1/") else api_key
-        session = self._sessions.get(name)
-        if session is None or session.is_closed or session.error:
-            state = "does not exist" if session is None else "was closed" if session.is_closed else session.error
-            raise DataError(f"session {name!r} {state}: open one, and pass its name as the API key", session=name)
-        return session
-
-    def complete(self, session: ChatSession, request: Mapping[str, Any], connected: Callable[[], bool]) -> Any:
-        """Return the answer to a request.
+    async def _answer(self, exchange: Exchange) -> tuple[str, bytes]:
+        """Return the content type and the body of the answer to a request.
 
         Raises:
-            DataError: the request has a field that is not supported, or its tokens have no room.
-            ConnectionAbortedError: the client has disconnected; the trajectory is cancelled.
+            RequestError: the key is not that of an open session, the request is malformed, or its turn has failed.
         """
-        for name, value in UNSUPPORTED.items():
-            if request.get(name, value) not in (value, None):
-                raise DataError(f"{name}={request[name]!r} is not supported; leave it out")
+        session = self._session_of(exchange.api_key)
+        if session.in_use:
+            reject(f"session {session.name!r} is in use by another request: open one for each agent")
+        if session.error is not None:
+            reject(f"session {session.name!r} has ended: {session.error}")
+        session.in_use = True
+        try:
+            request = ChatRequest.from_json(await exchange.body())
+            completion = await self._completed(session, request, exchange)
+        finally:
+            session.in_use, session.submitted = False, None
+        if request.stream:
+            return "text/event-stream", _as_events(completion, include_usage=request.include_usage)
+        return "application/json", json.dumps(completion).encode()
+
+    def _session_of(self, api_key: str) -> ChatSession:
+        for session in self._sessions.values():
+            if secrets.compare_digest(session.api_key.encode(), api_key.encode()) and not session.is_closed:
+                return session
+        reject(
+            "the API key is not that of an open session: pass the api_key of the session that ChatServer.open returned",
+            status=401,
+            code="invalid_api_key",
+        )
+
+    async def _completed(self, session: ChatSession, request: ChatRequest, exchange: Exchange) -> dict[str, Any]:
+        """Return the answer to a request; a turn that fails for another reason than the request ends the session."""
+        try:
+            return await self._complete(session, request, exchange)
+        except RequestError:
+            raise
+        except (DataError, ConfigError) as error:
+            reject(str(error))
+        except Exception as error:
+            logger.warning("a turn of session %r failed", session.name, exc_info=error)
+            session.error = f"{type(error).__name__}: {error}"
+            reject(f"session {session.name!r} has ended: {session.error}", status=500)
+
+    async def _complete(self, session: ChatSession, request: ChatRequest, exchange: Exchange) -> dict[str, Any]:
+        """Return the answer to a request, and record its turn."""
         trajectory, start = self._turn(session, request)
-        sampling = {name: request[name] for name in SETTINGS if request.get(name) is not None}
+        sampling: dict[str, Any] = dict(request.sampling)
         if sampling.get("temperature") == 0:
             sampling = {"do_sample": False}
-        most = request.get("max_completion_tokens") or request.get("max_tokens")
-        limit = None if most is None else start + int(most)
-        self._wait(session, session.rollout.submit(trajectory, response_length=limit, **sampling), connected)
+        limit = None if request.max_tokens is None else start + request.max_tokens
+        await self._generate(session, exchange, trajectory, {"response_length": limit, **sampling})
         session.trajectories[len(session.trajectories) - (start > 0) :] = [trajectory]
         made = trajectory.tokens[start:]
         text, calls = self.tool_calls(self.tokenizer.decode(made))
-        message: dict[str, Any] = {"role": "assistant", "content": text or None}
+        message: dict[str, Any] = {"role": "assistant", "content": text if text or not calls else None}
         if calls:
-            count = len(session.messages)
             message["tool_calls"] = [
-                {"id": f"call_{count}_{index}", "type": "function", "function": {"name": name, "arguments": arguments}}
-                for index, (name, arguments) in enumerate(calls)
+                # some templates ask for nine letters and digits
+                {"id": f"call{number:05d}", "type": "function", "function": {"name": name, "arguments": arguments}}
+                for number, (name, arguments) in enumerate(calls, session.calls)
             ]
-        session.messages = [*map(_with_text, request["messages"]), message]
+        session.messages, session.tools = [*request.messages, message], request.tools
+        session.calls += len(calls)
         reason = "tool_calls" if calls else "length" if trajectory.ended == "length" else "stop"
         usage = {"prompt_tokens": len(trajectory.prompt) + start, "completion_tokens": len(made)}
         return {
             "id": f"chatcmpl-{session.name}-{len(session.messages)}",
             "object": "chat.completion",
             "created": int(time.time()),
-            "model": request.get("model", "policy"),
+            "model": request.model,
             "choices": [{"index": 0, "message": message, "finish_reason": reason, "logprobs": None}],
             "usage": {**usage, "total_tokens": sum(usage.values())},
         }
 
-    def _turn(self, session: ChatSession, request: Mapping[str, Any]) -> tuple[Trajectory, int]:
+    def _turn(self, session: ChatSession, request: ChatRequest) -> tuple[Trajectory, int]:
         """Return the trajectory of a request, and the tokens of its response before this turn."""
-        messages = request.get("messages")
-        if not isinstance(messages, list) or not all(isinstance(each, Mapping) for each in messages):
-            raise DataError(f"messages is {str(messages)[:60]!r}; expected a list of chat messages")
-        messages = [*map(_with_text, messages)]
-        before, tools = session.messages, {"tools": request["tools"]} if request.get("tools") else {}
-        same = [*map(_plain, messages[: len(before)])] == [*map(_plain, before)]
-        if not (same and len(messages) > len(before) > 0):
-            prompt = self.tokenizer.encode(self.tokenizer.render(messages, **tools))
+        if session.tools != request.tools or not same_conversation(session.messages, request.messages):
+            prompt = prompt_tokens(self.tokenizer, request.messages, request.tools)
             seed = seed_of(session.seed, len(session.trajectories)) if session.trajectories else session.seed
             return Trajectory(array("q", prompt), seed=seed), 0
         trajectory = copy.deepcopy(session.trajectories[-1])
-        reply = {"role": "assistant", "content": REPLY}
-        rendered = self.tokenizer.render([*before[:-1], reply, *messages[len(before) :]], **tools)
-        following = self.tokenizer.encode(rendered.rpartition(REPLY)[2])
-        trajectory.replied(following[1:] if following[:1] == trajectory.tokens[-1:].tolist() else following)
+        messages = [*session.messages, *request.messages[len(session.messages) :]]
+        stop = trajectory.tokens[-1] if trajectory.ended in ("stop", "turn") else None
+        reply = len(session.messages) - 1
+        trajectory.replied(tokens_after_reply(self.tokenizer, messages, reply, request.tools, stop))
         return trajectory, len(trajectory.tokens)
 
-    def _wait(self, session: ChatSession, submitted: Future[Trajectory], connected: Callable[[], bool]) -> None:
-        while not submitted.done():
-            if session.is_closed or not connected():
-                submitted.cancel()
-                session.error = session.error or "its client has disconnected in the middle of a request"
-                raise ConnectionAbortedError
-            if session.rollout.driven:
-                wait([submitted], POLL_S)
-            else:
-                session.rollout.advance()
-        submitted.result()
+    async def _generate(
+        self, session: ChatSession, exchange: Exchange, trajectory: Trajectory, options: Mapping[str, Any]
+    ) -> None:
+        """Generate a turn; a session whose client disconnects in the middle of one has ended."""
+        submitted: Future[Trajectory] = await asyncio.to_thread(session.rollout.submit, trajectory, **options)
+        session.submitted = submitted
+        if session.is_closed:
+            submitted.cancel()
+        gone = asyncio.create_task(exchange.disconnected())
+        made = asyncio.create_task(self._made(session.rollout, submitted))
+        try:
+            await asyncio.wait((gone, made), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            submitted.cancel()
+            gone.cancel()
+            made.cancel()
+        if session.is_closed:
+            reject(f"session {session.name!r} was closed")
+        if made.done() and not made.cancelled():
+            return made.result()
+        cancelled, disconnected = (
+            "its trajectory was cancelled",
+            "its client has disconnected in the middle of a request",
+        )
+        session.error = cancelled if made.done() else disconnected
+        reject(f"session {session.name!r} has ended: {session.error}")
+
+    async def _made(self, rollout: Any, submitted: Future[Trajectory]) -> None:
+        """Wait for a turn, and make slices if nobody else does: one request at a time."""
+        while not (submitted.done() or rollout.driven):
+            async with self._advancing:
+                if not submitted.done():
+                    await asyncio.to_thread(rollout.advance)
+        await asyncio.wrap_future(submitted)
+
+
+def _as_events(completion: Mapping[str, Any], *, include_usage: bool) -> bytes:
+    """Return a completion as a stream of events: the whole message is one chunk."""
+    head = {name: completion[name] for name in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
+    (choice,) = completion["choices"]
+    delta = dict(choice["message"])
+    if "tool_calls" in delta:
+        delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(delta["tool_calls"])]
+    shared = {"index": 0, "logprobs": None}
+    chunks = [
+        {**head, "choices": [{**shared, "delta": delta, "finish_reason": None}]},
+        {**head, "choices": [{**shared, "delta": {}, "finish_reason": choice["finish_reason"]}]},
+    ]
+    if include_usage:
+        chunks.append({**head, "choices": [], "usage": completion["usage"]})
+    events = [*map(json.dumps, chunks), "[DONE]"]
+    return "".join(f"data: {event}\n\n" for event in events).encode()
 
 
 class AgentEpisode:
@@ -265,14 +338,14 @@ class AgentEpisode:
             self._server = ChatServer(None, rollout.tokenizer)
         session = self._server.open(f"episode-{next(self._sessions)}", rollout=_FromThreads(rollout))
         try:
-            await self._agent(self._server.base_url, session.name, problem)
+            await self._agent(self._server.base_url, session.api_key, problem)
             made = session.close()
         finally:
-            session.is_closed = True  # a request that is running is cancelled
+            session.cancel()
         if len(made) > 1:
             raise DataError(
                 f"the agent began {len(made)} conversations, and an episode is one: each request is to repeat the "
-                "messages before it, as they were received",
+                "messages before it, as they were received, and the tools",
                 session=session.name,
             )
         return made[0]
@@ -291,67 +364,3 @@ class _FromThreads:
             return await self._rollout.submit(trajectory, **options)
 
         return asyncio.run_coroutine_threadsafe(turn(), self._loop)
-
-
-class _Handler(BaseHTTPRequestHandler):
-    chat: ChatServer
-    protocol_version = "HTTP/1.1"
-
-    def do_POST(self) -> None:
-        key = self.headers.get("Authorization", "").removeprefix("Bearer ")
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        try:
-            if not self.path.endswith("/chat/completions"):
-                raise DataError(f"{self.path} is not served; the only method is POST /v1/chat/completions")
-            session = self.chat.session_of(self.path, key)
-            if not session.in_use.acquire(blocking=False):
-                raise DataError(f"session {session.name!r} is in use by another request: open one for each agent")
-            try:
-                answer = self.chat.complete(session, json.loads(body), self._is_connected)
-            finally:
-                session.in_use.release()
-        except ConnectionAbortedError:
-            self.close_connection = True
-        except (MControllerError, ValueError) as error:
-            self._answer(400, {"error": {"message": str(error), "type": "invalid_request_error", "code": None}})
-        else:
-            self._answer(200, answer)
-
-    def _is_connected(self) -> bool:
-        try:
-            arrived: bytes = self.connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return True
-        return arrived != b""
-
-    def _answer(self, status: int, body: Any) -> None:
-        encoded = json.dumps(body).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(encoded)))
-        self.end_headers()
-        self.wfile.write(encoded)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Log nothing."""
-
-
-def _with_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a message whose content is a text: some clients send parts.
-
-    Raises:
-        DataError: a part is no text.
-    """
-    content = message.get("content")
-    if not isinstance(content, list):
-        return message
-    if not all(isinstance(part, Mapping) and part.get("type") == "text" for part in content):
-        raise DataError(f"the content of a message is {str(content)[:60]!r}; expected a text, or parts of type text")
-    return {**message, "content": "".join(part["text"] for part in content)}
-
-
-def _plain(message: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return what a message says: clients send the policy's back with other fields, such as ``refusal``."""
-    calls: Sequence[Mapping[str, Any]] = message.get("tool_calls") or ()
-    functions = [(each["function"]["name"], each["function"]["arguments"]) for each in calls]
-    return message.get("role"), message.get("content") or "", message.get("tool_call_id"), functions

@@ -10,6 +10,8 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -19,11 +21,13 @@ import torch
 from mcontroller.data.protocol import DataProto
 from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
-from mcontroller.errors import ConfigError, DataError
+from mcontroller.errors import ConfigError, DataError, WorkerDied
 from mcontroller.local import LocalWorkerGroup
 from mcontroller.ppo import Trajectory, TrajectoryRollout
-from mcontroller.ppo.agents.chat_server import ChatServer
+from mcontroller.ppo.agents import http_server
+from mcontroller.ppo.agents.chat_server import ChatServer, ChatSession, hermes_tool_calls
 from mcontroller.ppo.agents.episodes import EpisodeError
+from mcontroller.ppo.agents.http_server import MAX_IDLE
 from mcontroller.ppo.agents.turns import make_episodes
 from mcontroller.ppo.config import MultiTurnConfig
 from mcontroller.ray.class_with_init import ClassWithInitArgs
@@ -111,7 +115,7 @@ def test_an_agent_with_a_tool_is_one_trajectory_of_exact_tokens(
 ) -> None:
     server = serve()
     session = server.open("problem-7", seed=5)
-    first = ask(server.base_url, "problem-7", messages=ASK, tools=TOOLS)
+    first = ask(server.base_url, session.api_key, messages=ASK, tools=TOOLS)
     (call,) = first["message"]["tool_calls"]
     assert first["finish_reason"] == "tool_calls" and call["function"]["name"] == "add"
     server.rollout.group.move()
@@ -133,54 +137,203 @@ def test_an_agent_with_a_tool_is_one_trajectory_of_exact_tokens(
 def test_other_messages_than_those_of_the_session_begin_another_trajectory(serve: Callable[..., ChatServer]) -> None:
     server = serve()
     session = server.open("a")
-    first = with_urllib(server.base_url, "a", messages=ASK)
+    first = with_urllib(server.base_url, session.api_key, messages=ASK)
     rewritten = {**first["message"], "content": "I know this.", "tool_calls": None}
-    with_urllib(server.base_url, "a", messages=[*ASK, rewritten, {"role": "user", "content": "So?"}])
+    with_urllib(server.base_url, session.api_key, messages=[*ASK, rewritten, {"role": "user", "content": "So?"}])
     made = session.close()
     assert [each.turns for each in made] == [1, 1] and made[0].seed != made[1].seed
 
 
-def test_each_mistake_of_a_client_is_one_clear_error(serve: Callable[..., ChatServer]) -> None:
+def test_changed_tools_begin_another_trajectory_with_these_tools(serve: Callable[..., ChatServer]) -> None:
     server = serve()
-    server.open("a")
-    with pytest.raises(DataError, match="session 'used' has no trajectory: no request has arrived"):
+    session = server.open("a")
+    ask = partial(with_urllib, server.base_url, session.api_key)
+    said = ask(messages=ASK, tools=TOOLS)["message"]
+    messages = [*ASK, said, {"role": "tool", "tool_call_id": said["tool_calls"][0]["id"], "content": "5"}]
+    others = [{"type": "function", "function": {"name": "subtract", "parameters": {"type": "object"}}}]
+    ask(messages=messages, tools=others)
+    first, second = session.close()
+    tokenizer = Characters()
+    assert first.prompt.tolist() == tokenizer.encode(tokenizer.render(ASK, tools=TOOLS))
+    assert second.prompt.tolist()[: len(json.dumps(others))] == tokenizer.encode(json.dumps(others))
+    assert second.turns == 1
+
+
+@pytest.mark.parametrize("text", ["@@the-reply-of-the-policy@@ 5", f"5{chr(END)}", "It is 5.", ""])
+def test_no_text_of_a_tool_changes_which_tokens_are_recorded(serve: Callable[..., ChatServer], text: str) -> None:
+    server = serve()
+    session = server.open("a")
+    ask = partial(with_urllib, server.base_url, session.api_key)
+    said = ask(messages=ASK)["message"]
+    ask(messages=[*ASK, said, {"role": "tool", "tool_call_id": said["tool_calls"][0]["id"], "content": text}])
+    (made,) = session.close()
+    reply = [token for token, own in zip(made.tokens, made.own, strict=True) if not own]
+    assert reply == Characters().encode(f"\n[tool]{text}{chr(END)}\n[assistant]")
+
+
+def test_a_turn_arrives_as_a_stream_of_events(serve: Callable[..., ChatServer]) -> None:
+    server = serve()
+    session = server.open("a")
+    body = json.dumps({"messages": ASK, "tools": TOOLS, "stream": True, "stream_options": {"include_usage": True}})
+    headers = {"Authorization": f"Bearer {session.api_key}"}
+    sent = urllib.request.Request(f"{server.base_url}/chat/completions", body.encode(), headers)
+    sent.add_header("Content-Type", "application/json")
+    with urllib.request.urlopen(sent, timeout=30) as answer:
+        assert answer.headers["Content-Type"].startswith("text/event-stream")
+        *events, last = answer.read().decode().strip().split("\n\n")
+    message, end, usage = (json.loads(event.removeprefix("data: ")) for event in events)
+    assert message["choices"][0]["delta"]["tool_calls"][0]["function"] == {
+        "name": "add",
+        "arguments": '{"a": 2, "b": 3}',
+    }
+    assert (end["choices"][0]["finish_reason"], usage["usage"]["completion_tokens"]) == ("tool_calls", len(CALL) + 1)
+    assert last == "data: [DONE]"
+
+
+@pytest.mark.processes
+def test_a_stream_is_what_the_client_of_openai_reads(serve: Callable[..., ChatServer]) -> None:
+    openai = pytest.importorskip("openai")
+    server = serve()
+    client = openai.OpenAI(base_url=server.base_url, api_key=server.open("a").api_key, max_retries=0)
+    *_, last = stream = list(client.chat.completions.create(model="policy", messages=ASK, tools=TOOLS, stream=True))
+    assert stream[0].choices[0].delta.tool_calls[0].function.name == "add"
+    assert last.choices[0].finish_reason == "tool_calls"
+
+
+@pytest.mark.parametrize(
+    ("text", "rest", "calls"),
+    [
+        (CALL, "", [("add", '{"a": 2, "b": 3}')]),
+        ('<tool_call>{"name": "f", "arguments": "{\\"a\\": 2}"}</tool_call>', "", [("f", '{"a": 2}')]),
+        ('<tool_call>{"name": "f", "arguments": "text"}</tool_call>', "", [("f", '"text"')]),
+        ('<tool_call>{"name": "f"}</tool_call>', "", [("f", "{}")]),
+        ('<tool_call>{"name": 5}</tool_call>', None, []),
+        ('<tool_call>{"name": "\\ud800"}</tool_call>', None, []),
+        ('<tool_call>{"name": "f", "arguments": NaN}</tool_call>', None, []),
+        ('<tool_call>{"name": "f", "arguments": ' + "[" * 9999 + "]" * 9999 + "}</tool_call>", None, []),
+        ("<tool_call>{}</tool_call>", None, []),
+    ],
+)
+def test_tool_calls_are_the_objects_with_a_name(text: str, rest: str | None, calls: list[tuple[str, str]]) -> None:
+    assert hermes_tool_calls(text) == (text if rest is None else rest, calls)
+
+
+def test_sessions_end_with_an_error_that_names_them(serve: Callable[..., ChatServer]) -> None:
+    server = serve()
+    session = server.open("a")
+    with pytest.raises(DataError, match="session 'used' has no trajectory: no request has arrived") as caught:
         server.open("used").close()
-    with pytest.raises(DataError, match="session 'a' was opened before: give each trajectory a session of its own"):
+    assert caught.value.session == "used"
+    with pytest.raises(DataError, match="session 'a' is open: give each trajectory a session of its own"):
         server.open("a")
-    for key, request, message in (
-        ("b", {"messages": ASK}, "session 'b' does not exist: open one, and pass its name as the API key"),
-        ("used", {"messages": ASK}, "session 'used' was closed: open one"),
-        ("a", {"messages": ASK, "stream": True}, "stream=True is not supported; leave it out"),
-        ("a", {"messages": "hello"}, "messages is 'hello'; expected a list of chat messages"),
-        ("a", {"messages": ASK * 20}, "the prompt has 673 tokens, expected 1 to rollout.prompt_length, which is 600"),
-        ("a", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "or parts of type text"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            with_urllib(server.base_url, key, **request)
-    with pytest.raises(ValueError, match="session 'none' does not exist"):
-        with_urllib(f"{server.base_url[:-3]}/none/v1", "a", messages=ASK)
+    with pytest.raises(DataError):
+        server.open("a/b")
+    with_urllib(server.url_of(session), "another key", messages=ASK)
+    assert len(session.close()) == 1
+    with pytest.raises(ValueError, match="the API key is not that of an open session"):
+        with_urllib(server.base_url, session.api_key, messages=ASK)
+    assert server.open("a").api_key != session.api_key
+
+
+def test_a_group_that_fails_ends_the_session_and_not_the_server(serve: Callable[..., ChatServer]) -> None:
+    server = serve()
+    session, other = server.open("a"), server.open("b")
+
+    class Broken:
+        driven = True
+
+        def submit(self, trajectory: Trajectory, **options: Any) -> Future[Trajectory]:
+            failed: Future[Trajectory] = Future()
+            failed.set_exception(WorkerDied("rank 3 has died", role="rollout", rank=3, exit_cause="", log_tail=""))
+            return failed
+
+    session.rollout = Broken()
+    with pytest.raises(ValueError, match="WorkerDied: rank 3 has died"):
+        with_urllib(server.base_url, session.api_key, messages=ASK)
+    with pytest.raises(DataError, match="session 'a' has no trajectory: WorkerDied"):
+        session.close()
+    assert with_urllib(server.base_url, other.api_key, messages=ASK)["finish_reason"] == "tool_calls"
+
+
+def connected(server: ChatServer) -> socket.socket:
+    """Return a connection to a server."""
+    return socket.create_connection(("127.0.0.1", int(server.base_url.split(":")[2].split("/")[0])), timeout=30)
+
+
+def request_of(session: ChatSession) -> bytes:
+    """Return a request as it is sent."""
+    body = json.dumps({"messages": ASK})
+    key = f"Authorization: Bearer {session.api_key}\r\n"
+    return f"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\n{key}Content-Length: {len(body)}\r\n\r\n{body}".encode()
+
+
+def test_idle_connections_cost_neither_threads_nor_the_others(serve: Callable[..., ChatServer]) -> None:
+    server = serve()
+    session = server.open("a")
+    threads = threading.active_count()
+    with ExitStack() as clients:
+        started = connected(server)
+        clients.enter_context(started)
+        started.sendall(request_of(session)[:-5])  # a request that has begun is not idle
+        for number in range(MAX_IDLE + 50):
+            client = clients.enter_context(connected(server))
+            client.sendall((b"", b"POST", request_of(session)[:90])[number % 3])
+            if number == 0:
+                first = client
+        assert first.recv(1) == b""  # closed in favor of a later one
+        assert threading.active_count() <= threads
+        started.sendall(request_of(session)[-5:])
+        assert started.recv(12) == b"HTTP/1.1 200"
+    assert len(session.close()) == 1
+
+
+@pytest.mark.parametrize("sent", [0, 10, -5], ids=["nothing", "half of a header", "half of a body"])
+def test_a_request_that_does_not_arrive_is_ended(
+    serve: Callable[..., ChatServer], monkeypatch: pytest.MonkeyPatch, sent: int
+) -> None:
+    monkeypatch.setattr(http_server, "IDLE_S", 0.1)
+    server = serve()
+    session = server.open("a")
+    with connected(server) as client:
+        client.sendall(request_of(session)[:sent])
+        answer = client.makefile("rb").read()  # until the server closes
+    assert answer[:12] == (b"HTTP/1.1 408" if sent < 0 else b"")
+    monkeypatch.setattr(http_server, "IDLE_S", 30)
+    assert with_urllib(server.base_url, session.api_key, messages=ASK)["finish_reason"] == "tool_calls"
 
 
 def test_a_client_that_disconnects_cancels_its_trajectory(serve: Callable[..., ChatServer]) -> None:
     server = serve(driven=True)  # nobody makes slices, so that the request waits
     session = server.open("a")
-    body = json.dumps({"messages": ASK})
-    with socket.create_connection(("127.0.0.1", int(server.base_url.split(":")[2].split("/")[0]))) as client:
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nAuthorization: Bearer a\r\nContent-Length: {len(body)}\r\n\r\n"
-        client.sendall((head + body).encode())
+    with connected(server) as client:
+        client.sendall(request_of(session))
         until = time.monotonic() + 30
         while not len(server.rollout) and time.monotonic() < until:
             time.sleep(0.01)
         (submitted,) = server.rollout.live
         with pytest.raises(ValueError, match="session 'a' is in use by another request"):
-            with_urllib(server.base_url, "a", messages=ASK)
+            with_urllib(server.base_url, session.api_key, messages=ASK)
         ended = threading.Event()
         submitted.add_done_callback(lambda _: ended.set())
     assert ended.wait(30) and submitted.cancelled() and not server.rollout.start()
-    while session.in_use.locked():
+    while session.in_use:
         time.sleep(0.01)
     with pytest.raises(DataError, match="has no trajectory: its client has disconnected in the middle of a request"):
         session.close()
+
+
+def test_a_session_that_is_closed_cancels_its_request(serve: Callable[..., ChatServer]) -> None:
+    server = serve(driven=True)
+    session = server.open("a")
+    with connected(server) as client:
+        client.sendall(request_of(session))
+        until = time.monotonic() + 30
+        while session.submitted is None and time.monotonic() < until:
+            time.sleep(0.01)
+        (submitted,) = server.rollout.live
+        with pytest.raises(DataError, match="session 'a' has no trajectory: a request is running"):
+            session.close()
+        assert client.recv(12) == b"HTTP/1.1 400" and submitted.cancelled()
 
 
 async def adder(base_url: str, api_key: str, problem: Mapping[str, Any]) -> None:
@@ -191,7 +344,7 @@ async def adder(base_url: str, api_key: str, problem: Mapping[str, Any]) -> None
     said = (await ask(messages=ASK))["message"]
     if problem["kind"] == "rewrites":
         said = {"role": "assistant", "content": "Let me add."}
-    added = {"role": "tool", "tool_call_id": "call_0_0", "content": [{"type": "text", "text": "5"}]}
+    added = {"role": "tool", "tool_call_id": "call00000", "content": [{"type": "text", "text": "5"}]}
     assert (await ask(messages=[*ASK, said, added]))["message"]["content"] == "It is 5."
     if problem["kind"] == "shares":
         await ask(messages=ASK)
