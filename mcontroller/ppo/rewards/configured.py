@@ -12,7 +12,8 @@ from mcontroller.config.checks import close_names
 from mcontroller.data.protocol import DataProto
 from mcontroller.errors import ConfigError, DataError
 from mcontroller.ppo.data import columns
-from mcontroller.ppo.rewards.config import RewardsConfig
+from mcontroller.ppo.metrics import name_conflict
+from mcontroller.ppo.rewards.config import RESERVED_COLUMNS, RewardsConfig
 from mcontroller.ppo.rewards.processes import LoadedFunction, Sample, ScoreOutcome, ScoringProcesses, Task
 from mcontroller.ppo.rewards.reward import Reward, outcome_scores
 
@@ -58,6 +59,7 @@ def try_functions(
                     function=name,
                 )
             applies |= outcome.score is not None
+            check_reported(functions, name, outcome.values or {})
     if applies or not must_apply:
         return
     tried = samples[:TRIED]
@@ -67,6 +69,34 @@ def try_functions(
             f"each with its right answer, as a function without a return statement does. {description_of(tried[0])}",
             functions=list(functions),
         )
+
+
+def check_reported(functions: Mapping[str, LoadedFunction], name: str, values: Mapping[str, float]) -> None:
+    """Check the names of the other values that a function reports for a sample.
+
+    Args:
+        functions: all functions of the run by name.
+        name: of the function; with several functions its values are reported under ``name/``.
+        values: by name.
+
+    Raises:
+        DataError: metrics or samples have such a name already.
+    """
+    prefix = "" if len(functions) == 1 else f"{name}/"
+    columns = [f"{prefix}{key}" for key in values]
+    if conflict := name_conflict([*functions, *columns], RESERVED_COLUMNS) or _twice([*functions, *columns]):
+        column, owner = conflict
+        raise DataError(
+            f"the reward function {name!r} ({functions[name].config.function}) reports {', '.join(values)}; metrics "
+            f"and samples named {column!r} are those of {owner}: give it another name",
+            function=name,
+            column=column,
+        )
+
+
+def _twice(columns: Sequence[str]) -> tuple[str, str] | None:
+    """Return the first column of which there are two."""
+    return next(((name, "a reward function") for name in columns if columns.count(name) > 1), None)
 
 
 def _check_arguments(name: str, function: LoadedFunction, sample: Sample) -> None:
@@ -235,6 +265,7 @@ class FunctionRewards:
     def _other_values(self, name: str, outcomes: Sequence[ScoreOutcome]) -> dict[str, Sequence[float]]:
         prefix = "" if len(self.functions) == 1 else f"{name}/"
         keys = dict.fromkeys(key for outcome in outcomes for key in outcome.values or {})
+        check_reported(self.functions, name, dict.fromkeys(keys, math.nan))
         return {f"{prefix}{key}": [(outcome.values or {}).get(key, math.nan) for outcome in outcomes] for key in keys}
 
     def _report(self, name: str, outcomes: Sequence[ScoreOutcome], samples: Sequence[Sample]) -> None:
