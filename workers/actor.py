@@ -16,6 +16,7 @@ from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
 from mcontroller.errors import before_changes
 from mcontroller.ppo.agents.trajectories import TrajectoryRollout
+from mcontroller.ppo.estimators.built_in import inside
 from mcontroller.ppo.kl import KL_ESTIMATORS
 from mcontroller.ppo.losses.registry import POLICY_LOSSES
 from parallel_state.agreement import all_gather_values
@@ -337,7 +338,7 @@ class ActorRolloutRefWorker(ModelWorker):
         top = self.scorer.score(self.model, rows, self.config.scoring_size, forward)
         if top is None:
             return None
-        ids, log_probs = (top * rows.mask).movedim(0, -1).split(k, -1)
+        ids, log_probs = inside(top, rows.mask).movedim(0, -1).split(k, -1)
         return DataProto.from_dict({"top_ids": ids.long(), "top_log_probs": log_probs.contiguous()})
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
@@ -520,7 +521,7 @@ class ActorRolloutRefWorker(ModelWorker):
     def _scores(self, rows: TokenBatch, model: Sequence[nn.Module]) -> Tensor | None:
         """Return log-probabilities and entropies ``[2, rows, response]``; None off the last stage."""
         scores = self.scorer.score(model, rows, self.config.scoring_size)
-        return None if scores is None else scores * rows.mask
+        return None if scores is None else inside(scores, rows.mask)
 
     def _update(self, data: DataProto, method: str) -> tuple[TokenBatch, dict[str, Rule]]:
         """Return the rows of an update with the columns that the loss reads, and how its reports are reduced.

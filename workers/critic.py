@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from mcontroller.data.protocol import DataProto
 from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
+from mcontroller.ppo.estimators.built_in import inside
 from workers.config import CriticConfig
 from workers.model.build import build_model
 from workers.model_worker import ModelWorker
@@ -102,7 +103,7 @@ class CriticWorker(ModelWorker):
         self.use_adapter_of(data)
         rows = self.reader.responses(data, "compute_values")
         values = self.scorer.score(self.model, rows, self.config.scoring_size)
-        return None if values is None else DataProto.from_dict({"values": values * rows.mask})
+        return None if values is None else DataProto.from_dict({"values": inside(values, rows.mask)})
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO, padding="zero_loss")
     def update_critic(self, data: DataProto) -> DataProto:

@@ -158,7 +158,8 @@ class ProgressDisplay(Display):
 
     def held_out(self, step: int, metrics: Mapping[str, float]) -> None:
         """Print the metrics of the held-out problems."""
-        values = ", ".join(f"{name.rpartition('/')[2]} {value:.3f}" for name, value in without_zeros(metrics).items())
+        shown = {name: value for name, value in without_zeros(metrics).items() if name.startswith("held_out/")}
+        values = ", ".join(f"{name.rpartition('/')[2]} {value:.3f}" for name, value in shown.items())
         self.console.print(f"held-out after {step} steps: [bold]{values}[/bold]", highlight=False)
 
     def close(self) -> None:

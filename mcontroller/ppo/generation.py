@@ -19,6 +19,7 @@ from mcontroller.group import WorkerGroup
 from mcontroller.ppo.agents.episodes import Episodes
 from mcontroller.ppo.config import TrainerConfig
 from mcontroller.ppo.data import RESPONSE_COLUMNS, columns
+from mcontroller.ppo.metrics import Metrics
 from mcontroller.ppo.saving.run_record import BatchInFlight
 from mcontroller.ppo.stages import Stages
 
@@ -46,7 +47,7 @@ class RolloutWeights:
         self._groups: tuple[WorkerGroup[Any], WorkerGroup[Any]] | None = None
         self._transfer: Any = None
         self._stale = True
-        self._metrics: dict[str, float] = {}
+        self._metrics = Metrics()
         self._report: Any = None
         self._generating: DataProto | None = None
         self.moving: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -93,7 +94,7 @@ class RolloutWeights:
             if self._transfer is None:
                 self._transfer = actor.worker_cls.transfer_weights(actor, rollout, **self._options)
             self._report = self._transfer.run()
-            self._metrics = self._report.metrics()
+            self._metrics.add(self._report.metrics())
         self._stale = False
 
     def _are_lost(self, rollout: WorkerGroup[Any]) -> bool:
@@ -102,9 +103,8 @@ class RolloutWeights:
         return may_lose and not rollout.has_weights()
 
     def take_metrics(self) -> dict[str, float]:
-        """Return what the last transfer cost, once."""
-        metrics, self._metrics = self._metrics, {}
-        return metrics
+        """Return what the transfers since the last call cost."""
+        return self._metrics.take()
 
     def close(self) -> None:
         """End the connections between the groups."""
@@ -314,6 +314,10 @@ class Generations:
 
     def close(self) -> None:
         """End the processes that generation started."""
+
+    def take_metrics(self) -> dict[str, float]:
+        """Return what was counted since the last call, in all draws of a step."""
+        return {}
 
     def summary(self) -> str:
         """Return a line for the end of the run; empty if there is nothing to say."""

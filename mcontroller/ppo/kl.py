@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 from mcontroller.config.checks import check_above, check_at_least
 from mcontroller.config.fields import strict_fields
 from mcontroller.config.registry import Registry
-from mcontroller.errors import ConfigError
+from mcontroller.errors import ConfigError, DataError
 from parallel_state.lazy import Lazy
 
 if TYPE_CHECKING:
@@ -135,16 +136,25 @@ def apply_kl_penalty(
 
     Raises:
         ConfigError: no estimator has this name.
-        DataError: a column is missing.
+        DataError: a column is missing, or the KL of a token is not finite.
     """
     if kl_ctrl is None:
         return data.with_tensors({"token_level_rewards": columns(data, "token_level_scores")[0]}), {}
     names = ("token_level_scores", "old_log_probs", "ref_log_prob", "response_mask")
     scores, log_probs, reference, mask = columns(data, *names)
-    estimate = estimate_kl(log_probs, reference, kl_penalty)
+    kept = mask.bool()
+    estimate = torch.where(kept, estimate_kl(log_probs, reference, kl_penalty), 0.0)
     weight = kl_ctrl.value
-    rewards = scores - weight * estimate * mask
-    mean = float((estimate * mask).sum() / mask.sum().clamp(min=1))
+    rewards = torch.where(kept, scores, 0.0) - weight * estimate
+    mean = float(estimate.sum() / kept.sum().clamp(min=1))
+    if not math.isfinite(mean):  # an adaptive weight would never be a number again
+        wrong = int((~estimate.isfinite()).sum())
+        raise DataError(
+            f"the KL penalty is not finite for {wrong} of {int(kept.sum())} tokens: old_log_probs or ref_log_prob are "
+            "not finite there, or differ too much for algorithm.kl_penalty; k3 and algorithm.kl_clip limit the estimate",
+            tokens=wrong,
+            kl_penalty=kl_penalty,
+        )
     kl_ctrl.update(mean, n_steps=len(data))
     metrics = {"actor/reward_kl_penalty": mean, "actor/reward_kl_penalty_coeff": weight}
     return data.union(DataProto.from_dict({"token_level_rewards": rewards})), metrics

@@ -17,6 +17,13 @@ TOKEN_VERSIONS = "token_versions"
 """Column of the version of the policy that sampled each token, int64 ``[rows, response]``; -1 for others."""
 
 
+MISMATCH_METRICS = frozenset(
+    f"training/{name}"
+    for name in ("rollout_probs_diff_mean", "rollout_probs_diff_max", "rollout_probs_diff_std", "rollout_kl")
+)
+"""The names of ``mismatch_metrics``; an update without old log-probabilities reports some of them itself."""
+
+
 def importance_weights(data: DataProto, config: ImportanceConfig) -> tuple[Tensor, dict[str, float]]:
     """Return the weight of every token in the policy loss, float32 ``[rows, response]``, and metrics.
 

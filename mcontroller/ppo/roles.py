@@ -206,7 +206,7 @@ def updates_once(config: PPOConfig, actor: RoleWorker, rows: int, n: int) -> boo
         rows: responses of the batch.
         n: responses to each prompt.
     """
-    if config.algorithm.kl_in_reward or config.algorithm.importance.level != "none":
+    if config.algorithm.kl_in_reward or config.algorithm.importance.is_on:
         return False
     return UpdateRules.of(actor.init.cls, actor.init.kwargs["config"]).updates_once(rows, n)
 

@@ -12,6 +12,7 @@ from typing import Any
 from mcontroller.data.protocol import DataProto
 from mcontroller.errors import ConfigError, GroupBroken, GroupError
 from mcontroller.group import GroupMethod, WorkerGroup
+from mcontroller.ppo.metrics import Metrics
 from mcontroller.ray.calls.executor import RayExecutor
 from mcontroller.ray.resource_pool import RayResourcePool
 from mcontroller.trace.recorder import recorder
@@ -412,15 +413,14 @@ class Stages:
         reports = {name: group.take_memory_use.options(blocking=False)() for name, (group, _) in reporting.items()}
 
         def metrics() -> dict[str, float]:
-            found: dict[str, float] = {}
+            memory = Metrics()
             for group, report in reports.items():
                 stages = reporting[group][1]
                 for of_rank in report.get():
                     for method in of_rank.keys() & stages.keys():
-                        for value, size in of_rank[method].items():
-                            key = f"memory/{group}/{stages[method].replace(' ', '_')}/{value}"
-                            found[key] = max(size, found.get(key, 0.0))
-            return found
+                        prefix = f"memory/{group}/{stages[method].replace(' ', '_')}"
+                        memory.add({f"{prefix}/{value}": size for value, size in of_rank[method].items()})
+            return memory.take()
 
         return metrics
 

@@ -30,12 +30,13 @@ from mcontroller.ppo.generation import (
 )
 from mcontroller.ppo.groups import RunGroups, TokenBalance
 from mcontroller.ppo.kl import apply_kl_penalty, make_kl_controller
+from mcontroller.ppo.metrics import Metrics, of_ranks, united
 from mcontroller.ppo.mismatch import TOKEN_VERSIONS, importance_weights, mismatch_metrics, version_metrics
 from mcontroller.ppo.rewards.reward import Reward, RewardSources, Scores
 from mcontroller.ppo.roles import response_limit, unread_by_update, updates_once
 from mcontroller.ppo.selection import GroupFilter, penalized, trained_on, truncated_rows
 from mcontroller.ppo.stages import OverlappingStages, StageCall, Stages
-from mcontroller.ppo.summary import group_metrics, mean_of_parts, reward_metrics, signal_metrics
+from mcontroller.ppo.summary import group_metrics, reward_metrics, signal_metrics
 
 
 class PPOStep:
@@ -94,13 +95,12 @@ class PPOStep:
         """
         rule = self.config.algorithm
         groups = GroupFilter(rule.filter_groups, len(problems))
-        metrics: dict[str, float] = {}
+        draws = Metrics()
         while True:
             problems, batch, asked, of_generation = self.generations.exchange(problems, draw)
             started = self.rewards.start(batch, asked)
-            metrics |= of_generation
-            metrics |= mean_of_parts(batch) if "metrics" in batch.meta_info else {}
-            batch.meta_info.pop("metrics", None)
+            draws.add(of_generation)
+            draws.add(of_ranks(batch.meta_info.pop("metrics", {})), weight=len(batch))
             batch = with_tokens(batch, asked)
             with self.stages.overlapping() as start:
                 policies = [] if rule.filter_groups.enable else self.score_policies(batch, start)
@@ -117,14 +117,15 @@ class PPOStep:
             with self.stages.overlapping() as start:
                 policies = self.score_policies(batch, start)
             batch = self.with_results(batch, policies)
+        metrics = united(draws.take(), self.generations.take_metrics(), drawn, group_metrics(groups))
         if "old_log_probs" in batch.tensor_names and rule.old_log_probs != "rollout":
-            metrics |= mismatch_metrics(batch)
+            metrics = united(metrics, mismatch_metrics(batch))
         if self.config.trainer.max_staleness:
-            metrics |= staleness_metrics(batch, self.weights.version)
+            metrics = united(metrics, staleness_metrics(batch, self.weights.version))
             if TOKEN_VERSIONS in batch.tensor_names:
-                metrics |= version_metrics(batch, self.weights.version)
+                metrics = united(metrics, version_metrics(batch, self.weights.version))
         reward = groups.reward()
-        return batch, reward, metrics | drawn | reward_metrics("train", reward) | group_metrics(groups)
+        return batch, reward, united(metrics, reward_metrics("train", reward))
 
     def score_policies(self, batch: DataProto, start: OverlappingStages) -> list[StageCall]:
         """Start to compute log-probabilities of policy and reference and the critic's values, as far as needed."""
@@ -152,10 +153,10 @@ class PPOStep:
         rule = self.config.algorithm
         batch, metrics = apply_kl_penalty(batch, self.kl_ctrl if rule.kl_in_reward else None, rule.kl_penalty)
         batch = compute_advantage(batch, rule.adv_estimator, rule.gamma, rule.lam, rule.options())
-        metrics |= signal_metrics(batch)
+        metrics = united(metrics, signal_metrics(batch))
         if rule.importance.is_on:
             weights, limited = importance_weights(batch, rule.importance)
-            batch, metrics = batch.with_tensors({"importance_weights": weights}), metrics | limited
+            batch, metrics = batch.with_tensors({"importance_weights": weights}), united(metrics, limited)
         return batch, metrics
 
     def update(self, batch: DataProto, step: int) -> dict[str, float]:
@@ -165,7 +166,7 @@ class PPOStep:
             batch: with ``advantages`` and ``returns``.
             step: number of steps before this one.
         """
-        metrics, trainer = dict[str, float](), self.config.trainer
+        trainer = self.config.trainer
         batch = batch.select(non_tensor_batch_keys=[])
         if self.config.algorithm.mask_truncated:
             batch = trained_on(batch, ~truncated_rows(batch, stop_tokens(self.tokenizer)))
@@ -181,9 +182,7 @@ class PPOStep:
                 rows, update = without(batch, unread["actor"]), self.config.warm_up.steps + step - trainer.critic_warmup
                 calls.append(start("update actor", *self.balance.update(self.groups.actor.update_actor, rows, update)))
                 self.weights.changed()
-        for call in calls:
-            metrics |= mean_of_parts(call.get())
-        return metrics
+        return united(*(of_ranks(call.get().meta_info["metrics"]) for call in calls))
 
     def generate(self, problems: DataProto, **sampling: Any) -> tuple[DataProto, DataProto]:
         """Return the responses to the problems, and the problems' other columns, repeated for each response.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection
 from itertools import pairwise
 from typing import Any
 
@@ -17,15 +17,6 @@ from mcontroller.ppo.selection import GroupFilter, truncated_rows
 
 MOST_TOKENS = 2048
 """Most tokens of a sample."""
-
-
-def mean_of_parts(update: DataProto) -> dict[str, float]:
-    """Return the metrics of an update: the mean over data-parallel ranks, which report the same reduced values."""
-    metrics: Mapping[str, float | Sequence[float]] = update.meta_info["metrics"]
-    return {
-        name: float(value) if isinstance(value, int | float) else sum(value) / len(value)
-        for name, value in metrics.items()
-    }
 
 
 def reward_metrics(prefix: str, reward: Reward) -> dict[str, float]:

@@ -17,6 +17,8 @@ from mcontroller.ppo.data import BatchStream, Dataset, Tokenizer, check_rows, st
 from mcontroller.ppo.display import Callback, Display
 from mcontroller.ppo.generation import DRAWN, RolloutFunction
 from mcontroller.ppo.groups import RunGroups
+from mcontroller.ppo.metrics import Metrics, of_ranks, united
+from mcontroller.ppo.mismatch import MISMATCH_METRICS
 from mcontroller.ppo.rewards.reward import CombineRewards, Reward, RewardFunction, RewardSources
 from mcontroller.ppo.roles import Role, check_generates_alone, check_reference_sync, check_roles
 from mcontroller.ppo.saving.checkpoints import CLOSE_TIMEOUT_S, RunCheckpoints, RunState, Stateful
@@ -27,7 +29,7 @@ from mcontroller.ppo.saving.recovery import Failure, Recovery
 from mcontroller.ppo.saving.run_record import BatchInFlight, read_record
 from mcontroller.ppo.stages import SharedDevices, Stages
 from mcontroller.ppo.step import PPOStep
-from mcontroller.ppo.summary import experience_metrics, mean_of_parts, sample_tokens
+from mcontroller.ppo.summary import experience_metrics, sample_tokens
 from mcontroller.ppo.validation import validate
 from mcontroller.ray.resource_pool import ResourcePoolManager
 from mcontroller.ray.worker_group import MegatronRayWorkerGroup
@@ -335,7 +337,7 @@ class RayPPOTrainer:
                     callback.step_ended(self, metrics)
                 self.display.step(metrics)
                 if self._is_due(self.config.trainer.test_freq):
-                    metrics |= self.validate()
+                    metrics = united(metrics, self.validate())
                 self._synchronize_reference()
                 if self._is_save_due():
                     last = self._stopping or self.global_steps == total
@@ -400,13 +402,18 @@ class RayPPOTrainer:
         with stages("advantages"):
             batch, of_advantages = step.advantages(batch)
             self.show_samples(reward, batch)
-        metrics |= of_advantages | experience_metrics(batch, stop_tokens(self.tokenizer))
+        metrics = united(metrics, of_advantages, experience_metrics(batch, stop_tokens(self.tokenizer)))
         for callback in self.callbacks:
             callback.batch_ready(self, batch)
-        metrics = step.update(batch, self.global_steps) | metrics  # the mismatch before the update, if it is known
+        of_update = step.update(batch, self.global_steps)
+        measured_before = MISMATCH_METRICS & metrics.keys()
+        of_update = {name: value for name, value in of_update.items() if name not in measured_before}
         self.num_tokens += tokens_of(batch)
-        metrics |= self._progress(batch, len(problems)) | step.weights.take_metrics()
-        return metrics | stages.timing(started, tokens_of(batch), len(batch)) | stages.take_memory()
+        others = self._progress(batch, len(problems)), step.weights.take_metrics()
+        whole = Metrics()
+        whole.add(united(metrics, of_update, *others, stages.timing(started, tokens_of(batch), len(batch))))
+        whole.add(stages.take_memory())  # of the same groups as in generation ahead, at another time
+        return whole.take()
 
     def warm_up(self) -> None:
         """Run the supervised phase: train on demonstrations, then copy the actor to the reference."""
@@ -418,7 +425,7 @@ class RayPPOTrainer:
         for step in range(warm_up.steps):
             self._stop_if_preempted()
             with self.stages("warm-up", self.actor.update_sft):
-                metrics = mean_of_parts(self.actor.update_sft(batches[step]))
+                metrics = of_ranks(self.actor.update_sft(batches[step]).meta_info["metrics"])
             self.step.weights.changed()
             self.display.step(metrics)
             self.log(metrics, step + 1, WARM_UP)

@@ -7,21 +7,27 @@ from collections import Counter
 from statistics import fmean
 
 from mcontroller.ppo.data import Dataset, in_order
+from mcontroller.ppo.metrics import Metrics, of_ranks, united
 from mcontroller.ppo.rewards.reward import Reward, joined
 from mcontroller.ppo.step import PPOStep
 from mcontroller.ppo.summary import reward_metrics
 
 
 def validate(step: PPOStep, problems: Dataset) -> dict[str, float]:
-    """Return the statistics of the scores of responses to held-out problems; see ``validation_metrics``."""
-    config, rewards = step.config.validation, []
+    """Return the statistics of the scores of responses to held-out problems; see ``validation_metrics``.
+
+    What the rollout reports, such as failed episodes, is under ``validation/``.
+    """
+    config, rewards, generation = step.config.validation, [], Metrics()
     for batch in in_order(problems, step.config.data.val_batch_size):
         step.weights.update()
         with step.stages("held-out", step.groups.rollout.generate_sequences):
             responses, asked = step.generate(batch, **config.sampling())
+        generation.add(of_ranks(responses.meta_info.pop("metrics", {})), weight=len(responses))
         with step.stages.overlapping() as start:
             rewards.append(step.scored(responses, asked, start, held_out=True)[1])
-    return validation_metrics(joined(rewards), config.n)
+    of_generation = {f"validation/{name}": value for name, value in generation.take().items()}
+    return united(validation_metrics(joined(rewards), config.n), of_generation)
 
 
 def validation_metrics(reward: Reward, n: int) -> dict[str, float]:

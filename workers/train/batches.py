@@ -226,9 +226,16 @@ def response_batch(
         predictors.clamp(0, tokens.size(1) - 1),
         mask.float(),
         lengths,
-        {name: batch[name] for name in columns if name != "response_mask"},
+        {name: _counted(batch[name], mask.bool()) for name in columns if name != "response_mask"},
         temperature,
     )
+
+
+def _counted(column: Tensor, mask: Tensor) -> Tensor:
+    """Return the column with 0 for tokens that do not count: NaN there would reach gradients as 0 * NaN."""
+    if not column.is_floating_point():
+        return column
+    return torch.where(mask.view(*mask.shape, *[1] * (column.dim() - mask.dim())), column, 0.0)
 
 
 def supervised_batch(

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, all_reduce
 
+from mcontroller.ppo.estimators.built_in import inside
 from mcontroller.ppo.kl import estimate_kl
 from mcontroller.ppo.losses.registry import AGGREGATIONS, POLICY_LOSSES, PolicyLoss, Weights
 from workers.config import ActorConfig
@@ -144,9 +145,9 @@ def policy_objective(
         token_means["training/rollout_kl"] = rollout - log_probs
     report = {name: masked_sum(values.detach(), rows.mask) for name, values in token_means.items()}
     report["pg_loss"] = pg_loss
-    report["ratio_max"] = (policy.ratio.detach() * rows.mask).max()
+    report["ratio_max"] = inside(policy.ratio.detach(), rows.mask).max()
     if "rollout_log_probs" in columns:
-        report["training/rollout_probs_diff_max"] = (difference.detach() * rows.mask).max()
+        report["training/rollout_probs_diff_max"] = inside(difference.detach(), rows.mask).max()
     return total + masked_sum(extra, weights.tokens), weights.count, report | {TOKENS: rows.mask.sum()}
 
 

@@ -141,7 +141,7 @@ class AsynchronousGenerations(Generations):
             draw: returns the next problems, as long as fewer than ``max_staleness + 1`` batches are in flight.
 
         Returns:
-            As ``Generations.exchange``; the metrics are those of the queue and of its balance.
+            As ``Generations.exchange``, without metrics: ``take_metrics`` returns them.
         """
         if self._slices is None:
             raise ConfigError("no group generates yet: call init_workers() before train_step()", key="rollout")
@@ -162,7 +162,7 @@ class AsynchronousGenerations(Generations):
         for group in chosen:
             del self._groups[group.number]
         self._ready -= size
-        return *self._batch(chosen), self._metrics()
+        return *self._batch(chosen), {}
 
     def _submit(self, problems: DataProto) -> None:
         if self._groups and len(problems) != self._batch_size():
@@ -279,7 +279,8 @@ class AsynchronousGenerations(Generations):
             log_probs=log_probs,
         )
 
-    def _metrics(self) -> dict[str, float]:
+    def take_metrics(self) -> dict[str, float]:
+        """Return the sizes of the queue, and what was dropped and how long each side waited since the last call."""
         counts = {
             "asynchronous/queue_groups": len(self._groups),
             "asynchronous/queue_complete": self._ready,

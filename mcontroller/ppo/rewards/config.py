@@ -8,6 +8,10 @@ from typing import Any
 from mcontroller.config.checks import check_above, check_at_least
 from mcontroller.config.fields import strict_fields
 from mcontroller.errors import ConfigError
+from mcontroller.ppo.metrics import name_conflict
+
+RESERVED_COLUMNS = ("prompt", "response", "answer", "tokens", "reward_failed", "rule_score", "model_score")
+"""Names that samples and the combination of rewards have, besides those of the trainer's metrics."""
 
 
 @strict_fields
@@ -49,3 +53,11 @@ class RewardsConfig:
                     key="rewards.functions",
                     value=name,
                 )
+        if conflict := name_conflict(self.functions, RESERVED_COLUMNS):
+            name, owner = conflict
+            raise ConfigError(
+                f"rewards.functions has the name {name!r}, and metrics and samples of this name are those of {owner}: "
+                "choose another one",
+                key="rewards.functions",
+                value=name,
+            )

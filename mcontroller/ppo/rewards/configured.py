@@ -14,7 +14,7 @@ from mcontroller.ppo.data import columns
 from mcontroller.ppo.rewards.config import RewardsConfig
 from mcontroller.ppo.rewards.processes import LoadedFunction, Sample, ScoreOutcome, ScoringProcesses, Task
 from mcontroller.ppo.rewards.reward import Reward, outcome_scores
-from mcontroller.ppo.rewards.trial import SHOWN, description_of, try_functions
+from mcontroller.ppo.rewards.trial import SHOWN, check_reported, description_of, try_functions
 
 logger = logging.getLogger(__name__)
 
@@ -173,6 +173,7 @@ class FunctionRewards:
     def _other_values(self, name: str, outcomes: Sequence[ScoreOutcome]) -> dict[str, Sequence[float]]:
         prefix = "" if len(self.functions) == 1 else f"{name}/"
         keys = dict.fromkeys(key for outcome in outcomes for key in outcome.values or {})
+        check_reported(self.functions, name, dict.fromkeys(keys, math.nan))
         return {f"{prefix}{key}": [(outcome.values or {}).get(key, math.nan) for outcome in outcomes] for key in keys}
 
     def _report(self, name: str, outcomes: Sequence[ScoreOutcome], samples: Sequence[Sample]) -> None:

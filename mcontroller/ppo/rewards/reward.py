@@ -15,6 +15,7 @@ from mcontroller.config.checks import check_known_keys
 from mcontroller.data.protocol import DataProto
 from mcontroller.errors import ConfigError, DataError
 from mcontroller.ppo.data import ROUTED_EXPERTS, columns, without
+from mcontroller.ppo.metrics import name_conflict
 from mcontroller.transport import complete
 
 
@@ -124,14 +125,21 @@ def sum_of_rewards(
         raise ConfigError("sum_of_rewards got no reward functions; expected at least one by name", key="functions")
     factors = dict.fromkeys(functions, 1.0) | dict(weights or {})
     check_known_keys("weights", factors, functions)
+    if conflict := name_conflict(functions):
+        name, owner = conflict
+        text = f"functions has the name {name!r}, whose metric train/{name} is that of {owner}: choose another one"
+        raise ConfigError(text, key="functions", value=name)
 
     def weighted(batch: DataProto) -> Reward:
         parts = {name: rewarded(function, batch, name) for name, function in functions.items()}
         total = torch.stack([factors[name] * part.token_level_scores for name, part in parts.items()]).sum(0)
         columns: dict[str, Sequence[float]] = {}
         for name, part in parts.items():
-            columns |= {f"{name}/{column}": values for column, values in part.columns.items()}
-            columns[name] = part.row_scores().tolist()
+            of_part = {f"{name}/{column}": values for column, values in part.columns.items()}
+            of_part[name] = part.row_scores().tolist()
+            if both := columns.keys() & of_part.keys():
+                raise DataError(f"two functions report the column {min(both)!r}: rename one", column=min(both))
+            columns |= of_part
         missing = torch.stack([part.row_scores().isnan() for part in parts.values()]).all(0)
         return Reward(total, columns, scored=(~missing).tolist())
 
@@ -230,6 +238,12 @@ class RewardSources:
             return rule
         parts = {"rule_score": rule.token_level_scores, "model_score": model}
         sums = {name: scores.sum(1).tolist() for name, scores in parts.items()}
+        if both := rule.columns.keys() & parts.keys():
+            raise DataError(
+                f"the reward function returned the columns {', '.join(sorted(both))}, which the scores of the reward "
+                "function and of the reward model have: give them other names",
+                column=min(both),
+            )
         combined = self.combine(rule.token_level_scores, model)
         whole = Reward(combined, {**rule.columns, **sums}, rule.samples, rule.answers, rule.scored)
         return rewarded(lambda batch: whole, batch, "combine_rewards")
@@ -273,6 +287,13 @@ def rewarded(reward_fn: RewardFunction, batch: DataProto, name: str = "the rewar
             "score on a token of the policy, such as the last one; mcontroller.ppo.outcome_scores does",
             row=row,
             token=token,
+        )
+    if conflict := name_conflict(reward.columns):
+        column, owner = conflict
+        raise DataError(
+            f"{name} returned the column {column!r}, whose metric train/{column} is that of {owner}: give it another "
+            "name",
+            column=column,
         )
     others = {name: getattr(reward, name) for name in ("answers", "scored") if getattr(reward, name) is not None}
     for column, values in {**reward.columns, **others}.items():

@@ -8,6 +8,8 @@ from typing import Any
 
 from mcontroller.config.checks import close_names
 from mcontroller.errors import DataError
+from mcontroller.ppo.metrics import name_conflict
+from mcontroller.ppo.rewards.config import RESERVED_COLUMNS
 from mcontroller.ppo.rewards.functions import answer_text
 from mcontroller.ppo.rewards.processes import LoadedFunction, Sample, ScoreOutcome
 
@@ -58,7 +60,8 @@ def try_functions(
 
     Raises:
         DataError: a function needs an argument that there is not, fails, or returns a score although a value that it
-            needs is missing; or none applies. The message has the sample and its columns.
+            needs is missing; reports a value under a name that metrics have; or none applies. The message has the
+            sample and its columns.
     """
     applies = False
     for name, function in functions.items():
@@ -69,6 +72,7 @@ def try_functions(
                 _check_arguments(name, function, problems[index], place)
                 pair = function.config.batch and problems is samples and index == 0
                 outcome = _checked_call(name, function, problems[index : index + 2 if pair else index + 1], call, place)
+                check_reported(functions, name, outcome.values or {})
                 applies |= outcome.score is not None
     tried = samples[:TRIED]
     if must_apply and not applies:
@@ -145,6 +149,34 @@ def _checked_call(
                 argument=missing[0],
             )
     return outcomes[0]
+
+
+def check_reported(functions: Mapping[str, LoadedFunction], name: str, values: Mapping[str, float]) -> None:
+    """Check the names of the other values that a function reports for a sample.
+
+    Args:
+        functions: all functions of the run by name.
+        name: of the function; with several functions its values are reported under ``name/``.
+        values: by name.
+
+    Raises:
+        DataError: metrics or samples have such a name already.
+    """
+    prefix = "" if len(functions) == 1 else f"{name}/"
+    columns = [f"{prefix}{key}" for key in values]
+    if conflict := name_conflict([*functions, *columns], RESERVED_COLUMNS) or _twice([*functions, *columns]):
+        column, owner = conflict
+        raise DataError(
+            f"the reward function {name!r} ({functions[name].config.function}) reports {', '.join(values)}; metrics "
+            f"and samples named {column!r} are those of {owner}: give it another name",
+            function=name,
+            column=column,
+        )
+
+
+def _twice(columns: Sequence[str]) -> tuple[str, str] | None:
+    """Return the first column of which there are two."""
+    return next(((name, "a reward function") for name in columns if columns.count(name) > 1), None)
 
 
 def _columns(sample: Sample) -> Iterator[str]:

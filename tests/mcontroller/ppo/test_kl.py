@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mcontroller.data.protocol import DataProto
-from mcontroller.errors import ConfigError
+from mcontroller.errors import ConfigError, DataError
 from mcontroller.ppo import (
     KL_ESTIMATORS,
     AdaptiveKLController,
@@ -126,3 +126,29 @@ def test_a_custom_estimator_is_chosen_by_its_name():
     assert estimate_kl(torch.ones(1), torch.zeros(1), "twice_for_this_test").item() == 2.0
     with pytest.raises(ConfigError, match="KL estimator 'twice_for_this_test' is registered already"):
         register_kl_estimator("twice_for_this_test")(lambda log_ratio: log_ratio)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", ["k1", "k2", "k3", "abs"])
+def test_a_masked_token_reaches_neither_rewards_nor_the_weight(name, value):
+    def penalized(at_masked):
+        columns = torch.tensor([[[0.0, 1.0, at_masked], [-1.0, at_masked, at_masked]], [[-1.0, 1.5, 0.0]] * 2])
+        log_probs, reference = columns
+        tensors = {"old_log_probs": log_probs, "ref_log_prob": reference, "token_level_scores": torch.ones(2, 3)}
+        tensors["response_mask"] = torch.tensor([[1, 1, 0], [1, 0, 0]])
+        controller = make_kl_controller(KLControlConfig(type="adaptive", kl_coef=0.5, horizon=10))
+        rewards, metrics = apply_kl_penalty(DataProto.from_dict(tensors), controller, name)
+        return rewards.batch["token_level_rewards"], metrics, controller.value
+
+    (rewards, metrics, weight), expected = penalized(value), penalized(0.0)
+    torch.testing.assert_close(rewards, expected[0], rtol=0, atol=0)
+    assert (metrics, weight) == expected[1:] and math.isfinite(weight)
+
+
+def test_a_token_whose_kl_is_not_finite_does_not_move_the_weight():
+    columns = {name: torch.zeros(2, 2) for name in ("old_log_probs", "ref_log_prob", "token_level_scores")}
+    columns["old_log_probs"][1, 0] = math.nan
+    controller = make_kl_controller(KLControlConfig(type="adaptive", kl_coef=0.5))
+    with pytest.raises(DataError) as caught:
+        apply_kl_penalty(DataProto.from_dict(columns | {"response_mask": torch.ones(2, 2)}), controller)
+    assert caught.value.fields["tokens"] == 1 and controller.value == 0.5

@@ -8,9 +8,12 @@ import torch
 
 from mcontroller.data.protocol import DataProto
 from mcontroller.errors import ConfigError
+from mcontroller.ppo.estimators.registry import compute_advantage
 from mcontroller.ppo.losses.policy import clipped_policy_loss
 from mcontroller.ppo.mismatch import ImportanceConfig, importance_weights, mismatch_metrics, version_metrics
-from mcontroller.ppo.summary import sample_tokens
+from mcontroller.ppo.summary import experience_metrics, sample_tokens, signal_metrics
+
+BUILT_IN = ("gae", "grpo", "rloo", "opo", "gpg", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax")
 
 
 def generated() -> DataProto:
@@ -129,3 +132,27 @@ def test_samples_have_their_tokens_with_what_they_were_trained_on() -> None:
     (first,) = sample_tokens(DataProto.from_dict(tensors | probabilities), Tokenizer(), 1)
     assert first == {**expected[0], "mismatch": [-0.25, None, -0.25]}
     assert sample_tokens(DataProto.from_dict(tensors), object(), 3) == []
+
+
+def test_masked_tokens_reach_no_weight_no_advantage_and_no_metric():
+    chance = torch.Generator().manual_seed(9)
+    names = "old_log_probs rollout_log_probs values token_level_rewards token_level_scores advantages returns"
+    mask = torch.rand(8, 5, generator=chance) < 0.6
+    mask[:, 0], mask[:, 4] = True, False
+    columns = {name: torch.randn(8, 5, generator=chance) for name in names.split()}
+
+    def results(at_masked):
+        tensors = {name: torch.where(mask, column, at_masked) for name, column in columns.items()}
+        tensors |= {"response_mask": mask.long(), "greedy_scores": torch.ones(8)}
+        tensors["token_versions"] = torch.where(mask, 3, -1)
+        data = DataProto.from_dict(tensors, {"uid": np.arange(8) // 4})
+        config = ImportanceConfig("sequence", "mask", off_policy_mask=0.1)
+        weights, metrics = importance_weights(data, config)
+        metrics |= mismatch_metrics(data) | version_metrics(data, 4) | experience_metrics(data) | signal_metrics(data)
+        without = data.select([name for name in tensors if name not in ("advantages", "returns")])
+        advantages = [compute_advantage(without, name).batch["advantages"] for name in BUILT_IN]
+        return metrics, torch.stack([weights, *advantages])
+
+    (metrics, tensors), (expected, expected_tensors) = results(math.nan), results(0.0)
+    assert metrics == expected
+    torch.testing.assert_close(tensors, expected_tensors, rtol=0, atol=0)

@@ -495,6 +495,8 @@ def test_the_pass_for_old_log_probabilities_is_made_if_something_reads_them(choi
     assert ("training/rollout_probs_diff_max" in metrics) == (choice == "policy")
     torch.testing.assert_close(weights, trained(old_log_probs="policy")[0], rtol=0, atol=0)
     assert trained(old_log_probs="auto", importance=ImportanceConfig(level="token"))[1] == 2
+    _, calls, metrics = trained(old_log_probs="auto", importance=ImportanceConfig(off_policy_mask=0.1))
+    assert calls == 2 and metrics["training/off_policy_masked_fraction"] == 0.0
     with pytest.raises(ConfigError, match="every weight would be 1"):
         AlgorithmConfig(old_log_probs="rollout", importance=ImportanceConfig(level="token"))
 

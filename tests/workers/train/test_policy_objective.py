@@ -10,7 +10,7 @@ import torch
 from mcontroller.data.protocol import DataProto
 from mcontroller.errors import DataError
 from tests.ranks import run_ranks
-from tests.workers.roles import RESPONSE, actor, experience, largest_difference, own_shard, weights
+from tests.workers.roles import RESPONSE, actor, critic, experience, largest_difference, own_shard, weights
 
 pytestmark = pytest.mark.simulated
 
@@ -114,3 +114,31 @@ def test_one_optimizer_step_needs_no_pass_for_old_log_probabilities() -> None:
         assert metrics["actor/pg_loss"] == pytest.approx(of_step["actor/pg_loss"], abs=TOLERANCE)
         assert of_step["actor/ppo_kl"] == 0.0
         assert not torch.equal(torch.tensor(of_step["actor/grad_norm"]), torch.tensor(0.0))
+
+
+def updates_with(at_masked: float) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    """Return the weights and metrics of updates of actor and critic, with a value in the tokens that do not count."""
+    data = batch()
+    data.batch["ref_log_prob"], data.batch["rollout_log_probs"] = (data.batch["old_log_probs"] - 0.1 for _ in range(2))
+    data.batch["values"], data.batch["returns"] = torch.ones(2, *data.batch["advantages"].shape)
+    data.batch["response_mask"][:, 1] = 0  # of a tool
+    mask = data.batch["response_mask"].bool()
+    for name, column in data.batch.items():
+        if column.is_floating_point():
+            data.batch[name] = torch.where(mask, column, at_masked)
+    policies = [actor({}, "actor", policy_loss=loss, use_kl_loss=True, ppo_epochs=1) for loss in ("ppo", "gspo")]
+    metrics: dict[str, float] = {}
+    for name, policy in zip(("ppo", "gspo"), policies, strict=True):
+        found = policy.update_actor(data).meta_info["metrics"]
+        metrics |= {f"{name}/{key}": value for key, value in found.items() if not key.endswith("mfu")}
+    model = critic({}, ppo_epochs=1)
+    metrics |= {key: value for key, value in model.update_critic(data).meta_info["metrics"].items() if "mfu" not in key}
+    changed = {"ppo": policies[0], "gspo": policies[1], "critic": model}
+    return {f"{name}/{key}": value for name, each in changed.items() for key, value in weights(each).items()}, metrics
+
+
+def test_values_of_tokens_that_do_not_count_reach_no_gradient_and_no_metric() -> None:
+    expected, metrics = run_ranks(updates_with, 1, 0.0)[0]
+    for value in (float("nan"), float("inf"), 3.0):
+        found, reported = run_ranks(updates_with, 1, value)[0]
+        assert largest_difference(found, expected) == 0.0 and reported == metrics
