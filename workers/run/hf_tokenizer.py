@@ -10,6 +10,7 @@ from typing import Any
 
 from mcontroller.config.imports import import_extra
 from mcontroller.errors import ConfigError, DataError
+from mcontroller.files import is_lfs_pointer
 from mcontroller.ppo.datasets.prompts import from_json
 from mcontroller.ppo.datasets.tokenizers import TOKENIZERS, Message, TokenizerSource
 from workers.weights.hf.generation import stop_tokens_of
@@ -37,17 +38,26 @@ class HuggingFaceTokenizer:
             )
         if not Path(source.path).is_dir():
             raise ConfigError(f"tokenizer.path {source.path!r} is not a directory", key="tokenizer.path")
+        _check_files(Path(source.path))
         transformers = import_extra("transformers", "hf", "tokenizer.kind")
         try:
             self.tokenizer: Any = transformers.AutoTokenizer.from_pretrained(
                 source.path, local_files_only=True, trust_remote_code=False
             )
-        except (OSError, ValueError) as error:
+        except Exception as error:  # damaged files raise anything: tokenizers has an exception without a class
             raise ConfigError(
                 f"transformers cannot load the tokenizer in {source.path!r}: {' '.join(str(error).split())[:400]}",
                 key="tokenizer.path",
                 value=source.path,
             ) from error
+        names = {"tokenizer.json", *self.tokenizer.vocab_files_names.values()}
+        if not any((Path(source.path) / name).is_file() for name in names):  # transformers makes one without tokens
+            raise ConfigError(
+                f"there is no tokenizer in {source.path!r}: it has none of {', '.join(sorted(names))}. Download these "
+                "files of the model too, or set tokenizer.path to a directory that has them",
+                key="tokenizer.path",
+                value=source.path,
+            )
         if self.tokenizer.eos_token_id is None:
             raise ConfigError(
                 f"the tokenizer in {source.path!r} has no eos_token: set it in its tokenizer_config.json",
@@ -127,6 +137,25 @@ class HuggingFaceTokenizer:
     def save(self, directory: Path) -> None:
         """Write the tokenizer into ``<directory>/tokenizer``."""
         self.tokenizer.save_pretrained(str(directory / "tokenizer"))
+
+
+def _check_files(directory: Path) -> None:
+    """Raise ConfigError if a file that transformers may read is a pointer of Git LFS, or has no object in JSON."""
+    for path in sorted(file for file in directory.iterdir() if file.is_file() and file.suffix != ".safetensors"):
+        if is_lfs_pointer(path):
+            text = f"{str(path)!r} is a pointer of Git LFS, not the file: run `git lfs pull` in {str(directory)!r}"
+            raise ConfigError(text, key="tokenizer.path", value=str(directory))
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"):
+        if not (path := directory / name).is_file():
+            continue
+        try:
+            content = json.loads(path.read_bytes())
+            reason = "" if isinstance(content, dict) else f"it contains {type(content).__name__}, expected an object"
+        except (ValueError, RecursionError) as error:
+            reason = str(error)
+        if reason:
+            text = f"{str(path)!r} is damaged: {reason}. Download it again"
+            raise ConfigError(text, key="tokenizer.path", value=str(directory))
 
 
 def _with_mappings(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], list[str]]:
