@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from mcontroller.data.protocol import DataProto
 from mcontroller.errors import DataError
@@ -208,6 +209,43 @@ def with_tokens(batch: DataProto, problems: DataProto) -> DataProto:
 def tokens_of(batch: DataProto) -> int:
     """Return the number of tokens of a batch, after ``with_tokens``."""
     return int(columns(batch, TOKENS)[0].sum())
+
+
+_WHOLE = ("input_ids", "attention_mask", "position_ids", ROUTED_EXPERTS)
+"""Columns ``[rows, prompt + response, ...]`` of responses; ``prompts`` is ``[rows, prompt]``."""
+
+
+def of_equal_width(batches: Sequence[DataProto], pad_token_id: int) -> list[DataProto]:
+    """Return batches of responses padded to one width of prompts and of responses, so that they can be joined.
+
+    A rollout loop that writes prompts of its own, or responses as wide as the longest one, makes batches of several.
+
+    Args:
+        batches: with ``input_ids`` ``[rows, prompt + response]`` and ``responses`` ``[rows, response]``; their other
+            columns may have these dims.
+        pad_token_id: fills ids; other columns are filled with 0, or -1 for what no token has.
+    """
+    sizes = []
+    for batch in batches:
+        ids, responses = columns(batch, "input_ids", "responses")
+        sizes.append((ids.shape[1] - responses.shape[1], responses.shape[1]))
+    widest = max(prompt for prompt, _ in sizes), max(response for _, response in sizes)
+    fill = {"input_ids": pad_token_id, "prompts": pad_token_id, "responses": pad_token_id}
+    fill |= {ROUTED_EXPERTS: -1, "token_versions": -1}
+    padded = []
+    for batch, (prompt, response) in zip(batches, sizes, strict=True):
+        before, after = widest[0] - prompt, widest[1] - response
+        wider = {}
+        for name, column in batch.tensors().items() if before or after else ():
+            if name in _WHOLE or name == "prompts":
+                sides = (before, after if name in _WHOLE else 0)
+            elif column.ndim > 1 and column.shape[1] == response:
+                sides = (0, after)
+            else:
+                continue
+            wider[name] = pad(column, (*(0, 0) * (column.ndim - 2), *sides), value=fill.get(name, 0))
+        padded.append(batch.with_tensors(wider) if wider else batch)
+    return padded
 
 
 class Mixture:

@@ -59,7 +59,7 @@ class ProblemsConfig(DataConfig):
     system_prompt: str | None = None
     """Message of the system in front of chat messages that do not begin with one."""
     truncation: str = "drop"
-    """Prompts longer than ``rollout.prompt_length``: drop (and count), error, or left (leave their first tokens out)."""
+    """Prompts longer than ``rollout.prompt_length``: drop, error, or left (leave their first tokens out)."""
 
     def __post_init__(self) -> None:
         super(ProblemsConfig, self).__post_init__()

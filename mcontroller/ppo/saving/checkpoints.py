@@ -75,8 +75,8 @@ class RunState:
     batch_size: int | None = None
     """Problems of a batch; None: of an earlier version."""
     pending: tuple[int, ...] | None = None
-    """Positions of rows before ``next_row`` that were neither trained on nor are in flight; None: of an earlier version,
-    whose ``next_row`` is the first row of the batches in flight."""
+    """Positions of rows before ``next_row`` that were neither trained on nor are in flight; None: of an earlier
+    version, whose ``next_row`` is the first row of the batches in flight."""
 
     def in_flight_in(self, batches: BatchStream) -> tuple[BatchInFlight, ...]:
         """Return the batches in flight, and have their rows in ``batches``; none if these have another size."""

@@ -126,8 +126,8 @@ class SavedStep:
         in_flight: the batches whose responses were generated and not yet trained on.
         next_row: position in the data of the first row that was not drawn; None: of an earlier version.
         batch_size: problems of a batch; None: of an earlier version.
-        pending: positions before ``next_row`` of rows that were neither trained on nor are in flight; None: of an earlier
-            version, whose ``next_row`` is the first row of the batches in flight.
+        pending: positions before ``next_row`` of rows that were neither trained on nor are in flight; None: of an
+            earlier version, whose ``next_row`` is the first row of the batches in flight.
     """
 
     global_steps: int

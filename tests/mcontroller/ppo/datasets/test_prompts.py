@@ -52,7 +52,7 @@ def test_prompts_that_are_too_long_are_rejected_or_lose_their_beginning():
     assert (prompts.truncated, prompts.dropped, prompts[1]["prompt"]) == (1, 0, "abcde")
     with pytest.raises(DataError, match=r"rows.jsonl, line 2: the prompt has 5 tokens; rollout.prompt_length is 3"):
         PromptRows(rows, ProblemsConfig(truncation="error"), Letters(), 3)
-    with pytest.raises(ConfigError, match="data.truncation is 'right'; possible: drop, error, left"):
+    with pytest.raises(ConfigError, match=r"data.truncation is 'right'; possible: drop, error, left"):
         ProblemsConfig(truncation="right")
 
 

@@ -48,11 +48,11 @@ def test_skip_and_size_select_rows(tmp_path):
         ([f'{{"prompt": {"1" * 5000}}}'], "rows.jsonl, line 1 is not JSON: Exceeds the limit .* for integer string"),
         (
             ['{"prompt": "a"}', '{"prompt": "a\\ud83d"}'],
-            "rows.jsonl, line 2 is not JSON: a text has .*half of a surrogate",
+            "line 2 is not JSON: a text has .*half of a surrogate",
         ),
         (
             ['{"prompt": "a", "more": {"\\uDE00": 1}}'],
-            "rows.jsonl, line 1 is not JSON: a text has .*half of a surrogate",
+            "line 1 is not JSON: a text has .*half of a surrogate",
         ),
     ],
 )
