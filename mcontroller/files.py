@@ -78,6 +78,14 @@ def moved_path(path: str | os.PathLike[str], before: str | os.PathLike[str], now
     return now / whole.relative_to(root) if whole.is_relative_to(root) else whole
 
 
+def is_lfs_pointer(path: Path) -> bool:
+    """Return whether a file has the few lines that stand for a file of Git LFS that was not downloaded."""
+    if not path.is_file():
+        return False
+    with open(path, "rb") as file:
+        return file.read(64).startswith(b"version https://git-lfs.github.com/spec/")
+
+
 def delete_with_links(directory: Path) -> None:
     """Delete a directory, and first the links next to it that name it; nothing if it does not exist.
 
