@@ -13,7 +13,7 @@ from mcontroller.ppo.agents.episodes import Episodes
 from mcontroller.ppo.agents.turns import Demonstrating, MultiTurnRollout, make_environment, make_episodes
 from mcontroller.ppo.config import TrainerConfig
 from mcontroller.ppo.data import BatchStream
-from mcontroller.ppo.datasets.prompts import Demonstrations, PromptRows
+from mcontroller.ppo.datasets.prompts import Demonstrations, PromptRows, answer_of
 from mcontroller.ppo.datasets.sources import Records, load_records
 from mcontroller.ppo.datasets.tokenizers import TOKENIZERS, TextTokenizer, TokenizerSource
 from mcontroller.ppo.estimators.registry import ADVANTAGE_ESTIMATORS
@@ -241,11 +241,11 @@ def _is_base(reference: ModelConfig, policy: ModelConfig) -> bool:
 def make_tokenizer(config: RunConfig, train: Records, val: Records | None) -> TextTokenizer:
     """Return the tokenizer of the configuration."""
     path = config.tokenizer.path or config.actor_rollout_ref.model.hf_path
-    keys = config.data.prompt_key, config.data.answer_key
-    rows = [*train.rows, *(val.rows if val is not None else [])]
+    data, rows = config.data, [*train.rows, *(val.rows if val is not None else [])]
 
     def texts() -> tuple[list[str], list[str]]:
-        prompts, answers = ([row[key] for row in rows if isinstance(row.get(key), str)] for key in keys)
+        values = ((row.get(data.prompt_key) for row in rows), (answer_of(row, data.answer_key) for row in rows))
+        prompts, answers = ([value for value in column if isinstance(value, str)] for column in values)
         return prompts, answers
 
     return TOKENIZERS.get_or_raise(config.tokenizer.kind)(

@@ -49,7 +49,7 @@ class ProblemsConfig(DataConfig):
     prompt_key: str = "prompt"
     """Column of the prompt: a text, or a list of chat messages ``{"role": ..., "content": ...}``."""
     answer_key: str = "answer"
-    """Column of the right answer, which is passed to reward functions; rows may lack it."""
+    """Column of the right answer, or a key of it (reward_model.ground_truth). Reward functions get it as ``answer``."""
     chat_template: bool | None = None
     """Apply the tokenizer's chat template. None: to chat messages only. True: a text is the message of a user."""
     system_prompt: str | None = None

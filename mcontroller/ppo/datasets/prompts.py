@@ -54,7 +54,7 @@ class PromptRows:
             if isinstance(prompt, str) and not config.chat_template and ids[: len(prefix)] != prefix:
                 ids = prefix + ids
             if len(ids) <= prompt_length:
-                self.kept.append((text, torch.tensor(ids), record.get(config.answer_key), record))
+                self.kept.append((text, torch.tensor(ids), answer_of(record, config.answer_key), record))
             else:
                 shortest = min(shortest or len(ids), len(ids))
         self.dropped = len(records) - len(self.kept)
@@ -150,7 +150,8 @@ class Demonstrations:
 
 def _check_columns(records: Records, config: ProblemsConfig) -> None:
     """Raise an error if a record lacks the column of the prompt, or all lack the column of the answer that was set."""
-    if config.answer_key != ProblemsConfig().answer_key and not any(config.answer_key in row for row in records.rows):
+    key = config.answer_key
+    if key != ProblemsConfig().answer_key and all(answer_of(row, key) is None for row in records.rows):
         there = list(dict.fromkeys(name for row in records.rows for name in row))
         raise ConfigError(
             f"data.answer_key is {config.answer_key!r}, and {records.name} has no such column"
@@ -165,6 +166,15 @@ def _check_columns(records: Records, config: ProblemsConfig) -> None:
                 "data.prompt_key to the column of the prompts",
                 location=records.location(index),
             )
+
+
+def answer_of(record: Mapping[str, Any], key: str) -> Any:
+    """Return the value of a column, or of a key in it, such as ``reward_model.ground_truth``; None if it is absent."""
+    if key in record:
+        return record[key]
+    column, _, inner = key.partition(".")
+    value = record.get(column)
+    return answer_of(value, inner) if inner and isinstance(value, Mapping) else None
 
 
 def prompt_text(prompt: Any, location: str, config: ProblemsConfig, tokenizer: TextTokenizer) -> str:
