@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -13,7 +13,7 @@ from mcontroller.ppo.agents.episodes import Episodes
 from mcontroller.ppo.agents.turns import Demonstrating, MultiTurnRollout, make_environment, make_episodes
 from mcontroller.ppo.config import TrainerConfig
 from mcontroller.ppo.data import BatchStream
-from mcontroller.ppo.datasets.prompts import Demonstrations, PromptRows
+from mcontroller.ppo.datasets.prompts import Demonstrations, PromptRows, answer_of
 from mcontroller.ppo.datasets.sources import Records, load_records
 from mcontroller.ppo.datasets.tokenizers import TOKENIZERS, TextTokenizer, TokenizerSource
 from mcontroller.ppo.estimators.registry import ADVANTAGE_ESTIMATORS
@@ -34,6 +34,10 @@ from workers.run.config import RunConfig
 from workers.run.conversion import check_new_directory
 from workers.run.pools import check_layout, pool_errors, pools_of, role_layouts
 from workers.weights.hf.checkpoint import check_checkpoint_files
+from workers.weights.hf.vocabulary import check_tokens, has_tokenizer
+
+COMPARED = 64
+"""Prompts by which the vocabularies of the policy and of other models are compared."""
 
 
 @dataclass(frozen=True)
@@ -184,7 +188,7 @@ def make_parts(config: RunConfig) -> RunParts:
     problem_rows, held_out = prompts(train), prompts(val)
     environment, episodes = None, None
     if tokenizer is not None:
-        attempt(partial(check_vocabulary, config, tokenizer))
+        attempt(lambda: check_vocabulary(config, tokenizer, _first_texts(problem_rows)))
         environment = attempt(partial(make_environment, config.multi_turn, tokenizer))
         episodes = attempt(partial(make_episodes, config.multi_turn, tokenizer))
         if environment is not None:
@@ -203,6 +207,10 @@ def make_parts(config: RunConfig) -> RunParts:
     rewards = FunctionRewards(config.rewards, tokenizer) if config.rewards.functions else None
     combine = weighted_sum() if config.reward_model is not None and rewards is not None else None
     return RunParts(tokenizer, problem_rows, held_out, demonstrations, rewards, episodes, combine, roles)
+
+
+def _first_texts(prompts: PromptRows | None) -> list[str]:
+    return [] if prompts is None else [prompts[index]["prompt"] for index in range(min(len(prompts), COMPARED))]
 
 
 def roles_of(config: RunConfig) -> dict[Role, Any]:
@@ -234,11 +242,11 @@ def _is_base(reference: ModelConfig, policy: ModelConfig) -> bool:
 def make_tokenizer(config: RunConfig, train: Records, val: Records | None) -> TextTokenizer:
     """Return the tokenizer of the configuration."""
     path = config.tokenizer.path or config.actor_rollout_ref.model.hf_path
-    keys = config.data.prompt_key, config.data.answer_key
-    rows = [*train.rows, *(val.rows if val is not None else [])]
+    data, rows = config.data, [*train.rows, *(val.rows if val is not None else [])]
 
     def texts() -> tuple[list[str], list[str]]:
-        prompts, answers = ([row[key] for row in rows if isinstance(row.get(key), str)] for key in keys)
+        values = ((row.get(data.prompt_key) for row in rows), (answer_of(row, data.answer_key) for row in rows))
+        prompts, answers = ([value for value in column if isinstance(value, str)] for column in values)
         return prompts, answers
 
     return TOKENIZERS.get_or_raise(config.tokenizer.kind)(
@@ -246,14 +254,36 @@ def make_tokenizer(config: RunConfig, train: Records, val: Records | None) -> Te
     )
 
 
-def check_vocabulary(config: RunConfig, tokenizer: TextTokenizer) -> None:
-    """Raise ConfigError if a model has fewer token ids than the tokenizer."""
-    sections = (("actor_rollout_ref", config.actor_rollout_ref), ("critic", config.critic), ("ref", config.ref))
-    for role, section in sections:
-        if section is not None and section.model.vocab_size < tokenizer.vocab_size:
+def check_vocabulary(config: RunConfig, tokenizer: TextTokenizer, texts: Sequence[str] = ()) -> None:
+    """Raise ConfigError if a model has fewer token ids than the tokenizer, or another vocabulary.
+
+    Args:
+        config: the configuration.
+        tokenizer: of the policy, whose token ids all models get.
+        texts: prompts to compare vocabularies by.
+    """
+    policy = config.actor_rollout_ref.model
+    for role in ("actor_rollout_ref", "rollout", "critic", "ref", "reward_model"):
+        section = getattr(config, role)
+        if section is None:
+            continue
+        key, size, path = f"{role}.model.vocab_size", section.model.vocab_size, section.model.hf_path
+        if size < tokenizer.vocab_size:
             raise ConfigError(
-                f"{role}.model.vocab_size is {section.model.vocab_size}; the tokenizer has {tokenizer.vocab_size} "
-                f"tokens: set {role}.model.vocab_size={tokenizer.vocab_size}, or the model that it refers to",
-                key=f"{role}.model.vocab_size",
-                value=section.model.vocab_size,
+                f"{key} is {size}; the tokenizer has {tokenizer.vocab_size} tokens: set "
+                f"{key}={tokenizer.vocab_size}, or the model that it refers to",
+                key=key,
+                value=size,
+            )
+        if role == "actor_rollout_ref" or (path is not None and path in (config.tokenizer.path, policy.hf_path)):
+            continue
+        if has_tokenizer(path):
+            check_tokens(path, f"{role}.model.hf_path", tokenizer, texts)
+        elif role in ("ref", "reward_model") and size not in (policy.vocab_size, tokenizer.vocab_size):
+            raise ConfigError(
+                f"{key} is {size}, and that of the policy, whose token ids {role} gets, {policy.vocab_size}. Use a "
+                "model with the same vocabulary; if only the padding of the sizes differs, put its tokenizer into the "
+                f"directory {role}.model.hf_path",
+                key=key,
+                value=size,
             )

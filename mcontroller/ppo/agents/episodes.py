@@ -30,7 +30,7 @@ from mcontroller.errors import ConfigError, MControllerError
 from mcontroller.ppo.agents.episode_loop import SERVER, EpisodeLoop, load_episode
 from mcontroller.ppo.agents.trajectories import Submitted, Trajectory, TrajectoryRollout, seed_of, trajectory_batch
 from mcontroller.ppo.data import FAILED, columns
-from mcontroller.ppo.helper_process import HelperProcess
+from mcontroller.ppo.rewards.helper_process import HelperProcess
 
 logger = logging.getLogger(__name__)
 

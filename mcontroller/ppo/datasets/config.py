@@ -53,7 +53,7 @@ class ProblemsConfig(DataConfig):
     tools_key: str | None = "tools"
     """Column of the tools of a row, JSON schemas for the chat template; rows may lack it. None: there is none."""
     answer_key: str = "answer"
-    """Column of the right answer, which is passed to reward functions; rows may lack it."""
+    """Column of the right answer, or a key of it (reward_model.ground_truth). Reward functions get it as ``answer``."""
     chat_template: bool | None = None
     """Apply the tokenizer's chat template. None: to chat messages only. True: a text is the message of a user."""
     system_prompt: str | None = None

@@ -60,7 +60,7 @@ class PromptRows:
                         prompt_length=prompt_length,
                     )
                 ids, self.truncated = ids[-prompt_length:], self.truncated + 1
-            self.kept.append((text, torch.tensor(ids), record.get(config.answer_key), record))
+            self.kept.append((text, torch.tensor(ids), answer_of(record, config.answer_key), record))
         self.dropped = len(records) - len(self.kept)
         if not self.kept:
             raise DataError(
@@ -157,7 +157,8 @@ class Demonstrations:
 
 def _check_columns(records: Records, config: ProblemsConfig) -> None:
     """Raise an error if a record lacks the column of the prompt, or all lack the column of the answer that was set."""
-    if config.answer_key != ProblemsConfig().answer_key and not any(config.answer_key in row for row in records.rows):
+    key = config.answer_key
+    if key != ProblemsConfig().answer_key and all(answer_of(row, key) is None for row in records.rows):
         there = list(dict.fromkeys(name for row in records.rows for name in row))
         raise ConfigError(
             f"data.answer_key is {config.answer_key!r}, and {records.name} has no such column"
@@ -172,6 +173,15 @@ def _check_columns(records: Records, config: ProblemsConfig) -> None:
                 "data.prompt_key to the column of the prompts",
                 location=records.location(index),
             )
+
+
+def answer_of(record: Mapping[str, Any], key: str) -> Any:
+    """Return the value of a column, or of a key in it, such as ``reward_model.ground_truth``; None if it is absent."""
+    if key in record:
+        return record[key]
+    column, _, inner = key.partition(".")
+    value = record.get(column)
+    return answer_of(value, inner) if inner and isinstance(value, Mapping) else None
 
 
 def encoded_prompt(

@@ -13,8 +13,6 @@ from decimal import Decimal
 from types import ModuleType
 from typing import Any
 
-import numpy as np
-
 from mcontroller.config.imports import import_extra
 from mcontroller.errors import DataError
 
@@ -39,6 +37,8 @@ def answer_text(answer: Any) -> str:
     Raises:
         DataError: there is no answer (None, NaN, an empty text), or it is neither a text, a number nor a boolean.
     """
+    import numpy as np  # slow, and the commands import this module
+
     if isinstance(answer, np.generic):
         answer = answer.item()
     if isinstance(answer, float | Decimal) and math.isfinite(answer):
@@ -68,7 +68,7 @@ def exact_match(response: str, answer: Any) -> float:
         DataError: see ``answer_text``.
     """
     expected, given = answer_text(answer), response.strip()
-    if isinstance(answer, bool | np.bool_):
+    if expected in ("True", "False") and not isinstance(answer, str):
         return float(given.lower() == expected.lower())
     if isinstance(answer, str):
         return float(given == expected)

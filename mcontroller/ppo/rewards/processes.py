@@ -21,8 +21,8 @@ from typing import Any, TypeAlias
 
 from mcontroller.config.imports import import_object
 from mcontroller.errors import ConfigError
-from mcontroller.ppo.helper_process import HelperProcess
 from mcontroller.ppo.rewards.config import RewardFunctionConfig
+from mcontroller.ppo.rewards.helper_process import HelperProcess
 
 MOMENT_S = 0.02
 """[s] Time for which the outcomes of fast samples are kept, to be returned together."""

@@ -68,23 +68,26 @@ def try_functions(
         kinds: set[tuple[str, ...]] = set()
         for key, problems in (("data.train", samples), ("data.val", held_out)):
             for index in _first_of_new_kinds(function, problems, kinds):
-                place = f"problem {index + 1} of {len(problems)} in {key}"
-                _check_arguments(name, function, problems[index], place)
                 pair = function.config.batch and problems is samples and index == 0
-                outcome = _checked_call(name, function, problems[index : index + 2 if pair else index + 1], call, place)
-                check_reported(functions, name, outcome.values or {})
-                applies |= outcome.score is not None
-    tried = samples[:TRIED]
+                tried = {
+                    f"problem {row + 1} of {len(problems)} in {key}": problems[row]
+                    for row in range(index, min(index + 1 + pair, len(problems)))
+                }
+                outcomes = _checked_calls(name, function, tried, call)
+                for outcome in outcomes:
+                    check_reported(functions, name, outcome.values or {})
+                applies |= any(outcome.score is not None for outcome in outcomes)
+    first = samples[:TRIED]
     if must_apply and not applies:
-        outcomes = [outcome for name in functions for outcome in call(name, tried)]
-        if not any(outcome.score is not None or outcome.error for outcome in outcomes):
+        scored = [outcome for name in functions for outcome in call(name, first)]
+        if not any(outcome.score is not None or outcome.error for outcome in scored):
             raise DataError(
-                f"no reward function applies to the first {len(tried)} problems: {', '.join(functions)} returned None "
+                f"no reward function applies to the first {len(first)} problems: {', '.join(functions)} returned None "
                 f"for each with its right answer, as a function without a return statement does. "
-                f"{description_of(tried[0])}",
+                f"{description_of(first[0])}",
                 functions=list(functions),
             )
-    return _lines_of_right_answers(functions, tried, call)
+    return _lines_of_right_answers(functions, first, call)
 
 
 def _first_of_new_kinds(
@@ -119,17 +122,20 @@ def _check_arguments(name: str, function: LoadedFunction, sample: Sample, place:
             )
 
 
-def _checked_call(
-    name: str, function: LoadedFunction, tried: Sequence[Sample], call: CallFunction, place: str
-) -> ScoreOutcome:
-    """Return the outcome of the first sample.
+def _checked_calls(
+    name: str, function: LoadedFunction, tried: Mapping[str, Sample], call: CallFunction
+) -> Sequence[ScoreOutcome]:
+    """Return the outcomes of samples, which have their place in the data as key.
 
     Raises:
-        DataError: the function failed, or returned a score although a value that it needs is missing.
+        DataError: the function needs an argument that there is not, failed, or returned a score although a value that
+            it needs is missing.
     """
-    outcomes = call(name, tried)
+    for place, sample in tried.items():
+        _check_arguments(name, function, sample, place)
+    outcomes = call(name, list(tried.values()))
     title = f"the reward function {name!r} ({function.config.function})"
-    for sample, outcome in zip(tried, outcomes, strict=True):
+    for (place, sample), outcome in zip(tried.items(), outcomes, strict=True):
         columns = f"It is {place}, with the columns {', '.join(_columns(sample))}"
         if outcome.error is not None:
             raise DataError(
@@ -148,7 +154,7 @@ def _checked_call(
                 function=name,
                 argument=missing[0],
             )
-    return outcomes[0]
+    return outcomes
 
 
 def check_reported(functions: Mapping[str, LoadedFunction], name: str, values: Mapping[str, float]) -> None:

@@ -164,6 +164,14 @@ def test_a_problem_anywhere_without_the_answer_that_is_read_is_an_error(folder, 
     assert shown in error and "'mine'" in error
 
 
+def test_an_answer_in_a_nested_column_is_read_by_its_key(folder, capsys):
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in NESTED))
+    assert main(["check", "run.yaml", EXACT, "data.answer_key=reward_model.ground_truth"]) == 0
+    assert "right answers" not in capsys.readouterr().out
+    error = error_of(capsys, EXACT, "data.answer_key=reward_model.truth")
+    assert "has no such column; did you mean reward_model" in error or "has no such column; it has" in error
+
+
 @pytest.mark.parametrize("answer", ["", ["4"], {"value": "4"}])
 def test_an_answer_that_is_no_text_or_number_is_an_error(folder, capsys, answer):
     rows = [PROBLEM, PROBLEM, PROBLEM | {"answer": answer}]

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from mcontroller.errors import ConfigError
-from mcontroller.ppo.helper_process import STARTS, HelperProcess
 from mcontroller.ppo.rewards.config import RewardFunctionConfig
+from mcontroller.ppo.rewards.helper_process import STARTS, HelperProcess
 from mcontroller.ppo.rewards.processes import ScoreOutcome, ScoringProcesses, Task
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(60)]
@@ -78,7 +78,7 @@ def test_scores_are_complete_although_processes_are_killed_while_they_start(tmp_
 
 DRIVER = """
 import sys, time
-from mcontroller.ppo.helper_process import HelperProcess
+from mcontroller.ppo.rewards.helper_process import HelperProcess
 helper = HelperProcess(sys.argv[1])
 time.sleep(600)
 """
