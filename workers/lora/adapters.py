@@ -42,6 +42,7 @@ from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor, nn
 from torch.nn.functional import dropout, layer_norm, linear, pad, rms_norm
 
+from parallel_state.megatron import EXPERT_INPUT_RNG
 from workers.config.lora import LoraConfig
 from workers.config.trained_weights import Target
 
@@ -188,7 +189,7 @@ class Adapter(nn.Module):
             return inputs
         tracker = get_cuda_rng_tracker()
         if self.target.experts:
-            fork = tracker.fork(get_expert_parallel_rng_tracker_name())
+            fork = tracker.fork(get_expert_parallel_rng_tracker_name() if self.split else EXPERT_INPUT_RNG)
         else:
             fork = tracker.fork() if self.split or self.sequence_parallel else contextlib.nullcontext()
         with fork:
