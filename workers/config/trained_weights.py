@@ -163,8 +163,8 @@ def check_not_overlapped(name: str) -> None:
     """
     if ".shared_experts." in name:
         raise ConfigError(
-            f"model.transformer.moe_shared_expert_overlap is true, and model.lora has an adapter of {name}, which is not "
-            "computed in the parts that overlap: set moe_shared_expert_overlap=false, or "
+            f"model.transformer.moe_shared_expert_overlap is true, and model.lora has an adapter of {name}, which is "
+            "not computed in the parts that overlap: set moe_shared_expert_overlap=false, or "
             "model.lora.exclude=['*shared_experts*']",
             key="model.transformer.moe_shared_expert_overlap",
             value=True,
