@@ -335,9 +335,9 @@ def changed_beside_adapters(chunks: Sequence[Any]) -> list[str]:
             if prefix.partition(".")[0] == "lora":
                 continue
             still = isinstance(module, Router) and module.config.moe_router_bias_update_rate == 0.0
-            moving = set() if still else module._buffers.keys() - module._non_persistent_buffers_set
-            trained = {name for name, value in module._parameters.items() if value is not None and value.requires_grad}
-            names += [f"{prefix}.{name}".removeprefix(".") for name in sorted(moving | trained)]
+            buffers = {name for name, _ in module.named_buffers(recurse=False)} - module._non_persistent_buffers_set
+            trained = {name for name, value in module.named_parameters(recurse=False) if value.requires_grad}
+            names += [f"{prefix}.{name}".removeprefix(".") for name in sorted(trained if still else trained | buffers)]
     return names
 
 

@@ -14,8 +14,8 @@ from megatron.core.transformer import TransformerConfig
 from mcontroller.errors import ConfigError
 from workers.config.model import ModelConfig
 from workers.config.parallel import ParallelConfig
-from workers.model.same_policy import computed_fields
 from workers.model.transformer_config import transformer_config
+from workers.same_policy import computed_fields
 
 _ACTIVATIONS = {
     "silu": "silu",
