@@ -78,6 +78,13 @@ def initialize_distributed(
     )
 
 
+EXPERT_INPUT_RNG = "expert-input-rng"
+"""Name of the random state, in Megatron's tracker, for inputs of experts that all ranks of etp have: the same on them.
+
+Megatron's own state of experts differs over etp, as inputs do that etp divides.
+"""
+
+
 class MegatronContext:
     """One layout's Megatron groups and random state in this process.
 
@@ -116,6 +123,8 @@ class MegatronContext:
             )
             _share_groups()
             megatron_random.model_parallel_cuda_manual_seed(seed)
+            of_experts = seed + 1_000_003 + mpu.get_expert_model_parallel_rank()  # no seed of Megatron's own states
+            megatron_random.get_cuda_rng_tracker().add(EXPERT_INPUT_RNG, of_experts)
             self.pg = ProcessGroupCollection.use_mpu_process_groups()
 
     @contextlib.contextmanager

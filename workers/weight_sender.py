@@ -19,7 +19,7 @@ from workers.generate.generator import Generator
 from workers.generate.rollout_protocol import PolicyWeights, ReadableRollout
 from workers.gpu_ids import gpu_id, visible_gpus
 from workers.lora.adapters import adapters_of
-from workers.model.same_policy import differing_fields
+from workers.same_policy import differing_fields
 from workers.train.state import TrainingState
 from workers.weights.fingerprints import Fingerprint, shard_fingerprints
 from workers.weights.hf.names import bridge_of, hf_shards, model_family

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import typing
@@ -12,7 +13,11 @@ from typing import Any, TypeVar
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
+from omegaconf.errors import (
+    InterpolationResolutionError,
+    InterpolationToMissingValueError,
+    OmegaConfBaseException,
+)
 
 from mcontroller.config.fields import mapped_config, nested_config, unknown_field
 from mcontroller.errors import ConfigError, MControllerError
@@ -24,9 +29,10 @@ T = TypeVar("T")
 def load_config(cls: type[C], *sources: Any, overrides: Iterable[str] = ()) -> C:
     """Return an instance of the dataclass ``cls``: later sources replace earlier ones, ``overrides`` replace all.
 
-    A dataclass can define a static method ``find_fields(fields, missing, key)`` to read missing fields from elsewhere
-    (a model's sizes from its checkpoint). It is called with the values of the other fields, the names of the missing
-    ones, and the dotted prefix of their keys; the values that it returns have a lower priority than every source.
+    A dataclass can define a static method ``find_fields(fields, missing, key)`` to read fields that are not given from
+    elsewhere (a model's sizes from its checkpoint). It is called with the values of all fields that have one, the names
+    of those that have neither a value nor a default, and the dotted prefix of their keys; the values that it returns
+    have a lower priority than every source, and a higher one than defaults.
 
     Args:
         cls: a dataclass of scalars, sequences, mappings and nested dataclasses.
@@ -237,7 +243,7 @@ def _line(error: Exception) -> str:
 
 
 def _found_fields(cls: type[Any], config: DictConfig, prefix: str) -> dict[str, Any]:
-    """Return the values that ``find_fields`` of ``cls`` and of its nested dataclasses supply for missing fields."""
+    """Return the values that ``find_fields`` of ``cls`` and of its nested dataclasses supply."""
     missing = [item.name for item in dataclasses.fields(cls) if OmegaConf.is_missing(config, item.name)]
     found: dict[str, Any] = {}
     present = [item.name for item in dataclasses.fields(cls) if item.name not in missing]
@@ -246,9 +252,16 @@ def _found_fields(cls: type[Any], config: DictConfig, prefix: str) -> dict[str, 
         if nested is not None and isinstance(config[name], DictConfig):
             below = _found_fields(nested, config[name], f"{prefix}{name}.")
             found |= {name: below} if below else {}
-    if missing and hasattr(cls, "find_fields"):
-        found |= cls.find_fields({name: config[name] for name in present}, missing, prefix)
+    if hasattr(cls, "find_fields"):
+        found |= cls.find_fields(dict(_known_values(config, present)), missing, prefix)
     return found
+
+
+def _known_values(config: DictConfig, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
+    """Yield values with their names, but not those that refer to a value which ``find_fields`` has yet to supply."""
+    for name in names:
+        with contextlib.suppress(InterpolationToMissingValueError):
+            yield name, config[name]
 
 
 def _unknown_keys(

@@ -81,8 +81,10 @@ class LoraConfig:
         """Return the fields that the adapter at ``path`` determines; called by ``load_config``.
 
         Raises:
-            ConfigError: ``path`` is not set, or its ``adapter_config.json`` cannot be used.
+            ConfigError: fields are missing and ``path`` is not set, or its ``adapter_config.json`` cannot be used.
         """
+        if fields["path"] is None and not missing:
+            return {}
         if fields["path"] is None:
             text = f"{', '.join(key + name for name in missing)} is not set: set it, or {key}path of an adapter"
             raise ConfigError(text, key=f"{key}{missing[0]}", missing=list(missing))

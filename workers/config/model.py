@@ -10,7 +10,7 @@ from mcontroller.config.checks import check_above, check_at_least, check_between
 from mcontroller.config.fields import strict_fields
 from mcontroller.errors import ConfigError
 from workers.config.lora import LoraConfig
-from workers.weights.hf.config import model_fields_from_hf
+from workers.weights.hf.config import describes_model, model_fields_from_hf
 
 
 @strict_fields
@@ -121,8 +121,10 @@ class ModelConfig:
         """Return the fields that the checkpoint at ``hf_path`` determines; called by ``load_config``.
 
         Raises:
-            ConfigError: ``hf_path`` is not set, or its ``config.json`` cannot be used.
+            ConfigError: fields are missing and ``hf_path`` is not set, or its ``config.json`` cannot be used.
         """
+        if not missing and (fields["hf_path"] is None or not describes_model(fields["hf_path"])):
+            return {}  # a program builds the model
         if fields["hf_path"] is None:
             raise ConfigError(
                 f"{key}hf_path is not set, and neither are {', '.join(key + name for name in missing)}: set the "

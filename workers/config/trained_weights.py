@@ -141,7 +141,10 @@ def check_trained(model: ModelConfig) -> None:
         names = [(name, *hf, *_joined(name, hf)) for name, hf in linears]
         _check_each("model.lora.targets", [each for each in lora.targets if each != "all-linear"], names)
         _check_each("model.lora.exclude", lora.exclude, names)
-        if not any([adapter_target(lora, name, hf) for name, hf in linears]):
+        adapted = [name for name, hf in linears if adapter_target(lora, name, hf) is not None]
+        for name in adapted if model.transformer.get("moe_shared_expert_overlap") else ():
+            check_not_overlapped(name)
+        if not adapted:
             raise ConfigError(
                 f"model.lora: targets {lora.targets} without {lora.exclude} and experts={lora.experts} leave no linear "
                 "layer with an adapter",
@@ -151,6 +154,21 @@ def check_trained(model: ModelConfig) -> None:
     elif not any(trains(model, name, hf) for name, hf in weights.items()):
         text = "model.freeze and model.train_only leave no weight to train"
         raise ConfigError(text, key="model.freeze", value=model.freeze)
+
+
+def check_not_overlapped(name: str) -> None:
+    """Raise ConfigError if a layer is of shared experts, which ``moe_shared_expert_overlap`` computes in parts.
+
+    Their linear layers then get the input of all ranks, and leave the sums over ranks to others.
+    """
+    if ".shared_experts." in name:
+        raise ConfigError(
+            f"model.transformer.moe_shared_expert_overlap is true, and model.lora has an adapter of {name}, which is "
+            "not computed in the parts that overlap: set moe_shared_expert_overlap=false, or "
+            "model.lora.exclude=['*shared_experts*']",
+            key="model.transformer.moe_shared_expert_overlap",
+            value=True,
+        )
 
 
 def _weights_of(model: ModelConfig) -> Iterator[tuple[str, tuple[str, ...]]]:

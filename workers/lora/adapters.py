@@ -42,6 +42,7 @@ from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor, nn
 from torch.nn.functional import dropout, layer_norm, linear, pad, rms_norm
 
+from parallel_state.megatron import EXPERT_INPUT_RNG
 from workers.config.lora import LoraConfig
 from workers.config.trained_weights import Target
 
@@ -188,7 +189,7 @@ class Adapter(nn.Module):
             return inputs
         tracker = get_cuda_rng_tracker()
         if self.target.experts:
-            fork = tracker.fork(get_expert_parallel_rng_tracker_name())
+            fork = tracker.fork(get_expert_parallel_rng_tracker_name() if self.split else EXPERT_INPUT_RNG)
         else:
             fork = tracker.fork() if self.split or self.sequence_parallel else contextlib.nullcontext()
         with fork:
@@ -334,9 +335,9 @@ def changed_beside_adapters(chunks: Sequence[Any]) -> list[str]:
             if prefix.partition(".")[0] == "lora":
                 continue
             still = isinstance(module, Router) and module.config.moe_router_bias_update_rate == 0.0
-            moving = set() if still else module._buffers.keys() - module._non_persistent_buffers_set
-            trained = {name for name, value in module._parameters.items() if value is not None and value.requires_grad}
-            names += [f"{prefix}.{name}".removeprefix(".") for name in sorted(moving | trained)]
+            buffers = {name for name, _ in module.named_buffers(recurse=False)} - module._non_persistent_buffers_set
+            trained = {name for name, value in module.named_parameters(recurse=False) if value.requires_grad}
+            names += [f"{prefix}.{name}".removeprefix(".") for name in sorted(trained if still else trained | buffers)]
     return names
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from mcontroller.errors import ConfigError
 from parallel_state.megatron import MegatronContext
 from workers.config.model import ModelConfig
-from workers.config.trained_weights import adapter_target, trains
+from workers.config.trained_weights import adapter_target, check_not_overlapped, trains
 from workers.lora.adapters import Adapter, Adapters
 from workers.lora.peft_files import load_adapter
 from workers.weights.hf.names import weight_names
@@ -80,6 +80,8 @@ def _add_adapters(
 
 def _check_layer(layer: Any, name: str, config: Any) -> None:
     """Raise ConfigError for a linear layer that does not compute as the adapter expects."""
+    if getattr(config, "moe_shared_expert_overlap", False):
+        check_not_overlapped(name)
     gated = name.endswith(".linear_qkv") and getattr(config, "attention_output_gate", False)
     if gated or ".local_experts." in name or getattr(layer, "gather_output", False) or getattr(layer, "expert", False):
         raise ConfigError(

@@ -96,4 +96,5 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     if state["device"].shape != torch.cuda.get_rng_state().shape:
         return
     torch.cuda.set_rng_state(state["device"])
-    get_cuda_rng_tracker().set_states(state["tracker"])
+    tracker = get_cuda_rng_tracker()
+    tracker.set_states({**tracker.get_states(), **state["tracker"]})

@@ -308,3 +308,23 @@ def test_adapter_of_more_experts_than_the_model_has_is_rejected(
 def test_names_that_select_nothing_are_rejected(model: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         load_config(ActorConfig, {"model": MODEL | model})
+
+
+SHARED_EXPERTS = {
+    "num_moe_experts": 4,
+    "moe_ffn_hidden_size": 32,
+    "family": "deepseek_v3",
+    "transformer": {
+        **{"moe_shared_expert_intermediate_size": 32, "moe_shared_expert_overlap": True},
+        **{"moe_router_score_function": "sigmoid", "multi_latent_attention": True, "q_lora_rank": None},
+    },
+}
+
+
+def test_adapters_of_shared_experts_that_overlap_are_rejected() -> None:
+    model = MODEL | SHARED_EXPERTS | {"lora": {"rank": 4, "alpha": 8.0}}
+    with pytest.raises(ConfigError) as caught:
+        load_config(ActorConfig, {"model": model})
+    assert (caught.value.key, caught.value.value) == ("model.transformer.moe_shared_expert_overlap", True)
+    load_config(ActorConfig, {"model": model}, {"model": {"transformer": {"moe_shared_expert_overlap": False}}})
+    load_config(ActorConfig, {"model": model}, {"model": {"lora": {"exclude": ["*shared_experts*"]}}})

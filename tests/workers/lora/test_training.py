@@ -26,7 +26,7 @@ from tests.workers.roles import (
     prompts,
     weights,
 )
-from workers.lora.adapters import without_adapters
+from workers.lora.adapters import adapters_of, without_adapters
 from workers.lora.peft_files import adapter_tensors
 
 pytestmark = pytest.mark.simulated
@@ -197,6 +197,35 @@ def test_critic_trains_its_value_head_and_adapters_that_are_not_excluded() -> No
 
 
 DROPOUT = LORA | {"dropout": 0.2}
+
+
+def dropped(parallel: dict[str, Any]) -> dict[str, Any]:
+    """The inputs of experts after dropout, read from outputs of adapters whose A and B add them up."""
+    worker = adapted(parallel, "actor", model=EXPERTS | {"lora": DROPOUT})
+    sums: dict[str, list[list[float]]] = {"linear_fc1": [], "linear_fc2": []}
+    with torch.no_grad(), worker.context.activate():
+        for adapter in adapters_of(worker.model)[0].each():
+            if adapter.target.experts:
+                adapter.train()
+                for factor in adapter.parameters():
+                    factor.fill_(1.0)
+                width = adapter.a(0, adapter.numbers[0]).size(1)
+                inputs = torch.randn(8, width, generator=torch.Generator().manual_seed(3))
+                output = adapter(inputs, [8] + [0] * (len(adapter.numbers) - 1))
+                sums[adapter.target.name.rpartition(".")[2]].append(output[:, 0].tolist())
+    pg = worker.context.pg
+    return sums | {"ep": pg.ep.rank(), "etp": pg.expt_tp.rank()}
+
+
+def test_experts_drop_an_input_that_etp_ranks_share_in_the_same_way() -> None:
+    ranks = run_ranks(dropped, 4, {"tp": 2, "ep": 2, "etp": 2, "sequence_parallel": True})
+    by_place = {(rank["ep"], rank["etp"]): rank for rank in ranks}
+    for ep in (0, 1):
+        first, second = by_place[ep, 0], by_place[ep, 1]
+        assert first["linear_fc1"] == second["linear_fc1"]
+        assert first["linear_fc2"] != second["linear_fc2"]  # other channels of the input
+    assert by_place[0, 0]["linear_fc1"] != by_place[1, 0]["linear_fc1"]  # other tokens
+    assert ranks[0]["linear_fc1"][0] != ranks[0]["linear_fc1"][1]  # other layers
 
 
 def in_turn(parallel: dict[str, Any], optim: dict[str, Any], names: list[str]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from mcontroller.cli.main import main
 from mcontroller.errors import ConfigError, MControllerError
 from mcontroller.ppo import Role
 from tests.workers.run.test_check_run import config_file  # noqa: F401 - a fixture
-from workers.config import ParallelConfig
+from workers.config import ModelConfig, ParallelConfig, load_config
 from workers.run.config import RunConfig, read_run_config
 from workers.run.parts import make_parts, roles_of
 from workers.run.pools import pools_of
@@ -99,6 +99,15 @@ def test_mappings_of_a_rollout_are_those_of_the_actor_by_key(config_file: Path, 
     options = {"enable_prefix_caching": True, "compilation_config": {"level": 0, "mode": "a"}}
     assert rollout.rollout.vllm.options == options
     check_same_policy(actor, rollout, "auto")
+
+
+def test_sizes_that_are_given_leave_the_rest_of_a_config_json(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MISTRAL))
+    sizes = {"vocab_size": 32, "max_sequence_length": 16, "num_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
+    expected = load_config(ModelConfig, {"hf_path": str(tmp_path)})
+    assert (expected.rotary_base, expected.ffn_hidden_size, expected.transformer) == (1e6, 128, {"window_size": [7, 0]})
+    assert load_config(ModelConfig, {"hf_path": str(tmp_path)}, sizes) == expected
+    assert load_config(ModelConfig, {"hf_path": str(tmp_path / "absent")}, sizes).rotary_base == 10000
 
 
 def test_a_rollout_without_a_model_of_the_actor_is_reported_as_that(tmp_path: Path) -> None:

@@ -80,6 +80,11 @@ def _sizes_of(config: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def describes_model(path: str | os.PathLike[str]) -> bool:
+    """Return whether a directory of this node has the config.json of a registered family."""
+    return Path(path).is_dir() and family_at(path) is not None
+
+
 def family_at(path: str | os.PathLike[str]) -> ModelFamily | None:
     """Return the family of the checkpoint in a directory; None without a config.json of a registered one."""
     return MODEL_FAMILIES.get(str(_config_at(path).get("model_type")))

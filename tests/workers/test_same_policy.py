@@ -12,6 +12,7 @@ from workers.config import ActorConfig, load_config
 from workers.weight_sender import check_same_policy
 
 EXPERTS = {"num_moe_experts": 4, "moe_ffn_hidden_size": 32, "qk_layernorm": True}
+SEQUENCE = {"tp": 2, "sequence_parallel": True}
 LATENT = {"transformer": {"multi_latent_attention": True, "q_lora_rank": None, "kv_lora_rank": 16}}
 
 
@@ -27,6 +28,12 @@ def config_of(model: dict[str, Any], changes: dict[str, Any], **other: Any) -> A
         ({}, {"transformer": {"rotary_interleaved": True}}, "transformer.rotary_interleaved", (False, True)),
         ({}, {"transformer": {"qk_l2_norm": True}}, "transformer.qk_l2_norm", (False, True)),
         ({}, {"activation": "gelu"}, "activation", None),
+        (
+            {"activation": "gelu", "gated_linear_unit": False, "add_bias_linear": True},
+            {"transformer": {"bias_activation_fusion": True}},
+            "transformer.bias_activation_fusion",
+            (False, True),
+        ),
         ({}, {"rotary_base": 500000}, "rotary_base", (10000, 500000)),
         ({}, {"rope_scaling_factor": 8.0}, "rope_scaling_factor", (None, 8.0)),
         ({}, {"layernorm_epsilon": 1e-6}, "layernorm_epsilon", (1e-5, 1e-6)),
@@ -65,7 +72,8 @@ def test_field_that_enters_the_computation_is_named_if_it_differs(
         ({}, {"kv_channels": 8, "num_query_groups": 2, "moe_router_topk": 1}, {}),  # as Megatron derives them
         ({}, {"transformer": {"num_layers_in_first_pipeline_stage": 1}}, {"pp": 2}),
         (EXPERTS, {"transformer": {"moe_token_dispatcher_type": "flex", "moe_permute_fusion": True}}, {"ep": 2}),
-        (EXPERTS, {"transformer": {"moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.1}}, {"tp": 2, "sequence_parallel": True}),
+        (EXPERTS, {"transformer": {"moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.1}}, SEQUENCE),
+        ({}, {"transformer": {"bias_activation_fusion": True}}, {}),
     ],
 )
 def test_field_that_changes_no_value_may_differ(

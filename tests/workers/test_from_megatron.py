@@ -125,6 +125,48 @@ def test_a_transformer_config_describes_the_model_that_it_was_made_of(changes: d
     assert rebuilt.activation_func is source.activation_func
 
 
+COMPUTED: list[tuple[str, Any]] = [
+    ("softmax_scale", 0.5),
+    ("qk_l2_norm", True),
+    ("window_size", (7, 0)),
+    ("attention_output_gate", True),
+    ("activation_func_clamp_value", 7.0),
+    ("layernorm_zero_centered_gamma", True),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), COMPUTED)
+def test_field_that_changes_what_is_computed_is_not_read_over(name: str, value: Any) -> None:
+    sizes = {"vocab_size": 61, "max_sequence_length": 32}
+    model = ModelConfig(**sizes, num_layers=4, hidden_size=32, num_attention_heads=4)
+    config = dataclasses.replace(transformer_config(model, ParallelConfig()), **{name: value})
+    for source in (config, arguments(**{name: value})):
+        with pytest.raises(ConfigError) as caught:
+            model_config_from_megatron(source, **sizes)
+        assert (caught.value.key, caught.value.value) == (f"model.{name}", value)
+        found = model_config_from_megatron(source, **sizes, transformer={name: value})
+        assert found.transformer == {name: value}
+
+
+def test_router_of_other_experts_is_not_read_over() -> None:
+    experts = {"num_experts": 4, "moe_ffn_hidden_size": 32, "moe_router_score_function": "sigmoid"}
+    with pytest.raises(ConfigError) as caught:
+        model_config_from_megatron(arguments(**experts))
+    assert caught.value.key == "model.moe_router_score_function"
+
+
+def test_fused_gelu_is_the_approximation_that_its_kernel_computes() -> None:
+    plain = arguments(swiglu=False, add_bias_linear=True, bias_gelu_fusion=True)
+    assert model_config_from_megatron(plain).activation == "gelu_tanh"
+    assert model_config_from_megatron(arguments(swiglu=False, bias_gelu_fusion=False)).activation == "gelu"
+
+
+def test_arguments_of_the_training_loop_change_nothing() -> None:
+    of_loop = {"tp_comm_overlap": True, "cross_entropy_loss_fusion": True, "recompute_granularity": "full"}
+    of_loop |= {"attention_softmax_in_fp32": False, "moe_aux_loss_coeff": 0.01, "transformer_impl": "local"}
+    assert model_config_from_megatron(arguments(**of_loop)) == model_config_from_megatron(arguments())
+
+
 def test_what_a_model_config_does_not_have_is_rejected() -> None:
     with pytest.raises(ConfigError, match="multi_latent_attention is True"):
         model_config_from_megatron(arguments(multi_latent_attention=True))

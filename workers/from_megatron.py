@@ -9,8 +9,13 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from megatron.core.transformer import TransformerConfig
+
 from mcontroller.errors import ConfigError
 from workers.config.model import ModelConfig
+from workers.config.parallel import ParallelConfig
+from workers.model.transformer_config import transformer_config
+from workers.same_policy import computed_fields
 
 _ACTIVATIONS = {
     "silu": "silu",
@@ -39,24 +44,24 @@ _SAME_NAME = (
     "moe_ffn_hidden_size",
 )
 
-# Fields that change what is computed and that ModelConfig does not have: name -> the value that it assumes.
-_ASSUMED: Mapping[str, Any] = {
-    "multi_latent_attention": False,
-    "heterogeneous_block_specs": False,
-    "heterogeneous_layers_config_path": None,
-    "is_hybrid_model": False,
-    "experimental_attention_variant": None,
-    "moe_layer_freq": 1,
-    "moe_shared_expert_intermediate_size": None,
-    "mtp_num_layers": None,
-    "apply_residual_connection_post_layernorm": False,
-    "layernorm_zero_centered_gamma": False,
-    "apply_layernorm_1p": False,
-    "softmax_type": "vanilla",
-    "window_size": None,
-    "rotary_interleaved": False,
-    "no_rope_freq": None,
+# Arguments that change what is computed beside those that are fields of TransformerConfig: name -> the values at which
+# they change nothing.
+_OF_ARGUMENTS: Mapping[str, tuple[Any, ...]] = {
+    "heterogeneous_layers_config_path": (None,),
+    "apply_layernorm_1p": (False, None),
+    "rotary_seq_len_interpolation_factor": (1, None),
 }
+# Fields of TransformerConfig with which Megatron-LM's training loop runs, and this project does in its own way.
+_OF_TRAINING_LOOP = frozenset(
+    (
+        *("config_logger_dir", "cross_entropy_fusion_impl", "cross_entropy_loss_fusion", "cuda_graph_impl"),
+        *("cuda_graph_retain_backward_graph", "cuda_graph_scope", "cuda_graph_use_single_mempool"),
+        *("cuda_graph_warmup_steps", "defer_embedding_wgrad_compute", "enable_cuda_graph", "external_cuda_graph"),
+        *("fine_grained_activation_offloading", "flash_decode", "hybrid_context_parallel", "inference_rng_tracker"),
+        *("inference_sampling_seed", "init_model_with_meta_device", "log_max_attention_logit"),
+        *("moe_enable_routing_replay", "overlap_moe_expert_parallel_comm", "tp_comm_overlap", "use_te_rng_tracker"),
+    )
+)
 
 
 def model_config_from_megatron(
@@ -86,13 +91,15 @@ def model_config_from_megatron(
     lengths = (max_sequence_length, _value(source, "max_position_embeddings"), _value(source, "seq_length"))
     fields["max_sequence_length"] = next((length for length in lengths if length is not None), None)
     fields |= changes
-    _check_assumed(source, changes)
+    _check_positions(source, changes)
     for name in ("vocab_size", "max_sequence_length"):
         if fields[name] is None:
             text = f"{type(source).__name__} has no {name}: pass {name}="
             raise ConfigError(text, key=f"model.{name}", value=None)
     known = {field.name for field in dataclasses.fields(ModelConfig)}
-    return ModelConfig(**{name: value for name, value in fields.items() if name in known})
+    model = ModelConfig(**{name: value for name, value in fields.items() if name in known})
+    _check_computed(source, model, changes)
+    return model
 
 
 def _value(source: Any, name: str, default: Any = None) -> Any:
@@ -123,10 +130,8 @@ def _activation(source: Any) -> dict[str, Any]:
         return {"activation": "silu", "gated_linear_unit": True}
     if _value(source, "quick_geglu", False):
         return {"activation": "quick_gelu", "gated_linear_unit": True}
-    return {
-        "activation": "squared_relu" if _value(source, "squared_relu", False) else "gelu",
-        "gated_linear_unit": False,
-    }
+    gelu = "gelu_tanh" if _value(source, "bias_gelu_fusion", False) else "gelu"  # the kernel computes that one
+    return {"activation": "squared_relu" if _value(source, "squared_relu", False) else gelu, "gated_linear_unit": False}
 
 
 def _embeddings(source: Any) -> dict[str, Any]:
@@ -155,15 +160,31 @@ def _dtype(source: Any) -> str:
     return str(_value(source, "params_dtype", "float32")).removeprefix("torch.")
 
 
-def _check_assumed(source: Any, changes: Mapping[str, Any]) -> None:
-    for name, assumed in _ASSUMED.items():
-        value = getattr(source, name, assumed)
-        if name not in changes and value not in (assumed, None, False):
+def _check_computed(source: Any, model: ModelConfig, changes: Mapping[str, Any]) -> None:
+    """Raise ConfigError if a field of the source that enters the computation has another value in the model.
+
+    None and False among arguments are options that were not given.
+    """
+    of_model = {"activation_func", "num_moe_experts"} | changes.keys()
+    built = computed_fields(transformer_config(model, ParallelConfig()))
+    is_config = isinstance(source, TransformerConfig)
+    theirs = computed_fields(source) if is_config else {name: getattr(source, name, None) for name in built}
+    expected = {name: (built.get(name),) if is_config else (built[name], None, False) for name in theirs}
+    if not is_config:
+        expected |= _OF_ARGUMENTS
+        theirs |= {name: getattr(source, name, None) for name in _OF_ARGUMENTS}
+        theirs["num_query_groups"] = built["num_query_groups"]  # a number even if attention is not grouped
+    for name, value in theirs.items():
+        if name not in of_model | _OF_TRAINING_LOOP and value not in expected[name]:
             raise ConfigError(
-                f"{name} is {value!r}; a ModelConfig has no such field: build the model in an override of build_model",
+                f"{name} is {value!r}, and of the ModelConfig {expected[name][0]!r}: pass "
+                f"transformer={{{name!r}: ...}}, or build the model in an override of build_model",
                 key=f"model.{name}",
                 value=value,
             )
+
+
+def _check_positions(source: Any, changes: Mapping[str, Any]) -> None:
     position = _value(source, "position_embedding_type", "rope")
     if "position_embedding_type" not in changes and position not in ("rope", "learned_absolute", "none"):
         text = f"position_embedding_type is {position!r}; ModelConfig has rope, learned_absolute and none"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import torch
 from megatron.core.transformer import TransformerConfig
 
 from workers.config import ModelConfig, ParallelConfig
@@ -46,7 +47,7 @@ _KERNELS = """
     fused_single_qkv_rope gradient_accumulation_fusion masked_softmax_fusion memory_efficient_layer_norm
     moe_grouped_gemm moe_permute_fusion moe_router_fusion persist_layer_norm transformer_impl
     use_fused_weighted_squared_relu
-"""  # the same operations; not bias_activation_fusion, whose GELU is the approximation by tanh
+"""  # the same operations
 _TRAINING = """
     attention_dropout calculate_per_token_loss finalize_model_grads_func grad_scale_func grad_sync_func hidden_dropout
     moe_aux_loss_coeff moe_per_layer_logging moe_router_bias_update_rate moe_z_loss_coeff mtp_loss_scaling_factor
@@ -99,11 +100,19 @@ def _computed(model: ModelConfig, parallel: ParallelConfig) -> dict[str, Any]:
         return beside | _of_bridge(model)
     kept = {name: value for name, value in model.transformer.items() if name not in _UNAVAILABLE}
     config = transformer_config(dataclasses.replace(model, transformer=kept), parallel)
-    built = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    built = computed_fields(config)
     keys = {name: name if name in values else f"transformer.{name}" for name in built} | {
         "activation_func": "activation"
     }
-    return beside | {keys[name]: value for name, value in built.items() if name not in _MAY_DIFFER}
+    return beside | {keys[name]: value for name, value in built.items()}
+
+
+def computed_fields(config: TransformerConfig) -> dict[str, Any]:
+    """Return the fields of a TransformerConfig that enter a pass without gradients, by name."""
+    fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    if config.activation_func is torch.nn.functional.silu and config.gated_linear_unit:
+        del fields["bias_activation_fusion"]  # of SwiGLU the kernel has the same values, of GELU those of tanh
+    return {name: value for name, value in fields.items() if name not in _MAY_DIFFER}
 
 
 def _of_bridge(model: ModelConfig) -> dict[str, Any]:
