@@ -18,6 +18,7 @@ from megatron.core.models.gpt import gpt_layer_specs
 from mcontroller.devices import compute_capability
 from mcontroller.errors import ConfigError
 from workers.config import ModelConfig, ParallelConfig
+from workers.planning import is_planned
 
 _WRAPPERS = (
     "megatron.core.extensions.transformer_engine",
@@ -53,12 +54,13 @@ def chosen_implementation(transformer_impl: str) -> str:
         transformer_impl: one of these, or ``"auto"``: Transformer Engine if it is installed and there is a GPU.
 
     Raises:
-        ConfigError: Transformer Engine is requested and cannot run, or it is installed and Megatron cannot use it.
+        ConfigError: Transformer Engine is requested and cannot run, unless the run is planned; or it is installed and
+            Megatron cannot use it.
     """
     runs_here = torch.cuda.is_available() and gpt_layer_specs.HAVE_TE
     if transformer_impl != "local" and torch.cuda.is_available() and not runs_here:
         _check_wrapper(transformer_impl)
-    if transformer_impl == "transformer_engine" and not runs_here:
+    if transformer_impl == "transformer_engine" and not runs_here and not is_planned():
         missing = "package transformer_engine" if torch.cuda.is_available() else "GPU"
         raise ConfigError(
             f"model.transformer_impl is 'transformer_engine', but there is no {missing}: set 'auto' or 'local'",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -78,7 +79,8 @@ def predict_run(actor: ActorConfig, world_size: int, step: StepRows, hardware: H
         transformer["moe_router_load_balancing_type"] = "none"
     model = replace(actor.model, transformer=transformer, add_bias_linear=False, add_qkv_bias=False, qk_layernorm=False)
     by_rows = replace(actor, ppo_micro_batch_size=micro, ppo_max_tokens_per_micro_batch=0, packed=False)
-    counted = replace(by_rows, model=model, sft_optim=None)
+    optim = planned.optim and replace(planned.optim, optimizer="adam", megatron={})  # which moves the same bytes
+    counted = replace(by_rows, model=model, optim=optim, sft_optim=None)
     traffic = communication_of_step(counted, world_size, rows)
     steps = math.ceil(step.rows / actor.ppo_mini_batch_size) * actor.ppo_epochs
     count = rows.rows // planned.layout.dp // micro
@@ -100,17 +102,47 @@ def predict_run(actor: ActorConfig, world_size: int, step: StepRows, hardware: H
     )
 
 
-def ranked_layouts(actor: ActorConfig, world_size: int, step: StepRows, hardware: Hardware) -> list[RunPrediction]:
-    """Return the layouts of training that fit the model, the rows and the memory of a GPU, the fastest first."""
-    found = []
+@dataclass(frozen=True)
+class LayoutSearch:
+    """The layouts of training that were tried.
+
+    Attributes:
+        fitting: those that fit the model, the rows and the memory of a GPU, the fastest first.
+        too_large: those that need more of a GPU's memory than ``MOST_OF_MEMORY``, the smallest first.
+        rejected: why the others do not fit the model or the rows.
+    """
+
+    fitting: list[RunPrediction]
+    too_large: list[RunPrediction]
+    rejected: list[str]
+
+    def summary(self, hardware: Hardware) -> str:
+        """Return how many layouts fit, and why the others do not."""
+        limit = f"{MOST_OF_MEMORY:.0%} of the {hardware.memory / _GB:.1f} GB of a GPU"
+        text = f"{len(self.fitting)} layouts fit in {limit}"
+        if len(self.fitting) > SHOWN:
+            text += "; the fastest are above"
+        if self.too_large:
+            text += f"; {len(self.too_large)} need more, the least of them: {self.too_large[0]}"
+        if self.rejected and not self.fitting:
+            reason, count = Counter(self.rejected).most_common(1)[0]
+            text += f"; {len(self.rejected)} cannot be used, {count} of them: {reason}"
+        return text
+
+
+def search_layouts(actor: ActorConfig, world_size: int, step: StepRows, hardware: Hardware) -> LayoutSearch:
+    """Predict a step in every layout of training of so many ranks."""
+    fitting, too_large, rejected = list[RunPrediction](), list[RunPrediction](), list[str]()
     for parallel in _layouts(actor, world_size, hardware):
         try:
             made = predict_run(replace(actor, parallel=parallel), world_size, step, hardware)
-        except MControllerError:  # it does not fit the model or the rows
+        except MControllerError as error:  # it does not fit the model or the rows
+            rejected.append(str(error))
             continue
-        if made.memory <= MOST_OF_MEMORY * hardware.memory:
-            found.append(made)
-    return sorted(found, key=lambda made: made.update)
+        (fitting if made.memory <= MOST_OF_MEMORY * hardware.memory else too_large).append(made)
+    fitting.sort(key=lambda made: made.update)
+    too_large.sort(key=lambda made: made.memory)
+    return LayoutSearch(fitting, too_large, rejected)
 
 
 def _layouts(actor: ActorConfig, world_size: int, hardware: Hardware) -> Iterator[ParallelConfig]:
@@ -146,9 +178,9 @@ def prediction_lines(actor: ActorConfig, world_size: int, step: StepRows, name: 
         lines.append(f"  this layout: {made}{times}")
     except ConfigError as error:
         lines.append(f"  this layout is not predicted: {error}")
-    ranked = ranked_layouts(actor, world_size, step, hardware)
-    lines += [f"  {place}. {made}" for place, made in enumerate(ranked[:SHOWN], 1)]
-    return [*lines, f"  {len(ranked)} layouts fit" + ("; the fastest are above" if len(ranked) > SHOWN else "")]
+    search = search_layouts(actor, world_size, step, hardware)
+    lines += [f"  {place}. {made}" for place, made in enumerate(search.fitting[:SHOWN], 1)]
+    return [*lines, f"  {search.summary(hardware)}"]
 
 
 def write_prediction(

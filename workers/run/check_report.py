@@ -27,7 +27,7 @@ from workers.memory.estimate import Memory, host_memory
 from workers.model.gpu_defaults import max_connections
 from workers.prediction.layouts import prediction_lines
 from workers.run.config import MAIN_POOL, RunConfig, read_run_config
-from workers.run.parts import chosen_lines, make_parts, roles_of
+from workers.run.parts import chosen_lines, make_parts, models_without_weights, roles_of
 from workers.run.pools import pool_names, pool_nodes, pools_of, role_layouts
 from workers.run.role_calls import CallMemory, Lengths, RoleConfig, calls_of_run
 from workers.run.training import connect_to
@@ -115,7 +115,11 @@ def _problems(config: Any) -> list[str]:
     if not isinstance(config, RunConfig):
         return []
     parts = make_parts(config)
-    return [*parts.problem_lines(), *parts.try_rewards(in_process=True), *chosen_lines(config)]
+    absent = [
+        f"{key}: {path} has no weights on this machine: not checked"
+        for key, path in models_without_weights(config).items()
+    ]
+    return [*parts.problem_lines(), *absent, *parts.try_rewards(in_process=True), *chosen_lines(config)]
 
 
 def pool_size(config: Any, role: str) -> int:

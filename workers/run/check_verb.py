@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 
+from workers.planning import planning
 from workers.run.config import check_files, read_run_config
 
 
@@ -31,8 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the layouts and the memory table."""
-    if arguments.role is None and arguments.config is None:
-        check_files(read_run_config(arguments.file, arguments.overrides))
-    from workers.run.check_report import report  # torch, Megatron and Ray: seconds
+    with planning():
+        if arguments.role is None and arguments.config is None:
+            check_files(read_run_config(arguments.file, arguments.overrides))
+        from workers.run.check_report import report  # torch, Megatron and Ray: seconds
 
-    return report(arguments)
+        return report(arguments)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from mcontroller.config.load import CollectedErrors
@@ -28,12 +29,14 @@ from workers.actor import ActorRolloutRefWorker
 from workers.config import ActorConfig, ModelConfig
 from workers.config.trained_weights import base_is_frozen
 from workers.critic import CriticWorker
+from workers.planning import is_planned
 from workers.reward import RewardModelWorker
 from workers.run import hf_tokenizer  # noqa: F401  # registers its tokenizer
 from workers.run.config import RunConfig
 from workers.run.conversion import check_new_directory
 from workers.run.pools import check_layout, pool_errors, pools_of, role_layouts
 from workers.weights.hf.checkpoint import check_checkpoint_files
+from workers.weights.hf.files import WeightFiles, has_weights
 from workers.weights.hf.vocabulary import check_tokens, has_tokenizer
 
 COMPARED = 64
@@ -148,6 +151,14 @@ def policy_loss_line(config: ActorConfig) -> str:
     return line if config.clip_ratio_c is None else f"{line}, clip_ratio_c={config.clip_ratio_c:g}"
 
 
+def models_without_weights(config: RunConfig) -> dict[str, str]:
+    """Return the directories of models that have no weights on this machine, by the key of the role."""
+    sections = {"actor_rollout_ref": config.actor_rollout_ref, "critic": config.critic}
+    sections |= {"ref": config.ref, "reward_model": config.reward_model}
+    paths = {key: section.model.hf_path for key, section in sections.items() if section is not None}
+    return {key: path for key, path in paths.items() if path and Path(path).is_dir() and not has_weights(Path(path))}
+
+
 def make_parts(config: RunConfig) -> RunParts:
     """Return the parts of a run: files are read, prompts encoded, and reward functions imported.
 
@@ -169,6 +180,8 @@ def make_parts(config: RunConfig) -> RunParts:
     for section in (config.actor_rollout_ref, config.critic, config.ref, config.reward_model):
         if section is not None:
             attempt(partial(check_checkpoint_files, section.model))
+    for path in models_without_weights(config).values() if not is_planned() else ():
+        attempt(partial(WeightFiles, Path(path)))
     if config.trainer.export_hf is not None:
         attempt(partial(check_new_directory, config.trainer.export_hf))
     for name in config.trackers:

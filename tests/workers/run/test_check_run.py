@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import ray
 
 from mcontroller.cli.main import main
-from mcontroller.errors import ConfigError
+from mcontroller.errors import ConfigError, MControllerError
+from tests.workers.weights.test_hf_fields import QWEN_3_CODER
 from workers.run.config import read_run_config
 from workers.run.parts import make_parts
 
@@ -153,3 +155,28 @@ def test_a_timeout_of_collectives_ends_no_start_of_an_engine(config_file):
     with pytest.raises(ConfigError, match=r"timeout_s is 600 s, and rollout.vllm.start_timeout_s 600 s: other ranks"):
         read_run_config(config_file, short)
     assert read_run_config(config_file, short[:1]).actor_rollout_ref.timeout_s == 7200
+
+
+def test_a_run_of_other_machines_is_checked_without_weights_and_packages(config_file, tmp_path, capsys, monkeypatch):
+    """A model of 30e9 parameters by its config.json, engines of vLLM and layers of Transformer Engine, on no GPU."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *_: None if name == "vllm" else find_spec(name))
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(QWEN_3_CODER))
+    actor = f"""
+actor_rollout_ref:
+  model: {{hf_path: {model}, transformer_impl: transformer_engine, dtype: bfloat16}}
+  parallel: {{tp: 2, ep: 2, etp: 1, sequence_parallel: true}}
+  rollout: {{engine: vllm, prompt_length: 8, response_length: 4, n: 2}}
+"""
+    config_file.write_text(config_file.read_text().partition("actor_rollout_ref:")[0] + actor)
+    planned = ["pool={process_on_nodes: [8, 8], use_gpu: true}"]
+    assert main(["check", str(config_file), *planned]) == 0
+    printed = capsys.readouterr().out
+    assert f"actor_rollout_ref: {model} has no weights on this machine: not checked" in printed
+    train = next(line.split() for line in printed.splitlines() if line.split()[:2] == ["actor", "train"])
+    assert float(train[3]) == pytest.approx(2 * (29.0e9 / 2 + 1.54e9 / 2) / 2**30, rel=0.01)  # of experts, and others
+    with pytest.raises(MControllerError) as caught:
+        make_parts(read_run_config(config_file, planned))
+    assert f"there are no weights at '{model}'" in str(caught.value)
+    assert "rollout.engine is 'vllm', which is not installed" in str(caught.value)

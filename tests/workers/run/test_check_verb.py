@@ -10,9 +10,9 @@ import pytest
 
 from mcontroller.cli.main import main
 from workers.communication.estimate import StepRows
-from workers.config import ModelConfig
+from workers.config import ActorConfig, ModelConfig, OptimConfig
 from workers.gpucheck.policy import FULL
-from workers.prediction.layouts import predict_run
+from workers.prediction.layouts import predict_run, search_layouts
 from workers.prediction.step_time import hardware_of, layer_flops
 
 ROLE = """
@@ -97,3 +97,24 @@ def test_latent_attention_is_predicted_with_its_own_weights_and_channels() -> No
     weights = 7168 * 1536 + 1536 * 128 * 192 + 7168 * 576 + 512 * 128 * 256 + 128 * 128 * 7168
     assert products == 2 * (weights + 3 * 7168 * 18_432)
     assert attention == 4096 * 128 * (192 + 128)
+
+
+def test_layouts_that_do_not_fit_are_counted_with_their_memory_or_the_reason() -> None:
+    sizes = {"vocab_size": 152_064, "num_layers": 28, "hidden_size": 3584, "ffn_hidden_size": 18_944}
+    model = ModelConfig(**sizes, max_sequence_length=4096, num_attention_heads=28, num_query_groups=4, dtype="bfloat16")
+    settings = {"optim": OptimConfig(megatron={"use_precision_aware_optimizer": True}), "ppo_mini_batch_size": 8}
+    actor, rows = ActorConfig(model=model, **settings), StepRows(8, 4096, 2048)
+    hardware = hardware_of("h100")
+    one = search_layouts(actor, 1, rows, hardware)
+    assert (one.fitting, len(one.too_large), one.rejected) == ([], 1, [])
+    needed = one.too_large[0].memory
+    assert needed > 0.9 * hardware.memory
+    text = one.summary(hardware)
+    assert (
+        f"0 layouts fit in 90% of the {hardware.memory / 2**30:.1f} GB" in text and f"{needed / 2**30:.1f} GB" in text
+    )
+    eight = search_layouts(actor, 8, rows, hardware)
+    assert eight.fitting and "of them" not in eight.summary(hardware).replace("the least of them", "")
+    none = search_layouts(replace(actor, optim=OptimConfig(optimizer="muon")), 1, rows, hardware)
+    assert none.fitting == none.too_large == [] and len(none.rejected) == 1
+    assert "optim.optimizer='muon'" in none.summary(hardware)

@@ -10,6 +10,7 @@ import pytest
 
 from mcontroller.errors import ConfigError
 from workers import model_config_from_hf
+from workers.planning import planning
 from workers.weights.hf.config import family_of, hf_config_of
 from workers.weights.hf.fields import INERT, neutral_of
 
@@ -334,3 +335,15 @@ def test_a_name_of_the_hub_is_downloaded_or_answered_with_the_command(tmp_path: 
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_31))
     monkeypatch.setattr(hub, "snapshot_download", lambda name, **_: {"Qwen/Qwen3-0.6B": str(tmp_path)}[name])
     assert model_config_from_hf("Qwen/Qwen3-0.6B").hf_path == str(tmp_path)
+    patterns: list[str] = []
+
+    def downloaded(name: str, *, allow_patterns: list[str], **_: object) -> str:
+        patterns[:] = allow_patterns
+        return str(tmp_path)
+
+    monkeypatch.setattr(hub, "snapshot_download", downloaded)
+    model_config_from_hf("Qwen/Qwen3-0.6B")
+    assert {"*.safetensors", "*.gguf", "*.py", "*.json"} <= set(patterns)
+    with planning():
+        model_config_from_hf("Qwen/Qwen3-0.6B")
+    assert not {"*.safetensors", "*.gguf"} & set(patterns) and "*.json" in patterns

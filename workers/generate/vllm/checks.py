@@ -13,6 +13,7 @@ import torch
 from mcontroller.errors import ConfigError
 from workers.config import ActorConfig, ModelConfig
 from workers.config.trained_weights import base_is_frozen
+from workers.planning import is_planned
 from workers.weights.hf.config import hf_config_of
 
 CPU_HEAD_WIDTHS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -32,12 +33,16 @@ _BLOCK_TOKENS = 128
 
 
 def check_vllm(config: ActorConfig) -> None:
-    """Check what follows from the configuration and from the installed vLLM.
+    """Check what follows from the configuration and from the installed vLLM, which a planned run may lack.
 
     Raises:
         ConfigError: ``key`` is the field that an engine cannot run with.
     """
-    if importlib.util.find_spec("vllm") is None:
+    installed = importlib.util.find_spec("vllm") is not None
+    if not installed and is_planned():
+        check_settings(config, on_cpu=False)
+        return
+    if not installed:
         raise ConfigError(
             "rollout.engine is 'vllm', which is not installed: install vllm, or on a CPU mcontroller[vllm] with "
             "constraints-vllm.txt, in a separate environment (docs/install.md)",

@@ -7,7 +7,7 @@ from typing import Any
 
 from mcontroller.errors import DataError
 from workers.weights.hf.config import family_at
-from workers.weights.hf.files import WeightFiles
+from workers.weights.hf.files import WeightFiles, has_weights
 
 _ROWS = 16
 
@@ -16,7 +16,8 @@ def check_checkpoint_files(model: Any) -> None:
     """Check that the files at ``model.hf_path`` are whole, and that an output layer is tied as ``config.json`` says.
 
     The headers of all files are read, and a few rows of the output layer. Nothing is checked if this node does not have
-    the directory, or it is of no registered family; of a model of another provider, the headers alone are.
+    the directory or weights in it, or it is of no registered family; of a model of another provider, the headers alone
+    are.
 
     Args:
         model: a ``ModelConfig``.
@@ -24,7 +25,7 @@ def check_checkpoint_files(model: Any) -> None:
     Raises:
         DataError: files are missing or damaged, or the output layer differs from the embedding that it is tied to.
     """
-    if model.hf_path is None or not Path(model.hf_path).is_dir():
+    if model.hf_path is None or not Path(model.hf_path).is_dir() or not has_weights(Path(model.hf_path)):
         return
     family = family_at(model.hf_path)
     if family is None and model.provider == "native":

@@ -39,11 +39,9 @@ _TOKENIZER = (
     "*.tiktoken",
 )
 _COMPANIONS = (*_TOKENIZER, "generation_config.json", "*processor_config.json", "*.py", "LICENSE*", "NOTICE*")
-# Files that belong to the weights of a directory, or describe them.
-_OF_WEIGHTS = (
-    *("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.npz", "*.index.json"),
-    *("config.json", "README*", ".*", "*quant*.json"),
-)
+_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.npz")
+# Files that describe the weights of a directory, and are not copied to others.
+_OF_WEIGHTS = ("*.index.json", "config.json", "README*", ".*", "*quant*.json")
 
 
 class WeightFiles:
@@ -297,6 +295,11 @@ def finish_export(
     release_lock(_lock(target))
 
 
+def has_weights(directory: Path) -> bool:
+    """Return whether a directory has files of weights in any format, whole or not."""
+    return any(_matches(entry, _WEIGHTS) for entry in directory.iterdir())
+
+
 def files_left_out(source: Path, target: Path) -> list[str]:
     """Return the files that an export lacks: of the model's directory, and code that its configurations name.
 
@@ -304,7 +307,7 @@ def files_left_out(source: Path, target: Path) -> list[str]:
         source: the directory that the model was loaded from; weights and its tokenizer do not count.
         target: the export.
     """
-    entries = [entry for entry in source.iterdir() if not _matches(entry, (*_OF_WEIGHTS, *_TOKENIZER))]
+    entries = [entry for entry in source.iterdir() if not _matches(entry, (*_WEIGHTS, *_OF_WEIGHTS, *_TOKENIZER))]
     names = {entry.name for entry in entries if entry.is_file()}
     for file in ("config.json", "tokenizer_config.json"):
         text = (target / file).read_text() if (target / file).is_file() else "{}"

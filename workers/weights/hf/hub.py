@@ -8,9 +8,12 @@ import re
 from pathlib import Path
 
 from mcontroller.errors import ConfigError
+from workers.planning import is_planned
 
-FILES = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt", "*.gguf")
-"""The files of a model that are downloaded: configuration, weights and tokenizer, without other formats of weights."""
+FILES = ("*.json", "*.model", "*.tiktoken", "*.jinja", "*.txt", "*.py", "LICENSE*")
+"""The files of a model that are downloaded beside its weights: configuration, tokenizer and code, which is not run."""
+WEIGHTS = ("*.safetensors", "*.gguf")
+"""The files of weights that are downloaded; other formats are not."""
 
 
 def is_hub_name(path: str | os.PathLike[str]) -> bool:
@@ -20,6 +23,8 @@ def is_hub_name(path: str | os.PathLike[str]) -> bool:
 
 def local_directory(path: str | os.PathLike[str], key: str = "hf_path") -> str:
     """Return the path, or the directory of the hub's model of this name in the cache, downloaded if necessary.
+
+    A planned run downloads no weights: see ``workers.planning``.
 
     Args:
         path: a directory; or ``organization/model``, which needs ``huggingface_hub`` and a network, or a cached model.
@@ -39,7 +44,7 @@ def local_directory(path: str | os.PathLike[str], key: str = "hf_path") -> str:
     from huggingface_hub import snapshot_download
 
     try:
-        return snapshot_download(name, allow_patterns=list(FILES), etag_timeout=5)
+        return snapshot_download(name, allow_patterns=[*FILES, *(() if is_planned() else WEIGHTS)], etag_timeout=5)
     except (OSError, ValueError) as error:  # of the network, and of names that the hub does not have
         cause = " ".join(f"{type(error).__name__}: {error}".split())
         raise ConfigError(f"{text} (the download failed: {cause:.200})", key=key, value=name) from error
