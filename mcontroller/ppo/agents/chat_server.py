@@ -35,7 +35,8 @@ REPLY = "@@the-reply-of-the-policy@@"
 CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 UNSUPPORTED = {"stream": False, "n": 1, "stop": None, "logprobs": False, "response_format": None}
 """Fields of a request that have one value here."""
-SETTINGS = ("temperature", "top_p")
+SETTINGS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
+"""Fields of a request that change how it is sampled; ``checked_sampling`` has their rules."""
 POLL_S = 0.05
 """[s] How often a request that waits looks whether its client is still there."""
 
@@ -62,7 +63,7 @@ class ChatSession:
         trajectories: one, and another for each request that did not continue the messages before it.
     """
 
-    def __init__(self, rollout: Any, name: str, seed: int) -> None:
+    def __init__(self, rollout: Any, name: str, seed: int | None) -> None:
         self.rollout, self.name, self.seed = rollout, name, seed
         self.trajectories: list[Trajectory] = []
         self.messages: list[Mapping[str, Any]] = []
@@ -121,12 +122,12 @@ class ChatServer:
         """Return the ``base_url`` of a client whose API key is not the name of its session."""
         return f"{self._root}/{session.name}/v1"
 
-    def open(self, name: str, seed: int = 0, rollout: Any = None) -> ChatSession:
+    def open(self, name: str, seed: int | None = None, rollout: Any = None) -> ChatSession:
         """Open a session.
 
         Args:
             name: of the session: letters, digits, ``-``, ``_`` and ``.``.
-            seed: of the random numbers of its responses, 64 bits, signed.
+            seed: of the random numbers of its responses, 64 bits, signed. None: the rollout gives each one.
             rollout: generates its turns: an object with ``submit`` and ``driven``. None: the server's.
 
         Raises:
@@ -168,12 +169,12 @@ class ChatServer:
             if request.get(name, value) not in (value, None):
                 raise DataError(f"{name}={request[name]!r} is not supported; leave it out")
         trajectory, start = self._turn(session, request)
-        sampling = {name: request[name] for name in SETTINGS if request.get(name) is not None}
-        if sampling.get("temperature") == 0:
-            sampling = {"do_sample": False}
-        most = request.get("max_completion_tokens") or request.get("max_tokens")
-        limit = None if most is None else start + int(most)
-        self._wait(session, session.rollout.submit(trajectory, response_length=limit, **sampling), connected)
+        sampling = {name: request.get(name) for name in SETTINGS}
+        most = [request.get(name) for name in ("max_completion_tokens", "max_tokens")]
+        sampling["max_tokens"] = most[1] if most[0] is None else most[0]
+        if sampling["seed"] is None:
+            sampling["seed"] = trajectory.seed
+        self._wait(session, session.rollout.submit(trajectory, **sampling), connected)
         session.trajectories[len(session.trajectories) - (start > 0) :] = [trajectory]
         made = trajectory.tokens[start:]
         text, calls = self.tool_calls(self.tokenizer.decode(made))
@@ -185,7 +186,7 @@ class ChatServer:
                 for index, (name, arguments) in enumerate(calls)
             ]
         session.messages = [*map(_with_text, request["messages"]), message]
-        reason = "tool_calls" if calls else "length" if trajectory.ended == "length" else "stop"
+        reason = "tool_calls" if calls else "length" if trajectory.ended in ("length", "max_tokens") else "stop"
         usage = {"prompt_tokens": len(trajectory.prompt) + start, "completion_tokens": len(made)}
         return {
             "id": f"chatcmpl-{session.name}-{len(session.messages)}",
@@ -206,7 +207,9 @@ class ChatServer:
         same = [*map(_plain, messages[: len(before)])] == [*map(_plain, before)]
         if not (same and len(messages) > len(before) > 0):
             prompt = self.tokenizer.encode(self.tokenizer.render(messages, **tools))
-            seed = seed_of(session.seed, len(session.trajectories)) if session.trajectories else session.seed
+            seed, count = session.seed, len(session.trajectories)
+            if seed is not None and count:
+                seed = seed_of(seed, "conversation", count)
             return Trajectory(array("q", prompt), seed=seed), 0
         trajectory = copy.deepcopy(session.trajectories[-1])
         reply = {"role": "assistant", "content": REPLY}
