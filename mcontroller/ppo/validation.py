@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from statistics import fmean
 
-from mcontroller.ppo.data import Dataset, in_order
+from mcontroller.ppo.data import HELD_OUT_BATCH, Dataset, in_order
 from mcontroller.ppo.rewards.reward import Reward, joined
 from mcontroller.ppo.step import PPOStep
 from mcontroller.ppo.summary import reward_metrics
@@ -15,10 +15,10 @@ from mcontroller.ppo.summary import reward_metrics
 def validate(step: PPOStep, problems: Dataset) -> dict[str, float]:
     """Return the statistics of the scores of responses to held-out problems; see ``validation_metrics``."""
     config, rewards = step.config.validation, []
-    for batch in in_order(problems, step.config.data.val_batch_size):
+    for number, batch in enumerate(in_order(problems, step.config.data.val_batch_size)):
         step.weights.update()
         with step.stages("held-out", step.groups.rollout.generate_sequences):
-            responses, asked = step.generate(batch, **config.sampling())
+            responses, asked = step.generate(batch, **config.sampling(), **{HELD_OUT_BATCH: number})
         with step.stages.overlapping() as start:
             rewards.append(step.scored(responses, asked, start, held_out=True)[1])
     return validation_metrics(joined(rewards), config.n)

@@ -257,7 +257,7 @@ def sample_seeds(hashes: Sequence[int], earlier: Mapping[int, int], *, n: int, s
             in the batch, on any ranks, the second one is sampled with the next seeds of that prompt.
         n: samples per row.
         seed: of the run.
-        call: number of batches that the run has sampled before.
+        call: number of batches that the run has sampled before; negative for held-out problems.
     """
     seen = Counter(earlier)
     order = []

@@ -15,8 +15,8 @@ from typing import Any, NoReturn
 from mcontroller.config.checks import close_names
 from mcontroller.errors import DataError
 
-SAMPLING = ("temperature", "top_p")
-"""Fields that change how a turn is sampled."""
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Fields that change how a turn is sampled; the rollout checks their values."""
 USED = ("model", "messages", "tools", "max_tokens", "max_completion_tokens", "stream", "stream_options", *SAMPLING)
 IGNORED = (
     "metadata",

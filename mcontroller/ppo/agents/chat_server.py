@@ -63,7 +63,7 @@ class ChatSession:
         trajectories: one, and another for each request that did not continue the messages and tools before it.
     """
 
-    def __init__(self, rollout: Any, name: str, seed: int) -> None:
+    def __init__(self, rollout: Any, name: str, seed: int | None) -> None:
         self.rollout, self.name, self.seed = rollout, name, seed
         self.api_key = secrets.token_urlsafe()
         self.trajectories: list[Trajectory] = []
@@ -134,12 +134,12 @@ class ChatServer:
         """Return the ``base_url`` of a client whose API key is not that of its session. It is as secret as the key."""
         return f"{self._http.url}/{session.api_key}/v1"
 
-    def open(self, name: str, seed: int = 0, rollout: Any = None) -> ChatSession:
+    def open(self, name: str, seed: int | None = None, rollout: Any = None) -> ChatSession:
         """Open a session.
 
         Args:
             name: of the session, for messages: letters, digits, ``-``, ``_`` and ``.``.
-            seed: of the random numbers of its responses, 64 bits, signed.
+            seed: of the random numbers of its responses, 64 bits, signed. None: the rollout gives each one.
             rollout: generates its turns: an object with ``submit`` and ``driven``. None: the server's.
 
         Raises:
@@ -197,7 +197,7 @@ class ChatServer:
         except RequestError:
             raise
         except (DataError, ConfigError) as error:
-            reject(str(error))
+            reject(str(error), param=error.fields.get("field"))
         except Exception as error:
             logger.warning("a turn of session %r failed", session.name, exc_info=error)
             session.error = f"{type(error).__name__}: {error}"
@@ -206,11 +206,7 @@ class ChatServer:
     async def _complete(self, session: ChatSession, request: ChatRequest, exchange: Exchange) -> dict[str, Any]:
         """Return the answer to a request, and record its turn."""
         trajectory, start = self._turn(session, request)
-        sampling: dict[str, Any] = dict(request.sampling)
-        if sampling.get("temperature") == 0:
-            sampling = {"do_sample": False}
-        limit = None if request.max_tokens is None else start + request.max_tokens
-        await self._generate(session, exchange, trajectory, {"response_length": limit, **sampling})
+        await self._generate(session, exchange, trajectory, {"max_tokens": request.max_tokens, **request.sampling})
         session.trajectories[len(session.trajectories) - (start > 0) :] = [trajectory]
         made = trajectory.tokens[start:]
         text, calls = self.tool_calls(self.tokenizer.decode(made))
@@ -223,7 +219,7 @@ class ChatServer:
             ]
         session.messages, session.tools = [*request.messages, message], request.tools
         session.calls += len(calls)
-        reason = "tool_calls" if calls else "length" if trajectory.ended == "length" else "stop"
+        reason = "tool_calls" if calls else "length" if trajectory.ended in ("length", "max_tokens") else "stop"
         usage = {"prompt_tokens": len(trajectory.prompt) + start, "completion_tokens": len(made)}
         return {
             "id": f"chatcmpl-{session.name}-{len(session.messages)}",
@@ -238,7 +234,9 @@ class ChatServer:
         """Return the trajectory of a request, and the tokens of its response before this turn."""
         if session.tools != request.tools or not same_conversation(session.messages, request.messages):
             prompt = prompt_tokens(self.tokenizer, request.messages, request.tools)
-            seed = seed_of(session.seed, len(session.trajectories)) if session.trajectories else session.seed
+            seed, count = session.seed, len(session.trajectories)
+            if seed is not None and count:
+                seed = seed_of(seed, "conversation", count)
             return Trajectory(array("q", prompt), seed=seed), 0
         trajectory = copy.deepcopy(session.trajectories[-1])
         messages = [*session.messages, *request.messages[len(session.messages) :]]
@@ -251,7 +249,8 @@ class ChatServer:
         self, session: ChatSession, exchange: Exchange, trajectory: Trajectory, options: Mapping[str, Any]
     ) -> None:
         """Generate a turn; a session whose client disconnects in the middle of one has ended."""
-        submitted: Future[Trajectory] = await asyncio.to_thread(session.rollout.submit, trajectory, **options)
+        submit = partial(session.rollout.submit, trajectory, seed=trajectory.seed, **options)
+        submitted: Future[Trajectory] = await asyncio.to_thread(submit)
         session.submitted = submitted
         if session.is_closed:
             submitted.cancel()
