@@ -66,6 +66,14 @@ def free_space(path: Path) -> str:
     return f"the disk at {path} has {found.f_bavail * found.f_frsize:,} bytes free"
 
 
+def is_lfs_pointer(path: Path) -> bool:
+    """Return whether a file has the few lines that stand for a file of Git LFS that was not downloaded."""
+    if not path.is_file():
+        return False
+    with open(path, "rb") as file:
+        return file.read(64).startswith(b"version https://git-lfs.github.com/spec/")
+
+
 def delete_with_links(directory: Path) -> None:
     """Delete a directory, and first the links next to it that name it; nothing if it does not exist.
 

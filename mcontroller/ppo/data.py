@@ -1,12 +1,15 @@
-"""Batches of a data set: the rows of batch k depend only on k and the seed."""
+"""Batches of data sets: the rows of batch k depend only on k and the seed."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from mcontroller.data.protocol import DataProto
 from mcontroller.errors import DataError
@@ -217,10 +220,89 @@ def tokens_of(batch: DataProto) -> int:
     return int(columns(batch, TOKENS)[0].sum())
 
 
+_WHOLE = ("input_ids", "attention_mask", "position_ids", ROUTED_EXPERTS)
+"""Columns ``[rows, prompt + response, ...]`` of responses; ``prompts`` is ``[rows, prompt]``."""
+
+
+def of_equal_width(batches: Sequence[DataProto], pad_token_id: int) -> list[DataProto]:
+    """Return batches of responses padded to one width of prompts and of responses, so that they can be joined.
+
+    A rollout loop that writes prompts of its own, or responses as wide as the longest one, makes batches of several.
+
+    Args:
+        batches: with ``input_ids`` ``[rows, prompt + response]`` and ``responses`` ``[rows, response]``; their other
+            columns may have these dims.
+        pad_token_id: fills ids; other columns are filled with 0, or -1 for what no token has.
+    """
+    sizes = []
+    for batch in batches:
+        ids, responses = columns(batch, "input_ids", "responses")
+        sizes.append((ids.shape[1] - responses.shape[1], responses.shape[1]))
+    widest = max(prompt for prompt, _ in sizes), max(response for _, response in sizes)
+    fill = {"input_ids": pad_token_id, "prompts": pad_token_id, "responses": pad_token_id}
+    fill |= {ROUTED_EXPERTS: -1, "token_versions": -1}
+    padded = []
+    for batch, (prompt, response) in zip(batches, sizes, strict=True):
+        before, after = widest[0] - prompt, widest[1] - response
+        wider = {}
+        for name, column in batch.tensors().items() if before or after else ():
+            if name in _WHOLE or name == "prompts":
+                sides = (before, after if name in _WHOLE else 0)
+            elif column.ndim > 1 and column.shape[1] == response:
+                sides = (0, after)
+            else:
+                continue
+            wider[name] = pad(column, (*(0, 0) * (column.ndim - 2), *sides), value=fill.get(name, 0))
+        padded.append(batch.with_tensors(wider) if wider else batch)
+    return padded
+
+
+class Mixture:
+    """Several data sets as one: ``rows`` takes turns between them in the ratio of their weights.
+
+    Of the first k rows of the sequence, each data set has its share of k, to within a few rows. Each goes through its
+    own passes: a small one with a large weight is repeated more often.
+
+    Args:
+        datasets: the data sets by name.
+        weights: of each data set, more than 0; None: its number of rows.
+    """
+
+    def __init__(self, datasets: Mapping[str, Dataset], weights: Mapping[str, float | None]) -> None:
+        self.datasets = list(datasets.values())
+        self.starts = [0, *accumulate(map(len, self.datasets))]
+        given = [weights.get(name) for name in datasets]
+        known = [len(each) if weight is None else weight for each, weight in zip(self.datasets, given, strict=True)]
+        self._shares = [weight / sum(known) for weight in known]
+        self._turns: list[tuple[int, int]] = []
+        self._counts = [0] * len(self.datasets)
+
+    def __len__(self) -> int:
+        return self.starts[-1]
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        number = bisect_right(self.starts, index) - 1
+        return self.datasets[number][index - self.starts[number]]
+
+    def turn(self, position: int) -> tuple[int, int]:
+        """Return the number of the data set that has a position of the sequence, and how many it had before."""
+        while len(self._turns) <= position:
+            total = len(self._turns) + 1
+            behind = [share * total - count for share, count in zip(self._shares, self._counts, strict=True)]
+            number = behind.index(max(behind))
+            self._turns.append((number, self._counts[number]))
+            self._counts[number] += 1
+        return self._turns[position]
+
+
 class BatchStream:
     """An endless sequence of batches: ``stream[k]`` is batch k, in a new random order for every pass over the data.
 
-    The rows left at the end of a pass that do not fill a batch are dropped.
+    The rows left at the end of a pass that do not fill a batch are dropped. A ``Mixture`` has no end of a pass.
+
+    The position of a row is its place in the sequence of all passes, which depends on the data and the seed, and not on
+    the size of batches. A run that resumes continues after the set of rows that were read: those before a position, but
+    some that are still to be read.
 
     Args:
         dataset: the rows.
@@ -243,37 +325,90 @@ class BatchStream:
         self.dataset = dataset
         self.batch_size = batch_size
         self.seed = seed
-        self._order: tuple[int, list[int]] = (-1, [])
-        self._start = (0, 0)
+        self._orders: dict[int, tuple[int, list[int]]] = {}
+        self._start, self._position = 0, 0
+        self._pending: Sequence[int] = ()
+        self._earlier: Mapping[int, Sequence[int]] = {}
 
-    def resume(self, index: int, position: int) -> None:
-        """Continue a stream that had another batch size: batch ``index`` begins at a position, see ``position``."""
-        if self.position(index) != position:  # otherwise batches before it keep their rows too
-            self._start = (index, position)
+    def resume(
+        self,
+        index: int,
+        position: int,
+        pending: Sequence[int] = (),
+        earlier: Mapping[int, Sequence[int]] | None = None,
+    ) -> None:
+        """Continue a stream, which may have had another batch size.
+
+        Args:
+            index: number of the next batch.
+            position: of the first row of those that were not read, without ``pending``.
+            pending: positions of rows before it that are read first.
+            earlier: positions of the rows of batches before ``index``.
+        """
+        self._start, self._position, self._pending = index, position, tuple(pending)
+        self._earlier = dict(earlier or {})
 
     def position(self, index: int) -> int:
-        """Return the number of rows before batch ``index``: all rows of earlier passes, and the ones of its pass."""
-        return self._start[1] if index == self._start[0] else self._first_row(index - 1) + self.batch_size
+        """Return the position of the first row after those of the batches before ``index``; see ``pending``."""
+        if (after := index - self._start - self._pending_batches) > 0:
+            return self._first_row(after - 1) + self.batch_size
+        return self._position + (self._filled if after == 0 else 0)
+
+    def pending(self, index: int) -> Sequence[int]:
+        """Return the positions before ``position(index)`` of rows that are not in the batches before ``index``."""
+        return self._pending[(index - self._start) * self.batch_size :]
 
     def passes(self, index: int) -> float:
         """Return the passes over the data set before batch ``index``."""
-        return self.position(index) / len(self.dataset)
+        return (self.position(index) - len(self.pending(index))) / len(self.dataset)
 
-    def _first_row(self, index: int) -> int:
-        """Return the position of a batch's first row, in the next pass if too few rows are left of one."""
-        rows, (first, position) = len(self.dataset), self._start
+    def rows(self, index: int) -> list[int]:
+        """Return the positions of the rows of a batch."""
+        if index in self._earlier:
+            return list(self._earlier[index])
+        number = index - self._start
+        if number < self._pending_batches:
+            rows = self._pending[number * self.batch_size : (number + 1) * self.batch_size]
+            return [*rows, *range(self._position, self._position + self.batch_size - len(rows))]
+        first = self._first_row(number - self._pending_batches)
+        return list(range(first, first + self.batch_size))
+
+    @property
+    def _pending_batches(self) -> int:
+        return -(-len(self._pending) // self.batch_size)
+
+    @property
+    def _filled(self) -> int:
+        """The rows after ``position`` that fill the last of the batches with pending rows."""
+        return self._pending_batches * self.batch_size - len(self._pending)
+
+    def _first_row(self, number: int) -> int:
+        """Return the position of the first row of a batch, counted from the first one without pending rows.
+
+        It is in the next pass if too few rows are left of one.
+        """
+        rows, position = len(self.dataset), self._position + self._filled
         in_pass = (rows - position % rows) // self.batch_size
-        if index - first < in_pass:
-            return position + (index - first) * self.batch_size
-        passes, batch = divmod(index - first - in_pass, self.per_pass)
+        if isinstance(self.dataset, Mixture) or number < in_pass:
+            return position + number * self.batch_size
+        passes, batch = divmod(number - in_pass, self.per_pass)
         return (position // rows + 1 + passes) * rows + batch * self.batch_size
 
+    def _row(self, position: int) -> int:
+        """Return the row of the data set at a position."""
+        dataset, (number, before) = self.dataset, (0, position)
+        start, size = 0, len(dataset)
+        if isinstance(dataset, Mixture):
+            number, before = dataset.turn(position)
+            start, size = dataset.starts[number], len(dataset.datasets[number])
+        passes, place = divmod(before, size)
+        if number not in self._orders or self._orders[number][0] != passes:
+            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + passes + (number << 40))
+            self._orders[number] = passes, torch.randperm(size, generator=generator).tolist()
+        return start + self._orders[number][1][place]
+
     def __getitem__(self, index: int) -> DataProto:
-        number, start = divmod(self._first_row(index), len(self.dataset))
-        if self._order[0] != number:
-            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
-            self._order = (number, torch.randperm(len(self.dataset), generator=generator).tolist())
-        return collate([self.dataset[row] for row in self._order[1][start : start + self.batch_size]])
+        return collate([self.dataset[self._row(position)] for position in self.rows(index)])
 
 
 def in_order(dataset: Dataset, batch_size: int = 0) -> Iterator[DataProto]:

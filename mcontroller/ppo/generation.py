@@ -258,6 +258,10 @@ class Generations:
     def __len__(self) -> int:
         return len(self._queue)
 
+    def problems_in_flight(self) -> dict[int, list[int]]:
+        """Return which problems of which batches of the data set were drawn and not trained on."""
+        return {each.number: list(range(len(each.problems))) for each in self._queue if each.number is not None}
+
     def exchange(
         self, problems: DataProto, draw: Callable[[], DataProto]
     ) -> tuple[DataProto, DataProto, DataProto, dict[str, float]]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from mcontroller.data.protocol import DataProto
 from mcontroller.errors import DataError
 from mcontroller.ppo.config import SCORE, FilterGroupsConfig, OverlongConfig
-from mcontroller.ppo.data import columns
+from mcontroller.ppo.data import columns, of_equal_width
 from mcontroller.ppo.estimators.built_in import groups_of
 from mcontroller.ppo.rewards.reward import Reward, joined, outcome_scores
 
@@ -37,11 +37,13 @@ class GroupFilter:
     Args:
         config: whether to filter, by which values, and the most batches.
         prompts: groups of a step.
+        pad_token_id: fills the batches of a program's own rollout loop, which differ in width. None: they do not.
     """
 
-    def __init__(self, config: FilterGroupsConfig, prompts: int) -> None:
+    def __init__(self, config: FilterGroupsConfig, prompts: int, pad_token_id: int | None = None) -> None:
         self.config = config
         self.prompts = prompts
+        self.pad_token_id = pad_token_id
         self.rewards: list[Reward] = []
         self._batches: list[DataProto] = []
         self._kept: list[Tensor] = []
@@ -87,7 +89,10 @@ class GroupFilter:
             "dynamic_sampling/prompts_filled": float(max(self.prompts - with_signal, 0)),
             "dynamic_sampling/prompts_dropped": float(max(with_signal - self.prompts, 0)),
         }
-        return DataProto.concat(self._batches).select_idxs(chosen), metrics
+        batches = self._batches
+        if self.pad_token_id is not None:
+            batches = of_equal_width(batches, self.pad_token_id)
+        return DataProto.concat(batches).select_idxs(chosen), metrics
 
     def without_signal(self) -> Tensor:
         """Return whether the responses to a prompt have equal scores, bool ``[prompts]``, of all that were drawn."""

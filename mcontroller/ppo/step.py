@@ -93,7 +93,8 @@ class PPOStep:
         batch has the columns of its problems too. Its tensors stay on the workers until they are read.
         """
         rule = self.config.algorithm
-        groups = GroupFilter(rule.filter_groups, len(problems))
+        pad = None if self.rollout_fn is None else self.tokenizer.pad_token_id
+        groups = GroupFilter(rule.filter_groups, len(problems), pad)
         metrics: dict[str, float] = {}
         while True:
             problems, batch, asked, of_generation = self.generations.exchange(problems, draw)

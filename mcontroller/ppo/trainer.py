@@ -6,6 +6,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -489,10 +490,21 @@ class RayPPOTrainer:
 
     def _state_with(self, in_flight: Sequence[BatchInFlight], rollout: Mapping[str, Any]) -> RunState:
         program = {name: each.state_dict() for name, each in self.stateful.items()}
-        drawn = self.drawn_batches - len(self.step.generations) + len(in_flight)
+        batches, drawn, lost = self.train_batches, self.drawn_batches, list[int]()
+        saved = [replace(each, rows=tuple(batches.rows(each.number))) for each in in_flight]
+        if not saved:  # the rows of responses that could not be saved are drawn again
+            numbers, lost = self._rows_in_flight()
+            drawn -= numbers
         counts = self.global_steps, self.step.kl_ctrl.value, drawn, self.num_tokens
-        position = self.train_batches.position(drawn - len(in_flight)), self.train_batches.batch_size
-        return RunState(*counts, program, rollout, tuple(in_flight), *position)
+        pending = (*sorted(lost), *batches.pending(self.drawn_batches))
+        position = batches.position(self.drawn_batches), batches.batch_size, pending
+        return RunState(*counts, program, rollout, tuple(saved), *position)
+
+    def _rows_in_flight(self) -> tuple[int, list[int]]:
+        """Return the number of batches that were drawn and not wholly trained on, and the positions of these rows."""
+        drawn = self.step.generations.problems_in_flight()
+        rows = {number: self.train_batches.rows(number) for number in drawn}
+        return len(drawn), [rows[number][problem] for number, problems in drawn.items() for problem in problems]
 
     def load_checkpoint(self) -> int:
         """Load the last checkpoint under ``trainer.default_local_dir`` and return the step at which it was saved.
@@ -507,9 +519,9 @@ class RayPPOTrainer:
         """Set this trainer to a state, which the groups have already."""
         self.step.weights.changed()
         self.global_steps = state.global_steps
-        in_flight = state.resume_batches(self.train_batches)
+        in_flight = state.in_flight_in(self.train_batches)
         kept = self.step.generations.restore(in_flight, state.rollout, self.train_batches.__getitem__)
-        self.drawn_batches, self.num_tokens = state.drawn_batches - len(state.in_flight) + kept, state.num_tokens
+        self.drawn_batches, self.num_tokens = state.continue_after(self.train_batches, kept), state.num_tokens
         self.step.kl_ctrl.resume(state.kl_coef)
         for name, each in self.stateful.items():
             if name in state.program:
@@ -532,11 +544,12 @@ class RayPPOTrainer:
                 self.reference.sync_reference(trainer.ref_sync_mix)
 
     def _progress(self, batch: DataProto, prompts: int) -> dict[str, float]:
+        in_flight = len(self._rows_in_flight()[1])
         return {
             "train/prompts": float(prompts),
             "train/n": len(batch) / prompts,
             "train/num_tokens": float(self.num_tokens),
-            "train/epoch": self.train_batches.passes(self.drawn_batches - len(self.step.generations)),
+            "train/epoch": self.train_batches.passes(self.drawn_batches) - in_flight / len(self.train_batches.dataset),
             "train/restarts": float(len(self.recovery.failures)),
             **({"train/processes": float(self.elastic.processes)} if self.config.trainer.elastic else {}),
         }

@@ -130,6 +130,14 @@ class AsynchronousGenerations(Generations):
         """The number of batches that were drawn and not trained on; their groups may be of more batches."""
         return -(-len(self._groups) // self._batch_size()) if self._groups else 0
 
+    def problems_in_flight(self) -> dict[int, list[int]]:
+        """Return which problems of which batches of the data set were drawn and not trained on."""
+        problems: dict[int, list[int]] = {}
+        for group in self._groups.values():
+            if group.batch is not None:
+                problems.setdefault(group.batch, []).append(group.row)
+        return problems
+
     # ---- a step ----------------------------------------------------------------------------------------------------
 
     def exchange(
@@ -526,7 +534,8 @@ class AsynchronousGenerations(Generations):
         for number, groups in batches.items():
             made, state = saved_groups(groups, self._n, episodes, places)
             batch = self._columns(made, columns(groups[0].problems, "input_ids")[0].shape[1])
-            saved.append(BatchInFlight(number or 0, DataProto.from_dict({**batch, **state})))
+            in_flight = tuple(group.row for group in groups)
+            saved.append(BatchInFlight(number or 0, DataProto.from_dict({**batch, **state}), in_flight))
         mine = {"max_staleness": self._ahead, "version": self._version, "asked": self._asked}
         return tuple(saved), {
             **self._sampling_state(),

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from mcontroller.config.checks import check_at_least
+from mcontroller.config.checks import check_at_least, check_one_of
 from mcontroller.config.fields import strict_fields
 from mcontroller.ppo.config import DataConfig
+
+TRUNCATION = ("drop", "error", "left")
 
 
 @strict_fields
@@ -48,9 +50,17 @@ class ProblemsConfig(DataConfig):
     """Held-out problems. None: no validation."""
     prompt_key: str = "prompt"
     """Column of the prompt: a text, or a list of chat messages ``{"role": ..., "content": ...}``."""
+    tools_key: str | None = "tools"
+    """Column of the tools of a row, JSON schemas for the chat template; rows may lack it. None: there is none."""
     answer_key: str = "answer"
     """Column of the right answer, which is passed to reward functions; rows may lack it."""
     chat_template: bool | None = None
     """Apply the tokenizer's chat template. None: to chat messages only. True: a text is the message of a user."""
     system_prompt: str | None = None
-    """Message of the system in front of the chat messages."""
+    """Message of the system in front of chat messages that do not begin with one."""
+    truncation: str = "drop"
+    """Prompts longer than ``rollout.prompt_length``: drop, error, or left (leave their first tokens out)."""
+
+    def __post_init__(self) -> None:
+        super(ProblemsConfig, self).__post_init__()
+        check_one_of("data.truncation", self.truncation, TRUNCATION)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,8 +21,8 @@ class PromptRows:
     """Rows of ``input_ids`` and ``attention_mask`` ``[prompt]``, int64, padded on the left, and other objects.
 
     The other objects are ``prompt``, the text, ``answer``, None if the record lacks it, and ``record``, all columns.
-    All prompts are encoded once. Those that are longer than ``prompt_length`` are dropped. A prompt that is a text, and
-    does not go through the chat template, begins with the tokenizer's ``text_prefix``, such as BOS.
+    All prompts are encoded once, see ``encoded_prompt``. Those that are longer than ``prompt_length`` are dropped,
+    rejected, or lose their first tokens, as ``data.truncation`` says.
 
     Args:
         records: the problems.
@@ -31,9 +32,10 @@ class PromptRows:
 
     Attributes:
         dropped: the number of prompts that were too long.
+        truncated: the number of prompts that were too long and lost their first tokens.
 
     Raises:
-        DataError: a record lacks the prompt, has one of another type, or all prompts are too long.
+        DataError: a record lacks the prompt, has one of another type, the chat template rejects it, or it is too long.
         ConfigError: there are chat messages, and the tokenizer has no chat template; or ``answer_key`` is set to a
             column that no record has.
     """
@@ -43,20 +45,22 @@ class PromptRows:
         self.prompt_length = prompt_length
         self.kept: list[tuple[str, Tensor, Any, Mapping[str, Any]]] = []
         _check_columns(records, config)
-        prefix = tokenizer.text_prefix if isinstance(tokenizer, PrefixingTokenizer) else []
-        shortest = 0
+        shortest, self.truncated = 0, 0
         for index, record in enumerate(records.rows):
-            prompt = record[config.prompt_key]
-            text = prompt_text(prompt, records.location(index), config, tokenizer)
-            ids = tokenizer.encode(text)
-            if not ids:
-                raise DataError(f"{records.location(index)}: the prompt is empty", location=records.location(index))
-            if isinstance(prompt, str) and not config.chat_template and ids[: len(prefix)] != prefix:
-                ids = prefix + ids
-            if len(ids) <= prompt_length:
-                self.kept.append((text, torch.tensor(ids), record.get(config.answer_key), record))
-            else:
+            text, ids = encoded_prompt(record, records.location(index), config, tokenizer)
+            if len(ids) > prompt_length:
                 shortest = min(shortest or len(ids), len(ids))
+                if config.truncation == "drop":
+                    continue
+                if config.truncation == "error":
+                    raise DataError(
+                        f"{records.location(index)}: the prompt has {len(ids)} tokens; rollout.prompt_length is "
+                        f"{prompt_length}: increase it, or set data.truncation to drop or left",
+                        location=records.location(index),
+                        prompt_length=prompt_length,
+                    )
+                ids, self.truncated = ids[-prompt_length:], self.truncated + 1
+            self.kept.append((text, torch.tensor(ids), record.get(config.answer_key), record))
         self.dropped = len(records) - len(self.kept)
         if not self.kept:
             raise DataError(
@@ -144,7 +148,10 @@ class Demonstrations:
                 f"{answer!r}: set warm_up.steps=0, or data.answer_key",
                 prompt=prompt["prompt"],
             )
-        tokens = self.prompts.tokenizer.encode(answer)
+        encode = self.prompts.tokenizer.encode
+        before, whole = encode(prompt["prompt"]), encode(prompt["prompt"] + answer)
+        # Some tokenizers put a space in front of a text, which is none inside of a text.
+        tokens = whole[len(before) :] if whole[: len(before)] == before else encode(answer)
         return Demonstration(tokens, [1] * len(tokens))
 
 
@@ -167,40 +174,101 @@ def _check_columns(records: Records, config: ProblemsConfig) -> None:
             )
 
 
-def prompt_text(prompt: Any, location: str, config: ProblemsConfig, tokenizer: TextTokenizer) -> str:
-    """Return the text of a prompt, which is a text or a list of chat messages.
+def encoded_prompt(
+    record: Mapping[str, Any], location: str, config: ProblemsConfig, tokenizer: TextTokenizer
+) -> tuple[str, list[int]]:
+    """Return the prompt of a row of a data set: its text and its tokens.
+
+    Chat messages, and texts with ``data.chat_template=true``, give what ``apply_chat_template`` of transformers returns
+    for the row, with its tools; messages that end with the assistant's are continued. Other texts begin with the
+    tokenizer's ``text_prefix``, such as BOS.
+
+    Args:
+        record: the row.
+        location: its file and line, for error messages.
+        config: the columns, and the use of the chat template.
+        tokenizer: the tokenizer.
 
     Raises:
-        DataError: it is neither; with its location.
-        ConfigError: it needs a chat template, and the tokenizer has none.
+        DataError: the row has no prompt, or one that cannot be rendered or encoded; with its location.
+        ConfigError: there are chat messages, and the tokenizer has no chat template.
     """
-    if isinstance(prompt, str):
-        if not config.chat_template:
-            return prompt
-        messages: Sequence[Message] = [{"role": "user", "content": prompt}]
-    elif config.chat_template is False or not _are_messages(prompt):
+    prompt = record[config.prompt_key]
+    if isinstance(prompt, str) and not config.chat_template:
+        if config.system_prompt is not None:
+            raise ConfigError(
+                f"{location}: data.system_prompt is set, and the prompt is a text: set data.chat_template=true, or "
+                "data.system_prompt=null",
+                key="data.system_prompt",
+                value=config.system_prompt,
+            )
+        text, prefix = prompt, tokenizer.text_prefix if isinstance(tokenizer, PrefixingTokenizer) else []
+    else:
+        tools = _tools(record, location, config)
+        messages = _messages(prompt, location, config)
+        try:
+            text, prefix = tokenizer.render(messages, **({"tools": tools} if tools else {})), []
+        except DataError as error:
+            raise DataError(f"{location}: {error}", location=location) from error
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        reason = f"the prompt has {text[error.start]!r}, half of a surrogate pair, which is no character"
+        raise DataError(f"{location}: {reason}", location=location) from error
+    ids = tokenizer.encode(text)
+    if not ids:
+        raise DataError(f"{location}: the prompt is empty", location=location)
+    return text, ids if ids[: len(prefix)] == prefix else prefix + ids
+
+
+def _messages(prompt: Any, location: str, config: ProblemsConfig) -> Sequence[Message]:
+    """Return the chat messages of a prompt; the system's of the configuration if it begins with none."""
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if config.chat_template is False or not _are_messages(messages):
+        expected = "a text"
+        if config.chat_template is not False:
+            expected += ', or chat messages such as [{"role": "user", "content": "..."}]'
         raise DataError(
-            f"{location}: the prompt is {repr(prompt)[:80]} of type {type(prompt).__name__}; expected a text"
-            + (
-                ""
-                if config.chat_template is False
-                else ', or chat messages such as [{"role": "user", "content": "..."}]'
-            ),
+            f"{location}: the prompt is {repr(prompt)[:80]} of type {type(prompt).__name__}; expected {expected}",
             location=location,
         )
-    else:
-        messages = prompt
-    if config.system_prompt is not None:
-        messages = [{"role": "system", "content": config.system_prompt}, *messages]
-    return tokenizer.render(messages)
+    if config.system_prompt is None or messages[0]["role"] in ("system", "developer"):
+        return messages
+    return [{"role": "system", "content": config.system_prompt}, *messages]
 
 
 def _are_messages(prompt: Any) -> bool:
     return (
         isinstance(prompt, Sequence)
         and len(prompt) > 0
-        and all(isinstance(message, Mapping) and {"role", "content"} <= set(message) for message in prompt)
+        and all(isinstance(message, Mapping) and isinstance(message.get("role"), str) for message in prompt)
+        and all(message.get("content") is not None or message.get("tool_calls") for message in prompt)
     )
+
+
+def _tools(record: Mapping[str, Any], location: str, config: ProblemsConfig) -> list[Mapping[str, Any]]:
+    """Return the JSON schemas of a row's tools; files have them as objects, or as their text in JSON."""
+    given = from_json(record.get(config.tools_key))
+    tools = [from_json(tool) for tool in given] if isinstance(given, list) else given
+    if tools is None:
+        return []
+    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise DataError(
+            f"{location}: the column {config.tools_key!r} is {repr(given)[:80]}; expected a list of JSON schemas of "
+            "tools. Set data.tools_key to their column, or to null if there are none",
+            location=location,
+        )
+    return tools
+
+
+def from_json(value: Any) -> Any:
+    """Return what a text in JSON stands for if that is an object or a list; any other value as it is."""
+    if not isinstance(value, str) or value.lstrip()[:1] not in ("{", "["):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value
 
 
 def _padded(ids: Tensor, length: int, pad: int, *, left: bool) -> tuple[Tensor, Tensor]:

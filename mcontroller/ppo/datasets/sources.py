@@ -12,6 +12,7 @@ from mcontroller.config.checks import close_names
 from mcontroller.config.imports import import_extra
 from mcontroller.config.registry import Registry
 from mcontroller.errors import ConfigError, DataError
+from mcontroller.files import is_lfs_pointer
 from mcontroller.ppo.datasets.config import DatasetConfig
 from mcontroller.ppo.rewards.functions import import_reasoning_gym
 
@@ -160,8 +161,12 @@ def read_jsonl(config: DatasetConfig) -> Records:
             continue
         try:
             value = json.loads(line)
+            if "\\ud" in line.lower():  # json reads half of a surrogate pair, which no tokenizer and no file takes
+                json.dumps(value, ensure_ascii=False).encode()
         except (ValueError, RecursionError) as error:  # the last from lists in lists, thousands of them
             reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
+            if isinstance(error, UnicodeEncodeError):
+                reason = f"a text has {error.object[error.start]!r}, half of a surrogate pair: write the character"
             text = f"{path}, line {number} is not JSON: {reason}: {line.strip()[:60]!r}"
             raise DataError(text, path=str(path), line=number) from error
         rows.append(checked_record(value, f"{path}, line {number}"))
@@ -179,8 +184,9 @@ def read_parquet(config: DatasetConfig) -> Records:
     path = _path(config)
     pyarrow, parquet = (import_extra(name, "data", "source") for name in ("pyarrow", "pyarrow.parquet"))
     try:
-        rows = parquet.read_table(str(path)).to_pylist()
-    except (OSError, pyarrow.ArrowException) as error:  # OSError: what is compressed in it is damaged
+        table = parquet.read_table(str(path))
+        rows = without_filled(table.to_pylist(), table.schema)
+    except (OSError, ValueError, pyarrow.ArrowException) as error:  # damaged: compressed content, text in UTF-8
         raise DataError(f"{path} cannot be read as a Parquet file: {error}", path=str(path)) from error
     return _not_empty(_numbered(str(path), rows))
 
@@ -206,7 +212,35 @@ def read_hf(config: DatasetConfig) -> Records:
         if config.split not in loaded:
             raise DataError(f"{path} has no split {config.split!r}; it has {', '.join(loaded)}", split=config.split)
         loaded = loaded[config.split]
-    return _not_empty(_numbered(str(path), loaded.to_list()))
+    return _not_empty(_numbered(str(path), without_filled(loaded.to_list(), loaded.features.arrow_schema)))
+
+
+def without_filled(rows: list[dict[str, Any]], schema: Any) -> list[dict[str, Any]]:
+    """Return rows of an Arrow table without the nulls that stand for keys that a row does not have.
+
+    All structs of a column have the fields of all rows: pyarrow fills the ones that a row lacks with null, and a chat
+    template then prints ``"city": null``. A null in a file cannot be told from these. A null ``content`` of a chat
+    message stays, because chat templates tell it from a missing one. Maps become mappings, and keep their nulls.
+
+    Args:
+        rows: of ``to_pylist``.
+        schema: of the table.
+    """
+    types = import_extra("pyarrow.types", "data", "source")
+
+    def as_written(value: Any, kind: Any) -> Any:
+        if types.is_struct(kind) and isinstance(value, Mapping):
+            kept = {"content"} if "role" in value else set()
+            given = [field for field in kind if value[field.name] is not None or field.name in kept]
+            return {field.name: as_written(value[field.name], field.type) for field in given}
+        if types.is_map(kind) and isinstance(value, list):
+            return {key: as_written(item, kind.item_type) for key, item in value}
+        if isinstance(value, list) and kind.num_fields == 1:  # every kind of list
+            return [as_written(item, kind.value_type) for item in value]
+        return value
+
+    nested = [field for field in schema if field.type.num_fields]
+    return [{**row, **{field.name: as_written(row[field.name], field.type) for field in nested}} for row in rows]
 
 
 def _numbered(name: str, rows: list[dict[str, Any]]) -> Records:
@@ -228,9 +262,16 @@ def _path(config: DatasetConfig) -> Path:
 
 
 def _check_exists(path: Path) -> None:
-    if path.exists():
-        return
-    raise ConfigError(f"there is no file or directory {str(path)!r} (in {Path.cwd()})", key="path", value=str(path))
+    """Raise an error if a path leads to no file with data and to no directory."""
+    if not path.exists():
+        text = f"there is no file or directory {str(path)!r} (in {Path.cwd()})"
+        raise ConfigError(text, key="path", value=str(path))
+    if not (path.is_file() or path.is_dir()):
+        text = f"{str(path)!r} is a device, a socket or a pipe; expected a file or a directory"
+        raise ConfigError(text, key="path", value=str(path))
+    if is_lfs_pointer(path):
+        text = f"{str(path)!r} is a pointer of Git LFS, not the file: run `git lfs pull` in its repository"
+        raise ConfigError(text, key="path", value=str(path))
 
 
 def _lines(path: Path) -> list[str]:

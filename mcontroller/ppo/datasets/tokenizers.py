@@ -11,8 +11,8 @@ from mcontroller.config.fields import strict_fields
 from mcontroller.config.registry import Registry
 from mcontroller.errors import ConfigError
 
-Message = Mapping[str, str]
-"""A chat message: ``{"role": "user", "content": "..."}``."""
+Message = Mapping[str, Any]
+"""A chat message: ``{"role": "user", "content": "..."}``; a message of the assistant may have ``tool_calls``."""
 
 
 class TextTokenizer(Protocol):
@@ -39,8 +39,11 @@ class TextTokenizer(Protocol):
     def render(self, messages: Sequence[Message], **arguments: Any) -> str:
         """Return chat messages as the text that the model's answer follows; the template gets the other arguments.
 
+        A message of the assistant at the end is continued: no other turn follows it.
+
         Raises:
-            ConfigError: the tokenizer has no chat template, or rejects the messages.
+            ConfigError: the tokenizer has no chat template.
+            DataError: it rejects the messages.
         """
 
     def save(self, directory: Path) -> None:
@@ -69,7 +72,8 @@ class TokenizerConfig:
     """Arguments of the chat template, such as ``enable_thinking: false``, or ``tools``, a list of JSON schemas."""
 
     def __post_init__(self) -> None:
-        reserved = sorted(self.chat_template_kwargs.keys() & {"tokenize", "add_generation_prompt", "conversation"})
+        known = {"tokenize", "add_generation_prompt", "continue_final_message", "conversation"}
+        reserved = sorted(self.chat_template_kwargs.keys() & known)
         if reserved:
             raise ConfigError(
                 f"tokenizer.chat_template_kwargs has {', '.join(reserved)}, which every prompt has already: leave out",

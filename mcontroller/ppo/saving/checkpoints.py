@@ -71,18 +71,37 @@ class RunState:
     in_flight: tuple[BatchInFlight, ...] = ()
     """The batches whose responses were generated and not yet trained on."""
     next_row: int | None = None
-    """Position of the first row after those that were trained on; None: of an earlier version."""
+    """Position of the first row that was not drawn; None: of an earlier version."""
     batch_size: int | None = None
     """Problems of a batch; None: of an earlier version."""
+    pending: tuple[int, ...] | None = None
+    """Positions of rows before ``next_row`` that were neither trained on nor are in flight; None: of an earlier
+    version, whose ``next_row`` is the first row of the batches in flight."""
 
-    def resume_batches(self, batches: BatchStream) -> tuple[BatchInFlight, ...]:
-        """Continue the batches of problems after those that were trained on, and return the batches in flight.
-
-        With another batch size these are dropped: their rows are drawn again.
-        """
-        if self.next_row is not None:
-            batches.resume(self.drawn_batches - len(self.in_flight), self.next_row)
+    def in_flight_in(self, batches: BatchStream) -> tuple[BatchInFlight, ...]:
+        """Return the batches in flight, and have their rows in ``batches``; none if these have another size."""
+        first = self.drawn_batches - len(self.in_flight)
+        if self.pending is None and self.next_row is not None:
+            batches.resume(first, self.next_row)
+        elif self.next_row is not None:
+            rows = {each.number: each.rows for each in self.in_flight}
+            batches.resume(self.drawn_batches, self.next_row, self.pending or (), rows)
         return self.in_flight if self.batch_size in (None, batches.batch_size) else ()
+
+    def continue_after(self, batches: BatchStream, kept: int) -> int:
+        """Continue ``batches`` after the rows that were trained on or are in flight; return the number of the next.
+
+        Args:
+            batches: after ``in_flight_in``.
+            kept: batches in flight; 0: the rows of those that were in flight are read again.
+        """
+        if kept or not self.in_flight:
+            return self.drawn_batches
+        first = self.drawn_batches - len(self.in_flight)
+        if self.next_row is not None and self.pending is not None:
+            again = sorted(row for each in self.in_flight for row in each.rows_in_flight())
+            batches.resume(first, self.next_row, [*again, *self.pending])
+        return first
 
 
 class Stateful(Protocol):
@@ -231,7 +250,8 @@ class RunCheckpoints:
                 drawn = save.global_steps if save.drawn_batches is None else save.drawn_batches
                 counts = save.global_steps, save.kl_coef, drawn, save.num_tokens
                 self.recover(groups)
-                return RunState(*counts, save.program, save.rollout, batches, save.next_row, save.batch_size)
+                position = save.next_row, save.batch_size, save.pending
+                return RunState(*counts, save.program, save.rollout, batches, *position)
             problems.append(f"step {save.global_steps}: {damage}")
             _logger.warning(
                 "the checkpoint of step %d is damaged, all groups use an earlier one: %s", save.global_steps, damage
@@ -351,6 +371,7 @@ class RunCheckpoints:
                 writing.in_flight,
                 state.next_row,
                 state.batch_size,
+                state.pending,
             ),
             earlier=kept,
             staged={name: os.path.relpath(path, self.directory) for name, path in writing.staged.items()},

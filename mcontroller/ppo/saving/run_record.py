@@ -29,10 +29,18 @@ class BatchInFlight:
     Attributes:
         number: of its problems in the sequence of the data set.
         responses: the responses, with all columns.
+        problems: which of its problems have responses that were not trained on; None: all.
+        rows: the positions of its problems in the data, see ``BatchStream``; empty: of an earlier version.
     """
 
     number: int
     responses: DataProto
+    problems: tuple[int, ...] | None = None
+    rows: tuple[int, ...] = ()
+
+    def rows_in_flight(self) -> list[int]:
+        """Return the positions of the problems that were not trained on."""
+        return list(self.rows if self.problems is None else [self.rows[problem] for problem in self.problems])
 
 
 @dataclass(frozen=True)
@@ -42,10 +50,14 @@ class SavedBatch:
     Attributes:
         number: of its problems in the sequence of the data set.
         crc32: of its file.
+        problems: see ``BatchInFlight``.
+        rows: see ``BatchInFlight``.
     """
 
     number: int
     crc32: int
+    problems: tuple[int, ...] | None = None
+    rows: tuple[int, ...] = ()
 
 
 def write_batches(directory: Path, batches: Sequence[BatchInFlight]) -> tuple[SavedBatch, ...]:
@@ -61,7 +73,7 @@ def write_batches(directory: Path, batches: Sequence[BatchInFlight]) -> tuple[Sa
         batch.responses.save_to_disk(path)
         with open(path, "rb") as file:
             os.fsync(file.fileno())
-        saved.append(SavedBatch(batch.number, _checksum(path)))
+        saved.append(SavedBatch(batch.number, _checksum(path), batch.problems, batch.rows))
     sync_directory(directory)
     return tuple(saved)
 
@@ -80,7 +92,7 @@ def read_batches(directory: Path, saved: Sequence[SavedBatch]) -> tuple[BatchInF
         checksum = _checksum(path)
         if checksum != each.crc32:
             raise DataError(f"{path} has the CRC-32 {checksum}; expected {each.crc32}: it is damaged", path=str(path))
-        found.append(BatchInFlight(each.number, DataProto.load_from_disk(path)))
+        found.append(BatchInFlight(each.number, DataProto.load_from_disk(path), each.problems, each.rows))
     return tuple(found)
 
 
@@ -112,8 +124,10 @@ class SavedStep:
         num_tokens: tokens of prompts and responses so far.
         rollout: the state of sampling of a separate rollout group, as JSON.
         in_flight: the batches whose responses were generated and not yet trained on.
-        next_row: position in the data of the first row after those that were trained on; None: of an earlier version.
+        next_row: position in the data of the first row that was not drawn; None: of an earlier version.
         batch_size: problems of a batch; None: of an earlier version.
+        pending: positions before ``next_row`` of rows that were neither trained on nor are in flight; None: of an
+            earlier version, whose ``next_row`` is the first row of the batches in flight.
     """
 
     global_steps: int
@@ -126,6 +140,7 @@ class SavedStep:
     in_flight: tuple[SavedBatch, ...] = ()
     next_row: int | None = None
     batch_size: int | None = None
+    pending: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -226,7 +241,17 @@ def _saved_step(path: Path, content: Any) -> SavedStep:
     groups = _directories(path, "groups", content.get("groups"))
     in_flight = _batches(path, content.get("in_flight", []))
     drawn, tokens, row, size = counts.values()
-    return SavedStep(steps, float(kl_coef), groups, program, drawn, tokens or 0, rollout, in_flight, row, size)
+    pending = _counts(path, "pending", content.get("pending"))
+    return SavedStep(steps, float(kl_coef), groups, program, drawn, tokens or 0, rollout, in_flight, row, size, pending)
+
+
+def _counts(path: Path, name: str, content: Any) -> tuple[int, ...] | None:
+    """Return a list of counts as a tuple; None if there is none."""
+    if content is None:
+        return None
+    if not isinstance(content, list) or not all(type(count) is int and count >= 0 for count in content):
+        raise _damaged(path, f"{name} is {content!r:.100}, expected a list of counts")
+    return tuple(content)
 
 
 def _batches(path: Path, content: Any) -> tuple[SavedBatch, ...]:
@@ -237,7 +262,13 @@ def _batches(path: Path, content: Any) -> tuple[SavedBatch, ...]:
         counts = [each.get("number"), each.get("crc32")] if isinstance(each, dict) else [None]
         if not all(isinstance(count, int) and not isinstance(count, bool) and count >= 0 for count in counts):
             raise _damaged(path, f"in_flight has {each!r:.100}, {expected}")
-    return tuple(SavedBatch(each["number"], each["crc32"]) for each in content)
+    saved = []
+    for each in content:
+        problems, rows = (_counts(path, f"{name} of in_flight", each.get(name)) for name in ("problems", "rows"))
+        if any(problem >= len(rows or ()) for problem in problems or ()):
+            raise _damaged(path, f"problems of in_flight is {problems!r:.100}, expected counts below {len(rows or ())}")
+        saved.append(SavedBatch(each["number"], each["crc32"], problems, rows or ()))
+    return tuple(saved)
 
 
 def _directories(path: Path, name: str, content: Any) -> dict[Any, str]:

@@ -16,11 +16,12 @@ import torch
 
 from mcontroller.data.protocol import DataProto
 from mcontroller.errors import ConfigError, DataError
-from mcontroller.ppo import Callback, PPOConfig, RayPPOTrainer
+from mcontroller.ppo import BatchStream, Callback, PPOConfig, RayPPOTrainer
 from mcontroller.ppo.asynchronous.events import EVENTS
+from mcontroller.ppo.asynchronous.generations import AsynchronousGenerations
 from mcontroller.ppo.saving.checkpoints import LOCK
 from tests.mcontroller.ppo.sliced import SlicedActor, sliced_config, sliced_trainer
-from tests.mcontroller.ppo.toy import CALLS
+from tests.mcontroller.ppo.toy import CALLS, problems
 
 STEPS = 6
 
@@ -204,6 +205,38 @@ def test_a_checkpoint_of_a_greater_staleness_is_rejected(tmp_path: Path, stalene
         trainer.load_checkpoint()
     more, _ = run(sliced_config(3, tmp_path, 4, {"resume": True}))
     assert more.drawn_batches == 7
+
+
+@pytest.mark.parametrize("staleness", [2, 4])
+@pytest.mark.parametrize("kept", [True, False], ids=["responses saved", "responses lost"])
+def test_a_resume_with_another_batch_size_trains_on_every_row_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, staleness: int, kept: bool
+) -> None:
+    """Batches of 8, 4, 12 and 8 rows: those that were trained on or wait are the first ones of the pass.
+
+    Groups end in any order, so that those in flight are of several batches, whose other rows were trained on.
+    """
+    trained: list[int] = []
+
+    def numbered(batch: DataProto) -> list[float]:
+        trained.extend(batch.non_tensor_batch["row"][::2])
+        return [0.0] * len(batch)
+
+    rows = [{**each, "row": row} for row, each in enumerate(problems(144))]
+    if not kept:
+        monkeypatch.setattr(AsynchronousGenerations, "state", lambda self: ((), {}))
+    for steps, size in ((3, 8), (5, 4), (6, 12), (8, 8)):
+        config = sliced_config(steps, tmp_path, staleness, {"resume": steps > 3, "save_freq": 0}, slice_tokens=1)
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, train_batch_size=size))
+        trainer, lines = run(config, train_dataset=rows, reward_fn=numbered)
+        batches, in_flight = trainer.train_batches, trainer.step.generations.problems_in_flight()
+        waiting = [batches.rows(number)[problem] for number, chosen in in_flight.items() for problem in chosen]
+        waiting += batches.pending(trainer.drawn_batches)
+        in_order = BatchStream(rows, 144, config.data.seed)[0].non_tensor_batch["row"]
+        expected = in_order[: batches.position(trainer.drawn_batches)]
+        assert sorted(trained + [in_order[position] for position in waiting]) == sorted(expected)
+        assert lines[-1]["train/epoch"] == pytest.approx(len(trained) / 144)
+    assert len(trained) == 24 + 8 + 12 + 16 and len(in_flight) > staleness
 
 
 class TrustsOrder(Callback):

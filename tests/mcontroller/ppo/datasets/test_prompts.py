@@ -45,6 +45,22 @@ def test_prompts_that_are_too_long_are_dropped_and_counted():
         PromptRows(records({"prompt": "abcd"}), ProblemsConfig(), Letters(), 2)
 
 
+def test_prompts_that_are_too_long_are_rejected_or_lose_their_beginning():
+    rows = records({"prompt": "abc"}, {"prompt": "abcde"})
+    prompts = PromptRows(rows, ProblemsConfig(truncation="left"), Letters(), 3)
+    assert [prompts[index]["input_ids"].tolist() for index in range(2)] == [[97, 98, 99], [99, 100, 101]]
+    assert (prompts.truncated, prompts.dropped, prompts[1]["prompt"]) == (1, 0, "abcde")
+    with pytest.raises(DataError, match=r"rows.jsonl, line 2: the prompt has 5 tokens; rollout.prompt_length is 3"):
+        PromptRows(rows, ProblemsConfig(truncation="error"), Letters(), 3)
+    with pytest.raises(ConfigError, match=r"data.truncation is 'right'; possible: drop, error, left"):
+        ProblemsConfig(truncation="right")
+
+
+def test_a_prompt_with_half_of_a_surrogate_pair_is_rejected_with_its_line():
+    with pytest.raises(DataError, match=r"rows.jsonl, line 1: the prompt has .*, half of a surrogate pair"):
+        PromptRows(records({"prompt": "a\ud800"}), ProblemsConfig(), Letters(), 9)
+
+
 def test_chat_messages_and_system_prompt_go_through_the_chat_template():
     chat = [{"role": "user", "content": "hi"}]
     config = ProblemsConfig(system_prompt="be brief")
@@ -175,3 +191,26 @@ def test_prompts_that_are_texts_begin_as_the_tokenizer_begins_them(template, tmp
     begun = saved("one two")["input_ids"]
     assert row["input_ids"][row["attention_mask"] == 1].tolist() == begun[: len(begun) - template.endswith("<eos>")]
     assert tokenizer.encode("one") == [4] and tokenizer.encode("") == []
+
+
+def test_damaged_and_missing_files_of_a_tokenizer_are_rejected_with_their_name(tmp_path):
+    """Without its vocabulary, transformers makes a tokenizer that has no tokens."""
+    pytest.importorskip("transformers", reason="the extra hf: no transformers")
+    from workers.run.hf_tokenizer import HuggingFaceTokenizer
+
+    def error() -> str:
+        with pytest.raises(ConfigError) as raised:
+            HuggingFaceTokenizer(TokenizerSource(str(tmp_path), lambda: ([], [])))
+        assert "\n" not in str(raised.value) and raised.value.key == "tokenizer.path"
+        return str(raised.value)
+
+    settings = tmp_path / "tokenizer_config.json"
+    settings.write_text('{"tokenizer_class": "Qwen2Tokenizer", "eos_token": "</s>"}')
+    assert "it has none of merges.txt, tokenizer.json, vocab.json" in error()
+    for content, reason in (("", "Expecting value: line 1"), ("[]", "it contains list"), ('{"a', "line 1 column 2")):
+        (tmp_path / "tokenizer.json").write_text(content)
+        assert "tokenizer.json' is damaged" in error() and reason in error()
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert "transformers cannot load the tokenizer" in error()
+    (tmp_path / "chat_template.jinja").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d\nsize 1\n")
+    assert "chat_template.jinja' is a pointer of Git LFS" in error()

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 
 import pytest
 
@@ -45,6 +46,14 @@ def test_skip_and_size_select_rows(tmp_path):
         (["[1, 2]"], r"rows.jsonl, line 1 is \[1, 2\] of type list"),
         (['{"prompt": ' + "[" * 200_000], r"rows.jsonl, line 1 is not JSON: maximum recursion depth .*: '\{"),
         ([f'{{"prompt": {"1" * 5000}}}'], "rows.jsonl, line 1 is not JSON: Exceeds the limit .* for integer string"),
+        (
+            ['{"prompt": "a"}', '{"prompt": "a\\ud83d"}'],
+            "line 2 is not JSON: a text has .*half of a surrogate",
+        ),
+        (
+            ['{"prompt": "a", "more": {"\\uDE00": 1}}'],
+            "line 1 is not JSON: a text has .*half of a surrogate",
+        ),
     ],
 )
 def test_a_broken_file_is_rejected_with_the_file_and_the_line(tmp_path, lines, message):
@@ -69,6 +78,44 @@ def test_a_broken_file_is_rejected_with_the_file_and_the_line(tmp_path, lines, m
 def test_a_wrong_source_is_rejected_with_the_nearest_name(config, message):
     with pytest.raises(ConfigError, match=message):
         load_records(config, "data.train")
+
+
+def test_a_whole_surrogate_pair_is_one_character(tmp_path):
+    path = jsonl(tmp_path, '{"prompt": "\\ud83d\\ude00"}')
+    assert load_records(DatasetConfig(str(path)), "data.train").rows == [{"prompt": "\U0001f600"}]
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
+def test_a_pointer_of_git_lfs_is_rejected_with_what_to_do(tmp_path, name):
+    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a21\nsize 12345\n")
+    with pytest.raises(ConfigError, match=f"{name}' is a pointer of Git LFS, not the file: run `git lfs pull`"):
+        load_records(DatasetConfig(str(tmp_path / name)), "data.train")
+
+
+def test_a_path_that_has_no_end_is_rejected_before_it_is_read(tmp_path):
+    (tmp_path / "rows.jsonl").symlink_to("/dev/zero")
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    for name in ("rows.jsonl", "pipe.jsonl"):
+        with pytest.raises(ConfigError, match="is a device, a socket or a pipe; expected a file"):
+            load_records(DatasetConfig(str(tmp_path / name)), "data.train")
+
+
+@needs_pyarrow
+def test_keys_that_parquet_adds_to_a_row_are_left_out(tmp_path):
+    import pyarrow
+    from pyarrow import parquet
+
+    parts = [{"type": "text", "text": "hi"}, {"type": "image", "url": "a.png"}]
+    rows = [
+        {"messages": [{"role": "user", "content": parts}], "info": {"a": 1}, "tags": ["x", None]},
+        {"messages": [{"role": "assistant", "content": None, "name": "b"}], "info": None, "tags": None},
+        {"messages": [{"role": "user", "content": []}], "info": {"b": {"c": 2}}, "tags": []},
+    ]
+    table = pyarrow.Table.from_pylist(rows)
+    pairs = pyarrow.array([[("k", None)], None, []], pyarrow.map_(pyarrow.string(), pyarrow.int64()))
+    parquet.write_table(table.append_column("pairs", pairs), tmp_path / "rows.parquet")
+    read = load_records(DatasetConfig(str(tmp_path / "rows.parquet")), "data.train").rows
+    assert read == [{**row, "pairs": given} for row, given in zip(rows, ({"k": None}, None, {}), strict=True)]
 
 
 @needs_pyarrow
