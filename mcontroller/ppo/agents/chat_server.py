@@ -20,18 +20,18 @@ from array import array
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from mcontroller.config.imports import import_extra, import_object
 from mcontroller.errors import ConfigError, DataError
 from mcontroller.ppo.agents.chat_requests import ChatRequest, RequestError, reject, same_conversation
-from mcontroller.ppo.agents.chat_tokens import json_object, prompt_tokens, tokens_after_reply
+from mcontroller.ppo.agents.chat_tokens import conversation_tokens, tokens_after_reply
 from mcontroller.ppo.agents.episode_loop import EpisodeRollout
 from mcontroller.ppo.agents.trajectories import Trajectory, TrajectoryRollout, seed_of
 from mcontroller.ppo.datasets.tokenizers import TextTokenizer
 
 if TYPE_CHECKING:
-    from mcontroller.ppo.agents.http_server import Exchange
+    from mcontroller.ppo.agents.http_server import HttpRequest
 
 logger = logging.getLogger(__name__)
 
@@ -45,10 +45,10 @@ def hermes_tool_calls(text: str) -> tuple[str, list[tuple[str, str]]]:
     """
     calls = []
     for match in CALL.finditer(text):
-        call = json_object(match[1]) or {}
+        call = _json_object(match[1]) or {}
         name, arguments = call.get("name"), call.get("arguments", {})
         if isinstance(name, str):
-            is_encoded = isinstance(arguments, str) and json_object(arguments) is not None
+            is_encoded = isinstance(arguments, str) and _json_object(arguments) is not None
             calls.append((name, arguments if is_encoded else json.dumps(arguments)))
             text = text.replace(match[0], "", 1)
     return text.strip() if calls else text, calls
@@ -159,21 +159,21 @@ class ChatServer:
             session.cancel()
         self._http.close()
 
-    async def _answer(self, exchange: Exchange) -> tuple[str, bytes]:
+    async def _answer(self, http_request: HttpRequest) -> tuple[str, bytes]:
         """Return the content type and the body of the answer to a request.
 
         Raises:
             RequestError: the key is not that of an open session, the request is malformed, or its turn has failed.
         """
-        session = self._session_of(exchange.api_key)
+        session = self._session_of(http_request.api_key)
         if session.in_use:
             reject(f"session {session.name!r} is in use by another request: open one for each agent")
         if session.error is not None:
             reject(f"session {session.name!r} has ended: {session.error}")
         session.in_use = True
         try:
-            request = ChatRequest.from_json(await exchange.body())
-            completion = await self._completed(session, request, exchange)
+            request = ChatRequest.from_json(await http_request.body())
+            completion = await self._completed(session, request, http_request)
         finally:
             session.in_use, session.submitted = False, None
         if request.stream:
@@ -190,10 +190,10 @@ class ChatServer:
             code="invalid_api_key",
         )
 
-    async def _completed(self, session: ChatSession, request: ChatRequest, exchange: Exchange) -> dict[str, Any]:
+    async def _completed(self, session: ChatSession, request: ChatRequest, http_request: HttpRequest) -> dict[str, Any]:
         """Return the answer to a request; a turn that fails for another reason than the request ends the session."""
         try:
-            return await self._complete(session, request, exchange)
+            return await self._complete(session, request, http_request)
         except RequestError:
             raise
         except (DataError, ConfigError) as error:
@@ -203,10 +203,10 @@ class ChatServer:
             session.error = f"{type(error).__name__}: {error}"
             reject(f"session {session.name!r} has ended: {session.error}", status=500)
 
-    async def _complete(self, session: ChatSession, request: ChatRequest, exchange: Exchange) -> dict[str, Any]:
+    async def _complete(self, session: ChatSession, request: ChatRequest, http_request: HttpRequest) -> dict[str, Any]:
         """Return the answer to a request, and record its turn."""
         trajectory, start = self._turn(session, request)
-        await self._generate(session, exchange, trajectory, {"max_tokens": request.max_tokens, **request.sampling})
+        await self._generate(session, http_request, trajectory, {"max_tokens": request.max_tokens, **request.sampling})
         session.trajectories[len(session.trajectories) - (start > 0) :] = [trajectory]
         made = trajectory.tokens[start:]
         text, calls = self.tool_calls(self.tokenizer.decode(made))
@@ -233,7 +233,7 @@ class ChatServer:
     def _turn(self, session: ChatSession, request: ChatRequest) -> tuple[Trajectory, int]:
         """Return the trajectory of a request, and the tokens of its response before this turn."""
         if session.tools != request.tools or not same_conversation(session.messages, request.messages):
-            prompt = prompt_tokens(self.tokenizer, request.messages, request.tools)
+            prompt = conversation_tokens(self.tokenizer, request.messages, request.tools)
             seed, count = session.seed, len(session.trajectories)
             if seed is not None and count:
                 seed = seed_of(seed, "conversation", count)
@@ -246,7 +246,7 @@ class ChatServer:
         return trajectory, len(trajectory.tokens)
 
     async def _generate(
-        self, session: ChatSession, exchange: Exchange, trajectory: Trajectory, options: Mapping[str, Any]
+        self, session: ChatSession, http_request: HttpRequest, trajectory: Trajectory, options: Mapping[str, Any]
     ) -> None:
         """Generate a turn; a session whose client disconnects in the middle of one has ended."""
         submit = partial(session.rollout.submit, trajectory, seed=trajectory.seed, **options)
@@ -254,7 +254,7 @@ class ChatServer:
         session.submitted = submitted
         if session.is_closed:
             submitted.cancel()
-        gone = asyncio.create_task(exchange.disconnected())
+        gone = asyncio.create_task(http_request.disconnected())
         made = asyncio.create_task(self._made(session.rollout, submitted))
         try:
             await asyncio.wait((gone, made), return_when=asyncio.FIRST_COMPLETED)
@@ -363,3 +363,17 @@ class _FromThreads:
             return await self._rollout.submit(trajectory, **options)
 
         return asyncio.run_coroutine_threadsafe(turn(), self._loop)
+
+
+def _json_object(text: str) -> dict[str, Any] | None:
+    """Return the object of a JSON text; None if it is something else, or has values that no text can be made of."""
+    try:
+        value = json.loads(text, parse_constant=_reject_constant)
+        json.dumps(value, ensure_ascii=False).encode()
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _reject_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")

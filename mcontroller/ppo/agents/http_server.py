@@ -33,7 +33,7 @@ CLOSE_S = 5.0
 """[s] Longest time to wait for the thread of the server when it is closed."""
 
 
-class Exchange:
+class HttpRequest:
     """A request, as far as it has arrived.
 
     Args:
@@ -82,7 +82,7 @@ class Exchange:
             pass
 
 
-Answer = Callable[[Exchange], Awaitable[tuple[str, bytes]]]
+Answer = Callable[[HttpRequest], Awaitable[tuple[str, bytes]]]
 """Returns the content type and the body of the answer to a request, or raises a ``RequestError``."""
 
 
@@ -101,7 +101,7 @@ class HttpServer:
     def __init__(self, answer: Answer, *, port: int, max_body: int) -> None:
         async def completions(request: Request) -> Response:
             try:
-                kind, body = await answer(Exchange(request, max_body))
+                kind, body = await answer(HttpRequest(request, max_body))
             except RequestError as error:
                 return _error_response(error)
             except ClientDisconnect:
