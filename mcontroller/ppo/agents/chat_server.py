@@ -61,6 +61,7 @@ class ChatSession:
         name: of the session.
         api_key: of the agent's client. Nobody without it can take part in the session.
         trajectories: one, and another for each request that did not continue the messages and tools before it.
+        error: why it has ended without a trajectory; None: it has not.
     """
 
     def __init__(self, rollout: Any, name: str, seed: int | None) -> None:
@@ -145,17 +146,18 @@ class ChatServer:
         Raises:
             DataError: a session of this name is open, or it has other characters.
         """
-        self._sessions = {name: session for name, session in self._sessions.items() if not session.is_closed}
-        if name in self._sessions or not re.fullmatch(r"[\w.-]+", name):
-            problem = "is open" if name in self._sessions else "is not of letters, digits, -, _ and ."
-            raise DataError(f"session {name!r} {problem}: give each trajectory a session of its own", session=name)
+        for closed in [key for key, session in list(self._sessions.items()) if session.is_closed]:
+            self._sessions.pop(closed, None)
         session = ChatSession(self.rollout if rollout is None else rollout, name, seed)
-        self._sessions[name] = session
+        is_name = re.fullmatch(r"[\w.-]+", name)
+        if not is_name or self._sessions.setdefault(name, session) is not session:
+            problem = "is open" if is_name else "is not of letters, digits, -, _ and ."
+            raise DataError(f"session {name!r} {problem}: give each trajectory a session of its own", session=name)
         return session
 
     def close(self) -> None:
         """Stop to serve, and end the sessions; a request that is running is cancelled."""
-        for session in self._sessions.values():
+        for session in list(self._sessions.values()):
             session.cancel()
         self._http.close()
 
@@ -172,16 +174,12 @@ class ChatServer:
             reject(f"session {session.name!r} has ended: {session.error}")
         session.in_use = True
         try:
-            request = ChatRequest.from_json(await http_request.body())
-            completion = await self._completed(session, request, http_request)
+            return await self._completed(session, await http_request.body(), http_request)
         finally:
             session.in_use, session.submitted = False, None
-        if request.stream:
-            return "text/event-stream", _as_events(completion, include_usage=request.include_usage)
-        return "application/json", json.dumps(completion).encode()
 
     def _session_of(self, api_key: str) -> ChatSession:
-        for session in self._sessions.values():
+        for session in list(self._sessions.values()):
             if secrets.compare_digest(session.api_key.encode(), api_key.encode()) and not session.is_closed:
                 return session
         reject(
@@ -190,10 +188,14 @@ class ChatServer:
             code="invalid_api_key",
         )
 
-    async def _completed(self, session: ChatSession, request: ChatRequest, http_request: HttpRequest) -> dict[str, Any]:
-        """Return the answer to a request; a turn that fails for another reason than the request ends the session."""
+    async def _completed(self, session: ChatSession, body: bytes, http_request: HttpRequest) -> tuple[str, bytes]:
+        """Return the answer to a request; what fails for another reason than the request ends the session."""
         try:
-            return await self._complete(session, request, http_request)
+            request = ChatRequest.from_json(body)
+            completion = await self._complete(session, request, http_request)
+            if request.stream:
+                return "text/event-stream", _as_events(completion, include_usage=request.include_usage)
+            return "application/json", json.dumps(completion).encode()
         except RequestError:
             raise
         except (DataError, ConfigError) as error:
@@ -264,13 +266,12 @@ class ChatServer:
             made.cancel()
         if session.is_closed:
             reject(f"session {session.name!r} was closed")
-        if made.done() and not made.cancelled():
+        if not made.done():
+            session.error = "its client has disconnected in the middle of a request"
+        elif made.cancelled():
+            session.error = "its trajectory was cancelled"
+        else:
             return made.result()
-        cancelled, disconnected = (
-            "its trajectory was cancelled",
-            "its client has disconnected in the middle of a request",
-        )
-        session.error = cancelled if made.done() else disconnected
         reject(f"session {session.name!r} has ended: {session.error}")
 
     async def _made(self, rollout: Any, submitted: Future[Trajectory]) -> None:

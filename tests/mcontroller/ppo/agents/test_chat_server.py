@@ -11,7 +11,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -143,6 +143,25 @@ def test_other_messages_than_those_of_the_session_begin_another_trajectory(serve
     with_urllib(server.base_url, session.api_key, messages=[*ASK, rewritten, {"role": "user", "content": "So?"}])
     made = session.close()
     assert [each.turns for each in made] == [1, 1] and made[0].seed != made[1].seed
+
+
+def test_sessions_at_once_record_their_own_tokens(serve: Callable[..., ChatServer]) -> None:
+    server = serve(capacity=3)
+
+    def converse(number: int) -> Trajectory:
+        session = server.open(f"session-{number}", seed=number)
+        ask = partial(with_urllib, server.base_url, session.api_key)
+        messages = [{"role": "user", "content": f"{number} + 3?"}]
+        said = ask(messages=messages)["message"]
+        ask(messages=[*messages, said, {"role": "tool", "tool_call_id": "call00000", "content": str(number)}])
+        (made,) = session.close()
+        return made
+
+    with ThreadPoolExecutor(16) as agents:
+        for number, made in enumerate(agents.map(converse, range(16))):
+            assert f"[user]{number} + 3?" in Characters().decode(made.prompt) and made.seed == number
+            reply = [token for token, own in zip(made.tokens, made.own, strict=True) if not own]
+            assert reply == Characters().encode(f"\n[tool]{number}{chr(END)}\n[assistant]")
 
 
 def test_changed_tools_begin_another_trajectory_with_these_tools(serve: Callable[..., ChatServer]) -> None:

@@ -115,7 +115,9 @@ def test_arguments_of_tools_are_written_once(tokenizer: HuggingFaceTokenizer) ->
         assert messages[1]["tool_calls"] == [call]
     call = {"id": "call00000", "type": "function", "function": {"name": "add", "arguments": '{"a": "\\ud800"}'}}
     with pytest.raises(DataError, match="half of a surrogate pair"):
-        conversation_tokens(tokenizer, [ask, {"role": "assistant", "content": None, "tool_calls": [call]}], tools)
+        conversation_tokens(
+            tokenizer, [ask, {"role": "assistant", "content": None, "tool_calls": [call]}, answer], tools
+        )
 
 
 def test_a_template_that_does_not_write_the_reply_is_an_error(tokenizer: HuggingFaceTokenizer) -> None:
