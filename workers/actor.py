@@ -16,6 +16,7 @@ from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
 from mcontroller.errors import before_changes
 from mcontroller.ppo.agents.trajectories import TrajectoryRollout
+from mcontroller.ppo.data import TOKEN_TEMPERATURES
 from mcontroller.ppo.estimators.built_in import inside
 from mcontroller.ppo.kl import KL_ESTIMATORS
 from mcontroller.ppo.losses.registry import POLICY_LOSSES
@@ -198,7 +199,6 @@ class ActorRolloutRefWorker(ModelWorker):
             rows,
             self.context.pg,
             vocab_size=self.config.model.vocab_size,
-            temperature=rows.temperature,
             chunk_tokens=self.config.log_prob_chunk_tokens,
         )
 
@@ -253,6 +253,8 @@ class ActorRolloutRefWorker(ModelWorker):
                 ``eos_token_id`` (one or several) and ``pad_token_id``, and may set any field of ``RolloutConfig``.
                 Optional: ``sample_seed`` int64 ``[rows]``, instead of the seeds above, with ``n`` 1; ``generated``
                 int64 ``[rows]``, how many of a prompt's last tokens are of this response: the noise goes on there.
+                With ``held_out_batch`` in ``meta_info``, the number of a batch of problems that are not trained on,
+                the samples depend on it, and are not counted among the batches sampled before.
 
         Returns:
             ``prompts`` ``[rows * n, prompt]``; ``responses``, ``response_mask`` (1 up to and including the stop
@@ -286,8 +288,9 @@ class ActorRolloutRefWorker(ModelWorker):
 
         Args:
             data: ``input_ids``, ``attention_mask`` ``[rows, prompt + response]`` and ``responses``
-                ``[rows, response]``, int64. ``meta_info["temperature"]``, or else the rollout's, divides the logits.
-                With ``router_replay=rollout``, ``routed_experts`` of ``generate_sequences``.
+                ``[rows, response]``, int64. ``token_temperatures`` float32 ``[rows, response]``, or else
+                ``meta_info["temperature"]``, or else the rollout's, divides the logits. With ``router_replay=rollout``,
+                ``routed_experts`` of ``generate_sequences``.
 
         Returns:
             ``old_log_probs`` and ``entropys``, float32 ``[rows, response]``, 0 if there is no response token. With
@@ -295,7 +298,7 @@ class ActorRolloutRefWorker(ModelWorker):
             experts of the last token. None off the last stage.
 
         Raises:
-            ConfigError: the role does not include ``actor``, or the temperature is not above 0.
+            ConfigError: the role does not include ``actor``, or ``meta_info["temperature"]`` is not above 0.
             DataError: a column is missing or of a wrong shape, or responses are longer than
                 ``rollout.response_length``.
         """
@@ -508,6 +511,8 @@ class ActorRolloutRefWorker(ModelWorker):
             return self.router_replay.replayed(batch, rows.lengths, rows.tokens.size(1), method)
 
         rollout = self.config.rollout
+        if TOKEN_TEMPERATURES in data.tensor_names:
+            columns = (*columns, TOKEN_TEMPERATURES)
         temperature = temperature_of(data.meta_info, rollout.temperature, method)
         longest = rollout.response_length
         return self.reader.responses(

@@ -23,6 +23,15 @@ FAILED = "failed"
 ROUTED_EXPERTS = "routed_experts"
 """Column of the experts that routers chose, ``[rows, prompt + response, layers with experts, experts of a token]``."""
 
+TOKEN_TEMPERATURES = "token_temperatures"
+"""Column of the temperature at which each token was sampled, float32 ``[rows, response]``: workers score it there."""
+
+HELD_OUT_BATCH = "held_out_batch"
+"""Key of the ``meta_info`` of problems that are not trained on: the number of the batch, from 0.
+
+Their samples depend on it, and not on the batches that were sampled before, which they do not change either.
+"""
+
 STAGE_COLUMNS = frozenset(
     {
         ROUTED_EXPERTS,

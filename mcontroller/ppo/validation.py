@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from statistics import fmean
 
-from mcontroller.ppo.data import Dataset, in_order
+from mcontroller.ppo.data import HELD_OUT_BATCH, Dataset, in_order
 from mcontroller.ppo.metrics import Metrics, of_ranks, united
 from mcontroller.ppo.rewards.reward import Reward, joined
 from mcontroller.ppo.step import PPOStep
@@ -19,10 +19,10 @@ def validate(step: PPOStep, problems: Dataset) -> dict[str, float]:
     What the rollout reports, such as failed episodes, is under ``validation/``.
     """
     config, rewards, generation = step.config.validation, [], Metrics()
-    for batch in in_order(problems, step.config.data.val_batch_size):
+    for number, batch in enumerate(in_order(problems, step.config.data.val_batch_size)):
         step.weights.update()
         with step.stages("held-out", step.groups.rollout.generate_sequences):
-            responses, asked = step.generate(batch, **config.sampling())
+            responses, asked = step.generate(batch, **config.sampling(), **{HELD_OUT_BATCH: number})
         generation.add(of_ranks(responses.meta_info.pop("metrics", {})), weight=len(responses))
         with step.stages.overlapping() as start:
             rewards.append(step.scored(responses, asked, start, held_out=True)[1])

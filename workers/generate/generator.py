@@ -14,7 +14,7 @@ from mcontroller.data.protocol import DataProto
 from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
 from mcontroller.errors import DataError, before_changes
-from mcontroller.ppo.data import ROUTED_EXPERTS
+from mcontroller.ppo.data import HELD_OUT_BATCH, ROUTED_EXPERTS
 from parallel_state.agreement import all_gather_values, raise_on_every_rank
 from workers.config import ActorConfig, RolloutConfig
 from workers.generate.engine_weights import EngineWeights
@@ -80,10 +80,12 @@ class Generator:
 
     def generate(self, prompts: DataProto) -> DataProto | None:
         """Generate ``n`` responses to every prompt; see ``ActorRolloutRefWorker.generate_sequences``."""
-        config, counters = self._config, self._state.counters
+        config, counters, info = self._config, self._state.counters, prompts.meta_info
         call = counters["sampled_batches"]
-        if "sample_seed" not in prompts.tensor_names:
-            counters["sampled_batches"] += bool(prompts.meta_info.get("do_sample", config.rollout.do_sample))
+        if HELD_OUT_BATCH in info:
+            call = -1 - int(info[HELD_OUT_BATCH])
+        elif "sample_seed" not in prompts.tensor_names:
+            counters["sampled_batches"] += bool(info.get("do_sample", config.rollout.do_sample))
         rollout, metrics = self.current_rollout()
         generated = generate_batch(
             rollout,
@@ -171,11 +173,11 @@ class Generator:
     def generation_limits(self) -> dict[str, Any]:
         """Return what ``generate_sequences`` accepts: the longest prompt and response, and the vocabulary.
 
-        ``max_rows`` is the most rows that are generated at once, 0 if the memory decides; ``n`` and ``temperature`` are
-        the defaults of a call.
+        ``max_rows`` is the most rows that are generated at once, 0 if the memory decides; ``n``, ``temperature``,
+        ``do_sample`` and ``seed`` are the defaults of a call.
         """
         rollout, vocab_size = self._config.rollout, self._config.model.vocab_size
-        names = ("prompt_length", "response_length", "max_rows", "n", "temperature")
+        names = ("prompt_length", "response_length", "max_rows", "n", "temperature", "do_sample", "seed")
         return {**{name: getattr(rollout, name) for name in names}, "vocab_size": vocab_size}
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -220,7 +222,7 @@ def generate_batch(
         prompts: this rank's prompts; ``meta_info`` may override the fields of ``config``.
         config: the default settings of sampling.
         vocab_size: token ids must be less than this.
-        call: number of batches that were sampled before, on which every seed depends.
+        call: number of batches that were sampled before, on which every seed depends; negative for held-out problems.
         dp_group: the ranks over which the batch is divided.
 
     Returns:

@@ -37,6 +37,7 @@ from torch import Tensor
 
 from mcontroller.data.meta import check_near_names
 from mcontroller.errors import ConfigError, DataError
+from mcontroller.ppo.agents.sampling import SETTINGS, checked_setting
 from workers.config import RolloutConfig
 
 _BLOCK = 64  # token ids in a block
@@ -92,53 +93,42 @@ class Sampling:
                 f"generate_sequences needs {' and '.join(missing)} in meta_info, which has {sorted(meta_info)}",
                 missing=missing,
             )
-        check_near_names(meta_info, (*_KINDS, "eos_token_id", "pad_token_id"), "generation")
+        check_near_names(meta_info, (*_SETTINGS, "eos_token_id", "pad_token_id"), "generation")
         sampling = cls(
-            **{name: _number(name, meta_info.get(name, getattr(config, name)), kind) for name, kind in _KINDS.items()},
+            **{name: _setting(name, meta_info.get(name, getattr(config, name))) for name in _SETTINGS},
             eos_token_ids=_token_ids("eos_token_id", meta_info["eos_token_id"]),
-            pad_token_id=_number("pad_token_id", meta_info["pad_token_id"], int),
+            pad_token_id=_token_id("pad_token_id", meta_info["pad_token_id"]),
         )
-        longest = config.response_length
-        for name, valid, expected in (
-            ("response_length", 1 <= sampling.response_length <= longest, f"1 to {longest}"),
-            ("temperature", sampling.temperature > 0, "more than 0 (for greedy decoding set do_sample=False)"),
-            ("top_p", 0 < sampling.top_p <= 1, "more than 0 and at most 1"),
-            ("top_k", sampling.top_k >= 0, "at least 0"),
-            ("min_p", 0 <= sampling.min_p <= 1, "0 to 1"),
-            ("repetition_penalty", sampling.repetition_penalty > 0, "more than 0"),
-            ("n", sampling.n >= 1, "at least 1"),
-            ("seed", -(1 << 63) <= sampling.seed < 1 << 63, "a signed number of 64 bits"),
-        ):
-            if not valid:
-                value = getattr(sampling, name)
-                raise ConfigError(f"meta_info[{name!r}] is {value}; it must be {expected}", key=name, value=value)
+        if sampling.response_length > config.response_length:
+            key, value, most = "response_length", sampling.response_length, config.response_length
+            raise ConfigError(f"meta_info[{key!r}] is {value}; it must be 1 to {most}", key=key, value=value)
         return sampling
 
 
-_KINDS: dict[str, type] = {
-    "response_length": int,
-    "temperature": float,
-    "top_p": float,
-    "top_k": int,
-    "min_p": float,
-    "repetition_penalty": float,
-    "do_sample": bool,
-    "n": int,
-    "seed": int,
-}
+_SETTINGS = tuple(name for name in SETTINGS if name != "max_tokens")
+
+
+def _setting(name: str, value: Any) -> Any:
+    checked = checked_setting(name, value)
+    if checked is None:
+        greedy = "; for greedy decoding set do_sample=False" if name == "temperature" else ""
+        raise ConfigError(
+            f"meta_info[{name!r}] is {value!r}; it must be {SETTINGS[name][2]}{greedy}", key=name, value=value
+        )
+    return checked
 
 
 def _token_ids(name: str, value: Any) -> tuple[int, ...]:
     """One id or several, in a list, an array or a tensor."""
     plain = value.tolist() if hasattr(value, "tolist") else value
     several = plain if isinstance(plain, Sequence | Set) and not isinstance(plain, str) else (plain,)
-    return tuple(_number(name, each, int) for each in several)
+    return tuple(_token_id(name, each) for each in several)
 
 
-def _number(name: str, value: Any, kind: type) -> Any:
-    if not isinstance(value, numbers.Real if kind is float else numbers.Integral):
-        raise ConfigError(f"meta_info[{name!r}] is {value!r}; expected {kind.__name__}", key=name, value=value)
-    return kind(value)
+def _token_id(name: str, value: Any) -> int:
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool):
+        raise ConfigError(f"meta_info[{name!r}] is {value!r}; expected a token id", key=name, value=value)
+    return int(value)
 
 
 def draw_tokens(
@@ -257,7 +247,7 @@ def sample_seeds(hashes: Sequence[int], earlier: Mapping[int, int], *, n: int, s
             in the batch, on any ranks, the second one is sampled with the next seeds of that prompt.
         n: samples per row.
         seed: of the run.
-        call: number of batches that the run has sampled before.
+        call: number of batches that the run has sampled before; negative for held-out problems.
     """
     seen = Counter(earlier)
     order = []

@@ -25,7 +25,7 @@ def log_probs_and_entropy(
     group: dist.ProcessGroup | None,
     *,
     vocab_size: int,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     chunk_tokens: int = 4096,
 ) -> tuple[Tensor, Tensor]:
     """Return the log-probability of every target, and the entropies ``[tokens]``, both float32.
@@ -36,25 +36,32 @@ def log_probs_and_entropy(
         targets: ``[tokens]``, or ``[tokens, k]`` for several of each, int64, ids in the whole vocabulary.
         group: the ranks that the vocabulary is divided over; None if this rank has all of it.
         vocab_size: ids from this one on are padding of the vocabulary and have probability 0.
-        temperature: divides the logits, as the sampler does.
+        temperature: divides the logits, as the sampler does: one for all, or float32 ``[tokens]``.
         chunk_tokens: logits exist for this many tokens at once. With more than one chunk the backward pass computes
             each chunk's logits again.
     """
 
-    def one_chunk(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        logits = project(hidden).float() / temperature
-        return vocab_parallel_log_probs(logits, targets, group, vocab_size=vocab_size)
+    def one_chunk(hidden: Tensor, targets: Tensor, divisor: float | Tensor) -> tuple[Tensor, Tensor]:
+        return vocab_parallel_log_probs(project(hidden).float() / divisor, targets, group, vocab_size=vocab_size)
 
     if hidden.size(0) <= chunk_tokens:
-        return one_chunk(hidden, targets)
-    parts = []
-    for some_hidden, some_targets in zip(hidden.split(chunk_tokens), targets.split(chunk_tokens), strict=True):
+        return one_chunk(hidden, targets, *_divisors(temperature, 1, hidden.size(0)))
+    chunks, parts = hidden.split(chunk_tokens), []
+    divisors = _divisors(temperature, len(chunks), chunk_tokens)
+    for chunk in zip(chunks, targets.split(chunk_tokens), divisors, strict=True):
         if torch.is_grad_enabled():
-            parts.append(checkpoint(one_chunk, some_hidden, some_targets, use_reentrant=False))
+            parts.append(checkpoint(one_chunk, *chunk, use_reentrant=False))
         else:
-            parts.append(one_chunk(some_hidden, some_targets))
+            parts.append(one_chunk(*chunk))
     log_probs, entropy = zip(*parts, strict=True)
     return torch.cat(log_probs), torch.cat(entropy)
+
+
+def _divisors(temperature: float | Tensor, count: int, chunk_tokens: int) -> list[float | Tensor]:
+    """Return the divisor of the logits of each chunk: the temperature, or ``[tokens, 1]``."""
+    if isinstance(temperature, Tensor):
+        return [*temperature[:, None].split(max(chunk_tokens, 1))]
+    return [temperature] * count
 
 
 def vocab_parallel_log_probs(
@@ -82,7 +89,7 @@ def top_log_probs(
     group: dist.ProcessGroup | None,
     *,
     vocab_size: int,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     chunk_tokens: int = 4096,
 ) -> tuple[Tensor, Tensor]:
     """Return the ``k`` most likely tokens, int64 ``[tokens, k]``, and their log-probabilities, float32.
@@ -90,8 +97,11 @@ def top_log_probs(
     Ranks exchange their ``k`` largest logits and two numbers for each token. The arguments are those of
     ``log_probs_and_entropy``; ``k`` is at most ``vocab_size``.
     """
+    chunks = hidden.split(chunk_tokens)
+    divisors = _divisors(temperature, len(chunks), chunk_tokens)
     parts = [
-        _top_of_chunk(project(some).float() / temperature, k, group, vocab_size) for some in hidden.split(chunk_tokens)
+        _top_of_chunk(project(some).float() / divisor, k, group, vocab_size)
+        for some, divisor in zip(chunks, divisors, strict=True)
     ]
     ids, log_probs = zip(*parts, strict=True)
     return torch.cat(ids), torch.cat(log_probs)

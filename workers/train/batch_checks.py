@@ -57,6 +57,27 @@ def temperature_of(meta_info: Mapping[str, Any], default: float, method: str) ->
     return float(temperature)
 
 
+def check_temperatures(column: Tensor, mask: Tensor, method: str) -> None:
+    """Check that the tokens that count were sampled, at a finite temperature above 0.
+
+    Raises:
+        DataError: with the first row that has another token: 0 marks the most probable one, which is no sample.
+    """
+    wrong = (mask != 0) & ~((column > 0) & column.isfinite())
+    if bool(wrong.any()):
+        row = int(wrong.any(1).nonzero()[0])
+        value = float(column[row][wrong[row]][0])
+        raise DataError(
+            f"{method}: token_temperatures of row {row} has {value:g} for a token that counts; expected a number above "
+            "0. Tokens that were taken as the most probable ones (temperature 0) are no samples of the policy: leave "
+            "the row out, or set its response_mask to 0",
+            method=method,
+            column="token_temperatures",
+            row=row,
+            value=value,
+        )
+
+
 def require_columns(columns: Mapping[str, Tensor], names: Sequence[str], method: str) -> None:
     """Check that every one of ``names`` is a column ``[rows, tokens]``, and that the batch has rows.
 

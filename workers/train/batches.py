@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mcontroller.data.meta import ROWS_TOGETHER, check_near_names, rows_together
 from mcontroller.errors import DataError, before_changes
+from mcontroller.ppo.data import TOKEN_TEMPERATURES
 from parallel_state.agreement import raise_on_every_rank
 from workers.distinct_tokens import DistinctTokens, distinct_tokens
 from workers.train.batch_checks import (
@@ -24,6 +25,7 @@ from workers.train.batch_checks import (
     check_response_length,
     check_responses,
     check_shapes,
+    check_temperatures,
     check_token_ids,
     check_top_columns,
     locate_tokens,
@@ -49,7 +51,7 @@ class TokenBatch:
         mask: ``[rows, targets]`` float32, 0 if a target is padding or does not count.
         lengths: ``[rows]`` int64, the tokens of each row without padding.
         columns: other inputs of the loss, each ``[rows, targets]``, or ``[rows, targets, k]`` of a teacher.
-        temperature: divides the logits when the rows are scored.
+        temperature: divides the logits when the rows are scored, unless ``token_temperatures`` is in ``columns``.
         packing: the position of each row in one sequence, if the rows go through the model as one; otherwise None.
         distinct: the tokens that go through the model, if they are not all tokens of the rows; otherwise None.
         whole_mask: the mask before it was limited to the targets of this context-parallel rank, while a loss is
@@ -193,7 +195,8 @@ def response_batch(
         DataError: if a column is missing or has another shape than the responses; if a row is only padding, has a gap
             in its mask or is longer than ``max_length``; if responses are wider than ``max_response``; if a token is
             outside the vocabulary; if ``responses`` differs from the end of ``input_ids``; if ``response_mask`` is 1 on
-            padding; or if a mask has values other than 0 and 1.
+            padding; if a mask has values other than 0 and 1; or if ``token_temperatures`` is not above 0 for a token
+            that counts.
     """
     require_columns(batch, ("input_ids", "attention_mask", "responses", *columns), method)
     if max_response is not None:
@@ -220,6 +223,8 @@ def response_batch(
     check_responses(batch, prompt_width, method)
     predictors = prompt_width - 1 + torch.arange(width)[None] - start[:, None]
     mask = batch["response_mask"] if "response_mask" in batch else batch["attention_mask"][:, prompt_width:]
+    if TOKEN_TEMPERATURES in columns:
+        check_temperatures(batch[TOKEN_TEMPERATURES], mask, method)
     return TokenBatch(
         tokens,
         batch["responses"],

@@ -17,6 +17,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor, nn
 
+from mcontroller.ppo.data import TOKEN_TEMPERATURES
 from workers.model.vocab_parallel import log_probs_and_entropy, top_log_probs
 from workers.train.batches import TokenBatch
 from workers.train.packing import OwnTargets
@@ -59,7 +60,6 @@ def token_scores(
     pg: ProcessGroupCollection,
     *,
     vocab_size: int,
-    temperature: float,
     chunk_tokens: int,
 ) -> Tensor:
     """Return the log-probability of every target, and the entropy of its distribution: float32 ``[2, rows, targets]``.
@@ -76,8 +76,7 @@ def token_scores(
         rows: the micro-batch, on the device.
         pg: the groups of the layout.
         vocab_size: entries of the vocabulary, without padding.
-        temperature: see ``vocab_parallel.log_probs_and_entropy``.
-        chunk_tokens: see there.
+        chunk_tokens: see ``vocab_parallel.log_probs_and_entropy``.
     """
     own = _own(rows, pg)
     chosen, project, group = _predicted(model, hidden, own, pg, vocab_size)
@@ -90,7 +89,7 @@ def token_scores(
         targets,
         group,
         vocab_size=vocab_size,
-        temperature=temperature,
+        temperature=_temperature(rows, own),
         chunk_tokens=chunk_tokens,
     )
     first, *others = log_probs.unbind(1) if log_probs.dim() > 1 else (log_probs,)
@@ -117,10 +116,16 @@ def forward_top(
         k,
         group,
         vocab_size=vocab_size,
-        temperature=rows.temperature,
+        temperature=_temperature(rows, own),
         chunk_tokens=chunk_tokens,
     )
     return own.scatter(torch.cat((ids.float(), log_probs), 1).T, rows.targets.shape)
+
+
+def _temperature(rows: TokenBatch, own: OwnTargets) -> float | Tensor:
+    """The temperature of all targets, or that of each one that this rank predicts, ``[n]``."""
+    column = rows.columns.get(TOKEN_TEMPERATURES)
+    return rows.temperature if column is None else column.flatten()[own.index].float()
 
 
 def _predicted(

@@ -15,8 +15,8 @@ from typing import Any, NoReturn
 from mcontroller.config.checks import close_names
 from mcontroller.errors import DataError
 
-SAMPLING = ("temperature", "top_p")
-"""Fields that change how a turn is sampled."""
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Fields that change how a turn is sampled; the rollout checks their values."""
 USED = ("model", "messages", "tools", "max_tokens", "max_completion_tokens", "stream", "stream_options", *SAMPLING)
 IGNORED = (
     "metadata",
@@ -159,6 +159,15 @@ def same_conversation(before: Sequence[Mapping[str, Any]], messages: Sequence[Ma
     return len(messages) > len(before) > 0 and [*map(_said, before)] == [*map(_said, messages[: len(before)])]
 
 
+def is_text(text: str) -> bool:
+    """Return whether a text can be encoded: JSON can write half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _said(message: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return what a message says: clients add a name to the policy's, and write no content in several ways."""
     functions = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())]
@@ -181,7 +190,7 @@ def _parsed(body: bytes) -> dict[str, Any]:
         value = next(levels[-1], levels)
         if value is levels:
             levels.pop()
-        elif isinstance(value, str) and not _is_text(value):
+        elif isinstance(value, str) and not is_text(value):
             reject(f"{value[:60]!a} has half of a surrogate pair, which is no text")
         elif isinstance(value, float) and not math.isfinite(value):
             reject("a number is too large for a float")
@@ -295,14 +304,6 @@ def _name(value: Any, where: str) -> str:
 
 def _same(value: Any, other: Any) -> bool:
     return type(value) is type(other) and bool(value == other)
-
-
-def _is_text(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _shown(value: Any) -> str:

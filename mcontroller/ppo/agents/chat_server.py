@@ -20,18 +20,18 @@ from array import array
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from mcontroller.config.imports import import_extra, import_object
 from mcontroller.errors import ConfigError, DataError
 from mcontroller.ppo.agents.chat_requests import ChatRequest, RequestError, reject, same_conversation
-from mcontroller.ppo.agents.chat_tokens import json_object, prompt_tokens, tokens_after_reply
+from mcontroller.ppo.agents.chat_tokens import conversation_tokens, tokens_after_reply
 from mcontroller.ppo.agents.episode_loop import EpisodeRollout
 from mcontroller.ppo.agents.trajectories import Trajectory, TrajectoryRollout, seed_of
 from mcontroller.ppo.datasets.tokenizers import TextTokenizer
 
 if TYPE_CHECKING:
-    from mcontroller.ppo.agents.http_server import Exchange
+    from mcontroller.ppo.agents.http_server import HttpRequest
 
 logger = logging.getLogger(__name__)
 
@@ -45,10 +45,10 @@ def hermes_tool_calls(text: str) -> tuple[str, list[tuple[str, str]]]:
     """
     calls = []
     for match in CALL.finditer(text):
-        call = json_object(match[1]) or {}
+        call = _json_object(match[1]) or {}
         name, arguments = call.get("name"), call.get("arguments", {})
         if isinstance(name, str):
-            is_encoded = isinstance(arguments, str) and json_object(arguments) is not None
+            is_encoded = isinstance(arguments, str) and _json_object(arguments) is not None
             calls.append((name, arguments if is_encoded else json.dumps(arguments)))
             text = text.replace(match[0], "", 1)
     return text.strip() if calls else text, calls
@@ -61,9 +61,10 @@ class ChatSession:
         name: of the session.
         api_key: of the agent's client. Nobody without it can take part in the session.
         trajectories: one, and another for each request that did not continue the messages and tools before it.
+        error: why it has ended without a trajectory; None: it has not.
     """
 
-    def __init__(self, rollout: Any, name: str, seed: int) -> None:
+    def __init__(self, rollout: Any, name: str, seed: int | None) -> None:
         self.rollout, self.name, self.seed = rollout, name, seed
         self.api_key = secrets.token_urlsafe()
         self.trajectories: list[Trajectory] = []
@@ -134,54 +135,51 @@ class ChatServer:
         """Return the ``base_url`` of a client whose API key is not that of its session. It is as secret as the key."""
         return f"{self._http.url}/{session.api_key}/v1"
 
-    def open(self, name: str, seed: int = 0, rollout: Any = None) -> ChatSession:
+    def open(self, name: str, seed: int | None = None, rollout: Any = None) -> ChatSession:
         """Open a session.
 
         Args:
             name: of the session, for messages: letters, digits, ``-``, ``_`` and ``.``.
-            seed: of the random numbers of its responses, 64 bits, signed.
+            seed: of the random numbers of its responses, 64 bits, signed. None: the rollout gives each one.
             rollout: generates its turns: an object with ``submit`` and ``driven``. None: the server's.
 
         Raises:
             DataError: a session of this name is open, or it has other characters.
         """
-        self._sessions = {name: session for name, session in self._sessions.items() if not session.is_closed}
-        if name in self._sessions or not re.fullmatch(r"[\w.-]+", name):
-            problem = "is open" if name in self._sessions else "is not of letters, digits, -, _ and ."
-            raise DataError(f"session {name!r} {problem}: give each trajectory a session of its own", session=name)
+        for closed in [key for key, session in list(self._sessions.items()) if session.is_closed]:
+            self._sessions.pop(closed, None)
         session = ChatSession(self.rollout if rollout is None else rollout, name, seed)
-        self._sessions[name] = session
+        is_name = re.fullmatch(r"[\w.-]+", name)
+        if not is_name or self._sessions.setdefault(name, session) is not session:
+            problem = "is open" if is_name else "is not of letters, digits, -, _ and ."
+            raise DataError(f"session {name!r} {problem}: give each trajectory a session of its own", session=name)
         return session
 
     def close(self) -> None:
         """Stop to serve, and end the sessions; a request that is running is cancelled."""
-        for session in self._sessions.values():
+        for session in list(self._sessions.values()):
             session.cancel()
         self._http.close()
 
-    async def _answer(self, exchange: Exchange) -> tuple[str, bytes]:
+    async def _answer(self, http_request: HttpRequest) -> tuple[str, bytes]:
         """Return the content type and the body of the answer to a request.
 
         Raises:
             RequestError: the key is not that of an open session, the request is malformed, or its turn has failed.
         """
-        session = self._session_of(exchange.api_key)
+        session = self._session_of(http_request.api_key)
         if session.in_use:
             reject(f"session {session.name!r} is in use by another request: open one for each agent")
         if session.error is not None:
             reject(f"session {session.name!r} has ended: {session.error}")
         session.in_use = True
         try:
-            request = ChatRequest.from_json(await exchange.body())
-            completion = await self._completed(session, request, exchange)
+            return await self._completed(session, await http_request.body(), http_request)
         finally:
             session.in_use, session.submitted = False, None
-        if request.stream:
-            return "text/event-stream", _as_events(completion, include_usage=request.include_usage)
-        return "application/json", json.dumps(completion).encode()
 
     def _session_of(self, api_key: str) -> ChatSession:
-        for session in self._sessions.values():
+        for session in list(self._sessions.values()):
             if secrets.compare_digest(session.api_key.encode(), api_key.encode()) and not session.is_closed:
                 return session
         reject(
@@ -190,27 +188,27 @@ class ChatServer:
             code="invalid_api_key",
         )
 
-    async def _completed(self, session: ChatSession, request: ChatRequest, exchange: Exchange) -> dict[str, Any]:
-        """Return the answer to a request; a turn that fails for another reason than the request ends the session."""
+    async def _completed(self, session: ChatSession, body: bytes, http_request: HttpRequest) -> tuple[str, bytes]:
+        """Return the answer to a request; what fails for another reason than the request ends the session."""
         try:
-            return await self._complete(session, request, exchange)
+            request = ChatRequest.from_json(body)
+            completion = await self._complete(session, request, http_request)
+            if request.stream:
+                return "text/event-stream", _as_events(completion, include_usage=request.include_usage)
+            return "application/json", json.dumps(completion).encode()
         except RequestError:
             raise
         except (DataError, ConfigError) as error:
-            reject(str(error))
+            reject(str(error), param=error.fields.get("field"))
         except Exception as error:
             logger.warning("a turn of session %r failed", session.name, exc_info=error)
             session.error = f"{type(error).__name__}: {error}"
             reject(f"session {session.name!r} has ended: {session.error}", status=500)
 
-    async def _complete(self, session: ChatSession, request: ChatRequest, exchange: Exchange) -> dict[str, Any]:
+    async def _complete(self, session: ChatSession, request: ChatRequest, http_request: HttpRequest) -> dict[str, Any]:
         """Return the answer to a request, and record its turn."""
         trajectory, start = self._turn(session, request)
-        sampling: dict[str, Any] = dict(request.sampling)
-        if sampling.get("temperature") == 0:
-            sampling = {"do_sample": False}
-        limit = None if request.max_tokens is None else start + request.max_tokens
-        await self._generate(session, exchange, trajectory, {"response_length": limit, **sampling})
+        await self._generate(session, http_request, trajectory, {"max_tokens": request.max_tokens, **request.sampling})
         session.trajectories[len(session.trajectories) - (start > 0) :] = [trajectory]
         made = trajectory.tokens[start:]
         text, calls = self.tool_calls(self.tokenizer.decode(made))
@@ -223,7 +221,7 @@ class ChatServer:
             ]
         session.messages, session.tools = [*request.messages, message], request.tools
         session.calls += len(calls)
-        reason = "tool_calls" if calls else "length" if trajectory.ended == "length" else "stop"
+        reason = "tool_calls" if calls else "length" if trajectory.ended in ("length", "max_tokens") else "stop"
         usage = {"prompt_tokens": len(trajectory.prompt) + start, "completion_tokens": len(made)}
         return {
             "id": f"chatcmpl-{session.name}-{len(session.messages)}",
@@ -237,8 +235,10 @@ class ChatServer:
     def _turn(self, session: ChatSession, request: ChatRequest) -> tuple[Trajectory, int]:
         """Return the trajectory of a request, and the tokens of its response before this turn."""
         if session.tools != request.tools or not same_conversation(session.messages, request.messages):
-            prompt = prompt_tokens(self.tokenizer, request.messages, request.tools)
-            seed = seed_of(session.seed, len(session.trajectories)) if session.trajectories else session.seed
+            prompt = conversation_tokens(self.tokenizer, request.messages, request.tools)
+            seed, count = session.seed, len(session.trajectories)
+            if seed is not None and count:
+                seed = seed_of(seed, "conversation", count)
             return Trajectory(array("q", prompt), seed=seed), 0
         trajectory = copy.deepcopy(session.trajectories[-1])
         messages = [*session.messages, *request.messages[len(session.messages) :]]
@@ -248,14 +248,15 @@ class ChatServer:
         return trajectory, len(trajectory.tokens)
 
     async def _generate(
-        self, session: ChatSession, exchange: Exchange, trajectory: Trajectory, options: Mapping[str, Any]
+        self, session: ChatSession, http_request: HttpRequest, trajectory: Trajectory, options: Mapping[str, Any]
     ) -> None:
         """Generate a turn; a session whose client disconnects in the middle of one has ended."""
-        submitted: Future[Trajectory] = await asyncio.to_thread(session.rollout.submit, trajectory, **options)
+        submit = partial(session.rollout.submit, trajectory, seed=trajectory.seed, **options)
+        submitted: Future[Trajectory] = await asyncio.to_thread(submit)
         session.submitted = submitted
         if session.is_closed:
             submitted.cancel()
-        gone = asyncio.create_task(exchange.disconnected())
+        gone = asyncio.create_task(http_request.disconnected())
         made = asyncio.create_task(self._made(session.rollout, submitted))
         try:
             await asyncio.wait((gone, made), return_when=asyncio.FIRST_COMPLETED)
@@ -265,13 +266,12 @@ class ChatServer:
             made.cancel()
         if session.is_closed:
             reject(f"session {session.name!r} was closed")
-        if made.done() and not made.cancelled():
+        if not made.done():
+            session.error = "its client has disconnected in the middle of a request"
+        elif made.cancelled():
+            session.error = "its trajectory was cancelled"
+        else:
             return made.result()
-        cancelled, disconnected = (
-            "its trajectory was cancelled",
-            "its client has disconnected in the middle of a request",
-        )
-        session.error = cancelled if made.done() else disconnected
         reject(f"session {session.name!r} has ended: {session.error}")
 
     async def _made(self, rollout: Any, submitted: Future[Trajectory]) -> None:
@@ -364,3 +364,17 @@ class _FromThreads:
             return await self._rollout.submit(trajectory, **options)
 
         return asyncio.run_coroutine_threadsafe(turn(), self._loop)
+
+
+def _json_object(text: str) -> dict[str, Any] | None:
+    """Return the object of a JSON text; None if it is something else, or has values that no text can be made of."""
+    try:
+        value = json.loads(text, parse_constant=_reject_constant)
+        json.dumps(value, ensure_ascii=False).encode()
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _reject_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")

@@ -5,15 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from mcontroller.errors import DataError
+from mcontroller.ppo.agents.chat_requests import is_text
 from mcontroller.ppo.datasets.tokenizers import TextTokenizer
 
 Messages = Sequence[Mapping[str, Any]]
 
 
-def prompt_tokens(tokenizer: TextTokenizer, messages: Messages, tools: Sequence[Any]) -> list[int]:
+def conversation_tokens(tokenizer: TextTokenizer, messages: Messages, tools: Sequence[Any]) -> list[int]:
     """Return the tokens that the policy's first message follows."""
     return tokenizer.encode(_rendered(tokenizer, messages, tools))
 
@@ -56,29 +57,8 @@ def tokens_after_reply(
     return following
 
 
-def json_object(text: str) -> dict[str, Any] | None:
-    """Return the object of a JSON text; None if it is something else, or has values that no text can be made of."""
-    try:
-        value = json.loads(text, parse_constant=_reject_constant)
-        json.dumps(value, ensure_ascii=False).encode()
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
-
-
-def _reject_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
-
-
 def _rendered(tokenizer: TextTokenizer, messages: Messages, tools: Sequence[Any]) -> str:
-    """Return the text of messages; templates write arguments of tools as JSON, and so get objects."""
-    shown = [dict(message) for message in messages]
-    for message in shown:
-        calls = [dict(call, function=dict(call["function"])) for call in message.get("tool_calls", ())]
-        for call in calls:
-            function = call["function"]
-            parsed = json_object(function["arguments"])
-            function["arguments"] = function["arguments"] if parsed is None else parsed
-        if calls:
-            message["tool_calls"] = calls
-    return tokenizer.render(shown, **({"tools": list(tools)} if tools else {}))
+    text = tokenizer.render(messages, **({"tools": list(tools)} if tools else {}))
+    if not is_text(text):  # of JSON in the arguments of a call
+        raise DataError("the conversation has half of a surrogate pair, which is no text")
+    return text

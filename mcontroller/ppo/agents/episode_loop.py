@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import math
+import pickle
 import selectors
 import time
+import traceback
 from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -66,7 +69,7 @@ class EpisodeLoop:
     Args:
         episode: the function, or an object with ``__call__``.
         tokenizer: of the policy.
-        send: sends a message to the controller.
+        send: sends a message to the controller: its kind, the number of the episode, and a pickle of what follows.
 
     Attributes:
         tokenizer: as passed.
@@ -74,12 +77,16 @@ class EpisodeLoop:
     """
 
     def __init__(self, episode: Callable[..., Any], tokenizer: Any, send: Callable[[Any], None]) -> None:
-        self.episode, self.tokenizer, self._send = episode, tokenizer, send
+        self.episode, self.tokenizer, self._transport = episode, tokenizer, send
         self._selector = EpisodeSelector(self)
         self.loop = asyncio.SelectorEventLoop(self._selector)
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._asked: dict[int, dict[int, tuple[Trajectory, asyncio.Future[Trajectory]]]] = {}
         self._requests: dict[int, int] = {}
+
+    def _send(self, kind: str, number: int, *values: Any) -> None:
+        """Send a message; if it cannot be written, the error is that of the episode that sends it."""
+        self._transport((kind, number, pickle.dumps(values)))
 
     def handle(self, message: tuple[Any, ...]) -> None:
         """Act on a message of the controller: ``start``, ``made``, ``failed`` or ``stop``."""
@@ -90,17 +97,21 @@ class EpisodeLoop:
         elif kind == "stop":
             if number in self._tasks:
                 self._tasks[number].cancel()
-            self._send(("stopped", number))
+            self._send("stopped", number)
         elif values[0] in self._asked.get(number, {}):
             trajectory, future = self._asked[number].pop(values[0])
             if kind == "failed":
                 future.set_exception(values[1])
             else:
                 added, trajectory.ended = values[1]
-                for name, part in added.items():
-                    getattr(trajectory, name).extend(part)
-                trajectory.own.extend([1] * len(added["tokens"]))
-                future.set_result(trajectory)
+                try:
+                    for name, part in added.items():
+                        getattr(trajectory, name).extend(part)
+                    trajectory.own.extend([1] * len(added["tokens"]))
+                except Exception as error:  # the episode has changed the trajectory meanwhile
+                    future.set_exception(error)
+                else:
+                    future.set_result(trajectory)
 
     def submit(self, number: int, trajectory: Trajectory, options: Mapping[str, Any]) -> asyncio.Future[Trajectory]:
         """Send a trajectory to the rollout, and return the future of its next turn."""
@@ -108,8 +119,8 @@ class EpisodeLoop:
         self._requests[number] = request + 1
         asked = self._asked[number]
         asked[request] = trajectory, future
-        future.add_done_callback(lambda done: asked.pop(request, None) and self._send(("cancel", number, request)))
-        self._send(("submit", number, request, replace(trajectory, experts=[]), options))
+        future.add_done_callback(lambda done: asked.pop(request, None) and self._send("cancel", number, request))
+        self._send("submit", number, request, replace(trajectory, experts=[]), options)
         return future
 
     def all_wait(self) -> bool:
@@ -119,7 +130,8 @@ class EpisodeLoop:
     def run(self, seconds: float) -> None:
         """Let the episodes go on until all of them wait for the rollout with nothing else to do, or for a time."""
         self._selector.until = time.monotonic() + seconds
-        self.loop.run_forever()
+        with contextlib.suppress(SystemExit):  # of a task that an episode has created
+            self.loop.run_forever()
         self._selector.until = math.inf
 
     def close(self) -> None:
@@ -135,13 +147,18 @@ class EpisodeLoop:
     async def _run(self, number: int, problem: Mapping[str, Any], seed: int, response_length: int) -> None:
         try:
             made = await self.episode(EpisodeRollout(self, number, seed, response_length), problem)
-            self._send(("end", number, replace(made, experts=[]) if isinstance(made, Trajectory) else repr(made)[:60]))
-        except asyncio.CancelledError:
-            pass  # the controller has stopped it
-        except (Exception, SystemExit) as error:  # the function of a program can raise anything
-            self._send(("raised", number, f"{type(error).__name__}: {error}"))
+            self._send("end", number, replace(made, experts=[]) if isinstance(made, Trajectory) else repr(made)[:60])
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # the function of a program can raise anything
+            self._send("raised", number, text_of(error))
         finally:
             del self._tasks[number], self._requests[number], self._asked[number]
+
+
+def text_of(error: BaseException) -> str:
+    """Return type and text of an exception, whose text may raise one itself, in at most 1000 characters."""
+    return "".join(traceback.format_exception_only(error)).strip()[:1000]
 
 
 def load_episode(function: str | Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:

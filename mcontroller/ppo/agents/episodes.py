@@ -27,9 +27,18 @@ import torch
 
 from mcontroller.data.protocol import DataProto
 from mcontroller.errors import ConfigError, MControllerError
-from mcontroller.ppo.agents.episode_loop import SERVER, EpisodeLoop, load_episode
-from mcontroller.ppo.agents.trajectories import Submitted, Trajectory, TrajectoryRollout, seed_of, trajectory_batch
-from mcontroller.ppo.data import FAILED, columns
+from mcontroller.ppo.agents.episode_loop import SERVER, EpisodeLoop, load_episode, text_of
+from mcontroller.ppo.agents.trajectories import (
+    ARRAYS,
+    TRAINING,
+    Submitted,
+    Trajectory,
+    TrajectoryRollout,
+    count_call,
+    seed_of,
+    trajectory_batch,
+)
+from mcontroller.ppo.data import FAILED, HELD_OUT_BATCH, columns
 from mcontroller.ppo.rewards.helper_process import HelperProcess
 
 logger = logging.getLogger(__name__)
@@ -38,6 +47,8 @@ PATIENCE_S = 0.05
 """[s] How long this process waits for its own episodes before the next slice, if they wait for something else."""
 GRACE_S = 2.0
 """[s] How long a process may take to answer that it has cancelled an episode, before it is killed."""
+LONGEST_MESSAGE = 1 << 30
+"""[bytes] The longest message of a process; one that sends a longer one is lost."""
 STALL_S = 10.0
 """[s] How long a message to or from a process may take, before it is killed."""
 
@@ -83,20 +94,21 @@ class MadeTokens:
     def __init__(self, turns: Mapping[int, Turn]) -> None:
         self.turns = dict(turns)
 
-    def checked(self, found: Any, limit: int) -> Trajectory:
-        """Return the trajectory with log-probabilities, versions and experts of the engine.
+    def checked(self, found: Any, limits: Mapping[str, Any]) -> Trajectory:
+        """Return the trajectory with log-probabilities, versions, temperatures and experts of the engine.
 
         Args:
             found: what an episode returned or submitted. It may leave out the last tokens of a turn.
-            limit: [tokens] the longest response.
+            limits: of the rollout: ``response_length`` and ``vocab_size``.
 
         Raises:
-            EpisodeError: it is no trajectory, it is too long, or the engine did not make a token that is marked as
-                the policy's.
+            EpisodeError: it is no trajectory, it is too long, it has something else than token ids, or the engine did
+                not make a token that is marked as the policy's.
         """
         if not isinstance(found, Trajectory):
             raise EpisodeError(f"it returned {found}; expected a Trajectory", kind="invalid")
-        length = len(found.tokens)
+        length, limit = len(found.tokens), limits["response_length"]
+        self._check_values(found, limits["vocab_size"])
         if length > limit or len(found.own) != length:
             raise EpisodeError(
                 f"its response has {length} tokens and {len(found.own)} marks in own; expected equally many, and at "
@@ -104,7 +116,9 @@ class MadeTokens:
                 kind="invalid",
             )
         log_probs, versions = array("d", [0.0]) * length, array("q", [-1]) * length
-        checked = replace(found, log_probs=log_probs, versions=versions, experts=[])
+        is_known = all(turn.trajectory.temperatures for turn in self.turns.values() if turn.trajectory.tokens)
+        temperatures = array("d", [1.0]) * (length if is_known else 0)
+        checked = replace(found, log_probs=log_probs, versions=versions, temperatures=temperatures, experts=[])
         tokens = checked.tokens
         made: dict[tuple[int, ...], list[Turn]] = {}
         for turn in self.turns.values():
@@ -130,9 +144,30 @@ class MadeTokens:
                 )
             checked.log_probs[position:stop] = after.log_probs[position:stop]
             checked.versions[position:stop] = after.versions[position:stop]
+            if is_known:
+                checked.temperatures[position:stop] = after.temperatures[position:stop]
             checked.seed, checked.experts = after.seed, after.experts_before(stop)
             position = stop
         return checked
+
+    @staticmethod
+    def _check_values(found: Trajectory, vocab_size: int) -> None:
+        """Raise EpisodeError unless tokens, marks and counts have the types and ranges of a trajectory."""
+        for name, end in (("prompt", 1 << 63), ("tokens", vocab_size), ("own", 2)):  # submit checks the prompt further
+            column = getattr(found, name)
+            is_array = isinstance(column, array) and column.typecode == ARRAYS[name]
+            if not is_array or not (name == "prompt" or 0 <= min(column, default=0) <= max(column, default=0) < end):
+                shown = f"{min(column)} to {max(column)}" if is_array else type(column).__name__
+                raise EpisodeError(f"its {name} has {shown}; expected integers from 0 to {end - 1}", kind="invalid")
+        length = len(found.tokens)
+        for name, least, most in (("turn", 0, length), ("turns", 1, length + 1)):
+            value = getattr(found, name)
+            if type(value) is not int or not least <= value <= most:
+                raise EpisodeError(
+                    f"its {name} is of {type(value).__name__}, or not from {least} to {most}; return the Trajectory of "
+                    "rollout.submit",
+                    kind="invalid",
+                )
 
 
 @dataclass(eq=False)
@@ -170,7 +205,7 @@ class _Host:
     def receive(self) -> list[tuple[Any, ...]]:
         """Return the messages that have arrived; first let the episodes run until all of them wait for the rollout."""
         self._loop.run(PATIENCE_S)
-        messages = [pickle.loads(each) for each in self._out]
+        messages = [_decoded(each) for each in self._out]
         self._out.clear()
         return messages
 
@@ -178,6 +213,22 @@ class _Host:
         """Cancel the episodes."""
         self._loop.close()
         return "it was closed"
+
+
+def _decoded(encoded: bytes) -> tuple[Any, ...]:
+    """Return a message of an episode: its kind, the number of the episode, and a pickle of what follows.
+
+    Raises:
+        EOFError: it is none, so that nobody knows whose it is.
+    """
+    try:
+        kind, number, content = pickle.loads(encoded)
+        known = (type(kind), type(number), type(content)) == (str, int, bytes)
+    except (Exception, SystemExit) as error:  # a process can send anything
+        raise EOFError("its process sent something else than a message") from error
+    if not known:
+        raise EOFError("its process sent something else than a message")
+    return kind, number, content
 
 
 class _ProcessHost(_Host):
@@ -196,7 +247,7 @@ class _ProcessHost(_Host):
     def receive(self) -> list[tuple[Any, ...]]:
         messages = []
         while self.connection.poll():
-            messages.append(self.connection.recv())
+            messages.append(_decoded(self.connection.recv_bytes(LONGEST_MESSAGE)))
         return messages
 
     def end(self) -> str:
@@ -223,6 +274,7 @@ class Episodes:
         cancel: called with the turns in flight that nobody waits for any more.
         failed, restarted: numbers of episodes.
         replaced: the number of processes that were lost.
+        rollout: generates the turns.
 
     Raises:
         ConfigError: the function cannot be imported or is not async; a function without an import path has processes.
@@ -296,7 +348,8 @@ class Episodes:
 
         Args:
             problem: the columns of a problem, and ``prompt_ids``, the token ids of its prompt.
-            seed: of the random numbers of its responses, 64 bits, signed.
+            seed: of the random numbers of its responses, 64 bits, signed. Its first prompt has this one; others, and
+                further branches of a response, get seeds that are mixed from it.
             key: what the program knows it by; its request ``r`` is submitted with the key ``f"{key}/{r}"``.
             turns: what it had asked for in an earlier run, by request. It gets the same again, as long as it asks for
                 the same; the rollout makes the rest of a turn that has not ended.
@@ -340,15 +393,18 @@ class Episodes:
         """
         for left in (*self._running.values(), *self._waiting):  # by a call that failed
             left.future.cancel()
-        rollout = TrajectoryRollout(generate.group, driven=True, **problems.meta_info)
+        trained = HELD_OUT_BATCH not in problems.meta_info
+        rollout = TrajectoryRollout(generate.group, driven=True, trained=trained, **problems.meta_info)
         self.connect(rollout)
         ids, attention = columns(problems, "input_ids", "attention_mask")
-        n, call = problems.meta_info.get("n", rollout.limits.get("n", 1)), self._calls(generate.group, problems)
+        n = problems.meta_info.get("n", rollout.limits.get("n", 1))
+        call = count_call(generate.group, problems.meta_info)
         started = []
         for row, (tokens, mask) in enumerate(zip(ids, attention.bool(), strict=True)):
             others = {name: column[row] for name, column in problems.non_tensor_batch.items()}
             problem = {**others, "prompt_ids": tokens[mask].tolist()}
-            started += [(problem, self.start(problem, seed_of(call, row, sample))) for sample in range(n)]
+            seeds = [seed_of(rollout.seed, TRAINING, call, row, sample) for sample in range(n)]
+            started += [(problem, self.start(problem, seed)) for seed in seeds]
         self.run()
         made = [
             future.result() if error is None else Trajectory(problem["prompt_ids"], ended=error.kind)  # type: ignore[attr-defined]
@@ -364,14 +420,6 @@ class Episodes:
         )
         whole[FAILED] = torch.tensor([each.ended in FAILURE_KINDS for each in made])
         return DataProto.from_dict(whole, meta_info={**rollout.meta_info(n), "metrics": self.take_metrics(made)})
-
-    @staticmethod
-    def _calls(group: Any, problems: DataProto) -> int:
-        """Return how many batches the group has sampled before, and count this one: a checkpoint has the number."""
-        calls: int = group.sampling_state()[0]["sampled_batches"]
-        if problems.meta_info.get("do_sample", True):
-            group.restore_sampling({"sampled_batches": calls + 1})
-        return calls
 
     def run(self) -> None:
         """Make slices until every episode has ended."""
@@ -477,60 +525,84 @@ class Episodes:
             self._waiting.appendleft(running)
 
     def _handle(self, host: _Host, message: tuple[Any, ...]) -> None:
-        kind, number, *values = message
+        kind, number, content = message
         running = host.running.get(number)
         if kind == "stopped":
             host.kill_at = float("inf")
         if running is None:
             return
         try:
-            if kind == "stopped":
-                raise self._too_late()
-            if kind == "submit":
-                self._submit(host, running, *values)
-            elif kind == "cancel":
-                turn = running.made.turns.pop(values[0], None)
-                if turn is not None and turn.submitted is not None:
-                    self.cancel(turn.submitted)
-            elif kind == "raised":
-                raise EpisodeError(values[0], kind="raised")
-            elif kind == "end":
-                made = running.made.checked(values[0], self._connected().limits["response_length"])
-                if not any(made.own):
-                    raise EpisodeError("its response has no token of the policy", kind="invalid")
-                made.ended = made.ended if made.ended in ("stop", "length") else "environment"
-                self._drop(running)
-                if running.future.set_running_or_notify_cancel():
-                    running.future.set_result(made)
-        except EpisodeError as error:
+            self._act(host, running, kind, pickle.loads(content))
+        except (Exception, SystemExit) as error:  # an episode can send anything
+            text = f"its message {kind[:20]!r} raised {text_of(error)}"
+            failure = error if isinstance(error, EpisodeError) else EpisodeError(text, kind="invalid")
+            if running.number in self._running:
+                self._drop(running, stop=kind in ("submit", "cancel"))
+            self._fail(running, failure)
+
+    def _act(self, host: _Host, running: _Running, kind: str, values: tuple[Any, ...]) -> None:
+        """Act on a message of an episode.
+
+        Raises:
+            EpisodeError: the episode has failed.
+        """
+        if kind == "submit":
+            self._submit(host, running, *values)
+        elif kind == "cancel":
+            turn = running.made.turns.pop(values[0], None)
+            if turn is not None and turn.submitted is not None:
+                self.cancel(turn.submitted)
+        elif kind == "end":
+            made = running.made.checked(values[0], self._connected().limits)
+            if not any(made.own):
+                raise EpisodeError("its response has no token of the policy", kind="invalid")
+            made.ended = made.ended if made.ended in ("stop", "length") else "environment"
             self._drop(running)
-            self._fail(running, error)
+            if running.future.set_running_or_notify_cancel():
+                running.future.set_result(made)
+        elif kind == "stopped":
+            raise self._too_late()
+        else:
+            raise EpisodeError(str(values[0]), kind="raised")
 
     def _submit(
         self, host: _Host, running: _Running, request: int, trajectory: Trajectory, options: dict[str, Any]
     ) -> None:
         rollout = self._connected()
-        try:
-            trajectory = running.made.checked(trajectory, rollout.limits["response_length"])
-            if not any(trajectory.own):
-                trajectory.seed = running.seed if running.prompts == 0 else seed_of(running.seed, running.prompts)
-                running.prompts += 1
-            turn = Turn(trajectory, len(trajectory.tokens))
-            known = running.made.turns.get(request)
-            if known is not None and known.context() == turn.context():
-                turn = known
-            running.made.turns[request], turn.is_awaited = turn, True
-            if turn.trajectory.ended and turn is known:
-                self._made.put((running, request))
-            elif turn.submitted is None:
-                turn.submitted = rollout.submit(turn.trajectory, **options)
-                turn.submitted.key = f"{running.key}/{request}"
-                turn.submitted.add_done_callback(lambda done: self._made.put((running, request)))
-        except EpisodeError:
-            raise
-        except MControllerError as error:
-            del running.made.turns[request]
-            self._send(host, ("failed", running.number, request, error))
+        turn = self._turn(running, request, running.made.checked(trajectory, rollout.limits))
+        known = running.made.turns.get(request)
+        if known is not None and known.context() == turn.context():
+            turn = known
+        running.made.turns[request], turn.is_awaited = turn, True
+        if turn.trajectory.ended and turn is known:
+            self._made.put((running, request))
+        elif turn.submitted is None:
+            seed = options.pop("seed", None)
+            try:
+                turn.submitted = rollout.submit(
+                    turn.trajectory, seed=turn.trajectory.seed if seed is None else seed, **options
+                )
+            except MControllerError as error:
+                del running.made.turns[request]
+                self._send(host, ("failed", running.number, request, error))
+                return
+            turn.submitted.key = f"{running.key}/{request}"
+            turn.submitted.add_done_callback(lambda done: self._made.put((running, request)))
+
+    @staticmethod
+    def _turn(running: _Running, request: int, trajectory: Trajectory) -> Turn:
+        """Return the turn of a request, with a seed that no other prompt or branch of the episode has."""
+        turn = Turn(trajectory, len(trajectory.tokens))
+        if not any(trajectory.own):
+            trajectory.seed = running.seed
+            if running.prompts:
+                trajectory.seed = seed_of(running.seed, "prompt", running.prompts)
+            running.prompts += 1
+            return turn
+        context = turn.context()
+        if any(number < request and other.context() == context for number, other in running.made.turns.items()):
+            trajectory.seed = seed_of(running.seed, "branch", request)
+        return turn
 
     def _deliver(self) -> None:
         """Send the turns that were made to their episodes."""
@@ -548,7 +620,8 @@ class Episodes:
                 self._send(host, ("failed", running.number, request, error))
                 continue
             made = turn.trajectory
-            added = {name: getattr(made, name)[turn.before :] for name in ("tokens", "log_probs", "versions")}
+            names = ("tokens", "log_probs", "versions", "temperatures")
+            added = {name: getattr(made, name)[turn.before :] for name in names}
             self._send(host, ("made", running.number, request, (added, made.ended)))
 
     def _check_deadlines(self) -> None:

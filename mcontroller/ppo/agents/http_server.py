@@ -27,13 +27,13 @@ from mcontroller.ppo.agents.chat_requests import RequestError, reject
 
 IDLE_S = 30
 """[s] Longest time in which a connection sends the header of a request, and a request its body."""
-MAX_IDLE = 256
-"""Most connections that have no whole header of a request: one more closes the one that is idle longest."""
+MAX_STRANGERS = 256
+"""Most connections that have sent no whole header of a request yet: one more closes the oldest."""
 CLOSE_S = 5.0
 """[s] Longest time to wait for the thread of the server when it is closed."""
 
 
-class Exchange:
+class HttpRequest:
     """A request, as far as it has arrived.
 
     Args:
@@ -46,8 +46,8 @@ class Exchange:
 
     def __init__(self, request: Request, max_body: int) -> None:
         self._request, self._max_body = request, max_body
-        header = request.headers.get("authorization", "").removeprefix("Bearer ")
-        self.api_key: str = request.path_params.get("api_key", header)
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        self.api_key: str = request.path_params.get("api_key", key if scheme.lower() == "bearer" else "")
 
     async def body(self) -> bytes:
         """Return the body.
@@ -82,7 +82,7 @@ class Exchange:
             pass
 
 
-Answer = Callable[[Exchange], Awaitable[tuple[str, bytes]]]
+Answer = Callable[[HttpRequest], Awaitable[tuple[str, bytes]]]
 """Returns the content type and the body of the answer to a request, or raises a ``RequestError``."""
 
 
@@ -101,7 +101,7 @@ class HttpServer:
     def __init__(self, answer: Answer, *, port: int, max_body: int) -> None:
         async def completions(request: Request) -> Response:
             try:
-                kind, body = await answer(Exchange(request, max_body))
+                kind, body = await answer(HttpRequest(request, max_body))
             except RequestError as error:
                 return _error_response(error)
             except ClientDisconnect:
@@ -121,11 +121,11 @@ class HttpServer:
         app.router.redirect_slashes = False
         listening = socket.create_server(("127.0.0.1", port), backlog=1024)
         self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        idle: dict[_Connection, asyncio.TimerHandle] = {}
+        strangers: dict[_Connection, None] = {}
         config = uvicorn.Config(
             app,
             loop="asyncio",
-            http=partial(_Connection, idle),  # type: ignore[arg-type]
+            http=partial(_Connection, strangers),  # type: ignore[arg-type]
             ws="none",
             lifespan="off",
             log_config=None,
@@ -148,16 +148,17 @@ class HttpServer:
 
 
 class _Connection(H11Protocol):
-    """A connection that is closed if it is idle for long, or longer than many others.
+    """A connection that is closed if it sends no whole request for long, or its first one later than many others.
 
     Args:
-        idle: the connections without a whole header, from the one that has been idle longest, with their time limits.
+        strangers: the connections without a first request, from the oldest.
         options: of uvicorn.
     """
 
-    def __init__(self, idle: dict[_Connection, asyncio.TimerHandle], **options: Any) -> None:
+    def __init__(self, strangers: dict[_Connection, None], **options: Any) -> None:
         super().__init__(**options)
-        self._idle = idle
+        self._strangers = strangers
+        self._time_limit: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -191,16 +192,20 @@ class _Connection(H11Protocol):
         self.transport.close()
 
     def _update(self) -> None:
-        serves = self.cycle is not None and not self.cycle.response_complete
-        if serves or self.transport.is_closing():
-            if self in self._idle:
-                self._idle.pop(self).cancel()
-        elif self not in self._idle:
-            self._idle[self] = self.loop.call_later(IDLE_S, self.transport.abort)
-            if len(self._idle) > MAX_IDLE:
-                longest = next(iter(self._idle))
-                self._idle.pop(longest).cancel()
-                longest.transport.abort()
+        is_serving = self.cycle is not None and not self.cycle.response_complete
+        if is_serving or self.transport.is_closing():
+            self._strangers.pop(self, None)
+            if self._time_limit is not None:
+                self._time_limit.cancel()
+                self._time_limit = None
+        elif self._time_limit is None:
+            self._time_limit = self.loop.call_later(IDLE_S, self.transport.abort)
+            if self.cycle is None:
+                self._strangers[self] = None
+            if len(self._strangers) > MAX_STRANGERS:
+                oldest = next(iter(self._strangers))
+                del self._strangers[oldest]
+                oldest.transport.abort()
 
 
 def _error_response(error: RequestError) -> Response:

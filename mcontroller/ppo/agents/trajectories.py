@@ -15,6 +15,7 @@ from collections.abc import Collection, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import chain
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -23,8 +24,13 @@ from torch import Tensor
 
 from mcontroller.data.protocol import DataProto
 from mcontroller.errors import DataError
-from mcontroller.ppo.data import ROUTED_EXPERTS, columns
+from mcontroller.ppo.agents.sampling import checked_sampling
+from mcontroller.ppo.data import HELD_OUT_BATCH, ROUTED_EXPERTS, TOKEN_TEMPERATURES, columns
 
+ARRAYS = {"prompt": "q", "tokens": "q", "own": "b", "log_probs": "d", "versions": "q", "temperatures": "d"}
+"""The type codes of the arrays of a trajectory."""
+TRAINING = "training"
+"""The purpose of the seeds of the responses to the problems of a run."""
 LOG_PROBS = ("rollout_log_probs", "engine_log_probs")
 """The columns with a log-probability for each token; a rollout returns one of them."""
 
@@ -45,11 +51,15 @@ class Trajectory:
         versions: for each token, the version of the policy that sampled it; -1 for the environment's.
         experts: the experts of the first tokens of prompt and response, in parts ``[tokens, layers, experts]``, if the
             rollout returns them; tokens after the last turn of the policy have none.
-        seed: of the random numbers of this response, 64 bits, signed.
+        seed: of the random numbers of this response, 64 bits, signed. None: ``submit`` gives it one.
         turn: the position in ``tokens`` at which the policy's last turn begins.
         turns: the number of turns that the policy has begun.
         ended: why it ended: ``stop`` at a stop token, ``turn`` at a token that ends a turn, ``length`` for lack of
-            room or turns, ``environment`` by its decision; empty while it goes on.
+            room or turns, ``max_tokens`` at the limit of its request, ``environment`` by its decision; empty while it
+            goes on.
+        temperatures: for each token, the temperature at which it was sampled, which it is scored at; 0 for the most
+            probable token on request, which cannot be scored; 1 for the environment's. Empty if the workers do not say.
+        seeded: the identity of the object that was submitted with ``seed``. A copy of it is another branch.
     """
 
     prompt: array[int]
@@ -59,13 +69,15 @@ class Trajectory:
     log_probs: array[float] = field(default_factory=lambda: array("d"))
     versions: array[int] = field(default_factory=lambda: array("q"))
     experts: list[Tensor] = field(default_factory=list)
-    seed: int = 0
+    seed: int | None = None
     turn: int = 0
     turns: int = 1
     ended: str = ""
+    temperatures: array[float] = field(default_factory=lambda: array("d"))
+    seeded: int | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        for name, code in (("prompt", "q"), ("tokens", "q"), ("own", "b"), ("log_probs", "d"), ("versions", "q")):
+        for name, code in ARRAYS.items():
             if not isinstance(getattr(self, name), array):
                 setattr(self, name, array(code, getattr(self, name)))
 
@@ -78,8 +90,12 @@ class Trajectory:
         """Return the experts of the tokens before the last one in front of a position of the response."""
         return [torch.cat(self.experts)[: len(self.prompt) + position - 1]] if self.experts else []
 
-    def sampled(self, tokens: Sequence[int], log_probs: Sequence[float], version: int = 0) -> None:
-        """Append tokens that the policy of a version sampled to its turn."""
+    def sampled(
+        self, tokens: Sequence[int], log_probs: Sequence[float], version: int = 0, temperature: float | None = None
+    ) -> None:
+        """Append tokens that the policy of a version sampled to its turn, at a temperature if that is known."""
+        if temperature is not None and len(self.temperatures) == len(self.tokens):
+            self.temperatures.extend(array("d", (temperature,)) * len(tokens))
         self.tokens.extend(tokens)
         self.log_probs.extend(log_probs)
         self.versions.extend(array("q", (version,)) * len(tokens))
@@ -87,6 +103,8 @@ class Trajectory:
 
     def replied(self, tokens: Sequence[int]) -> None:
         """Append the environment's tokens, and begin the policy's next turn."""
+        if self.temperatures:
+            self.temperatures.extend(array("d", (1.0,)) * len(tokens))
         self.tokens.extend(tokens)
         self.log_probs.extend(array("d", (0.0,)) * len(tokens))
         self.versions.extend(array("q", (-1,)) * len(tokens))
@@ -101,9 +119,12 @@ class Submitted(Future[Trajectory]):
 
     Attributes:
         trajectory: its state, which every slice continues.
-        limit: [tokens] the most of the response.
+        limit: [tokens] the most of the response at the end of this turn.
+        room: [tokens] the most of the whole response.
         stop_token_ids: the tokens that end this turn, and leave the response open.
         settings: the ``meta_info`` of its calls; trajectories with equal settings share a call.
+        temperature: of its tokens; 0 if it takes the most probable ones among others that are sampled; None if the
+            workers do not say.
         key: what the program knows it by.
     """
 
@@ -114,19 +135,22 @@ class Submitted(Future[Trajectory]):
         rollout: TrajectoryRollout,
         trajectory: Trajectory,
         limit: int,
+        room: int,
         stop_token_ids: frozenset[int],
         settings: Mapping[str, Any],
+        temperature: float | None,
     ) -> None:
         super().__init__()
-        self.trajectory, self.limit, self.stop_token_ids, self.settings = trajectory, limit, stop_token_ids, settings
-        self._rollout = rollout
+        self.trajectory, self.limit, self.room, self.stop_token_ids = trajectory, limit, room, stop_token_ids
+        self.settings, self.temperature, self._rollout = settings, temperature, rollout
 
     def end(self) -> str:
         """Return why the trajectory has ended with its last token; empty if it goes on."""
         last = self.trajectory.tokens[-1]
         if last in self.settings["eos_token_id"]:
             return "turn" if last in self.stop_token_ids else "stop"
-        return "length" if len(self.trajectory.tokens) >= self.limit else ""
+        length = len(self.trajectory.tokens)
+        return "" if length < self.limit else "length" if length >= self.room else "max_tokens"
 
     def cancel(self) -> bool:
         """Take it out before the next slice; return whether it had not ended."""
@@ -164,12 +188,14 @@ class TrajectoryRollout:
             engine's ``rollout.max_rows``, or 256.
         driven: whether the program calls ``advance``, or ``start`` and ``take``; otherwise whoever waits for a
             trajectory makes the slices.
+        trained: whether all responses are to be trained on, so that one that asks for the most probable tokens is
+            rejected.
         sampling: the ``meta_info`` of ``generate_sequences``: ``eos_token_id``, ``pad_token_id``, and settings.
 
     Attributes:
-        driven, slice_tokens, capacity, sampling: as passed.
+        driven, slice_tokens, capacity, trained, sampling: as passed.
         limits: of the workers' configuration: ``prompt_length``, ``response_length``, ``vocab_size``, ``max_rows``, and
-            if they have them, ``n`` and ``temperature``.
+            if they have them, ``n``, ``temperature``, ``do_sample`` and ``seed``.
         submissions: the number of trajectories that were submitted without a seed, on which the next seed depends.
         some_cancelled: whether some of those in flight may have been cancelled.
         log_probs: the name of the column with log-probabilities that the group returned last; None: there was none.
@@ -182,13 +208,15 @@ class TrajectoryRollout:
         slice_tokens: int = 64,
         capacity: int | None = None,
         driven: bool = False,
+        trained: bool = False,
         **sampling: Any,
     ) -> None:
-        self.group, self.sampling, self.driven = group, sampling, driven
+        self.group, self.sampling, self.driven, self.trained = group, sampling, driven, trained
         self.limits: Mapping[str, Any] = group.generation_limits()[0]
         self.slice_tokens = slice_tokens
         self.capacity = capacity or self.limits["max_rows"] or 256
         self.submissions, self.some_cancelled = 0, False
+        self._sampled_before: int | None = None
         self.log_probs: str | None = LOG_PROBS[0]
         self._basis: dict[str, Any] = {}
         self._live: dict[Submitted, None] = {}
@@ -207,6 +235,17 @@ class TrajectoryRollout:
         return {**temperature, **self._basis, **self.sampling, "n": n}
 
     @property
+    def seed(self) -> int:
+        """The seed of the run, from which those of the responses are mixed."""
+        seed: int = self.sampling.get("seed", self.limits.get("seed", 0))
+        return seed
+
+    @property
+    def samples(self) -> bool:
+        """Whether a request without settings is sampled, and does not get the most probable tokens."""
+        return bool(self.sampling.get("do_sample", self.limits.get("do_sample", True)))
+
+    @property
     def live(self) -> Sequence[Submitted]:
         """The trajectories in flight, in the order of their submission."""
         with self._lock:
@@ -219,43 +258,100 @@ class TrajectoryRollout:
         self,
         prompt: Sequence[int] | Trajectory,
         *,
-        seed: int | None = None,
         stop_token_ids: Collection[int] = frozenset(),
-        response_length: int | None = None,
-        **sampling: Any,
+        eos_token_id: int | Sequence[int] | None = None,
+        pad_token_id: int | None = None,
+        **settings: Any,
     ) -> Submitted:
         """Generate a response, or the next turn of one, and return it before it has arrived.
 
         Args:
-            prompt: token ids of the prompt; or a trajectory, which is continued in place.
-            seed: of the random numbers, 64 bits, signed. None: the trajectory's own, or one from the ``seed`` of the
-                sampling and the number of trajectories submitted before.
+            prompt: token ids of the prompt; or a trajectory, which is continued in place. A trajectory goes on with the
+                random numbers of its ``seed``. If it has none, or is a copy of one that was submitted, it gets a seed
+                from that of the run and the number of trajectories submitted before.
             stop_token_ids: tokens that end the turn, beside the stop tokens.
-            response_length: [tokens] the most of the whole response; None: the workers' ``rollout.response_length``.
-            sampling: changes of the settings, such as ``temperature``.
+            eos_token_id: the stop tokens; None: those of the rollout.
+            pad_token_id: None: that of the rollout.
+            settings: of ``sampling.OF_REQUESTS``: changes of ``temperature``, ``top_p`` and so on; ``seed``, of the
+                random numbers, 64 bits, signed; ``response_length``, [tokens] the most of the whole response, by
+                default the workers' ``rollout.response_length``; ``max_tokens``, [tokens] the most of this turn.
 
         Raises:
-            DataError: the prompt is empty or too long, a token is not in the vocabulary, or the response has no room.
+            DataError: the prompt is empty or too long, a token is not in the vocabulary, the response has no room, a
+                setting is unknown or invalid, or the most probable tokens are to be trained on.
         """
-        if isinstance(prompt, Trajectory):
-            trajectory = prompt
-            trajectory.seed = trajectory.seed if seed is None else seed
-        else:
-            trajectory = Trajectory(array("q", prompt), seed=self._next_seed() if seed is None else seed)
-        limit = min(response_length or self.limits["response_length"], self.limits["response_length"])
-        self._check(trajectory, limit)
-        trajectory.ended = ""
-        stops = frozenset(stop_token_ids)
-        settings = None if sampling else self._settings.get(stops)
-        if settings is None:
-            settings = {**self.sampling, **sampling}
-            settings["eos_token_id"] = sorted({*_token_ids(settings["eos_token_id"]), *stops})
-            if not sampling:
-                self._settings[stops] = settings
-        submitted = Submitted(self, trajectory, limit, stops, settings)
+        checked = checked_sampling(settings, self.limits)
+        trajectory = prompt if isinstance(prompt, Trajectory) else Trajectory(self._token_ids("prompt", prompt))
+        stops = frozenset(self._token_ids("stop_token_ids", stop_token_ids))
+        seed, most = checked.pop("seed", None), checked.pop("max_tokens", None)
+        room = min(checked.pop("response_length", self.limits["response_length"]), self.limits["response_length"])
+        self._check(trajectory, room)
+        limit = room if most is None else min(room, len(trajectory.tokens) + most)
+        for name, value in (("eos_token_id", eos_token_id), ("pad_token_id", pad_token_id)):
+            if value is not None:
+                ids = self._token_ids(name, [value] if isinstance(value, int) else value)
+                checked[name] = ids[0] if name == "pad_token_id" else ids.tolist()
+        submitted = Submitted(
+            self, trajectory, limit, room, stops, self._settings_of(stops, checked), self._temperature(checked)
+        )
+        if seed is None:
+            is_copy = trajectory.seeded not in (None, id(trajectory))
+            seed = self._next_seed() if trajectory.seed is None or is_copy else trajectory.seed
+        trajectory.seed, trajectory.seeded, trajectory.ended = seed, id(trajectory), ""
         with self._lock:
             self._live[submitted] = None
         return submitted
+
+    def _settings_of(self, stops: frozenset[int], changes: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the ``meta_info`` of a request; without changes the same object for the same stop tokens."""
+        if not changes and stops in self._settings:
+            return self._settings[stops]
+        settings = {**self.sampling, **changes}
+        settings["eos_token_id"] = sorted({*_token_ids(settings["eos_token_id"]), *stops})
+        if not changes:
+            self._settings[stops] = settings
+        return settings
+
+    def _temperature(self, changes: Mapping[str, Any]) -> float | None:
+        """Return the temperature that the tokens of a request are scored at: see ``Submitted.temperature``.
+
+        Raises:
+            DataError: it takes the most probable tokens, and all responses are to be trained on.
+        """
+        if self.samples and not changes.get("do_sample", True):
+            if self.trained:
+                raise DataError(
+                    "a request takes the most probable token (temperature 0, top_p 0 or do_sample=False), and its "
+                    "response is to be trained on as a sample: ask for a temperature above 0; validation may be greedy",
+                    field="temperature",
+                    value=0.0,
+                )
+            return 0.0 if "temperature" in self.limits else None
+        temperature: float | None = self.meta_info(1).get("temperature") if "temperature" in self.limits else None
+        return changes.get("temperature", temperature)
+
+    def _token_ids(self, name: str, given: Any) -> array[int]:
+        """Return token ids of a request.
+
+        Raises:
+            DataError: they are no sequence of integers of the vocabulary.
+        """
+        plain = given.tolist() if hasattr(given, "tolist") else given
+        if not isinstance(plain, Collection) or isinstance(plain, str | bytes | Mapping):
+            raise DataError(f"{name} of a request is {type(plain).__name__}; expected token ids", field=name)
+        vocab_size = self.limits["vocab_size"]
+        for token in plain:
+            if not isinstance(token, Integral) or isinstance(token, bool):
+                shown = repr(token)[:60]
+                raise DataError(f"{name} of a request has {shown}; expected token ids", field=name, token=token)
+            if not 0 <= token < vocab_size:
+                shown = str(token) if abs(token) < 1 << 64 else "a number of more than 64 bits"
+                raise DataError(
+                    f"submit: token {shown} is outside of the vocabulary, 0 to {vocab_size - 1}",
+                    field=name,
+                    token=token,
+                )
+        return array("q", plain)
 
     def restart(self, group: Any) -> None:
         """Generate with another group from now on: only the slice in flight is lost, and made again."""
@@ -299,8 +395,10 @@ class TrajectoryRollout:
             calls, self._calls = self._calls, []
             batches = [(rows, batch.get()) for rows, batch in calls]
             for rows, batch in batches:
-                append_sampled([each.trajectory for each in rows], batch, [each.limit for each in rows])
-                self.log_probs = log_probs_of(batch)
+                limits, temperatures = [each.limit for each in rows], [each.temperature for each in rows]
+                append_sampled([each.trajectory for each in rows], batch, limits, temperatures)
+                if self.log_probs != LOG_PROBS[1]:  # once some are the engine's, those of a batch are not the policy's
+                    self.log_probs = log_probs_of(batch)
                 self._basis = {name: value for name, value in batch.meta_info.items() if name in LOG_PROBS}
             return self._settled([each for rows, _ in batches for each in rows])
 
@@ -313,7 +411,7 @@ class TrajectoryRollout:
     ) -> list[Submitted]:
         """Continue trajectories with tokens of an earlier run in place of a slice, and return those that end."""
         for each, made, scores in zip(rows, tokens, log_probs, strict=True):
-            each.trajectory.sampled(made, scores, version)
+            each.trajectory.sampled(made, scores, version, each.temperature)
         return self._settled(rows)
 
     def _settled(self, rows: Sequence[Submitted]) -> list[Submitted]:
@@ -362,22 +460,23 @@ class TrajectoryRollout:
                     each.set_exception(error)
 
     def _next_seed(self) -> int:
+        if self._sampled_before is None:
+            self._sampled_before = count_call(self.group, self.sampling)
         self.submissions += 1
-        return seed_of(self.sampling.get("seed", 0), self.submissions)
+        return seed_of(self.seed, "submit", self._sampled_before, self.submissions)
 
     def _check(self, trajectory: Trajectory, limit: int) -> None:
-        length, most, vocab_size = len(trajectory.prompt), self.limits["prompt_length"], self.limits["vocab_size"]
-        tokens = trajectory.prompt + trajectory.tokens
-        for token in (min(tokens, default=0), max(tokens, default=0)):
-            if not 0 <= token < vocab_size:
-                raise DataError(
-                    f"submit: token {token} is outside of the vocabulary, 0 to {vocab_size - 1}", token=token
-                )
+        length, most = len(trajectory.prompt), self.limits["prompt_length"]
+        for tokens in (trajectory.prompt, trajectory.tokens):
+            self._token_ids("prompt", [min(tokens, default=0), max(tokens, default=0)])
         if not 1 <= length <= most:
             raise DataError(
                 f"submit: the prompt has {length} tokens, expected 1 to rollout.prompt_length, which is {most}",
                 length=length,
             )
+        lengths = {name: len(getattr(trajectory, name)) for name in ("tokens", "own", "log_probs", "versions")}
+        if len({*lengths.values()}) > 1:
+            raise DataError(f"submit: the trajectory has {lengths}; expected one of each for every token", **lengths)
         if len(trajectory.tokens) >= limit:
             raise DataError(
                 f"submit: the response has {len(trajectory.tokens)} tokens already, and the most are {limit}: end it "
@@ -391,17 +490,43 @@ class TrajectoryRollout:
         width = self.limits["prompt_length"] + self.limits["response_length"]
         room = min(self.slice_tokens, max(each.limit - len(each.trajectory.tokens) for each in rows))
         prompts = contexts(going, rows[0].settings, room, width)
-        seeds = torch.tensor([each.seed for each in going], dtype=torch.long)
+        seeds = torch.tensor([each.seed or 0 for each in going], dtype=torch.long)
         generated = torch.tensor([len(each.tokens) for each in going])
         prompts = prompts.with_tensors({"sample_seed": seeds, "generated": generated})
         batch: DataProto = self.group.generate_sequences.options(blocking=False)(prompts)
         return batch
 
 
-def seed_of(*numbers: int) -> int:
-    """Return a seed of 64 bits, signed, that is mixed from numbers."""
-    digest = hashlib.blake2b("/".join(map(str, numbers)).encode(), digest_size=8).digest()
+def seed_of(run_seed: int, purpose: str, *numbers: int) -> int:
+    """Return the seed of a response, 64 bits, signed: another one for each seed, purpose and numbers.
+
+    Args:
+        run_seed: of the run, ``rollout.seed``; or of a response, for what belongs to it.
+        purpose: what the numbers count, so that equal numbers of two kinds have different seeds; ``TRAINING`` for
+            those of the problem, of the sample of the problem, and of the attempt.
+        numbers: of the response.
+    """
+    parts = (run_seed, *numbers) if purpose == TRAINING else (run_seed, *numbers, purpose)
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
+
+
+def count_call(group: Any, meta_info: Mapping[str, Any] | None = None) -> int:
+    """Return how many batches a group has sampled before, and count one more: a checkpoint has the number.
+
+    Args:
+        group: of workers that generate. 0 if they do not count.
+        meta_info: of the batch. Held-out problems, whose number is negative, and greedy responses are not counted.
+    """
+    info = meta_info or {}
+    if HELD_OUT_BATCH in info:
+        return -1 - int(info[HELD_OUT_BATCH])
+    if not group.offers("sampling_state"):
+        return 0
+    calls: int = group.sampling_state()[0]["sampled_batches"]
+    if info.get("do_sample", True):
+        group.restore_sampling({"sampled_batches": calls + 1})
+    return calls
 
 
 async def _let_waiters_run() -> None:
@@ -432,13 +557,19 @@ def contexts(going: Sequence[Trajectory], meta_info: Mapping[str, Any], room: in
     return DataProto.from_dict({"input_ids": ids, "attention_mask": attention}, meta_info=meta_info)
 
 
-def append_sampled(trajectories: Sequence[Trajectory], turn: DataProto, limits: Sequence[int]) -> None:
+def append_sampled(
+    trajectories: Sequence[Trajectory],
+    turn: DataProto,
+    limits: Sequence[int],
+    temperatures: Sequence[float | None],
+) -> None:
     """Append the tokens of a call to each response, as far as there is room.
 
     Args:
         trajectories: the responses, in the order of the rows.
         turn: the result of ``generate_sequences``.
         limits: [tokens] the most of each response.
+        temperatures: of each response; None if it is not known.
     """
     responses, mask = columns(turn, "responses", "response_mask")
     width, kept, name = responses.shape[1], mask.sum(1).tolist(), log_probs_of(turn)
@@ -447,13 +578,13 @@ def append_sampled(trajectories: Sequence[Trajectory], turn: DataProto, limits: 
     log_probs = array("d", scores.double().numpy().tobytes())
     versions = turn.tensors().get("policy_version", torch.zeros(len(turn), dtype=torch.long)).tolist()
     experts, prompt_columns = turn.tensors().get(ROUTED_EXPERTS), columns(turn, "prompts")[0].shape[1]
-    for row, (each, limit) in enumerate(zip(trajectories, limits, strict=True)):
+    for row, (each, limit, temperature) in enumerate(zip(trajectories, limits, temperatures, strict=True)):
         count = min(int(kept[row]), limit - len(each.tokens))
         if experts is not None:
             known, before = sum(map(len, each.experts)), len(each.prompt) + len(each.tokens)
             each.experts.append(experts[row, prompt_columns - before + known : prompt_columns + count - 1])
         made = slice(row * width, row * width + count)
-        each.sampled(tokens[made], log_probs[made], versions[row])
+        each.sampled(tokens[made], log_probs[made], versions[row], temperature)
 
 
 def log_probs_of(turn: DataProto) -> str | None:
@@ -482,13 +613,15 @@ def trajectory_batch(
         ``response_mask`` is 0 for the environment's tokens, which are in ``attention_mask``. ``truncated``, bool
         ``[rows]``: whether a response ended for lack of room or turns. ``policy_version`` int64 ``[rows]`` is that of
         a row's oldest token, or the newest of all if it has none; ``token_versions`` int64 ``[rows, response]`` that of
-        each token, -1 for those not sampled.
+        each token, -1 for those not sampled. ``token_temperatures`` float32 ``[rows, response]`` is the temperature of
+        each token, at which workers score it; it is left out if it is not known for all tokens.
     """
     rows = len(trajectories)
     ids = np.full((rows, prompt_length + response_length), pad_token_id)
     attended, positions = np.zeros(ids.shape, np.int64), np.zeros(ids.shape, np.int64)
     own, versions = np.zeros((rows, response_length), np.int64), np.full((rows, response_length), -1)
     scores, counted = np.zeros((rows, response_length), np.float32), np.arange(ids.shape[1])
+    temperatures = np.ones((rows, response_length), np.float32)
     for row, each in enumerate(trajectories):
         length, start = len(each.tokens), prompt_length - len(each.prompt)
         end = prompt_length + length
@@ -496,6 +629,7 @@ def trajectory_batch(
         attended[row, start:end] = 1
         positions[row, start:end], positions[row, end:] = counted[: end - start], end - start - 1
         own[row, :length], versions[row, :length], scores[row, :length] = each.own, each.versions, each.log_probs
+        temperatures[row, : len(each.temperatures)] = each.temperatures
     oldest = versions.view(np.uint64).min(1).view(np.int64)  # without sign, -1 is the greatest
     oldest[oldest < 0] = versions.max(initial=0)
     # numpy asks for huge pages, so that writing to new memory is several times faster than in torch's
@@ -504,6 +638,8 @@ def trajectory_batch(
     whole = {name: torch.from_numpy(column) for name, column in parts.items()}
     whole["truncated"] = torch.tensor([each.ended == "length" for each in trajectories])
     whole |= {"policy_version": torch.from_numpy(oldest), "token_versions": torch.from_numpy(versions)}
+    if all(len(each.temperatures) == len(each.tokens) for each in trajectories):
+        whole[TOKEN_TEMPERATURES] = torch.from_numpy(temperatures)
     if log_probs is not None:
         whole[log_probs] = torch.from_numpy(scores)
     if any(each.experts for each in trajectories):

@@ -21,6 +21,7 @@ from mcontroller.errors import ConfigError, DataError, MControllerError
 from mcontroller.group import WorkerGroup
 from mcontroller.ppo.agents.episodes import FAILURE_KINDS, Episodes, Turn
 from mcontroller.ppo.agents.trajectories import (
+    TRAINING,
     Submitted,
     Trajectory,
     TrajectoryRollout,
@@ -60,7 +61,7 @@ class AsynchronousGenerations(Generations):
     def __init__(self, config: PPOConfig, stages: Stages, weights: RolloutWeights) -> None:
         super().__init__(config.trainer.max_staleness, stages, weights)
         trainer, workers = config.trainer, config.actor_rollout_ref if config.rollout is None else config.rollout
-        self._options, self._seed = trainer.asynchronous, config.data.seed
+        self._options, self._data_seed = trainer.asynchronous, config.data.seed
         self._n: int = getattr(getattr(workers, "rollout", None), "n", 1)
         self._schedule = Schedule(self._options)
         replay = None if self._options.replay is None else Path(self._options.replay)
@@ -103,7 +104,7 @@ class AsynchronousGenerations(Generations):
         """Begin without responses in flight."""
         tokens, rows = self._options.slice_tokens, self._options.capacity or None
         self._slices = TrajectoryRollout(
-            self._rollout, slice_tokens=tokens, capacity=rows, driven=True, **self._sampling
+            self._rollout, slice_tokens=tokens, capacity=rows, driven=True, trained=True, **self._sampling
         )
         self.close()
         if isinstance(self._rollout_fn, Episodes):
@@ -187,12 +188,14 @@ class AsynchronousGenerations(Generations):
         self.log.record({"event": "submitted", "first": first, "groups": len(problems), "version": self._version})
 
     def _begin_group(self, group: Group) -> None:
-        """Submit the responses of a group; each has a seed of its own, so that their order does not change them."""
+        """Submit the responses of a group; each has another seed, so that their order does not change them."""
+        assert self._slices is not None
         ids, mask = columns(group.problems, "input_ids", "attention_mask")
         prompt = array("q", ids[group.row][mask[group.row].bool()].tolist())
         others = other_columns(group.problems, group.row)
+        run_seed = self._slices.limits.get("seed", self._data_seed)
         for index in range(self._n):
-            seed = seed_of(self._seed, group.number, index, group.attempt)
+            seed = seed_of(run_seed, TRAINING, group.number, index, group.attempt)
             group.responses.append(Trajectory(prompt, others, seed=seed))
             self._begin_response(group, index)
 
@@ -201,9 +204,10 @@ class AsynchronousGenerations(Generations):
         assert self._slices is not None
         key, response = group.number * self._n + index, group.responses[index]
         if self._episodes is None:
-            self._slices.submit(response).key = key
+            self._slices.submit(response, seed=response.seed).key = key
             return
         problem = {**response.problem, "prompt_ids": response.prompt.tolist()}
+        assert response.seed is not None
         future = self._futures[key] = self._episodes.start(problem, response.seed, key=key, turns=turns)
         future.add_done_callback(partial(self._episode_ended, key, response))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from mcontroller.data.protocol import DataProto
 from mcontroller.errors import DataError
 from mcontroller.ppo.agents.episodes import FAILURE_KINDS, Turn
 from mcontroller.ppo.agents.trajectories import Trajectory
-from mcontroller.ppo.data import ROUTED_EXPERTS, columns
+from mcontroller.ppo.data import ROUTED_EXPERTS, TOKEN_TEMPERATURES, columns
 from mcontroller.ppo.saving.run_record import BatchInFlight
 
 STATE = "trajectory_state"
@@ -20,7 +21,7 @@ STATE = "trajectory_state"
 index of the response in it, its place among the episodes, -1 if it is none or has ended; the request of an episode, -1
 for the response itself, and its tokens before; its place among those in flight, -1 if it is none; its prompt, tokens,
 last turn's first one, and turns; why it ended, of ``ENDS``."""
-ENDS = ("", "stop", "turn", "length", "environment", *FAILURE_KINDS)
+ENDS = ("", "stop", "turn", "length", "environment", *FAILURE_KINDS, "max_tokens")
 
 
 @dataclasses.dataclass(eq=False)
@@ -97,7 +98,7 @@ def saved_groups(
                 rows.append(each)
                 sizes = len(each.prompt), len(each.tokens), each.turn, each.turns
                 state.append((*of, request, before, places.get(name, -1), *sizes, ENDS.index(each.ended)))
-    seeds = torch.tensor([each.seed for each in rows])
+    seeds = torch.tensor([each.seed or 0 for each in rows])  # a response that has failed may have none
     return rows, {STATE: torch.tensor(state), "sample_seed": seeds}
 
 
@@ -145,14 +146,16 @@ def _rows(batch: DataProto, problems: DataProto) -> Iterator[tuple[list[int], Tr
     """Yield the state and the trajectory of each row."""
     states, seeds, prompts = (column.tolist() for column in columns(batch, STATE, "sample_seed", "prompts"))
     made = columns(batch, "responses", "response_mask", "rollout_log_probs", "token_versions")
-    experts = batch.tensors().get(ROUTED_EXPERTS)
+    experts, temperatures = batch.tensors().get(ROUTED_EXPERTS), batch.tensors().get(TOKEN_TEMPERATURES)
     for row, (state, seed) in enumerate(zip(states, seeds, strict=True)):
         prompt, length, turn, turns, ended = state[-5:]
         start = len(prompts[row]) - prompt
         tokens, own, log_probs, versions = (column[row, :length].tolist() for column in made)
         others = other_columns(problems, state[1])
         found = Trajectory(prompts[row][start:], others, tokens, own, log_probs, versions)  # type: ignore[arg-type]
-        found.seed, found.turn, found.turns, found.ended = seed, turn, turns, ENDS[ended]
+        found.seed, found.turn, found.turns, found.ended = seed or None, turn, turns, ENDS[ended]
+        if temperatures is not None:
+            found.temperatures = array("d", temperatures[row, :length].tolist())
         if experts is not None:
             known = experts[row, start:]
             found.experts = [known[(known >= 0).flatten(1).all(1)]] if bool((known >= 0).any()) else []

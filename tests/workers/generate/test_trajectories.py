@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import random
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
@@ -13,7 +14,7 @@ import torch
 
 from mcontroller.data.protocol import DataProto
 from mcontroller.errors import CallRejected, DataError
-from mcontroller.ppo.agents.trajectories import Submitted, TrajectoryRollout, trajectory_batch
+from mcontroller.ppo.agents.trajectories import Submitted, Trajectory, TrajectoryRollout, trajectory_batch
 from mcontroller.testing import SimulatedGroupMaker
 from parallel_state.layout import ParallelLayout
 from tests.workers.roles import MODEL, OPTIM, PROMPT, SAMPLED, prompts
@@ -24,16 +25,24 @@ LONGEST, ROWS = 16, 7
 SEEDS = [(-1) ** row * (row + 5) * 10**17 for row in range(ROWS)]
 
 
-def a_group(simulated_group: SimulatedGroupMaker, layout: ParallelLayout, parallel: dict[str, int]) -> Any:
+def a_group(
+    simulated_group: SimulatedGroupMaker,
+    layout: ParallelLayout,
+    parallel: dict[str, int],
+    seed: int = 0,
+    role: str = "actor_rollout",
+    **changes: Any,
+) -> Any:
     config = {
         "model": MODEL,
         "optim": OPTIM | {"lr": 0.1},
         "parallel": parallel,
-        "rollout": {"prompt_length": PROMPT, "response_length": LONGEST},
+        "rollout": {"prompt_length": PROMPT, "response_length": LONGEST, "seed": seed},
         "ppo_mini_batch_size": ROWS,
         "ppo_micro_batch_size": ROWS,
+        **changes,
     }
-    group = simulated_group(ActorRolloutRefWorker, layout, load_config(ActorConfig, config), "actor_rollout")
+    group = simulated_group(ActorRolloutRefWorker, layout, load_config(ActorConfig, config), role)
     group.init_model()
     return group
 
@@ -152,6 +161,93 @@ def test_a_turn_goes_on_from_the_tokens_of_the_one_before(simulated_group: Simul
         group.submit([99], **SAMPLED)
     with pytest.raises(DataError, match=r"the prompt has 11 tokens, expected 1 to rollout.prompt_length, which is 10"):
         group.submit([5] * 11, **SAMPLED)
+
+
+TEMPERATURES = [1.0, 0.2, 3.0, 0.7, 1.0, 0.2, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("layout", "parallel", "changes"),
+    [
+        (ParallelLayout(1), {}, {"log_prob_chunk_tokens": 3}),
+        (ParallelLayout(2, tp=2), {"tp": 2}, {}),
+        (ParallelLayout(2, pp=2), {"pp": 2}, {}),
+        (ParallelLayout(2, cp=2), {"cp": 2}, {}),
+        (ParallelLayout(2), {}, {"packed": True}),
+        (ParallelLayout(1), {}, {"share_prompts": False}),
+    ],
+    ids=["one", "tp2", "pp2", "cp2", "packed dp2", "not shared"],
+)
+def test_tokens_are_scored_at_the_temperature_of_their_request(
+    simulated_group: SimulatedGroupMaker, layout: ParallelLayout, parallel: dict[str, int], changes: dict[str, Any]
+) -> None:
+    """The second turn of each response has another temperature than the first."""
+    columns, meta_info = of_two_turns(a_group(simulated_group, ParallelLayout(1), {}))
+    group = a_group(simulated_group, layout, parallel, role="actor", **changes)
+    mask = columns["response_mask"].bool()
+    scored = group.compute_log_prob(DataProto.from_dict(columns, meta_info=meta_info)).batch["old_log_probs"]
+    torch.testing.assert_close(scored[mask], columns["rollout_log_probs"][mask], atol=1e-5, rtol=0)
+    others = {name: column for name, column in columns.items() if name != "token_temperatures"}
+    at_one = group.compute_log_prob(DataProto.from_dict(others, meta_info=meta_info)).batch["old_log_probs"]
+    assert (at_one - scored)[mask & (columns["token_temperatures"] != 1.0)].abs().median() > 0.1
+    rows = {**columns, "advantages": mask.float(), "old_log_probs": columns["rollout_log_probs"]}
+    metrics = group.update_actor(DataProto.from_dict(rows, meta_info=meta_info)).meta_info["metrics"]
+    assert max(metrics["actor/ratio_max"]) == pytest.approx(1.0, abs=1e-4)
+
+
+def of_two_turns(group: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The columns of responses of two turns, and their ``meta_info``."""
+    rollout, made = TrajectoryRollout(group, **SAMPLED), []
+    for row, prompt in enumerate(plain_prompts()):
+        turn = rollout.submit(prompt, seed=SEEDS[row], max_tokens=4, temperature=TEMPERATURES[row]).result()
+        assert turn.ended in ("max_tokens", "stop")
+        turn.replied([7, 8])
+        made.append(rollout.submit(turn, temperature=TEMPERATURES[-1 - row]).result())
+        sampled = [TEMPERATURES[row]] * (turn.turn - 2), [TEMPERATURES[-1 - row]] * (len(turn.tokens) - turn.turn)
+        assert turn.temperatures.tolist() == [*sampled[0], 1.0, 1.0, *sampled[1]]
+    columns = trajectory_batch(made, prompt_length=PROMPT, response_length=LONGEST, pad_token_id=0)
+    return columns, rollout.meta_info(1)
+
+
+def test_the_most_probable_tokens_of_a_request_cannot_be_scored(simulated_group: SimulatedGroupMaker) -> None:
+    group = a_group(simulated_group, ParallelLayout(1), {})
+    made = [group.submit(plain_prompts()[1], temperature=value, **SAMPLED).result() for value in (1.0, 0)]
+    rows = trajectory_batch(made, prompt_length=PROMPT, response_length=LONGEST, pad_token_id=0)
+    with pytest.raises(CallRejected, match="token_temperatures of row 1 has 0 for a token that counts"):
+        group.compute_log_prob(DataProto.from_dict(rows))
+    rollout = TrajectoryRollout(group, trained=True, **SAMPLED)
+    for settings in ({"temperature": 0.0}, {"top_p": 0}, {"do_sample": False}):
+        with pytest.raises(DataError, match="takes the most probable token") as caught:
+            rollout.submit(plain_prompts()[1], **settings)
+        assert caught.value.field == "temperature"
+
+
+def test_requests_without_a_seed_get_distinct_responses(simulated_group: SimulatedGroupMaker) -> None:
+    group = a_group(simulated_group, ParallelLayout(1), {})
+    prompt = plain_prompts()[1]
+    submit = group.submit
+    made = [submit(Trajectory(prompt), **SAMPLED).result() for _ in range(4)]
+    made += [TrajectoryRollout(group, **SAMPLED).submit(prompt).result() for _ in range(2)]
+    turn = submit(prompt, seed=1, max_tokens=1, **SAMPLED).result()
+    made += [submit(copy.deepcopy(turn), **SAMPLED).result() for _ in range(3)] + [submit(turn, **SAMPLED).result()]
+    assert len({tuple(each.tokens[1:]) for each in made}) == len(made)
+    assert made[-1].tokens == submit(prompt, seed=1, **SAMPLED).result().tokens
+    again = a_group(simulated_group, ParallelLayout(1), {})
+    assert again.submit(Trajectory(prompt), **SAMPLED).result().tokens == made[0].tokens
+    other = a_group(simulated_group, ParallelLayout(1), {}, seed=5)
+    assert other.submit(Trajectory(prompt), **SAMPLED).result().tokens != made[0].tokens
+
+
+def test_held_out_samples_neither_change_training_samples_nor_repeat_them(simulated_group: SimulatedGroupMaker) -> None:
+    def sample(group: Any, **meta_info: Any) -> list[list[int]]:
+        batch = group.generate_sequences(prompts(ROWS, SAMPLED | meta_info)).batch
+        return batch["responses"].tolist()
+
+    one, other = (a_group(simulated_group, ParallelLayout(1), {}) for _ in range(2))
+    first, held_out, second = sample(one), [sample(one, held_out_batch=number) for number in (0, 1, 0)], sample(one)
+    assert [sample(other), sample(other)] == [first, second] and held_out[0] == held_out[2]
+    distinct = (first, second, held_out[0], held_out[1])
+    assert len({str(each) for each in distinct}) == 4
 
 
 def test_seeds_for_several_samples_of_a_row_are_rejected(simulated_group: SimulatedGroupMaker) -> None:

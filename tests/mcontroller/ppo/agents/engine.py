@@ -29,8 +29,9 @@ class Formula(Worker):
     version = 0
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def generation_limits(self) -> dict[str, int]:
-        return {"prompt_length": PROMPT, "response_length": RESPONSE, "vocab_size": VOCAB, "max_rows": 0}
+    def generation_limits(self) -> dict[str, Any]:
+        limits = {"prompt_length": PROMPT, "response_length": RESPONSE, "vocab_size": VOCAB, "max_rows": 0}
+        return {**limits, "temperature": 1.0}
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def move(self) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import sys
 import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -27,7 +28,7 @@ from mcontroller.ppo import Trajectory, TrajectoryRollout
 from mcontroller.ppo.agents import http_server
 from mcontroller.ppo.agents.chat_server import ChatServer, ChatSession, hermes_tool_calls
 from mcontroller.ppo.agents.episodes import EpisodeError
-from mcontroller.ppo.agents.http_server import MAX_IDLE
+from mcontroller.ppo.agents.http_server import MAX_STRANGERS
 from mcontroller.ppo.agents.turns import make_episodes
 from mcontroller.ppo.config import MultiTurnConfig
 from mcontroller.ray.class_with_init import ClassWithInitArgs
@@ -142,6 +143,25 @@ def test_other_messages_than_those_of_the_session_begin_another_trajectory(serve
     with_urllib(server.base_url, session.api_key, messages=[*ASK, rewritten, {"role": "user", "content": "So?"}])
     made = session.close()
     assert [each.turns for each in made] == [1, 1] and made[0].seed != made[1].seed
+
+
+def test_sessions_at_once_record_their_own_tokens(serve: Callable[..., ChatServer]) -> None:
+    server = serve(capacity=3)
+
+    def converse(number: int) -> Trajectory:
+        session = server.open(f"session-{number}", seed=number)
+        ask = partial(with_urllib, server.base_url, session.api_key)
+        messages = [{"role": "user", "content": f"{number} + 3?"}]
+        said = ask(messages=messages)["message"]
+        ask(messages=[*messages, said, {"role": "tool", "tool_call_id": "call00000", "content": str(number)}])
+        (made,) = session.close()
+        return made
+
+    with ThreadPoolExecutor(16) as agents:
+        for number, made in enumerate(agents.map(converse, range(16))):
+            assert f"[user]{number} + 3?" in Characters().decode(made.prompt) and made.seed == number
+            reply = [token for token, own in zip(made.tokens, made.own, strict=True) if not own]
+            assert reply == Characters().encode(f"\n[tool]{number}{chr(END)}\n[assistant]")
 
 
 def test_changed_tools_begin_another_trajectory_with_these_tools(serve: Callable[..., ChatServer]) -> None:
@@ -275,7 +295,7 @@ def test_idle_connections_cost_neither_threads_nor_the_others(serve: Callable[..
         started = connected(server)
         clients.enter_context(started)
         started.sendall(request_of(session)[:-5])  # a request that has begun is not idle
-        for number in range(MAX_IDLE + 50):
+        for number in range(MAX_STRANGERS + 50):
             client = clients.enter_context(connected(server))
             client.sendall((b"", b"POST", request_of(session)[:90])[number % 3])
             if number == 0:
@@ -285,6 +305,42 @@ def test_idle_connections_cost_neither_threads_nor_the_others(serve: Callable[..
         started.sendall(request_of(session)[-5:])
         assert started.recv(12) == b"HTTP/1.1 200"
     assert len(session.close()) == 1
+
+
+def test_a_turn_that_a_client_cuts_off_goes_on_with_the_end_of_the_message(serve: Callable[..., ChatServer]) -> None:
+    server = serve()
+    session = server.open("a")
+    ask = partial(with_urllib, server.base_url, session.api_key)
+    first = ask(messages=ASK, max_tokens=5)
+    assert (first["message"]["content"], first["finish_reason"]) == (CALL[:5], "length")
+    ask(messages=[*ASK, first["message"], {"role": "user", "content": "Go on."}])
+    (made,) = session.close()
+    reply = [token for token, own in zip(made.tokens, made.own, strict=True) if not own]
+    assert made.tokens[:5].tolist() == [SHIFT + ord(letter) for letter in CALL[:5]]
+    assert reply == Characters().encode(f"{chr(END)}\n[user]Go on.{chr(END)}\n[assistant]")
+
+
+def test_what_clients_send_without_a_meaning_here_is_accepted(serve: Callable[..., ChatServer]) -> None:
+    server = serve()
+    session = server.open("a")
+    ask = partial(with_urllib, server.base_url, session.api_key)
+    nothing = dict.fromkeys(("stop", "seed", "tools", "max_tokens", "temperature", "tool_choice", "stream_options"))
+    same = {"n": 1, "stream": False, "logprobs": False, "presence_penalty": 0, "response_format": {"type": "text"}}
+    messages = [{**ASK[0], "role": "developer"}, {**ASK[1], "content": [{"type": "text", "text": ASK[1]["content"]}]}]
+    said = ask(messages=messages, model="gpt-5", user="me", store=True, metadata={"a": "b"}, **nothing, **same)[
+        "message"
+    ]
+    said = {**said, "refusal": None, "annotations": [], "audio": None, "function_call": None, "name": "solver"}
+    ask(messages=[*ASK, said, {"role": "tool", "tool_call_id": "call00000", "content": "5", "name": "add"}])
+    (made,) = session.close()
+    assert made.prompt.tolist() == Characters().encode(Characters().render(ASK)) and made.turns == 2
+
+
+def test_a_server_without_its_packages_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    monkeypatch.delitem(sys.modules, http_server.__name__)
+    with pytest.raises(ConfigError, match=r"'uvicorn': pip install 'mcontroller\[agents\]'"):
+        ChatServer(None, Characters())
 
 
 @pytest.mark.parametrize("sent", [0, 10, -5], ids=["nothing", "half of a header", "half of a body"])

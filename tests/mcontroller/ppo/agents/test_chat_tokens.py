@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mcontroller.errors import DataError
-from mcontroller.ppo.agents.chat_tokens import prompt_tokens, tokens_after_reply
+from mcontroller.ppo.agents.chat_tokens import conversation_tokens, tokens_after_reply
 from mcontroller.ppo.datasets.tokenizers import TokenizerSource
 from workers.run.hf_tokenizer import HuggingFaceTokenizer
 
@@ -92,7 +92,7 @@ def test_tokens_after_a_reply_are_those_of_transformers(
     messages = [*start, {"role": "assistant", "content": REPLY}, {"role": "user", "content": HOSTILE[text]}]
     stop = tokenizer.tokenizer.eos_token_id
     expected, prompt = whole(tokenizer, messages), whole(tokenizer, start)
-    assert expected[: len(prompt)] == prompt == prompt_tokens(tokenizer, start, [])
+    assert expected[: len(prompt)] == prompt == conversation_tokens(tokenizer, start, [])
     replied = next(
         end
         for end in range(len(prompt), len(expected))
@@ -106,13 +106,18 @@ def test_tokens_after_a_reply_are_those_of_transformers(
 def test_arguments_of_tools_are_written_once(tokenizer: HuggingFaceTokenizer) -> None:
     tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
     ask, answer = {"role": "user", "content": "2 + 3?"}, {"role": "tool", "content": "5", "tool_call_id": "call00000"}
-    for text, value in (('{"a": "ü", "b": 3}', {"a": "ü", "b": 3}), ("{a: 2", "{a: 2"), ('{"a": "\\ud800"}', None)):
+    for text, value in (('{"a": "ü", "b": 3}', {"a": "ü", "b": 3}), ("{a: 2", "{a: 2")):
         call = {"id": "call00000", "type": "function", "function": {"name": "add", "arguments": text}}
         messages = [ask, {"role": "assistant", "content": None, "tool_calls": [call]}, answer]
-        call_of_transformers = {**call, "function": {"name": "add", "arguments": text if value is None else value}}
+        call_of_transformers = {**call, "function": {"name": "add", "arguments": value}}
         of_transformers = [ask, {**messages[1], "tool_calls": [call_of_transformers]}, answer]
-        assert prompt_tokens(tokenizer, messages, tools) == whole(tokenizer, of_transformers, tools=tools)
+        assert conversation_tokens(tokenizer, messages, tools) == whole(tokenizer, of_transformers, tools=tools)
         assert messages[1]["tool_calls"] == [call]
+    call = {"id": "call00000", "type": "function", "function": {"name": "add", "arguments": '{"a": "\\ud800"}'}}
+    with pytest.raises(DataError, match="half of a surrogate pair"):
+        conversation_tokens(
+            tokenizer, [ask, {"role": "assistant", "content": None, "tool_calls": [call]}, answer], tools
+        )
 
 
 def test_a_template_that_does_not_write_the_reply_is_an_error(tokenizer: HuggingFaceTokenizer) -> None:
