@@ -4,27 +4,54 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
 from statistics import fmean
 
+from mcontroller.ppo.config import ValidationConfig
 from mcontroller.ppo.data import Dataset, in_order
 from mcontroller.ppo.rewards.reward import Reward, joined
 from mcontroller.ppo.step import PPOStep
 from mcontroller.ppo.summary import reward_metrics
 
-
-def validate(step: PPOStep, problems: Dataset) -> dict[str, float]:
-    """Return the statistics of the scores of responses to held-out problems; see ``validation_metrics``."""
-    config, rewards = step.config.validation, []
-    for batch in in_order(problems, step.config.data.val_batch_size):
-        step.weights.update()
-        with step.stages("held-out", step.groups.rollout.generate_sequences):
-            responses, asked = step.generate(batch, **config.sampling())
-        with step.stages.overlapping() as start:
-            rewards.append(step.scored(responses, asked, start, held_out=True)[1])
-    return validation_metrics(joined(rewards), config.n)
+HELD_OUT = "held_out"
+"""Prefix of the metrics of held-out problems."""
 
 
-def validation_metrics(reward: Reward, n: int) -> dict[str, float]:
+@dataclass(frozen=True)
+class Evaluation:
+    """Held-out problems, and how the responses to them are sampled.
+
+    Attributes:
+        problems: the problems.
+        sampling: of the responses.
+    """
+
+    problems: Dataset
+    sampling: ValidationConfig
+
+
+def validate(step: PPOStep, evaluations: Mapping[str, Evaluation]) -> dict[str, float]:
+    """Return the statistics of the scores of responses to held-out problems; see ``validation_metrics``.
+
+    Args:
+        step: generates and scores.
+        evaluations: by the prefix of their metrics.
+    """
+    metrics: dict[str, float] = {}
+    for prefix, evaluation in evaluations.items():
+        rewards = []
+        for batch in in_order(evaluation.problems, step.config.data.val_batch_size):
+            step.weights.update()
+            with step.stages("held-out", step.groups.rollout.generate_sequences):
+                responses, asked = step.generate(batch, **evaluation.sampling.sampling())
+            with step.stages.overlapping() as start:
+                rewards.append(step.scored(responses, asked, start, held_out=True)[1])
+        metrics |= validation_metrics(joined(rewards), evaluation.sampling.n, prefix)
+    return metrics
+
+
+def validation_metrics(reward: Reward, n: int, prefix: str = HELD_OUT) -> dict[str, float]:
     """Return statistics of the scores of ``n`` responses to each problem, under ``held_out/``.
 
     ``score`` is the mean over all responses. With more than one response, ``mean_at_<n>`` is that mean as well,
@@ -35,8 +62,9 @@ def validation_metrics(reward: Reward, n: int) -> dict[str, float]:
     Args:
         reward: of the responses; those to one problem are neighbors.
         n: responses to each problem.
+        prefix: of the names of the metrics, in place of ``held_out``.
     """
-    metrics = reward_metrics("held_out", reward)
+    metrics = reward_metrics(prefix, reward)
     if n == 1:
         return metrics
     best, voted, scores = [], [], reward.row_scores().view(-1, n).tolist()
@@ -49,7 +77,7 @@ def validation_metrics(reward: Reward, n: int) -> dict[str, float]:
             answers = [reward.answers[problem * n + row] for row in rows]
             voted.append(of_problem[rows[answers.index(Counter(answers).most_common(1)[0][0])]])
     if best:
-        metrics |= {f"held_out/mean_at_{n}": metrics["held_out/score"], f"held_out/best_at_{n}": fmean(best)}
+        metrics |= {f"{prefix}/mean_at_{n}": metrics[f"{prefix}/score"], f"{prefix}/best_at_{n}": fmean(best)}
     if voted:
-        metrics[f"held_out/maj_at_{n}"] = fmean(voted)
+        metrics[f"{prefix}/maj_at_{n}"] = fmean(voted)
     return metrics
