@@ -275,9 +275,13 @@ class ValidationConfig:
     """Sample from the smallest set of tokens with at least this probability."""
     top_k: int = 0
     """[tokens] Sample from the most likely tokens. 0: all."""
+    response_length: int | None = None
+    """[tokens] Longest response, at most ``rollout.response_length``. None: that."""
 
     def __post_init__(self) -> None:
         check_at_least("validation.n", self.n, 1)
+        if self.response_length is not None:
+            check_at_least("validation.response_length", self.response_length, 1)
         check_above("validation.temperature", self.temperature, 0.0)
         if self.n > 1 and not self.do_sample:
             raise ConfigError(
@@ -289,9 +293,10 @@ class ValidationConfig:
 
     def sampling(self) -> dict[str, Any]:
         """Return the settings of the rollout."""
+        length = {} if self.response_length is None else {"response_length": self.response_length}
         if not self.do_sample:
-            return {"do_sample": False, "n": 1}
-        return dataclasses.asdict(self)
+            return {"do_sample": False, "n": 1, **length}
+        return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
 
 
 @strict_fields
@@ -372,6 +377,9 @@ class TrainerConfig:
 
     total_training_steps: int = 100
     """[steps] Steps of PPO."""
+    epochs: int = 0
+    """[passes] Train until the training data has been read so often, in place of ``total_training_steps``; with dynamic
+    sampling, a step reads more than one batch. 0: ``total_training_steps``."""
     critic_warmup: int = 0
     """[steps] Steps at the start in which only the critic is trained."""
     val_before_train: bool = True
@@ -471,6 +479,7 @@ class TrainerConfig:
                 value=self.asynchronous.replay,
             )
         check_at_least("trainer.total_training_steps", self.total_training_steps, 0)
+        check_at_least("trainer.epochs", self.epochs, 0)
         check_at_least("trainer.critic_warmup", self.critic_warmup, 0)
         check_at_least("trainer.test_freq", self.test_freq, -1)
         check_at_least("trainer.save_freq", self.save_freq, -1)

@@ -358,9 +358,18 @@ class BatchStream:
         """Return the positions before ``position(index)`` of rows that are not in the batches before ``index``."""
         return self._pending[(index - self._start) * self.batch_size :]
 
+    def rows_before(self, index: int) -> int:
+        """Return the number of rows of the batches before ``index``, with those that ended passes left out."""
+        return self.position(index) - len(self.pending(index))
+
     def passes(self, index: int) -> float:
         """Return the passes over the data set before batch ``index``."""
-        return (self.position(index) - len(self.pending(index))) / len(self.dataset)
+        return self.rows_before(index) / len(self.dataset)
+
+    def batches_of(self, passes: int) -> int:
+        """Return the number of batches of a new stream in so many passes."""
+        is_endless = isinstance(self.dataset, Mixture)
+        return passes * len(self.dataset) // self.batch_size if is_endless else passes * self.per_pass
 
     def rows(self, index: int) -> list[int]:
         """Return the positions of the rows of a batch."""

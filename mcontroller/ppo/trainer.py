@@ -31,7 +31,7 @@ from mcontroller.ppo.saving.run_record import BatchInFlight, read_record
 from mcontroller.ppo.stages import SharedDevices, Stages
 from mcontroller.ppo.step import PPOStep
 from mcontroller.ppo.summary import experience_metrics, sample_tokens
-from mcontroller.ppo.validation import validate
+from mcontroller.ppo.validation import HELD_OUT, Evaluation, validate
 from mcontroller.ray.resource_pool import ResourcePoolManager
 from mcontroller.ray.worker_group import MegatronRayWorkerGroup
 from mcontroller.trace.recorder import recorder, span
@@ -60,7 +60,8 @@ class RayPPOTrainer:
         val_reward_fn: the reward of the responses to held-out problems; ``reward_fn`` by default.
         train_dataset: problems; a row has ``input_ids`` and ``attention_mask`` ``[prompt]``, padded on the left, and
             any other columns, which are passed to ``reward_fn``.
-        val_dataset: held-out problems, in the same form. None: no validation.
+        val_dataset: held-out problems, in the same form. None: those of ``evaluations`` alone.
+        evaluations: other held-out problems by name, with a sampling of their own; metrics ``held_out/<name>/score``.
         warm_up_dataset: demonstrations for the supervised phase: rows of ``input_ids``, ``attention_mask`` and
             ``loss_mask`` ``[seq]``.
         combine_rewards: makes one score of that of ``reward_fn`` and that of the reward model, if there are both, such
@@ -97,6 +98,7 @@ class RayPPOTrainer:
         train_dataset: Dataset | None = None,
         val_dataset: Dataset | None = None,
         *,
+        evaluations: Mapping[str, Evaluation] | None = None,
         warm_up_dataset: Dataset | None = None,
         combine_rewards: CombineRewards | None = None,
         rollout_fn: RolloutFunction | None = None,
@@ -116,13 +118,16 @@ class RayPPOTrainer:
             raise ConfigError(f"warm_up.steps is {config.warm_up.steps}, but warm_up_dataset is None", key="warm_up")
         if config.trainer.resume:
             read_record(Path(config.trainer.default_local_dir))
-        check_rows(train_dataset=train_dataset, val_dataset=val_dataset)
+        others = {f"{HELD_OUT}/{name}": each for name, each in (evaluations or {}).items()}
+        check_rows(train_dataset=train_dataset, val_dataset=val_dataset, **{k: e.problems for k, e in others.items()})
         self.config = config
         self.tokenizer = tokenizer
         self.tokenizer_files = tokenizer_files
         self.role_worker_mapping = role_worker_mapping
         self.resource_pool_manager = resource_pool_manager
         self.val_dataset = val_dataset
+        first = {} if val_dataset is None else {HELD_OUT: Evaluation(val_dataset, config.validation)}
+        self.evaluations = {**first, **others}
         self.warm_up_dataset = warm_up_dataset
         self.stateful = dict(stateful or {})
         self.trackers = trackers
@@ -322,11 +327,11 @@ class RayPPOTrainer:
 
     def _train(self) -> None:
         """Run the steps of PPO, and export the policy."""
-        total = self.config.trainer.total_training_steps
+        total = self.total_steps
         estimator = self.config.algorithm.adv_estimator
         name = "PPO" if estimator == "gae" else estimator.upper().replace("_", " ")
         self.display.phase(name, total, done=self.global_steps)
-        while self.global_steps < total and not self._stopping:
+        while not self._is_last_step():
             self._stop_if_preempted()
             if self.global_steps:
                 self._grow_if_possible()
@@ -341,7 +346,7 @@ class RayPPOTrainer:
                     metrics = united(metrics, self.validate())
                 self._synchronize_reference()
                 if self._is_save_due():
-                    last = self._stopping or self.global_steps == total
+                    last = self._is_last_step()
                     self.save_checkpoint(wait=last, reshardable=last)
                 else:
                     self.checkpoints.finish_if_written()
@@ -438,9 +443,9 @@ class RayPPOTrainer:
 
         See ``validation_metrics``.
         """
-        if self.val_dataset is None:
+        if not self.evaluations:
             return {}
-        metrics = validate(self.step, self.val_dataset)
+        metrics = validate(self.step, self.evaluations)
         for callback in self.callbacks:
             callback.validated(self, metrics)
         self.display.held_out(self.global_steps, metrics)
@@ -482,8 +487,8 @@ class RayPPOTrainer:
 
     def _save_to_memory(self) -> None:
         """Copy the state of every trained role to memory, if it is due and the run goes on."""
-        every, total = self.config.trainer.memory_save_freq, self.config.trainer.total_training_steps
-        if every and self.global_steps % every == 0 and self.global_steps < total and not self._stopping:
+        every = self.config.trainer.memory_save_freq
+        if every and self.global_steps % every == 0 and not self._is_last_step():
             with self.stages("memory"):
                 self.memory.save(self.run_groups.trained(), self._state())
 
@@ -546,8 +551,21 @@ class RayPPOTrainer:
                 tracker.rewind(self.global_steps or -1)  # a warm-up has steps too, before step 0
 
     def _is_due(self, every: int) -> bool:
-        last = self._stopping or self.global_steps == self.config.trainer.total_training_steps
-        return every >= 0 and (last or (every > 0 and self.global_steps % every == 0))
+        return every >= 0 and (self._is_last_step() or (every > 0 and self.global_steps % every == 0))
+
+    @property
+    def total_steps(self) -> int:
+        """The most steps of the run; with ``trainer.epochs`` and dynamic sampling it may need fewer."""
+        trainer = self.config.trainer
+        return self.train_batches.batches_of(trainer.epochs) if trainer.epochs else trainer.total_training_steps
+
+    def _is_last_step(self) -> bool:
+        """Return whether the run ends after the steps so far: with epochs, if no batch of the last pass is left."""
+        epochs, batches = self.config.trainer.epochs, self.train_batches
+        if self._stopping or not epochs:
+            return self._stopping or self.global_steps >= self.total_steps
+        read = batches.rows_before(self.drawn_batches) - len(self._rows_in_flight()[1])
+        return read + batches.batch_size > epochs * len(batches.dataset)
 
     def _is_save_due(self) -> bool:
         trainer = self.config.trainer
@@ -562,12 +580,12 @@ class RayPPOTrainer:
                 self.reference.sync_reference(trainer.ref_sync_mix)
 
     def _progress(self, batch: DataProto, prompts: int) -> dict[str, float]:
-        in_flight = len(self._rows_in_flight()[1])
+        batches, in_flight = self.train_batches, len(self._rows_in_flight()[1])
         return {
             "train/prompts": float(prompts),
             "train/n": len(batch) / prompts,
             "train/num_tokens": float(self.num_tokens),
-            "train/epoch": self.train_batches.passes(self.drawn_batches) - in_flight / len(self.train_batches.dataset),
+            "train/epoch": (batches.rows_before(self.drawn_batches) - in_flight) / len(batches.dataset),
             "train/restarts": float(len(self.recovery.failures)),
             **({"train/processes": float(self.elastic.processes)} if self.config.trainer.elastic else {}),
         }

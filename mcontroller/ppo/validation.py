@@ -4,33 +4,58 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
 from statistics import fmean
 
+from mcontroller.ppo.config import ValidationConfig
 from mcontroller.ppo.data import HELD_OUT_BATCH, Dataset, in_order
 from mcontroller.ppo.metrics import Metrics, of_ranks, united
 from mcontroller.ppo.rewards.reward import Reward, joined
 from mcontroller.ppo.step import PPOStep
 from mcontroller.ppo.summary import reward_metrics
 
+HELD_OUT = "held_out"
+"""Prefix of the metrics of held-out problems."""
 
-def validate(step: PPOStep, problems: Dataset) -> dict[str, float]:
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Held-out problems, and how the responses to them are sampled.
+
+    Attributes:
+        problems: the problems.
+        sampling: of the responses.
+    """
+
+    problems: Dataset
+    sampling: ValidationConfig
+
+
+def validate(step: PPOStep, evaluations: Mapping[str, Evaluation]) -> dict[str, float]:
     """Return the statistics of the scores of responses to held-out problems; see ``validation_metrics``.
 
     What the rollout reports, such as failed episodes, is under ``validation/``.
+
+    Args:
+        step: generates and scores.
+        evaluations: by the prefix of their metrics.
     """
-    config, rewards, generation = step.config.validation, [], Metrics()
-    for number, batch in enumerate(in_order(problems, step.config.data.val_batch_size)):
-        step.weights.update()
-        with step.stages("held-out", step.groups.rollout.generate_sequences):
-            responses, asked = step.generate(batch, **config.sampling(), **{HELD_OUT_BATCH: number})
-        generation.add(of_ranks(responses.meta_info.pop("metrics", {})), weight=len(responses))
-        with step.stages.overlapping() as start:
-            rewards.append(step.scored(responses, asked, start, held_out=True)[1])
-    of_generation = {f"validation/{name}": value for name, value in generation.take().items()}
-    return united(validation_metrics(joined(rewards), config.n), of_generation)
+    metrics, generation = dict[str, float](), Metrics()
+    for prefix, evaluation in evaluations.items():
+        rewards = []
+        for number, batch in enumerate(in_order(evaluation.problems, step.config.data.val_batch_size)):
+            step.weights.update()
+            with step.stages("held-out", step.groups.rollout.generate_sequences):
+                responses, asked = step.generate(batch, **evaluation.sampling.sampling(), **{HELD_OUT_BATCH: number})
+            generation.add(of_ranks(responses.meta_info.pop("metrics", {})), weight=len(responses))
+            with step.stages.overlapping() as start:
+                rewards.append(step.scored(responses, asked, start, held_out=True)[1])
+        metrics = united(metrics, validation_metrics(joined(rewards), evaluation.sampling.n, prefix))
+    return united(metrics, {f"validation/{name}": value for name, value in generation.take().items()})
 
 
-def validation_metrics(reward: Reward, n: int) -> dict[str, float]:
+def validation_metrics(reward: Reward, n: int, prefix: str = HELD_OUT) -> dict[str, float]:
     """Return statistics of the scores of ``n`` responses to each problem, under ``held_out/``.
 
     ``score`` is the mean over all responses. With more than one response, ``mean_at_<n>`` is that mean as well,
@@ -41,8 +66,9 @@ def validation_metrics(reward: Reward, n: int) -> dict[str, float]:
     Args:
         reward: of the responses; those to one problem are neighbors.
         n: responses to each problem.
+        prefix: of the names of the metrics, in place of ``held_out``.
     """
-    metrics = reward_metrics("held_out", reward)
+    metrics = reward_metrics(prefix, reward)
     if n == 1:
         return metrics
     best, voted, scores = [], [], reward.row_scores().view(-1, n).tolist()
@@ -55,7 +81,7 @@ def validation_metrics(reward: Reward, n: int) -> dict[str, float]:
             answers = [reward.answers[problem * n + row] for row in rows]
             voted.append(of_problem[rows[answers.index(Counter(answers).most_common(1)[0][0])]])
     if best:
-        metrics |= {f"held_out/mean_at_{n}": metrics["held_out/score"], f"held_out/best_at_{n}": fmean(best)}
+        metrics |= {f"{prefix}/mean_at_{n}": metrics[f"{prefix}/score"], f"{prefix}/best_at_{n}": fmean(best)}
     if voted:
-        metrics[f"held_out/maj_at_{n}"] = fmean(voted)
+        metrics[f"{prefix}/maj_at_{n}"] = fmean(voted)
     return metrics

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from mcontroller.config.checks import check_at_least
 from mcontroller.config.fields import nested_config, strict_fields
@@ -21,6 +21,8 @@ from mcontroller.ppo.datasets.tokenizers import TokenizerConfig
 from mcontroller.ppo.rewards.config import RewardsConfig
 from workers.config import ActorConfig, CriticConfig, ModelConfig, ParallelConfig, RewardConfig
 from workers.weights.hf.hub import is_hub_name, local_directory
+
+D = TypeVar("D", bound=DatasetConfig)
 
 OWN_POOL_ROLES = ("rollout", "critic", "ref", "reward_model")
 """The roles that can be in a pool of ``pools``."""
@@ -162,7 +164,9 @@ class RunConfig(PPOConfig):
         data = dataclasses.replace(
             self.data,
             train=_with_absolute_path(self.data.train),
+            mixture={name: _with_absolute_path(each) for name, each in self.data.mixture.items()},
             val=None if self.data.val is None else _with_absolute_path(self.data.val),
+            evaluations={name: _with_absolute_path(each) for name, each in self.data.evaluations.items()},
         )
         functions = {
             name: dataclasses.replace(function, function=absolute_path_of(function.function))
@@ -207,9 +211,8 @@ def check_files(config: RunConfig) -> None:
         ConfigError: some do not; all of them are reported together.
     """
     errors = CollectedErrors()
-    errors.attempt(partial(check_dataset, config.data.train, "data.train"))
-    if config.data.val is not None:
-        errors.attempt(partial(check_dataset, config.data.val, "data.val"))
+    for key, dataset in (config.data.training_sets() | config.data.held_out_sets()).items():
+        errors.attempt(partial(check_dataset, dataset, key))
     sections = {role: getattr(config, role) for role in ROLES}
     directories = {f"{role}.model.hf_path": each.model.hf_path for role, each in sections.items() if each is not None}
     if config.tokenizer.kind == TokenizerConfig().kind:  # another kind may not read a directory
@@ -279,8 +282,9 @@ def _check_nodes(key: str, counts: list[int]) -> None:
         check_at_least(key, count, 1)
 
 
-def _with_absolute_path(dataset: DatasetConfig) -> DatasetConfig:
-    return dataclasses.replace(dataset, path=_absolute(dataset.path))
+def _with_absolute_path(dataset: D) -> D:
+    paths = [_absolute(path) for path in dataset.paths]
+    return dataclasses.replace(dataset, path=paths if len(paths) > 1 else paths[0])
 
 
 def _with_absolute_hf_path(section: Any) -> Any:

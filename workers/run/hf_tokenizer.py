@@ -87,6 +87,11 @@ class HuggingFaceTokenizer:
         """Return the ids of a text, without special tokens that the text does not contain."""
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
+    def encode_after(self, before: str, text: str) -> list[int]:
+        """Return the ids of a text that follows another one: some tokenizers put a space in front of a first text."""
+        start, whole = self.encode(before), self.encode(before + text)
+        return whole[len(start) :] if whole[: len(start)] == start else self.encode(text)
+
     @property
     def text_prefix(self) -> list[int]:
         """Ids that the tokenizer puts in front of a text, such as BOS."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -12,9 +12,9 @@ from mcontroller.config.load import CollectedErrors
 from mcontroller.errors import ConfigError
 from mcontroller.ppo.agents.episodes import Episodes
 from mcontroller.ppo.agents.turns import Demonstrating, MultiTurnRollout, make_environment, make_episodes
-from mcontroller.ppo.config import TrainerConfig
-from mcontroller.ppo.data import BatchStream
-from mcontroller.ppo.datasets.prompts import Demonstrations, PromptRows, answer_of
+from mcontroller.ppo.config import TrainerConfig, ValidationConfig
+from mcontroller.ppo.data import BatchStream, Mixture
+from mcontroller.ppo.datasets.prompts import Demonstrations, PromptRows, answer_of, demonstrations_of
 from mcontroller.ppo.datasets.sources import Records, load_records
 from mcontroller.ppo.datasets.tokenizers import TOKENIZERS, TextTokenizer, TokenizerSource
 from mcontroller.ppo.estimators.registry import ADVANTAGE_ESTIMATORS
@@ -24,9 +24,10 @@ from mcontroller.ppo.rewards.processes import LoadedFunction, Sample
 from mcontroller.ppo.rewards.reward import CombineRewards, weighted_sum
 from mcontroller.ppo.rewards.trial import right_response
 from mcontroller.ppo.roles import Role, check_generates_alone, check_roles, role_workers
+from mcontroller.ppo.validation import Evaluation
 from mcontroller.trackers import TRACKERS
 from workers.actor import ActorRolloutRefWorker
-from workers.config import ActorConfig, ModelConfig
+from workers.config import ActorConfig, ModelConfig, RolloutConfig
 from workers.config.trained_weights import base_is_frozen
 from workers.critic import CriticWorker
 from workers.planning import is_planned
@@ -49,31 +50,42 @@ class RunParts:
 
     Attributes:
         tokenizer: the tokenizer.
-        train: problems to train on.
-        val: held-out problems, if there are any.
+        train: problems to train on, which may be of several data sets.
+        val: the held-out problems of ``data.val``, if there are any.
+        evaluations: those of ``data.evaluations`` by name.
+        prompts: the problems of all data sets by their keys in the configuration.
         warm_up: demonstrations, if there is a supervised phase.
         rewards: the reward functions, if there are any.
         rollout_fn: generates responses of several turns, if there is an environment or an episode.
         combine: makes one score of the functions' and the reward model's, if there are both.
         roles: the worker class of every role.
+        training_sets: the keys of the data sets that are trained on.
     """
 
     tokenizer: TextTokenizer
-    train: PromptRows
+    train: PromptRows | Mixture
     val: PromptRows | None
-    warm_up: Demonstrations | None
+    evaluations: Mapping[str, Evaluation]
+    warm_up: Demonstrations | Mixture | None
     rewards: FunctionRewards | None
     rollout_fn: Episodes | None
     combine: CombineRewards | None
     roles: dict[Role, Any]
+    prompts: Mapping[str, PromptRows]
+    training_sets: Sequence[str]
+
+    def steps(self, config: RunConfig) -> int:
+        """Return the steps of ``trainer.epochs`` passes over the problems, each of one batch."""
+        return BatchStream(self.train, config.data.train_batch_size, 0).batches_of(config.trainer.epochs)
 
     def problem_lines(self) -> list[str]:
-        """Return a line for each data set, with the number of prompts that were dropped."""
+        """Return a line for each data set, with the number of prompts that were dropped or truncated."""
         lines = []
-        for name, prompts in (("data.train", self.train), ("data.val", self.val)):
-            if prompts is not None:
-                dropped = f", {prompts.dropped} dropped: longer than {prompts.prompt_length} tokens"
-                lines.append(f"{name}: {len(prompts)} prompts{dropped if prompts.dropped else ''}")
+        for name, prompts in self.prompts.items():
+            long = f"longer than {prompts.prompt_length} tokens"
+            dropped = f", {prompts.dropped} dropped: {long}" if prompts.dropped else ""
+            truncated = f", {prompts.truncated} without their beginning: {long}" if prompts.truncated else ""
+            lines.append(f"{name}: {len(prompts)} prompts{dropped}{truncated}")
         return lines
 
     def try_rewards(self, *, in_process: bool = False) -> list[str]:
@@ -83,7 +95,7 @@ class RunParts:
             in_process: call them in this process, without a deadline, instead of in processes.
 
         Returns:
-            A line if right answers do not get the best score.
+            A line for each training set whose right answers do not get the best score.
 
         Raises:
             DataError: a function fails or reads what a problem does not have, or none applies and there is no reward
@@ -91,13 +103,13 @@ class RunParts:
         """
         if self.rewards is None:
             return []
-        train, held_out = (self._samples(prompts) for prompts in (self.train, self.val))
+        training = {key: self._samples(rows) for key, rows in self.prompts.items() if key in self.training_sets}
+        held_out = {key: self._samples(rows) for key, rows in self.prompts.items() if key not in training}
         must_apply = self.combine is None
-        return self.rewards.check(train, held_out=held_out, must_apply=must_apply, in_process=in_process)
+        return self.rewards.check(training, held_out=held_out, must_apply=must_apply, in_process=in_process)
 
     @staticmethod
-    def _samples(prompts: PromptRows | None) -> list[Sample]:
-        rows = [] if prompts is None else map(prompts.__getitem__, range(len(prompts)))
+    def _samples(prompts: PromptRows) -> list[Sample]:
         return [
             {
                 **row["record"],
@@ -105,7 +117,7 @@ class RunParts:
                 "answer": row["answer"],
                 "response": right_response(row["answer"]),
             }
-            for row in rows
+            for row in map(prompts.__getitem__, range(len(prompts)))
         ]
 
 
@@ -188,17 +200,34 @@ def make_parts(config: RunConfig) -> RunParts:
         attempt(partial(TRACKERS.get_or_raise, name))
     for name, function in config.rewards.functions.items():
         attempt(partial(LoadedFunction, function, f"rewards.functions.{name}"))
-    train = attempt(lambda: load_records(config.data.train, "data.train"))
-    val = attempt(lambda: None if config.data.val is None else load_records(config.data.val, "data.val"))
-    tokenizer = None if train is None else attempt(lambda: make_tokenizer(config, train, val))
-    rollout = config.actor_rollout_ref.rollout
+    data, rollout = config.data, config.actor_rollout_ref.rollout
+    configured = data.training_sets() | data.held_out_sets()
+    loaded = {key: attempt(partial(load_records, dataset, key)) for key, dataset in configured.items()}
+    records = {key: each for key, each in loaded.items() if each is not None}
+    tokenizer = None
+    if all(key in records for key in data.training_sets()):
+        tokenizer = attempt(lambda: make_tokenizer(config, [*records.values()]))
 
-    def prompts(records: Records | None) -> PromptRows | None:
-        if records is None or tokenizer is None:
+    def encoded(key: str) -> PromptRows | None:
+        if key not in records or tokenizer is None:
             return None
-        return attempt(lambda: PromptRows(records, config.data, tokenizer, rollout.prompt_length))
+        return attempt(lambda: PromptRows(records[key], data, tokenizer, rollout.prompt_length))
 
-    problem_rows, held_out = prompts(train), prompts(val)
+    made = {key: encoded(key) for key in configured}
+    prompts = {key: each for key, each in made.items() if each is not None}
+    evaluations = {}
+    for name, dataset in data.evaluations.items():
+        key = f"data.evaluations.{name}"
+        sampling = attempt(partial(dataset.sampling, config.validation))
+        if sampling is not None:
+            attempt(partial(check_validation, sampling, rollout, key))
+            if key in prompts:
+                evaluations[name] = Evaluation(prompts[key], sampling)
+    attempt(partial(check_validation, config.validation, rollout, "validation"))
+    problem_rows: PromptRows | Mixture | None = prompts.get("data.train")
+    if data.mixture and all(key in prompts for key in data.training_sets()):
+        mixed = {name: prompts[f"data.mixture.{name}"] for name in data.mixture}
+        problem_rows = Mixture(mixed, {name: each.weight for name, each in data.mixture.items()})
     environment, episodes = None, None
     if tokenizer is not None:
         attempt(lambda: check_vocabulary(config, tokenizer, _first_texts(problem_rows)))
@@ -208,21 +237,47 @@ def make_parts(config: RunConfig) -> RunParts:
             episodes = MultiTurnRollout(environment, config.multi_turn.max_turns)
     attempt(lambda: check_generates_alone(config, roles, pools_of(config, roles), episodes))
     if problem_rows is not None:
-        attempt(partial(BatchStream, problem_rows, config.data.train_batch_size, config.data.seed, "data.train"))
+        name = "data.mixture" if data.mixture else "data.train"
+        attempt(partial(BatchStream, problem_rows, data.train_batch_size, data.seed, name))
     if config.reward_model is None:
         attempt(lambda: check_functions(config.rewards))
     demonstrate = environment.demonstrate if isinstance(environment, Demonstrating) else None
     demonstrations = None
     if config.warm_up.steps and problem_rows is not None:
-        demonstrations = attempt(partial(Demonstrations, problem_rows, rollout.response_length, demonstrate))
+        shown = [prompts[key] for key in data.training_sets()]
+        demonstrations = attempt(partial(demonstrations_of, shown, rollout.response_length, demonstrate))
     errors.raise_any()
     assert tokenizer is not None and problem_rows is not None
     rewards = FunctionRewards(config.rewards, tokenizer) if config.rewards.functions else None
     combine = weighted_sum() if config.reward_model is not None and rewards is not None else None
-    return RunParts(tokenizer, problem_rows, held_out, demonstrations, rewards, episodes, combine, roles)
+    val = prompts.get("data.val")
+    return RunParts(
+        tokenizer=tokenizer,
+        train=problem_rows,
+        val=val,
+        evaluations=evaluations,
+        warm_up=demonstrations,
+        rewards=rewards,
+        rollout_fn=episodes,
+        combine=combine,
+        roles=roles,
+        prompts=prompts,
+        training_sets=[*data.training_sets()],
+    )
 
 
-def _first_texts(prompts: PromptRows | None) -> list[str]:
+def check_validation(sampling: ValidationConfig, rollout: RolloutConfig, key: str) -> None:
+    """Raise ConfigError if responses to held-out problems are longer than the rollout can generate."""
+    if sampling.response_length is not None and sampling.response_length > rollout.response_length:
+        raise ConfigError(
+            f"{key}.response_length is {sampling.response_length}; the rollout generates at most "
+            f"rollout.response_length={rollout.response_length} tokens: reduce it, or increase that",
+            key=f"{key}.response_length",
+            value=sampling.response_length,
+        )
+
+
+def _first_texts(prompts: PromptRows | Mixture | None) -> list[str]:
     return [] if prompts is None else [prompts[index]["prompt"] for index in range(min(len(prompts), COMPARED))]
 
 
@@ -252,10 +307,15 @@ def _is_base(reference: ModelConfig, policy: ModelConfig) -> bool:
     )
 
 
-def make_tokenizer(config: RunConfig, train: Records, val: Records | None) -> TextTokenizer:
-    """Return the tokenizer of the configuration."""
+def make_tokenizer(config: RunConfig, records: Sequence[Records]) -> TextTokenizer:
+    """Return the tokenizer of the configuration.
+
+    Args:
+        config: the configuration of the run.
+        records: of all data sets, for a tokenizer that is made from their texts.
+    """
     path = config.tokenizer.path or config.actor_rollout_ref.model.hf_path
-    data, rows = config.data, [*train.rows, *(val.rows if val is not None else [])]
+    data, rows = config.data, [row for each in records for row in each.rows]
 
     def texts() -> tuple[list[str], list[str]]:
         values = ((row.get(data.prompt_key) for row in rows), (answer_of(row, data.answer_key) for row in rows))

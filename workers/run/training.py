@@ -70,6 +70,9 @@ def train(config: RunConfig, console: Console) -> Path:
     config = config.within(directory)
     _has_no_step(directory, config)
     parts = make_parts(config)
+    if config.trainer.epochs:  # for what shows or records the length of the run
+        steps = parts.steps(config)
+        config = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, total_training_steps=steps))
     for line in (*parts.problem_lines(), *chosen_lines(config)):
         console.print(line, highlight=False, soft_wrap=True)
     try:
@@ -130,6 +133,7 @@ def make_trainer(
         reward_fn=parts.rewards,
         train_dataset=parts.train,
         val_dataset=parts.val,
+        evaluations=parts.evaluations,
         warm_up_dataset=parts.warm_up,
         combine_rewards=parts.combine,
         rollout_fn=parts.rollout_fn,

@@ -12,9 +12,15 @@ from torch import Tensor
 
 from mcontroller.config.checks import close_names
 from mcontroller.errors import ConfigError, DataError
+from mcontroller.ppo.data import Mixture
 from mcontroller.ppo.datasets.config import ProblemsConfig
 from mcontroller.ppo.datasets.sources import Records
-from mcontroller.ppo.datasets.tokenizers import Message, PrefixingTokenizer, TextTokenizer
+from mcontroller.ppo.datasets.tokenizers import (
+    ContinuingTokenizer,
+    Message,
+    PrefixingTokenizer,
+    TextTokenizer,
+)
 
 
 class PromptRows:
@@ -148,11 +154,26 @@ class Demonstrations:
                 f"{answer!r}: set warm_up.steps=0, or data.answer_key",
                 prompt=prompt["prompt"],
             )
-        encode = self.prompts.tokenizer.encode
-        before, whole = encode(prompt["prompt"]), encode(prompt["prompt"] + answer)
-        # Some tokenizers put a space in front of a text, which is none inside of a text.
-        tokens = whole[len(before) :] if whole[: len(before)] == before else encode(answer)
+        tokenizer = self.prompts.tokenizer
+        continues = isinstance(tokenizer, ContinuingTokenizer)
+        tokens = tokenizer.encode_after(prompt["prompt"], answer) if continues else tokenizer.encode(answer)
         return Demonstration(tokens, [1] * len(tokens))
+
+
+def demonstrations_of(
+    prompts: Sequence[PromptRows],
+    response_length: int,
+    demonstrate: Callable[[Mapping[str, Any]], Demonstration] | None = None,
+) -> Demonstrations | Mixture:
+    """Return the demonstrations of several data sets, each row of which is shown equally often; see ``Demonstrations``.
+
+    Args:
+        prompts: of each data set.
+        response_length: see ``Demonstrations``.
+        demonstrate: see ``Demonstrations``.
+    """
+    parts = {str(number): Demonstrations(each, response_length, demonstrate) for number, each in enumerate(prompts)}
+    return next(iter(parts.values())) if len(parts) == 1 else Mixture(parts, {})
 
 
 def _check_columns(records: Records, config: ProblemsConfig) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +25,30 @@ class Records:
         name: the file, directory or task, for error messages.
         rows: the values by column.
         locations: the position of each row in ``name``, such as ``line 3``.
+        names: the file of each row, if the rows are of several.
     """
 
     name: str
     rows: Sequence[Mapping[str, Any]]
     locations: Sequence[str]
+    names: Sequence[str] = ()
+
+    @staticmethod
+    def joined(parts: Sequence[Records]) -> Records:
+        """Return the rows of several files in their order."""
+        if len(parts) == 1:
+            return parts[0]
+        rows = [row for part in parts for row in part.rows]
+        locations = [location for part in parts for location in part.locations]
+        names = [part.name for part in parts for _ in part.rows]
+        return Records(", ".join(part.name for part in parts), rows, locations, names)
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def location(self, index: int) -> str:
         """Return the name and the position of a row."""
-        return f"{self.name}, {self.locations[index]}"
+        return f"{self.names[index] if self.names else self.name}, {self.locations[index]}"
 
     def selected(self, skip: int, size: int) -> Records:
         """Return ``size`` rows after the first ``skip``; all of them for a ``size`` of 0.
@@ -50,7 +62,7 @@ class Records:
                 f"{self.name} has {len(self)} rows; skip {skip} and size {size} need {max(end, skip + 1)}",
                 rows=len(self),
             )
-        return Records(self.name, self.rows[skip:end], self.locations[skip:end])
+        return Records(self.name, self.rows[skip:end], self.locations[skip:end], self.names[skip:end])
 
 
 DATASET_SOURCES: Registry[Callable[[DatasetConfig], Records]] = Registry("source of problems", key="source")
@@ -281,8 +293,8 @@ def _lines(path: Path) -> list[str]:
         raise DataError(f"{path} is not text in UTF-8: byte {error.start}: {error.reason}", path=str(path)) from error
 
 
-def check_dataset(config: DatasetConfig, key: str) -> str:
-    """Return the name of the reader of a data set, whose file or directory exists if it has one.
+def check_dataset(config: DatasetConfig, key: str) -> list[str]:
+    """Return the name of the reader of each path of a data set, whose files or directories exist if it has some.
 
     Args:
         config: the data set.
@@ -293,15 +305,18 @@ def check_dataset(config: DatasetConfig, key: str) -> str:
     """
     if config.source is None and config.path is None:
         raise ConfigError(f"{key} has no path: set {key}.path to a JSONL or Parquet file", key=f"{key}.path")
-    name = config.source or source_of_path(Path(str(config.path)))
-    DATASET_SOURCES.get_or_raise(name, key=f"{key}.source")
-    if name in (*SUFFIXES.values(), "hf"):
-        _path(config)
-    return name
+    names = []
+    for path in config.paths:
+        name = config.source or source_of_path(Path(str(path)))
+        DATASET_SOURCES.get_or_raise(name, key=f"{key}.source")
+        if name in (*SUFFIXES.values(), "hf"):
+            _path(replace(config, path=path))
+        names.append(name)
+    return names
 
 
 def load_records(config: DatasetConfig, key: str) -> Records:
-    """Return the rows of a data set that ``skip`` and ``size`` select.
+    """Return the rows of a data set that ``skip`` and ``size`` select; those of several paths one after the other.
 
     Args:
         config: the data set.
@@ -311,5 +326,6 @@ def load_records(config: DatasetConfig, key: str) -> Records:
         ConfigError: there is no such reader, file or task, or an extra is missing.
         DataError: the content cannot be read, with the file and the line or row.
     """
-    records = DATASET_SOURCES[check_dataset(config, key)](config)
+    readers = zip(check_dataset(config, key), config.paths, strict=True)
+    records = Records.joined([DATASET_SOURCES[name](replace(config, path=path)) for name, path in readers])
     return records.selected(config.skip, config.size)

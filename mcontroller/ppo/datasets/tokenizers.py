@@ -59,6 +59,14 @@ class PrefixingTokenizer(Protocol):
         """Ids in front of a prompt that is a text. ``encode`` leaves them out; chat templates contain their own."""
 
 
+@runtime_checkable
+class ContinuingTokenizer(Protocol):
+    """The optional method of a tokenizer whose tokens of a text depend on whether it is the beginning."""
+
+    def encode_after(self, before: str, text: str) -> list[int]:
+        """Return the ids of a text that follows another one."""
+
+
 @strict_fields
 @dataclass(frozen=True, slots=True)
 class TokenizerConfig:

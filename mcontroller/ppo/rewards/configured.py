@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from mcontroller.data.protocol import DataProto
@@ -95,22 +96,22 @@ class FunctionRewards:
 
     def check(
         self,
-        samples: Sequence[Sample],
+        training: Mapping[str, Sequence[Sample]],
         *,
-        held_out: Sequence[Sample] = (),
+        held_out: Mapping[str, Sequence[Sample]] = MappingProxyType({}),
         must_apply: bool = True,
         in_process: bool = False,
     ) -> list[str]:
         """Call every function with problems of each kind and their right answers as responses; see ``try_functions``.
 
         Args:
-            samples: problems, the right answer of each as its response.
-            held_out: held-out problems.
+            training: by the key of a data set, its problems, the right answer of each as its response.
+            held_out: held-out problems, likewise.
             must_apply: reject functions that apply to none of them.
             in_process: call the functions in this process, without a deadline, instead of starting processes.
 
         Returns:
-            A line for people if right answers do not get the best score.
+            A line for each training set whose right answers do not get the best score.
 
         Raises:
             ConfigError: a function cannot be imported.
@@ -123,7 +124,7 @@ class FunctionRewards:
             found = self.pool.run(self._tasks(name, self.functions[name], tried))[name]
             return [found[row] for row in range(len(tried))]
 
-        return try_functions(self.functions, samples, call, held_out=held_out, must_apply=must_apply)
+        return try_functions(self.functions, training, call, held_out=held_out, must_apply=must_apply)
 
     def close(self) -> None:
         """End the processes."""

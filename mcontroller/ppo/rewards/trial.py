@@ -40,22 +40,24 @@ def right_response(answer: Any) -> str:
 
 def try_functions(
     functions: Mapping[str, LoadedFunction],
-    samples: Sequence[Sample],
+    training: Mapping[str, Sequence[Sample]],
     call: CallFunction,
     *,
-    held_out: Sequence[Sample] = (),
+    held_out: Mapping[str, Sequence[Sample]],
     must_apply: bool,
 ) -> list[str]:
-    """Call every function with a sample of each kind; return a line if right answers do not get the best score.
+    """Call every function with a sample of each kind; return a line for each training set with right answers at fault.
+
+    Right answers are at fault if they do not get the best score.
 
     Samples are of one kind if the values that the function reads have the same types. A function that scores batches
     gets the first two samples together.
 
     Args:
         functions: reward functions by name.
-        samples: problems with their right answers as responses; at least one.
+        training: by the key of a data set, problems with their right answers as responses; each has at least one.
         call: calls a function.
-        held_out: held-out problems.
+        held_out: held-out problems, likewise.
         must_apply: reject functions that return None for all of the first samples: nothing would be learned.
 
     Raises:
@@ -66,9 +68,9 @@ def try_functions(
     applies = False
     for name, function in functions.items():
         kinds: set[tuple[str, ...]] = set()
-        for key, problems in (("data.train", samples), ("data.val", held_out)):
+        for key, problems in {**training, **held_out}.items():
             for index in _first_of_new_kinds(function, problems, kinds):
-                pair = function.config.batch and problems is samples and index == 0
+                pair = function.config.batch and key in training and index == 0
                 tried = {
                     f"problem {row + 1} of {len(problems)} in {key}": problems[row]
                     for row in range(index, min(index + 1 + pair, len(problems)))
@@ -77,7 +79,7 @@ def try_functions(
                 for outcome in outcomes:
                     check_reported(functions, name, outcome.values or {})
                 applies |= any(outcome.score is not None for outcome in outcomes)
-    first = samples[:TRIED]
+    first = [sample for problems in training.values() for sample in problems[:TRIED]]
     if must_apply and not applies:
         scored = [outcome for name in functions for outcome in call(name, first)]
         if not any(outcome.score is not None or outcome.error for outcome in scored):
@@ -87,7 +89,8 @@ def try_functions(
                 f"{description_of(first[0])}",
                 functions=list(functions),
             )
-    return _lines_of_right_answers(functions, first, call)
+    lines = (_line_of_right_answers(functions, key, problems[:TRIED], call) for key, problems in training.items())
+    return [line for line in lines if line is not None]
 
 
 def _first_of_new_kinds(
@@ -200,14 +203,14 @@ def _hint(function: LoadedFunction, sample: Sample) -> str:
     return ""
 
 
-def _lines_of_right_answers(
-    functions: Mapping[str, LoadedFunction], samples: Sequence[Sample], call: CallFunction
-) -> list[str]:
+def _line_of_right_answers(
+    functions: Mapping[str, LoadedFunction], key: str, samples: Sequence[Sample], call: CallFunction
+) -> str | None:
     """Return a line if the right answer to a problem does not score above an empty response and another answer."""
     read = {name for function in functions.values() for name in {*function.names} - {*function.config.options}}
     answered = [sample for sample in samples if sample["response"]]
     if not answered or not read - {"prompt", "response"}:
-        return []
+        return None
     groups = []
     for sample in answered[:RIGHT]:
         others = [other["response"] for other in answered if other["response"] != sample["response"]]
@@ -226,11 +229,11 @@ def _lines_of_right_answers(
         if best is not None and (right is None or right <= best):
             not_best.append((group[0]["response"], right, response, best))
     if not not_best:
-        return []
+        return None
     answer, right, response, best = not_best[0]
-    return [
-        f"rewards: {len(not_best)} of {len(groups)} right answers do not get the best score, such as "
+    return (
+        f"rewards: {len(not_best)} of {len(groups)} right answers in {key} do not get the best score, such as "
         f"{answer[:SHOWN_CHARACTERS]!r} with {'none' if right is None else format(right, 'g')}, and "
         f"{response[:SHOWN_CHARACTERS]!r} with {best:g}: check data.answer_key and the functions, unless they expect a "
         "format that an answer alone does not have"
-    ]
+    )

@@ -133,8 +133,8 @@ def test_a_function_that_fails_for_every_sample_ends_the_run_with_the_reason(fun
 def test_a_trial_reports_a_missing_argument_before_the_start():
     each = rewards(mine="with_values")
     with pytest.raises(DataError, match=r"'mine' .* needs 'level', .* there are prompt, response, answer$"):
-        each.check([{"prompt": "1 + 1 =", "response": "2", "answer": "2"}])
-    each.check([{"prompt": "1 + 1 =", "response": "2", "answer": "2", "level": 1}])
+        each.check({"data.train": [{"prompt": "1 + 1 =", "response": "2", "answer": "2"}]})
+    each.check({"data.train": [{"prompt": "1 + 1 =", "response": "2", "answer": "2", "level": 1}]})
     each.close()
 
 
