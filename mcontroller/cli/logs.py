@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
             if not arguments.follow:
                 return 0
             time.sleep(FOLLOW_SECONDS)
-    except (KeyboardInterrupt, BrokenPipeError):
+    except KeyboardInterrupt:
         return 0
 
 

@@ -119,7 +119,7 @@ class RunReport:
         table = Table("stage", "seconds", "share", title="Time by stage", title_justify="left")
         for name, seconds in rows_of(stages, wall):
             table.add_row(name, f"{seconds:.1f}", f"{seconds / wall:.0%}")
-        self._console.print(table)
+        self._console.print(table, markup=False, emoji=False)
         if line := trainer.step.generations.summary():
             self._print(line)
         if self._trainer.trace:
@@ -172,7 +172,7 @@ class RunReport:
         replace_text(self._directory / SUMMARY, json.dumps(summary, indent=1))
 
     def _print(self, line: str) -> None:
-        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+        self._console.print(line, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
 def rows_of(stages: Mapping[str, float], wall: float) -> list[tuple[str, float]]:
