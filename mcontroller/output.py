@@ -6,11 +6,20 @@ import io
 import logging
 import os
 import sys
+import unicodedata
 from typing import TextIO
 
 from mcontroller.errors import MControllerError
 
 _logger = logging.getLogger(__name__)
+
+
+def printable(text: str) -> str:
+    """Return a text of another program with its control characters as escapes: a terminal would obey them."""
+    return "".join(
+        char if char in "\n\t" or unicodedata.category(char) not in ("Cc", "Cf", "Cs") else ascii(char)[1:-1]
+        for char in text
+    )
 
 
 class OutputError(MControllerError):

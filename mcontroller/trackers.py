@@ -139,9 +139,9 @@ class JsonlTracker:
     It is ``{"global_step": 3, "phase": "train", "time": 1767225600.0, "train/score": 0.5, ...}``, the time in seconds
     since 1970.
 
-    In a resumed run, the steps after its checkpoint are removed with the first line: they are repeated. Files are bounded: at
-    ``METRICS_BYTES``, which is about 70,000 steps, ``metrics.jsonl`` loses every second step, and goes on with every
-    second one; ``samples.jsonl`` does at ``SAMPLES_BYTES``.
+    In a resumed run, the steps after its checkpoint are removed with the first line: they are repeated. Files are
+    bounded: at ``METRICS_BYTES``, which is about 70,000 steps, ``metrics.jsonl`` loses every second step, and goes on
+    with every second one; ``samples.jsonl`` does at ``SAMPLES_BYTES``.
     """
 
     def __init__(self, run: Run) -> None:

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from mcontroller.data.protocol import DataProto
 from mcontroller.group import WorkerGroup
-from mcontroller.output import Output
+from mcontroller.output import Output, printable
 from mcontroller.ppo.saving.recovery import Failure
 from parallel_state.axes import RANK_AXIS
 from parallel_state.topology import Topology
@@ -130,7 +130,7 @@ class ProgressDisplay(Display):
 
     def starting(self, what: str) -> None:
         """Print the operation that starts."""
-        self._print(Text(f"{what} ...", style="dim"))
+        self._print(Text(f"{printable(what)} ...", style="dim"))
 
     def groups(self, groups: Mapping[str, WorkerGroup]) -> None:
         """Print the tables of groups and ranks."""

@@ -44,7 +44,6 @@ OUTPUTS = [closed_pipe, full_disk, ascii_file, closed_file]
 MARKUP = "no rank can read [/data/x] :warning: ∑"
 
 
-
 def trained(directory: Path, display: Display, **others: Any) -> int:
     with toy_trainer(toy_config(2, default_local_dir=str(directory)), display=display, **others) as trainer:
         trainer.display.starting(MARKUP)

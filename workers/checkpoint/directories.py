@@ -174,7 +174,9 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Path:
         found = partial_path(found)  # complete, if a save of the same step was stopped between its two renames
     if not (found / MANIFEST).is_file():
         if (found / METADATA).is_file():
-            text = f"the checkpoint {str(found)!r} is damaged: it has no {MANIFEST}, with which a save ends; load another"
+            text = (
+                f"the checkpoint {str(found)!r} is damaged: it has no {MANIFEST}, with which a save ends; load another"
+            )
             raise DataError(text, path=str(found / MANIFEST))
         raise DataError(
             f"there is no checkpoint at {str(path)!r}: expected {MANIFEST}, a file {_LATEST!r} naming a directory that "

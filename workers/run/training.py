@@ -81,7 +81,9 @@ def train(config: RunConfig, console: Console) -> Path:
         acquire_lock(directory / LOCK, f"the run in {directory}")
         if _has_no_step(directory, config) and config.trainer.resume:
             kept = _set_aside(directory)
-            console.print(f"no step of the run is saved: it begins again{kept}", markup=False, emoji=False, soft_wrap=True)
+            console.print(
+                f"no step of the run is saved: it begins again{kept}", markup=False, emoji=False, soft_wrap=True
+            )
             config = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, resume=False))
         report = RunReport(directory, config, console)
         trainer = make_trainer(config, parts, directory, console, [report])

@@ -84,7 +84,9 @@ def test_a_run_that_ended_before_its_first_save_begins_again_and_keeps_its_metri
         raise KeyboardInterrupt
 
     run = make_run("checkpoints")
-    (run / "checkpoints" / "actor" / ".saving-1a2b" / "global_step_1").mkdir(parents=True)  # a save that was interrupted
+    (run / "checkpoints" / "actor" / ".saving-1a2b" / "global_step_1").mkdir(
+        parents=True
+    )  # a save that was interrupted
     monkeypatch.setattr(training, "start_ray", interrupted)
     assert main(["resume", str(run)]) == training.INTERRUPTED
     assert "no step of the run is saved: it begins again; its metrics are now in metrics-1.jsonl" in (
@@ -96,7 +98,9 @@ def test_a_run_that_ended_before_its_first_save_begins_again_and_keeps_its_metri
 
 def test_a_new_run_is_not_saved_over_another_one(config_file: Path, tmp_path: Path) -> None:  # noqa: F811
     save(tmp_path / "shared", 5)
-    config = read_run_config(config_file, [f"trainer.default_local_dir={tmp_path / 'shared'}", f"run_dir={tmp_path / 'second'}"])
+    config = read_run_config(
+        config_file, [f"trainer.default_local_dir={tmp_path / 'shared'}", f"run_dir={tmp_path / 'second'}"]
+    )
     with pytest.raises(ConfigError) as caught:
         training.train(config, Console())
     assert caught.value.fields["key"] == "trainer.default_local_dir"
