@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from mcontroller.report.reading import records_of
 from mcontroller.trackers import TRAIN
 
 CURVES: Mapping[str, Mapping[str, str]] = {
@@ -37,12 +37,15 @@ def draw_curves(directory: Path) -> Path:
     """
     from matplotlib.figure import Figure
 
-    lines = (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    records = [record for record in map(json.loads, lines) if record["phase"] == TRAIN]
+    lines = records_of((directory / "metrics.jsonl").read_bytes())
+    records = [
+        record for record in lines if record.get("phase") == TRAIN and isinstance(record.get("global_step"), int)
+    ]
     figure = Figure(figsize=(11, 4), layout="constrained")
     for axes, (label, names) in zip(figure.subplots(1, 2), CURVES.items(), strict=True):
         for name, legend in names.items():
-            points = dict(sorted((each["global_step"], each[name]) for each in records if name in each))
+            with_value = [each for each in records if isinstance(each.get(name), int | float)]
+            points = dict(sorted((each["global_step"], each[name]) for each in with_value))
             if points:
                 axes.plot(list(points), list(points.values()), label=legend, marker="." if len(points) < 20 else None)
         axes.set(xlabel="step", ylabel=label)

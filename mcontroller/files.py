@@ -1,6 +1,7 @@
 """Files that are replaced as a whole: a reader finds the old content or the new one, after a crash too. And locks.
 
-A lock is a file with the name of its holder, and a lock of the kernel on it (``fcntl``), which ends with the process.
+A lock is a file with the name of its holder, and a lock of the kernel on it (``flock``), which ends with the process.
+A lock of ``lockf`` would end when its process closes the file after any other use, such as reading who has the lock.
 Network file systems that have such locks enforce them between nodes. Without them the content of the file decides.
 """
 
@@ -23,8 +24,17 @@ from mcontroller.errors import DataError
 _WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 """The errors of file systems that have no locks."""
 
-_held: dict[tuple[int, Path], int] = {}
-"""The descriptors of the locks that processes hold; a fork inherits the entries of its parent, and not the locks."""
+_held: dict[Path, int] = {}
+"""The descriptors of the locks that this process holds, by path."""
+
+
+def _close_inherited() -> None:
+    """Close the locks of the parent in a forked process, which would hold them longer than the parent."""
+    while _held:
+        os.close(_held.popitem()[1])
+
+
+os.register_at_fork(after_in_child=_close_inherited)
 
 _logger = logging.getLogger(__name__)
 
@@ -126,8 +136,8 @@ def acquire_lock(path: Path, what: str) -> None:
         DataError: another process holds the lock; fields: ``path``, ``host``, ``pid``, ``since``.
         OSError: the file cannot be written.
     """
-    path = path.absolute()
-    if (os.getpid(), path) in _held:
+    path = _lock_path(path)
+    if path in _held:
         return
     with contextlib.suppress(FileExistsError):  # a file: opening the lock says so
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -141,24 +151,29 @@ def acquire_lock(path: Path, what: str) -> None:
             os.close(descriptor)
             raise
         os.close(descriptor)
-    _held[os.getpid(), path] = descriptor
+    _held[path] = descriptor
 
 
 def release_lock(path: Path) -> None:
     """Release a lock; nothing if this process does not have it."""
-    path = path.absolute()
-    descriptor = _held.pop((os.getpid(), path), None)
+    path = _lock_path(path)
+    descriptor = _held.pop(path, None)
     if descriptor is not None:
         os.ftruncate(descriptor, 0)  # for a process that has opened the file already
         path.unlink(missing_ok=True)
         os.close(descriptor)
 
 
+def _lock_path(path: Path) -> Path:
+    """Return a path that is the same for every way to write the directory of a lock."""
+    return Path(os.path.realpath(path.parent), path.name)
+
+
 def _lock(descriptor: int, path: Path, what: str) -> None:
     """Lock an open file for this process, or raise DataError; then write the name of this process into it."""
     enforced, free = True, True
     try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno not in (errno.EACCES, errno.EAGAIN, *_WITHOUT_LOCKS):
             raise

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import math
 import os
-import sys
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,6 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 from mcontroller.config.imports import import_extra
 from mcontroller.config.registry import Registry
 from mcontroller.files import replace_text
+from mcontroller.output import Output
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,9 +139,9 @@ class JsonlTracker:
     It is ``{"global_step": 3, "phase": "train", "time": 1767225600.0, "train/score": 0.5, ...}``, the time in seconds
     since 1970.
 
-    In a resumed run, the steps after its checkpoint are removed with the first line: they are repeated. Files are bounded: at
-    ``METRICS_BYTES``, which is about 70,000 steps, ``metrics.jsonl`` loses every second step, and goes on with every
-    second one; ``samples.jsonl`` does at ``SAMPLES_BYTES``.
+    In a resumed run, the steps after its checkpoint are removed with the first line: they are repeated. Files are
+    bounded: at ``METRICS_BYTES``, which is about 70,000 steps, ``metrics.jsonl`` loses every second step, and goes on
+    with every second one; ``samples.jsonl`` does at ``SAMPLES_BYTES``.
     """
 
     def __init__(self, run: Run) -> None:
@@ -209,21 +209,21 @@ class ConsoleTracker:
     """
 
     def __init__(self, run: Run) -> None:
-        self._name = run.name
+        self._name, self._output = run.name, Output()
 
     def log(self, metrics: Mapping[str, float], step: int, phase: str = TRAIN) -> None:
         """Record metrics of a step."""
         shown = {name: value for name, value in metrics.items() if name in WORTH_READING} or metrics
         values = " ".join(f"{name}={value:.4g}" for name, value in shown.items())
-        sys.stdout.write(f"{self._name} {'' if phase == TRAIN else f'{phase} '}step {step}: {values}\n")
-        sys.stdout.flush()
+        self._output.write(f"{self._name} {'' if phase == TRAIN else f'{phase} '}step {step}: {values}\n")
+        self._output.flush()
 
     def log_samples(self, samples: Samples, step: int) -> None:
         """Print the first samples, a line for each."""
         for sample in samples[:_PRINTED_SAMPLES]:
             values = " ".join(f"{name}={value!r}" for name, value in sample.items())
-            sys.stdout.write(f"{self._name} step {step} sample: {values}\n")
-        sys.stdout.flush()
+            self._output.write(f"{self._name} step {step} sample: {values}\n")
+        self._output.flush()
 
     def close(self) -> None:
         """Do nothing."""

@@ -25,7 +25,8 @@ from parallel_state.axes import (
 )
 from parallel_state.errors import LayoutError
 
-MOST_RANKS = 2**31 - 1
+MOST_RANKS = 2**20
+"""A topology has the coordinates of each rank: far above, it would take all memory."""
 
 DEFAULT_ORDER = "tp-cp-ep-dp-pp"
 ORDER_AXES = ("tp", "cp", "ep", "dp", "pp")
@@ -232,7 +233,7 @@ def _check_counts(layout: ParallelLayout) -> None:
             raise LayoutError(f"{name} is {value!r}; expected an int of at least 1", axis=name, value=value)
     if layout.world_size > MOST_RANKS:
         raise LayoutError(
-            f"world_size is {layout.world_size}; torch.distributed counts at most {MOST_RANKS} ranks",
+            f"world_size is {layout.world_size}; expected at most {MOST_RANKS} ranks",
             world_size=layout.world_size,
         )
     if layout.vpp is not None and layout.pp == 1:

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mcontroller.errors import DataError
+from mcontroller.output import printable
 from mcontroller.ray.rank_logs import PLACES, RankLog, find_logs, merged_lines
 
 AXES = ("tp", "cp", "dp", "pp")
@@ -52,12 +53,12 @@ def run(arguments: argparse.Namespace) -> int:
             chosen = [log for log in find_logs(directory) if _is_chosen(log, arguments)]
             lines = merged_lines(chosen, offsets)
             for line in lines if offsets or arguments.tail is None else deque(lines, max(arguments.tail, 0)):
-                sys.stdout.write(f"{line.time} {line.log}: {line.text}\n")
+                sys.stdout.write(printable(f"{line.time} {line.log}: {line.text}") + "\n")
             sys.stdout.flush()
             if not arguments.follow:
                 return 0
             time.sleep(FOLLOW_SECONDS)
-    except (KeyboardInterrupt, BrokenPipeError):
+    except KeyboardInterrupt:
         return 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import difflib
 import importlib.metadata
 import importlib.util
@@ -17,6 +18,7 @@ from typing import Any
 
 import mcontroller
 from mcontroller.errors import MControllerError
+from mcontroller.output import Output, OutputError
 
 PROGRAM = "mcontroller"
 DISTRIBUTION = "mcontroller"
@@ -44,6 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         hint = f"did you mean {' or '.join(close)}?" if close else f"the verbs are {', '.join(verbs)}"
         sys.stderr.write(f"{PROGRAM}: there is no verb {name!r}; {hint}\n")
         return USAGE_ERROR
+    output = Output(sys.stdout, required=True)
     try:
         verb: Any = verbs[name].load()
         parser = argparse.ArgumentParser(
@@ -52,10 +55,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         verb.add_arguments(parser)
-        status: int = verb.run(parser.parse_args(rest))
+        with contextlib.redirect_stdout(output):
+            status: int = verb.run(parser.parse_args(rest))
+            output.flush()
         return status
     except MControllerError as error:
-        sys.stderr.write(f"{PROGRAM} {name}: {type(error).__name__}: {error}\n")
+        if isinstance(error.__cause__, BrokenPipeError) and isinstance(error, OutputError):
+            return 0  # the reader has what it needs, such as head
+        Output(sys.stderr).write(f"{PROGRAM} {name}: {type(error).__name__}: {error}\n")
         return 1
 
 

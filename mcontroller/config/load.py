@@ -205,7 +205,8 @@ def read_yaml(path: str | Path) -> DictConfig:
     """
     path = Path(path)
     if not path.is_file():
-        raise ConfigError(f"configuration file {str(path)!r} does not exist", key=str(path), value=None)
+        found = "is not a file" if path.exists() else "does not exist"
+        raise ConfigError(f"configuration file {str(path)!r} {found}; pass a YAML file", key=str(path), value=None)
     loaded = _parsed(path.read_bytes(), f"the configuration file {str(path)!r}", str(path))
     return _mapping(loaded, path)
 

@@ -66,7 +66,7 @@ def save_batch(
         "non_tensor_batch": writer.encode(non_tensor_batch, "non_tensor_batch"),
         "meta_info": writer.encode(meta_info, "meta_info"),
     }
-    text = json.dumps(description, ensure_ascii=False).encode()
+    text = json.dumps(description).encode()  # of ASCII alone: texts may have half of a surrogate pair
     writer.tensors[_DESCRIPTION] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     target = Path(filepath)
     temporary = target.with_name(f"{target.name}.{os.getpid()}.part")
@@ -167,7 +167,7 @@ class _Writer:
             values, offsets, ragged = packed_parts(value)
             return {"$jagged": [self._tensor(values, location), self._tensor(offsets, location), ragged]}
         check_sendable(value, location)
-        dense = value.detach().as_subclass(Tensor).cpu().contiguous()
+        dense = value.detach().as_subclass(Tensor).resolve_conj().resolve_neg().cpu().contiguous()
         return {"$tensor": self._store(dense, location)}
 
     def _store(self, tensor: Tensor, location: str) -> str:
@@ -181,7 +181,7 @@ class _Writer:
 
     def _array(self, value: np.ndarray, location: str) -> dict[str, Any]:
         if value.dtype.kind in "biuf" and value.dtype.isnative and value.dtype.itemsize <= 8:
-            return {"$array": self._store(torch.from_numpy(np.array(value)), location)}
+            return {"$array": self._store(torch.from_numpy(np.array(value, order="C")), location)}
         if value.dtype.kind not in "OU":
             raise DataError(
                 f"cannot save {location}, which is an array of {value.dtype}: expected arrays of numbers, strings or "

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
+from rich.text import Text
 
 from mcontroller.data.protocol import DataProto
 from mcontroller.group import WorkerGroup
+from mcontroller.output import Output, printable
 from mcontroller.ppo.saving.recovery import Failure
 from parallel_state.axes import RANK_AXIS
 from parallel_state.topology import Topology
+
+_logger = logging.getLogger(__name__)
 
 
 class Display:
@@ -111,12 +117,12 @@ class ProgressDisplay(Display):
     """
 
     def __init__(self, console: Console | None = None) -> None:
-        self.console = console or Console()
+        self.console = console or Console(file=Output(sys.stdout))
         columns = (
-            TextColumn("[bold]{task.description}"),
+            TextColumn("{task.description}", style="bold", markup=False),
             BarColumn(bar_width=10),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[shown]}", table_column=Column(no_wrap=True)),
+            TextColumn("{task.fields[shown]}", markup=False, table_column=Column(no_wrap=True)),
         )
         timed = (*columns, TimeElapsedColumn()) if self.console.width >= WIDE else columns
         self._progress = Progress(*timed, console=self.console, disable=not self.console.is_terminal)
@@ -124,12 +130,12 @@ class ProgressDisplay(Display):
 
     def starting(self, what: str) -> None:
         """Print the operation that starts."""
-        self.console.print(f"[dim]{what} ...[/dim]")
+        self._print(Text(f"{printable(what)} ...", style="dim"))
 
     def groups(self, groups: Mapping[str, WorkerGroup]) -> None:
         """Print the tables of groups and ranks."""
-        self.console.print(group_table(groups))
-        self.console.print(rank_table(groups))
+        self._print(group_table(groups))
+        self._print(rank_table(groups))
 
     def phase(self, name: str, steps: int, done: int = 0) -> None:
         """Start a new progress bar."""
@@ -147,24 +153,77 @@ class ProgressDisplay(Display):
         every = max(1, int(task.total or 0) // LINES_PER_PHASE)
         if self._progress.disable and (task.completed % every == 0 or task.finished):
             line = f"{task.description} {task.completed:.0f}/{task.total:.0f}  {metrics_text(metrics)}"
-            self.console.print(line, highlight=False)
+            self._print(line)
 
     def samples(self, samples: Sequence[Mapping[str, Any]]) -> None:
         """Print the first samples of a step."""
         for sample in samples[:SHOWN_SAMPLES]:
             texts = " -> ".join(_shortened(sample[name]) for name in ("prompt", "response"))
             score = "no score" if sample["score"] is None else f"{sample['score']:.3g}"
-            self.console.print(f"  {texts}  ({score})", markup=False, highlight=False, soft_wrap=True)
+            self._print(f"  {texts}  ({score})", soft_wrap=True)
 
     def held_out(self, step: int, metrics: Mapping[str, float]) -> None:
         """Print the metrics of the held-out problems."""
         shown = {name: value for name, value in without_zeros(metrics).items() if name.startswith("held_out/")}
-        values = ", ".join(f"{name.rpartition('/')[2]} {value:.3f}" for name, value in shown.items())
-        self.console.print(f"held-out after {step} steps: [bold]{values}[/bold]", highlight=False)
+        values = ", ".join(f"{name.removeprefix('held_out/')} {value:.3f}" for name, value in shown.items())
+        self._print(Text.assemble(f"held-out after {step} steps: ", (values, "bold")))
 
     def close(self) -> None:
         """Stop the bar."""
         self._progress.stop()
+
+    def _print(self, shown: RenderableType, *, soft_wrap: bool = False) -> None:
+        """Print texts as they are: names and messages of programs may look like markup."""
+        self.console.print(shown, markup=False, emoji=False, highlight=False, soft_wrap=soft_wrap)
+
+
+class FailSafeDisplay(Display):
+    """Another display, whose first failure is logged: nothing more is shown then, and the run goes on.
+
+    Args:
+        display: the other display.
+    """
+
+    def __init__(self, display: Display) -> None:
+        self._display, self._failed = display, False
+
+    def starting(self, what: str) -> None:
+        """Show the start of an operation."""
+        self._show(lambda: self._display.starting(what))
+
+    def groups(self, groups: Mapping[str, WorkerGroup]) -> None:
+        """Show all groups."""
+        self._show(lambda: self._display.groups(groups))
+
+    def phase(self, name: str, steps: int, done: int = 0) -> None:
+        """Show the start of a phase."""
+        self._show(lambda: self._display.phase(name, steps, done))
+
+    def step(self, metrics: Mapping[str, float]) -> None:
+        """Show the metrics of a finished step."""
+        self._show(lambda: self._display.step(metrics))
+
+    def samples(self, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Show samples of a finished step."""
+        self._show(lambda: self._display.samples(samples))
+
+    def held_out(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Show the metrics of the held-out problems."""
+        self._show(lambda: self._display.held_out(step, metrics))
+
+    def close(self) -> None:
+        """End the other display, also if it has failed."""
+        self._failed = False
+        self._show(self._display.close)
+
+    def _show(self, action: Callable[[], None]) -> None:
+        if self._failed:
+            return
+        try:
+            action()
+        except (Exception, SystemExit) as error:  # rich exits the program if its output is closed
+            self._failed = True
+            _logger.warning("the display has failed, and shows nothing more: %s: %s", type(error).__name__, error)
 
 
 def metrics_text(metrics: Mapping[str, float]) -> str:

@@ -15,7 +15,7 @@ from mcontroller.errors import CallRejected, ConfigError, GroupError, MControlle
 from mcontroller.group import WorkerGroup
 from mcontroller.ppo.config import PPOConfig
 from mcontroller.ppo.data import BatchStream, Dataset, Tokenizer, check_rows, stop_tokens, tokens_of
-from mcontroller.ppo.display import Callback, Display
+from mcontroller.ppo.display import Callback, Display, FailSafeDisplay
 from mcontroller.ppo.generation import DRAWN, RolloutFunction
 from mcontroller.ppo.groups import RunGroups
 from mcontroller.ppo.metrics import Metrics, of_ranks, united
@@ -132,7 +132,7 @@ class RayPPOTrainer:
         self.stateful = dict(stateful or {})
         self.trackers = trackers
         self.callbacks = callbacks
-        self.display = display or Display()
+        self.display: Display = FailSafeDisplay(display or Display())
         self.train_batches = BatchStream(train_dataset, config.data.train_batch_size, config.data.seed)
         options = config.trainer
         devices = SharedDevices(options.offload, options.offload_communicators)

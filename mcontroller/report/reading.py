@@ -35,6 +35,29 @@ ROLE_OF = {"actor_rollout_ref": "actor"}
 MAX_RANKS = 2048
 """Most ranks of a grid."""
 
+LAST_TIME = 1e11
+"""[s] A time after which seconds since 1970 are no date."""
+
+NUMBER = int | float
+_NODES = {"process_on_nodes": [int], "roles": [str]}
+Shape = Any
+"""A type; a list of one shape; or a mapping from keys to shapes, "*" for all others."""
+CONFIG: Shape = {
+    "run_dir": str,
+    "trainer": {"total_training_steps": int, "default_local_dir": str},
+    "pool": _NODES,
+    "pools": {"*": _NODES},
+}
+SUMMARY: Shape = {
+    "processes": [{"command": str, "host": str, "commit": str, "versions": {}, "started": str, "changes": {}}],
+    "wall_s": NUMBER,
+    "restarts": NUMBER,
+    "results": {},
+    "first_results": {},
+    "stages_s": {"*": NUMBER},
+}
+FAILURE: Shape = {"time": NUMBER, "step": NUMBER, "role": str, "kind": str, "message": str}
+
 Record = dict[str, Any]
 Curves = dict[str, tuple["array[float]", "array[float]"]]
 """Name of a metric -> its steps and its values."""
@@ -67,7 +90,7 @@ class RunFiles:
 
     def facts(self) -> list[tuple[str, str]]:
         """Return what started the run and how far it is, as names and texts; a fact without a record is left out."""
-        process, summary = self.process(), self.summary
+        process, summary = self.process(), {name: value for name, value in self.summary.items() if value is not None}
         total = (self.config.get("trainer") or {}).get("total_training_steps")
         last = last_records(self.directory / "metrics.jsonl")
         holder = "{pid} on {host} since {since}".format_map(self.holder) if self.holder else ""
@@ -77,8 +100,8 @@ class RunFiles:
             "command": process.get("command"),
             "host": process.get("host"),
             "commit": process.get("commit"),
-            "versions": ", ".join(f"{name} {version}" for name, version in process.get("versions", {}).items()),
-            "started": ", ".join(str(each.get("started")) for each in summary.get("processes", [])),
+            "versions": ", ".join(f"{name} {version}" for name, version in (process.get("versions") or {}).items()),
+            "started": ", ".join(str(each.get("started")) for each in summary.get("processes", ())),
             "running process": holder,
             "step": f"{last[-1]['global_step']} of {total or 'unknown'}" if last else "",
             "saved step": self.saved.get("global_steps"),
@@ -101,42 +124,98 @@ def read_run(directory: Path) -> RunFiles:
     if not any((directory / name).is_file() for name in ("config.yaml", "metrics.jsonl", "summary.json")):
         expected = "expected a run directory, with config.yaml, metrics.jsonl or summary.json"
         raise DataError(f"{directory} contains no run: {expected}", path=str(directory))
-    config = _object(directory / "config.yaml")
-    given = (config.get("trainer") or {}).get("default_local_dir", "checkpoints")
+    config = _object(directory / "config.yaml", CONFIG)
+    given = (config.get("trainer") or {}).get("default_local_dir") or "checkpoints"
     checkpoints = moved_path(given, config.get("run_dir") or directory.absolute(), directory)
     return RunFiles(
         directory,
         config,
-        _object(directory / "summary.json"),
-        _object(checkpoints / "trainer.json"),
-        [] if not (path := checkpoints / "failures.jsonl").is_file() else list(_records(path.read_bytes())),
-        _object(directory / "run.lock") or _object(checkpoints / "run.lock"),
+        read_summary(directory),
+        _object(checkpoints / "trainer.json", {}),
+        _failures(checkpoints / "failures.jsonl"),
+        _holder(directory / "run.lock") or _holder(checkpoints / "run.lock"),
     )
 
 
-def _object(path: Path) -> Record:
+def _holder(path: Path) -> Record:
+    """Return the process that a lock names; empty if it names none, because it is free, or just being written."""
+    if not path.is_file():
+        return {}
+    found = next(records_of(path.read_bytes().replace(b"\n", b" ")), {})
+    known = all(isinstance(found.get(name), kind) for name, kind in {"host": str, "pid": int, "since": str}.items())
+    return found if known and found["pid"] > 0 else {}
+
+
+def read_summary(directory: Path) -> Record:
+    """Return ``summary.json`` of a run; empty if there is none.
+
+    Raises:
+        DataError: it is damaged; the text names the value.
+    """
+    return _object(directory / "summary.json", SUMMARY)
+
+
+def _object(path: Path, shape: Shape) -> Record:
     """Return the mapping in a YAML or JSON file; empty without a file, and for an empty one."""
     if not path.is_file():
         return {}
-    read = yaml.safe_load if path.suffix == ".yaml" else json.loads
     try:
-        found = read(text) if (text := path.read_text(encoding="utf-8")) else {}
-    except (yaml.YAMLError, ValueError) as error:
-        raise DataError(f"{path} is damaged: {error}", path=str(path)) from error
-    if not isinstance(found, dict):
-        raise DataError(f"{path} is damaged: expected a mapping, got {type(found).__name__}", path=str(path))
-    return found
+        text = path.read_text(encoding="utf-8")
+        found = (yaml.safe_load if path.suffix == ".yaml" else _loads)(text) if text else {}
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise _damaged(path, " ".join(str(error).split())) from error
+    _check(path, "", found, shape)
+    return dict(found)
 
 
-def _records(lines: bytes) -> Iterator[Record]:
+def _check(path: Path, name: str, value: Any, shape: Shape) -> None:
+    """Raise DataError unless a value has a shape: a type; or a list, or a mapping, of values of shapes."""
+    kind = dict if isinstance(shape, dict) else list if isinstance(shape, list) else shape
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        expected = "a mapping" if kind is dict else getattr(kind, "__name__", "a number")
+        given = (
+            f"{name} is {value!r:.60}, expected {expected}"
+            if name
+            else f"expected {expected}, got {type(value).__name__}"
+        )
+        raise _damaged(path, given)
+    if isinstance(shape, list):
+        for index, item in enumerate(value):
+            _check(path, f"{name}[{index}]", item, shape[0])
+    elif isinstance(shape, dict):
+        for key, item in value.items():
+            if item is not None and (inner := shape.get(key, shape.get("*"))) is not None:
+                _check(path, f"{name}.{key}" if name else str(key), item, inner)
+
+
+def _damaged(path: Path, reason: str) -> DataError:
+    return DataError(f"{path} is damaged: {reason}; restore the file, or move it away", path=str(path))
+
+
+def _loads(text: str | bytes) -> Any:
+    """Parse JSON; an integer that no float can represent becomes infinite."""
+    return json.loads(text, parse_int=lambda digits: int(digits) if len(digits) < 300 else float(digits))
+
+
+def records_of(lines: bytes) -> Iterator[Record]:
     """Yield the objects of JSON lines; the last line of a run that goes on may be incomplete."""
     for line in lines.splitlines():
         try:
-            found = json.loads(line)
-        except ValueError:
+            found = _loads(line)
+        except (ValueError, RecursionError):
             continue
         if isinstance(found, dict):
             yield found
+
+
+def _failures(path: Path) -> list[Record]:
+    """Return the lines of a file of failures."""
+    found = list(records_of(path.read_bytes())) if path.is_file() else []
+    for record in found:
+        _check(path, "", record, FAILURE)
+        if not abs(record.get("time") or 0.0) < LAST_TIME:
+            raise _damaged(path, f"time is {record['time']}, expected seconds since 1970")
+    return found
 
 
 def last_records(path: Path, size: int = 1 << 17) -> list[Record]:
@@ -145,7 +224,7 @@ def last_records(path: Path, size: int = 1 << 17) -> list[Record]:
         return []
     with open(path, "rb") as file:
         file.seek(max(0, path.stat().st_size - size))
-        return [record for record in _records(file.read()) if isinstance(record.get("global_step"), int)]
+        return [record for record in records_of(file.read()) if isinstance(record.get("global_step"), int)]
 
 
 def read_metrics(path: Path) -> Curves:
@@ -159,7 +238,7 @@ def read_metrics(path: Path) -> Curves:
             every = 1 + path.stat().st_size // MOST_LINES // max(1, len(file.readline()))
             file.seek(0)
             lines = (line for number, line in enumerate(file) if number % every == 0 or b'"held_out/' in line)
-            for record in itertools.chain.from_iterable(map(_records, lines)):
+            for record in itertools.chain.from_iterable(map(records_of, lines)):
                 step, _ = record.pop("global_step", None), record.pop("time", None)
                 for name, value in record.items() if isinstance(step, int) else ():
                     if isinstance(value, int | float):
@@ -198,7 +277,7 @@ def read_samples(path: Path) -> tuple[list[Record], bool]:
     """
     lines = path.read_bytes().splitlines() if path.is_file() else []
     every = math.ceil(sum(map(len, lines)) / SAMPLE_BYTES) or 1
-    return list(_records(b"\n".join(lines[::-every][::-1]))), every == 1
+    return list(records_of(b"\n".join(lines[::-every][::-1]))), every == 1
 
 
 def role_grids(config: Mapping[str, Any]) -> list[dict[str, Any]]:

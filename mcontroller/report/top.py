@@ -21,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mcontroller.config.checks import check_above
+from mcontroller.output import printable
 from mcontroller.report.reading import last_records, read_run, role_grids
 from mcontroller.trace.reading import RankNow, ranks_now
 
@@ -60,7 +61,12 @@ def screen(directory: Path) -> RenderableType:
     """
     found, records = read_run(directory), last_records(directory / "metrics.jsonl")
     steps = [record for record in records if f"{STAGE}step" in record]
-    latest: dict[str, Any] = {name: value for record in records for name, value in record.items() if "/" in name}
+    latest = {
+        name: float(value)
+        for record in records
+        for name, value in record.items()
+        if "/" in name and isinstance(value, int | float)
+    }
     facts = dict(found.facts())
     chosen = [(name, facts[name]) for name in ("host", "step", "saved step", "restarts") if name in facts]
     process = facts.get("running process", "none holds the lock: the run has ended or was killed")
@@ -78,7 +84,7 @@ def screen(directory: Path) -> RenderableType:
     seconds = sorted(((name.removeprefix(STAGE), value) for name, value in stages.items()), key=lambda row: -row[1])
     memory: dict[str, float] = {}
     for name, value in latest.items():
-        if name.startswith(MEMORY):
+        if name.startswith(MEMORY) and name.count("/") > 1:
             _, role, *_, kind = name.split("/")
             memory[f"{role} {kind}"] = max(value, memory.get(f"{role} {kind}", 0.0))
     side = Table.grid(padding=(0, 4))
@@ -102,7 +108,8 @@ def _ranks(ranks: Sequence[RankNow]) -> RenderableType:
     for each in sorted(ranks, key=lambda each: (not each.work, -each.since))[:MAX_ROWS] if many else ranks:
         used = "" if each.memory is None else f"{each.memory * 1e6 / 2**30:.2f} GB"
         name = f"{each.lane.about['group']} {each.lane.label()} on {each.lane.about['node']}"
-        table.add_row(*map(Text, (name, each.work.partition(".")[2] or "no call", f"{each.since / 1e6:,.0f} s", used)))
+        cells = name, each.work.partition(".")[2] or "no call", f"{each.since / 1e6:,.0f} s", used
+        table.add_row(*(Text(printable(cell)) for cell in cells))
     if many:
         table.add_row(f".. {len(ranks) - MAX_ROWS} more")
     return table
@@ -126,5 +133,5 @@ def _table(titles: tuple[str, str], rows: Iterable[tuple[str, str]]) -> Table:
     table = Table(*titles, box=None, show_header=any(titles), padding=(0, 2, 0, 0))
     table.columns[0].no_wrap = True
     for row in rows:
-        table.add_row(*map(Text, row))  # the texts of files are not markup
+        table.add_row(*(Text(printable(cell)) for cell in row))  # the texts of files are not markup
     return table

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import html
 import json
+import math
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -79,9 +80,10 @@ def _content(directory: Path) -> dict[str, Any]:
         "results": {name: _shown(value) for name, value in found.summary.get("results", {}).items()},
         "series": {name: few_points(*columns) for name, columns in metrics.items()},
         "stages": {name.removeprefix(TIMING): points for name, points in stages.items()},
-        "failures": [{key: each.get(key) for key in FAILURE_KEYS} for each in found.failures],
+        "failures": [{key: _shown(each.get(key)) for key in FAILURE_KEYS} for each in found.failures],
         "samples": [
-            {key: value if key == "tokens" else _shown(value) for key, value in each.items()} for each in samples
+            {key: _finite(value) if key == "tokens" else _shown(value) for key, value in each.items()}
+            for each in samples
         ],
         "all_samples": complete,
         "trace": [*summary_lines(trace), *predicted_lines(trace, directory)] if trace is not None else [],
@@ -108,5 +110,14 @@ def _text(value: Any) -> str:
 def _shown(value: Any) -> Any:
     """Return a value of a sample as JSON has it: NaN is no value, and other kinds are texts."""
     if isinstance(value, float):
-        return value if value - value == 0 else None
+        return _finite(value)
     return value if value is None or isinstance(value, str | int) else _text(value)
+
+
+def _finite(value: Any) -> Any:
+    """Return a value with None in place of NaN and infinity, which JSON does not have."""
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return value if not isinstance(value, float) or math.isfinite(value) else None

@@ -57,6 +57,34 @@ def test_a_lock_excludes_other_processes_until_it_is_released(tmp_path: Path) ->
 
 
 @pytest.mark.processes
+def test_a_holder_that_reads_its_lock_keeps_it_and_a_fork_does_not_keep_it_longer(tmp_path: Path) -> None:
+    path = tmp_path / "run.lock"
+    acquire_lock(path, WHAT)
+    acquire_lock(tmp_path / ".." / tmp_path.name / "run.lock", WHAT)
+    path.write_text(path.read_text().replace(HERE, "elsewhere"))  # of another node, for which only the kernel decides
+    assert "in use by process" in in_fork(lambda: acquire_lock(path, WHAT))
+    release_lock(path)
+
+
+@pytest.mark.processes
+def test_a_fork_does_not_hold_the_lock_of_its_parent_that_has_ended(tmp_path: Path) -> None:
+    path, (reader, writer) = tmp_path / "run.lock", os.pipe()
+    holder = os.fork()
+    if holder == 0:
+        os.close(writer)
+        acquire_lock(path, WHAT)
+        if os.fork() == 0:
+            os.read(reader, 1)  # until the end of the test
+        os._exit(0)
+    os.waitpid(holder, 0)
+    acquire_lock(path, WHAT)
+    assert json.loads(path.read_text())["pid"] == os.getpid()
+    release_lock(path)
+    os.close(writer)
+    os.close(reader)
+
+
+@pytest.mark.processes
 def test_the_lock_of_a_process_that_has_ended_is_taken_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "run.lock"
     assert in_fork(lambda: acquire_lock(path, WHAT)) == ""
@@ -106,7 +134,7 @@ def test_without_locks_of_the_kernel_the_named_process_decides(
     path = tmp_path / "run.lock"
     held(path, **changes)
     if not kernel_locks:
-        monkeypatch.setattr(fcntl, "lockf", refuse_locks)
+        monkeypatch.setattr(fcntl, "flock", refuse_locks)
     if message:
         with pytest.raises(DataError, match=message):
             acquire_lock(path, WHAT)

@@ -12,6 +12,9 @@ from mcontroller.errors import ConfigError
 from workers.config.lora import LoraConfig
 from workers.weights.hf.config import describes_model, model_fields_from_hf
 
+MOST_LAYERS = 10_000
+"""Layers above which a configuration is a mistake: building and estimating them would not end."""
+
 
 @strict_fields
 @dataclass(frozen=True, slots=True)
@@ -109,6 +112,9 @@ class ModelConfig:
             text = "model.provider is 'bridge', which builds what a config.json describes: set model.hf_path"
             raise ConfigError(text, key="model.hf_path", value=None)
         check_one_of("model.verify_load", self.verify_load, ("auto", "layers", "off"))
+        if self.num_layers > MOST_LAYERS:
+            text = f"model.num_layers is {self.num_layers}; it must be at most {MOST_LAYERS}"
+            raise ConfigError(text, key="model.num_layers", value=self.num_layers)
         check_above("model.layernorm_epsilon", self.layernorm_epsilon, 0.0)
         check_at_least("model.init_method_std", self.init_method_std, 0.0)
         if self.rope_scaling_factor is not None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
+import logging
 import shlex
 import socket
 import subprocess
@@ -24,12 +24,14 @@ from mcontroller.files import replace_text
 from mcontroller.ppo.display import without_zeros
 from mcontroller.ppo.saving.run_record import RECORD, read_record
 from mcontroller.ppo.trainer import RayPPOTrainer
+from mcontroller.report.reading import last_records, read_summary
 from mcontroller.trace.reading import read_trace
 from mcontroller.trace.recorder import FOLDER
 from mcontroller.trace.summary import end_lines
 from mcontroller.trackers import TRAIN, Samples
 from workers.run.config import RunConfig
 
+_logger = logging.getLogger(__name__)
 SUMMARY = "summary.json"
 PACKAGES = ("mcontroller", "torch", "megatron-core", "ray")
 READ_AT_END = 64
@@ -119,7 +121,7 @@ class RunReport:
         table = Table("stage", "seconds", "share", title="Time by stage", title_justify="left")
         for name, seconds in rows_of(stages, wall):
             table.add_row(name, f"{seconds:.1f}", f"{seconds / wall:.0%}")
-        self._console.print(table)
+        self._console.print(table, markup=False, emoji=False)
         if line := trainer.step.generations.summary():
             self._print(line)
         if self._trainer.trace:
@@ -164,15 +166,17 @@ class RunReport:
         """Do nothing."""
 
     def _before(self) -> dict[str, Any]:
-        path = self._directory / SUMMARY
-        found: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
-        return found
+        try:
+            return read_summary(self._directory)
+        except DataError as error:  # a report must not end the run
+            _logger.warning("%s; it is replaced", error)
+            return {}
 
     def _write(self, summary: Mapping[str, Any]) -> None:
         replace_text(self._directory / SUMMARY, json.dumps(summary, indent=1))
 
     def _print(self, line: str) -> None:
-        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+        self._console.print(line, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
 def rows_of(stages: Mapping[str, float], wall: float) -> list[tuple[str, float]]:
@@ -183,12 +187,8 @@ def rows_of(stages: Mapping[str, float], wall: float) -> list[tuple[str, float]]
 
 def _last_step(metrics: Path) -> int:
     """Return the last step in ``metrics.jsonl``; 0 if there is none."""
-    if metrics.is_file():
-        for line in reversed(metrics.read_text(encoding="utf-8").splitlines()):
-            with contextlib.suppress(ValueError):  # a process that was killed may have written a part of the last line
-                record = json.loads(line)
-                return int(record["global_step"]) if record["phase"] == TRAIN else 0
-    return 0
+    record = next((each for each in reversed(last_records(metrics))), {})
+    return int(record["global_step"]) if record.get("phase") == TRAIN else 0
 
 
 def _commit() -> str | None:

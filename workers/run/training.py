@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import FrameType
 
@@ -22,6 +22,7 @@ from rich.console import Console
 
 from mcontroller.errors import ConfigError, DataError
 from mcontroller.files import acquire_lock, release_lock
+from mcontroller.output import Output
 from mcontroller.ppo.display import ProgressDisplay
 from mcontroller.ppo.saving.checkpoints import LOCK
 from mcontroller.ppo.saving.preemption import PREEMPTED, Preempted
@@ -42,8 +43,11 @@ CONNECT_S = 10.0
 
 
 def until_interrupted(action: Callable[[], object]) -> int:
-    """Return the exit status: 0 after the action, 75 if it stopped after a step, 130 if it was interrupted at once."""
-    with interruptible():
+    """Return the exit status: 0 after the action, 75 if it stopped after a step, 130 if it was interrupted at once.
+
+    Output that cannot be written is dropped.
+    """
+    with interruptible(), redirect_stdout(Output(sys.stdout)), redirect_stderr(Output(sys.stderr)):
         try:
             action()
         except KeyboardInterrupt:
@@ -74,14 +78,16 @@ def train(config: RunConfig, console: Console) -> Path:
         steps = parts.steps(config)
         config = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, total_training_steps=steps))
     for line in (*parts.problem_lines(), *chosen_lines(config)):
-        console.print(line, highlight=False, soft_wrap=True)
+        console.print(line, highlight=False, markup=False, emoji=False, soft_wrap=True)
     try:
         for line in parts.try_rewards():
             console.print(line, highlight=False, markup=False, soft_wrap=True)
         acquire_lock(directory / LOCK, f"the run in {directory}")
         if _has_no_step(directory, config) and config.trainer.resume:
             kept = _set_aside(directory)
-            console.print(f"no step of the run is saved: it begins again{kept}", markup=False, soft_wrap=True)
+            console.print(
+                f"no step of the run is saved: it begins again{kept}", markup=False, emoji=False, soft_wrap=True
+            )
             config = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, resume=False))
         report = RunReport(directory, config, console)
         trainer = make_trainer(config, parts, directory, console, [report])

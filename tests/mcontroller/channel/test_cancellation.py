@@ -43,3 +43,12 @@ def test_a_decision_that_comes_after_the_start_changes_nothing() -> None:
     cancellation.commit(*CALL, True)
     assert cancellation.start(b"driver", 4)
     assert cancellation.prepare(b"another driver", 0)
+
+
+def test_without_a_decision_of_a_controller_that_has_ended_a_call_runs() -> None:
+    cancellation = Cancellation(decision_seconds=0.05)
+    assert cancellation.prepare(b"ended", 1) and cancellation.prepare(b"ended", 0)
+    assert cancellation.start(b"ended", 0)
+    cancellation.commit(b"ended", 1, True)  # too late: a rank may have started it
+    assert cancellation.start(b"ended", 1)
+    assert cancellation.start(b"another", 0)

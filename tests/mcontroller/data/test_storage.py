@@ -68,6 +68,19 @@ def test_columns_that_share_memory_and_views_are_saved_with_their_own_elements(t
     assert (tmp_path / "batch").stat().st_size < 3000
 
 
+def test_negated_views_transposed_arrays_and_half_surrogates_are_saved_as_they_are(tmp_path: Path) -> None:
+    negated = torch._neg_view(torch.tensor([1.0, 2.0]))
+    columns = {"negated": negated, "imaginary": torch.tensor([1 + 2j, 3 + 4j]).conj().imag}
+    arrays = {
+        "fortran": np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+        "transposed": np.arange(12).reshape(3, 4)[:, ::2].T,
+        "texts": np.array(["\ud800", "é"], dtype=object),
+    }
+    back = back_from(tmp_path / "batch", DataProto.from_dict(columns, arrays))
+    assert back.batch["negated"].tolist() == [-1.0, -2.0] and back.batch["imaginary"].tolist() == [-2.0, -4.0]
+    assert all(np.array_equal(back.non_tensor_batch[name], array) for name, array in arrays.items())
+
+
 def test_a_batch_without_tensors_or_without_anything_can_be_saved(tmp_path: Path) -> None:
     for batch in (DataProto(), DataProto(meta_info={"a": 1}), numbered(3).select([], []), numbered(0)):
         back = back_from(tmp_path / "batch", batch)

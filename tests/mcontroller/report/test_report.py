@@ -256,3 +256,62 @@ def test_chromium_draws_two_runs_without_errors(make_run: MakeRun, tmp_path: Pat
     assert f"{2 * STEPS + 1} of {2 * STEPS + 1} samples" in done.stdout and "rank 1 &lt;died&gt;" in done.stdout
     assert 'title="advantage -1">∎</span>' in done.stdout and '<span class="other">=</span>' in done.stdout
     assert "critic.update_critic: 0.1 s to 0.4 s" in done.stdout and '<option value="memory">' in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("summary.json", '{"wall_s": 1', "damaged: Expecting"),
+        ("summary.json", "version https://git-lfs.github.com/spec/v1", "damaged: Expecting value: line 1"),
+        ("summary.json", '{"processes": [3]}', "processes[0] is 3, expected a mapping"),
+        ("checkpoints/trainer.json", "[1]", "expected a mapping, got list"),
+        ("checkpoints/failures.jsonl", '{"time": NaN}', "time is nan, expected seconds since 1970"),
+        ("config.yaml", "pool: {process_on_nodes: 4}", "pool.process_on_nodes is 4, expected list"),
+        ("config.yaml", "trainer: [3]", "trainer is [3], expected a mapping"),
+    ],
+)
+def test_a_damaged_file_is_one_line_with_the_file_and_the_value(
+    make_run: MakeRun, capsys: pytest.CaptureFixture[str], name: str, content: str, reason: str
+) -> None:
+    directory = make_run()
+    (directory / name).write_text(content)
+    for verb in (["top", str(directory), "--once"], ["report", str(directory)]):
+        assert main(verb) == 1
+        printed = capsys.readouterr().err
+        assert f"DataError: {directory / name} is damaged" in printed and reason in printed
+        assert "move it away" in printed and printed.count("\n") == 1
+
+
+def test_values_that_are_no_numbers_and_locks_without_a_name_are_left_out(make_run: MakeRun, tmp_path: Path) -> None:
+    directory = make_run()
+    lines = [
+        "[" * 100_000,
+        "[]",
+        '{"global_step": 14, "train/score": "x", "memory/a": 1}',
+        f'{{"global_step": {"9" * 400}}}',
+    ]
+    lines.append(f'{{"global_step": 15, "train/score": {"9" * 400}, "perf/tokens_per_s": null}}')
+    (directory / "metrics.jsonl").write_bytes("\n".join(lines).encode() + b"\n\xff\n")
+    (directory / "summary.json").write_text("")
+    (directory / "run.lock").write_text('{"host": "far"}')
+    tokens = {"text": ["\ud800"], "advantage": [math.nan]}
+    (directory / "samples.jsonl").write_text(json.dumps({"global_step": 1, "prompt": "p", "tokens": tokens}) + "\n")
+    assert main(["top", str(directory), "--once"]) == 0
+    assert main(["report", str(directory), "-o", str(tmp_path / "page.html")]) == 0
+    assert '"advantage":[null]' in (tmp_path / "page.html").read_text()
+    assert reading.read_run(directory).holder == {}
+
+
+def test_control_characters_of_a_run_do_not_reach_the_terminal(
+    make_run: MakeRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = make_run()
+    hostile = "\x1b[2J\x1b]0;title\x07 old\rnew \u202e"
+    line = {**FAILURE, "message": hostile}
+    (directory / "checkpoints" / "failures.jsonl").write_text(json.dumps(line))
+    (directory / "logs").mkdir()
+    (directory / "logs" / "actor-rank0.log").write_text(f"2026-01-01 00:00:00.000 {hostile}\n", newline="")
+    assert main(["top", str(directory), "--once"]) == 0 and main(["logs", str(directory)]) == 0
+    printed = capsys.readouterr().out
+    assert not {"\x1b", "\x07", "\r", "\u202e"} & set(printed)
+    assert "\\x1b[2J\\x1b]0;title\\x07 old\\rnew \\u202e" in printed

@@ -5,14 +5,17 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import logging
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from mcontroller.curves import draw_curves
 from mcontroller.ppo.saving.run_record import RunRecord, SavedStep, write_record
 from mcontroller.trackers import TRAIN
 from tests.workers.run.test_check_run import config_file  # noqa: F401 - a fixture
+from workers.run import run_report
 from workers.run.config import read_run_config
 from workers.run.run_report import SUMMARY, RunReport, rows_of
 
@@ -57,3 +60,26 @@ def test_the_table_of_stages_has_no_negative_zero() -> None:
     ]
     overlapped = {"reward": 9.0, "update": 20.0, "overlapped": -4.0}
     assert rows_of(overlapped, 26.0)[2:] == [("overlapped", -4.0), ("other", 1.0)]
+
+
+def test_damaged_files_of_an_earlier_process_do_not_end_a_run(
+    config_file: Path,  # noqa: F811
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(run_report, "_commit", lambda: None)
+    (tmp_path / "metrics.jsonl").write_bytes(b'[1]\n{"global_step": 3, "phase": "train"}\n{"a": 1}\n\xff\n')
+    (tmp_path / SUMMARY).write_text('{"wall_s": 1')
+    report = RunReport(tmp_path, read_run_config(config_file), Console(file=io.StringIO()))
+    with caplog.at_level(logging.WARNING):
+        report.begin()
+        report.log({"train/score": 0.5}, 4)
+    assert f"{tmp_path / SUMMARY} is damaged" in caplog.text and len(caplog.messages) == 1
+    assert json.loads((tmp_path / SUMMARY).read_text())["first_results"]["train/score"]["global_step"] == 4
+    assert run_report._last_step(tmp_path / "metrics.jsonl") == 3
+    (tmp_path / "trained").mkdir()
+    (tmp_path / "trained" / "metrics.jsonl").write_text(
+        '{"global_step": 1, "phase": "train", "train/score": 0.5}\nnull\n{"a"'
+    )
+    assert draw_curves(tmp_path / "trained").is_file()
