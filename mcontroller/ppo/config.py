@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from mcontroller.config.checks import check_above, check_at_least, check_between, check_one_of
-from mcontroller.config.fields import strict_fields, unknown_field
+from mcontroller.config.fields import check_unused, strict_fields, unknown_field
 from mcontroller.errors import ConfigError
 from mcontroller.locality import check_axes
 from mcontroller.ppo.estimators.built_in import (
@@ -52,6 +52,14 @@ class ImportanceConfig:
         check_above("algorithm.importance.threshold", self.threshold, 0.0)
         if self.off_policy_mask is not None:
             check_at_least("algorithm.importance.off_policy_mask", self.off_policy_mask, 0.0)
+        key = "algorithm.importance."
+        if self.level == "none":
+            reason = f"without weights: set {key}level to token, sequence or geometric"
+            check_unused(self, ("mode", "threshold", "least"), key, reason)
+        if self.mode == "decoupled":
+            check_unused(self, ("threshold",), key, f"with {key}mode=decoupled, which has no limit")
+        if self.mode != "mask":
+            check_unused(self, ("least",), key, f"with {key}mode={self.mode}: set mode=mask")
 
     @property
     def is_on(self) -> bool:
@@ -77,6 +85,9 @@ class FilterGroupsConfig:
 
     def __post_init__(self) -> None:
         check_at_least("algorithm.filter_groups.max_batches", self.max_batches, 1)
+        if not self.enable:
+            key = "algorithm.filter_groups."
+            check_unused(self, ("metric", "max_batches"), key, f"without {key}enable=true")
 
 
 @strict_fields
@@ -92,6 +103,11 @@ class OverlongConfig:
     def __post_init__(self) -> None:
         check_at_least("algorithm.overlong.buffer", self.buffer, 0)
         check_at_least("algorithm.overlong.penalty", self.penalty, 0.0)
+        key = "algorithm.overlong."
+        if not self.buffer:
+            check_unused(self, ("penalty",), key, f"with {key}buffer=0: set it to a number of tokens")
+        elif not self.penalty:
+            check_unused(self, ("buffer",), key, f"with {key}penalty=0")
 
 
 @strict_fields
@@ -126,6 +142,13 @@ class MultiTurnConfig:
                 key="multi_turn.episode",
                 value=self.episode,
             )
+        if self.environment is None:
+            check_unused(self, ("max_turns",), "multi_turn.", "without multi_turn.environment")
+        if self.episode is None:
+            check_unused(self, ("processes", "concurrency", "timeout_s"), "multi_turn.", "without multi_turn.episode")
+        if self.environment is None and self.episode is None:
+            reason = "without multi_turn.environment or multi_turn.episode"
+            check_unused(self, ("options",), "multi_turn.", reason)
 
 
 @strict_fields
@@ -209,6 +232,26 @@ class AlgorithmConfig:
                 value="rollout",
             )
         self.options()
+        self._check_unused()
+
+    def _check_unused(self) -> None:
+        """Raise ConfigError if an option is set that the estimator, or the reward without a KL, does not read."""
+        estimator = ADVANTAGE_ESTIMATORS[self.adv_estimator]
+        chosen = f"with algorithm.adv_estimator={self.adv_estimator}"
+        others = [
+            name
+            for name, other in ADVANTAGE_ESTIMATORS.items()
+            if other is not estimator and isinstance(getattr(self, name, None), other.options or ())
+        ]
+        check_unused(self, others, "algorithm.", f"{chosen}: these are options of another estimator")
+        if not self.kl_in_reward:
+            reason = f"without a KL in the reward ({chosen}): set algorithm.use_kl_in_reward=true, or kl_loss_type and "
+            reason += "kl_loss_coef of actor_rollout_ref for a KL in the loss"
+            check_unused(self, ("kl_penalty", "kl_ctrl"), "algorithm.", reason)
+        unread = [name for name in ("gamma", "lam") if name not in estimator.reads]
+        if self.kl_in_reward:
+            unread = [name for name in unread if name != "gamma"]  # it discounts the penalty
+        check_unused(self, unread, "algorithm.", chosen)
 
     @property
     def kl_in_reward(self) -> bool:
@@ -279,6 +322,9 @@ class ValidationConfig:
     def __post_init__(self) -> None:
         check_at_least("validation.n", self.n, 1)
         check_above("validation.temperature", self.temperature, 0.0)
+        if not self.do_sample:
+            reason = "with validation.do_sample=false: set it to true"
+            check_unused(self, ("temperature", "top_p", "top_k"), "validation.", reason)
         if self.n > 1 and not self.do_sample:
             raise ConfigError(
                 f"validation.n is {self.n} with validation.do_sample=false, which generates {self.n} equal responses: "
@@ -307,6 +353,8 @@ class WarmUpConfig:
     def __post_init__(self) -> None:
         check_at_least("warm_up.steps", self.steps, 0)
         check_at_least("warm_up.batch_size", self.batch_size, 1)
+        if not self.steps:
+            check_unused(self, ("batch_size",), "warm_up.", "with warm_up.steps=0")
 
 
 TAKES = ("completed", "in_order")
@@ -348,6 +396,8 @@ class AsynchronousConfig:
         check_one_of("trainer.asynchronous.schedule", self.schedule, SCHEDULES)
         check_at_least("trainer.asynchronous.slice_tokens", self.slice_tokens, 1)
         check_at_least("trainer.asynchronous.capacity", self.capacity, 0)
+        if self.schedule == "live":
+            check_unused(self, ("seed",), "trainer.asynchronous.", "with schedule=live: set schedule=simulated")
 
 
 @strict_fields
@@ -363,6 +413,10 @@ class ProfileConfig:
     """Mark the window and the methods for `nsys profile --capture-range=cudaProfilerApi` in place of torch.profiler."""
     memory: bool = False
     """Record the allocations of GPUs; an out-of-memory error writes a snapshot for https://pytorch.org/memory_viz."""
+
+    def __post_init__(self) -> None:
+        if not self.steps:
+            check_unused(self, ("at", "nsys"), "trainer.profile.", "without trainer.profile.steps")
 
 
 @strict_fields
@@ -485,6 +539,23 @@ class TrainerConfig:
         check_between("trainer.ref_sync_mix", self.ref_sync_mix, 0.0, 1.0)
         if self.max_to_keep is not None:
             check_at_least("trainer.max_to_keep", self.max_to_keep, 1)
+        self._check_unused()
+
+    def _check_unused(self) -> None:
+        """Raise ConfigError if an option is set whose feature is off."""
+        off: dict[str, tuple[bool, str]] = {
+            "asynchronous": (self.max_staleness == 0, "with trainer.max_staleness=0: set it to 2 or more"),
+            "save_minutes": (self.save_freq != 0, "unless trainer.save_freq is 0"),
+            "max_to_keep": (self.save_freq == -1, "with trainer.save_freq=-1: nothing is saved"),
+            "save_reshardable": (self.save_freq == -1, "with trainer.save_freq=-1: nothing is saved"),
+            "memory_save_freq": (not self.max_restarts, "with trainer.max_restarts=0: only a restart loads it"),
+            "restart_on": (not self.max_restarts, "with trainer.max_restarts=0"),
+            "ref_sync_mix": (not self.ref_sync_steps, "with trainer.ref_sync_steps=0"),
+            "patience_factor": (not self.patience, "with trainer.patience=0"),
+            "offload_communicators": (self.offload == "never", "with trainer.offload=never"),
+        }
+        for name, (is_off, reason) in off.items():
+            check_unused(self, (name,) * is_off, "trainer.", reason)
 
 
 @strict_fields

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from mcontroller.config.checks import check_above, check_at_least
-from mcontroller.config.fields import strict_fields
+from mcontroller.config.fields import check_unused, strict_fields
 from mcontroller.config.registry import Registry
 from mcontroller.errors import ConfigError, DataError
 from parallel_state.lazy import Lazy
@@ -151,7 +151,7 @@ def apply_kl_penalty(
         wrong = int((~estimate.isfinite()).sum())
         raise DataError(
             f"the KL penalty is not finite for {wrong} of {int(kept.sum())} tokens: old_log_probs or ref_log_prob are "
-            "not finite there, or differ too much for algorithm.kl_penalty; k3 and algorithm.kl_clip limit the estimate",
+            "not finite there, or differ too much for algorithm.kl_penalty: set algorithm.kl_clip",
             tokens=wrong,
             kl_penalty=kl_penalty,
         )
@@ -199,6 +199,9 @@ class KLControlConfig:
         check_at_least("algorithm.kl_ctrl.horizon", self.horizon, 1)
         if self.type == "adaptive":
             check_above("algorithm.kl_ctrl.target_kl", self.target_kl, 0.0)
+        if self.type == "fixed":
+            reason = "with algorithm.kl_ctrl.type=fixed: set type=adaptive"
+            check_unused(self, ("target_kl", "horizon"), "algorithm.kl_ctrl.", reason)
 
 
 @KL_CONTROLLERS.register("fixed")

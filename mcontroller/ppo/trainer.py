@@ -513,6 +513,7 @@ class RayPPOTrainer:
     def _continue_from(self, state: RunState) -> None:
         """Set this trainer to a state, which the groups have already."""
         self.step.weights.changed()
+        self.step.weights.take_metrics()  # of a step that failed
         self.global_steps = state.global_steps
         in_flight = state.resume_batches(self.train_batches)
         kept = self.step.generations.restore(in_flight, state.rollout, self.train_batches.__getitem__)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mcontroller.config.checks import check_above, check_at_least, check_between, check_one_of
-from mcontroller.config.fields import strict_fields
+from mcontroller.config.fields import check_unused, strict_fields
 from mcontroller.errors import ConfigError
 
 DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
@@ -96,7 +96,7 @@ class OptimConfig:
     warmup_steps: int = 0
     """[optimizer steps] Length of the linear warm-up."""
     total_steps: int = 0
-    """[optimizer steps] Step at which the decay ends; unused if decay_style is constant."""
+    """[optimizer steps] Step at which the decay ends. Not with decay_style=constant."""
     decay_style: str = "constant"
     """Shape of the decay: constant, linear, cosine, inverse-square-root or WSD (warm-up, stable, decay)."""
     wsd_decay_steps: int = 0
@@ -132,6 +132,11 @@ class OptimConfig:
                 key="optim.total_steps",
                 value=self.total_steps,
             )
+        if self.decay_style == "constant":
+            reason = "with optim.decay_style=constant: set another one"
+            check_unused(self, ("min_lr", "total_steps"), "optim.", reason)
+        if self.decay_style != "WSD":
+            check_unused(self, ("wsd_decay_steps",), "optim.", f"with optim.decay_style={self.decay_style}: set WSD")
         if self.decay_style == "WSD":
             check_between("optim.wsd_decay_steps", self.wsd_decay_steps, 1, self.total_steps - self.warmup_steps)
         if self.overlap_param_gather and not (self.distributed_optimizer and self.overlap_grad_reduce):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from mcontroller.config.checks import check_above, check_at_least, check_one_of
-from mcontroller.config.fields import strict_fields
+from mcontroller.config.fields import check_unused, strict_fields
 from mcontroller.errors import ConfigError
 from mcontroller.ppo.kl import check_kl_loss
 from mcontroller.ppo.losses.registry import AGGREGATIONS, POLICY_LOSSES
@@ -171,7 +171,14 @@ class ActorConfig(TrainedConfig):
                 check_above(name, getattr(self, name), 0.0)
         if self.clip_ratio_c is not None:
             check_above("clip_ratio_c", self.clip_ratio_c, 1.0)
-        POLICY_LOSSES.get_or_raise(self.policy_loss)
+        unused = POLICY_LOSSES.get_or_raise(self.policy_loss).unused
+        check_unused(self, unused, "actor_rollout_ref.", f"with policy_loss={self.policy_loss}, which does not read it")
+        if self.clip_ratio_low is not None and self.clip_ratio_high is not None:
+            reason = "beside clip_ratio_low and clip_ratio_high, which replace it"
+            check_unused(self, ("clip_ratio",), "actor_rollout_ref.", reason)
+        if self.use_kl_loss is False:
+            reason = "without a KL in the loss: set actor_rollout_ref.use_kl_loss=true, if there is a reference"
+            check_unused(self, ("kl_loss_coef", "kl_loss_type"), "actor_rollout_ref.", reason)
         if self.loss_agg_mode is not None:
             AGGREGATIONS.get_or_raise(self.loss_agg_mode)
         check_kl_loss(self.kl_loss_type)

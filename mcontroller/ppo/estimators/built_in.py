@@ -283,7 +283,7 @@ class GPGOptions:
         check_one_of("algorithm.gpg.scale", self.scale, ("group", "none"))
 
 
-@register_advantage_estimator("grpo", needs_group=True, kl_in_reward=KLInReward.REJECTED, options=GRPOOptions)
+@register_advantage_estimator("grpo", needs_group=True, kl_in_reward=KLInReward.REJECTED, options=GRPOOptions, reads=())
 def grpo(data: DataProto, *, gamma: float, lam: float, options: GRPOOptions) -> tuple[Tensor, Tensor]:
     """Return ``(R - mean) / std`` on each token, over the responses to the same prompt.
 
@@ -302,7 +302,7 @@ def grpo(data: DataProto, *, gamma: float, lam: float, options: GRPOOptions) -> 
     return result.on_tokens(centered / (std + EPSILON))
 
 
-@register_advantage_estimator("rloo", needs_group=True)
+@register_advantage_estimator("rloo", needs_group=True, reads=())
 def rloo(data: DataProto, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
     """Return the score minus the mean of the other responses to the same prompt, on each token.
 
@@ -313,7 +313,7 @@ def rloo(data: DataProto, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
     return result.on_tokens((result.scores - groups.mean(result.scores)) * others)
 
 
-@register_advantage_estimator("opo", needs_group=True)
+@register_advantage_estimator("opo", needs_group=True, reads=())
 def opo(data: DataProto, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
     """Return the score minus the mean of the group weighted by the length of the responses, on each token.
 
@@ -327,7 +327,7 @@ def opo(data: DataProto, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
     return result.on_tokens(result.scores - baseline)
 
 
-@register_advantage_estimator("gpg", needs_group=True, kl_in_reward=KLInReward.REJECTED, options=GPGOptions)
+@register_advantage_estimator("gpg", needs_group=True, kl_in_reward=KLInReward.REJECTED, options=GPGOptions, reads=())
 def gpg(data: DataProto, *, gamma: float, lam: float, options: GPGOptions) -> tuple[Tensor, Tensor]:
     """Return ``alpha * (R - mean)`` on each token, over the responses to the same prompt.
 
@@ -363,7 +363,9 @@ class ReinforcePlusPlusBaselineOptions:
     """Divide advantages by their standard deviation over all responses of the batch."""
 
 
-@register_advantage_estimator("reinforce_plus_plus", kl_in_reward=KLInReward.DEFAULT, options=ReinforcePlusPlusOptions)
+@register_advantage_estimator(
+    "reinforce_plus_plus", kl_in_reward=KLInReward.DEFAULT, options=ReinforcePlusPlusOptions, reads=("gamma",)
+)
 def reinforce_plus_plus(
     data: DataProto, *, gamma: float, lam: float, options: ReinforcePlusPlusOptions
 ) -> tuple[Tensor, Tensor]:
@@ -378,7 +380,7 @@ def reinforce_plus_plus(
 
 
 @register_advantage_estimator(
-    "reinforce_plus_plus_baseline", needs_group=True, options=ReinforcePlusPlusBaselineOptions
+    "reinforce_plus_plus_baseline", needs_group=True, options=ReinforcePlusPlusBaselineOptions, reads=()
 )
 def reinforce_plus_plus_baseline(
     data: DataProto, *, gamma: float, lam: float, options: ReinforcePlusPlusBaselineOptions
@@ -395,7 +397,7 @@ def reinforce_plus_plus_baseline(
     return result.on_tokens(advantages)
 
 
-@register_advantage_estimator("remax", needs_greedy=True)
+@register_advantage_estimator("remax", needs_greedy=True, reads=("gamma",))
 def remax(data: DataProto, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
     """Return ``sum_k gamma^k * r_{t+k}`` minus the score of the greedy response to the same prompt.
 
