@@ -109,22 +109,24 @@ def check_kl_loss(name: str) -> None:
         )
 
 
-def estimate_kl(log_probs: Tensor, ref_log_probs: Tensor, kl_penalty: str = "k1") -> Tensor:
+def estimate_kl(log_probs: Tensor, ref_log_probs: Tensor, kl_penalty: str = "k1", clip: float | None = None) -> Tensor:
     """Return the estimate of KL(policy || reference) of every token, in the shape of ``log_probs``.
 
     Args:
         log_probs: natural logarithms under the policy.
         ref_log_probs: the same under the reference.
         kl_penalty: a name in ``KL_ESTIMATORS``.
+        clip: limit of the estimate on both sides of 0, beyond which it has no gradient. None: no limit.
 
     Raises:
         ConfigError: no estimator has this name.
     """
-    return KL_ESTIMATORS.get_or_raise(kl_penalty)(log_probs - ref_log_probs)
+    estimate = KL_ESTIMATORS.get_or_raise(kl_penalty)(log_probs - ref_log_probs)
+    return estimate if clip is None else estimate.clamp(-clip, clip)
 
 
 def apply_kl_penalty(
-    data: DataProto, kl_ctrl: KLController | None, kl_penalty: str = "k1"
+    data: DataProto, kl_ctrl: KLController | None, kl_penalty: str = "k1", clip: float | None = None
 ) -> tuple[DataProto, dict[str, float]]:
     """Return the batch with ``token_level_rewards`` = scores - weight * KL, and the mean KL per token as a metric.
 
@@ -133,6 +135,7 @@ def apply_kl_penalty(
         kl_ctrl: supplies the weight, and is updated with the KL of this batch. None: no penalty, so that the rewards
             are the scores.
         kl_penalty: a name in ``KL_ESTIMATORS``.
+        clip: limit of the estimate of a token; see ``estimate_kl``.
 
     Raises:
         ConfigError: no estimator has this name.
@@ -143,7 +146,7 @@ def apply_kl_penalty(
     names = ("token_level_scores", "old_log_probs", "ref_log_prob", "response_mask")
     scores, log_probs, reference, mask = columns(data, *names)
     kept = mask.bool()
-    estimate = torch.where(kept, estimate_kl(log_probs, reference, kl_penalty), 0.0)
+    estimate = torch.where(kept, estimate_kl(log_probs, reference, kl_penalty, clip), 0.0)
     weight = kl_ctrl.value
     rewards = torch.where(kept, scores, 0.0) - weight * estimate
     mean = float(estimate.sum() / kept.sum().clamp(min=1))

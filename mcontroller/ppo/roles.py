@@ -247,6 +247,9 @@ def _check_group_size(config: PPOConfig) -> None:
             key="actor_rollout_ref.rollout.n",
             value=n,
         )
+    if n == 2 and name == "rloo":
+        reason = "with actor_rollout_ref.rollout.n=2: one other response has no standard deviation"
+        check_unused(config.algorithm.rloo, ("scale",), "algorithm.rloo.", reason)
 
 
 def _check_router_replay(config: PPOConfig) -> None:

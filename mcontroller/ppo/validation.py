@@ -6,11 +6,20 @@ import math
 from collections import Counter
 from statistics import fmean
 
+from mcontroller.config.fields import check_unused
+from mcontroller.ppo.config import PPOConfig
 from mcontroller.ppo.data import Dataset, in_order
 from mcontroller.ppo.metrics import Metrics, of_ranks, united
 from mcontroller.ppo.rewards.reward import Reward, joined
 from mcontroller.ppo.step import PPOStep
 from mcontroller.ppo.summary import reward_metrics
+
+
+def check_validation(config: PPOConfig, problems: Dataset | None) -> None:
+    """Raise ConfigError if a setting needs held-out problems and there are none."""
+    if problems is None:
+        names = ("keep_best", *(("test_freq",) if config.trainer.test_freq > 0 else ()))
+        check_unused(config.trainer, names, "trainer.", "without held-out problems")
 
 
 def validate(step: PPOStep, problems: Dataset) -> dict[str, float]:

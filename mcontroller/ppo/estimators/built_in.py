@@ -273,6 +273,19 @@ class GRPOOptions:
 
 @strict_fields
 @dataclass(frozen=True, slots=True)
+class RLOOOptions:
+    """Options of ``adv_estimator=rloo``."""
+
+    scale: str = "none"
+    """Standard deviation that divides the differences of scores: others (of the other responses to the prompt, with
+    Bessel's correction; not if it is 0), or none."""
+
+    def __post_init__(self) -> None:
+        check_one_of("algorithm.rloo.scale", self.scale, ("others", "none"))
+
+
+@strict_fields
+@dataclass(frozen=True, slots=True)
 class GPGOptions:
     """Options of ``adv_estimator=gpg``."""
 
@@ -302,15 +315,23 @@ def grpo(data: DataProto, *, gamma: float, lam: float, options: GRPOOptions) -> 
     return result.on_tokens(centered / (std + EPSILON))
 
 
-@register_advantage_estimator("rloo", needs_group=True, reads=())
-def rloo(data: DataProto, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+@register_advantage_estimator("rloo", needs_group=True, options=RLOOOptions, reads=())
+def rloo(data: DataProto, *, gamma: float, lam: float, options: RLOOOptions) -> tuple[Tensor, Tensor]:
     """Return the score minus the mean of the other responses to the same prompt, on each token.
 
-    Ahmadian et al., 2024, arXiv:2402.14740, equation 8.
+    Ahmadian et al., 2024, arXiv:2402.14740, equation 8. With ``scale="others"`` it is divided by the standard deviation
+    of the other responses, as NeMo-RL's GRPO with a leave-one-out baseline; a difference from equal scores is not.
     """
     result, groups = outcomes(data, gamma), groups_of(data)
     others = groups.sizes / (groups.sizes - 1).clamp(min=1)
-    return result.on_tokens((result.scores - groups.mean(result.scores)) * others)
+    centered = result.scores - groups.mean(result.scores)
+    advantages = centered * others
+    if options.scale == "others":
+        left = groups.sums(centered.square()) - centered.square() * others  # squares of the others about their mean
+        tolerance = 1e-12 * (1.0 + groups.sums(result.scores.square()))
+        std = torch.where(left > tolerance, left / (groups.sizes - 2).clamp(min=1), 0.0).sqrt()
+        advantages = torch.where(std > 0, advantages / (std + EPSILON), advantages)
+    return result.on_tokens(advantages)
 
 
 @register_advantage_estimator("opo", needs_group=True, reads=())

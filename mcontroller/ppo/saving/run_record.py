@@ -114,6 +114,7 @@ class SavedStep:
         in_flight: the batches whose responses were generated and not yet trained on.
         next_row: position in the data of the first row after those that were trained on; None: of an earlier version.
         batch_size: problems of a batch; None: of an earlier version.
+        value: ``trainer.best_metric`` at this step; None if it was not measured.
     """
 
     global_steps: int
@@ -126,6 +127,7 @@ class SavedStep:
     in_flight: tuple[SavedBatch, ...] = ()
     next_row: int | None = None
     batch_size: int | None = None
+    value: float | None = None
 
 
 @dataclass(frozen=True)
@@ -225,8 +227,11 @@ def _saved_step(path: Path, content: Any) -> SavedStep:
             raise _damaged(path, f"{name} is {number!r:.100}, expected a count")
     groups = _directories(path, "groups", content.get("groups"))
     in_flight = _batches(path, content.get("in_flight", []))
+    value = content.get("value")
+    if value is not None and not (type(value) in (int, float) and math.isfinite(value)):
+        raise _damaged(path, f"value is {value!r:.100}, expected a finite number")
     drawn, tokens, row, size = counts.values()
-    return SavedStep(steps, float(kl_coef), groups, program, drawn, tokens or 0, rollout, in_flight, row, size)
+    return SavedStep(steps, float(kl_coef), groups, program, drawn, tokens or 0, rollout, in_flight, row, size, value)
 
 
 def _batches(path: Path, content: Any) -> tuple[SavedBatch, ...]:
