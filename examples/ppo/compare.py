@@ -28,7 +28,10 @@ __all__ = ["ALGORITHMS", "Curve", "curve", "draw", "learning_table", "trained"]
 SEEDS = (101, 102, 103, 104, 105)
 """Seeds that were not used to choose settings."""
 ONE_PROCESS = ("layout=1", "actor_rollout_ref.parallel={tp: 1, pp: 1}", "trackers=[jsonl]")
-NO_CRITIC = ("trainer.critic_warmup=0", "algorithm.use_kl_in_reward=false", "actor_rollout_ref.use_kl_loss=false")
+NO_CRITIC = (
+    *("trainer.critic_warmup=0", "algorithm.lam=1.0"),
+    *("algorithm.use_kl_in_reward=false", "actor_rollout_ref.use_kl_loss=false"),
+)
 GROUPS = (*NO_CRITIC, "data.train_batch_size=128", "actor_rollout_ref.rollout.n=8")
 ALGORITHMS: Mapping[str, Sequence[str]] = {
     "gae": (),

@@ -117,6 +117,27 @@ def changed_fields(config: Any, usual: Any = None, prefix: str = "") -> dict[str
     return found
 
 
+def check_unused(config: Any, names: Iterable[str], prefix: str, reason: str) -> None:
+    """Check that fields which nothing reads have their defaults: another value is a mistake about what is on.
+
+    Args:
+        config: an instance of a dataclass.
+        names: of the fields.
+        prefix: the dotted key of ``config``, with a dot at the end.
+        reason: continues "has no effect": what is off, and how it is switched on.
+
+    Raises:
+        ConfigError: a field has another value; ``key`` names it.
+    """
+    defaults = {field.name: _default_of(field) for field in _fields(type(config))}
+    for name in names:
+        value = getattr(config, name)
+        if value != defaults[name]:
+            key = f"{prefix}{name}"
+            shown = "set" if dataclasses.is_dataclass(value) else repr(value)
+            raise ConfigError(f"{key} is {shown}, which has no effect {reason}; or leave it out", key=key, value=value)
+
+
 def _plain(default: Any) -> Any:
     """Return a default as a file has it: mappings for dataclasses, lists for tuples."""
     if dataclasses.is_dataclass(default) and not isinstance(default, type):

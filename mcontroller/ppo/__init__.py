@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from mcontroller.ppo.config import AsynchronousConfig as AsynchronousConfig
     from mcontroller.ppo.config import DataConfig as DataConfig
     from mcontroller.ppo.config import FilterGroupsConfig as FilterGroupsConfig
-    from mcontroller.ppo.config import ImportanceConfig as ImportanceConfig
     from mcontroller.ppo.config import MultiTurnConfig as MultiTurnConfig
     from mcontroller.ppo.config import OverlongConfig as OverlongConfig
     from mcontroller.ppo.config import PPOConfig as PPOConfig
@@ -48,6 +47,7 @@ if TYPE_CHECKING:
         ReinforcePlusPlusBaselineOptions as ReinforcePlusPlusBaselineOptions,
     )
     from mcontroller.ppo.estimators.built_in import ReinforcePlusPlusOptions as ReinforcePlusPlusOptions
+    from mcontroller.ppo.estimators.built_in import RLOOOptions as RLOOOptions
     from mcontroller.ppo.estimators.built_in import compute_gae as compute_gae
     from mcontroller.ppo.estimators.registry import ADVANTAGE_ESTIMATORS as ADVANTAGE_ESTIMATORS
     from mcontroller.ppo.estimators.registry import AdvantageEstimator as AdvantageEstimator
@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from mcontroller.ppo.kl import apply_kl_penalty as apply_kl_penalty
     from mcontroller.ppo.kl import estimate_kl as estimate_kl
     from mcontroller.ppo.kl import register_kl_estimator as register_kl_estimator
+    from mcontroller.ppo.losses.importance import ImportanceConfig as ImportanceConfig
     from mcontroller.ppo.losses.registry import AGGREGATIONS as AGGREGATIONS
     from mcontroller.ppo.losses.registry import POLICY_LOSSES as POLICY_LOSSES
     from mcontroller.ppo.losses.registry import PolicyLoss as PolicyLoss

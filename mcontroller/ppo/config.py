@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from mcontroller.config.checks import check_above, check_at_least, check_between, check_one_of
-from mcontroller.config.fields import strict_fields, unknown_field
+from mcontroller.config.fields import check_unused, strict_fields, unknown_field
 from mcontroller.errors import ConfigError
 from mcontroller.locality import check_axes
 from mcontroller.ppo.estimators.built_in import (
@@ -17,47 +17,14 @@ from mcontroller.ppo.estimators.built_in import (
     GRPOOptions,
     ReinforcePlusPlusBaselineOptions,
     ReinforcePlusPlusOptions,
+    RLOOOptions,
 )
 from mcontroller.ppo.estimators.registry import ADVANTAGE_ESTIMATORS, KLInReward
 from mcontroller.ppo.kl import KL_ESTIMATORS, KLControlConfig
+from mcontroller.ppo.losses.importance import ImportanceConfig
 
 OLD_LOG_PROBS = ("auto", "policy", "rollout")
 OFFLOAD_CHOICES = ("auto", "always", "never")
-LEVELS = ("none", "token", "sequence", "geometric")
-MODES = ("truncate", "mask", "decoupled")
-
-
-@strict_fields
-@dataclass(frozen=True, slots=True)
-class ImportanceConfig:
-    """Importance weights ``policy / rollout`` of the sampled tokens in the policy loss; see docs/asynchronous.md."""
-
-    level: str = "none"
-    """Weight of a token: its own ratio (token), the product of the ratios of its response (sequence), their geometric
-    mean (geometric), or none."""
-    mode: str = "truncate"
-    """Limit of the weights: truncate to threshold, mask the tokens whose weight is outside of the limits, or none as in
-    decoupled PPO (decoupled)."""
-    threshold: float = 2.0
-    """Highest weight. Not with mode=decoupled."""
-    least: float = 0.0
-    """Lowest weight that is not masked; 0 keeps all. Only with mode=mask."""
-    off_policy_mask: float | None = None
-    """[nats per token] Leave responses with a negative advantage out of the loss if the rollout gave their tokens
-    a log-probability that is higher by more than this, in the mean, than the policy's. None: keep all."""
-
-    def __post_init__(self) -> None:
-        check_one_of("algorithm.importance.level", self.level, LEVELS)
-        check_one_of("algorithm.importance.mode", self.mode, MODES)
-        check_above("algorithm.importance.threshold", self.threshold, 0.0)
-        if self.off_policy_mask is not None:
-            check_at_least("algorithm.importance.off_policy_mask", self.off_policy_mask, 0.0)
-
-    @property
-    def is_on(self) -> bool:
-        """Whether a correction reads the log-probabilities of the policy."""
-        return self.level != "none" or self.off_policy_mask is not None
-
 
 SCORE = "score"
 """The metric that stands for the scores to train on."""
@@ -77,6 +44,9 @@ class FilterGroupsConfig:
 
     def __post_init__(self) -> None:
         check_at_least("algorithm.filter_groups.max_batches", self.max_batches, 1)
+        if not self.enable:
+            key = "algorithm.filter_groups."
+            check_unused(self, ("metric", "max_batches"), key, f"without {key}enable=true")
 
 
 @strict_fields
@@ -92,6 +62,11 @@ class OverlongConfig:
     def __post_init__(self) -> None:
         check_at_least("algorithm.overlong.buffer", self.buffer, 0)
         check_at_least("algorithm.overlong.penalty", self.penalty, 0.0)
+        key = "algorithm.overlong."
+        if not self.buffer:
+            check_unused(self, ("penalty",), key, f"with {key}buffer=0: set it to a number of tokens")
+        elif not self.penalty:
+            check_unused(self, ("buffer",), key, f"with {key}penalty=0")
 
 
 @strict_fields
@@ -126,6 +101,13 @@ class MultiTurnConfig:
                 key="multi_turn.episode",
                 value=self.episode,
             )
+        if self.environment is None:
+            check_unused(self, ("max_turns",), "multi_turn.", "without multi_turn.environment")
+        if self.episode is None:
+            check_unused(self, ("processes", "concurrency", "timeout_s"), "multi_turn.", "without multi_turn.episode")
+        if self.environment is None and self.episode is None:
+            reason = "without multi_turn.environment or multi_turn.episode"
+            check_unused(self, ("options",), "multi_turn.", reason)
 
 
 @strict_fields
@@ -149,6 +131,8 @@ class AlgorithmConfig:
     """Options of gae."""
     grpo: GRPOOptions = field(default_factory=GRPOOptions)
     """Options of grpo."""
+    rloo: RLOOOptions = field(default_factory=RLOOOptions)
+    """Options of rloo."""
     gpg: GPGOptions = field(default_factory=GPGOptions)
     """Options of gpg."""
     reinforce_plus_plus: ReinforcePlusPlusOptions = field(default_factory=ReinforcePlusPlusOptions)
@@ -167,6 +151,8 @@ class AlgorithmConfig:
     """
     kl_penalty: str = "k1"
     """Name of the KL estimator in the penalty: k1, k2, k3, abs, or one registered with ``register_kl_estimator``."""
+    kl_clip: float | None = None
+    """[nats] Limit of the KL estimate of a token in the penalty, on both sides of 0. None: no limit."""
     kl_ctrl: KLControlConfig = field(default_factory=KLControlConfig)
     """Weight of the KL penalty."""
     importance: ImportanceConfig = field(default_factory=ImportanceConfig)
@@ -178,6 +164,11 @@ class AlgorithmConfig:
     responses were sampled. auto: policy, without the pass if the update makes one optimizer step and nothing else reads
     them.
     """
+    reward_clip: float | None = None
+    """Limit of the score of a response, on both sides of 0, before advantages are computed; metrics have scores without
+    it. None: no limit."""
+    advantage_clip: float | None = None
+    """Limit of the advantage of a token, on both sides of 0, after the estimator's normalization. None: no limit."""
     filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
     """Dynamic sampling."""
     overlong: OverlongConfig = field(default_factory=OverlongConfig)
@@ -191,6 +182,9 @@ class AlgorithmConfig:
             check_between(f"algorithm.{name}", getattr(self, name), 0.0, 1.0)
         estimator = ADVANTAGE_ESTIMATORS.get_or_raise(self.adv_estimator)
         KL_ESTIMATORS.get_or_raise(self.kl_penalty, key="algorithm.kl_penalty")
+        for name in ("kl_clip", "reward_clip", "advantage_clip"):
+            if getattr(self, name) is not None:
+                check_above(f"algorithm.{name}", getattr(self, name), 0.0)
         if self.use_kl_in_reward and estimator.kl_in_reward is KLInReward.REJECTED:
             raise ConfigError(
                 f"algorithm.use_kl_in_reward is true with adv_estimator={self.adv_estimator}: differences of the KL "
@@ -209,6 +203,26 @@ class AlgorithmConfig:
                 value="rollout",
             )
         self.options()
+        self._check_unused()
+
+    def _check_unused(self) -> None:
+        """Raise ConfigError if an option is set that the estimator, or the reward without a KL, does not read."""
+        estimator = ADVANTAGE_ESTIMATORS[self.adv_estimator]
+        chosen = f"with algorithm.adv_estimator={self.adv_estimator}"
+        others = [
+            name
+            for name, other in ADVANTAGE_ESTIMATORS.items()
+            if other is not estimator and isinstance(getattr(self, name, None), other.options or ())
+        ]
+        check_unused(self, others, "algorithm.", f"{chosen}: these are options of another estimator")
+        if not self.kl_in_reward:
+            reason = f"without a KL in the reward ({chosen}): set algorithm.use_kl_in_reward=true, or kl_loss_type and "
+            reason += "kl_loss_coef of actor_rollout_ref for a KL in the loss"
+            check_unused(self, ("kl_penalty", "kl_ctrl", "kl_clip"), "algorithm.", reason)
+        unread = [name for name in ("gamma", "lam") if name not in estimator.reads]
+        if self.kl_in_reward:
+            unread = [name for name in unread if name != "gamma"]  # it discounts the penalty
+        check_unused(self, unread, "algorithm.", chosen)
 
     @property
     def kl_in_reward(self) -> bool:
@@ -283,6 +297,9 @@ class ValidationConfig:
         if self.response_length is not None:
             check_at_least("validation.response_length", self.response_length, 1)
         check_above("validation.temperature", self.temperature, 0.0)
+        if not self.do_sample:
+            reason = "with validation.do_sample=false: set it to true"
+            check_unused(self, ("temperature", "top_p", "top_k"), "validation.", reason)
         if self.n > 1 and not self.do_sample:
             raise ConfigError(
                 f"validation.n is {self.n} with validation.do_sample=false, which generates {self.n} equal responses: "
@@ -312,6 +329,8 @@ class WarmUpConfig:
     def __post_init__(self) -> None:
         check_at_least("warm_up.steps", self.steps, 0)
         check_at_least("warm_up.batch_size", self.batch_size, 1)
+        if not self.steps:
+            check_unused(self, ("batch_size",), "warm_up.", "with warm_up.steps=0")
 
 
 TAKES = ("completed", "in_order")
@@ -353,6 +372,8 @@ class AsynchronousConfig:
         check_one_of("trainer.asynchronous.schedule", self.schedule, SCHEDULES)
         check_at_least("trainer.asynchronous.slice_tokens", self.slice_tokens, 1)
         check_at_least("trainer.asynchronous.capacity", self.capacity, 0)
+        if self.schedule == "live":
+            check_unused(self, ("seed",), "trainer.asynchronous.", "with schedule=live: set schedule=simulated")
 
 
 @strict_fields
@@ -368,6 +389,10 @@ class ProfileConfig:
     """Mark the window and the methods for `nsys profile --capture-range=cudaProfilerApi` in place of torch.profiler."""
     memory: bool = False
     """Record the allocations of GPUs; an out-of-memory error writes a snapshot for https://pytorch.org/memory_viz."""
+
+    def __post_init__(self) -> None:
+        if not self.steps:
+            check_unused(self, ("at", "nsys"), "trainer.profile.", "without trainer.profile.steps")
 
 
 @strict_fields
@@ -394,7 +419,13 @@ class TrainerConfig:
     """[steps] Copy the state of every rank to the memory of its node and another one every so many steps; recovery from
     a failure then loads it if it is newer than the last checkpoint. 0: never. See docs/reliability.md."""
     max_to_keep: int | None = 3
-    """[checkpoints] Checkpoints that are kept. None: all."""
+    """[checkpoints] Newest checkpoints that are kept. None: all."""
+    keep_best: int = 0
+    """[checkpoints] Checkpoints with the best values of best_metric that are kept besides the newest. 0: none."""
+    best_metric: str = "held_out/score"
+    """Metric of validation that keep_best compares."""
+    best_mode: str = "max"
+    """Best value of best_metric: max or min."""
     save_reshardable: bool = False
     """Save distributed optimizers for any layout in every save, not only in the last one of a run.
 
@@ -494,6 +525,35 @@ class TrainerConfig:
         check_between("trainer.ref_sync_mix", self.ref_sync_mix, 0.0, 1.0)
         if self.max_to_keep is not None:
             check_at_least("trainer.max_to_keep", self.max_to_keep, 1)
+        check_at_least("trainer.keep_best", self.keep_best, 0)
+        check_one_of("trainer.best_mode", self.best_mode, ("max", "min"))
+        if self.keep_best and (self.save_freq < 1 or self.test_freq < 1 or self.save_freq % self.test_freq):
+            raise ConfigError(
+                f"trainer.keep_best is {self.keep_best}, save_freq {self.save_freq}, test_freq {self.test_freq}: it "
+                "compares metrics of validation. Set save_freq to a multiple of test_freq, and both to 1 or more",
+                key="trainer.keep_best",
+                value=self.keep_best,
+            )
+        self._check_unused()
+
+    def _check_unused(self) -> None:
+        """Raise ConfigError if an option is set whose feature is off."""
+        off: dict[str, tuple[bool, str]] = {
+            "asynchronous": (self.max_staleness == 0, "with trainer.max_staleness=0: set it to 2 or more"),
+            "save_minutes": (self.save_freq != 0, "unless trainer.save_freq is 0"),
+            "max_to_keep": (self.save_freq == -1, "with trainer.save_freq=-1: nothing is saved"),
+            "best_metric": (not self.keep_best, "with trainer.keep_best=0"),
+            "best_mode": (not self.keep_best, "with trainer.keep_best=0"),
+            "keep_best": (self.max_to_keep is None, "with trainer.max_to_keep=null, which keeps all"),
+            "save_reshardable": (self.save_freq == -1, "with trainer.save_freq=-1: nothing is saved"),
+            "memory_save_freq": (not self.max_restarts, "with trainer.max_restarts=0: only a restart loads it"),
+            "restart_on": (not self.max_restarts, "with trainer.max_restarts=0"),
+            "ref_sync_mix": (not self.ref_sync_steps, "with trainer.ref_sync_steps=0"),
+            "patience_factor": (not self.patience, "with trainer.patience=0"),
+            "offload_communicators": (self.offload == "never", "with trainer.offload=never"),
+        }
+        for name, (is_off, reason) in off.items():
+            check_unused(self, (name,) * is_off, "trainer.", reason)
 
 
 @strict_fields

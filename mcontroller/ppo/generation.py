@@ -55,6 +55,7 @@ class RolloutWeights:
     def connect(self, actor: WorkerGroup[Any], rollout: WorkerGroup[Any]) -> None:
         """Send from ``actor`` to ``rollout`` from now on; do nothing if they are the same group."""
         self._transfer = self._generating = None
+        self._metrics = Metrics()
         if rollout is not actor:
             self._groups, self._stale = (actor, rollout), True
 

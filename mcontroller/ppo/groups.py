@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -54,7 +55,7 @@ class RunGroups:
         self.workers = role_workers(config, mapping)
         self.by_name: dict[str, WorkerGroup] = {}
         self._pools, self._group_cls, self._stages, self._display = pools, group_cls, stages, display
-        self._axes = config.trainer.axes_across_nodes
+        self._options = config.trainer
         self._lost: set[str] = set()
         self._reference_in_actor = Role.RefPolicy not in mapping and reads_reference(config, mapping)
 
@@ -118,7 +119,8 @@ class RunGroups:
 
     def _start_group(self, worker: RoleWorker) -> WorkerGroup:
         pool = self._pools.get_resource_pool(worker.role)
-        options: dict[str, Any] = {"axes_across_nodes": self._axes} if self._axes else {}  # a custom class needs none
+        axes = self._options.axes_across_nodes
+        options: dict[str, Any] = {"axes_across_nodes": axes} if axes else {}  # a custom class needs none
         with self._stages("start"):
             self._display.starting(f"starting {worker.name}: {worker.init.cls.__name__}")
             group = self._group_cls(pool, worker.init, name_prefix=worker.name, **options)
@@ -150,6 +152,19 @@ class RunGroups:
     def reward_model(self) -> WorkerGroup | None:
         """The reward model, if there is one."""
         return self.by_name.get("reward")
+
+    @contextlib.contextmanager
+    def profiled(self, step: int) -> Iterator[None]:
+        """Profile the trained groups in a step, if ``trainer.profile`` has chosen it."""
+        profile = self._options.profile
+        groups = self.trained() if step in profile.steps else {}
+        groups = {name: group for name, group in groups.items() if group.offers("start_profile")}
+        for name, group in groups.items():
+            directory = Path(self._options.default_local_dir, "profiles", f"step-{step}", name)
+            group.start_profile(str(directory), profile.at, profile.nsys)
+        yield
+        for group in groups.values():
+            group.stop_profile()
 
     def trained(self) -> dict[str, WorkerGroup]:
         """Return the groups that have weights to save, by name."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from mcontroller.config.checks import check_above, check_at_least
-from mcontroller.config.fields import strict_fields
+from mcontroller.config.fields import check_unused, strict_fields
 from mcontroller.config.registry import Registry
 from mcontroller.errors import ConfigError, DataError
 from parallel_state.lazy import Lazy
@@ -109,22 +109,24 @@ def check_kl_loss(name: str) -> None:
         )
 
 
-def estimate_kl(log_probs: Tensor, ref_log_probs: Tensor, kl_penalty: str = "k1") -> Tensor:
+def estimate_kl(log_probs: Tensor, ref_log_probs: Tensor, kl_penalty: str = "k1", clip: float | None = None) -> Tensor:
     """Return the estimate of KL(policy || reference) of every token, in the shape of ``log_probs``.
 
     Args:
         log_probs: natural logarithms under the policy.
         ref_log_probs: the same under the reference.
         kl_penalty: a name in ``KL_ESTIMATORS``.
+        clip: limit of the estimate on both sides of 0, beyond which it has no gradient. None: no limit.
 
     Raises:
         ConfigError: no estimator has this name.
     """
-    return KL_ESTIMATORS.get_or_raise(kl_penalty)(log_probs - ref_log_probs)
+    estimate = KL_ESTIMATORS.get_or_raise(kl_penalty)(log_probs - ref_log_probs)
+    return estimate if clip is None else estimate.clamp(-clip, clip)
 
 
 def apply_kl_penalty(
-    data: DataProto, kl_ctrl: KLController | None, kl_penalty: str = "k1"
+    data: DataProto, kl_ctrl: KLController | None, kl_penalty: str = "k1", clip: float | None = None
 ) -> tuple[DataProto, dict[str, float]]:
     """Return the batch with ``token_level_rewards`` = scores - weight * KL, and the mean KL per token as a metric.
 
@@ -133,6 +135,7 @@ def apply_kl_penalty(
         kl_ctrl: supplies the weight, and is updated with the KL of this batch. None: no penalty, so that the rewards
             are the scores.
         kl_penalty: a name in ``KL_ESTIMATORS``.
+        clip: limit of the estimate of a token; see ``estimate_kl``.
 
     Raises:
         ConfigError: no estimator has this name.
@@ -143,7 +146,7 @@ def apply_kl_penalty(
     names = ("token_level_scores", "old_log_probs", "ref_log_prob", "response_mask")
     scores, log_probs, reference, mask = columns(data, *names)
     kept = mask.bool()
-    estimate = torch.where(kept, estimate_kl(log_probs, reference, kl_penalty), 0.0)
+    estimate = torch.where(kept, estimate_kl(log_probs, reference, kl_penalty, clip), 0.0)
     weight = kl_ctrl.value
     rewards = torch.where(kept, scores, 0.0) - weight * estimate
     mean = float(estimate.sum() / kept.sum().clamp(min=1))
@@ -151,7 +154,7 @@ def apply_kl_penalty(
         wrong = int((~estimate.isfinite()).sum())
         raise DataError(
             f"the KL penalty is not finite for {wrong} of {int(kept.sum())} tokens: old_log_probs or ref_log_prob are "
-            "not finite there, or differ too much for algorithm.kl_penalty; k3 and algorithm.kl_clip limit the estimate",
+            "not finite there, or differ too much for algorithm.kl_penalty: set algorithm.kl_clip",
             tokens=wrong,
             kl_penalty=kl_penalty,
         )
@@ -199,6 +202,9 @@ class KLControlConfig:
         check_at_least("algorithm.kl_ctrl.horizon", self.horizon, 1)
         if self.type == "adaptive":
             check_above("algorithm.kl_ctrl.target_kl", self.target_kl, 0.0)
+        if self.type == "fixed":
+            reason = "with algorithm.kl_ctrl.type=fixed: set type=adaptive"
+            check_unused(self, ("target_kl", "horizon"), "algorithm.kl_ctrl.", reason)
 
 
 @KL_CONTROLLERS.register("fixed")

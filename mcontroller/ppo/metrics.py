@@ -15,7 +15,7 @@ from mcontroller.config.registry import Registry
 from mcontroller.errors import DataError
 
 
-class Rule(enum.Enum):
+class MetricRule(enum.Enum):
     """A rule that reduces the values of one metric to one number."""
 
     MEAN = "mean"
@@ -25,29 +25,29 @@ class Rule(enum.Enum):
     LAST = "last"
 
 
-METRIC_RULES: Registry[Rule] = Registry("rule of a metric", key="metrics")
+METRIC_RULES: Registry[MetricRule] = Registry("rule of a metric", key="metrics")
 """Rules by the name of a metric, or by a pattern such as ``mine/*``.
 
-``METRIC_RULES.add("mine/failures", Rule.SUM)`` sets that of a metric that a program reports.
+``METRIC_RULES.add("mine/failures", MetricRule.SUM)`` sets that of a metric that a program reports.
 """
 for _names, _rule in {
-    ("episodes/*",): Rule.SUM,
-    ("rollout/*seconds", "rollout/*bytes*", "weights/*seconds", "weights/*bytes*"): Rule.SUM,
-    ("weights/policy_version",): Rule.LAST,
-    ("memory/*",): Rule.MAX,
+    ("episodes/*",): MetricRule.SUM,
+    ("rollout/*seconds", "rollout/*bytes*", "weights/*seconds", "weights/*bytes*"): MetricRule.SUM,
+    ("weights/policy_version",): MetricRule.LAST,
+    ("memory/*",): MetricRule.MAX,
 }.items():
     for _name in _names:
         METRIC_RULES.add(_name, _rule)
 
 
-def rule_of(name: str) -> Rule:
+def rule_of(name: str) -> MetricRule:
     """Return the rule of a metric: that of ``METRIC_RULES``, or else MAX for ``*_max``, MIN for ``*_min``, or MEAN."""
     if name in METRIC_RULES:
         return METRIC_RULES[name]
     for pattern, rule in METRIC_RULES.items():
         if fnmatchcase(name, pattern):
             return rule
-    return Rule.MAX if name.endswith("_max") else Rule.MIN if name.endswith("_min") else Rule.MEAN
+    return MetricRule.MAX if name.endswith("_max") else MetricRule.MIN if name.endswith("_min") else MetricRule.MEAN
 
 
 class Metrics:
@@ -80,16 +80,16 @@ class Metrics:
         return {name: _reduced(rule_of(name), values) for name, values in parts.items()}
 
 
-def _reduced(rule: Rule, parts: Sequence[tuple[float, float]]) -> float:
+def _reduced(rule: MetricRule, parts: Sequence[tuple[float, float]]) -> float:
     """Return the number of a metric from the values and weights of its parts."""
     values = [value for value, _ in parts]
-    if rule is Rule.SUM:
+    if rule is MetricRule.SUM:
         return sum(values)
-    if rule is Rule.MAX:
+    if rule is MetricRule.MAX:
         return max(values)
-    if rule is Rule.MIN:
+    if rule is MetricRule.MIN:
         return min(values)
-    if rule is Rule.LAST or len({*values}) == 1:
+    if rule is MetricRule.LAST or len({*values}) == 1:
         return values[-1]
     return sum(value * weight for value, weight in parts) / sum(weight for _, weight in parts)
 
@@ -102,7 +102,7 @@ def of_ranks(metrics: Mapping[str, float | Sequence[float]]) -> dict[str, float]
     """
     reduced = {}
     for name, values in metrics.items():
-        rule = rule_of(name) if rule_of(name) in (Rule.MAX, Rule.MIN) else Rule.MEAN
+        rule = rule_of(name) if rule_of(name) in (MetricRule.MAX, MetricRule.MIN) else MetricRule.MEAN
         of_each = [values] if isinstance(values, int | float) else values
         reduced[name] = _reduced(rule, [(float(value), 1.0) for value in of_each])
     return reduced
@@ -128,7 +128,7 @@ def united(*sources: Mapping[str, float]) -> dict[str, float]:
     return whole
 
 
-_SCORES = ("score", "score_std", "score_min", "score_max", "unscored", "overlong_penalty", "overlong_penalty_std")
+_SCORES = ("score", "score_std", "score_min", "score_max", "score_clipped", "unscored", "overlong_penalty")
 _PROGRESS = ("prompts", "n", "num_tokens", "epoch", "restarts", "processes", "frac_reward_zero_std")
 RESERVED = frozenset({*_SCORES, *_PROGRESS})
 """Names that the trainer reports under ``train/`` and ``held_out/``: no column of a reward can have one."""

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from mcontroller.data.protocol import DataProto
-from mcontroller.ppo.config import ImportanceConfig
 from mcontroller.ppo.data import columns
+from mcontroller.ppo.losses.importance import ImportanceConfig
 
 TOKEN_VERSIONS = "token_versions"
 """Column of the version of the policy that sampled each token, int64 ``[rows, response]``; -1 for others."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
+from mcontroller.config.fields import check_unused
 from mcontroller.errors import ConfigError
 from mcontroller.ppo.agents.episodes import Episodes
 from mcontroller.ppo.config import PPOConfig
@@ -110,6 +111,16 @@ def check_roles(config: PPOConfig, mapping: Mapping[Role, Any], pools: ResourceP
     algorithm = config.algorithm
     if _needs_critic(config) and Role.Critic not in mapping:
         raise _misfit(mapping, f"algorithm.adv_estimator={algorithm.adv_estimator} needs Role.Critic")
+    if config.trainer.critic_warmup and not _needs_critic(config):
+        check_unused(
+            config.trainer,
+            ("critic_warmup",),
+            "trainer.",
+            f"but to train nothing: algorithm.adv_estimator={algorithm.adv_estimator} has no critic",
+        )
+    if config.rollout is None and Role.Rollout not in mapping:
+        reason = "in a run whose actor generates: no weights are sent"
+        check_unused(config.trainer, ("weight_transport", "weight_timeout"), "trainer.", reason)
     if algorithm.kl_in_reward and not has_reference(config, mapping):
         raise _misfit(mapping, "algorithm.use_kl_in_reward needs Role.ActorRolloutRef or Role.RefPolicy, or is false")
     if getattr(config.actor_rollout_ref, "use_kl_loss", False) and not has_reference(config, mapping):
@@ -236,6 +247,9 @@ def _check_group_size(config: PPOConfig) -> None:
             key="actor_rollout_ref.rollout.n",
             value=n,
         )
+    if n == 2 and name == "rloo":
+        reason = "with actor_rollout_ref.rollout.n=2: one other response has no standard deviation"
+        check_unused(config.algorithm.rloo, ("scale",), "algorithm.rloo.", reason)
 
 
 def _check_router_replay(config: PPOConfig) -> None:
@@ -311,6 +325,11 @@ def check_generates_alone(
     staleness = config.trainer.max_staleness
     if not staleness:
         return
+    if staleness == 1 and rollout_fn is None:
+        reason = f"with {_KEY}=1, whose batches are generated in one call: set it to 2 or more"
+        options = dataclasses.replace(config.trainer.asynchronous, replay=None)  # which is the same run again
+        names = [field.name for field in dataclasses.fields(options)]
+        check_unused(options, names, "trainer.asynchronous.", reason)
     if rollout_fn is not None and not isinstance(rollout_fn, Episodes):
         raise ConfigError(
             f"{_KEY} is {staleness} with a rollout_fn, whose calls come from the controller, which trains at that "

@@ -20,6 +20,7 @@ from mcontroller.ppo.data import (
     with_tokens,
     without,
 )
+from mcontroller.ppo.estimators.clips import clipped_advantages, clipped_scores
 from mcontroller.ppo.estimators.registry import ADVANTAGE_ESTIMATORS, compute_advantage
 from mcontroller.ppo.generation import (
     Generations,
@@ -152,12 +153,15 @@ class PPOStep:
     def advantages(self, batch: DataProto) -> tuple[DataProto, dict[str, float]]:
         """Return the batch with rewards, ``advantages``, ``returns`` and importance weights, and their metrics."""
         rule = self.config.algorithm
-        batch, metrics = apply_kl_penalty(batch, self.kl_ctrl if rule.kl_in_reward else None, rule.kl_penalty)
+        batch, clipped = clipped_scores(batch, rule.reward_clip)
+        controller = self.kl_ctrl if rule.kl_in_reward else None
+        batch, metrics = apply_kl_penalty(batch, controller, rule.kl_penalty, rule.kl_clip)
         batch = compute_advantage(batch, rule.adv_estimator, rule.gamma, rule.lam, rule.options())
-        metrics = united(metrics, signal_metrics(batch))
+        batch, limited = clipped_advantages(batch, rule.advantage_clip)
+        metrics = united(metrics, clipped, limited, signal_metrics(batch))
         if rule.importance.is_on:
-            weights, limited = importance_weights(batch, rule.importance)
-            batch, metrics = batch.with_tensors({"importance_weights": weights}), united(metrics, limited)
+            weights, of_weights = importance_weights(batch, rule.importance)
+            batch, metrics = batch.with_tensors({"importance_weights": weights}), united(metrics, of_weights)
         return batch, metrics
 
     def update(self, batch: DataProto, step: int) -> dict[str, float]:
@@ -184,6 +188,17 @@ class PPOStep:
                 calls.append(start("update actor", *self.balance.update(self.groups.actor.update_actor, rows, update)))
                 self.weights.changed()
         return united(*(of_ranks(call.get().meta_info["metrics"]) for call in calls))
+
+    def synchronize_reference(self, step: int) -> None:
+        """Move the reference towards the policy if ``trainer.ref_sync_steps`` say so.
+
+        Args:
+            step: number of steps so far.
+        """
+        trainer, reference = self.config.trainer, self.groups.reference
+        if trainer.ref_sync_steps and step % trainer.ref_sync_steps == 0 and reference is not None:
+            with self.stages("reference", reference.sync_reference):
+                reference.sync_reference(trainer.ref_sync_mix)
 
     def generate(self, problems: DataProto, **sampling: Any) -> tuple[DataProto, DataProto]:
         """Return the responses to the problems, and the problems' other columns, repeated for each response.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -31,7 +31,7 @@ from mcontroller.ppo.saving.run_record import BatchInFlight, read_record
 from mcontroller.ppo.stages import SharedDevices, Stages
 from mcontroller.ppo.step import PPOStep
 from mcontroller.ppo.summary import experience_metrics, sample_tokens
-from mcontroller.ppo.validation import HELD_OUT, Evaluation, validate
+from mcontroller.ppo.validation import HELD_OUT, Evaluation, check_validation, validate
 from mcontroller.ray.resource_pool import ResourcePoolManager
 from mcontroller.ray.worker_group import MegatronRayWorkerGroup
 from mcontroller.trace.recorder import recorder, span
@@ -120,6 +120,7 @@ class RayPPOTrainer:
             read_record(Path(config.trainer.default_local_dir))
         others = {f"{HELD_OUT}/{name}": each for name, each in (evaluations or {}).items()}
         check_rows(train_dataset=train_dataset, val_dataset=val_dataset, **{k: e.problems for k, e in others.items()})
+        check_validation(config, is_validated=val_dataset is not None or bool(others))
         self.config = config
         self.tokenizer = tokenizer
         self.tokenizer_files = tokenizer_files
@@ -142,13 +143,14 @@ class RayPPOTrainer:
         )
         self.groups = self.run_groups.by_name
         self.step = PPOStep(config, tokenizer, self.run_groups, self.stages, rewards, rollout_fn)
-        self.checkpoints = RunCheckpoints(options.default_local_dir, options.max_to_keep, devices)
+        self.checkpoints = RunCheckpoints(options, devices)
         self.memory = MemoryCheckpoints(devices, self.run_groups.lost_nodes)
         self.elastic = ElasticPools(resource_pool_manager, self.run_groups.workers)
         self.preemption = Preemption(options.max_seconds)
         self.recovery = Recovery(options, logs=resource_pool_manager.logs)
         self.global_steps = self.drawn_batches = self.num_tokens = 0
         self._stopping = self._preempted = False
+        self._validated: tuple[int, Mapping[str, float]] = (-1, {})
         self._saved_at = time.monotonic()
 
     # ---- start -----------------------------------------------------------------------------------------------------
@@ -336,7 +338,7 @@ class RayPPOTrainer:
             if self.global_steps:
                 self._grow_if_possible()
             with self.preemption.timing(), span("step", self.global_steps + 1):
-                with self._profiled():
+                with self.run_groups.profiled(self.global_steps + 1):
                     metrics = self.train_step(self.draw())
                 self.global_steps += 1
                 for callback in self.callbacks:
@@ -344,7 +346,7 @@ class RayPPOTrainer:
                 self.display.step(metrics)
                 if self._is_due(self.config.trainer.test_freq):
                     metrics = united(metrics, self.validate())
-                self._synchronize_reference()
+                self.step.synchronize_reference(self.global_steps)
                 if self._is_save_due():
                     last = self._is_last_step()
                     self.save_checkpoint(wait=last, reshardable=last)
@@ -358,21 +360,6 @@ class RayPPOTrainer:
                 files = self.tokenizer_files
                 tokenizer = str(files) if files is not None and files.is_dir() else None
                 self.actor.export_hf(self.config.trainer.export_hf, tokenizer)
-
-    @contextlib.contextmanager
-    def _profiled(self) -> Iterator[None]:
-        """Profile the trained groups in a step that ``trainer.profile`` has chosen."""
-        profile, step = self.config.trainer.profile, self.global_steps + 1
-        chosen = step in profile.steps
-        groups = {
-            name: each for name, each in self.run_groups.trained().items() if chosen and each.offers("start_profile")
-        }
-        for name, group in groups.items():
-            directory = Path(self.config.trainer.default_local_dir, "profiles", f"step-{step}", name)
-            group.start_profile(str(directory), profile.at, profile.nsys)
-        yield
-        for group in groups.values():
-            group.stop_profile()
 
     def stop(self) -> None:
         """End training after the current step, which is then validated and saved as the last one."""
@@ -442,10 +429,18 @@ class RayPPOTrainer:
         """Return the statistics of scores and other columns of responses to the held-out problems.
 
         See ``validation_metrics``.
+
+        Raises:
+            ConfigError: they do not have ``trainer.best_metric``, which ``keep_best`` compares.
         """
         if not self.evaluations:
             return {}
         metrics = validate(self.step, self.evaluations)
+        best, first = self.config.trainer.best_metric, not self._validated[1]
+        self._validated = self.global_steps, metrics
+        if self.config.trainer.keep_best and first and best not in metrics:
+            text = f"trainer.best_metric is {best!r}; validation has {', '.join(metrics)}"
+            raise ConfigError(text, key="trainer.best_metric", value=best)
         for callback in self.callbacks:
             callback.validated(self, metrics)
         self.display.held_out(self.global_steps, metrics)
@@ -512,8 +507,17 @@ class RayPPOTrainer:
             drawn -= numbers
         counts = self.global_steps, self.step.kl_ctrl.value, drawn, self.num_tokens
         pending = (*sorted(lost), *batches.pending(self.drawn_batches))
-        position = batches.position(self.drawn_batches), batches.batch_size, pending
-        return RunState(*counts, program, rollout, tuple(saved), *position)
+        step, metrics = self._validated
+        return RunState(
+            *counts,
+            program,
+            rollout,
+            tuple(saved),
+            next_row=batches.position(self.drawn_batches),
+            batch_size=batches.batch_size,
+            pending=pending,
+            value=metrics.get(self.config.trainer.best_metric) if step == self.global_steps else None,
+        )
 
     def _rows_in_flight(self) -> tuple[int, list[int]]:
         """Return the number of batches that were drawn and not wholly trained on, and the positions of these rows."""
@@ -538,6 +542,7 @@ class RayPPOTrainer:
     def _continue_from(self, state: RunState) -> None:
         """Set this trainer to a state, which the groups have already, and trackers to its step."""
         self.step.weights.changed()
+        self.step.weights.take_metrics()  # of a step that failed
         self.global_steps = state.global_steps
         in_flight = state.in_flight_in(self.train_batches)
         kept = self.step.generations.restore(in_flight, state.rollout, self.train_batches.__getitem__)
@@ -571,13 +576,6 @@ class RayPPOTrainer:
         trainer = self.config.trainer
         late = trainer.save_minutes > 0 and time.monotonic() - self._saved_at >= 60.0 * trainer.save_minutes
         return self._is_due(trainer.save_freq) or (trainer.save_freq == 0 and late)
-
-    def _synchronize_reference(self) -> None:
-        """Move the reference towards the policy if ``trainer.ref_sync_steps`` say so."""
-        trainer = self.config.trainer
-        if trainer.ref_sync_steps and self.global_steps % trainer.ref_sync_steps == 0 and self.reference is not None:
-            with self.stages("reference", self.reference.sync_reference):
-                self.reference.sync_reference(trainer.ref_sync_mix)
 
     def _progress(self, batch: DataProto, prompts: int) -> dict[str, float]:
         batches, in_flight = self.train_batches, len(self._rows_in_flight()[1])

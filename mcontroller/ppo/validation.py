@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import fmean
 
-from mcontroller.ppo.config import ValidationConfig
+from mcontroller.config.fields import check_unused
+from mcontroller.ppo.config import PPOConfig, ValidationConfig
 from mcontroller.ppo.data import HELD_OUT_BATCH, Dataset, in_order
 from mcontroller.ppo.metrics import Metrics, of_ranks, united
 from mcontroller.ppo.rewards.reward import Reward, joined
@@ -30,6 +31,13 @@ class Evaluation:
 
     problems: Dataset
     sampling: ValidationConfig
+
+
+def check_validation(config: PPOConfig, *, is_validated: bool) -> None:
+    """Raise ConfigError if a setting needs held-out problems and there are none."""
+    if not is_validated:
+        names = ("keep_best", *(("test_freq",) if config.trainer.test_freq > 0 else ()))
+        check_unused(config.trainer, names, "trainer.", "without held-out problems")
 
 
 def validate(step: PPOStep, evaluations: Mapping[str, Evaluation]) -> dict[str, float]:

@@ -113,7 +113,10 @@ async def fails_sometimes(rollout: Any, problem: Mapping[str, Any]) -> Trajector
     return await episode(rollout, problem)
 
 
-EPISODE = ["multi_turn.environment=null", "multi_turn.processes=0", f"multi_turn.episode={__name__}:fails_sometimes"]
+EPISODE = [
+    *("multi_turn.environment=null", "multi_turn.max_turns=8", "multi_turn.processes=0"),
+    f"multi_turn.episode={__name__}:fails_sometimes",
+]
 
 
 @pytest.mark.parametrize("settings", [[], EPISODE], ids=["environment", "episode"])

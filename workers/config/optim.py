@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mcontroller.config.checks import check_above, check_at_least, check_between, check_one_of
-from mcontroller.config.fields import strict_fields
+from mcontroller.config.fields import check_unused, strict_fields
 from mcontroller.errors import ConfigError
 
 DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
@@ -76,7 +76,7 @@ _DYNAMIC_SCALE = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "
 @strict_fields
 @dataclass(frozen=True, slots=True)
 class OptimConfig:
-    """The optimizer and its learning rate, which rises over the warm-up from 0 to ``lr`` and then falls to ``min_lr``.
+    """The optimizer and its learning rate, which rises over the warm-up to ``lr`` and then falls to ``min_lr``.
 
     The optimizer is AdamW unless ``optimizer`` is set.
     """
@@ -95,8 +95,10 @@ class OptimConfig:
     """Largest norm of the gradients, over all parameters; larger ones are scaled down. 0: no clipping."""
     warmup_steps: int = 0
     """[optimizer steps] Length of the linear warm-up."""
+    warmup_init_lr: float = 0.0
+    """Learning rate at the start of the warm-up, at most lr."""
     total_steps: int = 0
-    """[optimizer steps] Step at which the decay ends; unused if decay_style is constant."""
+    """[optimizer steps] Step at which the decay ends. Not with decay_style=constant."""
     decay_style: str = "constant"
     """Shape of the decay: constant, linear, cosine, inverse-square-root or WSD (warm-up, stable, decay)."""
     wsd_decay_steps: int = 0
@@ -123,6 +125,9 @@ class OptimConfig:
         for beta in self.betas:
             check_between("optim.betas", beta, 0.0, 1.0)
         check_at_least("optim.warmup_steps", self.warmup_steps, 0)
+        check_between("optim.warmup_init_lr", self.warmup_init_lr, 0.0, self.lr)
+        if not self.warmup_steps:
+            check_unused(self, ("warmup_init_lr",), "optim.", "with optim.warmup_steps=0")
         check_one_of("optim.decay_style", self.decay_style, DECAY_STYLES)
         check_one_of("optim.on_nonfinite", self.on_nonfinite, ("raise", "skip"))
         if self.decay_style != "constant" and self.total_steps <= self.warmup_steps:
@@ -132,6 +137,11 @@ class OptimConfig:
                 key="optim.total_steps",
                 value=self.total_steps,
             )
+        if self.decay_style == "constant":
+            reason = "with optim.decay_style=constant: set another one"
+            check_unused(self, ("min_lr", "total_steps"), "optim.", reason)
+        if self.decay_style != "WSD":
+            check_unused(self, ("wsd_decay_steps",), "optim.", f"with optim.decay_style={self.decay_style}: set WSD")
         if self.decay_style == "WSD":
             check_between("optim.wsd_decay_steps", self.wsd_decay_steps, 1, self.total_steps - self.warmup_steps)
         if self.overlap_param_gather and not (self.distributed_optimizer and self.overlap_grad_reduce):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from mcontroller.config.checks import check_above, check_at_least, check_one_of
-from mcontroller.config.fields import strict_fields
+from mcontroller.config.fields import check_unused, strict_fields
 from mcontroller.errors import ConfigError
 from mcontroller.ppo.kl import check_kl_loss
 from mcontroller.ppo.losses.registry import AGGREGATIONS, POLICY_LOSSES
@@ -154,6 +154,9 @@ class ActorConfig(TrainedConfig):
     k1+ and k3+ have the values of k1 and k3 and the gradient of k2, which is the gradient of the divergence. k1 is
     rejected: its gradient is zero in expectation.
     """
+    kl_loss_clip: float | None = None
+    """[nats] Limit of the KL estimate of a token in the loss, on both sides of 0; beyond it the token has no gradient
+    of the KL. None: no limit."""
     log_prob_chunk_tokens: int = 4096
     """[tokens] Tokens whose logits exist at the same time."""
 
@@ -169,9 +172,18 @@ class ActorConfig(TrainedConfig):
         for name in ("clip_ratio", "clip_ratio_low", "clip_ratio_high"):
             if getattr(self, name) is not None:
                 check_above(name, getattr(self, name), 0.0)
+        if self.kl_loss_clip is not None:
+            check_above("kl_loss_clip", self.kl_loss_clip, 0.0)
         if self.clip_ratio_c is not None:
             check_above("clip_ratio_c", self.clip_ratio_c, 1.0)
-        POLICY_LOSSES.get_or_raise(self.policy_loss)
+        unused = POLICY_LOSSES.get_or_raise(self.policy_loss).unused
+        check_unused(self, unused, "actor_rollout_ref.", f"with policy_loss={self.policy_loss}, which does not read it")
+        if self.clip_ratio_low is not None and self.clip_ratio_high is not None:
+            reason = "beside clip_ratio_low and clip_ratio_high, which replace it"
+            check_unused(self, ("clip_ratio",), "actor_rollout_ref.", reason)
+        if self.use_kl_loss is False:
+            reason = "without a KL in the loss: set actor_rollout_ref.use_kl_loss=true, if there is a reference"
+            check_unused(self, ("kl_loss_coef", "kl_loss_type", "kl_loss_clip"), "actor_rollout_ref.", reason)
         if self.loss_agg_mode is not None:
             AGGREGATIONS.get_or_raise(self.loss_agg_mode)
         check_kl_loss(self.kl_loss_type)

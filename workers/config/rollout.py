@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from mcontroller.config.checks import check_above, check_at_least, check_between, check_one_of
-from mcontroller.config.fields import strict_fields
+from mcontroller.config.fields import check_unused, strict_fields
 from mcontroller.errors import ConfigError
 from workers.config.parallel import ParallelConfig
 from workers.config.vllm import VllmConfig
@@ -75,6 +75,10 @@ class RolloutConfig:
         check_above("rollout.memory_fraction", self.memory_fraction, 0.0)
         check_between("rollout.memory_fraction", self.memory_fraction, 0.0, 1.0)
         self._check_verify_weights()
+        if not self.do_sample:
+            check_unused(self, ("top_p", "top_k", "min_p"), "rollout.", "with rollout.do_sample=false")
+        if self.max_rows:
+            check_unused(self, ("memory_fraction",), "rollout.", "with rollout.max_rows, which is the number of rows")
 
     def _check_verify_weights(self) -> None:
         check_one_of("rollout.verify_weights", self.verify_weights, ("auto", "fingerprints", "never"))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mcontroller.config.checks import check_at_least
-from mcontroller.config.fields import nested_config, strict_fields
+from mcontroller.config.fields import check_unused, nested_config, strict_fields
 from mcontroller.config.imports import absolute_path_of, import_module
 from mcontroller.config.load import CollectedErrors, completed_section, given_values, load_config
 from mcontroller.errors import ConfigError
@@ -139,6 +139,10 @@ class RunConfig(PPOConfig):
     """Directory of the run. None: ``runs/<date>-<time>``."""
     trackers: list[str] = field(default_factory=lambda: ["jsonl"])
     """Names of the trackers of metrics: jsonl, tensorboard, console, wandb, mlflow, trackio."""
+    project_name: str = "mcontroller"
+    """Name of the project in wandb, trackio and mlflow, where it is the experiment."""
+    experiment_name: str | None = None
+    """Name of the run in the trackers. None: the name of its directory."""
     imports: list[str] = field(default_factory=list)
     """Modules, or files that end in .py, that are imported first: they register your own losses, tokenizers, etc."""
 
@@ -146,6 +150,12 @@ class RunConfig(PPOConfig):
         """Check the other pools; their roles are checked with the rest, see ``workers.run.pools.pool_errors``."""
         for name, pool in self.pools.items():
             _check_nodes(f"pools.{name}.process_on_nodes", pool.process_on_nodes)
+        for name in ("project_name", "experiment_name"):
+            if getattr(self, name) == "":
+                raise ConfigError(f"{name} is empty; expected a name, or leave it out", key=name, value="")
+        if not {*self.trackers} - {"jsonl", "tensorboard"}:
+            reason = f"with trackers={self.trackers}, whose files are in the run's directory"
+            check_unused(self, ("project_name", "experiment_name"), "", reason)
         if self.trainer.elastic and self.pool.spare_bundles:
             raise ConfigError(
                 f"pool.spare_bundles is {self.pool.spare_bundles} and trainer.elastic is true: a lost node is either "

@@ -229,7 +229,8 @@ def interruptible() -> Iterator[None]:
 def _run_of_trackers(config: RunConfig, directory: Path) -> Run:
     trainer = config.trainer
     resumed_at = read_record(Path(trainer.default_local_dir)).last.global_steps if trainer.resume else None
-    return Run(directory, name=directory.name, config=dataclasses.asdict(config), resumed_at=resumed_at)
+    name = config.experiment_name or directory.name
+    return Run(directory, config.project_name, name, config=dataclasses.asdict(config), resumed_at=resumed_at)
 
 
 def _has_no_step(directory: Path, config: RunConfig) -> bool:

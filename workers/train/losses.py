@@ -135,7 +135,7 @@ def policy_objective(
         total = total + others - others.detach()
     extra = -config.entropy_coeff * entropy
     if config.use_kl_loss:
-        kl = estimate_kl(log_probs, columns["ref_log_prob"], config.kl_loss_type)
+        kl = estimate_kl(log_probs, columns["ref_log_prob"], config.kl_loss_type, config.kl_loss_clip)
         extra = extra + config.kl_loss_coef * kl
         token_means["kl_loss"] = kl
     if "rollout_log_probs" in columns:

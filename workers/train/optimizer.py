@@ -233,7 +233,7 @@ def make_scheduler(optimizer: MegatronOptimizer, config: OptimConfig) -> Optimiz
     """Build Megatron's learning-rate schedule; it takes one step for each step of the optimizer."""
     return OptimizerParamScheduler(
         optimizer,
-        init_lr=0.0 if config.warmup_steps else config.lr,
+        init_lr=config.warmup_init_lr if config.warmup_steps else config.lr,
         max_lr=config.lr,
         min_lr=config.min_lr,
         **_shape_of_schedule(config),

@@ -273,6 +273,19 @@ class GRPOOptions:
 
 @strict_fields
 @dataclass(frozen=True, slots=True)
+class RLOOOptions:
+    """Options of ``adv_estimator=rloo``."""
+
+    scale: str = "none"
+    """Standard deviation that divides the differences of scores: others (of the other responses to the prompt, with
+    Bessel's correction; not if it is 0), or none."""
+
+    def __post_init__(self) -> None:
+        check_one_of("algorithm.rloo.scale", self.scale, ("others", "none"))
+
+
+@strict_fields
+@dataclass(frozen=True, slots=True)
 class GPGOptions:
     """Options of ``adv_estimator=gpg``."""
 
@@ -283,7 +296,7 @@ class GPGOptions:
         check_one_of("algorithm.gpg.scale", self.scale, ("group", "none"))
 
 
-@register_advantage_estimator("grpo", needs_group=True, kl_in_reward=KLInReward.REJECTED, options=GRPOOptions)
+@register_advantage_estimator("grpo", needs_group=True, kl_in_reward=KLInReward.REJECTED, options=GRPOOptions, reads=())
 def grpo(data: DataProto, *, gamma: float, lam: float, options: GRPOOptions) -> tuple[Tensor, Tensor]:
     """Return ``(R - mean) / std`` on each token, over the responses to the same prompt.
 
@@ -302,18 +315,26 @@ def grpo(data: DataProto, *, gamma: float, lam: float, options: GRPOOptions) -> 
     return result.on_tokens(centered / (std + EPSILON))
 
 
-@register_advantage_estimator("rloo", needs_group=True)
-def rloo(data: DataProto, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+@register_advantage_estimator("rloo", needs_group=True, options=RLOOOptions, reads=())
+def rloo(data: DataProto, *, gamma: float, lam: float, options: RLOOOptions) -> tuple[Tensor, Tensor]:
     """Return the score minus the mean of the other responses to the same prompt, on each token.
 
-    Ahmadian et al., 2024, arXiv:2402.14740, equation 8.
+    Ahmadian et al., 2024, arXiv:2402.14740, equation 8. With ``scale="others"`` it is divided by the standard deviation
+    of the other responses, as NeMo-RL's GRPO with a leave-one-out baseline; a difference from equal scores is not.
     """
     result, groups = outcomes(data, gamma), groups_of(data)
     others = groups.sizes / (groups.sizes - 1).clamp(min=1)
-    return result.on_tokens((result.scores - groups.mean(result.scores)) * others)
+    centered = result.scores - groups.mean(result.scores)
+    advantages = centered * others
+    if options.scale == "others":
+        left = groups.sums(centered.square()) - centered.square() * others  # squares of the others about their mean
+        tolerance = 1e-12 * (1.0 + groups.sums(result.scores.square()))
+        std = torch.where(left > tolerance, left / (groups.sizes - 2).clamp(min=1), 0.0).sqrt()
+        advantages = torch.where(std > 0, advantages / (std + EPSILON), advantages)
+    return result.on_tokens(advantages)
 
 
-@register_advantage_estimator("opo", needs_group=True)
+@register_advantage_estimator("opo", needs_group=True, reads=())
 def opo(data: DataProto, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
     """Return the score minus the mean of the group weighted by the length of the responses, on each token.
 
@@ -327,7 +348,7 @@ def opo(data: DataProto, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
     return result.on_tokens(result.scores - baseline)
 
 
-@register_advantage_estimator("gpg", needs_group=True, kl_in_reward=KLInReward.REJECTED, options=GPGOptions)
+@register_advantage_estimator("gpg", needs_group=True, kl_in_reward=KLInReward.REJECTED, options=GPGOptions, reads=())
 def gpg(data: DataProto, *, gamma: float, lam: float, options: GPGOptions) -> tuple[Tensor, Tensor]:
     """Return ``alpha * (R - mean)`` on each token, over the responses to the same prompt.
 
@@ -363,7 +384,9 @@ class ReinforcePlusPlusBaselineOptions:
     """Divide advantages by their standard deviation over all responses of the batch."""
 
 
-@register_advantage_estimator("reinforce_plus_plus", kl_in_reward=KLInReward.DEFAULT, options=ReinforcePlusPlusOptions)
+@register_advantage_estimator(
+    "reinforce_plus_plus", kl_in_reward=KLInReward.DEFAULT, options=ReinforcePlusPlusOptions, reads=("gamma",)
+)
 def reinforce_plus_plus(
     data: DataProto, *, gamma: float, lam: float, options: ReinforcePlusPlusOptions
 ) -> tuple[Tensor, Tensor]:
@@ -378,7 +401,7 @@ def reinforce_plus_plus(
 
 
 @register_advantage_estimator(
-    "reinforce_plus_plus_baseline", needs_group=True, options=ReinforcePlusPlusBaselineOptions
+    "reinforce_plus_plus_baseline", needs_group=True, options=ReinforcePlusPlusBaselineOptions, reads=()
 )
 def reinforce_plus_plus_baseline(
     data: DataProto, *, gamma: float, lam: float, options: ReinforcePlusPlusBaselineOptions
@@ -395,7 +418,7 @@ def reinforce_plus_plus_baseline(
     return result.on_tokens(advantages)
 
 
-@register_advantage_estimator("remax", needs_greedy=True)
+@register_advantage_estimator("remax", needs_greedy=True, reads=("gamma",))
 def remax(data: DataProto, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
     """Return ``sum_k gamma^k * r_{t+k}`` minus the score of the greedy response to the same prompt.
 

@@ -69,6 +69,7 @@ class AdvantageEstimator:
         needs_greedy: whether it reads ``greedy_scores``, the score of the greedy response to each prompt.
         kl_in_reward: whether a KL penalty may be part of the reward.
         options: class of its options, a dataclass; None if it has none.
+        reads: of ``gamma`` and ``lam``, those that it reads without a KL penalty in the reward.
     """
 
     estimate: Callable[..., tuple[Tensor, Tensor]]
@@ -77,6 +78,7 @@ class AdvantageEstimator:
     needs_greedy: bool = False
     kl_in_reward: KLInReward = KLInReward.ALLOWED
     options: type | None = None
+    reads: tuple[str, ...] = ("gamma", "lam")
 
 
 ADVANTAGE_ESTIMATORS: Registry[AdvantageEstimator] = Registry("advantage estimator", key="algorithm.adv_estimator")
@@ -93,6 +95,7 @@ def register_advantage_estimator(
     needs_greedy: bool = False,
     kl_in_reward: KLInReward | None = None,
     options: type | None = None,
+    reads: tuple[str, ...] = ("gamma", "lam"),
 ) -> Callable[[F], F]:
     """Return a decorator that registers an advantage estimator under ``name``.
 
@@ -106,6 +109,7 @@ def register_advantage_estimator(
             by default.
         options: class of its options, a dataclass. The function gets an instance as ``options``; its fields are set
             with ``algorithm.custom``.
+        reads: of ``gamma`` and ``lam``, those that it reads without a KL penalty in the reward; others are rejected.
 
     Raises:
         ConfigError: another advantage estimator is registered under this name.
@@ -113,7 +117,7 @@ def register_advantage_estimator(
     kl = kl_in_reward or (KLInReward.DEFAULT if needs_critic else KLInReward.ALLOWED)
 
     def add(estimate: F) -> F:
-        entry = AdvantageEstimator(estimate, needs_critic, needs_group, needs_greedy, kl, options)
+        entry = AdvantageEstimator(estimate, needs_critic, needs_group, needs_greedy, kl, options, reads)
         ADVANTAGE_ESTIMATORS.add(name, entry)
         return estimate
 

@@ -57,7 +57,7 @@ def clipped_policy_loss(
     return PolicyLoss(loss, ratio, clipped.to(loss.dtype))
 
 
-@register_policy_loss("cispo", clip_low=1.0)
+@register_policy_loss("cispo", clip_low=1.0, unused=("clip_ratio_c",))
 def cispo_policy_loss(
     log_probs: Tensor,
     old_log_probs: Tensor,
@@ -78,7 +78,7 @@ def cispo_policy_loss(
     return PolicyLoss(-weight * advantages * log_probs, ratio, (weight != ratio).to(ratio.dtype))
 
 
-@register_policy_loss("gpg")
+@register_policy_loss("gpg", unused=("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c"))
 def gradient_policy_loss(
     log_probs: Tensor,
     old_log_probs: Tensor,
@@ -127,7 +127,14 @@ def gspo_policy_loss(
     )
 
 
-@register_policy_loss("gmpo", whole_sequences=True, loss_agg_mode="seq-mean-token-mean", clip_low=0.4, clip_high=0.4)
+@register_policy_loss(
+    "gmpo",
+    whole_sequences=True,
+    loss_agg_mode="seq-mean-token-mean",
+    clip_low=0.4,
+    clip_high=0.4,
+    unused=("clip_ratio_c",),
+)
 def gmpo_policy_loss(
     log_probs: Tensor,
     old_log_probs: Tensor,

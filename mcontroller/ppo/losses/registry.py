@@ -133,6 +133,7 @@ class RegisteredPolicyLoss:
         loss_agg_mode: how it is averaged, unless the configuration sets another mode.
         clip_low: its ``clip_low``, unless the configuration sets ``clip_ratio_low`` or ``clip_ratio``.
         clip_high: its ``clip_high``, unless the configuration sets ``clip_ratio_high`` or ``clip_ratio``.
+        unused: the fields of ``ActorConfig`` about clipping that it does not read.
     """
 
     function: PolicyLossFunction
@@ -141,6 +142,7 @@ class RegisteredPolicyLoss:
     loss_agg_mode: str = "token-mean"
     clip_low: float = 0.2
     clip_high: float = 0.2
+    unused: tuple[str, ...] = ()
 
 
 POLICY_LOSSES: Registry[RegisteredPolicyLoss] = Registry("policy loss", key="policy_loss")
@@ -157,6 +159,7 @@ def register_policy_loss(
     loss_agg_mode: str = "token-mean",
     clip_low: float = 0.2,
     clip_high: float = 0.2,
+    unused: Sequence[str] = (),
 ) -> Callable[[F], F]:
     """Return a decorator that registers a policy loss under ``name``.
 
@@ -170,6 +173,8 @@ def register_policy_loss(
         clip_low: its ``clip_low`` unless the configuration sets one; above 0. A ratio is never below 0, so 1 is no
             lower limit of a ratio.
         clip_high: its ``clip_high`` unless the configuration sets one; above 0.
+        unused: the fields of ``ActorConfig`` about clipping that it does not read, such as ``clip_ratio_c``; they are
+            rejected with it.
 
     Raises:
         ConfigError: another policy loss is registered under this name, there is no such ``loss_agg_mode``, or a limit
@@ -181,7 +186,13 @@ def register_policy_loss(
 
     def add(function: F) -> F:
         registered = RegisteredPolicyLoss(
-            function, tuple(columns), whole_sequences, loss_agg_mode, clip_low=clip_low, clip_high=clip_high
+            function,
+            tuple(columns),
+            whole_sequences,
+            loss_agg_mode,
+            clip_low=clip_low,
+            clip_high=clip_high,
+            unused=tuple(unused),
         )
         POLICY_LOSSES.add(name, registered)
         return function

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
+import math
 import os
 import secrets
 import shutil
@@ -22,6 +23,7 @@ from typing import Any, Protocol
 from mcontroller.errors import DataError, GroupBroken, MControllerError, WorkerError
 from mcontroller.files import acquire_lock, delete_with_links, free_space, release_lock, sync_directory
 from mcontroller.group import WorkerGroup
+from mcontroller.ppo.config import TrainerConfig
 from mcontroller.ppo.data import BatchStream
 from mcontroller.ppo.saving.run_record import (
     RECORD,
@@ -77,6 +79,8 @@ class RunState:
     pending: tuple[int, ...] | None = None
     """Positions of rows before ``next_row`` that were neither trained on nor are in flight; None: of an earlier
     version, whose ``next_row`` is the first row of the batches in flight."""
+    value: float | None = None
+    """``trainer.best_metric`` at this step; None if it was not measured."""
 
     def in_flight_in(self, batches: BatchStream) -> tuple[BatchInFlight, ...]:
         """Return the batches in flight, and have their rows in ``batches``; none if these have another size."""
@@ -132,8 +136,7 @@ class RunCheckpoints:
     """The checkpoints of a run in one directory, which this process and all workers share.
 
     Args:
-        directory: of the run's checkpoints; every group has a directory in it.
-        max_to_keep: number of saves to keep; None for all.
+        options: the directory of the run's checkpoints, in which every group has a directory, and which are kept.
         devices: the devices that the groups share.
 
     Attributes:
@@ -142,9 +145,9 @@ class RunCheckpoints:
         damaged: by step, the damage of the saves that the last ``load`` has passed over; the next save drops them.
     """
 
-    def __init__(self, directory: str, max_to_keep: int | None, devices: SharedDevices) -> None:
-        self.directory = Path(directory)
-        self.max_to_keep = max_to_keep
+    def __init__(self, options: TrainerConfig, devices: SharedDevices) -> None:
+        self.directory = Path(options.default_local_dir)
+        self._options = options
         self.devices = devices
         self.saved_step: int | None = None
         self.longest = 0.0
@@ -360,8 +363,9 @@ class RunCheckpoints:
         places = {name: str(Path(name) / path.name) for name, path in writing.written.items()}
         saves = () if before is None else before.saves()
         earlier = tuple(save for save in saves if save.global_steps < state.global_steps)
+        value = state.value if state.value is not None and math.isfinite(state.value) else None
         whole = tuple(save for save in earlier if save.global_steps not in self.damaged)
-        kept = whole if self.max_to_keep is None else whole[: self.max_to_keep - 1]
+        kept = self._kept(whole, value)
         needed = {*places.values(), *(place for save in kept for place in save.groups.values())}
         record = RunRecord(
             last=SavedStep(
@@ -376,6 +380,7 @@ class RunCheckpoints:
                 state.next_row,
                 state.batch_size,
                 state.pending,
+                value,
             ),
             earlier=kept,
             staged={name: os.path.relpath(path, self.directory) for name, path in writing.staged.items()},
@@ -386,6 +391,21 @@ class RunCheckpoints:
         write_record(self.directory, record)
         self.damaged = {}
         return record
+
+    def _kept(self, earlier: tuple[SavedStep, ...], value: float | None) -> tuple[SavedStep, ...]:
+        """Return the earlier saves to keep beside a new one, the newest first: the newest, and those of best value.
+
+        Args:
+            earlier: the saves before the new one, the newest first.
+            value: of the new save, which counts among the best.
+        """
+        newest, sign = self._options.max_to_keep, 1.0 if self._options.best_mode == "min" else -1.0
+        if newest is None:
+            return earlier
+        compared: list[tuple[float, SavedStep | None]] = [] if value is None else [(sign * value, None)]
+        compared += [(sign * save.value, save) for save in earlier if save.value is not None]
+        best = [save for _, save in sorted(compared, key=lambda pair: pair[0])[: self._options.keep_best]]
+        return tuple(save for at, save in enumerate(earlier) if at < newest - 1 or save in best)
 
     def _complete(self, record: RunRecord) -> None:
         """Move the checkpoints of the record to their places and delete what is obsolete; safe to repeat."""

@@ -128,6 +128,7 @@ class SavedStep:
         batch_size: problems of a batch; None: of an earlier version.
         pending: positions before ``next_row`` of rows that were neither trained on nor are in flight; None: of an
             earlier version, whose ``next_row`` is the first row of the batches in flight.
+        value: ``trainer.best_metric`` at this step; None if it was not measured.
     """
 
     global_steps: int
@@ -141,6 +142,7 @@ class SavedStep:
     next_row: int | None = None
     batch_size: int | None = None
     pending: tuple[int, ...] | None = None
+    value: float | None = None
 
 
 @dataclass(frozen=True)
@@ -240,9 +242,25 @@ def _saved_step(path: Path, content: Any) -> SavedStep:
             raise _damaged(path, f"{name} is {number!r:.100}, expected a count")
     groups = _directories(path, "groups", content.get("groups"))
     in_flight = _batches(path, content.get("in_flight", []))
+    value = content.get("value")
+    if value is not None and not (type(value) in (int, float) and math.isfinite(value)):
+        raise _damaged(path, f"value is {value!r:.100}, expected a finite number")
     drawn, tokens, row, size = counts.values()
     pending = _counts(path, "pending", content.get("pending"))
-    return SavedStep(steps, float(kl_coef), groups, program, drawn, tokens or 0, rollout, in_flight, row, size, pending)
+    return SavedStep(
+        steps,
+        float(kl_coef),
+        groups,
+        program,
+        drawn,
+        tokens or 0,
+        rollout,
+        in_flight,
+        next_row=row,
+        batch_size=size,
+        pending=pending,
+        value=value,
+    )
 
 
 def _counts(path: Path, name: str, content: Any) -> tuple[int, ...] | None:

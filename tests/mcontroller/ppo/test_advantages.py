@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from statistics import fmean, stdev
 
 import numpy as np
 import pytest
@@ -15,11 +17,13 @@ from mcontroller.ppo import (
     GPGOptions,
     GRPOOptions,
     KLInReward,
+    RLOOOptions,
     compute_advantage,
     compute_gae,
     register_advantage_estimator,
 )
 from mcontroller.ppo.estimators.built_in import discounted_sums, packed_left, unpacked, whiten
+from mcontroller.ppo.estimators.clips import clipped_advantages, clipped_scores
 
 
 def gae_by_double_loop(rewards, values, mask, gamma, lam):
@@ -222,6 +226,35 @@ def test_the_kl_penalty_is_in_the_reward_only_if_the_estimator_allows_it():
         AlgorithmConfig("grpo", use_kl_in_reward=True)
     with pytest.raises(ConfigError, match=r"normalize_advantages.*set algorithm.gae.normalize"):
         AlgorithmConfig(normalize_advantages=False)
+
+
+def test_rloo_can_divide_by_the_deviation_of_the_other_responses():
+    """Against statistics of the other scores, row by row, with Bessel's correction."""
+    scores = [1.0, 0.0, 0.5, 2.0, 1.0, 1.0, 1.0, 0.0, 3.0, 1.0]
+    uids = ["a"] * 4 + ["b"] * 4 + ["c"] * 2
+    expected = []
+    for row, (score, uid) in enumerate(zip(scores, uids, strict=True)):
+        others = [scores[at] for at in range(10) if uids[at] == uid and at != row]
+        std = stdev(others) if len(others) > 1 else 0.0
+        expected.append((score - fmean(others)) / (std + 1e-6 if std else 1.0))
+    result = compute_advantage(scored(scores, uids), "rloo", options=RLOOOptions(scale="others"))
+    assert result.batch["advantages"][:, 0].tolist() == pytest.approx(expected, rel=1e-5)
+    assert expected[7] == -1.0 and expected[8] == 2.0  # the others are equal, or one: not divided
+
+
+def test_scores_and_advantages_are_clipped():
+    """Token scores of three responses; the last one has no tokens."""
+    mask = torch.tensor([[1, 1, 0], [1, 1, 1], [0, 0, 0]])
+    scores = torch.tensor([[1.0, 4.0, math.nan], [-1.0, 0.5, -2.5], [0.0, 0.0, 0.0]])
+    data = DataProto.from_dict({"token_level_scores": scores, "response_mask": mask})
+    limited, metrics = clipped_scores(data, 2.0)
+    assert limited.batch["token_level_scores"].tolist() == [[1.0, 1.0, 0.0], [-1.0, 0.5, -1.5], [0.0, 0.0, 0.0]]
+    assert metrics == {"train/score_clipped": 1.0} and clipped_scores(data, 4.0)[1] == {"train/score_clipped": 0.5}
+    assert clipped_scores(data, None) == (data, {}) and clipped_advantages(data, None) == (data, {})
+    advantages = torch.tensor([[3.0, -0.5, 0.0], [-3.0, 1.0, 2.0], [0.0, 0.0, 0.0]])
+    limited, metrics = clipped_advantages(data.with_tensors({"advantages": advantages}), 1.0)
+    assert limited.batch["advantages"].tolist() == [[1.0, -0.5, 0.0], [-1.0, 1.0, 1.0], [0.0, 0.0, 0.0]]
+    assert metrics == {"advantages/clipped": pytest.approx(3 / 5)}
 
 
 def test_options_are_those_of_the_chosen_estimator():

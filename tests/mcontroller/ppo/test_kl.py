@@ -152,3 +152,16 @@ def test_a_token_whose_kl_is_not_finite_does_not_move_the_weight():
     with pytest.raises(DataError) as caught:
         apply_kl_penalty(DataProto.from_dict(columns | {"response_mask": torch.ones(2, 2)}), controller)
     assert caught.value.fields["tokens"] == 1 and controller.value == 0.5
+
+
+def test_the_estimate_is_clipped_on_both_sides():
+    log_ratio = torch.tensor([0.5, 3.0, -3.0], requires_grad=True)
+    estimate = estimate_kl(log_ratio, torch.zeros(3), "k1", clip=1.0)
+    (gradient,) = torch.autograd.grad(estimate.sum(), log_ratio)
+    assert estimate.tolist() == [0.5, 1.0, -1.0] and gradient.tolist() == [1.0, 0.0, 0.0]
+    tensors = {"old_log_probs": log_ratio.detach()[None], "ref_log_prob": torch.zeros(1, 3)}
+    tensors |= {"token_level_scores": torch.zeros(1, 3), "response_mask": torch.ones(1, 3)}
+    controller = make_kl_controller(KLControlConfig(kl_coef=2.0))
+    rewards, metrics = apply_kl_penalty(DataProto.from_dict(tensors), controller, "k1", 1.0)
+    assert rewards.batch["token_level_rewards"].tolist() == [[-1.0, -2.0, 2.0]]
+    assert metrics["actor/reward_kl_penalty"] == pytest.approx(0.5 / 3)

@@ -15,7 +15,7 @@ from mcontroller.dispatch.registration import register
 from mcontroller.errors import ConfigError, DataError
 from mcontroller.ppo import AlgorithmConfig, FilterGroupsConfig, PPOConfig, Reward, RewardsConfig, Role, sum_of_rewards
 from mcontroller.ppo.asynchronous.events import EVENTS
-from mcontroller.ppo.metrics import METRIC_RULES, Metrics, Rule, of_ranks, rule_of, united
+from mcontroller.ppo.metrics import METRIC_RULES, MetricRule, Metrics, of_ranks, rule_of, united
 from mcontroller.ppo.rewards.config import RewardFunctionConfig
 from mcontroller.ppo.rewards.configured import check_reported
 from mcontroller.ppo.rewards.processes import LoadedFunction
@@ -106,7 +106,7 @@ def test_validation_reports_what_its_generation_reported() -> None:
 
 
 def test_each_rule_reduces_values_by_hand() -> None:
-    METRIC_RULES.add("test_metrics/count", Rule.SUM)
+    METRIC_RULES.add("test_metrics/count", MetricRule.SUM)
     metrics = Metrics()
     metrics.add({"memory/actor/update/peak": 3.0, "test_metrics/count": 3.0, "x_min": 2.0, "x": 1.0}, weight=1)
     metrics.add({"memory/actor/update/peak": 2.0, "test_metrics/count": 4.0, "x_min": 5.0, "x": 4.0}, weight=2)
@@ -115,7 +115,7 @@ def test_each_rule_reduces_values_by_hand() -> None:
     expected = {"memory/actor/update/peak": 3, "test_metrics/count": 7, "x_min": 2, "x": 3}
     assert metrics.take() == expected | {"weights/policy_version": 7, "y_max": 1}
     assert metrics.take() == {}
-    assert rule_of("episodes/timeout") is rule_of("weights/bytes_sent") is Rule.SUM
+    assert rule_of("episodes/timeout") is rule_of("weights/bytes_sent") is MetricRule.SUM
 
 
 def test_equal_numbers_of_ranks_are_not_added() -> None:

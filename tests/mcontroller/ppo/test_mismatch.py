@@ -54,7 +54,7 @@ def test_unknown_levels_are_rejected():
         ImportanceConfig("seq")
 
 
-@pytest.mark.parametrize("level", ["token", "sequence", "geometric", "none"])
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 @pytest.mark.parametrize("mode", ["truncate", "mask", "decoupled"])
 @pytest.mark.parametrize("off_policy_mask", [None, 0.1])
 def test_weights_equal_their_formula(level, mode, off_policy_mask):
@@ -67,7 +67,7 @@ def test_weights_equal_their_formula(level, mode, off_policy_mask):
     for row in range(24):
         own = mask[row] == 1
         log_ratio = (policy - rollout)[row, own].astype(np.float64)
-        sums = {"token": log_ratio, "sequence": log_ratio.sum(), "geometric": log_ratio.mean(), "none": 0.0}
+        sums = {"token": log_ratio, "sequence": log_ratio.sum(), "geometric": log_ratio.mean()}
         ratio = np.exp(sums[level]) * np.ones(own.sum())
         limits = {"truncate": np.minimum(ratio, 1.3), "decoupled": ratio}
         limits["mask"] = np.where((ratio >= 0.8) & (ratio <= 1.3), ratio, 0.0)
@@ -75,12 +75,25 @@ def test_weights_equal_their_formula(level, mode, off_policy_mask):
         expected[row, own] = 0.0 if masked else limits[mode]
     tensors = {"old_log_probs": policy, "rollout_log_probs": rollout, "response_mask": mask, "advantages": advantages}
     data = DataProto.from_dict({name: torch.from_numpy(value) for name, value in tensors.items()})
-    least = 0.8 if mode == "mask" else 0.0
-    config = ImportanceConfig(level, mode, 1.3, least, off_policy_mask)
+    limited = {"threshold": 1.3} if mode != "decoupled" else {}
+    limited |= {"least": 0.8} if mode == "mask" else {}
+    config = ImportanceConfig(level, mode, **limited, off_policy_mask=off_policy_mask)
     computed, metrics = importance_weights(data, config)
     np.testing.assert_allclose(computed.numpy(), expected, rtol=2e-6, atol=1e-7)
     if off_policy_mask is not None:
         assert 0.05 < metrics["training/off_policy_masked_fraction"] < 0.5
+
+
+def test_the_off_policy_mask_alone_gives_weights_of_0_and_1():
+    """Means of log(rollout / policy): 0 of the first response, log(1 / 4) of the second; then the reverse."""
+    data = generated().with_tensors({"advantages": torch.full((2, 3), -1.0)})
+    weights, metrics = importance_weights(data, ImportanceConfig(off_policy_mask=0.5))
+    torch.testing.assert_close(weights, data.batch["response_mask"].float())
+    swapped = {"old_log_probs": "rollout_log_probs", "rollout_log_probs": "old_log_probs"}
+    data = data.with_tensors({name: data.batch[other] for name, other in swapped.items()})
+    weights, metrics = importance_weights(data, ImportanceConfig(off_policy_mask=0.5))
+    torch.testing.assert_close(weights, torch.tensor([[1.0, 1.0, 0.0], [0.0, 0.0, 0.0]]))
+    assert metrics["training/off_policy_masked_fraction"] == pytest.approx(1 / 3)
 
 
 def test_decoupled_ppo_has_three_policies():

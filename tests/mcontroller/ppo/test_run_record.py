@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from mcontroller.errors import DataError
-from mcontroller.ppo import Display
+from mcontroller.data.protocol import DataProto
+from mcontroller.errors import ConfigError, DataError
+from mcontroller.ppo import Display, Reward
 from mcontroller.ppo.saving.run_record import read_record
 from mcontroller.trackers import Run, Tracker, make_trackers
 from tests.mcontroller.ppo.toy import toy_config, toy_trainer
@@ -40,6 +43,69 @@ def test_every_group_keeps_the_same_steps(tmp_path: Path) -> None:
     trained(tmp_path, 4, save_freq=1, max_to_keep=2)
     assert kept(tmp_path) == [["global_step_3", "global_step_4"]] * 2
     assert [save.global_steps for save in read_record(tmp_path).saves()] == [4, 3]
+
+
+class Values:
+    """A reward of held-out problems that has a value for each validation."""
+
+    def __init__(self, *values: float | None) -> None:
+        self.values = list(values)
+
+    def __call__(self, batch: DataProto) -> Reward:
+        value = self.values.pop(0)
+        length = len(batch)
+        return Reward(torch.zeros(length, 1), {} if value is None else {"right": [value] * length})
+
+
+def of_values(directory: Path, steps: int, *values: float | None, **trainer: Any) -> Any:
+    options: dict[str, Any] = {
+        "save_freq": 1,
+        "test_freq": 1,
+        "val_before_train": False,
+        "max_to_keep": 1,
+        "keep_best": 2,
+    }
+    options |= {"best_metric": "held_out/right", "default_local_dir": str(directory)}
+    config = toy_config(steps, **options | trainer)
+    made = toy_trainer(config, val_reward_fn=Values(*values))
+    made.init_workers()
+    made.fit()
+    return made
+
+
+def test_the_best_checkpoints_are_kept_besides_the_newest(tmp_path: Path) -> None:
+    of_values(tmp_path, 5, 0.4, 0.9, 0.1, 0.6, 0.2)
+    assert kept(tmp_path) == [["global_step_2", "global_step_4", "global_step_5"]] * 2
+    assert [(save.global_steps, save.value) for save in read_record(tmp_path).saves()] == [(5, 0.2), (4, 0.6), (2, 0.9)]
+    again = of_values(tmp_path, 7, 0.7, 0.3, resume=True)
+    assert again.global_steps == 7 and kept(tmp_path)[0] == ["global_step_2", "global_step_6", "global_step_7"]
+    damaged = tmp_path / "actor" / "global_step_7" / "state.npz"
+    damaged.write_bytes(damaged.read_bytes()[:100])
+    assert resumable(tmp_path).load_checkpoint() == 6
+
+
+def test_the_best_value_may_be_the_least_and_equal_ones_are_the_newest(tmp_path: Path) -> None:
+    of_values(tmp_path, 5, 0.4, 0.1, 0.9, 0.1, 0.3, best_mode="min", keep_best=1)
+    assert kept(tmp_path)[0] == ["global_step_4", "global_step_5"]
+
+
+def test_a_step_without_a_finite_value_is_not_among_the_best(tmp_path: Path) -> None:
+    of_values(tmp_path, 4, 0.4, math.inf, math.nan, 0.1, max_to_keep=2, keep_best=1)
+    assert kept(tmp_path)[0] == ["global_step_1", "global_step_3", "global_step_4"]
+    assert [save.value for save in read_record(tmp_path).saves()] == [0.1, None, 0.4]
+
+
+def test_a_best_metric_that_validation_does_not_have_is_rejected(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        of_values(tmp_path, 1, 0.5, best_metric="held_out/rigt")
+    assert caught.value.key == "trainer.best_metric"
+    for options in ({"save_freq": 0}, {"test_freq": 0}, {"save_freq": 3, "test_freq": 2}, {"max_to_keep": None}):
+        with pytest.raises(ConfigError) as caught:
+            of_values(tmp_path, 1, 0.5, **options)
+        assert caught.value.key == "trainer.keep_best"
+    with pytest.raises(ConfigError) as caught:
+        trained(tmp_path, 1, save_freq=1, test_freq=1, keep_best=1)
+    assert caught.value.key == "trainer.keep_best"  # no held-out problems
 
 
 def test_steps_of_an_earlier_run_that_went_further_are_not_deleted(tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ def test_batch_that_does_not_fit_is_reported_once_with_the_reason() -> None:
 
 def samples_in_parts(memory_rows: int | None, max_rows: int) -> tuple[Any, list[int]]:
     """Return samples, and the rows of each pass, with memory for this many rows."""
-    worker = actor({}, "rollout", rollout={"max_rows": max_rows, "memory_fraction": 0.5})
+    worker = actor({}, "rollout", rollout={"max_rows": max_rows} | ({} if max_rows else {"memory_fraction": 0.5}))
     batch = prompts(ROWS, SAMPLED | {"n": 2})
     passes: list[int] = []
 

@@ -8,23 +8,19 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from mcontroller.errors import ConfigError
 from workers.config import DECAY_STYLES, OptimConfig
 from workers.train.optimizer import make_scheduler
 
 LR, MIN_LR, WARMUP, TOTAL, WSD = 1.0, 0.1, 4, 20, 6
 
 
-def rates(decay_style: str, steps: int = 26) -> list[float]:
+def rates(decay_style: str, steps: int = 26, start: float = 0.0) -> list[float]:
     """Return the learning rate at each step of the optimizer, first before any step."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=LR)
-    config = OptimConfig(
-        lr=LR,
-        min_lr=MIN_LR,
-        warmup_steps=WARMUP,
-        total_steps=TOTAL,
-        decay_style=decay_style,
-        wsd_decay_steps=WSD if decay_style == "WSD" else 0,
-    )
+    decay = {} if decay_style == "constant" else {"min_lr": MIN_LR, "total_steps": TOTAL}
+    decay |= {"wsd_decay_steps": WSD} if decay_style == "WSD" else {}
+    config = OptimConfig(lr=LR, warmup_steps=WARMUP, warmup_init_lr=start, decay_style=decay_style, **decay)
     scheduler = make_scheduler(optimizer, config)  # type: ignore[arg-type]
     found = []
     for _ in range(steps):
@@ -53,3 +49,11 @@ def test_learning_rate_follows_its_schedule(decay_style: str) -> None:
     assert found[:WARMUP] == pytest.approx([LR * step / WARMUP for step in range(WARMUP)])
     assert found[WARMUP : TOTAL + 1] == pytest.approx([FORMULAS[decay_style](at) for at in range(WARMUP, TOTAL + 1)])
     assert found[TOTAL + 1 :] == pytest.approx([LR if decay_style == "constant" else MIN_LR] * 5)
+
+
+def test_the_warm_up_begins_at_its_first_rate() -> None:
+    assert rates("constant", 6, start=0.2) == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 1.0])
+    for settings in ({"warmup_steps": 4, "warmup_init_lr": 2e-5}, {"warmup_init_lr": 1e-6}, {"warmup_init_lr": -1e-6}):
+        with pytest.raises(ConfigError) as caught:
+            OptimConfig(lr=1e-5, **settings)  # type: ignore[arg-type]
+        assert caught.value.key == "optim.warmup_init_lr"
