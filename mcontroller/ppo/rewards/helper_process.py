@@ -27,7 +27,14 @@ STARTS = 4
 
 
 _OPEN: weakref.WeakSet[BufferedWriter] = weakref.WeakSet()
-os.register_at_fork(after_in_child=lambda: [end.close() for end in _OPEN])  # a fork may outlive this process
+
+
+def _close_all() -> None:
+    for end in _OPEN:
+        end.close()
+
+
+os.register_at_fork(after_in_child=_close_all)  # a fork may outlive this process
 
 
 class HelperProcess:
