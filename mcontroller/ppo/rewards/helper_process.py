@@ -9,6 +9,8 @@ import os
 import signal
 import subprocess
 import sys
+import weakref
+from io import BufferedWriter
 from multiprocessing import Pipe
 from typing import Any
 
@@ -22,6 +24,17 @@ EXIT_TIMEOUT_S = 1.0
 """[s] Longest time from the end of a process's connection to its exit code."""
 STARTS = 4
 """Processes that may be killed one after the other while they start: the last one's end is an error."""
+
+
+_OPEN: weakref.WeakSet[BufferedWriter] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    for end in _OPEN:
+        end.close()
+
+
+os.register_at_fork(after_in_child=_close_all)  # a fork may outlive this process
 
 
 class HelperProcess:
@@ -45,6 +58,7 @@ class HelperProcess:
         self.connection, theirs = Pipe()
         ends, starts = os.pipe()
         self._open = os.fdopen(starts, "wb")
+        _OPEN.add(self._open)
         try:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", code, str(theirs.fileno())],

@@ -77,9 +77,10 @@ def test_scores_are_complete_although_processes_are_killed_while_they_start(tmp_
 
 
 DRIVER = """
-import sys, time
+import os, sys, time
 from mcontroller.ppo.rewards.helper_process import HelperProcess
 helper = HelperProcess(sys.argv[1])
+print(os.fork(), flush=True)  # its child lives on
 time.sleep(600)
 """
 BUSY = """
@@ -95,9 +96,15 @@ re.match("(a+)+$", "a" * 60 + "b")  # holds the interpreter for years
 def test_a_busy_process_and_its_children_end_with_a_killed_program(tmp_path: Path, signal_number: int) -> None:
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
-    driver = subprocess.Popen([sys.executable, "-c", DRIVER, BUSY.format(fifo=str(fifo))])
+    command = [sys.executable, "-c", DRIVER, BUSY.format(fifo=str(fifo))]
+    driver = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert driver.stdout is not None
+    fork = int(driver.stdout.readline())
     with open(fifo) as file:
         assert file.readline() == "busy\n"
         driver.send_signal(signal_number)
         assert driver.wait() == -signal_number
         assert file.read() == ""  # the end of the file: no process has it open
+    os.kill(fork, signal.SIGKILL)
+    assert driver.stdout.readline() == "0\n"  # the child wrote this when it was forked
+    driver.stdout.close()
