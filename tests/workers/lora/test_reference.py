@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from mcontroller.errors import ConfigError
 from tests.ranks import run_ranks
 from tests.workers.lora.test_training import EXPERTS, LORA
 from tests.workers.roles import MODEL, actor, experience, own_shard
@@ -129,3 +130,16 @@ def loaded(path: str) -> float:
 
 def test_reference_stays_the_base_as_a_checkpoint_without_it_is_loaded(tmp_path: Path) -> None:
     assert run_ranks(loaded, 1, str(tmp_path)) == [0.0]
+
+
+def not_exported(path: str) -> str:
+    model = MODEL | EXPERTS | {"lora": LORA, "transformer": BIASED}
+    with pytest.raises(ConfigError) as caught:
+        actor({}, "actor", model=model).export_adapter(path)
+    return str(caught.value)
+
+
+def test_adapter_alone_is_not_exported_if_biases_of_routers_move_too(tmp_path: Path) -> None:
+    (message,) = run_ranks(not_exported, 1, str(tmp_path / "adapter"))
+    assert "decoder.layers.0.mlp.router.expert_bias" in message
+    assert not (tmp_path / "adapter").exists()

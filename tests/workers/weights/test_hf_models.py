@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from mcontroller.errors import DataError
+from mcontroller.errors import ConfigError, DataError
 from tests.ranks import run_ranks
 from tests.training import new_context
 from tests.workers.roles import PROMPT, RESPONSE, actor, prompts
@@ -135,6 +135,18 @@ def test_weights_in_fp8_are_read_in_slices_and_exported_without_it(
         assert_equal(found, expected)
     assert_equal(saved(tmp_path / "out"), expected)
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+
+
+def test_key_of_a_quantization_that_is_not_read_is_named(reference: Callable[[str], Reference], tmp_path: Path) -> None:
+    config = json.loads((reference("deepseek_v3").path / "config.json").read_text())
+    fp8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    fp8 |= {"scale_fmt": "ue8m0", "modules_to_not_convert": ["lm_head"]}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": fp8 | {"a_later_key": None}}))
+    assert model_config_from_hf(tmp_path).num_layers == config["num_hidden_layers"]
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": fp8 | {"a_later_key": 2}}))
+    with pytest.raises(ConfigError) as caught:
+        model_config_from_hf(tmp_path)
+    assert (caught.value.key, caught.value.value) == ("quantization_config.a_later_key", 2)
 
 
 @pytest.mark.parametrize(

@@ -161,6 +161,12 @@ class KimiK2(DeepseekV3):
     reference_type = "deepseek_v3"
 
 
+_QUANTIZATION = frozenset(
+    ("quant_method", "fmt", "weight_block_size", "activation_scheme", "scale_fmt", "modules_to_not_convert")
+)
+"""Keys of ``quantization_config`` that are read, or that the scales and the dtypes of the tensors say too."""
+
+
 def _check_quantization(quantization: Any) -> None:
     """Check that weights are as they are, or in FP8 with a scale for each block."""
     if quantization is None:
@@ -170,6 +176,9 @@ def _check_quantization(quantization: Any) -> None:
     for key, value in {"quant_method": "fp8", "fmt": "e4m3"}.items():
         if quantization.get(key, value if key == "fmt" else None) != value:
             raise not_built(f"quantization_config.{key}", quantization.get(key), value)
+    for key in quantization.keys() - _QUANTIZATION:
+        if quantization[key] not in (None, False, [], {}):
+            raise not_built(f"quantization_config.{key}", quantization[key], None)
     block = quantization.get("weight_block_size")
     if not isinstance(block, list) or len(block) != 2 or any(type(size) is not int or size < 1 for size in block):
         raise not_built("quantization_config.weight_block_size", block, "two numbers, as [128, 128]")
