@@ -120,7 +120,7 @@ def united(*sources: Mapping[str, float]) -> dict[str, float]:
             if name in whole:
                 raise DataError(
                     f"the metric {name!r} is reported twice, with the values {whole[name]} and {source[name]}: rename "
-                    "that of your worker class, reward or rollout_fn",
+                    "that of your worker class, reward, rollout_fn or callback",
                     metric=name,
                     values=(whole[name], source[name]),
                 )

@@ -151,7 +151,8 @@ def _saving_line(trainer: TrainerConfig) -> str:
     else:
         when = "at the end alone (trainer.save_freq, trainer.save_minutes): a run that is killed loses everything"
     kept = "all are kept" if trainer.max_to_keep is None else f"the last {trainer.max_to_keep} are kept"
-    return f"checkpoints: {when}; {kept} (trainer.max_to_keep)"
+    best = f", and {trainer.keep_best} of the best {trainer.best_metric}" if trainer.keep_best else ""
+    return f"checkpoints: {when}; {kept} (trainer.max_to_keep){best}"
 
 
 def policy_loss_line(config: ActorConfig) -> str:

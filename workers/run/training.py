@@ -143,7 +143,7 @@ def make_trainer(
         warm_up_dataset=parts.warm_up,
         combine_rewards=parts.combine,
         rollout_fn=parts.rollout_fn,
-        trackers=[*make_trackers(config.trackers, _run_of_trackers(config, directory)), *trackers],
+        trackers=[*make_trackers(config.trackers, run_of_trackers(config, directory)), *trackers],
         display=ProgressDisplay(console),
         tokenizer_files=directory / TOKENIZER,
     )
@@ -226,7 +226,8 @@ def interruptible() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _run_of_trackers(config: RunConfig, directory: Path) -> Run:
+def run_of_trackers(config: RunConfig, directory: Path) -> Run:
+    """Return what trackers are passed of a run: its names, its configuration, and the step that it is resumed at."""
     trainer = config.trainer
     resumed_at = read_record(Path(trainer.default_local_dir)).last.global_steps if trainer.resume else None
     name = config.experiment_name or directory.name

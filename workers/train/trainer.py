@@ -16,6 +16,7 @@ from torch import Tensor
 from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
 from mcontroller.errors import ConfigError, before_changes
+from mcontroller.ppo.metrics import united
 from mcontroller.trace.recorder import span
 from workers.config import OptimConfig
 from workers.config.roles import MicroBatchSize
@@ -294,10 +295,10 @@ class Trainer:
             reports += [] if steps[-1].grad_norm is None else gradients.reports
             del gradients  # with its micro-batches on the device
         self._end_update()
-        metrics = reduce_reports(reports, rules, pg, device) | routers.means()
+        metrics = united(reduce_reports(reports, rules, pg, device), routers.means())
         seconds = time.perf_counter() - started  # the device is done
-        metrics |= model_flops_utilization(state.model, rows.lengths[counted].repeat(division.epochs), pg, seconds)
-        return metrics | step_metrics(steps)
+        mfu = model_flops_utilization(state.model, rows.lengths[counted].repeat(division.epochs), pg, seconds)
+        return united(metrics, mfu, step_metrics(steps))
 
     def compute_gradients(
         self,
@@ -346,7 +347,7 @@ class Trainer:
         self._state.weights_version += 1
         step = self._applied(gradients)
         self._end_update()
-        return gradients.routers.means() | step_metrics([step])
+        return united(gradients.routers.means(), step_metrics([step]))
 
     def _divided(self, rows: TokenBatch, index: Tensor, most: int, size: MicroBatchSize) -> list[TokenBatch]:
         return [each.batch for each in self._batcher.divide(rows, index, most, size)]
