@@ -75,6 +75,13 @@ class Rewinds(Protocol):
         """Remove what was recorded of the steps after this one; -1: everything."""
 
 
+def rewind(trackers: Iterable[Tracker], step: int) -> None:
+    """Let all trackers that can remove what was recorded of the steps after this one; -1: everything."""
+    for tracker in trackers:
+        if isinstance(tracker, Rewinds):
+            tracker.rewind(step)
+
+
 _PRINTED_SAMPLES = 2
 WORTH_READING = (
     *("sft/loss", "train/score", "train/accuracy", "held_out/score", "held_out/accuracy"),

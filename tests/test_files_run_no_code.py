@@ -1,6 +1,7 @@
-"""Files from an unknown source run no code when they are read: saved batches, configurations, Hugging Face directories.
+"""Files from an unknown source run no code when they are read: saved batches, Hugging Face directories.
 
-Checkpoints are in ``tests/workers/checkpoint/test_damage.py``.
+A configuration can run what it names, which docs/reliability.md lists. Checkpoints are in
+``tests/workers/checkpoint/test_damage.py``.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from mcontroller.data.protocol import DataProto
 from mcontroller.errors import MControllerError
 from workers.weights.hf.config import model_fields_from_hf
 from workers.weights.hf.files import WeightFiles
+
+ROOT = Path(__file__).parents[1]
 
 
 class RunsCode:
@@ -81,6 +84,43 @@ def test_tags_of_python_in_a_configuration(tmp_path: Path, proof: Path, tag: str
     assert not proof.exists()
 
 
+def calls_in(*folders: str) -> list[ast.Call]:
+    files = [file for folder in folders for file in (ROOT / folder).rglob("*.py")]
+    return [node for file in files for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)]
+
+
+def test_the_page_lists_every_key_of_a_configuration_that_imports_something() -> None:
+    imports = ("import_object", "import_class", "import_module")
+    calls = [call for call in calls_in("mcontroller", "workers") if getattr(call.func, "id", "") in imports]
+    keys = {ast.unparse(call.args[1]).strip("'\"") for call in calls}
+    of_the_command_line = {"worker", "group", "--config"}
+    in_imports_itself = {"key"}
+    of_a_reward = {"f'{key}.function"}
+    assert keys - of_the_command_line - in_imports_itself - of_a_reward == {
+        "imports",
+        "multi_turn.episode",
+        "multi_turn.options.agent",
+    }
+    page = (ROOT / "docs" / "reliability.md").read_text()
+    for key in ("imports", "rewards.functions.<name>.function", "multi_turn.episode", "multi_turn.options.agent"):
+        assert f"`{key}`" in page
+
+
+def test_a_value_reads_an_environment_variable_and_evaluates_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, proof: Path
+) -> None:
+    monkeypatch.setenv("PLANTED", "value")
+    assert load_config(Settings, overrides=["name=${oc.env:PLANTED}"]).name == "value"
+    for name in (f"${{eval:os.mkdir('{proof}')}}", f"${{python:__import__('os').mkdir('{proof}')}}"):
+        with pytest.raises(MControllerError):
+            load_config(Settings, {"name": name})
+    assert not proof.exists()
+    resolvers = [
+        call for call in calls_in("mcontroller", "workers") if "register_new_resolver" in ast.unparse(call.func)
+    ]
+    assert resolvers == []
+
+
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
 def test_pickled_weights_in_a_hugging_face_directory(tmp_path: Path, proof: Path, name: str) -> None:
     saved_by_torch(tmp_path / name, proof)
@@ -115,13 +155,10 @@ def test_classes_of_a_hugging_face_directory_are_not_imported(tmp_path: Path, pr
 
 def test_classes_of_a_tokenizer_are_not_imported() -> None:
     """The only calls that construct tokenizers reject code of their directory, without a question to the terminal."""
-    root = Path(__file__).parents[1]
-    files = [file for top in ("workers", "mcontroller", "examples") for file in (root / top).rglob("*.py")]
     calls = [
-        ast.unparse(node)
-        for file in files
-        for node in ast.walk(ast.parse(file.read_text()))
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "from_pretrained"
+        ast.unparse(call)
+        for call in calls_in("workers", "mcontroller", "examples")
+        if isinstance(call.func, ast.Attribute) and call.func.attr == "from_pretrained"
     ]
     assert calls
     assert [call for call in calls if "trust_remote_code=False" not in call] == []

@@ -193,7 +193,11 @@ def _layer(source: Any) -> DictConfig:
     if isinstance(source, str | Path):
         return read_yaml(source)
     is_instance = dataclasses.is_dataclass(source) and not isinstance(source, type)
-    loaded = OmegaConf.create(dataclasses.asdict(source) if is_instance else source)
+    try:
+        loaded = OmegaConf.create(dataclasses.asdict(source) if is_instance else source)
+    except OmegaConfBaseException as error:
+        text = f"a value of the configuration cannot be read: {_line(error)}"
+        raise ConfigError(text, key=error.full_key or "", value=None) from error
     return _mapping(loaded, source)
 
 

@@ -35,7 +35,7 @@ from mcontroller.ppo.validation import HELD_OUT, Evaluation, check_validation, v
 from mcontroller.ray.resource_pool import ResourcePoolManager
 from mcontroller.ray.worker_group import MegatronRayWorkerGroup
 from mcontroller.trace.recorder import recorder, span
-from mcontroller.trackers import TRAIN, JsonlTracker, Rewinds, Tracker
+from mcontroller.trackers import TRAIN, JsonlTracker, Tracker, rewind
 
 _logger = logging.getLogger(__name__)
 
@@ -528,15 +528,12 @@ class RayPPOTrainer:
     def load_checkpoint(self) -> int:
         """Load the last whole checkpoint under ``trainer.default_local_dir``, and return the step that it was saved at.
 
-        Trackers remove the later steps, if they can: they are repeated.
-
         Raises:
             DataError: there is none, or it is of other roles.
         """
         self._continue_from(self.checkpoints.load(self.run_groups.trained()))
-        for step, damage in self.checkpoints.damaged.items():
-            text = f"the checkpoint of step {step} is damaged ({damage}): going on from step {self.global_steps}"
-            self.display.starting(f"{text}, without the metrics and samples of later steps")
+        for text in self.checkpoints.fallbacks():
+            self.display.starting(f"{text}: going on from step {self.global_steps}, without later metrics and samples")
         return self.global_steps
 
     def _continue_from(self, state: RunState) -> None:
@@ -551,9 +548,7 @@ class RayPPOTrainer:
         for name, each in self.stateful.items():
             if name in state.program:
                 each.load_state_dict(state.program[name])
-        for tracker in self.trackers:
-            if isinstance(tracker, Rewinds):
-                tracker.rewind(self.global_steps or -1)  # a warm-up has steps too, before step 0
+        rewind(self.trackers, self.global_steps or -1)  # a warm-up has steps too, before step 0
 
     def _is_due(self, every: int) -> bool:
         return every >= 0 and (self._is_last_step() or (every > 0 and self.global_steps % every == 0))

@@ -40,15 +40,15 @@ LAST_TIME = 1e11
 
 NUMBER = int | float
 _NODES = {"process_on_nodes": [int], "roles": [str]}
-Shape = Any
+FileShape = Any
 """A type; a list of one shape; or a mapping from keys to shapes, "*" for all others."""
-CONFIG: Shape = {
+CONFIG: FileShape = {
     "run_dir": str,
     "trainer": {"total_training_steps": int, "default_local_dir": str},
     "pool": _NODES,
     "pools": {"*": _NODES},
 }
-SUMMARY: Shape = {
+SUMMARY: FileShape = {
     "processes": [{"command": str, "host": str, "commit": str, "versions": {}, "started": str, "changes": {}}],
     "wall_s": NUMBER,
     "restarts": NUMBER,
@@ -56,7 +56,7 @@ SUMMARY: Shape = {
     "first_results": {},
     "stages_s": {"*": NUMBER},
 }
-FAILURE: Shape = {"time": NUMBER, "step": NUMBER, "role": str, "kind": str, "message": str}
+FAILURE: FileShape = {"time": NUMBER, "step": NUMBER, "role": str, "kind": str, "message": str}
 
 Record = dict[str, Any]
 Curves = dict[str, tuple["array[float]", "array[float]"]]
@@ -155,7 +155,7 @@ def read_summary(directory: Path) -> Record:
     return _object(directory / "summary.json", SUMMARY)
 
 
-def _object(path: Path, shape: Shape) -> Record:
+def _object(path: Path, shape: FileShape) -> Record:
     """Return the mapping in a YAML or JSON file; empty without a file, and for an empty one."""
     if not path.is_file():
         return {}
@@ -168,7 +168,7 @@ def _object(path: Path, shape: Shape) -> Record:
     return dict(found)
 
 
-def _check(path: Path, name: str, value: Any, shape: Shape) -> None:
+def _check(path: Path, name: str, value: Any, shape: FileShape) -> None:
     """Raise DataError unless a value has a shape: a type; or a list, or a mapping, of values of shapes."""
     kind = dict if isinstance(shape, dict) else list if isinstance(shape, list) else shape
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):

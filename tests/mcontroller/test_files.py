@@ -57,7 +57,7 @@ def test_a_lock_excludes_other_processes_until_it_is_released(tmp_path: Path) ->
 
 
 @pytest.mark.processes
-def test_a_holder_that_reads_its_lock_keeps_it_and_a_fork_does_not_keep_it_longer(tmp_path: Path) -> None:
+def test_a_holder_that_reads_its_lock_keeps_it(tmp_path: Path) -> None:
     path = tmp_path / "run.lock"
     acquire_lock(path, WHAT)
     acquire_lock(tmp_path / ".." / tmp_path.name / "run.lock", WHAT)

@@ -108,6 +108,7 @@ INVALID: list[tuple[dict[str, Any], str]] = [
     (dict(world_size=8, tp=0), "tp is 0; expected an int of at least 1"),
     (dict(world_size=8, tp="2"), "tp is '2'; expected an int of at least 1"),
     (dict(world_size=8, pp=True), "pp is True; expected an int of at least 1"),
+    (dict(world_size=10**9), "world_size is 1000000000; expected at most 1048576 ranks"),
     (dict(world_size=0), "world_size is 0; expected an int of at least 1"),
     (dict(world_size=8, vpp=2), "vpp 2 with pp 1: virtual stages interleave a pipeline"),
     (dict(world_size=8, order=None), "order is None; expected axes joined by '-'"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import subprocess
 import sys
@@ -33,6 +34,10 @@ ACTOR = ActorConfig(GPT, rollout=ROLLOUT)
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (
+            lambda: ModelConfig(**{**dataclasses.asdict(GPT), "num_layers": 10**9}),
+            "num_layers is 1000000000; it must be",
+        ),
         (lambda: ParallelConfig(tp=2, dp=2), "ParallelConfig has no field 'dp'; dp follows from the world size"),
         (lambda: ParallelConfig(tensor_model_parallel_size=2), "did you mean tp?"),
         (lambda: ActorConfig(GPT, lr=1), "ActorConfig has no field 'lr'; did you mean optim.lr or sft_optim.lr?"),

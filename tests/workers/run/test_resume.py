@@ -77,7 +77,7 @@ def test_without_the_record_of_its_saves_a_run_is_not_begun_again(
 
 
 @pytest.mark.processes
-def test_a_run_that_ended_before_its_first_save_begins_again_and_keeps_its_metrics(
+def test_a_run_without_a_save_begins_again_and_keeps_its_metrics(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupted(*_: object) -> None:
