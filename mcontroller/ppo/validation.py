@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from mcontroller.ppo.config import ValidationConfig
-from mcontroller.ppo.data import Dataset, in_order
+from mcontroller.ppo.data import Dataset, check_rows, in_order
 from mcontroller.ppo.rewards.reward import Reward, joined
 from mcontroller.ppo.step import PPOStep
 from mcontroller.ppo.summary import reward_metrics
@@ -29,6 +29,24 @@ class Evaluation:
 
     problems: Dataset
     sampling: ValidationConfig
+
+
+def evaluations_by_prefix(
+    held_out: Dataset | None, others: Mapping[str, Evaluation], sampling: ValidationConfig
+) -> dict[str, Evaluation]:
+    """Return the evaluations of a run by the prefix of their metrics.
+
+    Args:
+        held_out: problems whose metrics begin with ``held_out/``.
+        others: evaluations by name, whose metrics begin with ``held_out/<name>/``.
+        sampling: of the responses to ``held_out``.
+
+    Raises:
+        DataError: the first row of a data set lacks the tensors that prompts need.
+    """
+    check_rows(val_dataset=held_out, **{f"evaluations[{name!r}]": each.problems for name, each in others.items()})
+    first = {} if held_out is None else {HELD_OUT: Evaluation(held_out, sampling)}
+    return first | {f"{HELD_OUT}/{name}": each for name, each in others.items()}
 
 
 def validate(step: PPOStep, evaluations: Mapping[str, Evaluation]) -> dict[str, float]:
