@@ -80,8 +80,8 @@ if TYPE_CHECKING:
     from mcontroller.ppo.rewards.reward import sum_of_rewards as sum_of_rewards
     from mcontroller.ppo.rewards.reward import weighted_sum as weighted_sum
     from mcontroller.ppo.roles import Role as Role
+    from mcontroller.ppo.rollout_restart import restart_rollout as restart_rollout
     from mcontroller.ppo.stages import Stages as Stages
     from mcontroller.ppo.trainer import RayPPOTrainer as RayPPOTrainer
-    from mcontroller.ppo.trainer import restart_rollout as restart_rollout
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,8 +18,9 @@ from mcontroller.errors import ConfigError, DataError
 from mcontroller.group import WorkerGroup
 from mcontroller.ppo.agents.episodes import Episodes
 from mcontroller.ppo.config import TrainerConfig
-from mcontroller.ppo.data import RESPONSE_COLUMNS, columns
+from mcontroller.ppo.data import RESPONSE_COLUMNS, BatchStream, columns
 from mcontroller.ppo.metrics import Metrics
+from mcontroller.ppo.saving.checkpoints import RunState
 from mcontroller.ppo.saving.run_record import BatchInFlight
 from mcontroller.ppo.stages import Stages
 
@@ -417,3 +418,65 @@ def staleness_metrics(batch: DataProto, newest: int) -> dict[str, float]:
     (version,) = columns(batch, VERSION)
     behind = newest - version.to(torch.float64)
     return {"training/staleness_mean": float(behind.mean()), "training/staleness_max": float(behind.max())}
+
+
+class DrawnProblems:
+    """The position of a run in its data: the set of rows that were trained on or are in flight.
+
+    Args:
+        batches: the training data.
+        generations: has the problems in flight.
+
+    Attributes:
+        count: batches that were drawn.
+    """
+
+    def __init__(self, batches: BatchStream, generations: Generations) -> None:
+        self.batches = batches
+        self.generations = generations
+        self.count = 0
+
+    def draw(self) -> DataProto:
+        """Return the next batch of problems."""
+        problems = self.batches[self.count]
+        problems.meta_info[DRAWN] = self.count
+        self.count += 1
+        return problems
+
+    @property
+    def rows_trained_on(self) -> int:
+        """The number of rows that were drawn and are not in flight, with those that ended passes left out."""
+        return self.batches.rows_before(self.count) - len(self._in_flight()[1])
+
+    def are_left(self, epochs: int) -> bool:
+        """Return whether so many passes over the data have another batch."""
+        return self.rows_trained_on + self.batches.batch_size <= epochs * len(self.batches.dataset)
+
+    def state(self, in_flight: Sequence[BatchInFlight]) -> dict[str, Any]:
+        """Return the fields of ``RunState`` that say where the run is in its data.
+
+        Args:
+            in_flight: the batches in flight, with their responses; none if these cannot be saved: then their rows are
+                drawn again.
+        """
+        saved = tuple(replace(each, rows=tuple(self.batches.rows(each.number))) for each in in_flight)
+        number, lost = (0, []) if saved else self._in_flight()
+        return {
+            "drawn_batches": self.count - number,
+            "in_flight": saved,
+            "next_row": self.batches.position(self.count),
+            "batch_size": self.batches.batch_size,
+            "pending": (*sorted(lost), *self.batches.pending(self.count)),
+        }
+
+    def continue_from(self, state: RunState) -> None:
+        """Continue with a state: its batches in flight, and then the rows that were not drawn."""
+        in_flight = state.in_flight_in(self.batches)
+        kept = self.generations.restore(in_flight, state.rollout, self.batches.__getitem__)
+        self.count = state.continue_after(self.batches, kept)
+
+    def _in_flight(self) -> tuple[int, list[int]]:
+        """Return the number of batches that were drawn and not wholly trained on, and the positions of these rows."""
+        drawn = self.generations.problems_in_flight()
+        rows = {number: self.batches.rows(number) for number in drawn}
+        return len(drawn), [rows[number][problem] for number, problems in drawn.items() for problem in problems]

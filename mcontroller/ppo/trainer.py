@@ -6,7 +6,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,7 +15,7 @@ from mcontroller.group import WorkerGroup
 from mcontroller.ppo.config import PPOConfig
 from mcontroller.ppo.data import BatchStream, Dataset, Tokenizer, check_rows, stop_tokens, tokens_of
 from mcontroller.ppo.display import Callback, Display, FailSafeDisplay
-from mcontroller.ppo.generation import DRAWN, RolloutFunction
+from mcontroller.ppo.generation import DrawnProblems, RolloutFunction
 from mcontroller.ppo.groups import RunGroups
 from mcontroller.ppo.metrics import Metrics, of_ranks, united
 from mcontroller.ppo.mismatch import MISMATCH_METRICS
@@ -31,7 +30,7 @@ from mcontroller.ppo.saving.run_record import BatchInFlight, read_record
 from mcontroller.ppo.stages import SharedDevices, Stages
 from mcontroller.ppo.step import PPOStep
 from mcontroller.ppo.summary import experience_metrics, sample_tokens
-from mcontroller.ppo.validation import HELD_OUT, Evaluation, check_validation, validate
+from mcontroller.ppo.validation import Evaluation, check_validation, evaluations_by_prefix, validate
 from mcontroller.ray.resource_pool import ResourcePoolManager
 from mcontroller.ray.worker_group import MegatronRayWorkerGroup
 from mcontroller.trace.recorder import recorder, span
@@ -118,17 +117,14 @@ class RayPPOTrainer:
             raise ConfigError(f"warm_up.steps is {config.warm_up.steps}, but warm_up_dataset is None", key="warm_up")
         if config.trainer.resume:
             read_record(Path(config.trainer.default_local_dir))
-        others = {f"{HELD_OUT}/{name}": each for name, each in (evaluations or {}).items()}
-        check_rows(train_dataset=train_dataset, val_dataset=val_dataset, **{k: e.problems for k, e in others.items()})
-        check_validation(config, is_validated=val_dataset is not None or bool(others))
+        check_rows(train_dataset=train_dataset)
+        check_validation(config, is_validated=val_dataset is not None or bool(evaluations))
         self.config = config
         self.tokenizer = tokenizer
         self.tokenizer_files = tokenizer_files
         self.role_worker_mapping = role_worker_mapping
         self.resource_pool_manager = resource_pool_manager
-        self.val_dataset = val_dataset
-        first = {} if val_dataset is None else {HELD_OUT: Evaluation(val_dataset, config.validation)}
-        self.evaluations = {**first, **others}
+        self.evaluations = evaluations_by_prefix(val_dataset, evaluations or {}, config.validation)
         self.warm_up_dataset = warm_up_dataset
         self.stateful = dict(stateful or {})
         self.trackers = trackers
@@ -143,12 +139,13 @@ class RayPPOTrainer:
         )
         self.groups = self.run_groups.by_name
         self.step = PPOStep(config, tokenizer, self.run_groups, self.stages, rewards, rollout_fn)
+        self.problems = DrawnProblems(self.train_batches, self.step.generations)
         self.checkpoints = RunCheckpoints(options, devices)
         self.memory = MemoryCheckpoints(devices, self.run_groups.lost_nodes)
         self.elastic = ElasticPools(resource_pool_manager, self.run_groups.workers)
         self.preemption = Preemption(options.max_seconds)
         self.recovery = Recovery(options, logs=resource_pool_manager.logs)
-        self.global_steps = self.drawn_batches = self.num_tokens = 0
+        self.global_steps = self.num_tokens = 0
         self._stopping = self._preempted = False
         self._validated: tuple[int, Mapping[str, float]] = (-1, {})
         self._saved_at = time.monotonic()
@@ -367,10 +364,12 @@ class RayPPOTrainer:
 
     def draw(self) -> DataProto:
         """Return the next batch of problems of the data set."""
-        problems = self.train_batches[self.drawn_batches]
-        problems.meta_info[DRAWN] = self.drawn_batches
-        self.drawn_batches += 1
-        return problems
+        return self.problems.draw()
+
+    @property
+    def drawn_batches(self) -> int:
+        """The number of batches that were drawn from the data set."""
+        return self.problems.count
 
     def _stop_if_preempted(self) -> None:
         """Save a checkpoint and raise Preempted if the run is to stop; without a step there is nothing to save."""
@@ -500,30 +499,16 @@ class RayPPOTrainer:
 
     def _state_with(self, in_flight: Sequence[BatchInFlight], rollout: Mapping[str, Any]) -> RunState:
         program = {name: each.state_dict() for name, each in self.stateful.items()}
-        batches, drawn, lost = self.train_batches, self.drawn_batches, list[int]()
-        saved = [replace(each, rows=tuple(batches.rows(each.number))) for each in in_flight]
-        if not saved:  # the rows of responses that could not be saved are drawn again
-            numbers, lost = self._rows_in_flight()
-            drawn -= numbers
-        counts = self.global_steps, self.step.kl_ctrl.value, drawn, self.num_tokens
-        pending = (*sorted(lost), *batches.pending(self.drawn_batches))
         step, metrics = self._validated
         return RunState(
-            *counts,
-            program,
-            rollout,
-            tuple(saved),
-            next_row=batches.position(self.drawn_batches),
-            batch_size=batches.batch_size,
-            pending=pending,
+            self.global_steps,
+            self.step.kl_ctrl.value,
+            num_tokens=self.num_tokens,
+            program=program,
+            rollout=rollout,
             value=metrics.get(self.config.trainer.best_metric) if step == self.global_steps else None,
+            **self.problems.state(in_flight),
         )
-
-    def _rows_in_flight(self) -> tuple[int, list[int]]:
-        """Return the number of batches that were drawn and not wholly trained on, and the positions of these rows."""
-        drawn = self.step.generations.problems_in_flight()
-        rows = {number: self.train_batches.rows(number) for number in drawn}
-        return len(drawn), [rows[number][problem] for number, problems in drawn.items() for problem in problems]
 
     def load_checkpoint(self) -> int:
         """Load the last whole checkpoint under ``trainer.default_local_dir``, and return the step that it was saved at.
@@ -541,9 +526,8 @@ class RayPPOTrainer:
         self.step.weights.changed()
         self.step.weights.take_metrics()  # of a step that failed
         self.global_steps = state.global_steps
-        in_flight = state.in_flight_in(self.train_batches)
-        kept = self.step.generations.restore(in_flight, state.rollout, self.train_batches.__getitem__)
-        self.drawn_batches, self.num_tokens = state.continue_after(self.train_batches, kept), state.num_tokens
+        self.problems.continue_from(state)
+        self.num_tokens = state.num_tokens
         self.step.kl_ctrl.resume(state.kl_coef)
         for name, each in self.stateful.items():
             if name in state.program:
@@ -561,11 +545,9 @@ class RayPPOTrainer:
 
     def _is_last_step(self) -> bool:
         """Return whether the run ends after the steps so far: with epochs, if no batch of the last pass is left."""
-        epochs, batches = self.config.trainer.epochs, self.train_batches
-        if self._stopping or not epochs:
-            return self._stopping or self.global_steps >= self.total_steps
-        read = batches.rows_before(self.drawn_batches) - len(self._rows_in_flight()[1])
-        return read + batches.batch_size > epochs * len(batches.dataset)
+        if epochs := self.config.trainer.epochs:
+            return self._stopping or not self.problems.are_left(epochs)
+        return self._stopping or self.global_steps >= self.total_steps
 
     def _is_save_due(self) -> bool:
         trainer = self.config.trainer
@@ -573,12 +555,11 @@ class RayPPOTrainer:
         return self._is_due(trainer.save_freq) or (trainer.save_freq == 0 and late)
 
     def _progress(self, batch: DataProto, prompts: int) -> dict[str, float]:
-        batches, in_flight = self.train_batches, len(self._rows_in_flight()[1])
         return {
             "train/prompts": float(prompts),
             "train/n": len(batch) / prompts,
             "train/num_tokens": float(self.num_tokens),
-            "train/epoch": (batches.rows_before(self.drawn_batches) - in_flight) / len(batches.dataset),
+            "train/epoch": self.problems.rows_trained_on / len(self.train_batches.dataset),
             "train/restarts": float(len(self.recovery.failures)),
             **({"train/processes": float(self.elastic.processes)} if self.config.trainer.elastic else {}),
         }
@@ -610,33 +591,3 @@ class RayPPOTrainer:
 
     def __exit__(self, *_: object) -> None:
         self.shutdown()
-
-
-def restart_rollout(trainer: RayPPOTrainer) -> None:
-    """Restart the group of ``Role.Rollout``, with the weights of the actor.
-
-    Call it after a step has raised an error of that group, such as an engine that died; the groups of the other roles
-    go on as they are. Batches in flight are generated again with the newest weights. The batch that the step has failed
-    on is not: pass its problems to ``train_step`` again, or go on with ``fit``, which draws the next. The group
-    draws samples with the seeds of a new run.
-
-    Args:
-        trainer: after ``init_workers``.
-
-    Raises:
-        ConfigError: actor and rollout are one group.
-        GroupError: the new group does not start, or does not get the weights.
-    """
-    worker = next((each for each in trainer.run_groups.workers if each.role is Role.Rollout), None)
-    if worker is None:
-        raise ConfigError(
-            "restart_rollout needs a group for Role.Rollout alone: the actor's processes generate. Start the program "
-            "again with trainer.resume=true",
-            key="role_worker_mapping",
-            value=trainer.role_worker_mapping,
-        )
-    step, groups = trainer.step, trainer.run_groups
-    step.weights.close()
-    groups.restart([worker.name])
-    step.weights.connect(groups.actor, groups.rollout)
-    step.generations.restart(groups.rollout)

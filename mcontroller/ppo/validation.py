@@ -10,7 +10,7 @@ from statistics import fmean
 
 from mcontroller.config.fields import check_unused
 from mcontroller.ppo.config import PPOConfig, ValidationConfig
-from mcontroller.ppo.data import HELD_OUT_BATCH, Dataset, in_order
+from mcontroller.ppo.data import HELD_OUT_BATCH, Dataset, check_rows, in_order
 from mcontroller.ppo.metrics import Metrics, of_ranks, united
 from mcontroller.ppo.rewards.reward import Reward, joined
 from mcontroller.ppo.step import PPOStep
@@ -38,6 +38,24 @@ def check_validation(config: PPOConfig, *, is_validated: bool) -> None:
     if not is_validated:
         names = ("keep_best", *(("test_freq",) if config.trainer.test_freq > 0 else ()))
         check_unused(config.trainer, names, "trainer.", "without held-out problems")
+
+
+def evaluations_by_prefix(
+    held_out: Dataset | None, others: Mapping[str, Evaluation], sampling: ValidationConfig
+) -> dict[str, Evaluation]:
+    """Return the evaluations of a run by the prefix of their metrics.
+
+    Args:
+        held_out: problems whose metrics begin with ``held_out/``.
+        others: evaluations by name, whose metrics begin with ``held_out/<name>/``.
+        sampling: of the responses to ``held_out``.
+
+    Raises:
+        DataError: the first row of a data set lacks the tensors that prompts need.
+    """
+    check_rows(val_dataset=held_out, **{f"evaluations[{name!r}]": each.problems for name, each in others.items()})
+    first = {} if held_out is None else {HELD_OUT: Evaluation(held_out, sampling)}
+    return first | {f"{HELD_OUT}/{name}": each for name, each in others.items()}
 
 
 def validate(step: PPOStep, evaluations: Mapping[str, Evaluation]) -> dict[str, float]:

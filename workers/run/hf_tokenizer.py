@@ -173,7 +173,8 @@ def _with_mappings(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], l
         changed = {}
         if isinstance(call.get("function"), Mapping):
             changed["function"] = parsed(call["function"])
-        if isinstance(mapping := from_json(arguments := call.get("arguments")), dict) and mapping is not arguments:
+        arguments = call.get("arguments")
+        if isinstance(arguments, str) and isinstance(mapping := from_json(arguments), dict):
             texts.append(arguments)
             changed["arguments"] = mapping
         return {**call, **changed}

@@ -201,34 +201,8 @@ def make_parts(config: RunConfig) -> RunParts:
         attempt(partial(TRACKERS.get_or_raise, name))
     for name, function in config.rewards.functions.items():
         attempt(partial(LoadedFunction, function, f"rewards.functions.{name}"))
-    data, rollout = config.data, config.actor_rollout_ref.rollout
-    configured = data.training_sets() | data.held_out_sets()
-    loaded = {key: attempt(partial(load_records, dataset, key)) for key, dataset in configured.items()}
-    records = {key: each for key, each in loaded.items() if each is not None}
-    tokenizer = None
-    if all(key in records for key in data.training_sets()):
-        tokenizer = attempt(lambda: make_tokenizer(config, [*records.values()]))
-
-    def encoded(key: str) -> PromptRows | None:
-        if key not in records or tokenizer is None:
-            return None
-        return attempt(lambda: PromptRows(records[key], data, tokenizer, rollout.prompt_length))
-
-    made = {key: encoded(key) for key in configured}
-    prompts = {key: each for key, each in made.items() if each is not None}
-    evaluations = {}
-    for name, dataset in data.evaluations.items():
-        key = f"data.evaluations.{name}"
-        sampling = attempt(partial(dataset.sampling, config.validation))
-        if sampling is not None:
-            attempt(partial(check_validation, sampling, rollout, key))
-            if key in prompts:
-                evaluations[name] = Evaluation(prompts[key], sampling)
-    attempt(partial(check_validation, config.validation, rollout, "validation"))
-    problem_rows: PromptRows | Mixture | None = prompts.get("data.train")
-    if data.mixture and all(key in prompts for key in data.training_sets()):
-        mixed = {name: prompts[f"data.mixture.{name}"] for name in data.mixture}
-        problem_rows = Mixture(mixed, {name: each.weight for name, each in data.mixture.items()})
+    problems = read_problems(config, errors)
+    tokenizer, problem_rows = problems.tokenizer, problems.train
     environment, episodes = None, None
     if tokenizer is not None:
         attempt(lambda: check_vocabulary(config, tokenizer, _first_texts(problem_rows)))
@@ -238,44 +212,33 @@ def make_parts(config: RunConfig) -> RunParts:
             episodes = MultiTurnRollout(environment, config.multi_turn.max_turns)
     attempt(lambda: check_generates_alone(config, roles, pools_of(config, roles), episodes))
     if problem_rows is not None:
-        name = "data.mixture" if data.mixture else "data.train"
-        attempt(partial(BatchStream, problem_rows, data.train_batch_size, data.seed, name))
+        name = "data.mixture" if config.data.mixture else "data.train"
+        attempt(partial(BatchStream, problem_rows, config.data.train_batch_size, config.data.seed, name))
     if config.reward_model is None:
         attempt(lambda: check_functions(config.rewards))
     demonstrate = environment.demonstrate if isinstance(environment, Demonstrating) else None
     demonstrations = None
     if config.warm_up.steps and problem_rows is not None:
-        shown = [prompts[key] for key in data.training_sets()]
-        demonstrations = attempt(partial(demonstrations_of, shown, rollout.response_length, demonstrate))
+        shown = [problems.prompts[key] for key in config.data.training_sets()]
+        longest = config.actor_rollout_ref.rollout.response_length
+        demonstrations = attempt(partial(demonstrations_of, shown, longest, demonstrate))
     errors.raise_any()
     assert tokenizer is not None and problem_rows is not None
     rewards = FunctionRewards(config.rewards, tokenizer) if config.rewards.functions else None
     combine = weighted_sum() if config.reward_model is not None and rewards is not None else None
-    val = prompts.get("data.val")
     return RunParts(
         tokenizer=tokenizer,
         train=problem_rows,
-        val=val,
-        evaluations=evaluations,
+        val=problems.prompts.get("data.val"),
+        evaluations=problems.evaluations,
         warm_up=demonstrations,
         rewards=rewards,
         rollout_fn=episodes,
         combine=combine,
         roles=roles,
-        prompts=prompts,
-        training_sets=[*data.training_sets()],
+        prompts=problems.prompts,
+        training_sets=[*config.data.training_sets()],
     )
-
-
-def check_validation(sampling: ValidationConfig, rollout: RolloutConfig, key: str) -> None:
-    """Raise ConfigError if responses to held-out problems are longer than the rollout can generate."""
-    if sampling.response_length is not None and sampling.response_length > rollout.response_length:
-        raise ConfigError(
-            f"{key}.response_length is {sampling.response_length}; the rollout generates at most "
-            f"rollout.response_length={rollout.response_length} tokens: reduce it, or increase that",
-            key=f"{key}.response_length",
-            value=sampling.response_length,
-        )
 
 
 def _first_texts(prompts: PromptRows | Mixture | None) -> list[str]:
@@ -306,6 +269,71 @@ def _is_base(reference: ModelConfig, policy: ModelConfig) -> bool:
     return replace(reference, lora=None, freeze=[], train_only=[]) == replace(
         policy, lora=None, freeze=[], train_only=[]
     )
+
+
+@dataclass(frozen=True)
+class Problems:
+    """The problems of a run.
+
+    Attributes:
+        tokenizer: the tokenizer; None after an error.
+        prompts: the problems of each data set by its key in the configuration.
+        train: problems to train on; None after an error.
+        evaluations: those of ``data.evaluations`` by name.
+    """
+
+    tokenizer: TextTokenizer | None
+    prompts: Mapping[str, PromptRows]
+    train: PromptRows | Mixture | None
+    evaluations: Mapping[str, Evaluation]
+
+
+def read_problems(config: RunConfig, errors: CollectedErrors) -> Problems:
+    """Read the data sets of a run, and encode their prompts.
+
+    Args:
+        config: the configuration of the run.
+        errors: gets the errors.
+    """
+    data, rollout, attempt = config.data, config.actor_rollout_ref.rollout, errors.attempt
+    configured = data.training_sets() | data.held_out_sets()
+    loaded = {key: attempt(partial(load_records, dataset, key)) for key, dataset in configured.items()}
+    records = {key: each for key, each in loaded.items() if each is not None}
+    tokenizer = None
+    if data.training_sets().keys() <= records.keys():
+        tokenizer = attempt(lambda: make_tokenizer(config, [*records.values()]))
+    prompts: dict[str, PromptRows] = {}
+    for key, each in records.items() if tokenizer is not None else ():
+        assert tokenizer is not None
+        encoded = attempt(partial(PromptRows, each, data, tokenizer, rollout.prompt_length))
+        if encoded is not None:
+            prompts[key] = encoded
+    train: PromptRows | Mixture | None = prompts.get("data.train")
+    if data.mixture and data.training_sets().keys() <= prompts.keys():
+        mixed = {name: prompts[f"data.mixture.{name}"] for name in data.mixture}
+        train = Mixture(mixed, {name: each.weight for name, each in data.mixture.items()})
+    generates = rollout if config.rollout is None else config.rollout.rollout
+    attempt(partial(check_validation, config.validation, generates, "validation"))
+    evaluations = {}
+    for name, dataset in data.evaluations.items():
+        key = f"data.evaluations.{name}"
+        sampling = attempt(partial(dataset.sampling, config.validation))
+        if sampling is not None:
+            attempt(partial(check_validation, sampling, generates, key))
+            if key in prompts:
+                evaluations[name] = Evaluation(prompts[key], sampling)
+    return Problems(tokenizer, prompts, train, evaluations)
+
+
+def check_validation(sampling: ValidationConfig, rollout: RolloutConfig, key: str) -> None:
+    """Raise ConfigError if responses to held-out problems are longer than the rollout can generate."""
+    if sampling.response_length is not None and sampling.response_length > rollout.response_length:
+        raise ConfigError(
+            f"{key}.response_length is {sampling.response_length}; the rollout generates at most "
+            f"rollout.response_length={rollout.response_length} tokens: reduce it, or increase that",
+            key=f"{key}.response_length",
+            value=sampling.response_length,
+        )
 
 
 def make_tokenizer(config: RunConfig, records: Sequence[Records]) -> TextTokenizer:

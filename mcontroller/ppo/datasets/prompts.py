@@ -155,8 +155,10 @@ class Demonstrations:
                 prompt=prompt["prompt"],
             )
         tokenizer = self.prompts.tokenizer
-        continues = isinstance(tokenizer, ContinuingTokenizer)
-        tokens = tokenizer.encode_after(prompt["prompt"], answer) if continues else tokenizer.encode(answer)
+        if isinstance(tokenizer, ContinuingTokenizer):
+            tokens = tokenizer.encode_after(prompt["prompt"], answer)
+        else:
+            tokens = tokenizer.encode(answer)
         return Demonstration(tokens, [1] * len(tokens))
 
 
@@ -279,7 +281,7 @@ def _are_messages(prompt: Any) -> bool:
 
 def _tools(record: Mapping[str, Any], location: str, config: ProblemsConfig) -> list[Mapping[str, Any]]:
     """Return the JSON schemas of a row's tools; files have them as objects, or as their text in JSON."""
-    given = from_json(record.get(config.tools_key))
+    given = None if config.tools_key is None else from_json(record.get(config.tools_key))
     tools = [from_json(tool) for tool in given] if isinstance(given, list) else given
     if tools is None:
         return []
