@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from mcontroller.config.checks import close_names
 from mcontroller.errors import DataError
 
-SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
 """Fields that change how a turn is sampled; the rollout checks their values."""
 USED = ("model", "messages", "tools", "max_tokens", "max_completion_tokens", "stream", "stream_options", *SAMPLING)
 IGNORED = (
@@ -43,7 +43,6 @@ FIXED: Mapping[str, tuple[Any, ...]] = {
     "presence_penalty": (0, 0.0),
     "reasoning_effort": (),
     "response_format": ({"type": "text"},),
-    "seed": (),
     "stop": ([],),
     "tool_choice": ("auto",),
     "top_logprobs": (0,),

@@ -251,7 +251,7 @@ class ChatServer:
         self, session: ChatSession, http_request: HttpRequest, trajectory: Trajectory, options: Mapping[str, Any]
     ) -> None:
         """Generate a turn; a session whose client disconnects in the middle of one has ended."""
-        submit = partial(session.rollout.submit, trajectory, seed=trajectory.seed, **options)
+        submit = partial(session.rollout.submit, trajectory, **{"seed": trajectory.seed, **options})
         submitted: Future[Trajectory] = await asyncio.to_thread(submit)
         session.submitted = submitted
         if session.is_closed:

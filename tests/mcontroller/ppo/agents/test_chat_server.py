@@ -252,7 +252,11 @@ def test_sessions_end_with_an_error_that_names_them(serve: Callable[..., ChatSer
     assert len(session.close()) == 1
     with pytest.raises(ValueError, match="the API key is not that of an open session"):
         with_urllib(server.base_url, session.api_key, messages=ASK)
-    assert server.open("a").api_key != session.api_key
+    again = server.open("a")
+    assert again.api_key != session.api_key
+    with_urllib(server.base_url, again.api_key, messages=ASK)
+    server.close()
+    assert len(again.close()) == 1
 
 
 def test_a_group_that_fails_ends_the_session_and_not_the_server(serve: Callable[..., ChatServer]) -> None:
