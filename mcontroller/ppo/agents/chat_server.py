@@ -27,7 +27,9 @@ from typing import Any
 from mcontroller.config.imports import import_object
 from mcontroller.errors import ConfigError, DataError, MControllerError
 from mcontroller.ppo.agents.episode_loop import EpisodeRollout
-from mcontroller.ppo.agents.trajectories import Trajectory, TrajectoryRollout, seed_of
+from mcontroller.ppo.agents.seeds import seed_of
+from mcontroller.ppo.agents.trajectories import TrajectoryRollout
+from mcontroller.ppo.agents.trajectory import Trajectory
 from mcontroller.ppo.datasets.tokenizers import TextTokenizer
 
 REPLY = "@@the-reply-of-the-policy@@"

@@ -17,7 +17,8 @@ from mcontroller.local import LocalWorkerGroup
 from mcontroller.ppo import MultiTurnRollout, Role, Trajectory, TrajectoryRollout
 from mcontroller.ppo.agents.chat_server import ChatServer
 from mcontroller.ppo.agents.episodes import Episodes
-from mcontroller.ppo.agents.trajectories import seed_of, trajectory_batch
+from mcontroller.ppo.agents.seeds import seed_of
+from mcontroller.ppo.agents.trajectories import trajectory_batch
 from mcontroller.ppo.data import HELD_OUT_BATCH
 from mcontroller.ray.class_with_init import ClassWithInitArgs
 from tests.mcontroller.ppo import sliced
