@@ -279,6 +279,10 @@ class ValidationConfig:
     def __post_init__(self) -> None:
         check_at_least("validation.n", self.n, 1)
         check_above("validation.temperature", self.temperature, 0.0)
+        check_between("validation.temperature", self.temperature, 1e-6, 1e6)
+        check_above("validation.top_p", self.top_p, 0.0)
+        check_between("validation.top_p", self.top_p, 0.0, 1.0)
+        check_at_least("validation.top_k", self.top_k, 0)
         if self.n > 1 and not self.do_sample:
             raise ConfigError(
                 f"validation.n is {self.n} with validation.do_sample=false, which generates {self.n} equal responses: "

@@ -30,6 +30,7 @@ from mcontroller.data.protocol import DataProto
 from mcontroller.errors import ConfigError, MControllerError
 from mcontroller.ppo.agents.episode_loop import SERVER, EpisodeLoop, load_episode, text_of
 from mcontroller.ppo.agents.made_tokens import FAILURE_KINDS, EpisodeError, MadeTokens, Turn
+from mcontroller.ppo.agents.sampling import checked_sampling
 from mcontroller.ppo.agents.seeds import TRAINING, count_call, seed_of
 from mcontroller.ppo.agents.trajectories import Submitted, TrajectoryRollout, trajectory_batch
 from mcontroller.ppo.agents.trajectory import Trajectory
@@ -453,11 +454,11 @@ class Episodes:
         if turn.trajectory.ended and turn is known:
             self._made.put((running, request))
         elif turn.submitted is None:
-            seed = options.pop("seed", None)
             try:
-                turn.submitted = rollout.submit(
-                    turn.trajectory, seed=turn.trajectory.seed if seed is None else seed, **options
-                )
+                seed = checked_sampling({"seed": options.pop("seed", None)}, rollout.limits).get("seed")
+                if seed is not None:  # an agent may ask for the same one in all samples of a problem
+                    turn.trajectory.seed = seed_of(running.seed, "request", seed)
+                turn.submitted = rollout.submit(turn.trajectory, seed=turn.trajectory.seed, **options)
             except MControllerError as error:
                 del running.made.turns[request]
                 self._send(host, ("failed", running.number, request, error))

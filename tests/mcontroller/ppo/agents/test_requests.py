@@ -123,6 +123,19 @@ def test_prompts_and_branches_of_an_episode_get_distinct_responses() -> None:
     assert len({each.tokens[1:].tobytes() for each in made}) == 8
 
 
+def test_a_seed_that_an_agent_asks_for_is_mixed_with_that_of_its_episode() -> None:
+    async def episode(rollout: Any, problem: Mapping[str, Any]) -> Trajectory:
+        first, second = [await rollout.submit([10, 20], seed=42) for _ in range(2)]
+        assert first.tokens == second.tokens
+        return first
+
+    episodes = Episodes(episode, processes=0)
+    episodes.connect(a_rollout())
+    futures = [episodes.start({"prompt_ids": [10, 20]}, seed=seed) for seed in range(4)]
+    episodes.run()
+    assert len({each.result().tokens.tobytes() for each in futures}) == 4
+
+
 def test_equal_numbers_of_two_purposes_have_different_seeds() -> None:
     seeds = [seed_of(*each) for each in ((0, "training", 1, 2), (0, "held_out", 1, 2), (1, "training", 1, 2))]
     assert len({*seeds}) == 3 and all(-(2**63) <= each < 2**63 for each in seeds)
