@@ -8,8 +8,8 @@ from parallel_state.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from mcontroller.ppo.agents.trajectories import Submitted as Submitted
-    from mcontroller.ppo.agents.trajectories import Trajectory as Trajectory
     from mcontroller.ppo.agents.trajectories import TrajectoryRollout as TrajectoryRollout
+    from mcontroller.ppo.agents.trajectory import Trajectory as Trajectory
     from mcontroller.ppo.agents.turns import ENVIRONMENTS as ENVIRONMENTS
     from mcontroller.ppo.agents.turns import MultiTurnRollout as MultiTurnRollout
     from mcontroller.ppo.agents.turns import TurnEnvironment as TurnEnvironment

@@ -297,6 +297,10 @@ class ValidationConfig:
         if self.response_length is not None:
             check_at_least("validation.response_length", self.response_length, 1)
         check_above("validation.temperature", self.temperature, 0.0)
+        check_between("validation.temperature", self.temperature, 1e-6, 1e6)
+        check_above("validation.top_p", self.top_p, 0.0)
+        check_between("validation.top_p", self.top_p, 0.0, 1.0)
+        check_at_least("validation.top_k", self.top_k, 0)
         if not self.do_sample:
             reason = "with validation.do_sample=false: set it to true"
             check_unused(self, ("temperature", "top_p", "top_k"), "validation.", reason)

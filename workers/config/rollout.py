@@ -68,6 +68,8 @@ class RolloutConfig:
         check_at_least("rollout.top_k", self.top_k, 0)
         check_at_least("rollout.max_rows", self.max_rows, 0)
         check_above("rollout.temperature", self.temperature, 0.0)
+        check_between("rollout.temperature", self.temperature, 1e-6, 1e6)
+        check_between("rollout.seed", self.seed, -(1 << 63), (1 << 63) - 1)
         check_above("rollout.top_p", self.top_p, 0.0)
         check_between("rollout.top_p", self.top_p, 0.0, 1.0)
         check_between("rollout.min_p", self.min_p, 0.0, 1.0)

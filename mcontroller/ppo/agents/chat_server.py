@@ -27,7 +27,9 @@ from mcontroller.errors import ConfigError, DataError
 from mcontroller.ppo.agents.chat_requests import ChatRequest, RequestError, reject, same_conversation
 from mcontroller.ppo.agents.chat_tokens import conversation_tokens, tokens_after_reply
 from mcontroller.ppo.agents.episode_loop import EpisodeRollout
-from mcontroller.ppo.agents.trajectories import Trajectory, TrajectoryRollout, seed_of
+from mcontroller.ppo.agents.seeds import seed_of
+from mcontroller.ppo.agents.trajectories import TrajectoryRollout
+from mcontroller.ppo.agents.trajectory import Trajectory
 from mcontroller.ppo.datasets.tokenizers import TextTokenizer
 
 if TYPE_CHECKING:

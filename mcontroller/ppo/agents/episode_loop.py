@@ -19,7 +19,7 @@ from typing import Any
 
 from mcontroller.config.imports import import_object
 from mcontroller.errors import ConfigError
-from mcontroller.ppo.agents.trajectories import Trajectory
+from mcontroller.ppo.agents.trajectory import Trajectory
 
 SERVER = "import sys; from mcontroller.ppo.agents.episode_loop import serve_episodes; serve_episodes(int(sys.argv[1]))"
 
@@ -119,7 +119,12 @@ class EpisodeLoop:
         self._requests[number] = request + 1
         asked = self._asked[number]
         asked[request] = trajectory, future
-        future.add_done_callback(lambda done: asked.pop(request, None) and self._send("cancel", number, request))
+
+        def left(done: object) -> None:
+            if asked.pop(request, None) is not None:
+                self._send("cancel", number, request)
+
+        future.add_done_callback(left)
         self._send("submit", number, request, replace(trajectory, experts=[]), options)
         return future
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from array import array
+from collections.abc import Callable, Collection, Mapping
 from numbers import Integral, Real
 from typing import Any
 
@@ -72,9 +73,9 @@ def checked_sampling(request: Mapping[str, Any], limits: Mapping[str, Any]) -> d
             continue
         setting = checked_setting(name, value)
         if setting is None:
-            is_long = isinstance(value, int) and value.bit_length() > 200  # Python writes no number of 4,300 digits
-            shown = "a number of more than 200 bits" if is_long else repr(value)[:60]
-            raise DataError(f"{name} of a request is {shown}; expected {SETTINGS[name][2]}", field=name, value=value)
+            raise DataError(
+                f"{name} of a request is {_shown(value)}; expected {SETTINGS[name][2]}", field=name, value=value
+            )
         checked.setdefault(name, setting)
     if "temperature" in checked and "temperature" not in limits:
         raise DataError(
@@ -84,3 +85,36 @@ def checked_sampling(request: Mapping[str, Any], limits: Mapping[str, Any]) -> d
             value=checked["temperature"],
         )
     return checked
+
+
+def checked_token_ids(name: str, given: Any, vocab_size: int) -> array[int]:
+    """Return token ids of a request.
+
+    Args:
+        name: of what they are, for the error.
+        given: several token ids, as a client or an episode has sent them; also of numpy or torch.
+        vocab_size: token ids are less than this.
+
+    Raises:
+        DataError: they are no collection of integers, or not in the vocabulary; fields ``field`` and ``token``.
+    """
+    plain = given.tolist() if hasattr(given, "tolist") else given
+    if not isinstance(plain, Collection) or isinstance(plain, str | bytes | Mapping):
+        raise DataError(f"{name} of a request is {type(plain).__name__}; expected token ids", field=name)
+    for token in plain:
+        if not isinstance(token, Integral) or isinstance(token, bool):
+            raise DataError(f"{name} of a request has {_shown(token)}; expected token ids", field=name, token=token)
+        if not 0 <= int(token) < vocab_size:
+            raise DataError(
+                f"submit: token {_shown(token)} is outside of the vocabulary, 0 to {vocab_size - 1}",
+                field=name,
+                token=token,
+            )
+    return array("q", plain)
+
+
+def _shown(value: Any) -> str:
+    """Return the text of a value for an error; Python writes no number of more than 4,300 digits."""
+    if isinstance(value, int) and value.bit_length() > 200:
+        return "a number of more than 200 bits"
+    return repr(value)[:60]

@@ -8,14 +8,11 @@ trajectory and on its position, so a response made in slices equals one made at 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import threading
 from array import array
 from collections.abc import Collection, Generator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from itertools import chain
-from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -24,92 +21,13 @@ from torch import Tensor
 
 from mcontroller.data.protocol import DataProto
 from mcontroller.errors import DataError
-from mcontroller.ppo.agents.sampling import checked_sampling
-from mcontroller.ppo.data import HELD_OUT_BATCH, ROUTED_EXPERTS, TOKEN_TEMPERATURES, columns
+from mcontroller.ppo.agents.sampling import checked_sampling, checked_token_ids
+from mcontroller.ppo.agents.seeds import count_call, seed_of
+from mcontroller.ppo.agents.trajectory import Trajectory
+from mcontroller.ppo.data import ROUTED_EXPERTS, TOKEN_TEMPERATURES, columns
 
-ARRAYS = {"prompt": "q", "tokens": "q", "own": "b", "log_probs": "d", "versions": "q", "temperatures": "d"}
-"""The type codes of the arrays of a trajectory."""
-TRAINING = "training"
-"""The purpose of the seeds of the responses to the problems of a run."""
 LOG_PROBS = ("rollout_log_probs", "engine_log_probs")
 """The columns with a log-probability for each token; a rollout returns one of them."""
-
-
-@dataclass
-class Trajectory:
-    """One response so far: the exact tokens that the policy sampled, and those that an environment replied with.
-
-    Sequences of numbers are kept as arrays, which the garbage collector does not read; lists that are passed are copied
-    into arrays. To compare with a list, or add one, take ``tokens.tolist()``.
-
-    Attributes:
-        prompt: token ids of the prompt, without padding.
-        problem: the other columns of the problem, such as ``answer`` and ``record``.
-        tokens: token ids of the response.
-        own: for each token, 1 if the policy sampled it, 0 if it is the environment's.
-        log_probs: for each token, that of the policy when it sampled it; 0 for the environment's.
-        versions: for each token, the version of the policy that sampled it; -1 for the environment's.
-        experts: the experts of the first tokens of prompt and response, in parts ``[tokens, layers, experts]``, if the
-            rollout returns them; tokens after the last turn of the policy have none.
-        seed: of the random numbers of this response, 64 bits, signed. None: ``submit`` gives it one.
-        turn: the position in ``tokens`` at which the policy's last turn begins.
-        turns: the number of turns that the policy has begun.
-        ended: why it ended: ``stop`` at a stop token, ``turn`` at a token that ends a turn, ``length`` for lack of
-            room or turns, ``max_tokens`` at the limit of its request, ``environment`` by its decision; empty while it
-            goes on.
-        temperatures: for each token, the temperature at which it was sampled, which it is scored at; 0 for the most
-            probable token on request, which cannot be scored; 1 for the environment's. Empty if the workers do not say.
-        seeded: the identity of the object that was submitted with ``seed``. A copy of it is another branch.
-    """
-
-    prompt: array[int]
-    problem: Mapping[str, Any] = field(default_factory=dict)
-    tokens: array[int] = field(default_factory=lambda: array("q"))
-    own: array[int] = field(default_factory=lambda: array("b"))
-    log_probs: array[float] = field(default_factory=lambda: array("d"))
-    versions: array[int] = field(default_factory=lambda: array("q"))
-    experts: list[Tensor] = field(default_factory=list)
-    seed: int | None = None
-    turn: int = 0
-    turns: int = 1
-    ended: str = ""
-    temperatures: array[float] = field(default_factory=lambda: array("d"))
-    seeded: int | None = field(default=None, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        for name, code in ARRAYS.items():
-            if not isinstance(getattr(self, name), array):
-                setattr(self, name, array(code, getattr(self, name)))
-
-    @property
-    def last_turn(self) -> list[int]:
-        """Token ids of the policy's last turn."""
-        return self.tokens[self.turn :].tolist()
-
-    def experts_before(self, position: int) -> list[Tensor]:
-        """Return the experts of the tokens before the last one in front of a position of the response."""
-        return [torch.cat(self.experts)[: len(self.prompt) + position - 1]] if self.experts else []
-
-    def sampled(
-        self, tokens: Sequence[int], log_probs: Sequence[float], version: int = 0, temperature: float | None = None
-    ) -> None:
-        """Append tokens that the policy of a version sampled to its turn, at a temperature if that is known."""
-        if temperature is not None and len(self.temperatures) == len(self.tokens):
-            self.temperatures.extend(array("d", (temperature,)) * len(tokens))
-        self.tokens.extend(tokens)
-        self.log_probs.extend(log_probs)
-        self.versions.extend(array("q", (version,)) * len(tokens))
-        self.own.extend(array("b", (1,)) * len(tokens))
-
-    def replied(self, tokens: Sequence[int]) -> None:
-        """Append the environment's tokens, and begin the policy's next turn."""
-        if self.temperatures:
-            self.temperatures.extend(array("d", (1.0,)) * len(tokens))
-        self.tokens.extend(tokens)
-        self.log_probs.extend(array("d", (0.0,)) * len(tokens))
-        self.versions.extend(array("q", (-1,)) * len(tokens))
-        self.own.extend(array("b", (0,)) * len(tokens))
-        self.turn, self.turns, self.ended = len(self.tokens), self.turns + 1, ""
 
 
 class Submitted(Future[Trajectory]):
@@ -280,16 +198,18 @@ class TrajectoryRollout:
             DataError: the prompt is empty or too long, a token is not in the vocabulary, the response has no room, a
                 setting is unknown or invalid, or the most probable tokens are to be trained on.
         """
-        checked = checked_sampling(settings, self.limits)
-        trajectory = prompt if isinstance(prompt, Trajectory) else Trajectory(self._token_ids("prompt", prompt))
-        stops = frozenset(self._token_ids("stop_token_ids", stop_token_ids))
+        checked, vocab_size = checked_sampling(settings, self.limits), self.limits["vocab_size"]
+        trajectory = (
+            prompt if isinstance(prompt, Trajectory) else Trajectory(checked_token_ids("prompt", prompt, vocab_size))
+        )
+        stops = frozenset(checked_token_ids("stop_token_ids", stop_token_ids, vocab_size))
         seed, most = checked.pop("seed", None), checked.pop("max_tokens", None)
         room = min(checked.pop("response_length", self.limits["response_length"]), self.limits["response_length"])
         self._check(trajectory, room)
         limit = room if most is None else min(room, len(trajectory.tokens) + most)
         for name, value in (("eos_token_id", eos_token_id), ("pad_token_id", pad_token_id)):
             if value is not None:
-                ids = self._token_ids(name, [value] if isinstance(value, int) else value)
+                ids = checked_token_ids(name, [value] if isinstance(value, int) else value, vocab_size)
                 checked[name] = ids[0] if name == "pad_token_id" else ids.tolist()
         submitted = Submitted(
             self, trajectory, limit, room, stops, self._settings_of(stops, checked), self._temperature(checked)
@@ -327,31 +247,10 @@ class TrajectoryRollout:
                     value=0.0,
                 )
             return 0.0 if "temperature" in self.limits else None
-        temperature: float | None = self.meta_info(1).get("temperature") if "temperature" in self.limits else None
-        return changes.get("temperature", temperature)
-
-    def _token_ids(self, name: str, given: Any) -> array[int]:
-        """Return token ids of a request.
-
-        Raises:
-            DataError: they are no sequence of integers of the vocabulary.
-        """
-        plain = given.tolist() if hasattr(given, "tolist") else given
-        if not isinstance(plain, Collection) or isinstance(plain, str | bytes | Mapping):
-            raise DataError(f"{name} of a request is {type(plain).__name__}; expected token ids", field=name)
-        vocab_size = self.limits["vocab_size"]
-        for token in plain:
-            if not isinstance(token, Integral) or isinstance(token, bool):
-                shown = repr(token)[:60]
-                raise DataError(f"{name} of a request has {shown}; expected token ids", field=name, token=token)
-            if not 0 <= token < vocab_size:
-                shown = str(token) if abs(token) < 1 << 64 else "a number of more than 64 bits"
-                raise DataError(
-                    f"submit: token {shown} is outside of the vocabulary, 0 to {vocab_size - 1}",
-                    field=name,
-                    token=token,
-                )
-        return array("q", plain)
+        if "temperature" not in self.limits:
+            return None
+        temperature: float = {**self.meta_info(1), **changes}["temperature"]
+        return temperature
 
     def restart(self, group: Any) -> None:
         """Generate with another group from now on: only the slice in flight is lost, and made again."""
@@ -468,7 +367,7 @@ class TrajectoryRollout:
     def _check(self, trajectory: Trajectory, limit: int) -> None:
         length, most = len(trajectory.prompt), self.limits["prompt_length"]
         for tokens in (trajectory.prompt, trajectory.tokens):
-            self._token_ids("prompt", [min(tokens, default=0), max(tokens, default=0)])
+            checked_token_ids("prompt", [min(tokens, default=0), max(tokens, default=0)], self.limits["vocab_size"])
         if not 1 <= length <= most:
             raise DataError(
                 f"submit: the prompt has {length} tokens, expected 1 to rollout.prompt_length, which is {most}",
@@ -495,38 +394,6 @@ class TrajectoryRollout:
         prompts = prompts.with_tensors({"sample_seed": seeds, "generated": generated})
         batch: DataProto = self.group.generate_sequences.options(blocking=False)(prompts)
         return batch
-
-
-def seed_of(run_seed: int, purpose: str, *numbers: int) -> int:
-    """Return the seed of a response, 64 bits, signed: another one for each seed, purpose and numbers.
-
-    Args:
-        run_seed: of the run, ``rollout.seed``; or of a response, for what belongs to it.
-        purpose: what the numbers count, so that equal numbers of two kinds have different seeds; ``TRAINING`` for
-            those of the problem, of the sample of the problem, and of the attempt.
-        numbers: of the response.
-    """
-    parts = (run_seed, *numbers) if purpose == TRAINING else (run_seed, *numbers, purpose)
-    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little", signed=True)
-
-
-def count_call(group: Any, meta_info: Mapping[str, Any] | None = None) -> int:
-    """Return how many batches a group has sampled before, and count one more: a checkpoint has the number.
-
-    Args:
-        group: of workers that generate. 0 if they do not count.
-        meta_info: of the batch. Held-out problems, whose number is negative, and greedy responses are not counted.
-    """
-    info = meta_info or {}
-    if HELD_OUT_BATCH in info:
-        return -1 - int(info[HELD_OUT_BATCH])
-    if not group.offers("sampling_state"):
-        return 0
-    calls: int = group.sampling_state()[0]["sampled_batches"]
-    if info.get("do_sample", True):
-        group.restore_sampling({"sampled_batches": calls + 1})
-    return calls
 
 
 async def _let_waiters_run() -> None:

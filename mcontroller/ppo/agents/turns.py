@@ -12,7 +12,7 @@ from mcontroller.config.registry import Registry
 from mcontroller.errors import ConfigError, DataError
 from mcontroller.ppo.agents.episode_loop import EpisodeRollout
 from mcontroller.ppo.agents.episodes import Episodes
-from mcontroller.ppo.agents.trajectories import Trajectory
+from mcontroller.ppo.agents.trajectory import Trajectory
 from mcontroller.ppo.config import MultiTurnConfig
 from mcontroller.ppo.datasets.prompts import Demonstration
 from mcontroller.ppo.datasets.tokenizers import TextTokenizer

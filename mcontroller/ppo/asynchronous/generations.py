@@ -19,15 +19,11 @@ import torch
 from mcontroller.data.protocol import DataProto
 from mcontroller.errors import ConfigError, DataError, MControllerError
 from mcontroller.group import WorkerGroup
-from mcontroller.ppo.agents.episodes import FAILURE_KINDS, Episodes, Turn
-from mcontroller.ppo.agents.trajectories import (
-    TRAINING,
-    Submitted,
-    Trajectory,
-    TrajectoryRollout,
-    seed_of,
-    trajectory_batch,
-)
+from mcontroller.ppo.agents.episodes import Episodes
+from mcontroller.ppo.agents.made_tokens import FAILURE_KINDS, Turn
+from mcontroller.ppo.agents.seeds import TRAINING, seed_of
+from mcontroller.ppo.agents.trajectories import Submitted, TrajectoryRollout, trajectory_batch
+from mcontroller.ppo.agents.trajectory import Trajectory
 from mcontroller.ppo.asynchronous.balance import Balance
 from mcontroller.ppo.asynchronous.events import EventLog, Schedule
 from mcontroller.ppo.asynchronous.groups import STATE, Group, Unfinished, other_columns, restored_groups, saved_groups

@@ -11,8 +11,8 @@ import torch
 
 from mcontroller.data.protocol import DataProto
 from mcontroller.errors import DataError
-from mcontroller.ppo.agents.episodes import FAILURE_KINDS, Turn
-from mcontroller.ppo.agents.trajectories import Trajectory
+from mcontroller.ppo.agents.made_tokens import FAILURE_KINDS, Turn
+from mcontroller.ppo.agents.trajectory import Trajectory
 from mcontroller.ppo.data import ROUTED_EXPERTS, TOKEN_TEMPERATURES, columns
 from mcontroller.ppo.saving.run_record import BatchInFlight
 

@@ -14,7 +14,8 @@ import torch
 
 from mcontroller.data.protocol import DataProto
 from mcontroller.errors import CallRejected, DataError
-from mcontroller.ppo.agents.trajectories import Submitted, Trajectory, TrajectoryRollout, trajectory_batch
+from mcontroller.ppo.agents.trajectories import Submitted, TrajectoryRollout, trajectory_batch
+from mcontroller.ppo.agents.trajectory import Trajectory
 from mcontroller.testing import SimulatedGroupMaker
 from parallel_state.layout import ParallelLayout
 from tests.workers.roles import MODEL, OPTIM, PROMPT, SAMPLED, prompts

@@ -17,7 +17,8 @@ from mcontroller.local import LocalWorkerGroup
 from mcontroller.ppo import MultiTurnRollout, Role, Trajectory, TrajectoryRollout
 from mcontroller.ppo.agents.chat_server import ChatServer
 from mcontroller.ppo.agents.episodes import Episodes
-from mcontroller.ppo.agents.trajectories import seed_of, trajectory_batch
+from mcontroller.ppo.agents.seeds import seed_of
+from mcontroller.ppo.agents.trajectories import trajectory_batch
 from mcontroller.ppo.data import HELD_OUT_BATCH
 from mcontroller.ray.class_with_init import ClassWithInitArgs
 from tests.mcontroller.ppo import sliced
@@ -120,6 +121,19 @@ def test_prompts_and_branches_of_an_episode_get_distinct_responses() -> None:
     episodes.run()
     assert future.result().tokens == made[6].tokens
     assert len({each.tokens[1:].tobytes() for each in made}) == 8
+
+
+def test_a_seed_that_an_agent_asks_for_is_mixed_with_that_of_its_episode() -> None:
+    async def episode(rollout: Any, problem: Mapping[str, Any]) -> Trajectory:
+        first, second = [await rollout.submit([10, 20], seed=42) for _ in range(2)]
+        assert first.tokens == second.tokens
+        return first
+
+    episodes = Episodes(episode, processes=0)
+    episodes.connect(a_rollout())
+    futures = [episodes.start({"prompt_ids": [10, 20]}, seed=seed) for seed in range(4)]
+    episodes.run()
+    assert len({each.result().seed for each in futures}) == 4
 
 
 def test_equal_numbers_of_two_purposes_have_different_seeds() -> None:

@@ -1,0 +1,91 @@
+"""A response as it grows: its tokens, and who sampled each of them and how."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ARRAYS = {"prompt": "q", "tokens": "q", "own": "b", "log_probs": "d", "versions": "q", "temperatures": "d"}
+"""The type codes of the arrays of a trajectory."""
+
+
+@dataclass
+class Trajectory:
+    """One response so far: the exact tokens that the policy sampled, and those that an environment replied with.
+
+    Sequences of numbers are kept as arrays, which the garbage collector does not read; lists that are passed are copied
+    into arrays. To compare with a list, or add one, take ``tokens.tolist()``.
+
+    Attributes:
+        prompt: token ids of the prompt, without padding.
+        problem: the other columns of the problem, such as ``answer`` and ``record``.
+        tokens: token ids of the response.
+        own: for each token, 1 if the policy sampled it, 0 if it is the environment's.
+        log_probs: for each token, that of the policy when it sampled it; 0 for the environment's.
+        versions: for each token, the version of the policy that sampled it; -1 for the environment's.
+        experts: the experts of the first tokens of prompt and response, in parts ``[tokens, layers, experts]``, if the
+            rollout returns them; tokens after the last turn of the policy have none.
+        seed: of the random numbers of this response, 64 bits, signed. None: ``submit`` gives it one.
+        turn: the position in ``tokens`` at which the policy's last turn begins.
+        turns: the number of turns that the policy has begun.
+        ended: why it ended: ``stop`` at a stop token, ``turn`` at a token that ends a turn, ``length`` for lack of
+            room or turns, ``max_tokens`` at the limit of its request, ``environment`` by its decision; empty while it
+            goes on.
+        temperatures: for each token, the temperature at which it was sampled, which it is scored at; 0 for the most
+            probable token on request, which cannot be scored; 1 for the environment's. Empty if the workers do not say.
+        seeded: the identity of the object that was submitted with ``seed``. A copy of it is another branch.
+    """
+
+    prompt: array[int]
+    problem: Mapping[str, Any] = field(default_factory=dict)
+    tokens: array[int] = field(default_factory=lambda: array("q"))
+    own: array[int] = field(default_factory=lambda: array("b"))
+    log_probs: array[float] = field(default_factory=lambda: array("d"))
+    versions: array[int] = field(default_factory=lambda: array("q"))
+    experts: list[Tensor] = field(default_factory=list)
+    seed: int | None = None
+    turn: int = 0
+    turns: int = 1
+    ended: str = ""
+    temperatures: array[float] = field(default_factory=lambda: array("d"))
+    seeded: int | None = field(default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        for name, code in ARRAYS.items():
+            if not isinstance(getattr(self, name), array):
+                setattr(self, name, array(code, getattr(self, name)))
+
+    @property
+    def last_turn(self) -> list[int]:
+        """Token ids of the policy's last turn."""
+        return self.tokens[self.turn :].tolist()
+
+    def experts_before(self, position: int) -> list[Tensor]:
+        """Return the experts of the tokens before the last one in front of a position of the response."""
+        return [torch.cat(self.experts)[: len(self.prompt) + position - 1]] if self.experts else []
+
+    def sampled(
+        self, tokens: Sequence[int], log_probs: Sequence[float], version: int = 0, temperature: float | None = None
+    ) -> None:
+        """Append tokens that the policy of a version sampled to its turn, at a temperature if that is known."""
+        if temperature is not None and len(self.temperatures) == len(self.tokens):
+            self.temperatures.extend(array("d", (temperature,)) * len(tokens))
+        self.tokens.extend(tokens)
+        self.log_probs.extend(log_probs)
+        self.versions.extend(array("q", (version,)) * len(tokens))
+        self.own.extend(array("b", (1,)) * len(tokens))
+
+    def replied(self, tokens: Sequence[int]) -> None:
+        """Append the environment's tokens, and begin the policy's next turn."""
+        if self.temperatures:
+            self.temperatures.extend(array("d", (1.0,)) * len(tokens))
+        self.tokens.extend(tokens)
+        self.log_probs.extend(array("d", (0.0,)) * len(tokens))
+        self.versions.extend(array("q", (-1,)) * len(tokens))
+        self.own.extend(array("b", (0,)) * len(tokens))
+        self.turn, self.turns, self.ended = len(self.tokens), self.turns + 1, ""
