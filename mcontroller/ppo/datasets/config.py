@@ -91,7 +91,10 @@ class EvaluationConfig(DatasetConfig):
             ConfigError: the values do not fit together.
         """
         given = {item.name: getattr(self, item.name) for item in fields(validation) if hasattr(self, item.name)}
-        return replace(validation, **{name: value for name, value in given.items() if value is not None})
+        given = {name: value for name, value in given.items() if value is not None}
+        if given.get("do_sample") is False:  # the settings of samples are not those of the most probable tokens
+            validation = ValidationConfig(response_length=validation.response_length)
+        return replace(validation, **given)
 
 
 @strict_fields

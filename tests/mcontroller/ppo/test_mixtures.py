@@ -14,7 +14,7 @@ from mcontroller.data.protocol import DataProto
 from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
 from mcontroller.errors import ConfigError
-from mcontroller.ppo import BatchStream, FilterGroupsConfig, Role, ValidationConfig
+from mcontroller.ppo import BatchStream, FilterGroupsConfig, KLControlConfig, Role, ValidationConfig
 from mcontroller.ppo.data import Mixture
 from mcontroller.ppo.datasets.config import DatasetConfig, EvaluationConfig, MixedDatasetConfig, ProblemsConfig
 from mcontroller.ppo.validation import Evaluation
@@ -87,7 +87,7 @@ def test_an_asynchronous_run_trains_on_the_rows_of_its_epochs(tmp_path: Path, st
 def test_epochs_count_all_that_dynamic_sampling_reads() -> None:
     config = toy_config(1, epochs=4)
     rule = dataclasses.replace(config.algorithm, filter_groups=FilterGroupsConfig(enable=True, max_batches=2))
-    rule = dataclasses.replace(rule, adv_estimator="rloo", use_kl_in_reward=False)
+    rule = dataclasses.replace(rule, adv_estimator="rloo", kl_ctrl=KLControlConfig())
 
     class Twice(ToyActor):
         @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, changes_rows=True)
@@ -133,7 +133,9 @@ def test_evaluations_have_their_own_problems_length_and_sampling() -> None:
 
 def test_the_sections_of_several_data_sets_are_checked() -> None:
     many = EvaluationConfig("a.jsonl", n=4, do_sample=True, response_length=9)
-    assert many.sampling(ValidationConfig(temperature=0.6)) == ValidationConfig(4, True, 0.6, response_length=9)
+    sampled = ValidationConfig(n=2, do_sample=True, temperature=0.6)
+    assert many.sampling(sampled) == ValidationConfig(4, True, 0.6, response_length=9)
+    assert EvaluationConfig("a.jsonl", do_sample=False).sampling(sampled) == ValidationConfig()
     for make, key in (
         (lambda: EvaluationConfig("a.jsonl", n=4).sampling(ValidationConfig()), "validation.n"),
         (lambda: MixedDatasetConfig("a.jsonl", weight=0.0), "weight"),

@@ -136,6 +136,7 @@ def test_the_batch_has_the_settings_of_the_problems_and_numbers_of_turns():
         "multi_turn/turns_mean": 2.0,
         "multi_turn/turns_max": 3.0,
         "multi_turn/reply_tokens_mean": 2.0,
+        "episodes/replaced_processes": 0.0,
         **dict.fromkeys(map("episodes/{}".format, FAILURES), 0.0),
     }
 
