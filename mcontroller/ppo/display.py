@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO, cast
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -117,7 +117,7 @@ class ProgressDisplay(Display):
     """
 
     def __init__(self, console: Console | None = None) -> None:
-        self.console = console or Console(file=Output(sys.stdout))
+        self.console = console or Console(file=cast(TextIO, Output(sys.stdout)))
         columns = (
             TextColumn("{task.description}", style="bold", markup=False),
             BarColumn(bar_width=10),

@@ -183,7 +183,7 @@ def _check(path: Path, name: str, value: Any, shape: FileShape) -> None:
         for index, item in enumerate(value):
             _check(path, f"{name}[{index}]", item, shape[0])
     elif isinstance(shape, dict):
-        for key, item in value.items():
+        for key, item in dict(value).items():
             if item is not None and (inner := shape.get(key, shape.get("*"))) is not None:
                 _check(path, f"{name}.{key}" if name else str(key), item, inner)
 
