@@ -22,7 +22,9 @@ import parallel_state.cpu
 
 parallel_state.cpu.install()  # before Megatron is imported
 
+from megatron.core.distributed import finalize_model_grads  # noqa: E402
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
+from megatron.core.utils import get_model_config  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from parallel_state import ParallelLayout  # noqa: E402
@@ -65,6 +67,8 @@ class PlainLoop:
         self.context = MegatronContext(ParallelLayout(WORLD_SIZE, tp=PARALLEL.tp, pp=PARALLEL.pp), model.seed)
         with self.context.activate():
             self.model = wrap_for_training(build_model(model, PARALLEL, self.context), OPTIM, self.context.pg)
+            # Megatron's own, which divides by the tokens that count: the trainer of this project does that itself
+            get_model_config(self.model[0]).finalize_model_grads_func = finalize_model_grads
             self.optimizer = make_optimizer(self.model, OPTIM, self.context.pg)
             self.scheduler = make_scheduler(self.optimizer, OPTIM)
 

@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 from mcontroller import Registry
+from mcontroller.cli.help import all_fields, roots
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("parallel_state", "mcontroller", "workers")
@@ -135,6 +136,17 @@ def test_the_picture_of_the_layers_shows_the_folders() -> None:
     modules = [module.relative_to(ROOT) for package in PACKAGES for module in (ROOT / package).rglob("*.py")]
     folders = {folder for module in modules for folder in module.parts[:-1][:4]}
     assert set(re.findall(r"([a-z_]+)/", picture)) == folders
+
+
+def test_settings_that_recipes_are_translated_to_are_keys_of_a_run() -> None:
+    keys = {field.key for field in all_fields(*roots())}
+    sections = {key.rsplit(".", count)[0] for key in keys for count in range(1, key.count(".") + 1)}
+    tables = (ROOT / "docs/porting.md").read_text().partition("## Their setting, ours")[2]
+    cells = [row.split(" | ")[2] for row in tables.splitlines() if row.startswith("| `")]
+    named = [name.replace("A.", "actor_rollout_ref.", 1) for cell in cells for name in CODE.findall(cell)]
+    named = [name.partition("=")[0] for name in named if "." in name and ":" not in name]
+    assert len(named) > 80
+    assert [name for name in named if name not in keys | sections and not name.startswith("pools.rollout.")] == []
 
 
 def prose(page: str) -> str:
