@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from mcontroller.ppo.config import ValidationConfig as ValidationConfig
     from mcontroller.ppo.config import WarmUpConfig as WarmUpConfig
     from mcontroller.ppo.data import BatchStream as BatchStream
+    from mcontroller.ppo.data import Mixture as Mixture
     from mcontroller.ppo.data import UpdateRules as UpdateRules
     from mcontroller.ppo.data import collate as collate
     from mcontroller.ppo.data import supervised_rows as supervised_rows
@@ -83,5 +84,6 @@ if TYPE_CHECKING:
     from mcontroller.ppo.rollout_restart import restart_rollout as restart_rollout
     from mcontroller.ppo.stages import Stages as Stages
     from mcontroller.ppo.trainer import RayPPOTrainer as RayPPOTrainer
+    from mcontroller.ppo.validation import Evaluation as Evaluation
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -19,6 +19,7 @@ from mcontroller.dispatch.registration import register
 from mcontroller.errors import DataError, WorkerError
 from mcontroller.ppo import (
     AlgorithmConfig,
+    BatchStream,
     Callback,
     DataConfig,
     FilterGroupsConfig,
@@ -29,8 +30,9 @@ from mcontroller.ppo import (
     Role,
     ValidationConfig,
 )
+from mcontroller.ppo.saving.checkpoints import RunState
 from mcontroller.ppo.saving.preemption import Preempted
-from mcontroller.ppo.saving.run_record import read_record
+from mcontroller.ppo.saving.run_record import BatchInFlight, read_record
 from tests.mcontroller.ppo.separate import SEPARATE, SeparateActor
 from tests.mcontroller.ppo.toy import problems, toy_config, toy_trainer
 
@@ -153,13 +155,29 @@ def test_a_damaged_batch_in_flight_takes_all_groups_to_the_step_before(
 
 
 @pytest.mark.parametrize(
-    "content", [7, [7], [{"number": 1}], [{"number": -1, "crc32": 2}], [{"number": 1, "crc32": 1.5}]]
+    "content",
+    [
+        *(7, [7], [{"number": 1}], [{"number": -1, "crc32": 2}], [{"number": 1, "crc32": 1.5}]),
+        [{"number": 1, "crc32": 2, "rows": [-1]}],
+        [{"number": 1, "crc32": 2, "rows": [3, 4], "problems": [2]}],
+    ],
 )
 def test_a_damaged_record_of_batches_in_flight_is_reported(tmp_path: Path, content: Any) -> None:
     record = {"global_steps": 1, "kl_coef": 0.0, "groups": {"actor": "actor/global_step_1"}, "in_flight": content}
     (tmp_path / "trainer.json").write_text(json.dumps(record))
-    with pytest.raises(DataError, match=r"is damaged: in_flight .* expected a list of objects"):
+    with pytest.raises(DataError, match=r"is damaged: .*in_flight .* expected a list of|expected counts below 2"):
         read_record(tmp_path)
+
+
+def test_the_position_in_the_data_of_an_earlier_version_is_read() -> None:
+    """Its ``next_row`` is the first row of the batches in flight, which are the last ones that were drawn."""
+    rows, in_flight = problems(96), (BatchInFlight(1, DataProto()), BatchInFlight(2, DataProto()))
+    for size, expected in ((12, in_flight), (8, ())):
+        batches = BatchStream(rows, size, seed=0)
+        state = RunState(1, 0.1, 3, in_flight=in_flight, next_row=12, batch_size=12)
+        assert state.in_flight_in(batches) == expected
+        following = state.continue_after(batches, len(expected))
+        assert (following, batches.position(following)) == ((3, 36) if expected else (1, 12))
 
 
 def test_a_run_may_resume_with_another_staleness(tmp_path: Path) -> None:
