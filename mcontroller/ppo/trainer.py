@@ -68,8 +68,6 @@ class RayPPOTrainer:
         trackers: the trackers that log the metrics.
         callbacks: code that runs at events of the run.
         display: shows the events of the run; by default nothing is shown.
-        tokenizer_files: a directory with the files of the tokenizer, for ``trainer.export_hf``. None, or a directory
-            that does not exist then: those of the directory that the policy was loaded from.
 
     Raises:
         ConfigError: roles, configurations and data sets do not fit together; raised before any process starts.
@@ -101,7 +99,6 @@ class RayPPOTrainer:
         trackers: Sequence[Tracker] = (),
         callbacks: Sequence[Callback] = (),
         display: Display | None = None,
-        tokenizer_files: Path | None = None,
     ) -> None:
         check_roles(config, role_worker_mapping, resource_pool_manager)
         check_reference_sync(config, role_worker_mapping)
@@ -116,7 +113,7 @@ class RayPPOTrainer:
         check_rows(train_dataset=train_dataset, val_dataset=val_dataset)
         self.config = config
         self.tokenizer = tokenizer
-        self.tokenizer_files = tokenizer_files
+        self.tokenizer_files: str | None = None  # the directory for an export; None: the one of model.hf_path
         self.role_worker_mapping = role_worker_mapping
         self.resource_pool_manager = resource_pool_manager
         self.val_dataset = val_dataset
@@ -350,9 +347,7 @@ class RayPPOTrainer:
         self.checkpoints.finish()
         if self.config.trainer.export_hf is not None:
             with self.stages("export", self.actor.export_hf):
-                files = self.tokenizer_files
-                tokenizer = str(files) if files is not None and files.is_dir() else None
-                self.actor.export_hf(self.config.trainer.export_hf, tokenizer)
+                self.actor.export_hf(self.config.trainer.export_hf, self.tokenizer_files)
 
     @contextlib.contextmanager
     def _profiled(self) -> Iterator[None]:

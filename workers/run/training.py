@@ -29,7 +29,7 @@ from mcontroller.ppo.trainer import RayPPOTrainer
 from mcontroller.trace.recorder import recording
 from mcontroller.trackers import Run, Tracker, make_trackers
 from workers.prediction.layouts import write_prediction
-from workers.run.config import CONFIG_FILE, TOKENIZER, RunConfig
+from workers.run.config import CONFIG_FILE, RunConfig, tokenizer_files
 from workers.run.parts import RunParts, chosen_lines, make_parts, roles_of
 from workers.run.pools import pools_of
 from workers.run.run_report import RunReport
@@ -82,6 +82,7 @@ def train(config: RunConfig, console: Console) -> Path:
         if not config.trainer.resume:
             (directory / CONFIG_FILE).write_text(OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config))))
             parts.tokenizer.save(directory)
+        trainer.tokenizer_files = tokenizer_files(directory)
         report.begin()
         if config.trainer.trace:
             actor, pool = config.actor_rollout_ref, config.pool
@@ -131,7 +132,6 @@ def make_trainer(
         rollout_fn=parts.rollout_fn,
         trackers=[*make_trackers(config.trackers, _run_of_trackers(config, directory)), *trackers],
         display=ProgressDisplay(console),
-        tokenizer_files=directory / TOKENIZER,
     )
 
 
