@@ -264,9 +264,8 @@ def move_expert_bias(chunks: Sequence[nn.Module]) -> None:
     Args:
         chunks: this rank's model chunks; their routers have counted the tokens of the step.
     """
-    routers = [
-        module for chunk in chunks for module in chunk.modules() if getattr(module, "expert_bias", None) is not None
-    ]
+    modules = (module for chunk in chunks for module in chunk.modules())
+    routers: list[Any] = [module for module in modules if getattr(module, "expert_bias", None) is not None]
     if not routers:
         return
     tokens = torch.stack([router.local_tokens_per_expert for router in routers])
