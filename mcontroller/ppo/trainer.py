@@ -71,8 +71,6 @@ class RayPPOTrainer:
         trackers: the trackers that log the metrics.
         callbacks: code that runs at events of the run.
         display: shows the events of the run; by default nothing is shown.
-        tokenizer_files: a directory with the files of the tokenizer, for ``trainer.export_hf``. None, or a directory
-            that does not exist then: those of the directory that the policy was loaded from.
 
     Raises:
         ConfigError: roles, configurations and data sets do not fit together; raised before any process starts.
@@ -105,7 +103,6 @@ class RayPPOTrainer:
         trackers: Sequence[Tracker] = (),
         callbacks: Sequence[Callback] = (),
         display: Display | None = None,
-        tokenizer_files: Path | None = None,
     ) -> None:
         check_roles(config, role_worker_mapping, resource_pool_manager)
         check_reference_sync(config, role_worker_mapping)
@@ -121,7 +118,7 @@ class RayPPOTrainer:
         check_validation(config, is_validated=val_dataset is not None or bool(evaluations))
         self.config = config
         self.tokenizer = tokenizer
-        self.tokenizer_files = tokenizer_files
+        self.tokenizer_files: str | None = None  # the directory for an export; None: the one of model.hf_path
         self.role_worker_mapping = role_worker_mapping
         self.resource_pool_manager = resource_pool_manager
         self.evaluations = evaluations_by_prefix(val_dataset, evaluations or {}, config.validation)
@@ -354,9 +351,7 @@ class RayPPOTrainer:
         self.checkpoints.finish()
         if self.config.trainer.export_hf is not None:
             with self.stages("export", self.actor.export_hf):
-                files = self.tokenizer_files
-                tokenizer = str(files) if files is not None and files.is_dir() else None
-                self.actor.export_hf(self.config.trainer.export_hf, tokenizer)
+                self.actor.export_hf(self.config.trainer.export_hf, self.tokenizer_files)
 
     def stop(self) -> None:
         """End training after the current step, which is then validated and saved as the last one."""

@@ -148,7 +148,8 @@ class PlannedRole:
                 value=optim.optimizer,
             )
         given = checked_fields(OptimizerConfig, optim.megatron, "optim.megatron", OPTIMIZER_SET_ELSEWHERE)
-        settings = {field.name: field.default for field in fields(OptimizerConfig)} | given
+        defaults: dict[str, Any] = {field.name: field.default for field in fields(OptimizerConfig)}
+        settings = defaults | given
         per_parameter = sum(settings[state].itemsize for state in _STATES[optim.optimizer])
         if self.model.dtype != "float32":  # the optimizer updates a copy of the weights in float32
             per_parameter += settings["main_params_dtype"].itemsize

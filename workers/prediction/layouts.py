@@ -79,7 +79,7 @@ def predict_run(actor: ActorConfig, world_size: int, step: StepRows, hardware: H
         transformer["moe_router_load_balancing_type"] = "none"
     model = replace(actor.model, transformer=transformer, add_bias_linear=False, add_qkv_bias=False, qk_layernorm=False)
     by_rows = replace(actor, ppo_micro_batch_size=micro, ppo_max_tokens_per_micro_batch=0, packed=False)
-    optim = planned.optim and replace(planned.optim, optimizer="adam", megatron={})  # which moves the same bytes
+    optim = replace(planned.optim or actor.optim, optimizer="adam", megatron={})  # which moves the same bytes
     counted = replace(by_rows, model=model, optim=optim, sft_optim=None)
     traffic = communication_of_step(counted, world_size, rows)
     steps = math.ceil(step.rows / actor.ppo_mini_batch_size) * actor.ppo_epochs

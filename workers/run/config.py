@@ -30,8 +30,6 @@ ROLES = ("actor_rollout_ref", *OWN_POOL_ROLES)
 """The fields that are configurations of roles."""
 CONFIG_FILE = "config.yaml"
 """Name of the configuration in the run's directory."""
-TOKENIZER = "tokenizer"
-"""The directory of a run that has the files of its tokenizer."""
 MAIN_POOL = "pool"
 """The name of the pool of all roles that are in no other pool."""
 
@@ -212,6 +210,12 @@ def read_run_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfi
     for module in _imports(given):
         import_module(module, "imports")
     return load_config(RunConfig, _rollout_defaults(given), path, overrides=overrides)
+
+
+def tokenizer_files(directory: Path) -> str | None:
+    """Return the directory with the files of a run's tokenizer; None if it has none."""
+    files = directory / "tokenizer"
+    return str(files) if files.is_dir() else None
 
 
 def check_files(config: RunConfig) -> None:

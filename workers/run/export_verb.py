@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mcontroller.errors import ConfigError
-from workers.run.config import TOKENIZER
+from workers.run.config import tokenizer_files
 from workers.run.conversion import add_layout_arguments, check_new_directory, on_workers, print_files_left_out
 from workers.run.resume_verb import config_of_run
 
@@ -45,8 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
     record = read_record(Path(checkpoints))
     target = str(Path(arguments.hf).resolve())
 
-    files = Path(arguments.directory).resolve() / TOKENIZER
-    tokenizer = str(files) if files.is_dir() else None
+    tokenizer = tokenizer_files(Path(arguments.directory).resolve())
 
     def export(group: WorkerGroup) -> None:
         group.load_checkpoint(str(record.locate(Path(checkpoints), record.last, "actor")))

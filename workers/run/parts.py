@@ -166,8 +166,8 @@ def policy_loss_line(config: ActorConfig) -> str:
 
 def models_without_weights(config: RunConfig) -> dict[str, str]:
     """Return the directories of models that have no weights on this machine, by the key of the role."""
-    sections = {"actor_rollout_ref": config.actor_rollout_ref, "critic": config.critic}
-    sections |= {"ref": config.ref, "reward_model": config.reward_model}
+    roles = ("actor_rollout_ref", "critic", "ref", "reward_model")
+    sections = {key: getattr(config, key) for key in roles}
     paths = {key: section.model.hf_path for key, section in sections.items() if section is not None}
     return {key: path for key, path in paths.items() if path and Path(path).is_dir() and not has_weights(Path(path))}
 

@@ -31,7 +31,7 @@ from mcontroller.ppo.trainer import RayPPOTrainer
 from mcontroller.trace.recorder import recording
 from mcontroller.trackers import Run, Tracker, make_trackers
 from workers.prediction.layouts import write_prediction
-from workers.run.config import CONFIG_FILE, TOKENIZER, RunConfig
+from workers.run.config import CONFIG_FILE, RunConfig, tokenizer_files
 from workers.run.parts import RunParts, chosen_lines, make_parts, roles_of
 from workers.run.pools import pools_of
 from workers.run.run_report import RunReport
@@ -95,6 +95,7 @@ def train(config: RunConfig, console: Console) -> Path:
             Path(config.trainer.default_local_dir).mkdir(parents=True, exist_ok=True)
             (directory / CONFIG_FILE).write_text(OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config))))
             parts.tokenizer.save(directory)
+        trainer.tokenizer_files = tokenizer_files(directory)
         report.begin()
         if config.trainer.trace:
             actor, pool = config.actor_rollout_ref, config.pool
@@ -145,7 +146,6 @@ def make_trainer(
         rollout_fn=parts.rollout_fn,
         trackers=[*make_trackers(config.trackers, run_of_trackers(config, directory)), *trackers],
         display=ProgressDisplay(console),
-        tokenizer_files=directory / TOKENIZER,
     )
 
 

@@ -24,8 +24,7 @@ from parallel_state.releases import build_optimizer
 from workers.config import OptimConfig
 from workers.config.optim import DDP_DEFAULTS, DDP_SET_ELSEWHERE, OPTIMIZER_SET_ELSEWHERE
 from workers.model.transformer_config import checked_fields
-from workers.train.expert_bias import keeping_expert_bias
-from workers.train.router_losses import prepare_routers
+from workers.train.router_losses import keeping_expert_bias, prepare_routers
 
 
 def optimizer_config(optim: OptimConfig, model: TransformerConfig) -> OptimizerConfig:

@@ -22,7 +22,6 @@ from workers.config import OptimConfig
 from workers.config.roles import MicroBatchSize
 from workers.model.utilization import model_flops_utilization
 from workers.train.batches import TokenBatch
-from workers.train.expert_bias import move_expert_bias, reset_token_counts
 from workers.train.forward import loss_of_own_targets
 from workers.train.metrics import LOSS_COUNT, Rule, reduce_reports
 from workers.train.micro_batches import MicroBatcher
@@ -30,7 +29,7 @@ from workers.train.mini_batches import Division, counted_sizes, mini_batches_of_
 from workers.train.nonfinite import GradientFinding, all_finite, first_nonfinite_gradient, raise_nonfinite
 from workers.train.optimizer import check_not_ended, gather_parameters, guarded_step, wrap_for_training
 from workers.train.pipeline import Count, Forward, Loss, run_for_gradients
-from workers.train.router_losses import RouterLosses
+from workers.train.router_losses import RouterLosses, move_expert_bias, reset_token_counts
 from workers.train.state import TrainingState, random_state, set_random_state
 
 
