@@ -148,7 +148,7 @@ def trainer_of(sleeps: Sleeps, problems: int, staleness: int, group_cls: Any, **
             max_staleness=staleness,
             balance_tokens=False,
             default_local_dir=tempfile.mkdtemp(prefix="asynchronous-"),
-            asynchronous=AsynchronousConfig(**options),
+            asynchronous=AsynchronousConfig(**options if staleness > 1 else {}),
         ),
     )
     names = {role: f"{role.name}-{staleness}" for role in roles}

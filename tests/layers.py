@@ -21,9 +21,6 @@ LAYERS = ("parallel_state", "mcontroller", "workers")
 SCRIPTS = ("benchmarks", "examples")
 """Folders whose files use the packages as a user would."""
 
-MAX_LINES = 600
-MAX_FILES = 16
-MAX_FUNCTION_LINES = 60
 
 NAMEDTUPLE_METHODS = frozenset(("_asdict", "_field_defaults", "_fields", "_make", "_replace"))
 GETATTR_LIKE = frozenset(("delattr", "getattr", "hasattr", "setattr"))
@@ -257,28 +254,6 @@ class SourceTree:
         shared = {name: modules for name, modules in sorted(homes.items()) if len(modules) > 1}
         return [f"{name} is defined in {', '.join(modules)}" for name, modules in shared.items()]
 
-    def long_files(self) -> list[str]:
-        lines = {file.path.relative_to(self.root): len(file.text.splitlines()) for file in self.files.values()}
-        return [f"{path} has {count} lines" for path, count in lines.items() if count > MAX_LINES]
-
-    def full_folders(self) -> list[str]:
-        return [f"{folder} has {count} files" for folder, count in self.folder_sizes().items() if count > MAX_FILES]
-
-    def long_functions(self) -> list[str]:
-        return [
-            f"{self.where(file, node.lineno)} {node.name} has {lines} lines"
-            for file in self.of(*LAYERS)
-            for node, lines in _function_lines(file)
-            if lines > MAX_FUNCTION_LINES
-        ]
-
-    def folder_sizes(self) -> dict[str, int]:
-        """Folder of the packages -> the number of its Python files, ``__init__`` included."""
-        sizes: dict[str, int] = defaultdict(int)
-        for file in self.of(*LAYERS):
-            sizes[str(file.path.parent.relative_to(self.root))] += 1
-        return dict(sizes)
-
 
 def strongly_connected(graph: Mapping[str, Iterable[str]]) -> list[list[str]]:
     """Return the groups of at least two nodes that reach each other, each sorted (Tarjan, SIAM J. Comput. 1, 1972)."""
@@ -381,16 +356,6 @@ def _root_name(node: ast.expr) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
-def _function_lines(file: SourceFile) -> Iterator[tuple[ast.FunctionDef | ast.AsyncFunctionDef, int]]:
-    """Return each function with the number of its lines, decorators and docstring excluded."""
-    for node in ast.walk(file.tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            lines = (node.end_lineno or node.lineno) - node.lineno + 1
-            if ast.get_docstring(node) is not None:
-                lines -= (node.body[0].end_lineno or 0) - node.body[0].lineno + 1
-            yield node, lines
-
-
 def _type_name(node: ast.stmt) -> str:
     """Return the name of a class or of a type alias such as ``Mode = str | Callable[..., Any]``, else ''."""
     if isinstance(node, ast.ClassDef):
@@ -413,9 +378,6 @@ RULES: dict[str, Callable[[SourceTree], list[str]]] = {
     "private names used across files": SourceTree.private_uses,
     "public types that share a name": SourceTree.shared_types,
     "public functions that share a name": SourceTree.shared_functions,
-    f"files of more than {MAX_LINES} lines": SourceTree.long_files,
-    f"folders of more than {MAX_FILES} files": SourceTree.full_folders,
-    f"functions of more than {MAX_FUNCTION_LINES} lines": SourceTree.long_functions,
 }
 """Name of a kind of violation -> the function that lists them, one line each."""
 
@@ -423,15 +385,10 @@ RULES: dict[str, Callable[[SourceTree], list[str]]] = {
 def figures(tree: SourceTree) -> dict[str, str]:
     """Return the figures of a checkout, by name."""
     files = tree.of(*LAYERS)
-    sizes = tree.folder_sizes()
-    longest_file = max(files, key=lambda file: len(file.text.splitlines()))
     circles = strongly_connected(tree.edges)
     return {
         "modules": str(len(files)),
         **{f"modules of {top}": str(len(tree.of(top))) for top in LAYERS},
-        "folders": str(len(sizes)),
-        "files in the largest folder": f"{max(sizes.values())} ({max(sizes, key=lambda folder: sizes[folder])})",
-        "lines of the longest file": f"{len(longest_file.text.splitlines())} ({longest_file.name})",
         **{name: str(len(rule(tree))) for name, rule in RULES.items()},
         "modules in circles": str(sum(map(len, circles))),
         "private names used across files by tests": str(len(tree.private_uses("tests"))),
@@ -447,8 +404,6 @@ def main() -> None:
     columns = [figures(tree) for tree in trees]
     for name in columns[0]:
         sys.stdout.write(f"{name:44}" + "".join(f"{column[name]:>40}" for column in columns) + "\n")
-    for folder, size in sorted(trees[-1].folder_sizes().items()):
-        sys.stdout.write(f"files in {folder:35}{size:>40}\n")
     if arguments.violations:
         for name, rule in RULES.items():
             sys.stdout.write("\n".join(["", name, *(f"  {line}" for line in rule(trees[-1]))]) + "\n")

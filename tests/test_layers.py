@@ -1,4 +1,4 @@
-"""The structure of the packages: layers, circles, private names, shared names, sizes, and modules without torch or Ray.
+"""The structure of the packages: layers, circles, private names, shared names, and modules without torch or Ray.
 
 The rules read the source (``tests/layers.py``) and import nothing. Below them, each rule is tested on small trees with
 planted violations.
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.layers import MAX_FILES, MAX_LINES, RULES, SourceTree, strongly_connected
+from tests.layers import RULES, SourceTree, strongly_connected
 
 ROOT = Path(__file__).parents[1]
 
@@ -231,19 +231,6 @@ def test_types_and_functions_of_one_name_are_found(make_tree: MakeTree) -> None:
         "Shard is defined in mcontroller.a, workers.b",
     ]
     assert tree.shared_functions() == ["size is defined in mcontroller.a, workers.b"]
-
-
-def test_sizes_are_counted(make_tree: MakeTree) -> None:
-    body = "    x = 1\n"
-    tree = make_tree(
-        workers__short="x = 1\n" * MAX_LINES,
-        workers__long="x = 1\n" * (MAX_LINES + 1),
-        workers__functions=f"def f():\n{body * 59}\ndef g():\n{body * 60}\ndef h():\n    '''d\n\n    d'''\n{body * 59}",
-        **{f"mcontroller__ray__m{index}": "" for index in range(MAX_FILES)},
-    )
-    assert tree.long_files() == [f"workers/long.py has {MAX_LINES + 1} lines"]
-    assert tree.long_functions() == ["workers/functions.py:62 g has 61 lines"]
-    assert tree.full_folders() == [f"mcontroller/ray has {MAX_FILES + 1} files"]
 
 
 def test_strongly_connected_groups() -> None:

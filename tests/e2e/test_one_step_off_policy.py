@@ -152,7 +152,8 @@ def test_without_staleness_separate_groups_equal_one_group() -> None:
 def test_a_resumed_run_equals_one_without_an_interruption(tmp_path: Path, staleness: int) -> None:
     def saved(name: str, steps: int, **trainer: Any) -> Run:
         order = AsynchronousConfig(schedule="simulated", slice_tokens=3)
-        settings = {"save_freq": 0, "default_local_dir": str(tmp_path / name), "asynchronous": order, **trainer}
+        settings = {"save_freq": 0, "default_local_dir": str(tmp_path / name), **trainer}
+        settings |= {"asynchronous": order} if staleness > 1 else {}
         return run(groups(2), staleness, steps, 2, **settings)
 
     whole, of_whole = saved("whole", 4)

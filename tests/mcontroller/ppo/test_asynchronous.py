@@ -16,7 +16,7 @@ import torch
 
 from mcontroller.data.protocol import DataProto
 from mcontroller.errors import ConfigError, DataError
-from mcontroller.ppo import BatchStream, Callback, PPOConfig, RayPPOTrainer
+from mcontroller.ppo import AsynchronousConfig, BatchStream, Callback, PPOConfig, RayPPOTrainer
 from mcontroller.ppo.asynchronous.events import EVENTS
 from mcontroller.ppo.asynchronous.generations import AsynchronousGenerations
 from mcontroller.ppo.saving.checkpoints import LOCK
@@ -200,8 +200,11 @@ def test_events_that_do_not_fit_a_changed_configuration_are_dropped(
 @pytest.mark.parametrize("staleness", [0, 1, 2])
 def test_a_checkpoint_of_a_greater_staleness_is_rejected(tmp_path: Path, staleness: int) -> None:
     run(sliced_config(2, tmp_path, 3, {"save_freq": 1}))
+    fewer = sliced_config(4, tmp_path, 3, {"resume": True})
+    options = {"asynchronous": AsynchronousConfig()} if staleness < 2 else {}
+    fewer = dataclasses.replace(fewer, trainer=dataclasses.replace(fewer.trainer, max_staleness=staleness, **options))
     with pytest.raises(ConfigError, match=f"trainer.max_staleness is {staleness}, and the checkpoint has .* of 3"):
-        trainer, _ = sliced_trainer(sliced_config(4, tmp_path, staleness, {"resume": True}))
+        trainer, _ = sliced_trainer(fewer)
         trainer.load_checkpoint()
     more, _ = run(sliced_config(3, tmp_path, 4, {"resume": True}))
     assert more.drawn_batches == 7
