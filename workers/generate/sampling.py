@@ -111,9 +111,10 @@ _SETTINGS = tuple(name for name in SETTINGS if name != "max_tokens")
 def _setting(name: str, value: Any) -> Any:
     checked = checked_setting(name, value)
     if checked is None:
+        kind, _, rule = SETTINGS[name]
         greedy = "; for greedy decoding set do_sample=False" if name == "temperature" else ""
         raise ConfigError(
-            f"meta_info[{name!r}] is {value!r}; it must be {SETTINGS[name][2]}{greedy}", key=name, value=value
+            f"meta_info[{name!r}] is {value!r}; expected {kind.__name__}, {rule}{greedy}", key=name, value=value
         )
     return checked
 
@@ -127,7 +128,7 @@ def _token_ids(name: str, value: Any) -> tuple[int, ...]:
 
 def _token_id(name: str, value: Any) -> int:
     if not isinstance(value, numbers.Integral) or isinstance(value, bool):
-        raise ConfigError(f"meta_info[{name!r}] is {value!r}; expected a token id", key=name, value=value)
+        raise ConfigError(f"meta_info[{name!r}] is {value!r}; expected int, a token id", key=name, value=value)
     return int(value)
 
 
