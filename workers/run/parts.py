@@ -313,19 +313,19 @@ def read_problems(config: RunConfig, errors: CollectedErrors) -> Problems:
         mixed = {name: prompts[f"data.mixture.{name}"] for name in data.mixture}
         train = Mixture(mixed, {name: each.weight for name, each in data.mixture.items()})
     generates = rollout if config.rollout is None else config.rollout.rollout
-    attempt(partial(check_response_length, config.validation, generates, "validation"))
+    attempt(partial(check_held_out_length, config.validation, generates, "validation"))
     evaluations = {}
     for name, dataset in data.evaluations.items():
         key = f"data.evaluations.{name}"
         sampling = attempt(partial(dataset.sampling, config.validation))
         if sampling is not None:
-            attempt(partial(check_response_length, sampling, generates, key))
+            attempt(partial(check_held_out_length, sampling, generates, key))
             if key in prompts:
                 evaluations[name] = Evaluation(prompts[key], sampling)
     return Problems(tokenizer, prompts, train, evaluations)
 
 
-def check_response_length(sampling: ValidationConfig, rollout: RolloutConfig, key: str) -> None:
+def check_held_out_length(sampling: ValidationConfig, rollout: RolloutConfig, key: str) -> None:
     """Raise ConfigError if responses to held-out problems are longer than the rollout can generate."""
     if sampling.response_length is not None and sampling.response_length > rollout.response_length:
         raise ConfigError(
