@@ -545,11 +545,9 @@ class TrainerConfig:
         off: dict[str, tuple[bool, str]] = {
             "asynchronous": (self.max_staleness == 0, "with trainer.max_staleness=0: set it to 2 or more"),
             "save_minutes": (self.save_freq != 0, "unless trainer.save_freq is 0"),
-            "max_to_keep": (self.save_freq == -1, "with trainer.save_freq=-1: nothing is saved"),
             "best_metric": (not self.keep_best, "with trainer.keep_best=0"),
             "best_mode": (not self.keep_best, "with trainer.keep_best=0"),
             "keep_best": (self.max_to_keep is None, "with trainer.max_to_keep=null, which keeps all"),
-            "save_reshardable": (self.save_freq == -1, "with trainer.save_freq=-1: nothing is saved"),
             "memory_save_freq": (not self.max_restarts, "with trainer.max_restarts=0: only a restart loads it"),
             "restart_on": (not self.max_restarts, "with trainer.max_restarts=0"),
             "ref_sync_mix": (not self.ref_sync_steps, "with trainer.ref_sync_steps=0"),

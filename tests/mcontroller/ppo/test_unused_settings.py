@@ -87,7 +87,6 @@ def of_actor(**settings: Any) -> ActorConfig:
             {"max_staleness": 2},
         ),
         (TrainerConfig, {"save_minutes": 5.0, "save_freq": 5}, "trainer.save_minutes", {"save_freq": 0}),
-        (TrainerConfig, {"max_to_keep": 5, "save_freq": -1}, "trainer.max_to_keep", {"save_freq": 0}),
         (TrainerConfig, {"memory_save_freq": 5, "max_restarts": 0}, "trainer.memory_save_freq", {"max_restarts": 1}),
         (TrainerConfig, {"restart_on": ("ValueError",), "max_restarts": 0}, "trainer.restart_on", {"max_restarts": 1}),
         (TrainerConfig, {"ref_sync_mix": 0.5}, "trainer.ref_sync_mix", {"ref_sync_steps": 1}),
