@@ -80,7 +80,9 @@ DRIVER = """
 import os, sys, time
 from mcontroller.ppo.rewards.helper_process import HelperProcess
 helper = HelperProcess(sys.argv[1])
-print(os.fork(), flush=True)  # its child lives on
+child = os.fork()  # which lives on
+if child:
+    os.write(1, f"{child}\\n".encode())  # at once, also if Python's output is not buffered
 time.sleep(600)
 """
 BUSY = """
@@ -100,11 +102,12 @@ def test_a_busy_process_and_its_children_end_with_a_killed_program(tmp_path: Pat
     driver = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert driver.stdout is not None
     fork = int(driver.stdout.readline())
-    with open(fifo) as file:
-        assert file.readline() == "busy\n"
-        driver.send_signal(signal_number)
-        assert driver.wait() == -signal_number
-        assert file.read() == ""  # the end of the file: no process has it open
-    os.kill(fork, signal.SIGKILL)
-    assert driver.stdout.readline() == "0\n"  # the child wrote this when it was forked
+    try:
+        with open(fifo) as file:
+            assert file.readline() == "busy\n"
+            driver.send_signal(signal_number)
+            assert driver.wait() == -signal_number
+            assert file.read() == ""  # the end of the file: no process has it open
+    finally:
+        os.kill(fork, signal.SIGKILL)  # it was alive until now
     driver.stdout.close()
