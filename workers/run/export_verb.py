@@ -12,13 +12,14 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mcontroller.errors import ConfigError
+from mcontroller.errors import ConfigError, DataError
 from workers.run.config import tokenizer_files
 from workers.run.conversion import add_layout_arguments, check_new_directory, on_workers, print_files_left_out
 from workers.run.resume_verb import config_of_run
 
 if TYPE_CHECKING:
     from mcontroller.group import WorkerGroup
+    from mcontroller.ppo.saving.run_record import RunRecord
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,30 +33,50 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the last checkpoint of the actor, and return the exit status."""
+    """Write the last whole checkpoint of the actor, and return the exit status."""
     check_new_directory(arguments.hf)
     config = config_of_run(arguments.directory, [])
     model = config.actor_rollout_ref.model
     if model.lora is None and (arguments.adapter or arguments.merged):
         text = f"{arguments.directory} has no adapter: actor_rollout_ref.model.lora is not set; leave the option out"
         raise ConfigError(text, key="--adapter" if arguments.adapter else "--merged")
-    checkpoints = config.trainer.default_local_dir
+    target = str(Path(arguments.hf).resolve())
+    tokenizer = tokenizer_files(Path(arguments.directory).resolve())
     from mcontroller.ppo.saving.run_record import read_record  # with torch
 
-    record = read_record(Path(checkpoints))
-    target = str(Path(arguments.hf).resolve())
-
-    tokenizer = tokenizer_files(Path(arguments.directory).resolve())
+    checkpoints = Path(config.trainer.default_local_dir)
+    record = read_record(checkpoints)
+    steps: list[int] = []
 
     def export(group: WorkerGroup) -> None:
-        group.load_checkpoint(str(record.locate(Path(checkpoints), record.last, "actor")))
+        steps.append(_load_whole(group, record, checkpoints))
         if arguments.adapter:
             group.export_adapter(target)
         else:
             group.export_hf(target, tokenizer)
 
     on_workers(model, arguments, export)
-    sys.stdout.write(f"step {record.last.global_steps} of {arguments.directory} is in {target}\n")
+    sys.stdout.write(f"step {steps[0]} of {arguments.directory} is in {target}\n")
     if not arguments.adapter:
         print_files_left_out(model.hf_path, target)
     return 0
+
+
+def _load_whole(group: WorkerGroup, record: RunRecord, directory: Path) -> int:
+    """Load the newest save of a run whose checkpoint of the actor is whole; return its step, and print the others.
+
+    Raises:
+        DataError: there is none.
+    """
+    from mcontroller.ppo.saving.checkpoints import damage_of  # with torch
+
+    problems: list[str] = []
+    for save in record.saves():
+        path = str(record.locate(directory, save, "actor"))
+        damage = damage_of({"actor": group}, {"actor": path})
+        if damage is None:
+            sys.stdout.write("".join(f"{problem}\n" for problem in problems))
+            group.load_checkpoint(path)
+            return save.global_steps
+        problems.append(f"the checkpoint of step {save.global_steps} is damaged ({damage})")
+    raise DataError(f"no checkpoint in {directory} is whole: {'; '.join(problems)}", path=str(directory))

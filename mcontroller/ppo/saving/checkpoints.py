@@ -242,7 +242,7 @@ class RunCheckpoints:
                     groups=sorted(groups),
                 )
             paths = {name: str(record.locate(self.directory, save, name)) for name in groups}
-            damage, batches = _damage(groups, paths), tuple[BatchInFlight, ...]()
+            damage, batches = damage_of(groups, paths), tuple[BatchInFlight, ...]()
             if damage is None and save.in_flight:
                 try:
                     batches = read_batches(record.locate(self.directory, save, _IN_FLIGHT), save.in_flight)
@@ -435,7 +435,7 @@ def _move(staged: Path, place: Path) -> None:
     shutil.rmtree(staged)
 
 
-def _damage(groups: Mapping[str, WorkerGroup], paths: Mapping[str, str]) -> str | None:
+def damage_of(groups: Mapping[str, WorkerGroup], paths: Mapping[str, str]) -> str | None:
     """Return the first damage that a group finds in its checkpoint; None if all are whole or cannot be verified."""
     for name, group in groups.items():
         if not os.path.exists(paths[name]):

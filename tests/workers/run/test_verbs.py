@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[3]
 LETTERS = "0123456789+=u "
 VERBS = """
 import sys
+from pathlib import Path
 import ray
 from mcontroller.cli.main import main
 small = ["trainer.total_training_steps=1", "data.train_batch_size=4", "cluster.address=" + sys.argv[1]]
@@ -35,6 +36,8 @@ statuses += [
     main(["export", "out", "--hf", "adapter", "--adapter"]),
     main(["convert", "trained", "megatron", "--tp", "2"]),
 ]
+Path("out/checkpoints/actor/global_step_2/manifest.json").unlink()
+statuses.append(main(["export", "out", "--hf", "before"]))
 ray.shutdown()
 statuses.append(main(["convert", "megatron", "again", "--like", "trained"]))  # starts Ray itself
 sys.exit(max(statuses))
@@ -106,6 +109,8 @@ def test_a_run_from_the_readme_is_trained_resumed_exported_and_converted(folder,
     base, trained, again = (load_file(folder / name / "model.safetensors") for name in (SNAPSHOT, "trained", "again"))
     assert trained.keys() == again.keys()
     assert all(bool((trained[name] == again[name]).all()) for name in trained)
+    before = load_file(folder / "before" / "model.safetensors")
+    assert "step 1 of out is in" in printed and any(bool((before[name] != trained[name]).any()) for name in trained)
     assert not (folder / "adapter" / "tokenizer.json").exists()
     template = AutoTokenizer.from_pretrained(folder / "trained").chat_template
     assert template == AutoTokenizer.from_pretrained(folder / "other").chat_template
