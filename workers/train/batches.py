@@ -237,10 +237,11 @@ def response_batch(
 
 
 def _counted(column: Tensor, mask: Tensor) -> Tensor:
-    """Return the column with 0 for tokens that do not count: NaN there would reach gradients as 0 * NaN."""
+    """Return the column with 0 for NaN and Inf in tokens that do not count, which would reach gradients as 0 * NaN."""
     if not column.is_floating_point():
         return column
-    return torch.where(mask.view(*mask.shape, *[1] * (column.dim() - mask.dim())), column, 0.0)
+    counts = mask.view(*mask.shape, *[1] * (column.dim() - mask.dim()))
+    return torch.where(counts | column.isfinite(), column, 0.0)
 
 
 def supervised_batch(

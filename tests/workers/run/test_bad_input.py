@@ -200,27 +200,28 @@ def test_a_function_may_do_without_an_answer_or_not_apply(folder, function):
 
 
 @pytest.mark.parametrize(
-    ("function", "line"),
+    ("function", "facts"),
     [
-        ("boxed", "2 of 2 right answers do not get the best score, such as '3' with 0, and '' with 0"),
-        ("always", "2 of 2 right answers do not get the best score, such as '3' with 1, and '' with 1"),
-        ("later", "2 of 2 right answers do not get the best score, such as '3' with 0, and '' with 1"),
-        ("all_equal", "2 of 2 right answers do not get the best score, such as '3' with 1, and '' with 1"),
-        ("for_other_problems", "1 of 2 right answers do not get the best score, such as '4' with 1, and '' with 1"),
-        ("right", None),
+        ("boxed", ("2 of 2 right answers in data.train", "such as '3' with 0, and '' with 0")),
+        ("always", ("2 of 2 right answers in data.train", "such as '3' with 1, and '' with 1")),
+        ("later", ("2 of 2 right answers in data.train", "such as '3' with 0, and '' with 1")),
+        ("all_equal", ("2 of 2 right answers in data.train", "such as '3' with 1, and '' with 1")),
+        ("for_other_problems", ("1 of 2 right answers in data.train", "such as '4' with 1, and '' with 1")),
+        ("right", ()),
     ],
 )
-def test_check_prints_one_line_if_right_answers_do_not_get_the_best_score(folder, capsys, function, line):
+def test_check_prints_one_line_if_right_answers_do_not_get_the_best_score(folder, capsys, function, facts):
     batch = "rewards.functions.mine.batch=" + str(function == "all_equal").lower()
     assert main(["check", "run.yaml", FUNCTION.format(function), batch]) == 0
     lines = [text for text in capsys.readouterr().out.splitlines() if text.startswith("rewards: ")]
-    assert len(lines) == (line is not None) and all(str(line) in text for text in lines)
+    assert len(lines) == bool(facts) and all(fact in text for text in lines for fact in facts)
 
 
 def test_the_weighted_sum_of_functions_is_what_right_answers_are_compared_by(folder, capsys):
     punished = "rewards.functions.other={function: 'rewards.py:right', weight: -2.0}"
     assert main(["check", "run.yaml", punished]) == 0
-    assert "2 of 2 right answers do not get the best score, such as '3' with -1" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "2 of 2 right answers in data.train" in printed and "such as '3' with -1" in printed
 
 
 @pytest.mark.parametrize("answers", [[3, 4], [3.0, 4.0], [True, False]])
