@@ -12,10 +12,10 @@ import time
 import numpy as np
 import torch
 
-import mcontroller.ppo.trainer  # noqa: F401  registers all estimators
+import trainer.loop  # noqa: F401  registers all estimators
 from mcontroller import DataProto
-from mcontroller.ppo import compute_advantage
-from mcontroller.ppo.estimators.registry import ADVANTAGE_ESTIMATORS
+from trainer import compute_advantage
+from trainer.estimators.registry import ADVANTAGE_ESTIMATORS
 
 LIMIT_SECONDS = 0.25
 RESPONSES_PER_PROMPT = 8

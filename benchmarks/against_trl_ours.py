@@ -11,10 +11,10 @@ from against_trl_task import PROMPT, PROMPTS, RESPONSE, SAMPLES, Blocks, Setting
 from rich.console import Console
 
 from mcontroller.config.load import load_config
-from mcontroller.ppo.display import Callback, RunningTrainer
-from workers.run.config import RunConfig
-from workers.run.parts import make_parts
-from workers.run.training import make_trainer, start_ray
+from trainer.display import Callback, RunningTrainer
+from trainer.run.config import RunConfig
+from trainer.run.parts import make_parts
+from trainer.run.training import make_trainer, start_ray
 
 
 def reward(prompt: str, response: str) -> float:

@@ -26,9 +26,9 @@ from torch import Tensor
 from verl.trainer.ppo import core_algos as verl
 
 from mcontroller.data.protocol import DataProto
-from mcontroller.ppo import GAEOptions, GRPOOptions, ReinforcePlusPlusBaselineOptions, compute_advantage
-from mcontroller.ppo.kl import estimate_kl
-from mcontroller.ppo.losses.registry import AGGREGATIONS, POLICY_LOSSES
+from trainer import GAEOptions, GRPOOptions, ReinforcePlusPlusBaselineOptions, compute_advantage
+from workers.losses.kl import estimate_kl
+from workers.losses.registry import AGGREGATIONS, POLICY_LOSSES
 
 TOLERANCE = 1e-5
 ROWS, GROUP, WIDTH = 24, 4, 12

@@ -32,7 +32,8 @@ from one_step_off import SleepingPolicy
 
 from mcontroller import DataProto, Dispatch, RayWorkerGroup, register
 from mcontroller.local import LocalWorkerGroup
-from mcontroller.ppo import (
+from mcontroller.ray import ResourcePoolManager
+from trainer import (
     AlgorithmConfig,
     AsynchronousConfig,
     DataConfig,
@@ -42,8 +43,7 @@ from mcontroller.ppo import (
     Role,
     TrainerConfig,
 )
-from mcontroller.ppo.rewards.reward import Reward, outcome_scores
-from mcontroller.ray import ResourcePoolManager
+from trainer.rewards.reward import Reward, outcome_scores
 
 PROMPT, SIGMA, LONGEST = 16, 0.99, 16
 STOP, PAD, TOKEN = 1, 0, 7

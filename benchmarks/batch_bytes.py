@@ -33,7 +33,10 @@ import ray
 import torch
 
 from mcontroller import DataProto, Dispatch, RayWorkerGroup, Worker, register
-from mcontroller.ppo import (
+from mcontroller.ray import ResourcePoolManager
+from mcontroller.ray.values import wire
+from mcontroller.transport import Future
+from trainer import (
     AlgorithmConfig,
     DataConfig,
     KLControlConfig,
@@ -43,9 +46,6 @@ from mcontroller.ppo import (
     TrainerConfig,
     UpdateRules,
 )
-from mcontroller.ray import ResourcePoolManager
-from mcontroller.ray.values import wire
-from mcontroller.transport import Future
 
 SIZES = {"rows": 1024, "prompt": 1024, "response": 7168}
 SAMPLE_SECONDS = 0.005

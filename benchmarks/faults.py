@@ -49,13 +49,13 @@ from rich.console import Console
 from benchmarks.faults_of_programs import OF_PROGRAMS, Trial, of_programs, total_steps, write_config
 from mcontroller import Dispatch, register
 from mcontroller.errors import MControllerError
-from mcontroller.ppo import Callback
-from mcontroller.ppo.saving.recovery import RESIZED
-from mcontroller.trackers import Samples
+from trainer import Callback
+from trainer.run.config import RunConfig, read_run_config
+from trainer.run.parts import make_parts
+from trainer.run.training import make_trainer
+from trainer.saving.recovery import RESIZED
+from trainer.trackers import Samples
 from workers.actor import ActorRolloutRefWorker
-from workers.run.config import RunConfig, read_run_config
-from workers.run.parts import make_parts
-from workers.run.training import make_trainer
 
 DEADLINE = 15.0
 """[s] Deadline of calls: after it a rank that is stopped or waits for ever is found."""

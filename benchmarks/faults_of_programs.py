@@ -28,7 +28,7 @@ model: {vocab_size: 17, max_sequence_length: 12, num_layers: 2, hidden_size: 64,
 data: {train_batch_size: 16, train: {path: SUMS}}
 tokenizer: {kind: characters}
 imports: [examples.ppo.tokenizer]
-rewards: {timeout_s: 20, functions: {task: {function: "mcontroller.ppo.rewards.functions:exact_match"}}}
+rewards: {timeout_s: 20, functions: {task: {function: "trainer.rewards.functions:exact_match"}}}
 algorithm: {adv_estimator: grpo}
 trainer: {total_training_steps: 1000, save_freq: -1, memory_save_freq: 1, max_restarts: 1000, val_before_train: false,
           test_freq: -1, restart_on: [ValueError, RuntimeError]}

@@ -18,9 +18,9 @@ import ray
 import torch
 
 from mcontroller import DataProto, Dispatch, MegatronRayWorkerGroup, RayWorkerGroup, Worker, register
-from mcontroller.ppo import AlgorithmConfig, DataConfig, ImportanceConfig, PPOConfig, RayPPOTrainer, Role, TrainerConfig
-from mcontroller.ppo.rewards.reward import Reward, outcome_scores
 from mcontroller.ray import ResourcePoolManager
+from trainer import AlgorithmConfig, DataConfig, ImportanceConfig, PPOConfig, RayPPOTrainer, Role, TrainerConfig
+from trainer.rewards.reward import Reward, outcome_scores
 from workers import ActorRolloutRefWorker
 from workers.config import ActorConfig, load_config
 

@@ -22,10 +22,10 @@ from rich.console import Console
 from rich.table import Table
 
 from mcontroller import DataProto
-from mcontroller.ppo import AlgorithmConfig, Callback, DataConfig, PPOConfig, RayPPOTrainer, Role, TrainerConfig
-from mcontroller.ppo.rewards.reward import Reward, outcome_scores
 from mcontroller.ray import ResourcePoolManager
 from mcontroller.testing import simulated_worker_group
+from trainer import AlgorithmConfig, Callback, DataConfig, PPOConfig, RayPPOTrainer, Role, TrainerConfig
+from trainer.rewards.reward import Reward, outcome_scores
 from workers import ActorRolloutRefWorker
 from workers.config import ActorConfig, load_config
 

@@ -21,10 +21,10 @@ import ray
 import torch
 
 from mcontroller import DataProto, Dispatch, MegatronRayWorkerGroup, RayWorkerGroup, Worker, register
-from mcontroller.ppo import AlgorithmConfig, DataConfig, KLControlConfig, PPOConfig, RayPPOTrainer, Role, TrainerConfig
-from mcontroller.ppo.rewards.reward import Reward, outcome_scores, weighted_sum
-from mcontroller.ppo.stages import SharedDevices
 from mcontroller.ray import ResourcePoolManager
+from trainer import AlgorithmConfig, DataConfig, KLControlConfig, PPOConfig, RayPPOTrainer, Role, TrainerConfig
+from trainer.rewards.reward import Reward, outcome_scores, weighted_sum
+from trainer.stages import SharedDevices
 from workers import ActorRolloutRefWorker, CriticWorker
 from workers.config import ActorConfig, CriticConfig, load_config
 

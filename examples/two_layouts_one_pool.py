@@ -12,7 +12,7 @@ import ray
 
 from examples.loops.task import actor_config, problems, responses, right_answers, scores
 from mcontroller import MegatronRayWorkerGroup, RayClassWithInitArgs, RayResourcePool
-from mcontroller.ppo import supervised_rows
+from trainer import supervised_rows
 from workers import ActorRolloutRefWorker, WeightTransfer
 
 STEPS, PROMPTS = 30, 32

@@ -6,10 +6,10 @@ A call of a registered method is ``GroupMethod.__call__``, from top to bottom: p
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Generic, Literal, ParamSpec, Self, TypedDict, TypeVar, Unpack, cast, overload
+from typing import Any, Generic, Literal, ParamSpec, Self, TypedDict, TypeVar, Unpack, overload
 
 from mcontroller.data.protocol import DataProto
 from mcontroller.dispatch.call import PreparedCall, dispatch
@@ -187,8 +187,7 @@ class GroupMethod(Generic[P, Result_co, Future_co]):
 class WorkerGroup(Generic[W_co]):
     """The ranks of one role, behind an executor; every registered method of the worker class is a method of it.
 
-    The type parameter is the worker class. With ``mcontroller.mypy_plugin``, mypy knows the registered methods. A
-    worker class can declare other members: ``group_members`` has functions of the group by name, each called once.
+    The type parameter is the worker class. With ``mcontroller.mypy_plugin``, mypy knows the registered methods.
 
     Args:
         worker_cls: the class of the worker objects.
@@ -242,10 +241,6 @@ class WorkerGroup(Generic[W_co]):
         if methods is None:
             raise AttributeError(method)
         if method not in methods:
-            members: Mapping[str, Callable[[Any], Any]] = getattr(self.worker_cls, "group_members", {})
-            if method in members:
-                self.__dict__[method] = made = members[method](self)
-                return cast("GroupMethod[..., Any, Any]", made)
             raise AttributeError(self._no_method(method))
         return GroupMethod(self, method, methods[method])
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-LAYERS = ("parallel_state", "mcontroller", "workers")
+LAYERS = ("parallel_state", "mcontroller", "workers", "trainer")
 """The packages, from the lowest to the highest. A package imports itself and lower ones."""
 
 SCRIPTS = ("benchmarks", "examples")

@@ -34,13 +34,13 @@ PURE = (
     "mcontroller.dispatch.modes",
     "mcontroller.errors",
     "mcontroller.partition",
-    "mcontroller.report.top",
-    "mcontroller.report.verb",
+    "trainer.report.top",
+    "trainer.report.verb",
     "workers.prediction.step_time",
 )
 """Modules that load neither torch nor Ray."""
 
-LIGHT = ("mcontroller.ppo", "mcontroller.testing", "mcontroller.ray.worker_group")
+LIGHT = ("trainer", "mcontroller.testing", "mcontroller.ray.worker_group")
 """Modules that load neither transformers nor Megatron."""
 
 MakeTree = Callable[..., SourceTree]

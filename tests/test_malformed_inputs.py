@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 from mcontroller.config.load import load_config
 from mcontroller.data.protocol import DataProto
 from mcontroller.errors import MControllerError
-from mcontroller.ppo.saving.run_record import read_record
 from tests.fuzzing import KEYS, VALUES, fuzz, only_errors_of_this_project
+from trainer.saving.run_record import read_record
 from workers.checkpoint.directories import find_checkpoint, read_manifest
 from workers.weights.hf.config import model_fields_from_hf
 from workers.weights.hf.files import WeightFiles

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -15,11 +15,6 @@ from mcontroller.data.protocol import DataProto
 from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
 from mcontroller.errors import before_changes
-from mcontroller.ppo.agents.trajectories import TrajectoryRollout
-from mcontroller.ppo.data import TOKEN_TEMPERATURES
-from mcontroller.ppo.estimators.built_in import inside
-from mcontroller.ppo.kl import KL_ESTIMATORS
-from mcontroller.ppo.losses.registry import POLICY_LOSSES
 from parallel_state.agreement import all_gather_values
 from parallel_state.megatron import MegatronContext
 from workers.actor_roles import (
@@ -30,12 +25,16 @@ from workers.actor_roles import (
     require_role,
     serves_engine,
 )
+from workers.columns import TOKEN_TEMPERATURES
 from workers.config import ActorConfig, ParallelConfig
 from workers.config.fit import divided_for
 from workers.generate.engines import ROLLOUT_ENGINES
 from workers.generate.generator import Generator
 from workers.generate.rollout_protocol import Rollout
 from workers.lora.adapters import adapters_of, changed_beside_adapters, without_adapters
+from workers.losses.kl import KL_ESTIMATORS
+from workers.losses.masking import inside
+from workers.losses.registry import POLICY_LOSSES
 from workers.model.build import build_model
 from workers.model_worker import ModelWorker
 from workers.router_replay.replay import RouterReplay
@@ -93,10 +92,6 @@ class ActorRolloutRefWorker(ModelWorker):
     generator: Generator
     sender: WeightSender
 
-    group_members: ClassVar[Mapping[str, Callable[[Any], Any]]] = {
-        "trajectories": TrajectoryRollout,
-        "submit": lambda group: group.trajectories.submit,
-    }
     transfer_weights = staticmethod(WeightTransfer)
     check_transfer = staticmethod(check_same_policy)
     update_rules = ActorUpdateRules

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from mcontroller.data.protocol import DataProto
 from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
-from mcontroller.ppo.estimators.built_in import inside
 from workers.config import CriticConfig
+from workers.losses.masking import inside
 from workers.model.build import build_model
 from workers.model_worker import ModelWorker
 from workers.train.batches import TokenBatch

@@ -3,13 +3,67 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
 
 from torch import Tensor
 
-from mcontroller.ppo.data import ROUTED_EXPERTS, UpdateRules
+from workers.columns import ROUTED_EXPERTS
 from workers.config.roles import ActorConfig, CriticConfig
 from workers.train.losses import columns_of_update
 from workers.train.mini_batches import draw_mini_batches, shuffle_generator
+
+
+class UpdateRules:
+    """What ``RayPPOTrainer`` asks about the updates of a worker class; these answers fit every class.
+
+    A worker class declares others with the attribute ``update_rules``, a class that derives from this one.
+
+    Args:
+        worker_cls: the worker class.
+        config: its configuration.
+    """
+
+    def __init__(self, worker_cls: type, config: Any) -> None:
+        self.worker_cls, self.config = worker_cls, config
+
+    @staticmethod
+    def of(worker_cls: type, config: Any) -> UpdateRules:
+        """Return the rules that a worker class declares."""
+        rules: type[UpdateRules] = getattr(worker_cls, "update_rules", UpdateRules)
+        return rules(worker_cls, config)
+
+    def check(self) -> None:
+        """Raise ConfigError if a run cannot train with the configuration; called before any process starts."""
+
+    def columns_read(self) -> Collection[str] | None:
+        """Return which of ``STAGE_COLUMNS`` an update reads, so that the others are not sent; None: all."""
+        return None
+
+    def updates_once(self, rows: int, n: int) -> bool:
+        """Return whether an update makes one optimizer step, and can do without ``old_log_probs``.
+
+        Args:
+            rows: responses of the batch.
+            n: responses to each prompt.
+        """
+        return False
+
+    def mini_batches(self, rows: int, n: int, update: int) -> Tensor | None:
+        """Return the mini-batch of each row in each epoch of an update, int64 ``[rows, epochs]``.
+
+        The trainer balances the tokens of each of them, and passes them as the column ``MINI_BATCHES``. None: it
+        balances the rows of the whole batch.
+
+        Args:
+            rows: rows of the batch that have a valid token.
+            n: responses to each prompt.
+            update: number of the update, from 0.
+        """
+        return None
+
+    def shares_prompts(self) -> bool:
+        """Return whether a pass computes a prompt once for the rows that begin with it, which then stay together."""
+        return False
 
 
 class _ModelUpdateRules(UpdateRules):

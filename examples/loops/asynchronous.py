@@ -16,9 +16,9 @@ import torch
 
 from examples.loops.task import BEGIN, DIGITS, FIRST_DIGIT, LENGTH, PAD, TOKENS, actor_config, local
 from mcontroller import DataProto
-from mcontroller.ppo import ImportanceConfig, compute_advantage, importance_weights, outcome_scores
-from mcontroller.ppo.agents.trajectories import TrajectoryRollout, trajectory_batch
-from mcontroller.ppo.agents.trajectory import Trajectory
+from trainer import ImportanceConfig, compute_advantage, importance_weights, outcome_scores
+from trainer.rollout.trajectories import TrajectoryRollout, trajectory_batch
+from trainer.rollout.trajectory import Trajectory
 from workers import WeightTransfer
 
 START = local  # on Ray: on_ray of examples.loops.task

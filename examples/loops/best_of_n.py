@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from examples.loops.task import actor_config, local, problems, scores
-from mcontroller.ppo import supervised_rows
+from trainer import supervised_rows
 
 START = local  # on Ray: on_ray of examples.loops.task
 STEPS, PROMPTS, N = 40, 32, 8

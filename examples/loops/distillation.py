@@ -14,7 +14,7 @@ from typing import Any
 
 from examples.loops.task import actor_config, local, problems, responses, right_answers, scores
 from mcontroller import DataProto
-from mcontroller.ppo import supervised_rows
+from trainer import supervised_rows
 from workers import DISTILLATION
 
 START = local  # on Ray: on_ray of examples.loops.task

@@ -9,7 +9,7 @@ import numpy as np
 
 from examples.loops.task import actor_config, local, problems, scores
 from mcontroller import DataProto
-from mcontroller.ppo import compute_advantage, outcome_scores
+from trainer import compute_advantage, outcome_scores
 
 START = local  # on Ray: on_ray of examples.loops.task
 STEPS, PROMPTS, GROUP = 60, 16, 8

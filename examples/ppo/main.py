@@ -16,8 +16,8 @@ from rich.markup import escape
 
 from examples.ppo.report import write_report
 from mcontroller.errors import MControllerError
-from workers.run.config import read_run_config
-from workers.run.training import train, until_interrupted
+from trainer.run.config import read_run_config
+from trainer.run.training import train, until_interrupted
 
 CONFIG = Path(__file__).with_name("config.yaml")
 

@@ -21,11 +21,11 @@ from examples.ppo.compare import ALGORITHMS, ONE_PROCESS, Curve, curve, draw
 from examples.ppo.main import CONFIG
 from examples.ppo.report import accuracy_before_and_after, read_metrics
 from mcontroller import LocalWorkerGroup
-from mcontroller.ppo import RayPPOTrainer
-from mcontroller.trackers import Run, make_trackers
-from workers.run.config import read_run_config
-from workers.run.parts import make_parts
-from workers.run.pools import pools_of
+from trainer import RayPPOTrainer
+from trainer.run.config import read_run_config
+from trainer.run.parts import make_parts
+from trainer.run.pools import pools_of
+from trainer.trackers import Run, make_trackers
 
 __all__ = ["SETTINGS", "main"]
 

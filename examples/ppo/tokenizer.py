@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mcontroller.errors import ConfigError, DataError
-from mcontroller.ppo.datasets.tokenizers import TOKENIZERS, Message, TokenizerSource
+from trainer.data.tokenizers import TOKENIZERS, Message, TokenizerSource
 
 __all__ = ["CharTokenizer"]
 

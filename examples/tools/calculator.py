@@ -17,9 +17,9 @@ from typing import Any
 from examples.ppo.tokenizer import CharTokenizer
 from examples.tools.arithmetic import CalculationError, calculate
 from mcontroller.errors import ConfigError, DataError
-from mcontroller.ppo import ENVIRONMENTS, TOKENIZERS, Demonstration, TokenizerSource, Trajectory
-from mcontroller.ppo.datasets.tokenizers import TextTokenizer
-from mcontroller.ppo.rewards.functions import reasoning_gym
+from trainer import ENVIRONMENTS, TOKENIZERS, Demonstration, TokenizerSource, Trajectory
+from trainer.data.tokenizers import TextTokenizer
+from trainer.rewards.functions import reasoning_gym
 
 START, END, AFTER = "<", ">", ";"
 FAILED = "error"

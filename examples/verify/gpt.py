@@ -7,7 +7,7 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
 
-from mcontroller.verify import Program
+from parallel_state.verify import Program
 from workers.model.local_spec import block_spec
 from workers.zigzag import zigzag_positions
 

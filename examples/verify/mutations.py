@@ -32,9 +32,9 @@ from types import CodeType, FrameType, FunctionType
 
 import torch
 
-from mcontroller.verify import Outcome, Verifier
-from mcontroller.verify.program import load_program
 from parallel_state.cpu.literals import rewrite
+from parallel_state.verify import Outcome, Verifier
+from parallel_state.verify.program import load_program
 
 HERE = Path(__file__).parent
 Operation = torch.autograd.function.BackwardCFunction  # of the graph of autograd: a call of an autograd.Function

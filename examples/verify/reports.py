@@ -9,8 +9,8 @@ import re
 import sys
 from pathlib import Path
 
-from mcontroller.verify import Verifier
-from mcontroller.verify.program import load_program
+from parallel_state.verify import Verifier
+from parallel_state.verify.program import load_program
 
 LAYOUTS = {
     "label_smoothing": "tp=2",

@@ -212,3 +212,23 @@ def short_repr(value: Any, limit: int = 80) -> str:
         return describe_column(value)
     text = repr(value)
     return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def united(*sources: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics of different sources, of which none overwrites another's.
+
+    Raises:
+        DataError: two of them report a metric of the same name.
+    """
+    whole: dict[str, float] = {}
+    for source in sources:
+        for name in source:
+            if name in whole:
+                raise DataError(
+                    f"the metric {name!r} is reported twice, with the values {whole[name]} and {source[name]}: rename "
+                    "that of your worker class, reward, rollout_fn or callback",
+                    metric=name,
+                    values=(whole[name], source[name]),
+                )
+        whole |= source
+    return whole

@@ -320,7 +320,7 @@ class SlotLease:
 
 @dataclass
 class ResourcePoolManager:
-    """The pools of a run, and the pool of each role, such as a ``mcontroller.ppo.Role``.
+    """The pools of a run, and the pool of each role, such as a ``trainer.Role``.
 
     Attributes:
         resource_pool_spec: number of processes on each node, by name of the pool.

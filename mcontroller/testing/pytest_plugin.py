@@ -17,12 +17,12 @@ import pytest
 if TYPE_CHECKING:
     from mcontroller.testing.mocked_groups import InjectedFailure, MockWorkerGroup
     from mcontroller.testing.simulated_groups import SimulatedWorkerGroup
-    from mcontroller.verify.outcome import Outcome
-    from mcontroller.verify.program import Program
-    from mcontroller.verify.verifier import Verifier
     from mcontroller.worker import ClassWithInitArgs
     from parallel_state.layout import ParallelLayout
     from parallel_state.topology import Topology
+    from parallel_state.verify.outcome import Outcome
+    from parallel_state.verify.program import Program
+    from parallel_state.verify.verifier import Verifier
 
 W = TypeVar("W")
 
@@ -118,8 +118,8 @@ def layout_fixture() -> LayoutFixture:
     verifiers: dict[tuple[Program, int, bool], Verifier] = {}
 
     def verify(program: Program | str, layout: str, *, steps: int = 2, exact: bool = False) -> Outcome:
-        from mcontroller.verify.program import load_program  # as above
-        from mcontroller.verify.verifier import Verifier
+        from parallel_state.verify.program import load_program  # as above
+        from parallel_state.verify.verifier import Verifier
 
         found = load_program(program) if isinstance(program, str) else program
         key = found, steps, exact

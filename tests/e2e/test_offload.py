@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from mcontroller import MegatronRayWorkerGroup, RayClassWithInitArgs, RayResourcePool, create_colocated_worker_cls_fused
-from mcontroller.ppo.stages import SharedDevices, Stages
 from tests.ranks import run_ranks
 from tests.workers.roles import GREEDY, MODEL, OPTIM, PROMPT, RESPONSE, actor, critic, experience, prompts
+from trainer.stages import SharedDevices, Stages
 from workers import ActorRolloutRefWorker, CriticWorker
 from workers.config import ActorConfig, CriticConfig, load_config
 

@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from mcontroller.data.protocol import DataProto
-from mcontroller.ppo import AsynchronousConfig, Callback, RayPPOTrainer, Role
 from mcontroller.testing import simulated_worker_group
 from tests.workers.off_policy.runs import PROBLEMS, SAMPLES, THRESHOLD, Lines, trainer_of
 from tests.workers.roles import OPTIM
+from trainer import AsynchronousConfig, Callback, RayPPOTrainer, Role
 from workers.actor import ActorRolloutRefWorker
 
 transformers = pytest.importorskip("transformers")

@@ -9,7 +9,7 @@ from examples.ppo.compare import ALGORITHMS, ONE_PROCESS, curve, learning_table,
 from examples.ppo.main import CONFIG
 from examples.ppo.off_policy import SETTINGS
 from examples.ppo.off_policy import write as write_off_policy
-from workers.run.config import read_run_config
+from trainer.run.config import read_run_config
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from examples.ppo.main import CONFIG, main
 from mcontroller.errors import ConfigError
-from workers.run.config import read_run_config
+from trainer.run.config import read_run_config
 
 
 def test_one_seed_and_one_model_reach_every_part():

@@ -13,7 +13,7 @@ import psutil
 import pytest
 import ray
 
-from mcontroller.ppo.saving.preemption import PREEMPTED
+from trainer.saving.preemption import PREEMPTED
 
 pytestmark = pytest.mark.processes
 

@@ -4,7 +4,7 @@ import pytest
 
 from examples.ppo.tokenizer import CharTokenizer
 from mcontroller.errors import DataError
-from mcontroller.ppo.rewards.functions import import_reasoning_gym
+from trainer.rewards.functions import import_reasoning_gym
 
 QUESTIONS = ["Add these: 12 + 3 =", "Add these: 7 - 45 =", "Add these: 80 + 96 ="]
 ANSWERS = ["15", "-38", "176"]

@@ -12,11 +12,11 @@ import pytest
 from examples.tools.arithmetic import CalculationError, calculate
 from examples.tools.calculator import Calculator, characters_with_calls, episode, score
 from mcontroller.errors import ConfigError
-from mcontroller.ppo import Callback, RayPPOTrainer, TokenizerSource, Trajectory
 from mcontroller.ray.resource_pool import ResourcePoolManager
 from mcontroller.testing import SimulatedGroupMaker
-from workers.run.config import read_run_config
-from workers.run.parts import make_parts
+from trainer import Callback, RayPPOTrainer, TokenizerSource, Trajectory
+from trainer.run.config import read_run_config
+from trainer.run.parts import make_parts
 
 QUESTION = "Compute: 7 - 4 + 9 ="
 TOKENIZER = characters_with_calls(

@@ -19,7 +19,7 @@ from tests.workers.roles import MODEL, PROMPT, RESPONSE, actor, experience, own_
 from tests.workers.test_colocated import trainer_of
 from workers.config import ModelConfig, OptimConfig, ParallelConfig, load_config
 from workers.memory.estimate import Batch, PlannedRole
-from workers.run.role_calls import Lengths, calls_of_run
+from workers.role_calls import Lengths, calls_of_run
 
 pytestmark = pytest.mark.processes
 

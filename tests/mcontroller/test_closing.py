@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mcontroller.errors import ShutdownError, close_all
-from tests.mcontroller.ppo.toy import toy_config, toy_trainer
+from tests.trainer.toy import toy_config, toy_trainer
 
 
 def failing(error: Exception) -> Any:

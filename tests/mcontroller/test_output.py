@@ -14,10 +14,10 @@ from rich.console import Console
 
 from mcontroller.cli.main import main
 from mcontroller.output import Output, OutputError
-from mcontroller.ppo import Display, ProgressDisplay
-from mcontroller.trackers import ConsoleTracker, Run
-from tests.mcontroller.ppo.toy import toy_config, toy_trainer
-from workers.run.training import until_interrupted
+from tests.trainer.toy import toy_config, toy_trainer
+from trainer import Display, ProgressDisplay
+from trainer.run.training import until_interrupted
+from trainer.trackers import ConsoleTracker, Run
 
 
 def closed_pipe() -> TextIO:

@@ -85,7 +85,7 @@ def test_an_unknown_name_without_a_near_match_suggests_nothing(package: ModuleTy
         _ = package.hammer
 
 
-@pytest.mark.parametrize("name", ["parallel_state", "mcontroller", "mcontroller.ppo", "mcontroller.ray", "workers"])
+@pytest.mark.parametrize("name", ["parallel_state", "mcontroller", "trainer", "mcontroller.ray", "workers"])
 def test_every_name_that_a_package_exports_exists(name: str) -> None:
     package = importlib.import_module(name)
     assert len(package.__all__) > 2

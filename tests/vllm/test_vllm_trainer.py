@@ -12,7 +12,11 @@ import torch
 
 from mcontroller import MegatronRayWorkerGroup
 from mcontroller.data.protocol import DataProto
-from mcontroller.ppo import (
+from mcontroller.ray import ResourcePoolManager
+from tests.e2e.test_one_step_off_policy import exported, log_probs_of
+from tests.vllm.policies import EOS, PAD, POLICIES, Actor, actor_config, prompts
+from tests.workers.off_policy.runs import Lines, evenness
+from trainer import (
     AlgorithmConfig,
     Callback,
     DataConfig,
@@ -23,10 +27,6 @@ from mcontroller.ppo import (
     TrainerConfig,
     restart_rollout,
 )
-from mcontroller.ray import ResourcePoolManager
-from tests.e2e.test_one_step_off_policy import exported, log_probs_of
-from tests.vllm.policies import EOS, PAD, POLICIES, Actor, actor_config, prompts
-from tests.workers.off_policy.runs import Lines, evenness
 from workers import ActorConfig
 from workers.weights.transfer.transport import TransferError
 

@@ -6,10 +6,10 @@ import random
 from collections.abc import Sequence
 
 from mcontroller import DataProto, MegatronRayWorkerGroup, RayClassWithInitArgs, RayResourcePool
-from mcontroller.ppo import Trajectory, TrajectoryRollout
-from mcontroller.ppo.agents.trajectories import trajectory_batch
 from tests.vllm.policies import EOS, PAD, PROMPT, VOCAB, Actor, actor_config, prompts
 from tests.vllm.test_vllm_rollout import GREEDY, TOLERANCE, update
+from trainer import Trajectory, TrajectoryRollout
+from trainer.rollout.trajectories import trajectory_batch
 
 TRAJECTORIES, RESPONSE, UPDATES = 200, 24, 3
 CALLS = range(3, 16)  # tokens that call a tool

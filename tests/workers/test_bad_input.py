@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from mcontroller.errors import ConfigError, DataError, LayoutError
-from mcontroller.ppo import register_kl_estimator
 from tests.ranks import run_ranks
 from tests.workers.roles import (
     GREEDY,
@@ -25,6 +24,7 @@ from tests.workers.roles import (
     prompts,
     weights,
 )
+from trainer import register_kl_estimator
 from workers.actor import ActorRolloutRefWorker
 from workers.config import ActorConfig, CriticConfig, RewardConfig, load_config
 from workers.critic import CriticWorker

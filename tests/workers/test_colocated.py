@@ -11,11 +11,11 @@ import torch
 
 from mcontroller.data.protocol import DataProto
 from mcontroller.local import LocalWorkerGroup
-from mcontroller.ppo import DataConfig, PPOConfig, RayPPOTrainer, Reward, Role, TrainerConfig, rule_only
-from mcontroller.ppo.rewards.reward import outcome_scores
 from mcontroller.ray import ResourcePoolManager
 from tests.ranks import run_ranks
 from tests.workers.roles import EOS, MODEL, OPTIM, PAD, PROMPT, RESPONSE, prompts, weights
+from trainer import DataConfig, PPOConfig, RayPPOTrainer, Reward, Role, TrainerConfig, rule_only
+from trainer.rewards.reward import outcome_scores
 from workers import ActorConfig, ActorRolloutRefWorker, CriticConfig, CriticWorker, RewardConfig, RewardModelWorker
 from workers.config import load_config
 from workers.weights.offload import Sleepable, model_tensors

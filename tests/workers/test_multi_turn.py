@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from mcontroller.data.protocol import DataProto
-from mcontroller.ppo.agents.turns import MultiTurnRollout
 from mcontroller.testing import SimulatedGroupMaker
 from parallel_state.layout import ParallelLayout
 from tests.workers.roles import MODEL, OPTIM, PROMPT, SAMPLED, prompts
+from trainer.rollout.turns import MultiTurnRollout
 from workers.actor import ActorRolloutRefWorker
 from workers.config import ActorConfig, load_config
 

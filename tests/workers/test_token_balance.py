@@ -10,9 +10,9 @@ import torch
 from mcontroller.data.protocol import DataProto
 from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
-from mcontroller.ppo import Role
 from mcontroller.testing import simulated_worker_group
 from tests.workers.off_policy.runs import SGD, Lines, trainer_of
+from trainer import Role
 from workers.actor import ActorRolloutRefWorker
 
 SETTINGS: dict[str, Any] = {"ppo_mini_batch_size": 12, "ppo_epochs": 2, "shuffle": True}

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 from mcontroller.config.checks import check_above, check_at_least, check_one_of
 from mcontroller.config.fields import check_unused, strict_fields
 from mcontroller.errors import ConfigError
-from mcontroller.ppo.kl import check_kl_loss
-from mcontroller.ppo.losses.registry import AGGREGATIONS, POLICY_LOSSES
 from workers.config.fit import check_fit, check_generation, check_packing, divided_for
 from workers.config.model import ModelConfig
 from workers.config.optim import OptimConfig, check_ddp, check_loss_scale
 from workers.config.parallel import ParallelConfig
 from workers.config.rollout import RolloutConfig
+from workers.losses.kl import check_kl_loss
+from workers.losses.registry import AGGREGATIONS, POLICY_LOSSES
 
 
 class MicroBatchSize(NamedTuple):

@@ -14,8 +14,8 @@ from mcontroller.data.protocol import DataProto
 from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
 from mcontroller.errors import DataError, before_changes
-from mcontroller.ppo.data import HELD_OUT_BATCH, ROUTED_EXPERTS
 from parallel_state.agreement import all_gather_values, raise_on_every_rank
+from workers.columns import HELD_OUT_BATCH, ROUTED_EXPERTS
 from workers.config import ActorConfig, RolloutConfig
 from workers.generate.engine_weights import EngineWeights
 from workers.generate.rollout_protocol import Generated, LogProbBasis, PolicyWeights, Prompts, Rollout

@@ -37,8 +37,8 @@ from torch import Tensor
 
 from mcontroller.data.meta import check_near_names
 from mcontroller.errors import ConfigError, DataError
-from mcontroller.ppo.agents.sampling import SETTINGS, checked_setting
 from workers.config import RolloutConfig
+from workers.generate.request_settings import SETTINGS, checked_setting
 
 _BLOCK = 64  # token ids in a block
 _GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)  # of SplitMix64, as int64

@@ -14,7 +14,7 @@ from workers.gpucheck.cases import prompt_columns
 from workers.gpucheck.equality import TOLERANCES, score_difference
 from workers.gpucheck.policy import Policy, full_rows, timed
 from workers.gpucheck.rows import Figure, Row, at_most, judged, measured, skipped
-from workers.run.role_calls import Lengths, calls_of_run
+from workers.role_calls import Lengths, calls_of_run
 
 _GB = 2**30
 

@@ -8,7 +8,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from mcontroller.errors import ConfigError, DataError
-from mcontroller.ppo.data import ROUTED_EXPERTS
+from workers.columns import ROUTED_EXPERTS
 from workers.router_replay.routers import NOT_RECORDED, ModelRouters
 from workers.router_replay.rows import RecordedExperts, ReplayedExperts, at_columns, from_first_token
 

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from mcontroller.data.meta import ROWS_TOGETHER, check_near_names, rows_together
 from mcontroller.errors import DataError, before_changes
-from mcontroller.ppo.data import TOKEN_TEMPERATURES
 from parallel_state.agreement import raise_on_every_rank
+from workers.columns import TOKEN_TEMPERATURES
 from workers.distinct_tokens import DistinctTokens, distinct_tokens
 from workers.train.batch_checks import (
     TOP_COLUMNS,

@@ -17,7 +17,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor, nn
 
-from mcontroller.ppo.data import TOKEN_TEMPERATURES
+from workers.columns import TOKEN_TEMPERATURES
 from workers.model.vocab_parallel import log_probs_and_entropy, top_log_probs
 from workers.train.batches import TokenBatch
 from workers.train.packing import OwnTargets

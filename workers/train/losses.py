@@ -1,7 +1,7 @@
 """Losses of tokens as pure functions: policy, value, cross entropy.
 
 No loss is averaged in this file: the pipeline sums it over the mask and divides it by what it counts in the whole
-global mini-batch. Policy losses by name are in ``mcontroller.ppo.losses``.
+global mini-batch. Policy losses by name are in ``workers.train``.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, all_reduce
 
-from mcontroller.ppo.estimators.built_in import inside
-from mcontroller.ppo.kl import estimate_kl
-from mcontroller.ppo.losses.registry import AGGREGATIONS, POLICY_LOSSES, PolicyLoss, Weights
 from workers.config import ActorConfig
+from workers.losses.kl import estimate_kl
+from workers.losses.masking import inside
+from workers.losses.registry import AGGREGATIONS, POLICY_LOSSES, PolicyLoss, Weights
 from workers.train.batches import TokenBatch
 from workers.train.metrics import TOKENS, Rule
 

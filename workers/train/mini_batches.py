@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mcontroller.data.protocol import DataProto
 from mcontroller.errors import DataError, before_changes
-from mcontroller.ppo.data import MINI_BATCHES
+from workers.columns import MINI_BATCHES
 from workers.config import ActorConfig, CriticConfig
 from workers.train.batches import TokenBatch
 

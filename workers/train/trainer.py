@@ -13,10 +13,10 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
+from mcontroller.data.meta import united
 from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
 from mcontroller.errors import ConfigError, before_changes
-from mcontroller.ppo.metrics import united
 from mcontroller.trace.recorder import span
 from workers.config import OptimConfig
 from workers.config.roles import MicroBatchSize

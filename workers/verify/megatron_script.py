@@ -21,10 +21,10 @@ from unittest import mock
 
 import torch
 
-from mcontroller.verify.layouts import Variant, parse_layout
-from mcontroller.verify.program import Program, VerifyError
 from parallel_state import cpu
 from parallel_state.cpu.literals import rewrite
+from parallel_state.verify.layouts import Variant, parse_layout
+from parallel_state.verify.program import Program, VerifyError
 from workers.model.local_modules import TENorm
 from workers.model.local_spec import LocalProvider
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from mcontroller.verify.program import VerifyError
+from parallel_state.verify.program import VerifyError
 
 
 @contextmanager

@@ -15,18 +15,13 @@ from typing import Any, ClassVar
 import torch
 
 from mcontroller.data.protocol import DataProto
-from mcontroller.ppo.losses.registry import POLICY_LOSSES
-from mcontroller.ppo.roles import CONFIG_KEYS, Role, role_workers
-from mcontroller.verify.layouts import Variant
-from mcontroller.verify.program import Program, VerifyError
-from mcontroller.verify.training import ADAM_EPS, LEARNING_RATE, StepValues, Training
 from parallel_state.layout import ParallelLayout
+from parallel_state.verify.layouts import Variant
+from parallel_state.verify.program import Program, VerifyError
+from parallel_state.verify.training import ADAM_EPS, LEARNING_RATE, StepValues, Training
 from workers.config import ActorConfig, OptimConfig, ParallelConfig
+from workers.losses.registry import POLICY_LOSSES
 from workers.model.transformer_config import transformer_config
-from workers.run.check_report import pool_size
-from workers.run.config import RunConfig
-from workers.run.parts import roles_of
-from workers.verify.sizes import small_layout, small_model
 
 _PROMPT, _RESPONSE, _ROWS = 8, 8, 2  # tokens, and rows of a micro-batch
 _SCORES = {"actor": "compute_log_prob", "ref": "compute_ref_log_prob"}
@@ -63,7 +58,7 @@ class TrainedRole:
         limits = [each for each in known if each.endswith("tokens_per_micro_batch") and getattr(self.config, each)]
         changes |= dict.fromkeys(limits, (_PROMPT + _RESPONSE) * _ROWS * variant.merged)
         changes["micro_batch_size" if "micro_batch_size" in known else "ppo_micro_batch_size"] = _ROWS * variant.merged
-        changes["parallel"] = _parallel(variant.layout, variant.sequence_parallel)
+        changes["parallel"] = parallel_config(variant.layout, variant.sequence_parallel)
         if "optim" in known:
             changes["optim"] = _steady(self.config.optim, variant.distributed_optimizer)
             changes["ppo_epochs"] = min(self.config.ppo_epochs, 2)
@@ -97,7 +92,8 @@ def _steady(optim: OptimConfig, distributed: bool) -> OptimConfig:
     )
 
 
-def _parallel(layout: ParallelLayout, sequence_parallel: bool) -> ParallelConfig:
+def parallel_config(layout: ParallelLayout, sequence_parallel: bool) -> ParallelConfig:
+    """Return the axes of a layout as the configuration of a worker."""
     axes = {name: getattr(layout, name) for name in ("tp", "pp", "cp", "ep", "etp", "vpp", "order")}
     return ParallelConfig(**axes, sequence_parallel=sequence_parallel)
 
@@ -247,46 +243,7 @@ def _batch(index: int, vocabulary: int, policy_loss: str | None) -> DataProto:
     return DataProto.from_dict(columns)
 
 
-def role_programs(config: RunConfig, *, most_ranks: int = 8, shrinks: bool = True) -> dict[str, RoleProgram]:
-    """Return the roles of a run as programs, by their keys in the configuration; ``role.variant`` is the layout.
-
-    A rollout is left out: it has the weights of the actor.
-
-    Args:
-        config: the configuration of the run.
-        most_ranks: axes are halved until a layout has no more ranks, or all of them are 2.
-        shrinks: whether to make models and layouts small.
-
-    Raises:
-        LayoutError: the axes of a role do not divide its pool.
-        ConfigError: a worker cannot build the small model; the message names the field.
-    """
-    found = {}
-    for each in role_workers(_without_weights(config), roles_of(config)):
-        if each.role is Role.Rollout:
-            continue
-        key = CONFIG_KEYS[each.role]
-        section: Any = each.init.kwargs["config"]
-        layout = section.parallel.layout(pool_size(config, key))
-        layout = small_layout(layout, most_ranks) if shrinks else layout
-        model = small_model(section.model, layout) if shrinks else section.model
-        variant = _variant(section, layout)
-        section = replace(section, model=model, parallel=_parallel(layout, variant.sequence_parallel))
-        roles = "_".join(part for part in str(each.init.kwargs.get("role", "")).split("_") if part != "rollout")
-        count = 2 * layout.dp * (layout.pp if layout.vpp else 1)
-        found[key] = RoleProgram.of(TrainedRole(each.init.cls, section, roles, variant), max(count, 4))
-    return found
-
-
-def _without_weights(config: RunConfig) -> RunConfig:
-    """Return the run with random weights: a directory of Hugging Face may have its ``config.json`` alone."""
-    sections = {name: getattr(config, name) for name in CONFIG_KEYS.values()}
-    found = {name: section for name, section in sections.items() if hasattr(section, "model")}
-    models = {name: replace(section.model, hf_path=None) for name, section in found.items()}
-    return replace(config, **{name: replace(section, model=models[name]) for name, section in found.items()})
-
-
-def _variant(section: Any, layout: ParallelLayout) -> Variant:
+def variant_of(section: Any, layout: ParallelLayout) -> Variant:
     """Return a role's layout with its flags, and its text."""
     sharded = False
     if hasattr(section, "optim"):

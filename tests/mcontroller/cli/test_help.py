@@ -95,7 +95,7 @@ def test_a_program_adds_its_own_configuration(capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize(
-    "path", ["no_colon", "no_such_module:Config", "no_such_package.config:Config", "workers.run.config:RunConfg"]
+    "path", ["no_colon", "no_such_module:Config", "no_such_package.config:Config", "trainer.run.config:RunConfg"]
 )
 def test_a_configuration_that_cannot_be_imported_is_rejected(path: str) -> None:
     with pytest.raises(ConfigError, match=f"--config is '{path.partition(':')[0]}"):

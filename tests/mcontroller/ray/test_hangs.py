@@ -11,13 +11,13 @@ import pytest
 
 from mcontroller.channel.options import ChannelOptions
 from mcontroller.errors import CallTimeout
-from mcontroller.ppo.stages import Stages
 from mcontroller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from mcontroller.ray.calls import hangs, supervision
 from mcontroller.testing import simulated_worker_group
 from parallel_state import ParallelLayout, Topology
 from parallel_state.simulated import Deadlock
 from tests.mcontroller.ray.collective_roles import Pairs
+from trainer.stages import Stages
 
 LAYOUT = ParallelLayout(4, tp=2)
 CALL = "all_reduce(float32[3], op=SUM), call 0 on group TENSOR_MODEL_PARALLEL_GROUP [0, 1]"

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from mcontroller.errors import ConfigError, ResourceError
-from mcontroller.ppo import Role
 from mcontroller.ray import ResourcePoolManager
+from trainer import Role
 
 
 def test_a_pool_has_a_slot_for_every_role_in_it(ray_cluster: None) -> None:

@@ -16,12 +16,12 @@ from mcontroller.cli.main import main
 from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
 from mcontroller.errors import DataError, WorkerDied
-from mcontroller.ppo.config import TrainerConfig
-from mcontroller.ppo.saving.recovery import FAILURES, Recovery
 from mcontroller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from mcontroller.ray.rank_logs import RankLog, find_logs, without_import_warnings, write_places
 from parallel_state.infos import DistRankInfo
 from tests.mcontroller.ray.roles import end
+from trainer.config import TrainerConfig
+from trainer.saving.recovery import FAILURES, Recovery
 
 
 class Speaking:

@@ -65,7 +65,7 @@ def test_torch_computes_with_the_threads_of_the_pool(ray_cluster: None) -> None:
 ALONE_AND_BESIDE = """
 import ray
 from mcontroller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
-from mcontroller.ppo import Role
+from trainer import Role
 from mcontroller.ray import ResourcePoolManager
 from tests.mcontroller.ray.test_threads import Threads
 

@@ -13,7 +13,8 @@ import pytest
 
 from mcontroller import RayClassWithInitArgs
 from mcontroller.errors import ConfigError
-from mcontroller.ppo import POLICY_LOSSES, PolicyLoss, register_kl_estimator, register_policy_loss
+from trainer import POLICY_LOSSES, PolicyLoss, register_kl_estimator, register_policy_loss
+from trainer.run.parts import policy_loss_line
 from workers import ActorRolloutRefWorker, CriticWorker, RewardModelWorker
 from workers.config import (
     ActorConfig,
@@ -24,7 +25,6 @@ from workers.config import (
     RolloutConfig,
     load_config,
 )
-from workers.run.parts import policy_loss_line
 
 GPT = ModelConfig(vocab_size=100, max_sequence_length=64, num_layers=4, hidden_size=48, num_attention_heads=12)
 ROLLOUT = RolloutConfig(prompt_length=8, response_length=8)

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from mcontroller.errors import ConfigError
-from mcontroller.ppo.roles import Role, check_reference_sync, check_roles, role_workers
 from tests.workers.roles import MODEL
+from trainer.roles import Role, check_reference_sync, check_roles, role_workers
+from trainer.run.config import RunConfig
+from trainer.run.parts import roles_of
 from workers.actor import ActorRolloutRefWorker
 from workers.config import load_config
-from workers.run.config import RunConfig
-from workers.run.parts import roles_of
 
 LORA = {"rank": 4, "alpha": 8.0}
 DATA = {"train": {"path": "train.jsonl"}}

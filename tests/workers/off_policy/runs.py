@@ -6,7 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mcontroller.data.protocol import DataProto
-from mcontroller.ppo import (
+from mcontroller.ray import ResourcePoolManager
+from tests.workers.roles import EOS, MODEL, PAD, PROMPT, RESPONSE, prompts
+from trainer import (
     AlgorithmConfig,
     Callback,
     DataConfig,
@@ -17,9 +19,7 @@ from mcontroller.ppo import (
     Role,
     TrainerConfig,
 )
-from mcontroller.ppo.rewards.reward import outcome_scores
-from mcontroller.ray import ResourcePoolManager
-from tests.workers.roles import EOS, MODEL, PAD, PROMPT, RESPONSE, prompts
+from trainer.rewards.reward import outcome_scores
 from workers.actor import ActorRolloutRefWorker
 from workers.config import ActorConfig, load_config
 

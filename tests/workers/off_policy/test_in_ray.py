@@ -11,10 +11,10 @@ from mcontroller import MegatronRayWorkerGroup
 from mcontroller.data.protocol import DataProto
 from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
-from mcontroller.ppo import Role
 from tests.workers.off_policy.runs import Lines, trainer_of
 from tests.workers.roles import OPTIM
 from tests.workers.weights.transfer.roles import Policy
+from trainer import Role
 
 WAIT_S = 120.0
 

@@ -10,15 +10,15 @@ import torch
 from megatron.core.transformer.moe.router import TopKRouter
 
 from mcontroller.errors import ConfigError, DataError
-from mcontroller.ppo import AlgorithmConfig, PPOConfig, Role
-from mcontroller.ppo.roles import check_roles
 from tests.ranks import run_ranks
 from tests.workers.roles import MODEL, SAMPLED, prompts
 from tests.workers.router_replay.setup import EXPERTS, LAYERS, MIXTURE, TOPK, batch_with_experts, policy
+from trainer import AlgorithmConfig, PPOConfig, Role
+from trainer.roles import check_roles
+from trainer.run.config import RunConfig
 from workers import ROLLOUT_ENGINES, ActorRolloutRefWorker, RolloutEngine
 from workers.config import ActorConfig, load_config
 from workers.generate.rollout_protocol import Generated
-from workers.run.config import RunConfig
 
 ROLLOUT = {"prompt_length": 8, "response_length": 8}
 

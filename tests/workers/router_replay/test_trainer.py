@@ -9,10 +9,10 @@ import pytest
 from torch import Tensor
 
 from mcontroller.data.protocol import DataProto
-from mcontroller.ppo import Callback, Role
 from mcontroller.testing import simulated_worker_group
 from tests.workers.off_policy.runs import Lines, trainer_of
 from tests.workers.router_replay.setup import MIXTURE
+from trainer import Callback, Role
 from workers.actor import ActorRolloutRefWorker
 
 STEPS = 2

@@ -10,7 +10,6 @@ from torch.nn.functional import logsigmoid
 
 from mcontroller.data.protocol import DataProto
 from mcontroller.errors import ConfigError, DataError
-from mcontroller.ppo import supervised_rows
 from tests.ranks import run_ranks
 from tests.workers.roles import (
     FOR_GRADIENTS,
@@ -24,6 +23,7 @@ from tests.workers.roles import (
     own_shard,
     weights,
 )
+from trainer import supervised_rows
 from workers import DISTILLATION, SFT, Rule, TokenBatch, TokenLoss
 
 pytestmark = pytest.mark.simulated

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from mcontroller.errors import ConfigError
-from mcontroller.ppo.data import STAGE_COLUMNS
 from tests.ranks import run_ranks
 from tests.workers.roles import MODEL, actor, critic, experience, own_shard, weights
+from trainer.columns import STAGE_COLUMNS
 from workers.actor import ActorRolloutRefWorker
 from workers.config import ActorConfig, CriticConfig, load_config
 from workers.critic import CriticWorker

@@ -16,7 +16,7 @@ import pytest
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 
 from mcontroller.cli.main import main
-from mcontroller.verify import Verifier
+from parallel_state.verify import Verifier
 from workers.verify.megatron_script import script_program
 
 pytestmark = pytest.mark.simulated

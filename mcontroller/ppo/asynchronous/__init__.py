@@ -1,1 +1,0 @@
-"""Generation by trajectory beside training: the queue of groups, the order of events, the balance of both sides."""

@@ -1,0 +1,299 @@
+"""The comparison of one rank's training with that of one process."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass, field
+
+import torch
+
+from parallel_state.verify.layouts import ONE_PROCESS, Variant
+from parallel_state.verify.marks import wrong_marks
+from parallel_state.verify.outcome import Difference
+from parallel_state.verify.program import Program, VerifyError
+from parallel_state.verify.seeds import InitialPart
+from parallel_state.verify.training import LEARNING_RATE, training_of
+from parallel_state.verify.weights import ModelTensors, NamedTensor, assemble, digest_of
+
+_DEPTH = 16  # how many roundings of one size a value of a small model has gone through
+_SMALL = 1e-3  # of the largest gradient: the error of a smaller one is measured against this
+
+
+@dataclass
+class ReferenceStep:
+    """What one process computed in a step, by name; ``updated`` has what the update reports, the norm first."""
+
+    gradients: ModelTensors
+    weights: ModelTensors
+    losses: dict[str, float]
+    updated: dict[str, float]
+    scores: ModelTensors = field(default_factory=dict)
+
+    @property
+    def norm(self) -> float:
+        """The gradient norm."""
+        return next(iter(self.updated.values()), 0.0)
+
+    @property
+    def floor(self) -> float:
+        """The gradient against which the errors of small gradients are measured."""
+        return _SMALL * max((float(each.abs().max()) for each in self.gradients.values()), default=0.0)
+
+
+@dataclass
+class OneProcess:
+    """The training of one process.
+
+    Attributes:
+        dtype: the type of the weights.
+        start: weights and buffers before the first step.
+        steps: the steps.
+        hidden_size: of the model.
+        elements: the number of elements of the weights.
+    """
+
+    dtype: torch.dtype
+    start: ModelTensors
+    steps: list[ReferenceStep]
+    hidden_size: int
+    elements: int
+
+    @property
+    def fingerprint(self) -> str:
+        """A sum over the bits of all values: it changes if the numbers of one process change."""
+        found = hashlib.sha256()
+        for step in self.steps:
+            for values in (step.gradients, step.weights):
+                for name in sorted(values):
+                    found.update(name.encode() + digest_of(values[name]).encode())
+            found.update(repr((sorted(step.losses.items()), step.updated)).encode())
+        return found.hexdigest()[:16]
+
+
+@dataclass
+class RankReport:
+    """What comparing one rank found.
+
+    Attributes:
+        rank: the rank.
+        coordinates: its index on every axis of more than one rank.
+        differences: those of the first step that has one.
+        errors: kind of values -> their largest relative difference.
+        digests: part of a tensor -> a sum of the bits that it has after the last step.
+        initial: part of a weight -> what the program initialized it with.
+    """
+
+    rank: int
+    coordinates: dict[str, int]
+    differences: list[Difference] = field(default_factory=list)
+    errors: dict[str, float] = field(default_factory=dict)
+    digests: dict[str, str] = field(default_factory=dict)
+    initial: dict[str, InitialPart] = field(default_factory=dict)
+
+    @property
+    def largest(self) -> float:
+        """The largest relative difference of all values."""
+        return max(self.errors.values(), default=0.0)
+
+
+def tolerance(program: Program, reference: OneProcess) -> float:
+    """Return the largest relative difference that rounding explains.
+
+    Sums in another order differ by about ``eps * sqrt(terms)``; the longest sums, of gradients, have as many terms as a
+    step has tokens, and products of the width of the model in each. The factor covers the depth of a small model.
+    """
+    tokens = program.seq_length * program.micro_batches * program.micro_batch_size
+    return _DEPTH * torch.finfo(reference.dtype).eps * math.sqrt(tokens * reference.hidden_size)
+
+
+def error_between(mine: torch.Tensor, true: torch.Tensor, floor: float = 0.0) -> float:
+    """Return the largest difference relative to the largest true value, or to ``floor`` if that is larger."""
+    if not mine.numel():
+        return 0.0
+    off = float((mine.double() - true.double()).abs().max())
+    scale = max(float(true.double().abs().max()), floor)
+    if math.isnan(off) or math.isinf(off):
+        return math.inf
+    return off / scale if scale else (math.inf if off else 0.0)
+
+
+def here(variant: Variant) -> tuple[int, dict[str, int]]:
+    """Return the running rank, and its index on every axis of more than one rank."""
+    rank = torch.distributed.get_rank()
+    found = variant.layout.coordinates(rank)
+    shown = [axis for axis in variant.layout.dense_axes if variant.layout.sizes[axis] > 1]
+    shown += [axis for axis in ("ep", "etp") if variant.layout.ep > 1 and variant.layout.sizes[axis] > 1]
+    return rank, {axis: found[axis] for axis in shown}
+
+
+def train_reference(program: Program, dtype: torch.dtype, steps: int, start: ModelTensors | None = None) -> OneProcess:
+    """Train in one process, which this simulated rank is; from given weights, or from the program's own."""
+    training = training_of(program, ONE_PROCESS, dtype, start)
+    start = assemble(training.named, [each.tensor for each in training.named])
+    found = OneProcess(dtype, start, [], training.config.hidden_size, _elements(training.named))
+    for step in range(steps):
+        values = training.forward_backward(step)
+        parameters = [each for each, value in zip(training.named, values.gradients, strict=True) if value is not None]
+        flat = [value[0].clone() for value in values.gradients if value is not None]
+        gradients = [value.reshape(each.tensor.shape) for each, value in zip(parameters, flat, strict=True)]
+        whole = assemble(parameters, gradients)
+        scores = {name: value for name, (value, _) in values.scores.items()}
+        updated = training.update(step)
+        weights = assemble(training.named, [each.tensor for each in training.named])
+        found.steps.append(ReferenceStep(whole, weights, values.losses, updated, scores))
+    return found
+
+
+def check_deterministic(first: OneProcess, second: OneProcess) -> None:
+    """Raise if two runs of one process differ.
+
+    Raises:
+        VerifyError: with the first value that differs.
+    """
+    pairs = [("the initial weight", first.start, second.start)]
+    for number, (one, other) in enumerate(zip(first.steps, second.steps, strict=True), start=1):
+        pairs += [(f"the gradient of step {number} of", one.gradients, other.gradients)]
+    for what, values, others in pairs:
+        for name, value in values.items():
+            if name not in others or not torch.equal(value.nan_to_num(), others[name].nan_to_num()):
+                raise VerifyError(
+                    f"the program is not deterministic in one process: two runs have another value of {what} {name}; "
+                    "draw random numbers from a generator with a fixed seed, such as the index of the batch",
+                    name=name,
+                )
+
+
+def compare_references(mine: OneProcess, saved: OneProcess, allowed: float) -> tuple[list[Difference], float]:
+    """Return the differences of the first step in which two trainings of one process differ, and the largest error."""
+    report = RankReport(0, {})
+    for step, (one, true) in enumerate(zip(mine.steps, saved.steps, strict=True), start=1):
+        compared = _Compared(report, step, allowed)
+        for name in true.losses.keys() | one.losses.keys():
+            compared.numbers("loss", name, one.losses.get(name, math.nan), true.losses.get(name, math.nan))
+        for name, value in true.gradients.items():
+            compared.tensors(
+                "gradient", name, one.gradients.get(name, torch.full_like(value, math.nan)), value, true.floor
+            )
+        for name, value in true.scores.items():
+            compared.tensors("scores", name, one.scores.get(name, value * math.nan), value, 0.0)
+        compared.updates(one.updated, true.updated)
+        for name, value in true.weights.items():
+            compared.tensors("weight", name, one.weights.get(name, value * math.nan), value, 0.0)
+    return report.differences, report.largest
+
+
+def compare_rank(
+    program: Program, variant: Variant, reference: OneProcess, dtype: torch.dtype, allowed: float
+) -> RankReport:
+    """Train this rank, and compare each step with that of one process until one differs.
+
+    Args:
+        program: the program.
+        variant: the layout.
+        reference: the training of one process, perhaps in another type.
+        dtype: the type of the weights here.
+        allowed: the largest relative difference that counts as equal.
+    """
+    training = training_of(program, variant, dtype, reference.start)
+    _check_divided(variant, _elements(training.named), reference.elements)
+    report = RankReport(*here(variant), initial=training.initial)
+    for name, note in wrong_marks(training.named, variant):
+        report.differences.append(Difference("mark", name, 1, report.rank, report.coordinates, math.inf, note))
+    for name in training.moved if program.seeded else ():
+        note = "its initial values are not those of one process"
+        report.differences.append(Difference("seed", name, 1, report.rank, report.coordinates, math.inf, note))
+    before = reference.start
+    for step, true in enumerate(reference.steps):
+        compared = _Compared(report, step + 1, allowed, program.scale)
+        values = training.forward_backward(step)
+        for name, value in values.losses.items():
+            compared.numbers("loss", name, value, true.losses.get(name, math.nan))
+        for each, gradient in zip(training.named, values.gradients, strict=True):
+            if gradient is not None:
+                mine, elements = gradient
+                expected = each.of(true.gradients).reshape(-1)
+                compared.tensors("gradient", each.name, mine, expected[elements], true.floor)
+        for name, (score, rows) in values.scores.items():
+            compared.tensors("scores", name, score, true.scores[name][rows], 0.0)
+        compared.updates(training.update(step), true.updated)
+        for each in training.named:
+            compared.update(each, before, true)
+        before = true.weights
+    report.digests = {each.position: digest_of(each.tensor) for each in training.named}
+    return report
+
+
+def _check_divided(variant: Variant, elements: int, whole: int) -> None:
+    layout = variant.layout
+    divided = [f"{axis}={layout.sizes[axis]}" for axis in ("tp", "pp", "ep") if layout.sizes[axis] > 1]
+    if divided and elements >= whole:
+        raise VerifyError(
+            f"the model provider ignores the layout {variant.text!r}: a rank has {elements} elements of the {whole} of "
+            f"the weights, with {', '.join(divided)}; build the model from the config, pre_process and post_process "
+            "that the function gets",
+            layout=variant.text,
+        )
+
+
+class _Compared:
+    """Adds the differences of a step to the report of a rank, unless an earlier step has some."""
+
+    def __init__(self, report: RankReport, step: int, tolerance: float, scale: float = 0.0) -> None:
+        self._report, self._step, self._tolerance, self._scale = report, step, tolerance, scale
+        self._counts = all(each.step == step for each in report.differences)
+
+    def tensors(self, kind: str, name: str, mine: torch.Tensor, true: torch.Tensor, floor: float) -> None:
+        """Compare two tensors."""
+        self._add(kind, name, error_between(mine, true, floor))
+
+    def numbers(self, kind: str, name: str, mine: float, true: float) -> None:
+        """Compare two numbers."""
+        ours, theirs = (torch.tensor([each], dtype=torch.float64) for each in (mine, true))
+        error = error_between(ours, theirs, self._scale)
+        note = f"{mine:.8g} instead of {true:.8g}"
+        self._add(kind, name, error, note, self._tolerance / _DEPTH)  # one sum, without the depth of the model
+
+    def updates(self, mine: dict[str, float], true: dict[str, float]) -> None:
+        """Compare what an update reports: the gradient norm first."""
+        for index, name in enumerate(dict.fromkeys([*true, *mine])):
+            kind = "loss" if index else "gradient norm"
+            self.numbers(kind, name, mine.get(name, math.nan), true.get(name, math.nan))
+
+    def update(self, named: NamedTensor, before: ModelTensors, true: ReferenceStep) -> None:
+        """Compare what a step added to a weight or a buffer, to the rounding of the sum."""
+        start, end = named.of(before), named.of(true.weights)
+        is_weight = isinstance(named.tensor, torch.nn.Parameter)
+        floor = LEARNING_RATE * true.floor / max(true.norm, 1.0) if is_weight else 0.0
+        if start.is_floating_point() and is_weight:
+            rounding = 4 * torch.finfo(end.dtype).eps / self._tolerance
+            in_bf16 = named.tensor.dtype == torch.bfloat16  # updates are below its rounding, and kept in float32
+            floor = max(floor, float(end.abs().max()) * (1.0 if in_bf16 else rounding))
+        mine = named.tensor.detach()
+        kind = "weight" if is_weight else "buffer"
+        self._add(kind, named.name, error_between(mine - start, end - start, floor))
+
+    def _add(self, kind: str, name: str, error: float, note: str = "", allowed: float | None = None) -> None:
+        report = self._report
+        if not self._counts:
+            return
+        report.errors[kind] = max(report.errors.get(kind, 0.0), error)
+        if error > (allowed or self._tolerance):
+            report.differences.append(Difference(kind, name, self._step, report.rank, report.coordinates, error, note))
+
+
+def replicas_that_differ(reports: list[RankReport], steps: int) -> list[Difference]:
+    """Return the parts of tensors that do not have the same bits on all ranks that have them."""
+    first: dict[str, RankReport] = {}
+    found = []
+    for report in reports:
+        for position, digest in report.digests.items():
+            other = first.setdefault(position, report)
+            if other.digests[position] != digest:
+                note = f"other bits than on rank {other.rank}"
+                found.append(Difference("replicas", position, steps, report.rank, report.coordinates, math.inf, note))
+    return found
+
+
+def _elements(named: list[NamedTensor]) -> int:
+    return sum({id(each.tensor): each.tensor.numel() for each in named}.values())

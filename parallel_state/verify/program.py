@@ -1,0 +1,151 @@
+"""What a team gives to ``verify``: its model, its batches and its loss, as functions that Megatron's training calls."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from parallel_state import cpu
+from parallel_state.errors import MControllerError
+
+
+class VerifyError(MControllerError, ValueError):
+    """A program that cannot be verified; the message says what to change."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """A training program, as ``verify`` runs it.
+
+    Attributes:
+        config: returns the TransformerConfig. Its keyword arguments are fields of the config that follow from a layout,
+            such as ``tensor_model_parallel_size``: pass them on, ``TransformerConfig(num_layers=4, ..., **parallel)``.
+        model_provider: returns one stage of the model: ``model_provider(config, pre_process, post_process, vp_stage)``.
+        forward_step: Megatron's: ``forward_step(data_iterator, model)`` returns the output and the function of its
+            loss, which returns ``loss, num_tokens, report`` or ``loss, report``.
+        batch: returns the micro-batch of a global index, as this rank gets it: a context-parallel rank its part of
+            the sequence.
+        seq_length: tokens in a row, over all ranks.
+        micro_batches: micro-batches of one step, over all data-parallel ranks.
+        micro_batch_size: rows of a micro-batch.
+        merge: returns several micro-batches as one, for ``mbs=N``; None joins the tensors of dicts along their rows.
+        positions: returns the positions in the sequence, of the tokens of the micro-batch of a global index, that this
+            context-parallel rank has, in its order; None for a piece of each end. Differences are located with it.
+        trained_by: the subclass of ``Training`` that trains a rank; None for Megatron's schedule.
+        seeded: whether the initial weights are the same in every layout.
+        scale: of reported values; the error of smaller ones is measured against it.
+    """
+
+    trained_by: ClassVar[Any] = None
+    seeded: ClassVar[bool] = False
+    scale: ClassVar[float] = 0.0
+
+    config: Callable[..., Any]
+    model_provider: Callable[..., Any]
+    forward_step: Callable[..., Any]
+    batch: Callable[[int], Any]
+    seq_length: int
+    micro_batches: int = 4
+    micro_batch_size: int = 1
+    merge: Callable[[Sequence[Any]], Any] | None = None
+    positions: Callable[[int], torch.Tensor] | None = None
+
+    def smaller(self, *, micro_batches: int | None = None, seq_length: int | None = None, **fields: Any) -> Program:
+        """Return the program with fewer micro-batches, shorter rows, and other values of fields of its config.
+
+        Args:
+            micro_batches: micro-batches of one step; None for those of the program.
+            seq_length: tokens in a row: every tensor of a batch is cut to them. None for those of the program.
+            fields: such as ``num_layers=2``. They are set after the config has derived other fields from its own.
+        """
+
+        def config(**parallel: Any) -> Any:
+            found = self.config(**parallel)
+            for name, value in fields.items():
+                setattr(found, name, value)
+            return found
+
+        length = seq_length or self.seq_length
+        batch = self.batch if length == self.seq_length else partial(_cut, self.batch, self.seq_length, length)
+        micro_batches = micro_batches or self.micro_batches
+        return replace(self, config=config, batch=batch, seq_length=length, micro_batches=micro_batches)
+
+    def recorded(self) -> Program:
+        """Return the program whose modules are compared one by one, to find where the program differs."""
+        return self
+
+    def merged_batch(self, indices: Sequence[int]) -> Any:
+        """Return several micro-batches as one.
+
+        Raises:
+            VerifyError: ``batch`` returns no dict.
+        """
+        batches = [self.batch(index) for index in indices]
+        if len(batches) == 1:
+            return batches[0]
+        if self.merge is not None:
+            return self.merge(batches)
+        if not all(isinstance(each, dict) for each in batches):
+            raise VerifyError(
+                f"mbs={len(batches)} merges micro-batches that are dicts of tensors, and batch returns a "
+                f"{type(batches[0]).__name__}; return a dict, give the program merge, or leave mbs out"
+            )
+        return {name: _joined([each[name] for each in batches], self.micro_batch_size) for name in batches[0]}
+
+
+def _cut(batch: Callable[[int], Any], length: int, kept: int, index: int) -> Any:
+    """Return a micro-batch whose tensors have ``kept`` elements in the dims that have ``length``."""
+    found = batch(index)
+    if not isinstance(found, dict):
+        raise VerifyError(f"seq_length={kept} cuts batches that are dicts of tensors; batch returns another type")
+    for name, value in found.items():
+        for dim in [dim for dim, size in enumerate(getattr(value, "shape", ())) if size == length]:
+            found[name] = found[name].narrow(dim, 0, kept).contiguous()
+    return found
+
+
+def _joined(values: list[Any], rows: int) -> Any:
+    first = values[0]
+    return torch.cat(values) if isinstance(first, torch.Tensor) and first.dim() and len(first) == rows else first
+
+
+def load_program(reference: str) -> Program:
+    """Return the program that ``my_model.py:program`` or ``my_package.model:program`` names.
+
+    Raises:
+        VerifyError: there is no such file, module or name, or it is no Program.
+    """
+    source, separator, name = reference.rpartition(":")
+    if not separator or not source or not name:
+        raise VerifyError(f"expected FILE.py:NAME or MODULE:NAME, got {reference!r}", reference=reference)
+    module = _imported_file(Path(source)) if source.endswith(".py") else _imported(source)
+    found = getattr(module, name, None)
+    if not isinstance(found, Program):
+        have = [each for each, value in vars(module).items() if isinstance(value, Program)]
+        hint = f"its programs are {', '.join(have)}" if have else "it has no parallel_state.verify.Program"
+        raise VerifyError(f"{source} has no program {name!r}; {hint}", reference=reference)
+    return found
+
+
+def _imported_file(path: Path) -> Any:
+    if not path.is_file():
+        raise VerifyError(f"there is no file {path}", path=str(path))
+    cpu.install(packages=[path.stem])
+    sys.path.insert(0, str(path.resolve().parent))
+    return importlib.import_module(path.stem)
+
+
+def _imported(name: str) -> Any:
+    sys.path.insert(0, str(Path.cwd()))
+    if importlib.util.find_spec(name.partition(".")[0]) is None:
+        raise VerifyError(f"there is no module {name}", module=name)
+    cpu.install(packages=[name])
+    return importlib.import_module(name)

@@ -1,0 +1,61 @@
+"""Initial weights: replicas that are drawn with different seeds, and parts of one weight drawn with the same one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from parallel_state.verify.outcome import Difference
+from parallel_state.verify.weights import NamedTensor, digest_of
+
+
+@dataclass(frozen=True)
+class InitialPart:
+    """A part of a weight as the program initialized it.
+
+    Attributes:
+        name: the weight.
+        digest: a sum over its bits.
+        is_constant: whether all its elements are equal.
+    """
+
+    name: str
+    digest: str
+    is_constant: bool
+
+
+def initial_parts(named: Sequence[NamedTensor]) -> dict[str, InitialPart]:
+    """Return the weights of a rank by their position in the whole model."""
+    weights = [each for each in named if isinstance(each.tensor, torch.nn.Parameter)]
+    return {
+        each.position: InitialPart(each.name, digest_of(each.tensor), _is_constant(each.tensor)) for each in weights
+    }
+
+
+def _is_constant(tensor: torch.Tensor) -> bool:
+    return bool((tensor == tensor.reshape(-1)[0]).all())
+
+
+def wrong_seeds(ranks: Sequence[tuple[Mapping[str, InitialPart], dict[str, int]]]) -> Iterator[Difference]:
+    """Yield the weights whose replicas start with different values, and those whose parts start with the same.
+
+    Args:
+        ranks: for each rank its parts by position, and its coordinates.
+    """
+    by_position: dict[str, tuple[int, InitialPart]] = {}
+    by_value: dict[tuple[str, str], tuple[int, str]] = {}
+    for rank, (parts, coordinates) in enumerate(ranks):
+        for position, part in parts.items():
+            first, other = by_position.setdefault(position, (rank, part))
+            note = ""
+            if other.digest != part.digest:
+                note = f"its replicas start with other values than on rank {first}: their seeds differ"
+            elif not part.is_constant:
+                first, same = by_value.setdefault((part.name, part.digest), (rank, position))
+                if same != position:
+                    note = f"this part starts with the values of another part, on rank {first}: their seeds agree"
+            if note:
+                yield Difference("seed", part.name, 1, rank, coordinates, math.inf, note)

@@ -1,0 +1,303 @@
+"""``Verifier``: the training of one process, with which layouts are compared."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from pickle import UnpicklingError
+
+import torch
+import typing_extensions
+
+import parallel_state
+from parallel_state import cpu
+from parallel_state.simulated import run_ranks
+from parallel_state.verify.comparing import (
+    OneProcess,
+    RankReport,
+    ReferenceStep,
+    check_deterministic,
+    compare_rank,
+    compare_references,
+    replicas_that_differ,
+    tolerance,
+    train_reference,
+)
+from parallel_state.verify.layouts import (
+    ONE_PROCESS,
+    Variant,
+    all_layouts,
+    check_divisible,
+    default_layouts,
+    parse_layout,
+)
+from parallel_state.verify.locating import locate, record_reference
+from parallel_state.verify.outcome import Difference, LayoutDiffers, Outcome
+from parallel_state.verify.precision import in_float64
+from parallel_state.verify.program import Program, VerifyError
+from parallel_state.verify.recording import StepRecords, module_name, path_text, source_of
+from parallel_state.verify.seeds import wrong_seeds
+from parallel_state.verify.training import config_for
+from parallel_state.verify.weights import ModelTensors
+
+_DECORATORS = typing_extensions.__file__  # of functions of torch
+_NOT_OF_A_PROGRAM = (*(f"{Path(each.__file__ or '').parent}{os.sep}" for each in (torch, parallel_state)), _DECORATORS)
+_FINITE = sys.float_info.max  # the error of a value that is not finite is larger
+
+
+@dataclass(frozen=True)
+class _InBf16:
+    """One process from the same weights in float32 and in bfloat16, and how far the second is from the first."""
+
+    single: OneProcess
+    half: OneProcess
+    own: dict[str, float]
+
+
+class Verifier:
+    """Verifies layouts of one program.
+
+    Args:
+        program: the program.
+        steps: training steps in each layout.
+        exact: whether to compute in float64, to tell faults from rounding.
+
+    Attributes:
+        config: the program's config in one process.
+        reference: the training of one process.
+        fingerprint: a sum over the bits of it.
+        locates: whether ``verify`` trains again to find where a difference begins.
+
+    Raises:
+        VerifyError: the program is not deterministic, or cannot be compared.
+    """
+
+    def __init__(self, program: Program, *, steps: int = 2, exact: bool = False) -> None:
+        cpu.install()
+        self.program, self.steps, self._exact = program, steps, exact
+        self.locates = True
+        self._records: dict[int, StepRecords] = {}
+        self._in_bf16: _InBf16 | None = None
+        self._dtype = torch.float64 if exact else torch.float32
+        check_divisible(program, ONE_PROCESS)
+        with self._precision():
+            self.config = config_for(program, ONE_PROCESS, self._dtype)
+            self.reference, again = self._one_process(), self._one_process()
+        check_deterministic(self.reference, again)
+        self.fingerprint = self.reference.fingerprint
+
+    def _precision(self) -> contextlib.AbstractContextManager[None]:
+        return in_float64() if self._exact else contextlib.nullcontext()
+
+    def _one_process(self, start: ModelTensors | None = None, dtype: torch.dtype | None = None) -> OneProcess:
+        train = partial(train_reference, self.program, dtype or self._dtype, self.steps, start)
+        return run_ranks(ONE_PROCESS.layout, lambda: train())[0]
+
+    @property
+    def tolerance(self) -> float:
+        """The largest relative difference that counts as equal."""
+        return tolerance(self.program, self.reference)
+
+    def records(self, step: int) -> StepRecords:
+        """Return what the modules of one process compute in a step, counted from 1; it is computed once."""
+        if step not in self._records:
+            with self._precision():
+                self._records[step] = record_reference(self.program, self.reference, step)
+        return self._records[step]
+
+    def default_layouts(self) -> list[str]:
+        """Return the smallest layouts that have every axis of the model, alone and in pairs, and fit the program."""
+        return list(filter(self._fits, default_layouts(self.config)))
+
+    def all_layouts(self, most_ranks: int) -> list[str]:
+        """Return all layouts of powers of two up to a number of ranks that fit the program."""
+        return list(filter(self._fits, all_layouts(self.config, most_ranks)))
+
+    def _fits(self, text: str) -> bool:
+        variant = parse_layout(text)
+        try:
+            check_divisible(self.program, variant)
+            config_for(self.program, variant, self._dtype)
+        except VerifyError:
+            return False
+        return True
+
+    def verify(self, layout: str | Variant) -> Outcome:
+        """Train in a layout, and compare every rank with one process.
+
+        Args:
+            layout: a layout or its text, such as ``"tp=2,pp=2,sp"``.
+
+        Raises:
+            VerifyError: the layout does not fit the program, or the program ignores it.
+        """
+        return self._outcome(layout, self._dtype, self._compare)
+
+    def in_bf16(self, layout: str | Variant) -> Outcome:
+        """Train in a layout in bfloat16, and measure how far it is from one process in bfloat16 and in float32.
+
+        Rounding is no difference: values that are not finite, replicas that have other bits, marks and seeds are.
+
+        Args:
+            layout: a layout or its text.
+
+        Returns:
+            The outcome with ``rounding``; all start with the same weights, which bfloat16 has without rounding.
+
+        Raises:
+            VerifyError: the layout does not fit the program, or the program ignores it.
+        """
+        return self._outcome(layout, torch.bfloat16, self._measure)
+
+    def _outcome(
+        self, layout: str | Variant, dtype: torch.dtype, compare: Callable[[Variant, Outcome], None]
+    ) -> Outcome:
+        began = time.perf_counter()
+        variant = parse_layout(layout) if isinstance(layout, str) else layout
+        check_divisible(self.program, variant)
+        outcome = Outcome(variant.text, variant.layout.world_size)
+        try:
+            with self._precision():
+                config_for(self.program, variant, dtype)
+                compare(variant, outcome)
+        except VerifyError:
+            raise
+        except Exception as error:  # whatever the program raises: the report names it, and other layouts go on
+            outcome.failure = _failure_text(error)
+            if self.locates and dtype == self._dtype:
+                with self._precision():
+                    outcome.place = locate(self.program, variant, self.reference, self.records(1), ()).place
+        outcome.seconds = time.perf_counter() - began
+        return outcome
+
+    def _compare(self, variant: Variant, outcome: Outcome) -> None:
+        reports = self._ranks(variant, self.reference, self._dtype, self.tolerance)
+        found = self._found(reports, outcome)
+        if found and self.locates:
+            true = self.records(found[0].step)
+            located = locate(self.program, variant, self.reference, true, outcome.differences)
+            outcome.place, outcome.finalized_by = located.place, located.finalized_by
+            outcome.differences = [located.noted(each) for each in outcome.differences]
+
+    def _measure(self, variant: Variant, outcome: Outcome) -> None:
+        if self._in_bf16 is None:
+            start = {name: value.bfloat16().to(value.dtype) for name, value in self.reference.start.items()}
+            single, half = self._one_process(start), self._one_process(start, torch.bfloat16)
+            (own,) = self._ranks(ONE_PROCESS, single, torch.bfloat16, _FINITE)
+            self._in_bf16 = _InBf16(single, half, own.errors)
+        known = self._in_bf16
+        reports = self._ranks(variant, known.half, torch.bfloat16, _FINITE)
+        self._found(reports, outcome)
+        if not outcome.differences:
+            from_single = _largest(self._ranks(variant, known.single, torch.bfloat16, _FINITE))
+            from_half = _largest(reports)
+            outcome.rounding = {kind: (from_half[kind], from_single[kind], known.own[kind]) for kind in known.own}
+
+    def _ranks(self, variant: Variant, reference: OneProcess, dtype: torch.dtype, allowed: float) -> list[RankReport]:
+        return run_ranks(variant.layout, lambda: compare_rank(self.program, variant, reference, dtype, allowed))
+
+    def _found(self, reports: list[RankReport], outcome: Outcome) -> list[Difference]:
+        """Add to an outcome what its ranks report; return the differences but for those among replicas alone."""
+        found = list(wrong_seeds([(report.initial, report.coordinates) for report in reports]))
+        found += [each for report in reports for each in report.differences]
+        outcome.bits = hashlib.sha256(repr([report.digests for report in reports]).encode()).hexdigest()[:16]
+        outcome.largest = max(report.largest for report in reports)
+        first = min((each.step for each in found), default=0)
+        found = [each for each in found if each.step == first]
+        outcome.differences = found or replicas_that_differ(reports, self.steps)
+        return found
+
+    def save(self, path: Path) -> None:
+        """Write the training of one process to a file, for ``against`` with another version of the code."""
+        torch.save(asdict(self.reference), path)
+
+    def against(self, path: Path, name: str = "") -> Outcome:
+        """Compare the training of one process with a saved one, from the saved weights.
+
+        Layouts that are verified later are compared with the saved one.
+
+        Args:
+            path: what ``save`` wrote with this program, in another environment or at another commit.
+            name: of the outcome; empty for that of the file.
+
+        Raises:
+            VerifyError: the file has other weights, another number of steps, or is no such file.
+        """
+        began = time.perf_counter()
+        saved = _load(path)
+        if len(saved.steps) != self.steps or saved.dtype != self._dtype:
+            raise VerifyError(
+                f"{path} has {len(saved.steps)} steps in {saved.dtype}; this run makes {self.steps} in {self._dtype}"
+            )
+        with self._precision():
+            mine = self._one_process(saved.start)
+        differences, largest = compare_references(mine, saved, self.tolerance)
+        self.reference = saved
+        self._records.clear()
+        return Outcome(f"against {name or path.name}", 1, differences, None, None, largest, time.perf_counter() - began)
+
+
+def _load(path: Path) -> OneProcess:
+    try:
+        found = torch.load(path, weights_only=True)
+        steps = [ReferenceStep(**step) for step in found.pop("steps")]
+        return OneProcess(**found, steps=steps)
+    except (OSError, RuntimeError, TypeError, KeyError, UnpicklingError) as error:
+        raise VerifyError(f"{path} is no file that --save wrote: {type(error).__name__}: {error}") from error
+
+
+def verify_layout(program: Program, layout: str, *, steps: int = 2) -> Outcome:
+    """Assert that a layout trains the model that one process trains; for tests.
+
+    Args:
+        program: the program.
+        layout: the text of the layout, such as ``"tp=2,cp=2"``.
+        steps: training steps.
+
+    Returns:
+        The outcome: its largest difference and its seconds.
+
+    Raises:
+        LayoutDiffers: it does not; the message has the differences and where they begin.
+        VerifyError: the program cannot be verified in this layout.
+    """
+    verifier = Verifier(program, steps=steps)
+    outcome = verifier.verify(layout)
+    if not outcome.equal:
+        raise LayoutDiffers(outcome.report(), outcome=outcome)
+    return outcome
+
+
+def _largest(reports: list[RankReport]) -> dict[str, float]:
+    kinds = {kind for each in reports for kind in each.errors}
+    return {kind: max(each.errors.get(kind, 0.0) for each in reports) for kind in kinds}
+
+
+def _failure_text(error: Exception) -> str:
+    """Return an error with its line, the module that ran, and its notes."""
+    notes = "\n".join(getattr(error, "__notes__", ()))
+    frames = list(traceback.walk_tb(error.__traceback__))
+    own = [each for each in frames if not each[0].f_code.co_filename.startswith(_NOT_OF_A_PROGRAM)]
+    where = "".join(f"\nat {path_text(f.f_code.co_filename)}:{line} in {f.f_code.co_name}" for f, line in own[-1:])
+    owners = [frame.f_locals.get("self") for frame, _ in frames]
+    modules = [each for each in owners if isinstance(each, torch.nn.Module)]
+    if modules:
+        where += f"\nin {_path_of(modules)} ({source_of(modules[-1])})"
+    return f"{type(error).__name__}: {error}{where}" + (f"\n{notes}" if notes else "")
+
+
+def _path_of(modules: list[torch.nn.Module]) -> str:
+    """Return the name of the last module in the outermost that has it."""
+    for model in modules:
+        for path, module in model.named_modules():
+            if module is modules[-1] and path.removeprefix("module"):
+                return module_name(model, path).removeprefix("module.")
+    return type(modules[-1]).__name__

@@ -1,0 +1,141 @@
+"""Programs and layouts that cannot be verified: one clear error each."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from parallel_state.verify import Program, Verifier, VerifyError
+from parallel_state.verify.layouts import all_layouts, parse_layout
+from parallel_state.verify.program import load_program
+from tests.parallel_state.verify.programs import EXAMPLES, GPT, MOE, smaller
+
+pytestmark = pytest.mark.simulated
+
+
+def rejected(program: Program, layout: str = "tp=2") -> str:
+    with pytest.raises(VerifyError) as caught:
+        Verifier(program, steps=1).verify(layout)
+    return str(caught.value)
+
+
+def test_batches_that_differ_from_run_to_run_are_rejected() -> None:
+    runs = torch.Generator().manual_seed(1)
+
+    def batch(index: int) -> Any:
+        return GPT.batch(int(torch.randint(1000, (), generator=runs)))
+
+    message = rejected(smaller(GPT, batch=batch))
+    assert message.startswith(
+        "the program is not deterministic in one process: two runs have another value of the grad"
+    )
+    assert "such as the index of the batch" in message
+
+
+def test_dropout_is_rejected() -> None:
+    assert rejected(smaller(GPT, hidden_dropout=0.1)).startswith("hidden_dropout is 0.1: every layout draws other")
+
+
+def test_a_weight_without_a_global_name_is_rejected() -> None:
+    def with_a_gate(*args: Any, **kwargs: Any) -> Any:
+        model = GPT.model_provider(*args, **kwargs)
+        sharded = model.decoder.sharded_state_dict
+        model.decoder.gate = torch.nn.Parameter(torch.ones(3))
+        model.decoder.sharded_state_dict = lambda *a, **k: {
+            key: value for key, value in sharded(*a, **k).items() if not key.endswith("gate")
+        }
+        return model
+
+    message = rejected(smaller(GPT, model_provider=with_a_gate))
+    assert message.startswith("decoder.gate [3] of GPTModel has no global name: sharded_state_dict leaves it out")
+
+
+def test_a_config_that_ignores_the_layout_is_rejected() -> None:
+    def config(**parallel: Any) -> Any:
+        return GPT.config(params_dtype=torch.float32, pipeline_dtype=torch.float32)
+
+    message = rejected(dataclasses.replace(GPT, config=config))
+    assert message.startswith(
+        "the config has tensor_model_parallel_size=1 in the layout 'tp=2', which asks for 2; pass"
+    )
+
+
+def test_a_provider_that_ignores_the_layout_is_rejected() -> None:
+    def whole_model(config: Any, pre_process: bool, post_process: bool, vp_stage: Any = None) -> Any:
+        one_stage = dataclasses.replace(config, pipeline_model_parallel_size=1)
+        return GPT.model_provider(one_stage, True, True, vp_stage)
+
+    message = rejected(smaller(GPT, model_provider=whole_model), "pp=2")
+    assert message.startswith("the model provider ignores the layout 'pp=2': a rank has ")
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        ("dp=4", "layout 'dp=4' does not fit: 2 micro-batches are not divisible by dp=4; set micro_batches"),
+        ("pp=4", "layout 'pp=4' does not fit: 2 layers are not divisible into 4 stages; set num_layers"),
+        ("cp=16", "layout 'cp=16' does not fit: rows of 16 tokens are not divisible into 32 pieces; set seq_length"),
+        ("tp=8", "layout 'tp=8' does not fit the model: "),
+    ],
+)
+def test_a_layout_that_does_not_fit_is_rejected(layout: str, message: str) -> None:
+    assert rejected(smaller(GPT), layout).startswith(message)
+
+
+def test_interleaved_stages_need_enough_micro_batches() -> None:
+    message = rejected(dataclasses.replace(GPT, micro_batches=2), "pp=2,vpp=2,dp=2")
+    assert "a multiple of pp=2 micro-batches on each data-parallel rank, and have 1; set micro_batches" in message
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("tp2", "layout 'tp2': 'tp2' is not one of tp=N, pp=N, cp=N, dp=N, ep=N, etp=N, vpp=N, mbs=N, sp, distopt"),
+        ("tpp=2", "did you mean tp?"),
+        ("tp=two", "layout 'tp=two': tp is 'two'; expected a number of at least 1"),
+        ("sp", "layout 'sp': sp divides the sequence over tp ranks, and tp is 1; add tp=2"),
+        ("vpp=2", "vpp 2 with pp 1"),
+        ("tp=2,ep=3,dp=2", "does not divide world_size 4"),
+    ],
+)
+def test_texts_that_are_no_layouts_are_rejected(text: str, message: str) -> None:
+    with pytest.raises(VerifyError) as caught:
+        parse_layout(text)
+    assert message in str(caught.value)
+
+
+def test_a_layout_has_the_fewest_ranks_that_it_allows() -> None:
+    sizes = {text: parse_layout(text).layout.world_size for text in ("tp=2,pp=2", "tp=2,ep=2", "tp=2,ep=2,etp=1")}
+    assert sizes == {"tp=2,pp=2": 4, "tp=2,ep=2": 4, "tp=2,ep=2,etp=1": 2}
+
+
+def test_all_layouts_are_legal_and_no_larger_than_asked_for() -> None:
+    texts = list(all_layouts(MOE.config(), 8))
+    assert len(texts) == len(set(texts)) > 80
+    assert {parse_layout(text).layout.world_size for text in texts} == {2, 4, 8}
+    assert "tp=2,ep=2,etp=1,sp,distopt" not in texts  # one data-parallel rank
+    assert {"tp=2,dp=2,ep=2,etp=1,sp,distopt", "pp=2,vpp=2", "cp=2,ep=2"} <= set(texts)
+
+
+@pytest.mark.parametrize(
+    ("reference", "message"),
+    [
+        ("gpt", "expected FILE.py:NAME or MODULE:NAME, got 'gpt'"),
+        ("no_such_file.py:program", "there is no file no_such_file.py"),
+        ("no_such_module:program", "there is no module no_such_module"),
+        (f"{EXAMPLES / 'gpt.py'}:programme", "has no program 'programme'; its programs are program"),
+    ],
+)
+def test_programs_that_do_not_exist_are_rejected(reference: str, message: str) -> None:
+    with pytest.raises(VerifyError) as caught:
+        load_program(reference)
+    assert message in str(caught.value)
+
+
+def test_the_examples_import_each_other_by_file(tmp_path: Path) -> None:
+    (tmp_path / "of_a_team.py").write_text("from gpt import program\n")
+    assert load_program(f"{tmp_path / 'of_a_team.py'}:program") == GPT

@@ -1,0 +1,217 @@
+"""Splits of batches, float64, saved results, marks of parameters, and the smallest program that differs."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from mcontroller.cli.main import main
+from parallel_state.verify import LayoutDiffers, Verifier, VerifyError, verify_layout
+from parallel_state.verify.shrinking import shrink, source_of_test
+from tests.parallel_state.verify.programs import EXAMPLES, GPT, MOE, smaller
+
+pytestmark = pytest.mark.simulated
+
+finalizing = sys.modules["megatron.core.distributed.finalize_model_grads"]
+without_tied_sum = mock.patch.object(finalizing, "_allreduce_word_embedding_grads", lambda *args, **kwargs: None)
+
+
+def test_merged_micro_batches_are_equal() -> None:
+    verify_layout(smaller(GPT, micro_batches=4), "cp=2,dp=2,mbs=2")
+
+
+def test_an_average_of_micro_batch_averages_is_found_in_one_process() -> None:
+    def loss(mask: torch.Tensor, losses: torch.Tensor) -> Any:
+        mean = (losses * mask).sum() / mask.sum()
+        return mean, {"lm loss": mean.detach().clone()}
+
+    def forward_step(data_iterator: Any, model: Any) -> Any:
+        data = next(data_iterator)
+        output = model(data["tokens"], data["position_ids"], None, labels=data["labels"])
+        return output, partial(loss, data["loss_mask"])
+
+    program = smaller(GPT, calculate_per_token_loss=False, forward_step=forward_step)
+    with pytest.raises(LayoutDiffers, match=r"gradient decoder\.layers\.\S+, step 1, rank 0: off by"):
+        verify_layout(program, "mbs=2")
+
+
+def test_batches_that_are_no_dicts_cannot_be_merged() -> None:
+    def forward_step(data_iterator: Any, model: Any) -> Any:
+        return GPT.forward_step(iter([next(data_iterator)[0]]), model)
+
+    program = smaller(GPT, batch=lambda index: [GPT.batch(index)], forward_step=forward_step)
+    with pytest.raises(VerifyError, match="mbs=2 merges micro-batches that are dicts"):
+        verify_layout(program, "mbs=2")
+
+
+def test_in_float64_differences_are_a_thousandth_of_a_billionth() -> None:
+    verifier = Verifier(smaller(MOE), exact=True)
+    assert {each.dtype for each in verifier.reference.start.values()} == {torch.float64}
+    outcome = verifier.verify("tp=2,ep=2,sp")
+    assert outcome.equal, outcome.lines()
+    assert 0 < outcome.largest < verifier.tolerance < 1e-12
+    assert torch.get_default_dtype() == torch.float32 and torch.ones(1).float().dtype == torch.float32
+
+
+def test_float64_finds_what_float32_takes_for_rounding() -> None:
+    reduce = finalizing._allreduce_word_embedding_grads
+
+    def slightly_wrong(model: Any, *args: Any, **kwargs: Any) -> None:
+        reduce(model, *args, **kwargs)
+        for each in model[0].parameters():
+            each.main_grad.mul_(1 + 1e-7 * torch.distributed.get_world_size())
+
+    program = smaller(GPT)
+    outcomes = [Verifier(program, steps=1, exact=exact) for exact in (False, True)]
+    with mock.patch.object(finalizing, "_allreduce_word_embedding_grads", slightly_wrong):
+        assert [each.verify("pp=2").equal for each in outcomes] == [True, False]
+
+
+def test_a_saved_result_is_compared_from_its_weights(tmp_path: Path) -> None:
+    program, path = smaller(GPT), tmp_path / "saved.pt"
+    before = Verifier(program)
+    before.save(path)
+    same = before.against(path)
+    assert same.equal and same.largest == 0.0
+    other = Verifier(smaller(GPT, model_provider=drawn_again("linear_fc2.weight", None)))
+    assert other.against(path).equal and other.verify("pp=2").equal  # from the saved weights
+    changed = Verifier(smaller(GPT, layernorm_epsilon=1e-2))
+    assert changed.reference.fingerprint != before.reference.fingerprint == Verifier(program).reference.fingerprint
+    outcome = changed.against(path)
+    assert {each.kind for each in outcome.differences} == {"loss", "gradient", "gradient norm", "weight"}
+    with pytest.raises(VerifyError, match=r"has 2 steps in torch\.float32; this run makes 1"):
+        Verifier(program, steps=1).against(path)
+    with pytest.raises(VerifyError, match="is no file that --save wrote"):
+        before.against(tmp_path / "no such file")
+
+
+@pytest.mark.parametrize(
+    ("parameter", "mark", "note"),
+    [
+        ("linear_fc2.weight", False, "divided over tp and not marked tensor_model_parallel: the norm leaves parts out"),
+        (
+            "layer_norm_weight",
+            True,
+            "whole on every tp rank and marked tensor_model_parallel: the norm counts it 2 times",
+        ),
+    ],
+)
+def test_wrong_marks_are_named(parameter: str, mark: bool, note: str) -> None:
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        model = GPT.model_provider(*args, **kwargs)
+        for name, each in model.named_parameters():
+            if name.endswith(parameter):
+                each.tensor_model_parallel = mark
+        return model
+
+    outcome = Verifier(smaller(GPT, model_provider=marked), steps=1, exact=True).verify("tp=2")
+    assert {each.kind: each.note for each in outcome.differences}["mark"] == note
+    assert "gradient norm" in {each.kind for each in outcome.differences}
+
+
+def test_a_norm_weight_without_its_mark_is_named() -> None:
+    def unmarked(*args: Any, **kwargs: Any) -> Any:
+        model = GPT.model_provider(*args, **kwargs)
+        for each in model.parameters():
+            each.sequence_parallel = False
+        return model
+
+    with pytest.raises(LayoutDiffers, match="a reduction over tp is missing; it is not marked sequence_parallel"):
+        verify_layout(smaller(GPT, model_provider=unmarked), "tp=2,sp", steps=1)
+
+
+def test_a_difference_is_shrunk_to_the_axis_that_shows_it() -> None:
+    with without_tied_sum:
+        shrunk = shrink(GPT, "pp=2,dp=2,distopt", 2)
+    assert shrunk is not None
+    small = {"micro_batches": 1, "num_layers": 2, "seq_length": 4}
+    assert (shrunk.layout, shrunk.changes, shrunk.steps) == ("pp=2", small, 1)
+    assert str(shrunk) == "layout pp=2, micro_batches=1, num_layers=2, seq_length=4, steps=1"
+    assert shrink(dataclasses.replace(GPT, micro_batches=1), "pp=2", 1) is None
+
+
+def test_the_smallest_program_is_saved_as_a_test_that_fails(tmp_path: Path) -> None:
+    path, reference = tmp_path / "test_it.py", f"{EXAMPLES / 'gpt.py'}:program"
+    with without_tied_sum:
+        assert main(["verify", reference, "--layouts", "pp=2", "--steps", "1", "--shrink", str(path)]) == 1
+        exec(compile(path.read_text(), str(path), "exec"), names := {})
+        with pytest.raises(LayoutDiffers, match="a reduction over pp is missing"):
+            names["test_pp_2_trains_the_model_of_one_process"]()
+    names["test_pp_2_trains_the_model_of_one_process"]()
+
+
+def test_the_source_of_a_test_without_changes_has_the_program_itself() -> None:
+    shrunk = shrink_result("tp=2,sp")
+    assert "verify_layout(program, 'tp=2,sp', steps=1)\n" in source_of_test(
+        "from my_model import program", "program", shrunk
+    )
+
+
+def shrink_result(layout: str) -> Any:
+    from parallel_state.verify import Outcome
+    from parallel_state.verify.shrinking import Shrunk
+
+    return Shrunk(layout, {}, 1, Outcome(layout, 2))
+
+
+def drawn_again(parameter: str, generator: torch.Generator | None) -> Any:
+    """Return a model provider that draws some weights from another generator, or from torch's own."""
+
+    def provider(*args: Any, **kwargs: Any) -> Any:
+        model = GPT.model_provider(*args, **kwargs)
+        for name, each in model.named_parameters():
+            if name.endswith(parameter):
+                torch.nn.init.normal_(each, std=0.02, generator=generator)
+        return model
+
+    return provider
+
+
+def test_parts_that_are_drawn_with_one_seed_are_named() -> None:
+    with pytest.raises(LayoutDiffers) as caught:  # torch.manual_seed is the same on all ranks
+        verify_layout(smaller(GPT, model_provider=drawn_again("linear_fc2.weight", None)), "tp=2", steps=1)
+    differences = caught.value.outcome.differences
+    assert {each.kind for each in differences} == {"seed"}
+    assert differences[0].name == "decoder.layers.mlp.linear_fc2.weight[0]"
+    assert differences[0].note == "this part starts with the values of another part, on rank 0: their seeds agree"
+
+
+def test_replicas_that_are_drawn_with_other_seeds_are_named() -> None:
+    def provider(*args: Any, **kwargs: Any) -> Any:
+        generator = torch.Generator().manual_seed(torch.distributed.get_rank())
+        return drawn_again("linear_fc1.weight", generator)(*args, **kwargs)
+
+    with pytest.raises(LayoutDiffers, match="its replicas start with other values than on rank 0: their seeds differ"):
+        verify_layout(smaller(GPT, model_provider=provider), "dp=2", steps=1)
+
+
+@pytest.mark.parametrize("layout", ["tp=2,sp", "dp=2,distopt"])
+def test_in_bf16_layouts_are_as_far_from_float32_as_one_process(layout: str) -> None:
+    outcome = Verifier(smaller(GPT)).in_bf16(layout)
+    assert outcome.equal and outcome.rounding.keys() == {"loss", "gradient", "gradient norm", "weight"}
+    from_half, from_single, of_one = outcome.rounding["gradient"]
+    assert from_half < 0.1 and 0.5 * of_one < from_single < 2 * of_one and 1e-3 < of_one < 0.1
+    assert outcome.first().startswith("loss ")
+
+
+def test_in_bf16_values_that_are_not_finite_are_a_difference() -> None:
+    reduce = finalizing._allreduce_word_embedding_grads
+
+    def infinite(model: Any, *args: Any, **kwargs: Any) -> None:
+        reduce(model, *args, **kwargs)
+        next(iter(model[0].parameters())).main_grad *= math.inf
+
+    verifier = Verifier(smaller(GPT), steps=1)
+    assert verifier.in_bf16("pp=2").equal
+    with mock.patch.object(finalizing, "_allreduce_word_embedding_grads", infinite):
+        outcome = verifier.in_bf16("pp=2")
+    assert {each.kind for each in outcome.differences} == {"gradient", "gradient norm", "weight"}
+    assert not outcome.rounding and str(outcome.differences[0]).endswith("not finite")

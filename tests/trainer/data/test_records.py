@@ -1,0 +1,192 @@
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+
+import pytest
+
+from mcontroller.errors import ConfigError, DataError
+from trainer.data.config import DatasetConfig
+from trainer.data.sources import load_records
+
+ROWS = [{"prompt": f"{number} + 1 =", "answer": str(number + 1)} for number in range(5)]
+THREE_TERMS = {"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 1}
+needs_datasets = pytest.mark.skipif(importlib.util.find_spec("datasets") is None, reason="the extra data: no datasets")
+needs_pyarrow = pytest.mark.skipif(importlib.util.find_spec("pyarrow") is None, reason="the extra data: no pyarrow")
+
+
+def jsonl(tmp_path, *lines):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    return path
+
+
+def test_lines_of_json_are_records_with_their_line_numbers(tmp_path):
+    path = jsonl(tmp_path, json.dumps(ROWS[0]), "", json.dumps({"prompt": "line\u2028separator"}, ensure_ascii=False))
+    records = load_records(DatasetConfig(str(path)), "data.train")
+    assert [row["prompt"] for row in records.rows] == ["0 + 1 =", "line\u2028separator"]
+    assert records.location(1) == f"{path}, line 3"
+
+
+def test_skip_and_size_select_rows(tmp_path):
+    path = str(jsonl(tmp_path, *map(json.dumps, ROWS)))
+    assert load_records(DatasetConfig(path, skip=1, size=2), "data.train").rows == ROWS[1:3]
+    assert load_records(DatasetConfig(path, skip=3), "data.train").rows == ROWS[3:]
+    with pytest.raises(DataError, match="has 5 rows; skip 4 and size 2 need 6"):
+        load_records(DatasetConfig(path, skip=4, size=2), "data.train")
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([], "rows.jsonl is empty: it has no rows"),
+        (['{"prompt": "a"}', '{"prompt": '], "rows.jsonl, line 2 is not JSON: Expecting value at column 12"),
+        (['"a plain string"'], "rows.jsonl, line 1 is 'a plain string' of type str; expected named columns"),
+        (["[1, 2]"], r"rows.jsonl, line 1 is \[1, 2\] of type list"),
+        (['{"prompt": ' + "[" * 200_000], r"rows.jsonl, line 1 is not JSON: maximum recursion depth .*: '\{"),
+        ([f'{{"prompt": {"1" * 5000}}}'], "rows.jsonl, line 1 is not JSON: Exceeds the limit .* for integer string"),
+        (
+            ['{"prompt": "a"}', '{"prompt": "a\\ud83d"}'],
+            "line 2 is not JSON: a text has .*half of a surrogate",
+        ),
+        (
+            ['{"prompt": "a", "more": {"\\uDE00": 1}}'],
+            "line 1 is not JSON: a text has .*half of a surrogate",
+        ),
+    ],
+)
+def test_a_broken_file_is_rejected_with_the_file_and_the_line(tmp_path, lines, message):
+    with pytest.raises(DataError, match=message):
+        load_records(DatasetConfig(str(jsonl(tmp_path, *lines))), "data.train")
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (DatasetConfig(), "data.train has no path: set data.train.path"),
+        (DatasetConfig("no/such.jsonl"), "there is no file or directory 'no/such.jsonl'"),
+        (DatasetConfig("pyproject.toml"), "has the suffix '.toml'; readers are chosen for .jsonl, .parquet and"),
+        (DatasetConfig("a.jsonl", source="jsnl"), "data.train.source is 'jsnl', .*did you mean jsonl"),
+        (DatasetConfig(source="reasoning_gym", task="chain_sums", size=3), "no task 'chain_sums'; did you mean chain_"),
+        (
+            DatasetConfig(source="reasoning_gym", task="chain_sum", size=3, options={"min_term": 1}),
+            "chain_sum has no option 'min_term'; did you mean min_terms",
+        ),
+    ],
+)
+def test_a_wrong_source_is_rejected_with_the_nearest_name(config, message):
+    with pytest.raises(ConfigError, match=message):
+        load_records(config, "data.train")
+
+
+def test_a_whole_surrogate_pair_is_one_character(tmp_path):
+    path = jsonl(tmp_path, '{"prompt": "\\ud83d\\ude00"}')
+    assert load_records(DatasetConfig(str(path)), "data.train").rows == [{"prompt": "\U0001f600"}]
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
+def test_a_pointer_of_git_lfs_is_rejected_with_what_to_do(tmp_path, name):
+    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a21\nsize 12345\n")
+    with pytest.raises(ConfigError, match=f"{name}' is a pointer of Git LFS, not the file: run `git lfs pull`"):
+        load_records(DatasetConfig(str(tmp_path / name)), "data.train")
+
+
+def test_a_path_that_has_no_end_is_rejected_before_it_is_read(tmp_path):
+    (tmp_path / "rows.jsonl").symlink_to("/dev/zero")
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    for name in ("rows.jsonl", "pipe.jsonl"):
+        with pytest.raises(ConfigError, match="is a device, a socket or a pipe; expected a file"):
+            load_records(DatasetConfig(str(tmp_path / name)), "data.train")
+
+
+@needs_pyarrow
+def test_keys_that_parquet_adds_to_a_row_are_left_out(tmp_path):
+    import pyarrow
+    from pyarrow import parquet
+
+    parts = [{"type": "text", "text": "hi"}, {"type": "image", "url": "a.png"}]
+    rows = [
+        {"messages": [{"role": "user", "content": parts}], "info": {"a": 1}, "tags": ["x", None]},
+        {"messages": [{"role": "assistant", "content": None, "name": "b"}], "info": None, "tags": None},
+        {"messages": [{"role": "user", "content": []}], "info": {"b": {"c": 2}}, "tags": []},
+    ]
+    table = pyarrow.Table.from_pylist(rows)
+    pairs = pyarrow.array([[("k", None)], None, []], pyarrow.map_(pyarrow.string(), pyarrow.int64()))
+    parquet.write_table(table.append_column("pairs", pairs), tmp_path / "rows.parquet")
+    read = load_records(DatasetConfig(str(tmp_path / "rows.parquet")), "data.train").rows
+    assert read == [{**row, "pairs": given} for row, given in zip(rows, ({"k": None}, None, {}), strict=True)]
+
+
+@needs_pyarrow
+def test_a_parquet_file_has_the_rows_of_its_table(tmp_path):
+    import pyarrow
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "rows.parquet")
+    records = load_records(DatasetConfig(str(tmp_path / "rows.parquet")), "data.train")
+    assert records.rows == ROWS and records.location(2).endswith("rows.parquet, row 2")
+
+
+@needs_pyarrow
+def test_a_file_that_is_not_parquet_or_is_damaged_is_rejected_with_its_name(tmp_path):
+    import pyarrow
+    from pyarrow import parquet
+
+    path = tmp_path / "rows.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist(ROWS * 50), path)
+    whole = path.read_bytes()
+    for content in (b"text", whole[:100], whole[:8] + b"\xff" * 60 + whole[68:]):
+        path.write_bytes(content)
+        with pytest.raises(DataError, match=r"rows.parquet cannot be read as a Parquet file"):
+            load_records(DatasetConfig(str(path)), "data.train")
+
+
+@needs_datasets
+def test_a_saved_dataset_is_read_by_split(tmp_path):
+    import datasets
+
+    whole = datasets.DatasetDict(
+        {"train": datasets.Dataset.from_list(ROWS[:3]), "test": datasets.Dataset.from_list(ROWS)}
+    )
+    whole.save_to_disk(tmp_path / "saved")
+    assert load_records(DatasetConfig(str(tmp_path / "saved"), split="test"), "data.val").rows == ROWS
+    with pytest.raises(DataError, match="has no split 'tests'; it has train, test"):
+        load_records(DatasetConfig(str(tmp_path / "saved"), split="tests"), "data.val")
+
+
+@needs_datasets
+def test_a_directory_of_files_is_loaded_by_datasets(tmp_path):
+    jsonl(tmp_path, *map(json.dumps, ROWS))
+    assert load_records(DatasetConfig(str(tmp_path)), "data.train").rows == ROWS
+
+
+@needs_datasets
+def test_a_directory_with_a_broken_file_is_rejected_with_the_reason(tmp_path):
+    jsonl(tmp_path, json.dumps(ROWS[0]), '{"prompt": "1 +')
+    with pytest.raises(DataError, match=r"cannot be read as a data set of Hugging Face: .*JSON"):
+        load_records(DatasetConfig(str(tmp_path)), "data.train")
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_two_selections_of_a_task_share_no_question(seed):
+    task = {"source": "reasoning_gym", "task": "chain_sum", "options": THREE_TERMS, "seed": seed}
+    held_out = load_records(DatasetConfig(**task, size=256), "data.val")
+    train = load_records(DatasetConfig(**task, skip=256, size=2000), "data.train")
+    questions = [{row["prompt"] for row in records.rows} for records in (held_out, train)]
+    assert [len(each) for each in questions] == [256, 2000] and questions[0].isdisjoint(questions[1])
+
+
+def test_seeds_give_different_problems_and_a_seed_the_same_ones():
+    def prompts(seed):
+        config = DatasetConfig(source="reasoning_gym", task="chain_sum", size=50, seed=seed)
+        return [row["prompt"] for row in load_records(config, "data.train").rows]
+
+    assert prompts(3) == prompts(3) != prompts(4)
+
+
+def test_a_task_with_too_few_questions_is_rejected_with_the_numbers():
+    few = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+    config = DatasetConfig(source="reasoning_gym", task="chain_sum", options=few, skip=100, size=150)
+    with pytest.raises(ConfigError, match=r"chain_sum has 200 different questions in .* skip 100 \+ size 150 = 250"):
+        load_records(config, "data.train")

@@ -1,0 +1,112 @@
+"""Models with another vocabulary than the policy, whose token ids they read."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mcontroller.cli.main import main
+from mcontroller.errors import ConfigError
+from trainer.data.tokenizers import TOKENIZERS, TextTokenizer, TokenizerSource
+from trainer.run.config import read_run_config
+from trainer.run.parts import check_vocabulary
+
+MODEL = {"vocab_size": 8, "max_sequence_length": 16, "num_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
+RUN = {
+    "imports": ["examples.ppo.tokenizer"],
+    "tokenizer": {"kind": "characters"},
+    "data": {"train": {"path": "rows.jsonl"}, "train_batch_size": 1},
+    "algorithm": {"adv_estimator": "grpo"},
+    "actor_rollout_ref": {"model": MODEL, "rollout": {"prompt_length": 8, "response_length": 4, "n": 2}},
+}
+TOKENS = ["<eos>", "<unk>", "the", "cat", "sat"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text(json.dumps(RUN))
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "ab", "answer": "b"}\n')
+    return tmp_path
+
+
+def save_tokenizer(path: Path, tokens: list[str], *added: str) -> TextTokenizer:
+    """Save a tokenizer of words with these ids, and return it as a run reads it."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    core = Tokenizer(models.WordLevel({token: index for index, token in enumerate(tokens)}, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Whitespace()
+    made = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>", unk_token="<unk>")
+    made.add_tokens([*added])
+    made.save_pretrained(path)
+    return TOKENIZERS["huggingface"](TokenizerSource(str(path), lambda: ([], [])))
+
+
+def run_with(role: str, path: Path, size: int = 8) -> Any:
+    """A run whose model of a role is in a directory."""
+    overrides = [f"{role}={json.dumps({'model': MODEL | {'vocab_size': size}})}"]
+    config = read_run_config("run.yaml", overrides)
+    section = getattr(config, role)
+    model = dataclasses.replace(section.model, hf_path=str(path))
+    return dataclasses.replace(config, **{role: dataclasses.replace(section, model=model)})
+
+
+@pytest.mark.parametrize("role", ["reward_model", "critic", "ref"])
+@pytest.mark.parametrize(
+    ("tokens", "added", "shown"),
+    [
+        (["<eos>", "<unk>", "cat", "the", "sat"], (), "2 of 5 token ids differ, such as id 2: 'the' for the policy"),
+        (TOKENS[:-1], (), "1 of 5 token ids differ, such as id 4: 'sat' for the policy, None for"),
+        ([*TOKENS[:-1], "dog", "sat"], (), "1 of 5 token ids differ, such as id 4: 'sat' for the policy, 'dog' for"),
+    ],
+)
+def test_a_model_with_another_vocabulary_is_rejected(folder, role, tokens, added, shown):
+    policy = save_tokenizer(folder / "policy", TOKENS)
+    save_tokenizer(folder / "other", tokens, *added)
+    with pytest.raises(ConfigError) as raised:
+        check_vocabulary(run_with(role, folder / "other"), policy)
+    assert raised.value.key == f"{role}.model.hf_path" and shown in str(raised.value)
+
+
+def test_equal_vocabularies_may_have_other_sizes_and_added_tokens(folder):
+    policy = save_tokenizer(folder / "policy", TOKENS, "<think>")
+    save_tokenizer(folder / "longer", TOKENS, "<think>", "<tool>")
+    save_tokenizer(folder / "shorter", TOKENS)
+    for name in ("longer", "shorter", "policy"):
+        check_vocabulary(run_with("reward_model", folder / name, size=12), policy)
+    save_tokenizer(folder / "other", TOKENS, "<tool>")
+    with pytest.raises(ConfigError, match=r"id 5: '<think>' for the policy, '<tool>' for the model"):
+        check_vocabulary(run_with("reward_model", folder / "other"), policy)
+
+
+def test_another_kind_of_tokenizer_is_compared_by_the_prompts(folder):
+    class Words:
+        vocab_size = 5
+
+        def __init__(self, *words: str) -> None:
+            self.words = words
+
+        def encode(self, text: str) -> list[int]:
+            return [self.words.index(word) for word in text.split()]
+
+    save_tokenizer(folder / "model", TOKENS)
+    config = run_with("reward_model", folder / "model")
+    check_vocabulary(config, Words(*TOKENS), ["the cat sat", "the"])  # type: ignore[arg-type]
+    with pytest.raises(
+        ConfigError, match=r"1 of 2 prompts differ, such as 'the cat': \[3, 2\] for the policy, \[2, 3\]"
+    ):
+        check_vocabulary(config, Words("<eos>", "<unk>", "cat", "the"), ["the cat", ""])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("role", "size"), [("reward_model", 64), ("reward_model", 4), ("ref", 64)])
+def test_check_rejects_a_model_of_another_size_without_a_tokenizer(folder, capsys, role, size):
+    model = f"{role}={json.dumps({'model': MODEL | {'vocab_size': size}})}"
+    function = "rewards.functions.mine.function=trainer.rewards.functions:exact_match"
+    for verb in ("check", "train"):
+        assert main([verb, "run.yaml", model, function]) == 1
+        assert f"{role}.model.vocab_size is {size}" in capsys.readouterr().err

@@ -1,0 +1,155 @@
+"""Reward functions in processes: arguments, weights, failures and deadlines."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from mcontroller.data.protocol import DataProto
+from mcontroller.errors import ConfigError, DataError
+from trainer.rewards.config import RewardFunctionConfig, RewardsConfig
+from trainer.rewards.configured import FunctionRewards
+
+SCORES = Path(__file__).with_name("scores.py")
+PROCESSES = pytest.mark.processes
+
+
+class Letters:
+    def decode(self, ids):
+        return "".join(map(chr, ids))
+
+
+def batch(responses, answers=None, **columns):
+    """A batch as the trainer makes it, one token per character, with columns of the data set."""
+    width = max(map(len, responses))
+    ids = [[*map(ord, text), *[0] * (width - len(text))] for text in responses]
+    mask = [[1] * len(text) + [0] * (width - len(text)) for text in responses]
+    rows = range(len(responses))
+    objects = {
+        "prompt": np.array([f"prompt {row}" for row in rows], dtype=object),
+        "answer": np.array(answers or [None] * len(responses), dtype=object),
+        "record": np.array([{name: values[row] for name, values in columns.items()} for row in rows], dtype=object),
+    }
+    return DataProto.from_dict({"responses": torch.tensor(ids), "response_mask": torch.tensor(mask)}, objects)
+
+
+def rewards(timeout_s=20.0, failed_score=0.0, **functions):
+    """Rewards of functions in scores.py: each a name, or a name with other fields."""
+    configured = {}
+    for name, given in functions.items():
+        function, fields = (given, {}) if isinstance(given, str) else given
+        configured[name] = RewardFunctionConfig(f"{SCORES}:{function}", **fields)
+    return FunctionRewards(RewardsConfig(configured, 2, timeout_s, failed_score), Letters())
+
+
+@PROCESSES
+def test_scores_are_a_weighted_sum_with_a_column_for_each_function_and_value():
+    each = rewards(right="right", level=("with_values", {"weight": 0.5}))
+    reward = each(batch(["4", "no"], ["4", "5"], level=[1, 3]))
+    each.close()
+    assert reward.token_level_scores.tolist() == [[2.0, 0.0], [0.0, 3.0]]
+    assert reward.columns == {
+        "right": [1.0, 0.0],
+        "level": [2.0, 6.0],
+        "level/length": [1.0, 2.0],
+        "reward_failed": [0.0, 0.0],
+    }
+
+
+@PROCESSES
+def test_failures_are_reported_with_their_sample_and_do_not_lose_the_batch(caplog):
+    each = rewards(timeout_s=2.0, some="sometimes", all=("lengths", {"batch": True, "options": {"offset": 10}}))
+    with caplog.at_level(logging.WARNING):
+        reward = each(batch(["fine", "raise", "hang", "die", "text", "nan", "none", "fine"]))
+    each.close()
+    some = reward.columns["some"]
+    assert some[:6] + some[7:] == [1.0, 0, 0, 0, 0, 0, 1.0] and math.isnan(some[6])
+    assert reward.columns["all"] == [14.0, 15, 14, 13, 14, 13, 14, 14]
+    assert reward.columns["reward_failed"] == [0, 1, 1, 1, 1, 1, 0, 0] and reward.scored == [True] * 8
+    assert reward.token_level_scores.sum(1).tolist() == [15.0, 15, 14, 13, 14, 13, 14, 15]
+    text = caplog.text
+    assert "reward function 'some' failed for 5 of 8 samples (score 0.0)" in text
+    assert "Sample 1: KeyError: 'no such thing'" in text and "scores.py, line" in text and "prompt 'prompt 1'" in text
+    assert "Sample 2: it did not return within 2 s" in text and "ended with exit code 7" in text
+    assert reward.columns["reward_replaced_processes"] == [float(each.pool.replaced)] * 8 and each.pool.replaced >= 2
+
+
+@PROCESSES
+def test_a_batch_that_was_started_early_has_the_same_scores():
+    each = rewards(right="right")
+    given = batch(["4", "no"], ["4", "5"])
+    started = each.start(given)
+    assert each(batch(["5", "5"], ["4", "5"])).columns["right"] == [0.0, 1.0]
+    assert started().columns["right"] == [1.0, 0.0]
+    each.close()
+
+
+@PROCESSES
+def test_closing_ends_a_function_that_hangs():
+    each = rewards(timeout_s=100.0, some="sometimes")
+    started = time.monotonic()
+    each.start(batch(["fine", "hang"]))
+    each.close()
+    assert time.monotonic() - started < 60.0
+
+
+@PROCESSES
+def test_async_functions_run_together_and_are_cancelled_at_the_deadline():
+    each = rewards(timeout_s=4.0, failed_score=None, slow="slow")
+    each(batch(["a"]))
+    started = time.monotonic()
+    reward = each(batch([*"abcdefghijklmnop", "hang"]))
+    each.close()
+    assert reward.columns["slow"][:16] == [1.0] * 16 and math.isnan(reward.columns["slow"][16])
+    assert reward.scored == [True] * 16 + [False] and reward.token_level_scores[16].tolist() == [0.0] * 4
+    assert time.monotonic() - started < 16 * 0.3 / 2 + 4.0  # one after the other takes 2.4 s in each process
+
+
+@PROCESSES
+@pytest.mark.parametrize(
+    ("function", "batched", "message"),
+    [
+        ("returns_text", False, "it returned 'good' of type str; expected a number or None|returned 'good'"),
+        ("too_few", True, "it returned 1 scores for 2 samples"),
+        ("returns_text", True, "it returned 'good'; expected one score for each of 2 samples"),
+    ],
+)
+def test_a_function_that_fails_for_every_sample_ends_the_run_with_the_reason(function, batched, message):
+    each = rewards(mine=(function, {"batch": batched}))
+    with pytest.raises(
+        DataError, match=f"'mine' failed for all 2 samples of a batch: .*({message}).*prompt 'prompt 0'"
+    ):
+        each(batch(["a", "b"]))
+    each.close()
+
+
+@PROCESSES
+def test_a_trial_reports_a_missing_argument_before_the_start():
+    each = rewards(mine="with_values")
+    with pytest.raises(DataError, match=r"'mine' .* needs 'level', .* there are prompt, response, answer$"):
+        each.check({"data.train": [{"prompt": "1 + 1 =", "response": "2", "answer": "2"}]})
+    each.check({"data.train": [{"prompt": "1 + 1 =", "response": "2", "answer": "2", "level": 1}]})
+    each.close()
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("no_colon", "expected package.module:name or file.py:name"),
+        (f"{SCORES}:rihgt", "has no 'rihgt'; did you mean right"),
+        ("no/such.py:score", "cannot be imported: FileNotFoundError: there is no file"),
+        ("no_such_package.rewards:score", "cannot be imported: ModuleNotFoundError"),
+        (f"{SCORES}:NOT_CALLABLE", "which is of type int; expected a function"),
+    ],
+)
+def test_a_function_that_cannot_be_imported_is_rejected_with_its_key(path, message):
+    with pytest.raises(ConfigError, match=f"rewards.functions.mine.function is .*{message}"):
+        FunctionRewards(RewardsConfig({"mine": RewardFunctionConfig(path)}), Letters())
+    with pytest.raises(ConfigError, match=r"rewards.functions is empty"):
+        FunctionRewards(RewardsConfig(), Letters())

@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+
+from mcontroller.data.protocol import DataProto
+from mcontroller.errors import ConfigError, DataError
+from trainer import Reward, outcome_scores, rule_only, sum_of_rewards, weighted_sum
+from trainer.rewards.reward import RewardSources, joined, rewarded
+from trainer.summary import reward_metrics
+
+MASK = torch.tensor([[1, 1, 0], [1, 1, 1], [1, 0, 0]])
+BATCH = DataProto.from_dict({"response_mask": MASK})
+
+
+def test_a_score_is_on_the_last_token_of_its_response():
+    assert outcome_scores([1.0, 0.5, 2.0], MASK).tolist() == [[0.0, 1.0, 0.0], [0.0, 0.0, 0.5], [2.0, 0.0, 0.0]]
+
+
+def test_a_bare_tensor_is_a_reward_without_columns():
+    reward = rewarded(lambda batch: outcome_scores([1, 1, 1], batch.batch["response_mask"]), BATCH)
+    assert reward.token_level_scores.sum().item() == 3.0 and reward.columns == {}
+
+
+@pytest.mark.parametrize("scores", [[1.0, 0.0, 2], (1, 0, 2), np.array([1, 0, 2]), torch.tensor([1, 0, 2])])
+def test_one_score_per_response_is_enough(scores):
+    assert rewarded(lambda batch: scores, BATCH).token_level_scores.tolist() == [[0, 1, 0], [0, 0, 0], [2, 0, 0]]
+
+
+def test_an_async_reward_function_is_awaited():
+    async def later(batch):
+        await asyncio.sleep(0)
+        return [1.0, 2.0, 3.0]
+
+    assert rewarded(later, BATCH).token_level_scores.sum(1).tolist() == [1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (torch.ones(3, 2), r"shape \(3, 2\); expected \(3, 3\), the shape of response_mask, or \(3,\), one score"),
+        ([1.0, 2.0], "returned 2 scores for 3 responses"),
+        ("good", "returned 'good' of type str; expected a Reward"),
+        ({"score": 1.0}, "of type dict; expected a Reward"),
+        ([1.0, "good", 0.0], "returned 'good' of type str for response 1; expected a number or None"),
+        ([1.0, 0.0, float("nan")], "returned a score of nan for response 2; expected finite numbers, or None"),
+    ],
+)
+def test_scores_that_do_not_fit_are_rejected_with_the_response(result, message):
+    with pytest.raises(DataError, match=message):
+        rewarded(lambda batch: result, BATCH)
+
+
+@pytest.mark.parametrize("name", ["the reward function", "combine_rewards", "the reward model"])
+def test_a_score_on_a_token_that_is_not_the_policys_is_rejected(name):
+    outside = torch.tensor([[0.0, 1.0, 0.0], [0.0, 0.0, 0.0], [0.0, 0.0, 3.0]])
+    sources = {
+        "the reward function": RewardSources(lambda batch: outside, None, False, None),
+        "combine_rewards": RewardSources(lambda batch: [0, 0, 0], None, True, lambda rule, model: outside),
+        "the reward model": RewardSources(None, None, True, None),
+    }
+    scored = BATCH.union(DataProto.from_dict({"rm_scores": outside if name == "the reward model" else 0 * outside}))
+    with pytest.raises(DataError, match=rf"^{name} returned a score of 3\.0 on token 2 of response 2, whose .* is 0"):
+        sources[name].of(scored)
+
+
+def test_a_response_without_tokens_of_the_policy_has_a_score_of_zero():
+    assert outcome_scores([1.0, 2.0], torch.tensor([[0, 0], [1, 0]])).tolist() == [[0.0, 0.0], [2.0, 0.0]]
+
+
+def test_a_row_for_which_a_function_of_a_sum_applies_has_a_score():
+    functions = {"one": lambda batch: [1.0, None, None], "other": lambda batch: [2.0, 3.0, None]}
+    reward = rewarded(sum_of_rewards(functions), BATCH)
+    assert reward.scored == [True, True, False] and reward.token_level_scores.sum(1).tolist() == [3.0, 3.0, 0.0]
+    assert joined([reward, Reward(torch.ones(1, 2))]).scored == [True, True, False, True]
+    with_model = RewardSources(lambda batch: [1.0, None, 2.0], None, True, weighted_sum())
+    scored = BATCH.union(DataProto.from_dict({"rm_scores": outcome_scores([1.0, 1.0, 1.0], MASK)}))
+    assert with_model.of(scored).scored == [True, False, True]
+
+
+def test_a_column_that_a_batch_lacks_does_not_apply_to_its_rows():
+    whole = joined([Reward(torch.ones(2, 3), {"a": [1.0, 2.0]}), Reward(torch.ones(1, 2), {"b": [3.0]})])
+    assert whole.token_level_scores.tolist() == [[3.0], [3.0], [2.0]]
+    metrics = reward_metrics("held_out", whole)
+    assert (metrics["held_out/a"], metrics["held_out/b"]) == (1.5, 3.0)
+
+
+def test_several_rewards_are_added_with_weights_and_have_their_own_columns():
+    def length(batch):
+        return batch.tensors()["response_mask"].sum(1).tolist()
+
+    def only_short(batch):
+        return [None if size > 2 else 1.0 for size in length(batch)]
+
+    reward = rewarded(sum_of_rewards({"length": length, "short": only_short}, {"length": 0.5}), BATCH)
+    assert reward.token_level_scores.sum(1).tolist() == [2.0, 1.5, 1.5]
+    metrics = reward_metrics("train", reward)
+    assert metrics["train/length"] == 2.0 and metrics["train/length_std"] == pytest.approx((2 / 3) ** 0.5)
+    assert metrics["train/short"] == 1.0 and metrics["train/short_std"] == 0.0
+    with pytest.raises(ConfigError, match="weights has 'long'; possible: 'length'"):
+        sum_of_rewards({"length": length}, {"long": 1.0})
+    with pytest.raises(ConfigError, match="no reward functions"):
+        sum_of_rewards({})
+
+
+def test_a_reward_function_and_a_reward_model_are_combined_by_a_function():
+    scored = BATCH.union(DataProto.from_dict({"rm_scores": outcome_scores([10.0, 20.0, 30.0], MASK)}))
+    both = RewardSources(lambda batch: [1.0, 2.0, 3.0], None, True, weighted_sum(rule=1.0, model=0.1))
+    reward = both.of(scored)
+    assert reward.token_level_scores.sum(1).tolist() == [2.0, 4.0, 6.0]
+    assert reward.columns == {"rule_score": [1.0, 2.0, 3.0], "model_score": [10.0, 20.0, 30.0]}
+    reads = RewardSources(lambda batch: 2 * batch.tensors()["rm_scores"], None, True, rule_only)
+    assert reads.of(scored, held_out=True).token_level_scores.sum(1).tolist() == [20.0, 40.0, 60.0]
+    alone = RewardSources(None, None, True, None)
+    assert alone.of(scored).token_level_scores.sum(1).tolist() == [10.0, 20.0, 30.0]
+    with pytest.raises(ConfigError, match="pass combine_rewards, such as weighted_sum"):
+        RewardSources(lambda batch: [1.0], None, True, None)
+    with pytest.raises(ConfigError, match=r"no reward: pass reward_fn, or map Role.RewardModel"):
+        RewardSources(None, None, False, None)
+
+
+def test_a_column_of_another_length_is_rejected_with_its_name():
+    with pytest.raises(DataError, match="2 values of 'accuracy' for 3 responses"):
+        rewarded(lambda batch: Reward(torch.zeros(3, 3), {"accuracy": [1.0, 0.0]}), BATCH)

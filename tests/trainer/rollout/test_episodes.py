@@ -1,0 +1,161 @@
+"""Episodes with tools: their tokens, where they run, and what becomes of those that misbehave."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from mcontroller.errors import ConfigError
+from tests.trainer.rollout.engine import CALL, RESPONSE, Tools, a_rollout, next_token
+from trainer import Trajectory
+from trainer.rollout.episodes import EpisodeError, Episodes, _Host
+from trainer.rollout.trajectories import append_sampled
+
+TOOLS = "tests.trainer.rollout.engine:Tools"
+PROMPTS = [[10 + row, 20, 3 * row + 1][: 1 + row % 3] for row in range(12)]
+
+
+def run(kinds: Mapping[int, str], **options: Any) -> tuple[list[Trajectory | EpisodeError], dict[str, float]]:
+    """The trajectories or errors of one episode for each prompt, and the metrics."""
+    episodes = Episodes(TOOLS if options.get("processes") else Tools, {"turns": 3}, **options)
+    episodes.connect(a_rollout())
+    try:
+        problems = [{"prompt_ids": prompt, "kind": kinds.get(row, "")} for row, prompt in enumerate(PROMPTS)]
+        futures = [episodes.start(problem, seed=row) for row, problem in enumerate(problems)]
+        episodes.run()
+        found: list[Any] = [each.exception() or each.result() for each in futures]
+        made = [Trajectory([1], ended=each.kind) if isinstance(each, EpisodeError) else each for each in found]
+        return found, episodes.take_metrics(made)
+    finally:
+        episodes.close()
+
+
+def expected(prompt: list[int], seed: int) -> Trajectory:
+    """What the episode makes, token by token."""
+    made = Trajectory(list(prompt))
+    while True:
+        token = next_token([*made.prompt, *made.tokens], seed, len(made.tokens))
+        made.sampled([token], [-token / 100])
+        if token == 1 or len(made.tokens) == RESPONSE:
+            return made
+        if token == CALL:
+            if made.turns > 3 or len(made.tokens) + 2 >= RESPONSE:
+                return made
+            made.replied([50, 50 + made.turns])
+
+
+def test_an_episode_has_exactly_the_tokens_of_engine_and_tools() -> None:
+    found, metrics = run({}, processes=0, concurrency=5)
+    for seed, (made, prompt) in enumerate(zip(found, PROMPTS, strict=True)):
+        right = expected(prompt, seed)
+        assert isinstance(made, Trajectory)
+        assert (made.tokens, made.own, made.turns) == (right.tokens, right.own, right.turns)
+        assert made.log_probs == pytest.approx(right.log_probs) and made.versions == right.versions
+    assert not any(count for name, count in metrics.items() if name.startswith("episodes"))
+    assert max(each.turns for each in found) == 4  # type: ignore[union-attr]
+
+
+INVALID = {
+    "raises": "ValueError: no such tool",
+    "forges": r"token \d+ of its response is marked as the policy's, and the engine did not make it",
+    "claims": r"token \d+ of its response is marked as the policy's, and the engine did not make it",
+    "endless": r"its response has \d+ tokens and \d+ marks in own; .* at most 24, which is rollout.response_length",
+    "text": "it returned 'the answer is 4'; expected a Trajectory",
+    "tokenless": "its response has no token of the policy",
+    "waits": "it did not ask for a turn or return within 0.2 s",
+}
+
+
+def test_an_episode_that_misbehaves_costs_its_trajectory_alone() -> None:
+    found, metrics = run(dict(enumerate(INVALID, 2)), processes=0, timeout_s=0.2)
+    for row, made in enumerate(found):
+        if 2 <= row < 2 + len(INVALID):
+            assert re.search([*INVALID.values()][row - 2], str(made))
+        else:
+            assert isinstance(made, Trajectory) and made.tokens == expected(PROMPTS[row], row).tokens
+    assert {name: count for name, count in metrics.items() if name.startswith("episodes")} == {
+        "episodes/failed": 7.0,
+        "episodes/raised": 1.0,
+        "episodes/timed_out": 1.0,
+        "episodes/died": 0.0,
+        "episodes/invalid": 5.0,
+        "episodes/restarted": 0.0,
+        "episodes/replaced_processes": 0.0,
+    }
+
+
+@pytest.mark.processes
+def test_processes_that_block_or_end_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.rollout.episodes.GRACE_S", 0.2)
+    found, metrics = run({1: "blocks", 4: "exits"}, processes=2, timeout_s=1.0)
+    assert "its process ended with exit code 3" in str(found[4]) and "or return within 1 s" in str(found[1])
+    for row in set(range(len(PROMPTS))) - {1, 4}:
+        made, right = found[row], expected(PROMPTS[row], row)
+        assert isinstance(made, Trajectory) and (made.tokens, made.own) == (right.tokens, right.own)
+    assert metrics["episodes/failed"] == 2.0 and metrics["episodes/died"] == metrics["episodes/timed_out"] == 1.0
+    assert metrics["episodes/restarted"] >= 3.0 and metrics["episodes/replaced_processes"] >= 2.0
+
+
+def test_a_process_lost_at_any_message_neither_loses_nor_repeats_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processes are simulated: each is lost instead of a message to or from it, at every message in turn."""
+    count = failing = 0
+    made: list[int] = []
+
+    class Dying(_Host):
+        def send(self, message: tuple[Any, ...]) -> None:
+            self.count("send")
+            super().send(message)
+
+        def receive(self) -> list[tuple[Any, ...]]:
+            messages = super().receive()
+            self.count("receive") if messages else None
+            return messages
+
+        def count(self, way: str) -> None:
+            nonlocal count
+            count += 1
+            if count == failing:
+                raise BrokenPipeError if way == "send" else EOFError
+
+    def append(trajectories: Any, *others: Any) -> None:
+        before = [len(each.tokens) for each in trajectories]
+        append_sampled(trajectories, *others)
+        made.extend(len(each.tokens) - length for each, length in zip(trajectories, before, strict=True))
+
+    monkeypatch.setattr(Episodes, "_process", lambda episodes: Dying(episodes._loop))
+    monkeypatch.setattr("trainer.rollout.trajectories.append_sampled", append)
+    right = [expected(prompt, row) for row, prompt in enumerate(PROMPTS)]
+    total, failing = 1, 0
+    while failing <= total:
+        count, _ = 0, made.clear()
+        found, metrics = run({}, processes=2, concurrency=5)
+        total = total if failing else count
+        assert [(each.tokens, each.own, each.versions) for each in found] == [  # type: ignore[union-attr]
+            (each.tokens, each.own, each.versions) for each in right
+        ], failing
+        assert sum(made) == sum(sum(each.own) for each in right), failing
+        assert metrics["episodes/failed"] == 0.0 and (metrics["episodes/restarted"] > 0) == (failing > 0)
+        failing += 1
+    assert total > 50
+
+
+def test_functions_that_cannot_be_episodes_are_rejected() -> None:
+    for episode, options, message in (
+        (lambda rollout, problem: None, {}, "which is not async; expected async def episode"),
+        (Tools, {"turn": 3}, "multi_turn.options do not fit .*'turn'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            Episodes(episode, options, processes=0)
+    with pytest.raises(ConfigError, match="is to run in 2 processes, which import it"):
+        Episodes(Tools, processes=2)
+
+
+def test_episodes_without_a_rollout_say_what_is_missing() -> None:
+    async def episode(rollout: Any, problem: Mapping[str, Any]) -> Trajectory:
+        return await rollout.submit(problem["prompt_ids"])
+
+    with pytest.raises(ConfigError, match=r"call connect\(rollout\) first"):
+        Episodes(episode, processes=0).start({"prompt_ids": [1]}, seed=0)

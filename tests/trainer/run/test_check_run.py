@@ -1,0 +1,182 @@
+"""The configuration of a run: everything that is wrong is reported together, before anything starts."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import ray
+
+from mcontroller.cli.main import main
+from mcontroller.errors import ConfigError, MControllerError
+from tests.workers.weights.test_hf_fields import QWEN_3_CODER
+from trainer.run.config import read_run_config
+from trainer.run.parts import make_parts
+
+RUN = """
+imports: [examples.ppo.tokenizer]
+tokenizer: {kind: characters}
+data:
+  train: {path: ROWS}
+  train_batch_size: 2
+rewards:
+  functions:
+    exact: {function: "trainer.rewards.functions:exact_match"}
+algorithm: {adv_estimator: grpo}
+pool: {process_on_nodes: [2, 2]}
+actor_rollout_ref:
+  model: {vocab_size: 32, max_sequence_length: 16, num_layers: 2, hidden_size: 64, num_attention_heads: 4}
+  parallel: {tp: 4}
+  rollout: {prompt_length: 8, response_length: 4, n: 2}
+"""
+ROWS = [{"prompt": "Add: 1 + 2 =", "answer": "3"}, {"prompt": "Add: 2 + 2 =", "answer": "4"}]
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    rows = tmp_path / "rows.jsonl"
+    long = {"prompt": "Add: 1 + 1 + 1 + 1 + 1 =", "answer": "5"}
+    rows.write_text("".join(json.dumps(row) + "\n" for row in [*ROWS, long]))
+    file = tmp_path / "run.yaml"
+    file.write_text(RUN.replace("ROWS", str(rows)))
+    return file
+
+
+def test_check_prints_data_layout_locality_resources_and_memory(config_file, capsys):
+    assert main(["check", str(config_file)]) == 0
+    printed = capsys.readouterr().out
+    assert "data.train: 2 prompts, 1 dropped: longer than 8 tokens" in printed
+    assert "actor_rollout_ref: 4 ranks, tp 4 x dp 1" in printed
+    assert "actor_rollout_ref: tp crosses nodes" in printed or "tp" in printed.split("locality")[0]
+    assert "pool: 4 bundles of 1 CPU on 2 nodes, 4 slots for processes" in printed and "this machine" in printed
+    assert "GB (2**30 bytes)" in printed
+    assert not ray.is_initialized()
+
+
+def test_all_errors_of_fields_are_reported_together_with_near_names(config_file):
+    wrong = [
+        "seeed=3",
+        "trainer.total_training_step=3",
+        "trainer.offload=sometimes",
+        "actor_rollout_ref.rollout.temperature=hot",
+        "rewards.functions.exact.wieght=2",
+        "data.train_batch_size=0",
+    ]
+    with pytest.raises(ConfigError) as raised:
+        read_run_config(config_file, wrong)
+    lines = str(raised.value).splitlines()
+    assert lines[0] == "the configuration has 6 errors:" and len(raised.value.errors) == 6
+    for part in (
+        "'seeed'; did you mean seed?",
+        "did you mean trainer.total_training_steps?",
+        "trainer.offload is 'sometimes'; possible: auto, always, never",
+        "actor_rollout_ref.rollout.temperature: Value 'hot'",
+        "did you mean rewards.functions.exact.weight?",
+        "data.train_batch_size is 0; it must be at least 1",
+    ):
+        assert sum(part in line for line in lines) == 1, lines
+
+
+def test_all_errors_of_the_parts_are_reported_together(config_file):
+    config = read_run_config(
+        config_file,
+        [
+            "trackers=[jsonlines]",
+            "pool.process_on_nodes=[3]",
+            "actor_rollout_ref.rollout.n=1",
+            "actor_rollout_ref.model.vocab_size=4",
+            "rewards.functions.exact.function=trainer.rewards.functions:exact_macth",
+            "data.val.path=missing.jsonl",
+            "data.train_batch_size=50",
+            f"trainer.export_hf={config_file.parent}",
+        ],
+    )
+    with pytest.raises(ConfigError) as raised:
+        make_parts(config)
+    text = str(raised.value)
+    for part in (
+        "the configuration has 8 errors:",
+        "trackers is 'jsonlines', and there is no such tracker: did you mean jsonl?",
+        "LayoutError: actor_rollout_ref on a pool of 3 bundles",
+        "actor_rollout_ref.rollout.n is 1 with algorithm.adv_estimator=grpo",
+        "actor_rollout_ref.model.vocab_size is 4; the tokenizer has",
+        "has no 'exact_macth'; did you mean exact_match?",
+        "there is no file or directory 'missing.jsonl'",
+        "data.train has 2 rows, less than one batch of 50",
+        "exists already and is not empty: choose another directory",
+    ):
+        assert part in text, text
+
+
+def test_a_file_that_is_not_yaml_is_rejected_with_its_line(tmp_path):
+    (tmp_path / "run.yaml").write_text("trainer: {total\n  a: b: c\n")
+    with pytest.raises(ConfigError, match=r"run\.yaml.* cannot be read as YAML: .*line 2"):
+        read_run_config(tmp_path / "run.yaml")
+
+
+def test_paths_of_a_run_do_not_depend_on_the_working_directory(config_file, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    overrides = [
+        "data.train.path=rows.jsonl",
+        "rewards.functions.exact.function=mine.py:score",
+        "imports=[]",
+        "tokenizer.path=tok",
+    ]
+    config = read_run_config(config_file, overrides).within(tmp_path / "run")
+    assert config.data.train.path == str(tmp_path / "rows.jsonl")
+    assert config.rewards.functions["exact"].function == f"{tmp_path}/mine.py:score"
+    assert config.tokenizer.path == str(tmp_path / "tok")
+    assert config.trainer.default_local_dir == str(tmp_path / "run" / "checkpoints")
+
+
+def test_a_shared_pool_of_gpus_is_rejected_one_step_off_policy(config_file: Path) -> None:
+    settings = ["rollout=${actor_rollout_ref}", "trainer.max_staleness=1", "algorithm.importance.level=token"]
+    parts = make_parts(read_run_config(config_file, settings))
+    assert len(parts.roles) == 2
+    with pytest.raises(ConfigError, match=r"Role.Rollout shares the pool 'pool' with Role.Actor"):
+        make_parts(read_run_config(config_file, [*settings, "pool.use_gpu=true"]))
+    with pytest.raises(ConfigError, match="the actor's processes generate"):
+        make_parts(read_run_config(config_file, settings[1:]))
+
+
+def test_check_prints_the_timeout_of_collectives_and_the_variables_of_cuda(config_file, capsys):
+    assert main(["check", str(config_file), "pool.use_gpu=true"]) == 0
+    printed = capsys.readouterr().out
+    assert "collectives fail after actor_rollout_ref.timeout_s = 7200 s" in printed
+    assert (
+        "actor_rollout_ref: CUDA_DEVICE_MAX_CONNECTIONS=1 on GPUs before compute capability 10.0: with tp=4" in printed
+    )
+
+
+def test_a_timeout_of_collectives_ends_no_start_of_an_engine(config_file):
+    short = ["actor_rollout_ref.rollout.engine=vllm", "actor_rollout_ref.timeout_s=600"]
+    with pytest.raises(ConfigError, match=r"timeout_s is 600 s, and rollout.vllm.start_timeout_s 600 s: other ranks"):
+        read_run_config(config_file, short)
+    assert read_run_config(config_file, short[:1]).actor_rollout_ref.timeout_s == 7200
+
+
+def test_a_run_of_other_machines_is_checked_without_weights_and_packages(config_file, tmp_path, capsys, monkeypatch):
+    """A model of 30e9 parameters by its config.json, engines of vLLM and layers of Transformer Engine, on no GPU."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *_: None if name == "vllm" else find_spec(name))
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(QWEN_3_CODER))
+    actor = f"""
+actor_rollout_ref:
+  model: {{hf_path: {model}, transformer_impl: transformer_engine, dtype: bfloat16}}
+  parallel: {{tp: 2, ep: 2, etp: 1, sequence_parallel: true}}
+  rollout: {{engine: vllm, prompt_length: 8, response_length: 4, n: 2}}
+"""
+    config_file.write_text(config_file.read_text().partition("actor_rollout_ref:")[0] + actor)
+    planned = ["pool={process_on_nodes: [8, 8], use_gpu: true}"]
+    assert main(["check", str(config_file), *planned]) == 0
+    printed = capsys.readouterr().out
+    assert f"actor_rollout_ref: {model} has no weights on this machine: not checked" in printed
+    train = next(line.split() for line in printed.splitlines() if line.split()[:2] == ["actor", "train"])
+    assert float(train[3]) == pytest.approx(2 * (29.0e9 / 2 + 1.54e9 / 2) / 2**30, rel=0.01)  # of experts, and others
+    with pytest.raises(MControllerError) as caught:
+        make_parts(read_run_config(config_file, planned))
+    assert f"there are no weights at '{model}'" in str(caught.value)
+    assert "rollout.engine is 'vllm', which is not installed" in str(caught.value)

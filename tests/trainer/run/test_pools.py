@@ -1,0 +1,256 @@
+"""Other pools of a run: which roles they have, what is checked and printed about them, and who a rollout is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import ray
+
+from mcontroller.cli.main import main
+from mcontroller.errors import ConfigError, MControllerError
+from tests.trainer.run.test_check_run import config_file  # noqa: F401 - a fixture
+from trainer import Role
+from trainer.run.config import RunConfig, read_run_config
+from trainer.run.parts import make_parts, roles_of
+from trainer.run.pools import pools_of
+from workers.config import ModelConfig, ParallelConfig, load_config
+from workers.weight_sender import check_same_policy
+
+MODEL = "{vocab_size: 32, max_sequence_length: 16, num_layers: 2, hidden_size: 64, num_attention_heads: 4}"
+CRITIC = ["algorithm.adv_estimator=gae", f"critic.model={MODEL}"]
+ROLLOUT = ["rollout.parallel.tp=2", "pools.rollout.process_on_nodes=[2]"]
+SHARED = ["pools.scores.process_on_nodes=[1, 1]", "pools.scores.roles=[ref, reward_model]"]
+SCORES = [f"ref.model={MODEL}", f"reward_model.model={MODEL}", *SHARED]
+
+
+def read(file: Path, *overrides: str) -> RunConfig:
+    return read_run_config(file, list(overrides))
+
+
+def errors_of_run(file: Path, *overrides: str) -> list[str]:
+    """Return the errors of the parts of a run, without errors of the data."""
+    with pytest.raises(MControllerError) as raised:
+        make_parts(read(file, *overrides))
+    return [str(error) for error in getattr(raised.value, "errors", [raised.value])]
+
+
+def test_every_role_is_in_its_pool_with_a_slot_for_each_role(config_file: Path) -> None:  # noqa: F811
+    config = read(config_file, *CRITIC, *ROLLOUT, *SCORES)
+    manager = pools_of(config, roles_of(config))
+    assert manager.mapping == {
+        Role.Actor: "pool",
+        Role.Critic: "pool",
+        Role.Rollout: "rollout",
+        Role.RefPolicy: "scores",
+        Role.RewardModel: "scores",
+    }
+    assert manager.resource_pool_spec == {"pool": [2, 2], "rollout": [2], "scores": [1, 1]}
+    assert [manager.slots_of(name) for name in ("pool", "rollout", "scores")] == [2, 1, 2]
+    assert manager.get_n_slots() == 4 * 2 + 2 + 2 * 2 and manager.get_n_gpus() == 8
+    make_parts(config)
+    chosen = read(config_file, *CRITIC, *ROLLOUT, "pool.max_colocate_count=3")
+    manager = pools_of(chosen, roles_of(chosen))
+    assert [manager.slots_of(name) for name in ("pool", "rollout")] == [3, 1]
+
+
+def test_a_rollout_has_the_values_of_the_actor_that_it_does_not_set(config_file: Path) -> None:  # noqa: F811
+    of_actor = ["actor_rollout_ref.rollout.temperature=0.5", "actor_rollout_ref.model.transformer={init_method: a}"]
+    of_actor += ["actor_rollout_ref.parallel={tp: 2, pp: 2}", "actor_rollout_ref.rollout.parallel.tp=4"]
+    own = ["rollout.parallel.tp=4", "rollout.model.dtype=bfloat16", "rollout.rollout.max_rows=7"]
+    config = read(config_file, *of_actor, *own)
+    actor, rollout = config.actor_rollout_ref, config.rollout
+    assert rollout is not None and rollout.parallel == ParallelConfig(tp=4) != actor.parallel
+    assert (rollout.model.dtype, actor.model.dtype) == ("bfloat16", "float32")
+    assert rollout.model.transformer == actor.model.transformer and rollout.model.num_layers == 2
+    assert (rollout.rollout.n, rollout.rollout.temperature, rollout.rollout.max_rows) == (2, 0.5, 7)
+    assert rollout.rollout.parallel is None
+    assert read(config_file, "rollout={}").rollout == read(config_file).actor_rollout_ref
+    assert read(config_file, "rollout=null").rollout is None
+
+
+MISTRAL = {
+    "model_type": "mistral",
+    "vocab_size": 32,
+    "max_position_embeddings": 16,
+    **{"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4},
+    **{"head_dim": 16, "intermediate_size": 128, "rms_norm_eps": 1e-5, "hidden_act": "silu"},
+    **{"rope_theta": 1e6, "sliding_window": 8, "tie_word_embeddings": False},
+}
+
+
+def test_mappings_of_a_rollout_are_those_of_the_actor_by_key(config_file: Path, tmp_path: Path) -> None:  # noqa: F811
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "config.json").write_text(json.dumps(MISTRAL))
+    engine = "{enable_prefix_caching: true, compilation_config: {level: 3, mode: a}}"
+    config = read(
+        config_file,
+        *(f"model={{hf_path: {tmp_path / 'base'}}}", "actor_rollout_ref.model=${model}", "tokenizer.kind=characters"),
+        "model.transformer={apply_rope_fusion: true, softmax_scale: 0.5}",
+        f"actor_rollout_ref.rollout.vllm.options={engine}",
+        "rollout.model.transformer={apply_rope_fusion: false}",
+        "rollout.rollout.vllm.options={compilation_config: {level: 0}}",
+    )
+    actor, rollout = config.actor_rollout_ref, config.rollout
+    assert rollout is not None
+    assert actor.model.transformer == {"window_size": [7, 0], "apply_rope_fusion": True, "softmax_scale": 0.5}
+    assert rollout.model.transformer == {"window_size": [7, 0], "apply_rope_fusion": False, "softmax_scale": 0.5}
+    options = {"enable_prefix_caching": True, "compilation_config": {"level": 0, "mode": "a"}}
+    assert rollout.rollout.vllm.options == options
+    check_same_policy(actor, rollout, "auto")
+
+
+def test_sizes_that_are_given_leave_the_rest_of_a_config_json(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MISTRAL))
+    sizes = {"vocab_size": 32, "max_sequence_length": 16, "num_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
+    expected = load_config(ModelConfig, {"hf_path": str(tmp_path)})
+    assert (expected.rotary_base, expected.ffn_hidden_size, expected.transformer) == (1e6, 128, {"window_size": [7, 0]})
+    assert load_config(ModelConfig, {"hf_path": str(tmp_path)}, sizes) == expected
+    assert load_config(ModelConfig, {"hf_path": str(tmp_path / "absent")}, sizes).rotary_base == 10000
+
+
+def test_a_rollout_without_a_model_of_the_actor_is_reported_as_that(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("rollout: {parallel: {tp: 1}}\nactor_rollout_ref: {seed: 3}\n")
+    with pytest.raises(ConfigError, match=r"RunConfig needs a value for actor_rollout_ref\.model"):
+        read_run_config(file)
+    sizes = "{num_layers: 2, vocab_size: 12}"
+    file.write_text(f"rollout: {{parallel: {{tp: 1}}}}\nactor_rollout_ref: {{model: {sizes}}}\n")
+    with pytest.raises(ConfigError, match=r"actor_rollout_ref\.model\.hf_path is not set") as raised:
+        read_run_config(file)
+    assert "rollout.model" not in str(raised.value).replace("actor_rollout_ref", "")
+
+
+def test_the_axes_of_each_role_divide_its_own_pool(config_file: Path) -> None:  # noqa: F811
+    wide = [*ROLLOUT, "rollout.parallel={tp: 4}", "pools.rollout.process_on_nodes=[4]", "pool.process_on_nodes=[4]"]
+    make_parts(read(config_file, *wide))
+    (error,) = errors_of_run(config_file, *wide, "pools.rollout.process_on_nodes=[2]")
+    assert error.startswith("rollout on the pool 'rollout' of 2 bundles: tp 4 x pp 1 x cp 1 = 4 does not divide")
+    (error,) = errors_of_run(config_file, *wide, "pool.process_on_nodes=[2]")
+    assert error.startswith("actor_rollout_ref on a pool of 2 bundles: tp 4")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["pools.rollout.process_on_nodes=[1]"], "'rollout', and the actor's processes generate: set rollout={}"),
+        (
+            ["pools.ref.process_on_nodes=[1]"],
+            "'ref', and the run has no separate reference policy: add the section ref",
+        ),
+        ([*CRITIC[1:], "pools.critic.process_on_nodes=[1]"], "the run has no critic: set algorithm.adv_estimator=gae"),
+        (["pools.reward_model.process_on_nodes=[1]"], "the run has no reward model: add the section reward_model"),
+        (["pools.rolout.process_on_nodes=[1]"], "'rolout', which cannot have a separate pool; did you mean rollout?"),
+        (["pools.rolout.process_on_nodes=[1]"], "A pool with another name has a list of its roles: set pools.rolout."),
+        ([*SHARED[:1], "pools.scores.roles=[actor_rollout_ref]"], "'actor_rollout_ref', which cannot have a separate"),
+        ([*SCORES, "pools.ref.process_on_nodes=[1]"], "pools.ref has the role 'ref', and so has pools.scores"),
+        (["pools.pool.process_on_nodes=[1]"], "pools.pool has the name of the pool of all other roles"),
+        (
+            [*CRITIC, "pool.max_colocate_count=1"],
+            "2 roles are in the pool, each with a process in every bundle: actor_",
+        ),
+    ],
+)
+def test_a_pool_that_does_not_fit_the_run_is_an_error_that_says_what_to_set(
+    config_file: Path,  # noqa: F811
+    overrides: list[str],
+    message: str,
+) -> None:
+    (error,) = errors_of_run(config_file, *overrides)
+    assert message in error
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("pools.rollout.process_on_node=[1]", "did you mean pools.rollout.process_on_nodes?"),
+        ("pools.rollout.process_on_nodes=[]", "pools.rollout.process_on_nodes is empty"),
+        ("pools.rollout.process_on_nodes=[1, 0]", "pools.rollout.process_on_nodes is 0; it must be at least 1"),
+        ("pools.rollout={}", "needs a value for pools.rollout.process_on_nodes"),
+    ],
+)
+def test_a_pool_with_a_wrong_field_is_named(config_file: Path, override: str, message: str) -> None:  # noqa: F811
+    with pytest.raises(ConfigError) as raised:
+        read(config_file, override)
+    assert message in str(raised.value)
+
+
+def test_generation_ahead_says_which_section_and_which_pool_to_set(config_file: Path) -> None:  # noqa: F811
+    ahead = ["trainer.max_staleness=1", "algorithm.importance.level=token"]
+    (error,) = errors_of_run(config_file, *ahead)
+    assert "Set rollout={} in the configuration of a run, and pools.rollout.process_on_nodes with GPUs" in error
+    (error,) = errors_of_run(config_file, *ahead, "rollout={}", "pool.use_gpu=true", "pool.process_on_nodes=[4]")
+    assert "takes turns: give it a separate pool, with pools.rollout.process_on_nodes" in error
+    make_parts(read(config_file, *ahead, *ROLLOUT, "pool.use_gpu=true"))
+
+
+def test_check_prints_every_role_and_resource_by_pool(
+    config_file: Path,  # noqa: F811
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["check", str(config_file), *CRITIC, *ROLLOUT, *SCORES, "pool.use_gpu=true", "ref.parallel.tp=2"]) == 0
+    printed = capsys.readouterr().out
+    lines = printed.splitlines()
+    for line in (
+        "actor_rollout_ref: 4 ranks, tp 4 x dp 1 x pp 1 x etp 4",
+        "rollout: 2 ranks, tp 2 x dp 1 x pp 1 x etp 2",
+        "ref: 2 ranks, tp 2 x dp 1 x pp 1 x etp 2",
+        "pool: 4 bundles of 1 GPU on 2 nodes, 8 slots for processes",
+        "pool rollout: 2 bundles of 1 GPU on 1 nodes, 2 slots for processes",
+        "pool scores: 2 bundles of 1 GPU on 2 nodes, 4 slots for processes",
+    ):
+        assert line in lines, printed
+    crossing = {line.partition(":")[0] for line in lines if "axis tp crosses nodes" in line}
+    assert crossing == {"actor_rollout_ref", "ref"}
+    calls = [tuple(line.split()[:2]) for line in lines if line.split()[1:2] in (["train"], ["score"], ["generate"])]
+    assert sorted(calls) == sorted(
+        [
+            *(("actor", "train"), ("actor", "score"), ("critic", "train"), ("critic", "score")),
+            *(("rollout", "generate"), ("reference", "score"), ("reward", "score")),
+        ]
+    )
+    sums = [line for line in lines if line.startswith("if the roles of a pool share its GPUs, ")]
+    assert [line.split(", ")[1].partition(":")[0] for line in sums] == ["pool", "rollout", "scores"]
+    assert not ray.is_initialized()
+
+
+def test_check_adds_up_what_the_pools_need(
+    config_file: Path,  # noqa: F811
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    more = ["pool.use_gpu=true", *ROLLOUT, "pools.rollout.process_on_nodes=[5000, 5000]"]
+    assert main(["check", str(config_file), *more]) == 0
+    keys = "pool.process_on_nodes, pools.rollout.process_on_nodes"
+    assert f"the pools need 10004 GPUs: reduce {keys}" in capsys.readouterr().out.splitlines()
+
+
+def test_memory_and_communication_are_those_of_the_ranks_of_the_roles_own_pool(
+    config_file: Path,  # noqa: F811
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    big = ["actor_rollout_ref.model.hidden_size=4096", "actor_rollout_ref.parallel.tp=1"]
+
+    def cache(nodes: str) -> float:
+        pool = f"pools.rollout.process_on_nodes={nodes}"
+        batch = ["data.train_batch_size=2", "actor_rollout_ref.rollout.n=1024"]
+        assert main(["check", str(config_file), *big, *batch, "rollout.parallel.tp=1", pool]) == 0
+        lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+        header = next(line for line in lines if line[:2] == ["role", "call"])
+        row = next(line for line in lines if line[:2] == ["rollout", "generate"])
+        return float(row[header.index("cache")])
+
+    assert cache("[1]") == pytest.approx(2 * cache("[2]"), rel=0.01)  # of half of the rows
+    assert main(["communication", str(config_file), *ROLLOUT]) == 0
+    assert capsys.readouterr().out.startswith("4 ranks, tp 4")
+
+
+def test_groups_that_share_gpus_of_several_nodes_are_rejected(config_file: Path) -> None:  # noqa: F811
+    colocated = ["rollout={}", "pool.use_gpu=true"]
+    (error,) = errors_of_run(config_file, *colocated)
+    assert error.startswith(
+        "Role.Actor and Role.Rollout share the GPUs of pool 'pool' on 2 nodes, and weights travel between groups that "
+        "share GPUs within one node only: give Role.Rollout a separate pool (pools.rollout), "
+    )
+    for fits in (["pool.process_on_nodes=[4]"], [*ROLLOUT, "rollout.parallel.tp=2"], ["pool.use_gpu=false"]):
+        make_parts(read(config_file, *colocated, *fits))

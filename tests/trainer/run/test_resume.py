@@ -1,0 +1,106 @@
+"""What is resumed, and what is kept: the directories of a run as they were recorded, and its metrics."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+from rich.console import Console
+
+from mcontroller.cli.main import main
+from mcontroller.errors import ConfigError, DataError
+from tests.trainer.run.test_check_run import config_file  # noqa: F401 - a fixture
+from trainer.report.reading import read_run
+from trainer.run import training
+from trainer.run.config import read_run_config
+from trainer.run.resume_verb import config_of_run
+from trainer.saving.run_record import RunRecord, SavedStep, write_record
+
+LINES = {name: "".join(json.dumps({"global_step": step}) + "\n" for step in (1, 2)) for name in ("metrics", "samples")}
+MakeRun = Callable[[str], Path]
+
+
+@pytest.fixture
+def make_run(tmp_path: Path, config_file: Path) -> MakeRun:  # noqa: F811
+    def make(checkpoints: str) -> Path:
+        """A run with metrics of two steps, whose saves are in a directory."""
+        directory = tmp_path / "runs" / "first"
+        directory.mkdir(parents=True)
+        settings = [f"trainer.default_local_dir={checkpoints}", "pool.process_on_nodes=[4]"]
+        config = read_run_config(config_file, settings).within(directory)
+        (directory / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config))))
+        for name, text in LINES.items():
+            (directory / f"{name}.jsonl").write_text(text)
+        return directory
+
+    return make
+
+
+def save(checkpoints: Path, step: int) -> None:
+    checkpoints.mkdir(parents=True, exist_ok=True)
+    write_record(checkpoints, RunRecord(SavedStep(step, 0.0, {"actor": f"actor/global_step_{step}"})))
+
+
+@pytest.mark.parametrize("place", ["checkpoints", "saves/all", "../saves", "ELSEWHERE"])
+def test_saves_are_where_the_run_recorded_them(make_run: MakeRun, tmp_path: Path, place: str) -> None:
+    run = make_run(place.replace("ELSEWHERE", str(tmp_path / "disk" / "checkpoints")))
+    saves = Path(config_of_run(str(run), []).trainer.default_local_dir)
+    assert saves == (tmp_path / "disk" / "checkpoints" if place == "ELSEWHERE" else (run / place).resolve())
+    save(saves, 7)
+    assert read_run(run).saved["global_steps"] == 7
+    moved = run.rename(tmp_path / "moved")
+    inside = not (place == "ELSEWHERE" or place.startswith(".."))
+    assert config_of_run(str(moved), []).trainer.default_local_dir == str(moved / place if inside else saves)
+    assert config_of_run(str(moved), []).run_dir == str(moved) and read_run(moved).saved["global_steps"] == 7
+    given = config_of_run(str(moved), [f"trainer.default_local_dir={tmp_path}"])
+    assert given.trainer.default_local_dir == str(tmp_path)
+
+
+@pytest.mark.parametrize("lost", ["trainer.json", "the directory"])
+def test_without_the_record_of_its_saves_a_run_is_not_begun_again(
+    make_run: MakeRun, tmp_path: Path, lost: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(str(tmp_path / "disk"))
+    if lost == "trainer.json":
+        (tmp_path / "disk" / "actor" / "global_step_2").mkdir(parents=True)
+    assert main(["resume", str(run)]) == 1
+    assert f"mcontroller resume: DataError: the run in {run} cannot be resumed" in capsys.readouterr().err
+    assert {name: (run / f"{name}.jsonl").read_text() for name in LINES} == LINES
+    with pytest.raises(DataError) as caught:
+        training.train(config_of_run(str(run), ["trainer.resume=true"]), Console())
+    assert caught.value.fields["saves"] == (["actor/global_step_2"] if lost == "trainer.json" else [])
+    assert caught.value.fields["path"] == str(tmp_path / "disk" / "trainer.json")
+
+
+@pytest.mark.processes
+def test_a_run_without_a_save_begins_again_and_keeps_its_metrics(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    run = make_run("checkpoints")
+    (run / "checkpoints" / "actor" / ".saving-1a2b" / "global_step_1").mkdir(
+        parents=True
+    )  # a save that was interrupted
+    monkeypatch.setattr(training, "start_ray", interrupted)
+    assert main(["resume", str(run)]) == training.INTERRUPTED
+    assert "no step of the run is saved: it begins again; its metrics are now in metrics-1.jsonl" in (
+        capsys.readouterr().out.replace("\n", " ")
+    )
+    for name, text in LINES.items():
+        assert (run / f"{name}-1.jsonl").read_text() == text and (run / f"{name}.jsonl").read_text() == ""
+
+
+def test_a_new_run_is_not_saved_over_another_one(config_file: Path, tmp_path: Path) -> None:  # noqa: F811
+    save(tmp_path / "shared", 5)
+    config = read_run_config(
+        config_file, [f"trainer.default_local_dir={tmp_path / 'shared'}", f"run_dir={tmp_path / 'second'}"]
+    )
+    with pytest.raises(ConfigError) as caught:
+        training.train(config, Console())
+    assert caught.value.fields["key"] == "trainer.default_local_dir"

@@ -1,0 +1,92 @@
+"""``mcontroller verify``: its table, its JSON and its exit status."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from mcontroller.cli.main import main
+from tests.parallel_state.verify.programs import EXAMPLES
+
+pytestmark = pytest.mark.simulated
+
+GPT = f"{EXAMPLES / 'gpt.py'}:program"
+
+
+def test_equal_layouts_are_a_table_and_success(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    result = tmp_path / "result.json"
+    assert main(["verify", GPT, "--layouts", "pp=2", "dp=2,distopt", "--steps", "1", "--json", str(result)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["layout", "ranks", "equal", "largest", "seconds", "first", "difference"]
+    assert [line.split()[:3] for line in lines[1:3]] == [["pp=2", "2", "yes"], ["dp=2,distopt", "2", "yes"]]
+    assert lines[4].startswith("2 layouts train the model of one process in ")
+    found = json.loads(result.read_text())
+    assert [each["layout"] for each in found["layouts"]] == ["pp=2", "dp=2,distopt"]
+    assert all(each["equal"] and each["largest"] < found["tolerance"] for each in found["layouts"])
+
+
+def test_a_difference_is_printed_and_failure(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    finalizing = sys.modules["megatron.core.distributed.finalize_model_grads"]
+    result = tmp_path / "result.json"
+    with mock.patch.object(finalizing, "_allreduce_word_embedding_grads", lambda *args, **kwargs: None):
+        assert main(["verify", GPT, "--layouts", "pp=2", "dp=2", "--steps", "1", "--json", str(result)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split()[:3] == ["pp=2", "2", "NO"]
+    assert lines[1].endswith("the sum over pp is that of one process: a reduction over pp is missing")
+    assert lines[-3].startswith("1 of 2 layouts do not train the model of one process in ")
+    assert re.fullmatch("fingerprint of one process: [0-9a-f]{16}", lines[-1])
+    difference = json.loads(result.read_text())["layouts"][0]["differences"][0]
+    assert (difference["kind"], difference["name"]) == ("gradient", "embedding.word_embeddings.weight")
+
+
+def test_bad_input_is_one_line_and_failure(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "no_such_file.py:program"]) == 1
+    assert capsys.readouterr().err == "mcontroller verify: VerifyError: there is no file no_such_file.py\n"
+
+
+@pytest.fixture
+def team(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A repository whose last commit changes a number, as the working directory."""
+    for epsilon in ("1e-5", "1e-2"):
+        program = f"gpt.program.smaller(num_layers=1, layernorm_epsilon={epsilon})"
+        (tmp_path / "team_model.py").write_text(
+            f"import sys\nsys.path.insert(0, {str(EXAMPLES)!r})\nimport gpt\nprogram = {program}\n"
+        )
+        commit = "git init --quiet . && git add team_model.py && git -c user.name=a -c user.email=b commit --quiet -m c"
+        subprocess.run(commit, shell=True, check=True, cwd=tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(EXAMPLES.parents[1]))
+    return tmp_path
+
+
+@pytest.mark.processes
+def test_another_commit_and_another_environment_are_compared(team: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["verify", "team_model.py:program", "--layouts", "dp=1", "--steps", "1", "--against"]
+    assert main([*arguments, "HEAD~1"]) == 1
+    assert main([*arguments, sys.executable]) == 0
+    rows = [line.split()[:4] for line in capsys.readouterr().out.splitlines() if line.startswith("against ")]
+    assert rows[0] == ["against", "HEAD~1", "1", "NO"] and rows[-1] == ["against", sys.executable, "1", "yes"]
+    worktrees = subprocess.run(["git", "worktree", "list"], cwd=team, capture_output=True, text=True).stdout
+    assert len(worktrees.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ("no-such-commit", "expected a file that --save wrote, a Python interpreter, or a commit; git says"),
+        ("HEAD", "training there failed: mcontroller verify: VerifyError: there is no file later.py; try: "),
+    ],
+)
+@pytest.mark.processes
+def test_what_cannot_be_compared_is_one_error(
+    team: Path, capsys: pytest.CaptureFixture[str], other: str, message: str
+) -> None:
+    (team / "team_model.py").rename(team / "later.py")
+    assert main(["verify", "later.py:program", "--against", other]) == 1
+    assert message in capsys.readouterr().err

@@ -1,0 +1,233 @@
+"""Responses of several turns: the exact tokens, masks with holes, limits, and the environment's place in them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mcontroller.data.protocol import DataProto
+from mcontroller.dispatch.modes import Dispatch
+from mcontroller.dispatch.registration import register
+from mcontroller.errors import ConfigError
+from mcontroller.local import LocalWorkerGroup
+from mcontroller.ray.class_with_init import ClassWithInitArgs
+from mcontroller.worker import Worker
+from trainer.rollout.turns import ENVIRONMENTS, MultiTurnConfig, MultiTurnRollout, Trajectory, make_environment
+
+PAD, EOS, CALL = 0, 1, 2
+PROMPT, RESPONSE = 4, 10
+PROMPTS = [[11, 12, 13], [21]]
+FAILURES = ("failed", "raised", "timed_out", "died", "invalid", "restarted")
+
+
+class Policy(Worker):
+    """Continues every context with the tokens of a script, and keeps the contexts that it was asked for.
+
+    Args:
+        script: the next tokens by the tokens of the context.
+    """
+
+    def __init__(self, script):
+        self.script, self.asked, self.calls = script, [], 0
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def generation_limits(self):
+        return {"prompt_length": PROMPT, "response_length": RESPONSE, "vocab_size": 100, "max_rows": 0, "n": 1} | {
+            "temperature": 0.7
+        }
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def sampling_state(self):
+        return {"sampled_batches": self.calls}
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def restore_sampling(self, state):
+        self.calls = state["sampled_batches"]
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, changes_rows=True)
+    def generate_sequences(self, prompts):
+        meta = prompts.meta_info
+        longest = meta["response_length"]
+        ids, attention = prompts.batch["input_ids"], prompts.batch["attention_mask"]
+        responses = torch.full((len(prompts), longest), PAD)
+        mask, log_probs = torch.zeros_like(responses), torch.zeros(responses.shape)
+        for row in range(len(prompts)):
+            context = ids[row][attention[row] == 1].tolist()
+            assert attention[row].tolist() == sorted(attention[row].tolist()), "padded on the left"
+            turn = self.script[tuple(context)][:longest]
+            assert not set(turn[:-1]) & set(meta["eos_token_id"]), "a turn ends at the first stop token"
+            self.asked.append(context)
+            responses[row, : len(turn)] = torch.tensor(turn)
+            mask[row, : len(turn)] = 1
+            log_probs[row, : len(turn)] = -torch.tensor(turn) / 100.0
+        assert ids.shape[1] + longest <= PROMPT + RESPONSE
+        made = {"prompts": ids, "responses": responses, "response_mask": mask, "rollout_log_probs": log_probs}
+        return DataProto.from_dict({**made, "policy_version": torch.full((len(prompts),), 7)}, meta_info=meta)
+
+
+class Echo:
+    """Replies to a call with two tokens: 90, and 50 plus the number of the turn. Keeps what it was shown."""
+
+    stop_token_ids = (CALL,)
+
+    def __init__(self):
+        self.shown = []
+
+    def reply(self, conversations):
+        self.shown.append([(list(each.last_turn), each.problem["answer"]) for each in conversations])
+        return [[90, 50 + each.turns] for each in conversations]
+
+
+def problems(n=1):
+    ids = torch.tensor([[PAD] * (PROMPT - len(prompt)) + prompt for prompt in PROMPTS])
+    batch = DataProto.from_dict({"input_ids": ids, "attention_mask": (ids != PAD).long()}, {"answer": ["a", "b"]})
+    batch.meta_info = {"eos_token_id": EOS, "pad_token_id": PAD, "n": n}
+    return batch
+
+
+def run(script, environment=None, max_turns=8, n=1, batch=None):
+    batch, environment = problems(n) if batch is None else batch, environment or Echo()
+    init = ClassWithInitArgs(Policy, {tuple(context): turn for context, turn in script})
+    group = LocalWorkerGroup(init, name_prefix="policy")
+    return MultiTurnRollout(environment, max_turns)(batch, group.generate_sequences), group.workers[0], environment
+
+
+FIRST, SECOND = PROMPTS
+TWO_CALLS = [
+    (FIRST, [31, CALL]),
+    ([*FIRST, 31, CALL, 90, 51], [32, 33, CALL]),
+    ([*FIRST, 31, CALL, 90, 51, 32, 33, CALL, 90, 52], [EOS]),
+    (SECOND, [41, EOS]),
+]
+
+
+def test_the_mask_has_holes_exactly_at_the_tokens_of_the_environment():
+    batch, _, environment = run(TWO_CALLS)
+    assert batch.batch["responses"].tolist() == [
+        [31, CALL, 90, 51, 32, 33, CALL, 90, 52, EOS],
+        [41, EOS, *[PAD] * 8],
+    ]
+    mask = [[1, 1, 0, 0, 1, 1, 1, 0, 0, 1], [1, 1, *[0] * 8]]
+    assert batch.batch["response_mask"].tolist() == mask
+    attended = batch.batch["attention_mask"]
+    assert attended.tolist() == [[0, 1, 1, 1, *[1] * 10], [0, 0, 0, 1, 1, 1, *[0] * 8]]
+    assert batch.batch["position_ids"][1].tolist() == [0, 0, 0, 0, 1, 2, *[2] * 8]
+    sampled = -batch.batch["responses"] / 100 * torch.tensor(mask)
+    torch.testing.assert_close(batch.batch["rollout_log_probs"], sampled)
+    assert (
+        batch.batch["input_ids"].tolist()
+        == torch.cat((problems().batch["input_ids"], batch.batch["responses"]), 1).tolist()
+    )
+    assert batch.batch["policy_version"].tolist() == [7, 7]
+    assert batch.batch["truncated"].tolist() == [False, False]
+    assert environment.shown == [[([31, CALL], "a")], [([32, 33, CALL], "a")]]
+
+
+def test_every_turn_continues_the_exact_tokens_so_far():
+    _, policy, _ = run(TWO_CALLS)
+    assert policy.asked == [FIRST, SECOND, TWO_CALLS[1][0], TWO_CALLS[2][0]]
+
+
+def test_the_batch_has_the_settings_of_the_problems_and_numbers_of_turns():
+    batch, _, _ = run(TWO_CALLS)
+    assert batch.meta_info["eos_token_id"] == EOS
+    assert (batch.meta_info["n"], batch.meta_info["temperature"]) == (1, 0.7)
+    assert batch.meta_info["metrics"] == {
+        "multi_turn/turns_mean": 2.0,
+        "multi_turn/turns_max": 3.0,
+        "multi_turn/reply_tokens_mean": 2.0,
+        "episodes/replaced_processes": 0.0,
+        **dict.fromkeys(map("episodes/{}".format, FAILURES), 0.0),
+    }
+
+
+def test_responses_to_one_prompt_are_neighbors_and_go_on_on_their_own():
+    batch, _, environment = run(TWO_CALLS, n=2)
+    assert batch.batch["responses"][:, 0].tolist() == [31, 31, 41, 41]
+    assert environment.shown == [[([31, CALL], "a")]] * 2 + [[([32, 33, CALL], "a")]] * 2 and batch.meta_info["n"] == 2
+
+
+def test_a_response_ends_after_the_last_turn_that_is_allowed():
+    batch, policy, environment = run(TWO_CALLS, max_turns=2)
+    assert batch.batch["responses"][0].tolist() == [31, CALL, 90, 51, 32, 33, CALL, PAD, PAD, PAD]
+    assert len(environment.shown) == 1 and len(policy.asked) == 3
+    assert batch.batch["truncated"].tolist() == [True, False]
+
+
+def test_a_reply_without_room_for_another_turn_is_left_out():
+    long = [*range(31, 38), CALL]
+    batch, _, _ = run([(FIRST, long), (SECOND, [EOS])])
+    assert batch.batch["responses"][0].tolist() == [*long, PAD, PAD]
+    assert batch.batch["response_mask"][0].tolist() == [1] * 8 + [0] * 2
+    assert batch.batch["truncated"].tolist() == [True, False]
+
+
+def test_all_turns_together_are_at_most_as_long_as_a_response():
+    context = [*FIRST, 31, CALL, 90, 51]
+    batch, _, _ = run([(FIRST, [31, CALL]), (context, [*range(60, 70)]), (SECOND, [EOS])])
+    assert batch.batch["responses"][0].tolist() == [31, CALL, 90, 51, *range(60, 66)]
+    assert batch.batch["truncated"].tolist() == [True, False]
+
+
+def test_a_turn_without_room_beside_another_goes_on_in_the_next_call():
+    """A prompt of the full length after a long first turn leaves 2 tokens to a call; the other response needs 4."""
+    wide = [11, 12, 13, 14]
+    script = [
+        (wide, [31, 32, 33, 34, 35, CALL]),
+        ([*wide, 31, 32, 33, 34, 35, CALL, 90, 51], [36, EOS]),
+        (SECOND, [41, CALL]),
+        ([*SECOND, 41, CALL, 90, 51], [42, 43, 44, EOS]),
+        ([*SECOND, 41, CALL, 90, 51, 42, 43], [44, EOS]),
+    ]
+    batch = problems()
+    batch.batch["input_ids"][0], batch.batch["attention_mask"][0] = torch.tensor(wide), 1
+    found, _, _ = run(script, batch=batch)
+    assert found.batch["responses"].tolist() == [
+        [31, 32, 33, 34, 35, CALL, 90, 51, 36, EOS],
+        [41, CALL, 90, 51, 42, 43, 44, EOS, PAD, PAD],
+    ]
+    assert found.batch["response_mask"][1].tolist() == [1, 1, 0, 0, 1, 1, 1, 1, 0, 0]
+    assert found.meta_info["metrics"]["multi_turn/turns_max"] == 2.0
+    assert found.batch["truncated"].tolist() == [False, False]
+
+
+def test_the_environment_can_end_a_response_and_reply_at_its_stop_token():
+    class Once:
+        stop_token_ids = (EOS,)
+
+        def reply(self, conversations):
+            return [None if each.turns > 1 else [90] for each in conversations]
+
+    script = [(FIRST, [31, EOS]), ([*FIRST, 31, EOS, 90], [32, EOS]), (SECOND, [EOS]), ([*SECOND, EOS, 90], [EOS])]
+    batch, _, _ = run(script, Once())
+    assert batch.batch["responses"][:, :5].tolist() == [[31, EOS, 90, 32, EOS], [EOS, 90, EOS, PAD, PAD]]
+    assert batch.batch["truncated"].tolist() == [False, False]
+
+
+def test_an_environment_that_fails_costs_the_response_alone():
+    class Silent(Echo):
+        def reply(self, conversations):
+            return []
+
+    batch, _, _ = run(TWO_CALLS, Silent())
+    assert batch.batch["failed"].tolist() == [True, False] and batch.meta_info["metrics"]["episodes/raised"] == 1.0
+    assert batch.batch["response_mask"].sum(1).tolist() == [0, 2]
+
+
+def test_an_environment_is_chosen_by_name_with_its_options(monkeypatch):
+    monkeypatch.setitem(ENVIRONMENTS._entries, "echo", lambda tokenizer, loud=False: (tokenizer, loud))
+    assert make_environment(MultiTurnConfig(), "tokenizer") is None
+    assert make_environment(MultiTurnConfig("echo", {"loud": True}), "tokenizer") == ("tokenizer", True)
+    with pytest.raises(ConfigError, match=r"multi_turn.options do not fit the environment 'echo': .*'lowd'"):
+        make_environment(MultiTurnConfig("echo", {"lowd": True}), "tokenizer")
+    with pytest.raises(ConfigError, match=r"multi_turn.environment is 'ecko'.* did you mean echo"):
+        make_environment(MultiTurnConfig("ecko"), "tokenizer")
+
+
+def test_a_conversation_knows_its_last_turn():
+    conversation = Trajectory([11])
+    conversation.sampled([31, CALL], [-1.0, -2.0])
+    conversation.replied([90])
+    conversation.sampled([32], [-3.0])
+    assert conversation.last_turn == [32] and conversation.turns == 2
+    assert conversation.own.tolist() == [1, 1, 0, 1] and conversation.log_probs.tolist() == [-1.0, -2.0, 0.0, -3.0]

@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+
+from mcontroller.local import LocalWorkerGroup
+from mcontroller.worker import ClassWithInitArgs
+from parallel_state import ParallelLayout
+from tests.trainer.toy import ToyActor, ToyCritic
+from trainer import ProgressDisplay
+
+
+def display(**options) -> tuple[ProgressDisplay, io.StringIO]:
+    out = io.StringIO()
+    return ProgressDisplay(Console(file=out, width=120, color_system=None, **options)), out
+
+
+def groups():
+    actor, critic = ClassWithInitArgs(ToyActor, 0.1, role="actor"), ClassWithInitArgs(ToyCritic, 0.1)
+    return {
+        "actor": LocalWorkerGroup(actor, ParallelLayout(4, tp=2, pp=2), name_prefix="actor"),
+        "critic": LocalWorkerGroup(critic, ParallelLayout(4), name_prefix="critic"),
+    }
+
+
+def cells(text: str) -> list[list[str]]:
+    """The cells of every table row in a text, without the lines between them."""
+    lines = [line for line in text.splitlines() if line.startswith(("│", "┃"))]
+    return [[cell.strip() for cell in line.replace("┃", "│").strip("│").split("│")] for line in lines]
+
+
+def test_the_tables_show_the_layout_of_groups_and_the_coordinates_of_ranks():
+    shown, out = display()
+    shown.groups(groups())
+    rows = cells(out.getvalue())
+    assert ["actor", "ToyActor", "tp 2 x pp 2 x dp 1", "4 on 1 node", "default"] in rows
+    assert ["critic", "ToyCritic", "tp 1 x pp 1 x dp 4", "4 on 1 node", "default"] in rows
+    coordinates = {row[0]: row[2:] for row in rows if row[0].isdigit()}
+    assert coordinates["1"] == ["tp 1  pp 0  dp 0", "tp 0  pp 0  dp 1"]
+    assert coordinates["2"] == ["tp 0  pp 1  dp 0", "tp 0  pp 0  dp 2"]
+    assert len(coordinates) == 4
+
+
+def test_a_sample_is_shown_with_its_score_or_without_one():
+    shown, out = display()
+    texts = {"prompt": "1 + 1 =", "response": "2"}
+    shown.samples([{**texts, "score": 0.25}, {**texts, "score": None}])
+    assert out.getvalue().splitlines() == ["  1 + 1 = -> 2  (0.25)", "  1 + 1 = -> 2  (no score)"]
+
+
+def test_a_step_shows_reward_accuracy_kl_and_tokens_per_second():
+    shown, out = display(force_terminal=True, force_interactive=True)
+    shown.phase("PPO", 3)
+    shown.step(
+        {
+            "train/score": 0.5,
+            "train/accuracy": 0.25,
+            "actor/reward_kl_penalty": 0.0123,
+            "perf/tokens_per_s": 4321.6,
+            "actor/lr": 1.0,
+        }
+    )
+    shown.close()
+    assert "1/3 reward 0.500  accuracy 0.250  KL 0.0123  tokens/s 4,322" in out.getvalue()
+
+
+def test_without_a_terminal_a_phase_prints_few_lines_and_its_last_step():
+    shown, out = display()
+    shown.phase("warm-up", 100)
+    for step in range(100):
+        shown.step({"sft/loss": 1.0 / (step + 1)})
+    shown.close()
+    lines = out.getvalue().splitlines()
+    assert len(lines) <= 10 and lines[-1] == "warm-up 100/100  loss 0.010"
+
+
+def test_held_out_results_are_printed_with_their_step():
+    shown, out = display()
+    shown.held_out(8, {"held_out/score": 0.75, "held_out/accuracy": 0.5})
+    assert out.getvalue().strip() == "held-out after 8 steps: score 0.750, accuracy 0.500"

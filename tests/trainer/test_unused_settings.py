@@ -1,0 +1,140 @@
+"""A setting that changes nothing, because what reads it is off, is rejected by its name."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from mcontroller.errors import ConfigError
+from tests.trainer.toy import ToyActor, toy_config, toy_trainer
+from trainer import (
+    AlgorithmConfig,
+    AsynchronousConfig,
+    FilterGroupsConfig,
+    GRPOOptions,
+    ImportanceConfig,
+    KLControlConfig,
+    MultiTurnConfig,
+    OverlongConfig,
+    Role,
+    TrainerConfig,
+    ValidationConfig,
+    WarmUpConfig,
+)
+from trainer.config import ProfileConfig
+from workers.config import ActorConfig, ModelConfig, OptimConfig, RolloutConfig
+
+MODEL = ModelConfig(vocab_size=16, max_sequence_length=1024, num_layers=1, hidden_size=8, num_attention_heads=1)
+
+
+def of_actor(**settings: Any) -> ActorConfig:
+    return ActorConfig(model=MODEL, **settings)
+
+
+@pytest.mark.parametrize(
+    ("make", "settings", "key", "switch"),
+    [
+        (ImportanceConfig, {"mode": "mask"}, "algorithm.importance.mode", {"level": "token"}),
+        (ImportanceConfig, {"threshold": 3.0}, "algorithm.importance.threshold", {"level": "sequence"}),
+        (ImportanceConfig, {"level": "token", "least": 0.5}, "algorithm.importance.least", {"mode": "mask"}),
+        (ImportanceConfig, {"mode": "mask", "off_policy_mask": 0.1}, "algorithm.importance.mode", {"level": "token"}),
+        (FilterGroupsConfig, {"metric": "accuracy"}, "algorithm.filter_groups.metric", {"enable": True}),
+        (FilterGroupsConfig, {"max_batches": 3}, "algorithm.filter_groups.max_batches", {"enable": True}),
+        (OverlongConfig, {"penalty": 0.5}, "algorithm.overlong.penalty", {"buffer": 4}),
+        (OverlongConfig, {"buffer": 4, "penalty": 0.0}, "algorithm.overlong.buffer", {"penalty": 1.0}),
+        (MultiTurnConfig, {"max_turns": 3}, "multi_turn.max_turns", {"environment": "mine"}),
+        (MultiTurnConfig, {"timeout_s": 3.0}, "multi_turn.timeout_s", {"episode": "mine:episode"}),
+        (
+            MultiTurnConfig,
+            {"processes": 3, "environment": "a"},
+            "multi_turn.processes",
+            {"environment": None, "episode": "a:b"},
+        ),
+        (MultiTurnConfig, {"options": {"a": 1}}, "multi_turn.options", {"episode": "mine:episode"}),
+        (KLControlConfig, {"horizon": 3}, "algorithm.kl_ctrl.horizon", {"type": "adaptive"}),
+        (
+            AlgorithmConfig,
+            {"kl_penalty": "k3", "adv_estimator": "rloo"},
+            "algorithm.kl_penalty",
+            {"use_kl_in_reward": True},
+        ),
+        (
+            AlgorithmConfig,
+            {"kl_ctrl": KLControlConfig(kl_coef=0.1), "use_kl_in_reward": False},
+            "algorithm.kl_ctrl",
+            {"use_kl_in_reward": True},
+        ),
+        (AlgorithmConfig, {"lam": 0.9, "adv_estimator": "grpo"}, "algorithm.lam", {"adv_estimator": "gae"}),
+        (AlgorithmConfig, {"gamma": 0.9, "adv_estimator": "rloo"}, "algorithm.gamma", {"use_kl_in_reward": True}),
+        (
+            AlgorithmConfig,
+            {"grpo": GRPOOptions(ddof=1), "adv_estimator": "rloo"},
+            "algorithm.grpo",
+            {"adv_estimator": "grpo"},
+        ),
+        (ValidationConfig, {"temperature": 0.5}, "validation.temperature", {"do_sample": True}),
+        (ValidationConfig, {"top_k": 5}, "validation.top_k", {"do_sample": True}),
+        (WarmUpConfig, {"batch_size": 5}, "warm_up.batch_size", {"steps": 1}),
+        (AsynchronousConfig, {"seed": 5}, "trainer.asynchronous.seed", {"schedule": "simulated"}),
+        (ProfileConfig, {"nsys": True}, "trainer.profile.nsys", {"steps": (1,)}),
+        (
+            TrainerConfig,
+            {"asynchronous": AsynchronousConfig(stale="drop")},
+            "trainer.asynchronous",
+            {"max_staleness": 2},
+        ),
+        (TrainerConfig, {"save_minutes": 5.0, "save_freq": 5}, "trainer.save_minutes", {"save_freq": 0}),
+        (TrainerConfig, {"memory_save_freq": 5, "max_restarts": 0}, "trainer.memory_save_freq", {"max_restarts": 1}),
+        (TrainerConfig, {"restart_on": ("ValueError",), "max_restarts": 0}, "trainer.restart_on", {"max_restarts": 1}),
+        (TrainerConfig, {"ref_sync_mix": 0.5}, "trainer.ref_sync_mix", {"ref_sync_steps": 1}),
+        (TrainerConfig, {"patience_factor": 5.0}, "trainer.patience_factor", {"patience": 1.0}),
+        (
+            TrainerConfig,
+            {"offload_communicators": True, "offload": "never"},
+            "trainer.offload_communicators",
+            {"offload": "auto"},
+        ),
+        (OptimConfig, {"total_steps": 5}, "optim.total_steps", {"decay_style": "linear"}),
+        (OptimConfig, {"min_lr": 1e-6}, "optim.min_lr", {"decay_style": "linear", "total_steps": 5}),
+        (OptimConfig, {"wsd_decay_steps": 2}, "optim.wsd_decay_steps", {"decay_style": "WSD", "total_steps": 5}),
+        (RolloutConfig, {"top_p": 0.5, "do_sample": False}, "rollout.top_p", {"do_sample": True}),
+        (RolloutConfig, {"max_rows": 5, "memory_fraction": 0.5}, "rollout.memory_fraction", {"max_rows": 0}),
+        (of_actor, {"policy_loss": "gpg", "clip_ratio": 0.1}, "actor_rollout_ref.clip_ratio", {"policy_loss": "ppo"}),
+        (
+            of_actor,
+            {"policy_loss": "cispo", "clip_ratio_c": 3.0},
+            "actor_rollout_ref.clip_ratio_c",
+            {"policy_loss": "ppo"},
+        ),
+        (
+            of_actor,
+            {"use_kl_loss": False, "kl_loss_coef": 0.1},
+            "actor_rollout_ref.kl_loss_coef",
+            {"use_kl_loss": True},
+        ),
+    ],
+)
+def test_a_setting_without_effect_is_rejected_until_it_has_one(
+    make: Callable[..., Any], settings: dict[str, Any], key: str, switch: dict[str, Any]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make(**settings)
+    assert caught.value.key == key
+    make(**{**settings, **switch})
+
+
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [
+        ({"critic_warmup": 2}, "trainer.critic_warmup"),
+        ({"weight_transport": "process_group"}, "trainer.weight_transport"),
+    ],
+)
+def test_a_setting_of_a_role_that_does_not_exist_is_rejected(options: dict[str, Any], key: str) -> None:
+    config = dataclasses.replace(toy_config(1, **options), algorithm=AlgorithmConfig(adv_estimator="remax"))
+    with pytest.raises(ConfigError) as caught:
+        toy_trainer(config, {Role.ActorRolloutRef: ToyActor})
+    assert caught.value.key == key

@@ -1,0 +1,58 @@
+"""Policy losses against their formulas, and custom ones by name."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from mcontroller.errors import ConfigError
+from trainer import POLICY_LOSSES, PolicyLoss, register_policy_loss
+from workers.losses.policy import clipped_policy_loss
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "clipped"),
+    [
+        (1.1, 2.0, -2.2, 0),  # within the range
+        (1.5, 2.0, -2.6, 1),  # a good token counts up to 1 + clip_high
+        (0.5, 2.0, -1.0, 0),
+        (1.5, -2.0, 3.0, 0),
+        (0.5, -2.0, 1.6, 1),  # a bad token counts down to 1 - clip_low
+        (9.0, -2.0, 6.0, 1),  # the dual clip
+    ],
+)
+def test_the_ppo_loss_is_clipped(ratio: float, advantage: float, loss: float, clipped: int) -> None:
+    result = POLICY_LOSSES["ppo"].function(
+        torch.tensor([math.log(ratio)]),
+        torch.zeros(1),
+        torch.tensor([advantage]),
+        torch.ones(1),
+        clip_low=0.2,
+        clip_high=0.3,
+        dual_clip=3,
+    )
+    assert result.loss.item() == pytest.approx(loss)
+    assert result.clipped.item() == clipped
+    assert result.ratio.item() == pytest.approx(ratio)
+
+
+def test_a_clipped_token_has_no_gradient() -> None:
+    log_probs = torch.tensor([math.log(1.5), math.log(1.1)], requires_grad=True)
+    zeros, ones = torch.zeros(2), torch.ones(2)
+    clipped_policy_loss(log_probs, zeros, ones, ones, clip_low=0.2, clip_high=0.2).loss.sum().backward()
+    assert log_probs.grad is not None
+    assert log_probs.grad.tolist() == pytest.approx([0.0, -1.1])
+
+
+def test_a_custom_loss_is_chosen_by_its_name() -> None:
+    @register_policy_loss("plain_for_this_test")
+    def plain(log_probs: Any, old_log_probs: Any, advantages: Any, mask: Any, **clip: Any) -> PolicyLoss:
+        ratio = torch.exp(log_probs - old_log_probs)
+        return PolicyLoss(-advantages * ratio, ratio, torch.zeros_like(ratio))
+
+    assert POLICY_LOSSES["plain_for_this_test"].function is plain
+    with pytest.raises(ConfigError, match="policy loss 'plain_for_this_test' is registered already"):
+        register_policy_loss("plain_for_this_test")(clipped_policy_loss)

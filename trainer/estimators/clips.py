@@ -1,0 +1,52 @@
+"""Limits of scores and of advantages: ``algorithm.reward_clip`` and ``algorithm.advantage_clip``."""
+
+from __future__ import annotations
+
+import torch
+
+from mcontroller.data.protocol import DataProto
+from trainer.columns import columns
+from trainer.rewards.reward import outcome_scores
+
+
+def clipped_scores(data: DataProto, clip: float | None) -> tuple[DataProto, dict[str, float]]:
+    """Return the batch with the score of every response between ``-clip`` and ``clip``, and the share that was limited.
+
+    What is beyond the limit is subtracted on the last token of the response.
+
+    Args:
+        data: ``token_level_scores`` and ``response_mask`` ``[rows, response]``.
+        clip: the limit. None: the batch is returned as it is.
+
+    Raises:
+        DataError: a column is missing.
+    """
+    if clip is None:
+        return data, {}
+    scores, mask = columns(data, "token_level_scores", "response_mask")
+    scores = torch.where(mask.bool(), scores, 0.0)
+    sums = scores.sum(1)
+    beyond, rows = sums - sums.clamp(-clip, clip), mask.bool().any(1)
+    share = float((beyond[rows] != 0).float().mean()) if bool(rows.any()) else 0.0
+    clipped = scores - outcome_scores(beyond, mask)
+    return data.with_tensors({"token_level_scores": clipped}), {"train/score_clipped": share}
+
+
+def clipped_advantages(data: DataProto, clip: float | None) -> tuple[DataProto, dict[str, float]]:
+    """Return the batch with every advantage between ``-clip`` and ``clip``, and the share that was limited.
+
+    ``returns``, which the critic learns, stay as they are.
+
+    Args:
+        data: ``advantages`` and ``response_mask`` ``[rows, response]``.
+        clip: the limit. None: the batch is returned as it is.
+
+    Raises:
+        DataError: a column is missing.
+    """
+    if clip is None:
+        return data, {}
+    advantages, mask = columns(data, "advantages", "response_mask")
+    kept = advantages[mask.bool()]
+    share = float((kept.abs() > clip).float().mean()) if kept.numel() else 0.0
+    return data.with_tensors({"advantages": advantages.clamp(-clip, clip)}), {"advantages/clipped": share}

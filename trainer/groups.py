@@ -1,0 +1,235 @@
+"""The groups of a run: started in their pools, found by what they do, and which rows each rank of them gets."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+
+from mcontroller.data.protocol import DataProto
+from mcontroller.errors import GroupError
+from mcontroller.group import GroupMethod, WorkerGroup
+from mcontroller.ray.calls.executor import RayExecutor
+from mcontroller.ray.class_with_init import RayClassWithInitArgs
+from mcontroller.ray.resource_pool import ResourcePoolManager
+from trainer.columns import PROMPTS, TOKENS, columns
+from trainer.config import PPOConfig
+from trainer.display import Display
+from trainer.roles import Role, RoleWorker, reads_reference, role_workers
+from trainer.stages import Stages
+from workers.columns import MINI_BATCHES
+from workers.update_rules import UpdateRules
+
+NOTICE_SECONDS = 30.0
+"""Time in which Ray notices that a node is gone; by default about 14 s."""
+
+
+class RunGroups:
+    """The groups of a run.
+
+    Args:
+        config: the configuration of the run.
+        mapping: the worker class of every role.
+        pools: the pools, and the pool of each role.
+        group_cls: called with ``(pool, class with arguments, name_prefix=...)`` to start a group.
+        stages: the stage ``start`` gets the seconds; its devices get the groups.
+        display: shows what starts.
+
+    Attributes:
+        workers: the groups to start, the actor's first.
+        by_name: the groups that have started.
+    """
+
+    def __init__(
+        self,
+        config: PPOConfig,
+        mapping: Mapping[Role, Any],
+        pools: ResourcePoolManager,
+        group_cls: Callable[..., WorkerGroup],
+        stages: Stages,
+        display: Display,
+    ) -> None:
+        self.workers = role_workers(config, mapping)
+        self.by_name: dict[str, WorkerGroup] = {}
+        self._pools, self._group_cls, self._stages, self._display = pools, group_cls, stages, display
+        self._options = config.trainer
+        self._lost: set[str] = set()
+        self._reference_in_actor = Role.RefPolicy not in mapping and reads_reference(config, mapping)
+
+    def start(self) -> None:
+        """Start the group of every role in its pool, and build the models of all workers.
+
+        Raises:
+            ResourceError: the cluster does not have the resources of the pools; raised before any process starts.
+        """
+        self._pools.create_resource_pool()
+        for worker in self.workers:
+            self._start_group(worker)
+        for group in self.by_name.values():
+            with self._stages("start", group.init_model):
+                group.init_model()
+        self._display.groups(self.by_name)
+
+    def restart(self, names: Iterable[str]) -> None:
+        """Restart groups, and build their models; they have no weights of the run yet.
+
+        Args:
+            names: of the groups that are broken, or are to begin again.
+        """
+        groups = [self.by_name[name] for name in names]
+        with self._stages("start"):
+            self.end(groups)
+            for group in groups:
+                self._display.starting(f"restarting {group.name}")
+                group.restart()
+        for group in groups:
+            with self._stages("start", group.init_model):
+                group.init_model()
+
+    def broken(self) -> list[str]:
+        """Return the names of the groups that are broken, or have lost a node and do not know it yet."""
+        lost = self.lost_nodes()
+        return [name for name, group in self.by_name.items() if group.broken is not None or lost & _nodes_of(group)]
+
+    def lost_nodes(self) -> Set[str]:
+        """Return Ray's ids of the nodes that groups have lost so far."""
+        for group in self.by_name.values():
+            if isinstance(group.executor, RayExecutor):
+                self._lost |= group.executor.processes.handles.gone
+        return self._lost
+
+    def end(self, groups: Iterable[WorkerGroup]) -> None:
+        """End groups on lost nodes, so that they free their slots, and take spare bundles of other nodes.
+
+        Without spare bundles, wait until Ray has noticed these losses: before, it would place bundles on a lost node.
+        """
+        lost = self.lost_nodes()
+        for group in groups:
+            if group.broken is None and lost & _nodes_of(group):
+                with contextlib.suppress(GroupError):
+                    group.shutdown(0.0)
+        for pool in self._pools.resource_pool_dict.values():
+            pool.replace_lost(lost)
+        end = time.monotonic() + (0.0 if self._pools.spare_bundles else NOTICE_SECONDS)
+        while lost and time.monotonic() < end and lost & {each["NodeID"] for each in ray.nodes() if each["Alive"]}:
+            time.sleep(0.1)
+
+    def _start_group(self, worker: RoleWorker) -> WorkerGroup:
+        pool = self._pools.get_resource_pool(worker.role)
+        axes = self._options.axes_across_nodes
+        options: dict[str, Any] = {"axes_across_nodes": axes} if axes else {}  # a custom class needs none
+        with self._stages("start"):
+            self._display.starting(f"starting {worker.name}: {worker.init.cls.__name__}")
+            group = self._group_cls(pool, worker.init, name_prefix=worker.name, **options)
+            self._stages.devices.add(group, pool)
+        self.by_name[worker.name] = group
+        return group
+
+    @property
+    def actor(self) -> WorkerGroup:
+        """The group that is trained."""
+        return self.by_name["actor"]
+
+    @property
+    def rollout(self) -> WorkerGroup:
+        """The group that generates: the actor's, if no other does."""
+        return self.by_name.get("rollout", self.actor)
+
+    @property
+    def critic(self) -> WorkerGroup | None:
+        """The critic, if the run needs one."""
+        return self.by_name.get("critic")
+
+    @property
+    def reference(self) -> WorkerGroup | None:
+        """The group with the reference policy, if anything reads it."""
+        return self.actor if self._reference_in_actor else self.by_name.get("ref")
+
+    @property
+    def reward_model(self) -> WorkerGroup | None:
+        """The reward model, if there is one."""
+        return self.by_name.get("reward")
+
+    @contextlib.contextmanager
+    def profiled(self, step: int) -> Iterator[None]:
+        """Profile the trained groups in a step, if ``trainer.profile`` has chosen it."""
+        profile = self._options.profile
+        groups = self.trained() if step in profile.steps else {}
+        groups = {name: group for name, group in groups.items() if group.offers("start_profile")}
+        for name, group in groups.items():
+            directory = Path(self._options.default_local_dir, "profiles", f"step-{step}", name)
+            group.start_profile(str(directory), profile.at, profile.nsys)
+        yield
+        for group in groups.values():
+            group.stop_profile()
+
+    def trained(self) -> dict[str, WorkerGroup]:
+        """Return the groups that have weights to save, by name."""
+        return {name: group for name, group in self.by_name.items() if name in ("actor", "critic")}
+
+
+def _nodes_of(group: WorkerGroup) -> set[str]:
+    """Return Ray's ids of the nodes of a group; none in this process."""
+    if not isinstance(group.executor, RayExecutor):
+        return set()
+    return {info.node_id for info in group.executor.processes.handles.infos}
+
+
+Method = GroupMethod[..., Any, Any]
+
+
+class TokenBalance:
+    """Makes calls split their rows by tokens. Results and mini-batches are the same as without, up to rounding.
+
+    A rank that has more tokens than the others makes them wait in every optimizer step, so the rows of each mini-batch
+    are balanced by themselves. Methods that are registered with another ``balance`` keep it.
+
+    Args:
+        workers: the worker classes of the run's groups with their arguments, by role.
+        groups: the groups by role; those that start later may be added.
+        enabled: ``trainer.balance_tokens``.
+    """
+
+    def __init__(
+        self, workers: Mapping[str, RayClassWithInitArgs[Any]], groups: Mapping[str, WorkerGroup[Any]], enabled: bool
+    ) -> None:
+        self._workers, self._groups = workers, groups
+        self._enabled = enabled
+
+    def of(self, method: Method) -> Method:
+        """Return a method that splits its batch, which has the columns ``TOKENS`` and ``PROMPTS``, by tokens."""
+        if not self._enabled or method.registration.rows.balance is not None or method.plan().shard_count == 1:
+            return method
+        worker = self._worker(method)
+        shares = UpdateRules.of(worker.cls, worker.kwargs["config"]).shares_prompts()
+        return method.options(balance=TOKENS, group_by=PROMPTS if shares else None)
+
+    def update(self, method: Method, batch: DataProto, update: int) -> tuple[Method, DataProto]:
+        """Return an update that splits each of its mini-batches by tokens, and the batch with these mini-batches.
+
+        Args:
+            method: of actor or critic.
+            batch: with ``TOKENS``, ``PROMPTS`` and ``response_mask``.
+            update: number of the update, which the draw of the mini-batches depends on.
+        """
+        balanced, worker = self.of(method), self._worker(method)
+        (mask,) = columns(batch, "response_mask")
+        counted = mask.bool().any(1)
+        if balanced is method or not bool(counted.any()):
+            return balanced, batch
+        config, rows, n = worker.kwargs["config"], int(counted.sum()), batch.meta_info.get("n", 1)
+        drawn = UpdateRules.of(worker.cls, config).mini_batches(rows, n, update)
+        if drawn is None:
+            return balanced, batch
+        numbers = torch.full((len(batch), drawn.size(1)), -1)
+        numbers[counted] = drawn
+        return balanced.options(within=MINI_BATCHES), batch.with_tensors({MINI_BATCHES: numbers})
+
+    def _worker(self, method: Method) -> RayClassWithInitArgs[Any]:
+        (role,) = (role for role, group in self._groups.items() if group is method.group)
+        return self._workers[role]

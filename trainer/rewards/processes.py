@@ -1,0 +1,367 @@
+"""Processes that call reward functions, with a deadline for every sample: a process that hangs or dies is replaced."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import math
+import numbers
+import socket
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
+from queue import Empty, SimpleQueue
+from typing import Any, TypeAlias
+
+from mcontroller.config.imports import import_object
+from mcontroller.errors import ConfigError
+from trainer.rewards.config import RewardFunctionConfig
+from trainer.rewards.helper_process import HelperProcess
+
+MOMENT_S = 0.02
+"""[s] Time for which the outcomes of fast samples are kept, to be returned together."""
+
+Sample = Mapping[str, Any]
+"""The arguments of a reward function for one response, by name."""
+
+
+@dataclass(frozen=True)
+class ScoreOutcome:
+    """The result of a reward function for one sample.
+
+    Attributes:
+        score: the score; None if the function does not apply.
+        values: other values that the function returned, by name.
+        error: the reason if there is no result.
+    """
+
+    score: float | None = None
+    values: Mapping[str, float] | None = None
+    error: str | None = None
+
+
+class LoadedFunction:
+    """A reward function with the arguments that it takes.
+
+    Args:
+        config: its import path and options.
+        key: its key in the configuration, for error messages.
+
+    Raises:
+        ConfigError: it cannot be imported, or is not callable.
+    """
+
+    def __init__(self, config: RewardFunctionConfig, key: str) -> None:
+        self.config = config
+        self.function = import_object(config.function, f"{key}.function")
+        if not callable(self.function):
+            raise ConfigError(
+                f"{key}.function is {config.function!r}, which is of type {type(self.function).__name__}; expected a "
+                "function",
+                key=f"{key}.function",
+            )
+        parameters = inspect.signature(self.function).parameters.values()
+        self.takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
+        self.names = {each.name for each in parameters}
+        named = [each for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
+        self.required = tuple(each.name for each in named if each.default is each.empty)
+        called = self.function if inspect.isroutine(self.function) else type(self.function).__call__
+        self.is_async = inspect.iscoroutinefunction(called)
+
+    def outcomes(self, samples: Sequence[Sample], timeout_s: float) -> Iterator[list[ScoreOutcome]]:
+        """Yield the outcomes of all samples, in order. The samples of an async function are scored at the same time.
+
+        The samples of an ordinary function are scored one after the other, and yielded when they have taken a moment.
+        """
+        if self.config.batch:
+            yield self._of_batch(samples)
+        elif self.is_async:
+            yield asyncio.run(self._concurrent(samples, timeout_s))
+        else:
+            yield from self._of_each(samples)
+
+    def _of_each(self, samples: Sequence[Sample]) -> Iterator[list[ScoreOutcome]]:
+        ready: list[ScoreOutcome] = []
+        began = time.monotonic()
+        for sample in samples:
+            ready.append(self._of_sample(sample))
+            if time.monotonic() - began > MOMENT_S:
+                yield ready
+                ready, began = [], time.monotonic()
+        if ready:
+            yield ready
+
+    def arguments(self, sample: Sample) -> dict[str, Any]:
+        """Return the keyword arguments of a call: the values that the function's signature names, and the options."""
+        chosen = {name: value for name, value in sample.items() if self.takes_all or name in self.names}
+        return chosen | self.config.options
+
+    def _of_sample(self, sample: Sample) -> ScoreOutcome:
+        try:
+            return _checked(self.function(**self.arguments(sample)))
+        except (Exception, SystemExit) as error:  # a user's function can raise anything; it is reported with its sample
+            return _failed(error)
+
+    async def _concurrent(self, samples: Sequence[Sample], timeout_s: float) -> list[ScoreOutcome]:
+        return list(await asyncio.gather(*(self._awaited(sample, timeout_s) for sample in samples)))
+
+    async def _awaited(self, sample: Sample, timeout_s: float) -> ScoreOutcome:
+        try:
+            return _checked(await asyncio.wait_for(self.function(**self.arguments(sample)), timeout_s))
+        except TimeoutError:
+            return ScoreOutcome(error=f"it did not return within {timeout_s:g} s")
+        except Exception as error:  # as in _of_sample
+            return _failed(error)
+
+    def _of_batch(self, samples: Sequence[Sample]) -> list[ScoreOutcome]:
+        names = {name for sample in samples for name in sample}
+        columns = self.arguments({name: [sample.get(name) for sample in samples] for name in sorted(names)})
+        try:
+            result = asyncio.run(self.function(**columns)) if self.is_async else self.function(**columns)
+            if isinstance(result, str | bytes | Mapping) or not hasattr(result, "__len__"):
+                raise TypeError(
+                    f"it returned {repr(result)[:60]}; expected one score for each of {len(samples)} samples"
+                )
+            values = result.tolist() if hasattr(result, "tolist") else list(result)
+            if len(values) != len(samples):
+                raise ValueError(f"it returned {len(values)} scores for {len(samples)} samples")
+        except (Exception, SystemExit) as error:  # as in _of_sample
+            return [_failed(error)] * len(samples)
+        return [_outcome_or_error(value) for value in values]
+
+
+def serve_descriptor(descriptor: int) -> None:
+    """Serve on the connection with this file descriptor: the body of a process."""
+    serve(Connection(descriptor))
+
+
+def serve(connection: Connection) -> None:
+    """Import the functions, then answer ``(name, samples)`` with lists of outcomes until the connection closes.
+
+    The first message that arrives has the functions by name and the deadline in seconds. The answer is None, or the
+    text of the error if a function cannot be loaded.
+    """
+    functions, timeout_s = connection.recv()
+    try:
+        loaded = {name: LoadedFunction(config, f"rewards.functions.{name}") for name, config in functions.items()}
+    except ConfigError as error:
+        connection.send(str(error))
+        return
+    connection.send(None)
+    while True:
+        try:
+            name, samples = connection.recv()
+        except EOFError:
+            return
+        for outcomes in loaded[name].outcomes(samples, timeout_s):
+            connection.send(outcomes)
+
+
+def _outcome_or_error(value: Any) -> ScoreOutcome:
+    try:
+        return _checked(value)
+    except (TypeError, ValueError) as error:
+        return _failed(error)
+
+
+def _checked(value: Any) -> ScoreOutcome:
+    """Return the outcome for what a function returned: a number, None, or a mapping with a ``score``."""
+    if isinstance(value, Mapping):
+        if "score" not in value:
+            raise TypeError(f"it returned a mapping with {', '.join(map(str, value))}; expected a key 'score'")
+        others = {str(name): _number(each) for name, each in value.items() if name != "score"}
+        score = value["score"]
+        return ScoreOutcome(None if score is None else _number(score), others)
+    return ScoreOutcome(None if value is None else _number(value))
+
+
+def _number(value: Any) -> float:
+    if hasattr(value, "item"):
+        value = value.item()
+    if not isinstance(value, numbers.Real):
+        raise TypeError(f"it returned {repr(value)[:60]} of type {type(value).__name__}; expected a number or None")
+    if not math.isfinite(value):
+        raise ValueError(f"it returned {value}; expected a finite number or None")
+    return float(value)
+
+
+def _failed(error: BaseException) -> ScoreOutcome:
+    frames = traceback.extract_tb(error.__traceback__)
+    line = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames and frames[-1].filename != __file__ else ""
+    return ScoreOutcome(error=f"{type(error).__name__}: {error}{line}")
+
+
+SERVER = "import sys; from trainer.rewards.processes import serve_descriptor; serve_descriptor(int(sys.argv[1]))"
+
+
+@dataclass(frozen=True)
+class Task:
+    """Samples that are sent to one process in one message.
+
+    Attributes:
+        name: the name of the function.
+        samples: the arguments of each sample.
+        indices: the positions of the samples in the batch.
+        margin_s: [s] time after the deadline before the process is killed.
+        divisible: whether the samples are scored one after the other: the deadline is that of one sample, and if the
+            process is lost, those that it has not returned are sent again, each by itself.
+    """
+
+    name: str
+    samples: Sequence[Sample]
+    indices: Sequence[int]
+    margin_s: float = 0.0
+    divisible: bool = False
+
+
+@dataclass(eq=False)
+class _Running:
+    server: HelperProcess
+    task: Task
+    exchange: threading.Thread
+    deadline: float
+    returned: int = 0
+
+
+_Arrived: TypeAlias = "SimpleQueue[tuple[HelperProcess, list[ScoreOutcome]]]"
+
+
+class ScoringProcesses:
+    """Processes on this machine, which start when they are needed.
+
+    Args:
+        functions: the reward functions, by name.
+        processes: the number of processes.
+        timeout_s: [s] deadline of a task.
+
+    Attributes:
+        replaced: the number of processes that were lost: they ended, also while they started, or were late.
+    """
+
+    def __init__(self, functions: Mapping[str, RewardFunctionConfig], processes: int, timeout_s: float) -> None:
+        self.functions = dict(functions)
+        self.processes = processes
+        self.timeout_s = timeout_s
+        self._idle: list[HelperProcess] = []
+        self._servers: list[HelperProcess] = []
+        self._closed = False
+        self.replaced = 0
+
+    def run(self, tasks: Sequence[Task]) -> dict[str, dict[int, ScoreOutcome]]:
+        """Return the outcomes of the samples of every task, by the name of the function and the index of the sample.
+
+        A process that does not return in time is killed, and the next task starts another one.
+
+        Raises:
+            ConfigError: a process cannot import a function, or ``close`` was called.
+        """
+        results: dict[str, dict[int, ScoreOutcome]] = {task.name: {} for task in tasks}
+        pending = deque(tasks)
+        running: dict[HelperProcess, _Running] = {}
+        arrived: _Arrived = SimpleQueue()
+        while pending or running:
+            while pending and len(running) < self.processes:
+                each = self._send(pending.popleft(), arrived)
+                running[each.server] = each
+            for each, outcomes, lost in self._next_events(running, arrived):
+                task = each.task
+                results[task.name].update(zip(task.indices[each.returned :], outcomes, strict=False))
+                each.returned += len(outcomes)
+                each.deadline = self._deadline(task)
+                left = list(zip(task.samples, task.indices, strict=True))[each.returned :]
+                if lost and task.divisible and len(task.samples) > 1:
+                    pending.extendleft(replace(task, samples=[sample], indices=[row]) for sample, row in left[::-1])
+                elif lost:
+                    results[task.name].update((row, ScoreOutcome(error=lost)) for _, row in left)
+                if lost or not left:
+                    del running[each.server]
+                if not left and not lost:
+                    each.exchange.join()
+                    self._idle.append(each.server)
+        return results
+
+    def close(self) -> None:
+        """End every process. A call of ``run`` in another thread ends."""
+        self._closed = True
+        for server in list(self._servers):
+            server.kill()
+
+    def _deadline(self, task: Task) -> float:
+        return time.monotonic() + self.timeout_s + task.margin_s
+
+    def _send(self, task: Task, arrived: _Arrived) -> _Running:
+        """Start a task on an idle process that lives, or on a new one."""
+        server = self._idle.pop() if self._idle else self._start()
+        while server.process.poll() is not None:
+            self._end(server)
+            server = self._idle.pop() if self._idle else self._start()
+        message = ForkingPickler.dumps((task.name, task.samples))
+        arguments = (server, message, len(task.samples), arrived)
+        exchange = threading.Thread(target=_exchange, args=arguments, name="reward process", daemon=True)
+        exchange.start()
+        return _Running(server, task, exchange, self._deadline(task))
+
+    def _next_events(
+        self, running: Mapping[HelperProcess, _Running], arrived: _Arrived
+    ) -> Iterator[tuple[_Running, list[ScoreOutcome], str]]:
+        """Wait for outcomes or a deadline; yield tasks, their outcomes, and why their processes were lost, if so."""
+        timeout = max(0.0, min(each.deadline for each in running.values()) - time.monotonic())
+        with contextlib.suppress(Empty):
+            while True:
+                server, outcomes = arrived.get(timeout=timeout)
+                timeout = 0.0
+                if server in running:  # else it was late, and has been ended
+                    yield running[server], outcomes, "" if outcomes else self._ended(running[server])
+        for each in [each for each in running.values() if time.monotonic() >= each.deadline]:
+            self._end(each.server, each)
+            yield each, [], f"it did not return within {self.timeout_s:g} s"
+
+    def _ended(self, running: _Running) -> str:
+        """Return how a process ended that has closed its connection."""
+        running.server.wait()
+        return f"its process ended with exit code {self._end(running.server, running)}"
+
+    def _start(self) -> HelperProcess:
+        """Start a process that imports the functions."""
+        if self._closed:
+            raise ConfigError("the processes of the reward functions were closed", key="rewards.functions")
+        first = self.functions, self.timeout_s
+        server = HelperProcess.start(SERVER, first, "the reward functions", "rewards.functions")
+        self.replaced += server.replaced
+        self._servers.append(server)
+        if self._closed:  # meanwhile, by another thread
+            server.kill()
+        return server
+
+    def _end(self, server: HelperProcess, running: _Running | None = None) -> int:
+        """End a process and its children, and return its exit code."""
+        self._servers.remove(server)
+        self.replaced += 1
+        code = server.kill()
+        if running is not None:
+            with socket.fromfd(server.connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as ours:
+                ours.shutdown(socket.SHUT_RDWR)  # ends the exchange even if a child that left the group lives
+            running.exchange.join()
+        server.connection.close()
+        return code
+
+
+def _exchange(server: HelperProcess, message: bytes, samples: int, arrived: _Arrived) -> None:
+    """Send a task and receive its outcomes, on a thread: a process that is stopped neither reads nor writes.
+
+    No outcomes mean that the process has ended.
+    """
+    try:
+        server.connection.send_bytes(message)
+        while samples > 0:
+            outcomes: list[ScoreOutcome] = server.connection.recv()
+            samples -= len(outcomes)
+            arrived.put((server, outcomes))
+    except (OSError, EOFError):
+        arrived.put((server, []))

@@ -1,0 +1,399 @@
+"""The groups of a run, from the mapping of roles to worker classes; checked before any process starts."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any
+
+from mcontroller.config.fields import check_unused
+from mcontroller.errors import ConfigError
+from mcontroller.ray.class_with_init import RayClassWithInitArgs
+from mcontroller.ray.resource_pool import ResourcePoolManager
+from trainer.columns import STAGE_COLUMNS
+from trainer.config import PPOConfig
+from trainer.estimators.registry import ADVANTAGE_ESTIMATORS
+from trainer.rollout.episodes import Episodes
+from workers.update_rules import UpdateRules
+
+
+class Role(Enum):
+    """The roles of models in reinforcement learning."""
+
+    Actor = auto()
+    Rollout = auto()
+    ActorRollout = auto()
+    Critic = auto()
+    RefPolicy = auto()
+    RewardModel = auto()
+    ActorRolloutRef = auto()
+
+
+CONFIG_KEYS = {
+    Role.ActorRolloutRef: "actor_rollout_ref",
+    Role.ActorRollout: "actor_rollout_ref",
+    Role.Actor: "actor_rollout_ref",
+    Role.Rollout: "rollout",
+    Role.RefPolicy: "ref",
+    Role.Critic: "critic",
+    Role.RewardModel: "reward_model",
+}
+"""The field of PPOConfig that is the ``config`` argument of a role's workers."""
+
+GROUPS: Mapping[Role, tuple[str, Mapping[str, Any]]] = {
+    Role.ActorRolloutRef: ("actor", {"role": "actor_rollout_ref"}),
+    Role.ActorRollout: ("actor", {"role": "actor_rollout"}),
+    Role.Actor: ("actor", {"role": "actor"}),
+    Role.Rollout: ("rollout", {"role": "rollout"}),
+    Role.RefPolicy: ("ref", {"role": "ref"}),
+    Role.Critic: ("critic", {}),
+    Role.RewardModel: ("reward", {}),
+}
+"""The group's name and other arguments of a role's workers, in the order in which groups start."""
+
+
+@dataclass(frozen=True)
+class RoleWorker:
+    """A group to start.
+
+    Attributes:
+        name: the group's name.
+        role: its role.
+        init: its worker class and the arguments of the workers.
+    """
+
+    name: str
+    role: Role
+    init: RayClassWithInitArgs[Any]
+
+
+def role_workers(config: PPOConfig, mapping: Mapping[Role, Any]) -> list[RoleWorker]:
+    """Return the groups of a run, the actor's first; a critic and a reference only if the run needs them.
+
+    Raises:
+        ConfigError: a role has no configuration, or one that its worker class rejects.
+    """
+    groups = []
+    reference = reads_reference(config, mapping)
+    for role, (name, arguments) in GROUPS.items():
+        if role not in mapping or (role is Role.Critic and not _needs_critic(config)):
+            continue
+        if role is Role.RefPolicy and not reference:
+            continue
+        if role is Role.ActorRolloutRef and not reference:
+            arguments = {"role": "actor_rollout"}
+        if role in (Role.Actor, Role.ActorRollout) and reference and Role.RefPolicy not in mapping:
+            arguments = {"role": f"{arguments['role']}_ref"}  # the policy without its adapter
+        worker_config = getattr(config, CONFIG_KEYS[role])
+        if worker_config is None:
+            raise _misfit(mapping, f"{role} has no configuration: set {CONFIG_KEYS[role]}")
+        if name == "actor":
+            worker_config = _with_kl_loss(worker_config, config, mapping)
+        init = RayClassWithInitArgs(mapping[role], config=worker_config, **arguments)
+        if name == "actor":
+            UpdateRules.of(init.cls, worker_config).check()
+        groups.append(RoleWorker(name, role, init))
+    return groups
+
+
+def check_roles(config: PPOConfig, mapping: Mapping[Role, Any], pools: ResourcePoolManager | None = None) -> None:
+    """Raise ConfigError if the roles do not fit the configuration, or their pools."""
+    actors = [role for role in (Role.ActorRolloutRef, Role.ActorRollout, Role.Actor) if role in mapping]
+    if len(actors) != 1 or (Role.Actor in mapping) != (Role.Rollout in mapping):
+        raise _misfit(mapping, "map one of Role.ActorRolloutRef and Role.ActorRollout, or Role.Actor and Role.Rollout")
+    if Role.Rollout in mapping:
+        _check_transfer(config, mapping[Role.Actor], mapping[Role.Rollout])
+        if pools is not None:
+            _check_colocated(pools, Role.Actor, Role.Rollout)
+    check_ahead(config, mapping)
+    algorithm = config.algorithm
+    if _needs_critic(config) and Role.Critic not in mapping:
+        raise _misfit(mapping, f"algorithm.adv_estimator={algorithm.adv_estimator} needs Role.Critic")
+    if config.trainer.critic_warmup and not _needs_critic(config):
+        check_unused(
+            config.trainer,
+            ("critic_warmup",),
+            "trainer.",
+            f"but to train nothing: algorithm.adv_estimator={algorithm.adv_estimator} has no critic",
+        )
+    if config.rollout is None and Role.Rollout not in mapping:
+        reason = "in a run whose actor generates: no weights are sent"
+        check_unused(config.trainer, ("weight_transport", "weight_timeout"), "trainer.", reason)
+    if algorithm.kl_in_reward and not has_reference(config, mapping):
+        raise _misfit(mapping, "algorithm.use_kl_in_reward needs Role.ActorRolloutRef or Role.RefPolicy, or is false")
+    if getattr(config.actor_rollout_ref, "use_kl_loss", False) and not has_reference(config, mapping):
+        raise _misfit(mapping, "actor_rollout_ref.use_kl_loss needs Role.ActorRolloutRef or Role.RefPolicy")
+    _check_group_size(config)
+    _check_router_replay(config)
+    if algorithm.overlong.buffer:
+        response_limit(config)
+    if config.warm_up.steps and has_adapter(config) and reads_reference(config, mapping):
+        raise ConfigError(
+            f"warm_up.steps is {config.warm_up.steps} with actor_rollout_ref.model.lora: the reference, which is the "
+            "policy without its adapter, would not be the policy after the warm-up. Set warm_up.steps=0, or "
+            "actor_rollout_ref.use_kl_loss and algorithm.use_kl_in_reward to false",
+            key="warm_up.steps",
+            value=config.warm_up.steps,
+        )
+    if config.warm_up.steps and Role.RefPolicy in mapping:
+        raise _misfit(
+            mapping,
+            f"warm_up.steps={config.warm_up.steps} changes the policy that the reference starts from: map "
+            "Role.ActorRolloutRef, whose reference is replaced by the actor after the warm-up, or set warm_up.steps=0",
+        )
+
+
+def check_reference_sync(config: PPOConfig, mapping: Mapping[Role, Any]) -> None:
+    """Raise ConfigError if the reference is to follow the policy, and is not in the same workers or never read."""
+    steps = config.trainer.ref_sync_steps
+    if steps and has_adapter(config):
+        raise ConfigError(
+            f"trainer.ref_sync_steps is {steps} with actor_rollout_ref.model.lora: the reference is the policy without "
+            "its adapter, and does not move; set trainer.ref_sync_steps=0",
+            key="trainer.ref_sync_steps",
+            value=steps,
+        )
+    if steps and Role.ActorRolloutRef not in mapping:
+        raise _misfit(
+            mapping,
+            f"trainer.ref_sync_steps={steps} copies the policy to the reference of the same workers: map "
+            "Role.ActorRolloutRef, or set trainer.ref_sync_steps=0",
+        )
+    if steps and not reads_reference(config, mapping):
+        raise ConfigError(
+            f"trainer.ref_sync_steps={steps} moves a reference that nothing reads: set actor_rollout_ref.use_kl_loss "
+            "or algorithm.use_kl_in_reward to true, or trainer.ref_sync_steps=0",
+            key="trainer.ref_sync_steps",
+            value=steps,
+        )
+
+
+def response_limit(config: PPOConfig) -> int:
+    """Return the longest possible response, [tokens]: ``rollout.response_length`` of the workers that generate.
+
+    Raises:
+        ConfigError: their configuration does not have it.
+    """
+    key = "actor_rollout_ref" if config.rollout is None else "rollout"
+    length: int | None = getattr(getattr(getattr(config, key), "rollout", None), "response_length", None)
+    if length is None:
+        raise ConfigError(
+            f"algorithm.overlong.buffer is {config.algorithm.overlong.buffer}, which counts back from "
+            f"{key}.rollout.response_length; the configuration of the workers has no such field: add it, or set "
+            "algorithm.overlong.buffer=0",
+            key="algorithm.overlong.buffer",
+        )
+    return length
+
+
+def has_reference(config: PPOConfig, mapping: Mapping[Role, Any]) -> bool:
+    """Return whether there is a reference policy: an actor with an adapter is one when that is off."""
+    return Role.ActorRolloutRef in mapping or Role.RefPolicy in mapping or has_adapter(config)
+
+
+def has_adapter(config: PPOConfig) -> bool:
+    """Return whether the actor trains an adapter beside its weights (``model.lora``)."""
+    return getattr(getattr(config.actor_rollout_ref, "model", None), "lora", None) is not None
+
+
+def reads_reference(config: PPOConfig, mapping: Mapping[Role, Any]) -> bool:
+    """Return whether a run reads log-probabilities of the reference: in the reward, or in the actor's loss.
+
+    A reference that nothing reads is not built.
+    """
+    actor = _with_kl_loss(config.actor_rollout_ref, config, mapping)
+    in_loss = bool(getattr(actor, "use_kl_loss", False))
+    return has_reference(config, mapping) and (config.algorithm.kl_in_reward or in_loss)
+
+
+def updates_once(config: PPOConfig, actor: RoleWorker, rows: int, n: int) -> bool:
+    """Return whether the update makes one optimizer step, and only this step reads ``old_log_probs``.
+
+    Args:
+        config: the configuration of the run.
+        actor: the group that is trained.
+        rows: responses of the batch.
+        n: responses to each prompt.
+    """
+    if config.algorithm.kl_in_reward or config.algorithm.importance.is_on:
+        return False
+    return UpdateRules.of(actor.init.cls, actor.init.kwargs["config"]).updates_once(rows, n)
+
+
+def unread_by_update(workers: Sequence[RoleWorker], group: str) -> frozenset[str]:
+    """Return the columns of ``STAGE_COLUMNS`` that the update of a group does not read, so that they are not sent."""
+    (worker,) = (each for each in workers if each.name == group)
+    read = UpdateRules.of(worker.init.cls, worker.init.kwargs["config"]).columns_read()
+    return frozenset() if read is None else STAGE_COLUMNS - set(read)
+
+
+def _with_kl_loss(actor: Any, config: PPOConfig, mapping: Mapping[Role, Any]) -> Any:
+    """Return the actor's configuration with the default of ``use_kl_loss``: true if the KL is not in the reward."""
+    if getattr(actor, "use_kl_loss", False) is not None:
+        return actor
+    return dataclasses.replace(actor, use_kl_loss=has_reference(config, mapping) and not config.algorithm.kl_in_reward)
+
+
+def _check_group_size(config: PPOConfig) -> None:
+    """Raise ConfigError if an estimator compares the responses to a prompt, and there is one of each."""
+    name = config.algorithm.adv_estimator
+    n = getattr(getattr(config.actor_rollout_ref, "rollout", None), "n", None)
+    if n == 1 and ADVANTAGE_ESTIMATORS[name].needs_group:
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.n is 1 with algorithm.adv_estimator={name}, which compares the responses to "
+            "one prompt: every advantage would be 0. Set actor_rollout_ref.rollout.n to 2 or more, such as 8",
+            key="actor_rollout_ref.rollout.n",
+            value=n,
+        )
+    if n == 2 and name == "rloo":
+        reason = "with actor_rollout_ref.rollout.n=2: one other response has no standard deviation"
+        check_unused(config.algorithm.rloo, ("scale",), "algorithm.rloo.", reason)
+
+
+def _check_router_replay(config: PPOConfig) -> None:
+    """Raise ConfigError if the pass whose experts are to be replayed is never made."""
+    mode = getattr(config.actor_rollout_ref, "router_replay", "none")
+    if mode == "old_log_probs" and config.algorithm.old_log_probs == "rollout":
+        raise ConfigError(
+            "actor_rollout_ref.router_replay is 'old_log_probs' with algorithm.old_log_probs='rollout', for which no "
+            "pass computes old log-probabilities: set actor_rollout_ref.router_replay=rollout, or "
+            "algorithm.old_log_probs=policy",
+            key="actor_rollout_ref.router_replay",
+            value=mode,
+        )
+    if mode == "rollout" and config.trainer.asynchronous.record_tokens:
+        raise ConfigError(
+            "actor_rollout_ref.router_replay is 'rollout' with trainer.asynchronous.record_tokens, and the recorded "
+            "events do not have the experts of tokens: set router_replay=old_log_probs, or record_tokens=false",
+            key="actor_rollout_ref.router_replay",
+            value=mode,
+        )
+
+
+def _needs_critic(config: PPOConfig) -> bool:
+    return ADVANTAGE_ESTIMATORS.get_or_raise(config.algorithm.adv_estimator).needs_critic
+
+
+def _misfit(mapping: Mapping[Role, Any], rule: str) -> ConfigError:
+    mapped = ", ".join(str(role) for role in mapping) or "none"
+    return ConfigError(f"role_worker_mapping has {mapped}: {rule}", key="role_worker_mapping", value=mapped)
+
+
+_logger = logging.getLogger(__name__)
+_KEY = "trainer.max_staleness"
+
+
+def check_ahead(config: PPOConfig, roles: Collection[Role]) -> None:
+    """Raise ConfigError if ``trainer.max_staleness`` does not fit the roles or the algorithm.
+
+    Logs a warning if nothing in the algorithm corrects for the older policy.
+    """
+    staleness, algorithm = config.trainer.max_staleness, config.algorithm
+    if not staleness:
+        return
+    if Role.Rollout not in roles:
+        raise ConfigError(
+            f"{_KEY} is {staleness}, and the actor's processes generate: they cannot train at the same time. Set "
+            "rollout={} in the configuration of a run, and pools.rollout.process_on_nodes with GPUs; map Role.Actor "
+            f"and Role.Rollout in a program of your own; or set {_KEY}=0",
+            key=_KEY,
+            value=staleness,
+        )
+    if ADVANTAGE_ESTIMATORS[algorithm.adv_estimator].needs_greedy:
+        raise ConfigError(
+            f"algorithm.adv_estimator is {algorithm.adv_estimator!r} with {_KEY}={staleness}: the greedy response, "
+            "which is generated when the samples are scored, would be that of a newer policy than theirs. Set "
+            f"{_KEY}=0, or another estimator such as rloo",
+            key="algorithm.adv_estimator",
+            value=algorithm.adv_estimator,
+        )
+    if algorithm.importance.level == "none" and algorithm.old_log_probs != "rollout":
+        _logger.warning(
+            "%s is %d, and nothing corrects for the older policy that the responses are from: set "
+            "algorithm.importance.level=token, or algorithm.old_log_probs=rollout",
+            _KEY,
+            staleness,
+        )
+
+
+def check_generates_alone(
+    config: PPOConfig, roles: Mapping[Role, Any], pools: ResourcePoolManager, rollout_fn: Any = None
+) -> None:
+    """Raise ConfigError if generation would wait for training, or for the controller, instead of running beside it."""
+    staleness = config.trainer.max_staleness
+    if not staleness:
+        return
+    if staleness == 1 and rollout_fn is None:
+        reason = f"with {_KEY}=1, whose batches are generated in one call: set it to 2 or more"
+        options = dataclasses.replace(config.trainer.asynchronous, replay=None)  # which is the same run again
+        names = [field.name for field in dataclasses.fields(options)]
+        check_unused(options, names, "trainer.asynchronous.", reason)
+    if rollout_fn is not None and not isinstance(rollout_fn, Episodes):
+        raise ConfigError(
+            f"{_KEY} is {staleness} with a rollout_fn, whose calls come from the controller, which trains at that "
+            f"time: set {_KEY}=0, or multi_turn.environment or multi_turn.episode (MultiTurnRollout or Episodes in a "
+            "program), whose turns are generated by trajectory",
+            key=_KEY,
+            value=staleness,
+        )
+    if rollout_fn is not None and rollout_fn.processes and config.trainer.asynchronous.schedule == "simulated":
+        raise ConfigError(
+            "trainer.asynchronous.schedule is 'simulated', and the time at which episodes in "
+            f"{rollout_fn.processes} processes ask for a turn is not: set multi_turn.processes=0, or schedule=live",
+            key="trainer.asynchronous.schedule",
+            value="simulated",
+        )
+    if not (pools.use_gpu or config.trainer.offload == "always") or Role.Rollout not in pools.mapping:
+        return
+    pool = pools.mapping[Role.Rollout]
+    others = [str(role) for role in roles if role is not Role.Rollout and pools.mapping.get(role) == pool]
+    if others:
+        raise ConfigError(
+            f"{_KEY} is {staleness}, and Role.Rollout shares the pool {pool!r} with {', '.join(others)}, with which it "
+            "takes turns: give it a separate pool, with pools.rollout.process_on_nodes in the configuration of a run "
+            f"or the mapping in a program of your own; or set {_KEY}=0",
+            key=_KEY,
+            value=staleness,
+        )
+
+
+def _check_transfer(config: PPOConfig, actor: Any, rollout: Any) -> None:
+    """Raise ConfigError if the weights of the actor cannot become the weights of the rollout.
+
+    Args:
+        config: the configuration of the run.
+        actor: the worker class of the actor.
+        rollout: the worker class of the rollout.
+    """
+    if not hasattr(actor, "transfer_weights"):
+        raise ConfigError(
+            f"{actor.__name__} has no class method transfer_weights, which Role.Actor and Role.Rollout need: derive it "
+            "from workers.ActorRolloutRefWorker, or map Role.ActorRollout",
+            key="role_worker_mapping",
+            value=actor.__name__,
+        )
+    if config.rollout is not None:
+        actor.check_transfer(config.actor_rollout_ref, config.rollout, config.trainer.weight_transport)
+
+
+def _check_colocated(pools: ResourcePoolManager, actor: Role, rollout: Role) -> None:
+    """Raise ConfigError if actor and rollout share GPUs of several nodes, between which no transport carries weights.
+
+    Args:
+        pools: the pools of the run.
+        actor: the role that weights come from.
+        rollout: the role that weights go to.
+    """
+    pool = pools.mapping.get(rollout)
+    nodes = len(pools.resource_pool_spec.get(pool or "", ()))
+    if pools.use_gpu and nodes > 1 and pool == pools.mapping.get(actor):
+        raise ConfigError(
+            f"{actor} and {rollout} share the GPUs of pool {pool!r} on {nodes} nodes, and weights travel between "
+            f"groups that share GPUs within one node only: give {rollout} a separate pool (pools.rollout), let the "
+            "processes of the actor generate (Role.ActorRollout; in a file, no section rollout), or use one node",
+            key="role_worker_mapping",
+            value=pool,
+        )

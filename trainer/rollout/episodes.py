@@ -1,0 +1,542 @@
+"""Episodes: async functions of a program that make a trajectory each, with turns of the policy and tools of their own.
+
+An episode is ``async def episode(rollout, problem) -> Trajectory``. It runs in a process of its own, with others, or in
+this process. What it returns is checked against what the engine made: it costs its trajectory if it raises, hangs, ends
+its process, or returns tokens that the engine did not make.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+import socket
+import struct
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import wait
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import torch
+
+from mcontroller.data.protocol import DataProto
+from mcontroller.errors import ConfigError, MControllerError
+from trainer.columns import FAILED, columns
+from trainer.rewards.helper_process import HelperProcess
+from trainer.rollout.episode_loop import SERVER, EpisodeLoop, load_episode, text_of
+from trainer.rollout.made_tokens import FAILURE_KINDS, EpisodeError, MadeTokens, Turn
+from trainer.rollout.seeds import TRAINING, count_call, seed_of
+from trainer.rollout.trajectories import Submitted, TrajectoryRollout, trajectory_batch
+from trainer.rollout.trajectory import Trajectory
+from workers.columns import HELD_OUT_BATCH
+from workers.generate.request_settings import checked_sampling
+
+logger = logging.getLogger(__name__)
+
+PATIENCE_S = 0.05
+"""[s] How long this process waits for its own episodes before the next slice, if they wait for something else."""
+GRACE_S = 2.0
+"""[s] How long a process may take to answer that it has cancelled an episode, before it is killed."""
+LONGEST_MESSAGE = 1 << 30
+"""[bytes] The longest message of a process; one that sends a longer one is lost."""
+STALL_S = 10.0
+"""[s] How long a message to or from a process may take, before it is killed."""
+
+
+@dataclass(eq=False)
+class _Running:
+    number: int
+    problem: Mapping[str, Any]
+    seed: int
+    future: Future[Trajectory]
+    key: Any
+    made: MadeTokens
+    alone: bool = False
+    host: _Host | None = None
+    deadline: float = 0.0
+    prompts: int = 0
+
+    @property
+    def waits(self) -> bool:
+        """Whether it waits for the policy."""
+        return any(turn.is_awaited for turn in self.made.turns.values())
+
+
+class _Host:
+    """Runs episodes in this process."""
+
+    def __init__(self, episodes: Callable[[Callable[[Any], None]], EpisodeLoop] | None = None) -> None:
+        self.running: dict[int, _Running] = {}
+        self.kill_at = float("inf")
+        self._out: deque[bytes] = deque()
+        if episodes is not None:
+            self._loop = episodes(lambda message: self._out.append(pickle.dumps(message)))
+
+    def send(self, message: tuple[Any, ...]) -> None:
+        self._loop.handle(pickle.loads(pickle.dumps(message)))
+
+    def receive(self) -> list[tuple[Any, ...]]:
+        """Return the messages that have arrived; first let the episodes run until all of them wait for the rollout."""
+        self._loop.run(PATIENCE_S)
+        messages = [_decoded(each) for each in self._out]
+        self._out.clear()
+        return messages
+
+    def end(self) -> str:
+        """Cancel the episodes."""
+        self._loop.close()
+        return "it was closed"
+
+
+def _decoded(encoded: bytes) -> tuple[Any, ...]:
+    """Return a message of an episode: its kind, the number of the episode, and a pickle of what follows.
+
+    Raises:
+        EOFError: it is none, so that nobody knows whose it is.
+    """
+    try:
+        kind, number, content = pickle.loads(encoded)
+        known = (type(kind), type(number), type(content)) == (str, int, bytes)
+    except (Exception, SystemExit) as error:  # a process can send anything
+        raise EOFError("its process sent something else than a message") from error
+    if not known:
+        raise EOFError("its process sent something else than a message")
+    return kind, number, content
+
+
+class _ProcessHost(_Host):
+    """Runs episodes in another process. A message that it neither reads nor completes raises OSError after a while."""
+
+    def __init__(self, helper: HelperProcess) -> None:
+        super().__init__()
+        self._helper, self.connection = helper, helper.connection
+        with socket.fromfd(self.connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as ours:
+            for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+                ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(STALL_S), 0))
+
+    def send(self, message: tuple[Any, ...]) -> None:
+        self.connection.send(message)
+
+    def receive(self) -> list[tuple[Any, ...]]:
+        messages = []
+        while self.connection.poll():
+            messages.append(_decoded(self.connection.recv_bytes(LONGEST_MESSAGE)))
+        return messages
+
+    def end(self) -> str:
+        return f"its process ended with exit code {self._helper.close()}"
+
+
+class Episodes:
+    """Runs episodes, whose turns a rollout generates: ``start`` them, and ``pump`` between two slices.
+
+    An episode that fails has an ``EpisodeError`` as the exception of its future. If a process is lost, its episodes
+    begin again, and get the turns that they had: those that did not wait for the rollout each alone in a process, where
+    it is clear which of them fails.
+
+    Args:
+        episode: an import path such as ``my_module:episode``; without processes, also a function or class.
+        options: its other keyword arguments.
+        tokenizer: of the policy.
+        processes: the number of processes; 0 runs the episodes in this one, in a fixed order, without protection from
+            those that block.
+        concurrency: the most episodes in flight; the others wait.
+        timeout_s: [s] longest time that an episode may take between two turns of the policy.
+
+    Attributes:
+        cancel: called with the turns in flight that nobody waits for any more.
+        failed, restarted: numbers of episodes.
+        replaced: the number of processes that were lost.
+        rollout: generates the turns.
+
+    Raises:
+        ConfigError: the function cannot be imported or is not async; a function without an import path has processes.
+    """
+
+    def __init__(
+        self,
+        episode: str | Callable[..., Any],
+        options: Mapping[str, Any] | None = None,
+        *,
+        tokenizer: Any = None,
+        processes: int = 1,
+        concurrency: int = 256,
+        timeout_s: float = 60.0,
+    ) -> None:
+        self.episode, self.options, self.tokenizer = episode, dict(options or {}), tokenizer
+        self.processes, self.concurrency, self.timeout_s = processes, concurrency, timeout_s
+        loaded = load_episode(episode, self.options)
+        if processes and not isinstance(episode, str):
+            raise ConfigError(
+                f"the episode {episode!r} is to run in {processes} processes, which import it: pass its import path, "
+                "such as 'my_module:episode', or processes=0",
+                key="multi_turn.episode",
+            )
+        self._loop = partial(EpisodeLoop, loaded, tokenizer)
+        self._begin_empty()
+
+    def _begin_empty(self) -> None:
+        self._hosts: list[_Host] = [] if self.processes else [_Host(self._loop)]
+        self.rollout: TrajectoryRollout | None = None
+        self.failed = self.restarted = self.replaced = 0
+        self._waiting: deque[_Running] = deque()
+        self._running: dict[int, _Running] = {}
+        self._made: SimpleQueue[tuple[_Running, int]] = SimpleQueue()
+        self._started = 0
+        self.cancel: Callable[[Submitted], object] = Submitted.cancel
+
+    def another(self) -> Episodes:
+        """Return one with the same settings, whose episodes run apart from these."""
+        made = copy.copy(self)
+        made._begin_empty()
+        return made
+
+    def __len__(self) -> int:
+        """The number of episodes that have not ended."""
+        return len(self._waiting) + len(self._running)
+
+    def connect(self, rollout: TrajectoryRollout) -> None:
+        """Generate turns with this rollout from now on."""
+        self.rollout = rollout
+
+    def _connected(self) -> TrajectoryRollout:
+        if self.rollout is None:
+            raise ConfigError("the episodes have no rollout yet: call connect(rollout) first", key="rollout")
+        return self.rollout
+
+    @property
+    def busy(self) -> bool:
+        """Whether an episode does something else than wait for the policy."""
+        can_begin = bool(self._waiting) and len(self._running) < self.concurrency
+        return can_begin or not all(each.waits for each in self._running.values())
+
+    def states(self) -> Mapping[Any, Mapping[int, Turn]]:
+        """Return the turns of all episodes, in their order, by their keys: ``start`` takes them."""
+        return {each.key: each.made.turns for each in (*self._running.values(), *self._waiting)}
+
+    def start(
+        self, problem: Mapping[str, Any], seed: int, *, key: Any = None, turns: Mapping[int, Turn] | None = None
+    ) -> Future[Trajectory]:
+        """Start an episode, and return the future of its trajectory; ``cancel()`` stops it at the next ``pump``.
+
+        Args:
+            problem: the columns of a problem, and ``prompt_ids``, the token ids of its prompt.
+            seed: of the random numbers of its responses, 64 bits, signed. Its first prompt has this one; others, and
+                further branches of a response, get seeds that are mixed from it.
+            key: what the program knows it by; its request ``r`` is submitted with the key ``f"{key}/{r}"``.
+            turns: what it had asked for in an earlier run, by request. It gets the same again, as long as it asks for
+                the same; the rollout makes the rest of a turn that has not ended.
+
+        Raises:
+            ConfigError: ``connect`` was not called.
+        """
+        self._connected()
+        self._started += 1
+        running = _Running(self._started, problem, seed, Future(), key, MadeTokens(turns or {}))
+        self._waiting.append(running)
+        return running.future
+
+    def pump(self, seconds: float = 0.0) -> None:
+        """Exchange messages with the episodes; wait up to ``seconds`` for one of another process."""
+        for running in [each for each in self._running.values() if each.future.cancelled()]:
+            self._drop(running, stop=True)
+        self._begin_waiting()
+        while True:
+            self._deliver()
+            connections = {each.connection: each for each in self._hosts if isinstance(each, _ProcessHost)}
+            ready = [connections[each] for each in wait(list(connections), seconds)] if connections else self._hosts  # type: ignore[index]
+            for host in ready:
+                self._receive(host)
+            if not self._begin_waiting() and self._made.empty():
+                break
+            seconds = 0.0
+        self._check_deadlines()
+
+    def __call__(self, problems: DataProto, generate: Any) -> DataProto:
+        """Return the responses to problems: a rollout function of ``RayPPOTrainer``.
+
+        Args:
+            problems: ``input_ids`` and ``attention_mask`` ``[rows, prompt]`` and other columns, which the episodes
+                read; ``meta_info`` of ``generate_sequences``.
+            generate: ``generate_sequences`` of a group.
+
+        Returns:
+            The columns of ``trajectory_batch``, and ``failed``, bool ``[rows]``: the rows of episodes that failed have
+            no tokens, and get no score. ``meta_info["metrics"]`` has their number.
+        """
+        for left in (*self._running.values(), *self._waiting):  # by a call that failed
+            left.future.cancel()
+        trained = HELD_OUT_BATCH not in problems.meta_info
+        rollout = TrajectoryRollout(generate.group, driven=True, trained=trained, **problems.meta_info)
+        self.connect(rollout)
+        ids, attention = columns(problems, "input_ids", "attention_mask")
+        n = problems.meta_info.get("n", rollout.limits.get("n", 1))
+        call = count_call(generate.group, problems.meta_info)
+        started = []
+        for row, (tokens, mask) in enumerate(zip(ids, attention.bool(), strict=True)):
+            others = {name: column[row] for name, column in problems.non_tensor_batch.items()}
+            problem = {**others, "prompt_ids": tokens[mask].tolist()}
+            seeds = [seed_of(rollout.seed, TRAINING, call, row, sample) for sample in range(n)]
+            started += [(problem, self.start(problem, seed)) for seed in seeds]
+        self.run()
+        made = [
+            future.result() if error is None else Trajectory(problem["prompt_ids"], ended=error.kind)  # type: ignore[attr-defined]
+            for problem, future in started
+            for error in (future.exception(),)
+        ]
+        whole = trajectory_batch(
+            made,
+            prompt_length=max(ids.shape[1], *(len(each.prompt) for each in made)),
+            response_length=rollout.limits["response_length"],
+            pad_token_id=problems.meta_info["pad_token_id"],
+            log_probs=rollout.log_probs,
+        )
+        whole[FAILED] = torch.tensor([each.ended in FAILURE_KINDS for each in made])
+        return DataProto.from_dict(whole, meta_info={**rollout.meta_info(n), "metrics": self.take_metrics(made)})
+
+    def run(self) -> None:
+        """Make slices until every episode has ended."""
+        rollout = self._connected()
+        while len(self):
+            self.pump(0.0)
+            if rollout.start():
+                while not rollout.ready():
+                    self.pump(0.001)
+                rollout.take()
+            elif len(self) and self._made.empty():
+                self.pump(0.01)
+
+    def take_metrics(self, made: Sequence[Trajectory]) -> dict[str, float]:
+        """Return how many of the trajectories failed, and why, and their numbers of turns.
+
+        ``episodes/restarted`` counts the episodes that have begun again since the last call, and
+        ``episodes/replaced_processes`` the processes that were lost.
+        """
+        restarted, self.restarted = self.restarted, 0
+        replaced, self.replaced = self.replaced, 0
+        kinds, turns = Counter(each.ended for each in made), [each.turns for each in made]
+        counts = {kind: kinds[kind] for kind in FAILURE_KINDS}
+        counts |= {"failed": sum(counts.values()), "restarted": restarted, "replaced_processes": replaced}
+        return {f"episodes/{name}": float(count) for name, count in counts.items()} | {
+            "multi_turn/turns_mean": sum(turns) / len(turns),
+            "multi_turn/turns_max": float(max(turns)),
+            "multi_turn/reply_tokens_mean": sum(len(each.own) - sum(each.own) for each in made) / len(turns),
+        }
+
+    def close(self) -> None:
+        """End the processes and drop all episodes."""
+        hosts, self._hosts = self._hosts, []
+        for host in hosts:
+            host.end()
+        for running in [*self._running.values(), *self._waiting]:
+            running.future.cancel()
+        self._running.clear()
+        self._waiting.clear()
+
+    def _begin_waiting(self) -> bool:
+        """Start the episodes that wait, as far as they may run, and return whether one was started."""
+        before = len(self._running)
+        while self._waiting and len(self._running) < self.concurrency:
+            if self._waiting[0].future.cancelled():
+                self._cancel_turns(self._waiting.popleft())
+            elif not self._begin(self._waiting[0]):
+                break
+        return len(self._running) > before
+
+    def _begin(self, running: _Running) -> bool:
+        """Start the first waiting episode, if there is a host for it."""
+        if len(self._hosts) < self.processes:
+            self._hosts.append(self._process())
+        free = [host for host in self._hosts if not any(each.alone for each in host.running.values())]
+        if not free or (running.alone and all(host.running for host in free)):
+            return False
+        running.host = host = min(free, key=lambda each: len(each.running))
+        self._waiting.popleft()
+        running.prompts = 0
+        running.deadline = time.monotonic() + self.timeout_s
+        self._running[running.number] = host.running[running.number] = running
+        longest = self._connected().limits["response_length"]
+        self._send(host, ("start", running.number, running.problem, running.seed, longest))
+        return True
+
+    def _process(self) -> _ProcessHost:
+        first = self.episode, self.options, self.tokenizer
+        helper = HelperProcess.start(SERVER, first, "the episode", "multi_turn.episode")
+        self.replaced += helper.replaced
+        return _ProcessHost(helper)
+
+    def _send(self, host: _Host, message: tuple[Any, ...]) -> None:
+        try:
+            host.send(message)
+        except OSError:
+            self._lose(host)
+
+    def _receive(self, host: _Host) -> None:
+        try:
+            messages = host.receive()
+        except (EOFError, OSError):
+            self._lose(host)
+        else:
+            for message in messages:
+                if host in self._hosts:  # an answer to one before may have found that its process is lost
+                    self._handle(host, message)
+
+    def _lose(self, host: _Host, error: EpisodeError | None = None) -> None:
+        self._hosts.remove(host)
+        self.replaced += 1
+        reason = host.end()
+        for running in list(host.running.values()):
+            failed, running.alone = running.alone, not running.waits
+            if failed:
+                self._drop(running)
+                self._fail(running, error or EpisodeError(reason, kind="died"))
+                continue
+            del self._running[running.number]
+            for turn in running.made.turns.values():
+                turn.is_awaited = False
+            self.restarted += 1
+            self._waiting.appendleft(running)
+
+    def _handle(self, host: _Host, message: tuple[Any, ...]) -> None:
+        kind, number, content = message
+        running = host.running.get(number)
+        if kind == "stopped":
+            host.kill_at = float("inf")
+        if running is None:
+            return
+        try:
+            self._act(host, running, kind, pickle.loads(content))
+        except (Exception, SystemExit) as error:  # an episode can send anything
+            text = f"its message {kind[:20]!r} raised {text_of(error)}"
+            failure = error if isinstance(error, EpisodeError) else EpisodeError(text, kind="invalid")
+            if running.number in self._running:
+                self._drop(running, stop=kind in ("submit", "cancel"))
+            self._fail(running, failure)
+
+    def _act(self, host: _Host, running: _Running, kind: str, values: tuple[Any, ...]) -> None:
+        """Act on a message of an episode.
+
+        Raises:
+            EpisodeError: the episode has failed.
+        """
+        if kind == "submit":
+            self._submit(host, running, *values)
+        elif kind == "cancel":
+            turn = running.made.turns.pop(values[0], None)
+            if turn is not None and turn.submitted is not None:
+                self.cancel(turn.submitted)
+        elif kind == "end":
+            made = running.made.checked(values[0], self._connected().limits)
+            if not any(made.own):
+                raise EpisodeError("its response has no token of the policy", kind="invalid")
+            made.ended = made.ended if made.ended in ("stop", "length") else "environment"
+            self._drop(running)
+            if running.future.set_running_or_notify_cancel():
+                running.future.set_result(made)
+        elif kind == "stopped":
+            raise self._too_late()
+        else:
+            raise EpisodeError(str(values[0]), kind="raised")
+
+    def _submit(
+        self, host: _Host, running: _Running, request: int, trajectory: Trajectory, options: dict[str, Any]
+    ) -> None:
+        rollout = self._connected()
+        turn = self._turn(running, request, running.made.checked(trajectory, rollout.limits))
+        known = running.made.turns.get(request)
+        if known is not None and known.context() == turn.context():
+            turn = known
+        running.made.turns[request], turn.is_awaited = turn, True
+        if turn.trajectory.ended and turn is known:
+            self._made.put((running, request))
+        elif turn.submitted is None:
+            try:
+                seed = checked_sampling({"seed": options.pop("seed", None)}, rollout.limits).get("seed")
+                if seed is not None:  # an agent may ask for the same one in all samples of a problem
+                    turn.trajectory.seed = seed_of(running.seed, "request", seed)
+                turn.submitted = rollout.submit(turn.trajectory, seed=turn.trajectory.seed, **options)
+            except MControllerError as error:
+                del running.made.turns[request]
+                self._send(host, ("failed", running.number, request, error))
+                return
+            turn.submitted.key = f"{running.key}/{request}"
+            turn.submitted.add_done_callback(lambda done: self._made.put((running, request)))
+
+    @staticmethod
+    def _turn(running: _Running, request: int, trajectory: Trajectory) -> Turn:
+        """Return the turn of a request, with a seed that no other prompt or branch of the episode has."""
+        turn = Turn(trajectory, len(trajectory.tokens))
+        if not any(trajectory.own):
+            trajectory.seed = running.seed
+            if running.prompts:
+                trajectory.seed = seed_of(running.seed, "prompt", running.prompts)
+            running.prompts += 1
+            return turn
+        context = turn.context()
+        if any(number < request and other.context() == context for number, other in running.made.turns.items()):
+            trajectory.seed = seed_of(running.seed, "branch", request)
+        return turn
+
+    def _deliver(self) -> None:
+        """Send the turns that were made to their episodes."""
+        while True:
+            try:
+                running, request = self._made.get_nowait()
+            except Empty:
+                return
+            host, turn = running.host, running.made.turns.get(request)
+            if turn is None or host is None or not turn.is_awaited or (turn.submitted and turn.submitted.cancelled()):
+                continue
+            submitted, turn.submitted, turn.is_awaited = turn.submitted, None, False
+            running.deadline = time.monotonic() + self.timeout_s
+            if submitted is not None and (error := submitted.exception()) is not None:
+                self._send(host, ("failed", running.number, request, error))
+                continue
+            made = turn.trajectory
+            names = ("tokens", "log_probs", "versions", "temperatures")
+            added = {name: getattr(made, name)[turn.before :] for name in names}
+            self._send(host, ("made", running.number, request, (added, made.ended)))
+
+    def _check_deadlines(self) -> None:
+        """Stop the episodes that take too long; a process that does not answer is blocked by one of its episodes."""
+        now = time.monotonic()
+        for running in [each for each in self._running.values() if each.deadline < now and not each.waits]:
+            running.deadline = float("inf")
+            assert running.host is not None
+            running.host.kill_at = min(running.host.kill_at, now + GRACE_S)
+            self._send(running.host, ("stop", running.number))
+        for host in [each for each in self._hosts if each.kill_at < now]:
+            self._lose(host, self._too_late())
+
+    def _too_late(self) -> EpisodeError:
+        text = f"it did not ask for a turn or return within {self.timeout_s:g} s"
+        return EpisodeError(text, kind="timed_out")
+
+    def _drop(self, running: _Running, *, stop: bool = False) -> None:
+        """Forget an episode; its turns in flight are cancelled."""
+        host = running.host
+        del self._running[running.number]
+        if host is not None:
+            del host.running[running.number]
+        self._cancel_turns(running)
+        running.host = None
+        if stop and host in self._hosts:
+            self._send(host, ("stop", running.number))
+
+    def _cancel_turns(self, running: _Running) -> None:
+        for turn in running.made.turns.values():
+            if turn.submitted is not None:
+                self.cancel(turn.submitted)
+        running.made = MadeTokens({})
+
+    def _fail(self, running: _Running, error: EpisodeError) -> None:
+        self.failed += 1
+        if self.failed <= 3:
+            logger.warning("episode %d failed: %s", running.number, error)
+        if running.future.set_running_or_notify_cancel():
+            running.future.set_exception(error)

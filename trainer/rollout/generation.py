@@ -1,0 +1,483 @@
+"""Responses to problems: from one call of the rollout or a program's own function, also ahead of training."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from mcontroller.data.protocol import DataProto
+from mcontroller.errors import ConfigError, DataError
+from mcontroller.group import WorkerGroup
+from trainer.columns import RESPONSE_COLUMNS, columns
+from trainer.config import TrainerConfig
+from trainer.data.stream import BatchStream
+from trainer.metrics import Metrics
+from trainer.rollout.episodes import Episodes
+from trainer.saving.checkpoints import RunState
+from trainer.saving.run_record import BatchInFlight
+from trainer.stages import Stages
+
+
+class RolloutWeights:
+    """Sends the weights of the actor to the group that generates, if they have changed since the last time.
+
+    The worker class of the actor has the class method ``transfer_weights(source, target, transport, timeout)``, which
+    returns the transfer: its ``run()`` sends the current weights, and returns a report with ``metrics()`` and
+    ``policy_version``; ``close()`` ends the connections. That of the rollout may have the registered method
+    ``has_weights``, which returns False after it has lost them with the memory of its GPUs. Without a group that only
+    generates, nothing is sent.
+
+    Args:
+        stages: the stage ``weights`` gets the seconds.
+        config: has the name of the transport, and the seconds after which a transfer fails.
+
+    Attributes:
+        moving: the context in which the weights are sent.
+    """
+
+    def __init__(self, stages: Stages, config: TrainerConfig) -> None:
+        self._stages = stages
+        self._options = {"transport": config.weight_transport, "timeout": config.weight_timeout}
+        self._groups: tuple[WorkerGroup[Any], WorkerGroup[Any]] | None = None
+        self._transfer: Any = None
+        self._stale = True
+        self._metrics = Metrics()
+        self._report: Any = None
+        self._generating: DataProto | None = None
+        self.moving: Callable[[], AbstractContextManager[None]] = nullcontext
+
+    def connect(self, actor: WorkerGroup[Any], rollout: WorkerGroup[Any]) -> None:
+        """Send from ``actor`` to ``rollout`` from now on; do nothing if they are the same group."""
+        self._transfer = self._generating = None
+        self._metrics = Metrics()
+        if rollout is not actor:
+            self._groups, self._stale = (actor, rollout), True
+
+    @property
+    def sends(self) -> bool:
+        """Whether a separate group generates."""
+        return self._groups is not None
+
+    def changed(self) -> None:
+        """Send the weights before the next generation: the policy has changed."""
+        self._stale = True
+
+    def wait_for(self, generating: DataProto) -> None:
+        """Do not send weights before this generation has ended."""
+        self._generating = generating
+
+    @property
+    def version(self) -> int:
+        """The version of the policy that was sent last."""
+        version: int = self._report.policy_version
+        return version
+
+    def update(self) -> None:
+        """Send the weights now, if the policy has changed; first wait for the generation in flight.
+
+        Raises:
+            GroupError: the generation failed.
+        """
+        if self._groups is None or not (self._stale or self._are_lost(self._groups[1])):
+            return
+        if self._generating is not None:
+            with self._stages("generate"):
+                self._generating.check()
+            self._generating = None
+        actor, rollout = self._groups
+        with self.moving(), self._stages("weights", actor.send_weights):
+            if self._transfer is None:
+                self._transfer = actor.worker_cls.transfer_weights(actor, rollout, **self._options)
+            self._report = self._transfer.run()
+            self._metrics.add(self._report.metrics())
+        self._stale = False
+
+    def _are_lost(self, rollout: WorkerGroup[Any]) -> bool:
+        """Whether an engine has slept since it got the weights, so that another group had the memory of its GPUs."""
+        may_lose = rollout.offers("has_weights") and self._stages.devices.are_shared(rollout)
+        return may_lose and not rollout.has_weights()
+
+    def take_metrics(self) -> dict[str, float]:
+        """Return what the transfers since the last call cost."""
+        return self._metrics.take()
+
+    def close(self) -> None:
+        """End the connections between the groups."""
+        if self._transfer is not None:
+            self._transfer.close()
+
+
+GenerateSequences = Callable[[DataProto], DataProto]
+"""``generate_sequences`` of the rollout's group."""
+
+RolloutFunction = Callable[[DataProto, GenerateSequences], DataProto]
+"""A program's own rollout loop: generates the responses to problems with calls of the rollout.
+
+It gets problems: ``input_ids`` and ``attention_mask`` ``[rows, prompt]``, the other columns of the data set, and the
+``meta_info`` of ``generate_sequences``. It returns a batch with the columns of ``generate_sequences``, ``n`` rows for
+each problem next to each other, in the order of the problems. ``response_mask`` is 1 for the tokens that the policy
+sampled, which are trained on; ``attention_mask`` is 1 for all tokens of a response. It may add ``truncated``, bool
+``[rows]``: whether a response was cut off; without it, those are the responses that do not end with a stop token.
+"""
+
+
+def start_responses(
+    rollout: WorkerGroup[Any], problems: DataProto, sampling: Mapping[str, Any], rollout_fn: RolloutFunction | None
+) -> DataProto:
+    """Start to generate the responses to problems, and return them; only ``rollout_fn`` is waited for.
+
+    Args:
+        rollout: the group that generates.
+        problems: rows of ``input_ids`` and ``attention_mask`` ``[prompt]``.
+        sampling: the ``meta_info`` of ``generate_sequences``.
+        rollout_fn: calls the rollout. None: one call.
+
+    Raises:
+        DataError: ``rollout_fn`` returned a row with another prompt than that of its problem, or too few rows.
+    """
+    if rollout_fn is None:
+        prompts = problems.select(["input_ids", "attention_mask"], non_tensor_batch_keys=[])
+        prompts.meta_info = dict(sampling)
+        generated: DataProto = rollout.generate_sequences.options(blocking=False)(prompts)
+        return generated
+    asked = problems.select(["input_ids", "attention_mask"])
+    asked.meta_info = dict(sampling)
+    responses = rollout_fn(asked, rollout.generate_sequences)
+    if not isinstance(rollout_fn, Episodes):  # which may write prompts of their own
+        _check_prompts(responses, problems)
+    return responses
+
+
+def generate_responses(
+    rollout: WorkerGroup[Any],
+    problems: DataProto,
+    sampling: Mapping[str, Any],
+    rollout_fn: RolloutFunction | None,
+) -> tuple[DataProto, DataProto]:
+    """Return the responses to problems, and the problems' other columns, repeated for each response.
+
+    Args:
+        rollout: the group that generates.
+        problems: rows of ``input_ids`` and ``attention_mask`` ``[prompt]``.
+        sampling: the ``meta_info`` of ``generate_sequences``.
+        rollout_fn: calls the rollout. None: one call.
+    """
+    others = problems.select([], non_tensor_batch_keys=None)
+    responses = start_responses(rollout, problems, sampling, rollout_fn)
+    return responses, others.repeat(len(responses) // len(problems))
+
+
+def _check_prompts(responses: DataProto, problems: DataProto) -> None:
+    """Raise DataError for the first row that does not have the prompt of its problem, both padded on the left."""
+    n = -(-len(responses) // len(problems))
+    given, attended, answers = columns(responses, "input_ids", "attention_mask", "responses")
+    ids, mask = columns(problems, "input_ids", "attention_mask")
+    width = max(ids.shape[1], given.shape[1] - answers.shape[1])
+    expected = _prompts(ids, mask, ids.shape[1], width).repeat_interleave(n, 0)
+    found = _prompts(given, attended, given.shape[1] - answers.shape[1], width)
+    wrong = (found != expected[: len(found)]).any(1).nonzero().flatten().tolist()
+    if wrong or len(found) < len(expected):
+        row = wrong[0] if wrong else len(found)
+        problem = "has another prompt than" if wrong else "is missing; it has the prompt of"
+        raise DataError(
+            f"rollout_fn returned {len(responses)} rows for {len(problems)} problems, and row {row} {problem} problem "
+            f"{row // n}, which is scored there: return equally many rows for each problem, next to each other, in the "
+            "order of the problems, with their prompts unchanged",
+            row=row,
+            rows=len(responses),
+            problems=len(problems),
+        )
+
+
+def _prompts(ids: Tensor, mask: Tensor, columns_of_prompt: int, width: int) -> Tensor:
+    """Return the token ids of prompts, int64 ``[rows, width]``, padded on the left with -1."""
+    kept = ids[:, :columns_of_prompt].masked_fill(mask[:, :columns_of_prompt] == 0, -1)
+    return pad(kept, (width - columns_of_prompt, 0), value=-1)
+
+
+DRAWN = "drawn_batch"
+"""Key of the ``meta_info`` of a batch of problems: its number in the sequence of the data set."""
+
+ASYNCHRONOUS = "asynchronous"
+"""Key of the state of sampling of a checkpoint with responses in flight by trajectory."""
+
+VERSION = "policy_version"
+"""Column of the version of the policy that generated each row, int64 ``[rows]``."""
+
+
+@dataclass(frozen=True)
+class _Generation:
+    """A batch whose responses are being generated, or have been."""
+
+    number: int | None
+    problems: DataProto
+    responses: DataProto
+    memory: Callable[[], dict[str, float]]
+
+
+class Generations:
+    """The responses to train on, of which ``ahead`` batches are generated while the policy learns from earlier ones.
+
+    A batch is started with the newest weights, after the batch before it: the rollout's group is never updated while it
+    generates. With ``ahead=0``, a batch is taken right after it was started.
+
+    Args:
+        ahead: batches in flight while the policy learns.
+        stages: the stage ``generate`` gets the seconds in which the controller waits for responses.
+        weights: sends the weights before a batch is started.
+    """
+
+    def __init__(self, ahead: int, stages: Stages, weights: RolloutWeights) -> None:
+        self._ahead = ahead
+        self._stages = stages
+        self._weights = weights
+        self._queue: deque[_Generation] = deque()
+        self._asked = 0
+        self._rollout: Any = None
+        self._sampling: Mapping[str, Any] = {}
+        self._rollout_fn: RolloutFunction | None = None
+
+    def connect(
+        self, rollout: WorkerGroup[Any], sampling: Mapping[str, Any], rollout_fn: RolloutFunction | None
+    ) -> None:
+        """Generate with a group from now on; the arguments are the same as of ``start_responses``."""
+        self._rollout, self._sampling, self._rollout_fn = rollout, sampling, rollout_fn
+
+    def restart(self, rollout: WorkerGroup[Any]) -> None:
+        """Generate with another group from now on, and start the batches in flight again, with the newest weights."""
+        waiting, self._rollout = list(self._queue), rollout
+        self._queue.clear()
+        for each in waiting:
+            self._begin(each.number, each.problems)
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def problems_in_flight(self) -> dict[int, list[int]]:
+        """Return which problems of which batches of the data set were drawn and not trained on."""
+        return {each.number: list(range(len(each.problems))) for each in self._queue if each.number is not None}
+
+    def exchange(
+        self, problems: DataProto, draw: Callable[[], DataProto]
+    ) -> tuple[DataProto, DataProto, DataProto, dict[str, float]]:
+        """Start to generate with the newest weights, and return the responses of the oldest batch.
+
+        Args:
+            problems: rows of ``input_ids`` and ``attention_mask`` ``[prompt]``.
+            draw: returns the next problems, as long as fewer than ``ahead`` batches are in flight.
+
+        Returns:
+            The problems of the oldest batch, with the non-tensor column ``uid``; the responses to them; the problems'
+            non-tensor columns, repeated for each response; and the memory that was used.
+
+        Raises:
+            ConfigError: no group generates yet.
+            DataError: the batch has another size than those in flight.
+            GroupError: a batch could not be generated.
+        """
+        self._start(problems)
+        while len(self._queue) <= self._ahead:
+            self._start(draw())
+        return self._taken()
+
+    def _start(self, problems: DataProto) -> None:
+        if self._rollout is None:
+            raise ConfigError("no group generates yet: call init_workers() before train_step()", key="rollout")
+        if self._queue and len(problems) != len(self._queue[0].problems):
+            raise DataError(
+                f"a batch of {len(problems)} problems, and the one in flight has {len(self._queue[0].problems)}: with "
+                f"trainer.max_staleness={self._ahead} all batches of a run have one size",
+                rows=len(problems),
+                expected=len(self._queue[0].problems),
+            )
+        self._begin(self._numbered(problems), problems)
+
+    def _begin(self, number: int | None, problems: DataProto) -> None:
+        self._weights.update()
+        with self._stages("generate", self._rollout.generate_sequences):
+            responses = start_responses(self._rollout, problems, self._sampling, self._rollout_fn)
+        memory: Callable[[], dict[str, float]] = dict
+        if self._ahead:
+            memory = self._stages.ask_memory([self._rollout.name])
+            self._weights.wait_for(responses)
+        self._queue.append(_Generation(number, problems, responses, memory))
+
+    def _taken(self) -> tuple[DataProto, DataProto, DataProto, dict[str, float]]:
+        oldest = self._queue.popleft()
+        reads = (*RESPONSE_COLUMNS, VERSION) if self._ahead else RESPONSE_COLUMNS
+        with self._stages("generate"):
+            batch = oldest.responses.prefetch(reads)
+        others = oldest.problems.select([], non_tensor_batch_keys=None)
+        asked = others.repeat(len(batch) // len(oldest.problems))
+        return oldest.problems, batch, asked, oldest.memory()
+
+    def close(self) -> None:
+        """End the processes that generation started."""
+
+    def take_metrics(self) -> dict[str, float]:
+        """Return what was counted since the last call, in all draws of a step."""
+        return {}
+
+    def summary(self) -> str:
+        """Return a line for the end of the run; empty if there is nothing to say."""
+        return ""
+
+    def state(self) -> tuple[tuple[BatchInFlight, ...], Mapping[str, Any]]:
+        """Wait for the batches in flight; return them with all their columns, and the state of the group's sampling.
+
+        Raises:
+            GroupError: the group failed.
+            DataError: a batch was not drawn from the data set of the run, which has to draw its problems again.
+        """
+        return self._generated(), self._sampling_state()
+
+    def _sampling_state(self) -> Mapping[str, Any]:
+        if not self._saves_sampling():
+            return {}
+        state: Mapping[str, Any] = self._rollout.sampling_state()[0]
+        return state
+
+    def _saves_sampling(self) -> bool:
+        """Whether it is a separate group, whose worker class has ``sampling_state`` and ``restore_sampling``."""
+        return self._weights.sends and all(map(self._rollout.offers, ("sampling_state", "restore_sampling")))
+
+    def _generated(self) -> tuple[BatchInFlight, ...]:
+        saved = []
+        for each in self._queue:
+            if each.number is None:
+                raise not_drawn()
+            saved.append(BatchInFlight(each.number, each.responses.slice().get()))
+        return tuple(saved)
+
+    def restore(
+        self,
+        saved: Sequence[BatchInFlight],
+        sampling: Mapping[str, Any],
+        problems: Callable[[int], DataProto],
+    ) -> int:
+        """Continue with saved batches and return how many are in flight again: none without ``ahead``.
+
+        Args:
+            saved: the batches in flight of a checkpoint.
+            sampling: the state of the group's sampling; empty: that of a new run.
+            problems: returns a batch of problems by its number in the data set.
+        """
+        if ASYNCHRONOUS in sampling:
+            saved_ahead = sampling[ASYNCHRONOUS]["max_staleness"]
+            raise ConfigError(
+                f"trainer.max_staleness is {self._ahead}, and the checkpoint has responses in flight of {saved_ahead}: "
+                f"resume with trainer.max_staleness={saved_ahead} or more",
+                key="trainer.max_staleness",
+                value=self._ahead,
+            )
+        if sampling and self._saves_sampling():
+            self._rollout.restore_sampling(sampling)
+        self._queue.clear()
+        if not self._ahead:
+            return 0
+        for each in saved:
+            drawn = problems(each.number)
+            self._numbered(drawn)
+            self._queue.append(_Generation(each.number, drawn, each.responses, dict))
+        return len(saved)
+
+    def _numbered(self, problems: DataProto) -> int | None:
+        """Give every problem a ``uid``, and return the number of the batch in the data set, if it has one."""
+        uid = np.arange(self._asked, self._asked + len(problems))
+        problems.non_tensor_batch["uid"] = uid.astype(object)
+        self._asked += len(problems)
+        number: int | None = problems.meta_info.pop(DRAWN, None)
+        return number
+
+
+def not_drawn() -> DataError:
+    """Return the error of saving a batch in flight that cannot be drawn again."""
+    return DataError(
+        "a batch in flight cannot be saved: its problems were passed to train_step, and were not drawn with draw(), so "
+        "a run that resumes cannot draw them again. Set trainer.max_staleness=0"
+    )
+
+
+def staleness_metrics(batch: DataProto, newest: int) -> dict[str, float]:
+    """Return how many updates of the policy the rows of a batch are behind: ``training/staleness_mean`` and ``_max``.
+
+    Args:
+        batch: ``policy_version`` int64 ``[rows]``.
+        newest: the version of the policy before its next update.
+
+    Raises:
+        DataError: the batch has no ``policy_version``.
+    """
+    (version,) = columns(batch, VERSION)
+    behind = newest - version.to(torch.float64)
+    return {"training/staleness_mean": float(behind.mean()), "training/staleness_max": float(behind.max())}
+
+
+class DrawnProblems:
+    """The position of a run in its data: the set of rows that were trained on or are in flight.
+
+    Args:
+        batches: the training data.
+        generations: has the problems in flight.
+
+    Attributes:
+        count: batches that were drawn.
+    """
+
+    def __init__(self, batches: BatchStream, generations: Generations) -> None:
+        self.batches = batches
+        self.generations = generations
+        self.count = 0
+
+    def draw(self) -> DataProto:
+        """Return the next batch of problems."""
+        problems = self.batches[self.count]
+        problems.meta_info[DRAWN] = self.count
+        self.count += 1
+        return problems
+
+    @property
+    def rows_trained_on(self) -> int:
+        """The number of rows that were drawn and are not in flight, with those that ended passes left out."""
+        return self.batches.rows_before(self.count) - len(self._in_flight()[1])
+
+    def are_left(self, epochs: int) -> bool:
+        """Return whether so many passes over the data have another batch."""
+        return self.rows_trained_on + self.batches.batch_size <= epochs * len(self.batches.dataset)
+
+    def state(self, in_flight: Sequence[BatchInFlight]) -> dict[str, Any]:
+        """Return the fields of ``RunState`` that say where the run is in its data.
+
+        Args:
+            in_flight: the batches in flight, with their responses; none if these cannot be saved: then their rows are
+                drawn again.
+        """
+        saved = tuple(replace(each, rows=tuple(self.batches.rows(each.number))) for each in in_flight)
+        number, lost = (0, []) if saved else self._in_flight()
+        return {
+            "drawn_batches": self.count - number,
+            "in_flight": saved,
+            "next_row": self.batches.position(self.count),
+            "batch_size": self.batches.batch_size,
+            "pending": (*sorted(lost), *self.batches.pending(self.count)),
+        }
+
+    def continue_from(self, state: RunState) -> None:
+        """Continue with a state: its batches in flight, and then the rows that were not drawn."""
+        in_flight = state.in_flight_in(self.batches)
+        kept = self.generations.restore(in_flight, state.rollout, self.batches.__getitem__)
+        self.count = state.continue_after(self.batches, kept)
+
+    def _in_flight(self) -> tuple[int, list[int]]:
+        """Return the number of batches that were drawn and not wholly trained on, and the positions of these rows."""
+        drawn = self.generations.problems_in_flight()
+        rows = {number: self.batches.rows(number) for number in drawn}
+        return len(drawn), [rows[number][problem] for number, problems in drawn.items() for problem in problems]

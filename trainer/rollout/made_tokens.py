@@ -1,0 +1,128 @@
+"""What the engine made for an episode, and the check of what the episode returns."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mcontroller.errors import MControllerError
+from trainer.rollout.trajectories import Submitted
+from trainer.rollout.trajectory import ARRAYS, Trajectory
+
+FAILURE_KINDS = ("raised", "timed_out", "died", "invalid")
+"""Why an episode made no trajectory; ``invalid``: what it returned cannot be trained on."""
+
+
+class EpisodeError(MControllerError):
+    """An episode made no trajectory.
+
+    Attributes:
+        kind: of ``FAILURE_KINDS``, which is ``ended`` of the trajectory in its place.
+    """
+
+    kind: str
+
+
+@dataclass(eq=False)
+class Turn:
+    """What an episode asked the policy for.
+
+    Attributes:
+        trajectory: the response up to the end of this turn, which has ended or goes on.
+        before: [tokens] of the response, without this turn.
+        submitted: the turn in flight.
+        is_awaited: whether the episode waits for it; one that began again may not have asked yet.
+    """
+
+    trajectory: Trajectory
+    before: int
+    submitted: Submitted | None = None
+    is_awaited: bool = False
+
+    def context(self) -> tuple[int, ...]:
+        """Return the tokens that this turn continues."""
+        return (*self.trajectory.prompt, *self.trajectory.tokens[: self.before])
+
+
+class MadeTokens:
+    """What the engine made for one episode: the turns by their requests."""
+
+    def __init__(self, turns: Mapping[int, Turn]) -> None:
+        self.turns = dict(turns)
+
+    def checked(self, found: Any, limits: Mapping[str, Any]) -> Trajectory:
+        """Return the trajectory with log-probabilities, versions, temperatures and experts of the engine.
+
+        Args:
+            found: what an episode returned or submitted. It may leave out the last tokens of a turn.
+            limits: of the rollout: ``response_length`` and ``vocab_size``.
+
+        Raises:
+            EpisodeError: it is no trajectory, it is too long, it has something else than token ids, or the engine did
+                not make a token that is marked as the policy's.
+        """
+        if not isinstance(found, Trajectory):
+            raise EpisodeError(f"it returned {found}; expected a Trajectory", kind="invalid")
+        length, limit = len(found.tokens), limits["response_length"]
+        self._check_values(found, limits["vocab_size"])
+        if length > limit or len(found.own) != length:
+            raise EpisodeError(
+                f"its response has {length} tokens and {len(found.own)} marks in own; expected equally many, and at "
+                f"most {limit}, which is rollout.response_length",
+                kind="invalid",
+            )
+        log_probs, versions = array("d", [0.0]) * length, array("q", [-1]) * length
+        is_known = all(turn.trajectory.temperatures for turn in self.turns.values() if turn.trajectory.tokens)
+        temperatures = array("d", [1.0]) * (length if is_known else 0)
+        checked = replace(found, log_probs=log_probs, versions=versions, temperatures=temperatures, experts=[])
+        tokens = checked.tokens
+        made: dict[tuple[int, ...], list[Turn]] = {}
+        for turn in self.turns.values():
+            if turn.trajectory.ended:
+                made.setdefault(turn.context(), []).append(turn)
+        position = 0
+        while position < length:
+            if not found.own[position]:
+                position += 1
+                continue
+            until = next((each for each in range(position, length) if not found.own[each]), length)
+            for turn in made.get(tuple(found.prompt + tokens[:position]), ()):
+                after = turn.trajectory
+                stop = min(until, len(after.tokens))
+                if tokens[position:stop] == after.tokens[position:stop]:
+                    break
+            else:
+                raise EpisodeError(
+                    f"token {position} of its response is marked as the policy's, and the engine did not make it "
+                    "after the tokens before it: return the Trajectory of rollout.submit, and add the tokens of an "
+                    "environment with replied()",
+                    kind="invalid",
+                )
+            checked.log_probs[position:stop] = after.log_probs[position:stop]
+            checked.versions[position:stop] = after.versions[position:stop]
+            if is_known:
+                checked.temperatures[position:stop] = after.temperatures[position:stop]
+            checked.seed, checked.experts = after.seed, after.experts_before(stop)
+            position = stop
+        return checked
+
+    @staticmethod
+    def _check_values(found: Trajectory, vocab_size: int) -> None:
+        """Raise EpisodeError unless tokens, marks and counts have the types and ranges of a trajectory."""
+        for name, end in (("prompt", 1 << 63), ("tokens", vocab_size), ("own", 2)):  # submit checks the prompt further
+            column = getattr(found, name)
+            is_array = isinstance(column, array) and column.typecode == ARRAYS[name]
+            if not is_array or not (name == "prompt" or 0 <= min(column, default=0) <= max(column, default=0) < end):
+                shown = f"{min(column)} to {max(column)}" if is_array else type(column).__name__
+                raise EpisodeError(f"its {name} has {shown}; expected integers from 0 to {end - 1}", kind="invalid")
+        length = len(found.tokens)
+        for name, least, most in (("turn", 0, length), ("turns", 1, length + 1)):
+            value = getattr(found, name)
+            if type(value) is not int or not least <= value <= most:
+                raise EpisodeError(
+                    f"its {name} is of {type(value).__name__}, or not from {least} to {most}; return the Trajectory of "
+                    "rollout.submit",
+                    kind="invalid",
+                )

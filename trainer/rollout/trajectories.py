@@ -1,0 +1,531 @@
+"""Generation by trajectory: any number of responses in flight, which join and leave between slices of a few tokens.
+
+The workers keep nothing between calls. A trajectory in flight is a prompt and the tokens so far; a slice is one call
+of ``generate_sequences`` that continues all of them by some tokens. The noise of a token depends on the seed of its
+trajectory and on its position, so a response made in slices equals one made at once. Weights move between two slices.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from array import array
+from collections.abc import Collection, Generator, Mapping, Sequence
+from concurrent.futures import Future
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mcontroller.data.protocol import DataProto
+from mcontroller.errors import DataError
+from trainer.columns import columns
+from trainer.rollout.seeds import count_call, seed_of
+from trainer.rollout.trajectory import Trajectory
+from workers.columns import ROUTED_EXPERTS, TOKEN_TEMPERATURES
+from workers.generate.request_settings import checked_sampling, checked_token_ids
+
+LOG_PROBS = ("rollout_log_probs", "engine_log_probs")
+"""The columns with a log-probability for each token; a rollout returns one of them."""
+
+
+class Submitted(Future[Trajectory]):
+    """A trajectory in flight: ``await`` it, or call ``result()``; ``cancel()`` takes it out before the next slice.
+
+    Unless a program makes the slices itself (``TrajectoryRollout.driven``), whoever waits makes them.
+
+    Attributes:
+        trajectory: its state, which every slice continues.
+        limit: [tokens] the most of the response at the end of this turn.
+        room: [tokens] the most of the whole response.
+        stop_token_ids: the tokens that end this turn, and leave the response open.
+        settings: the ``meta_info`` of its calls; trajectories with equal settings share a call.
+        temperature: of its tokens; 0 if it takes the most probable ones among others that are sampled; None if the
+            workers do not say.
+        key: what the program knows it by.
+    """
+
+    key: Any = None
+
+    def __init__(
+        self,
+        rollout: TrajectoryRollout,
+        trajectory: Trajectory,
+        limit: int,
+        room: int,
+        stop_token_ids: frozenset[int],
+        settings: Mapping[str, Any],
+        temperature: float | None,
+    ) -> None:
+        super().__init__()
+        self.trajectory, self.limit, self.room, self.stop_token_ids = trajectory, limit, room, stop_token_ids
+        self.settings, self.temperature, self._rollout = settings, temperature, rollout
+
+    def end(self) -> str:
+        """Return why the trajectory has ended with its last token; empty if it goes on."""
+        last = self.trajectory.tokens[-1]
+        if last in self.settings["eos_token_id"]:
+            return "turn" if last in self.stop_token_ids else "stop"
+        length = len(self.trajectory.tokens)
+        return "" if length < self.limit else "length" if length >= self.room else "max_tokens"
+
+    def cancel(self) -> bool:
+        """Take it out before the next slice; return whether it had not ended."""
+        self._rollout.some_cancelled = True
+        return super().cancel()
+
+    def result(self, timeout: float | None = None) -> Trajectory:
+        """Return the trajectory when it has ended.
+
+        Args:
+            timeout: [s] longest time to wait; for trajectories of a rollout that another thread drives.
+
+        Raises:
+            CancelledError: it was cancelled.
+            GroupError: the group that generates failed.
+        """
+        while not self.done() and not self._rollout.driven:
+            self._rollout.advance()
+        return super().result(timeout)
+
+    def __await__(self) -> Generator[Any, None, Trajectory]:
+        if not self._rollout.driven:
+            self._rollout.drive_on_loop()
+        return asyncio.wrap_future(self).__await__()
+
+
+class TrajectoryRollout:
+    """Generates trajectories with a group: ``submit`` them, and advance all of them slice by slice.
+
+    Args:
+        group: its workers have ``generate_sequences`` with the columns ``sample_seed`` and ``generated``, and
+            ``generation_limits``.
+        slice_tokens: the most tokens by which a slice continues a trajectory.
+        capacity: the most rows of a slice; the others wait in the order in which they were submitted. None: the
+            engine's ``rollout.max_rows``, or 256.
+        driven: whether the program calls ``advance``, or ``start`` and ``take``; otherwise whoever waits for a
+            trajectory makes the slices.
+        trained: whether all responses are to be trained on, so that one that asks for the most probable tokens is
+            rejected.
+        sampling: the ``meta_info`` of ``generate_sequences``: ``eos_token_id``, ``pad_token_id``, and settings.
+
+    Attributes:
+        driven, slice_tokens, capacity, trained, sampling: as passed.
+        limits: of the workers' configuration: ``prompt_length``, ``response_length``, ``vocab_size``, ``max_rows``, and
+            if they have them, ``n``, ``temperature``, ``do_sample`` and ``seed``.
+        submissions: the number of trajectories that were submitted without a seed, on which the next seed depends.
+        some_cancelled: whether some of those in flight may have been cancelled.
+        log_probs: the name of the column with log-probabilities that the group returned last; None: there was none.
+    """
+
+    def __init__(
+        self,
+        group: Any,
+        *,
+        slice_tokens: int = 64,
+        capacity: int | None = None,
+        driven: bool = False,
+        trained: bool = False,
+        **sampling: Any,
+    ) -> None:
+        self.group, self.sampling, self.driven, self.trained = group, sampling, driven, trained
+        self.limits: Mapping[str, Any] = group.generation_limits()[0]
+        self.slice_tokens = slice_tokens
+        self.capacity = capacity or self.limits["max_rows"] or 256
+        self.submissions, self.some_cancelled = 0, False
+        self._sampled_before: int | None = None
+        self.log_probs: str | None = LOG_PROBS[0]
+        self._basis: dict[str, Any] = {}
+        self._live: dict[Submitted, None] = {}
+        self._settings: dict[frozenset[int], Mapping[str, Any]] = {}
+        self._calls: list[tuple[list[Submitted], DataProto]] = []
+        self._lock = threading.RLock()
+        self._driver: asyncio.Task[None] | None = None
+
+    def __len__(self) -> int:
+        """The number of trajectories in flight."""
+        return len(self._live)
+
+    def meta_info(self, n: int) -> dict[str, Any]:
+        """Return the ``meta_info`` of a batch of trajectories, ``n`` for each problem."""
+        temperature = {"temperature": self.limits["temperature"]} if "temperature" in self.limits else {}
+        return {**temperature, **self._basis, **self.sampling, "n": n}
+
+    @property
+    def seed(self) -> int:
+        """The seed of the run, from which those of the responses are mixed."""
+        seed: int = self.sampling.get("seed", self.limits.get("seed", 0))
+        return seed
+
+    @property
+    def samples(self) -> bool:
+        """Whether a request without settings is sampled, and does not get the most probable tokens."""
+        return bool(self.sampling.get("do_sample", self.limits.get("do_sample", True)))
+
+    @property
+    def live(self) -> Sequence[Submitted]:
+        """The trajectories in flight, in the order of their submission."""
+        with self._lock:
+            if self.some_cancelled:
+                self._live = {each: None for each in self._live if not each.done()}
+                self.some_cancelled = False
+            return tuple(self._live)
+
+    def submit(
+        self,
+        prompt: Sequence[int] | Trajectory,
+        *,
+        stop_token_ids: Collection[int] = frozenset(),
+        eos_token_id: int | Sequence[int] | None = None,
+        pad_token_id: int | None = None,
+        **settings: Any,
+    ) -> Submitted:
+        """Generate a response, or the next turn of one, and return it before it has arrived.
+
+        Args:
+            prompt: token ids of the prompt; or a trajectory, which is continued in place. A trajectory goes on with the
+                random numbers of its ``seed``. If it has none, or is a copy of one that was submitted, it gets a seed
+                from that of the run and the number of trajectories submitted before.
+            stop_token_ids: tokens that end the turn, beside the stop tokens.
+            eos_token_id: the stop tokens; None: those of the rollout.
+            pad_token_id: None: that of the rollout.
+            settings: of ``sampling.OF_REQUESTS``: changes of ``temperature``, ``top_p`` and so on; ``seed``, of the
+                random numbers, 64 bits, signed; ``response_length``, [tokens] the most of the whole response, by
+                default the workers' ``rollout.response_length``; ``max_tokens``, [tokens] the most of this turn.
+
+        Raises:
+            DataError: the prompt is empty or too long, a token is not in the vocabulary, the response has no room, a
+                setting is unknown or invalid, or the most probable tokens are to be trained on.
+        """
+        checked, vocab_size = checked_sampling(settings, self.limits), self.limits["vocab_size"]
+        trajectory = (
+            prompt if isinstance(prompt, Trajectory) else Trajectory(checked_token_ids("prompt", prompt, vocab_size))
+        )
+        stops = frozenset(checked_token_ids("stop_token_ids", stop_token_ids, vocab_size))
+        seed, most = checked.pop("seed", None), checked.pop("max_tokens", None)
+        room = min(checked.pop("response_length", self.limits["response_length"]), self.limits["response_length"])
+        self._check(trajectory, room)
+        limit = room if most is None else min(room, len(trajectory.tokens) + most)
+        for name, value in (("eos_token_id", eos_token_id), ("pad_token_id", pad_token_id)):
+            if value is not None:
+                ids = checked_token_ids(name, [value] if isinstance(value, int) else value, vocab_size)
+                checked[name] = ids[0] if name == "pad_token_id" else ids.tolist()
+        submitted = Submitted(
+            self, trajectory, limit, room, stops, self._settings_of(stops, checked), self._temperature(checked)
+        )
+        if seed is None:
+            is_copy = trajectory.seeded not in (None, id(trajectory))
+            seed = self._next_seed() if trajectory.seed is None or is_copy else trajectory.seed
+        trajectory.seed, trajectory.seeded, trajectory.ended = seed, id(trajectory), ""
+        with self._lock:
+            self._live[submitted] = None
+        return submitted
+
+    def _settings_of(self, stops: frozenset[int], changes: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the ``meta_info`` of a request; without changes the same object for the same stop tokens."""
+        if not changes and stops in self._settings:
+            return self._settings[stops]
+        settings = {**self.sampling, **changes}
+        settings["eos_token_id"] = sorted({*_token_ids(settings["eos_token_id"]), *stops})
+        if not changes:
+            self._settings[stops] = settings
+        return settings
+
+    def _temperature(self, changes: Mapping[str, Any]) -> float | None:
+        """Return the temperature that the tokens of a request are scored at: see ``Submitted.temperature``.
+
+        Raises:
+            DataError: it takes the most probable tokens, and all responses are to be trained on.
+        """
+        if self.samples and not changes.get("do_sample", True):
+            if self.trained:
+                raise DataError(
+                    "a request takes the most probable token (temperature 0, top_p 0 or do_sample=False), and its "
+                    "response is to be trained on as a sample: ask for a temperature above 0; validation may be greedy",
+                    field="temperature",
+                    value=0.0,
+                )
+            return 0.0 if "temperature" in self.limits else None
+        if "temperature" not in self.limits:
+            return None
+        temperature: float = {**self.meta_info(1), **changes}["temperature"]
+        return temperature
+
+    def restart(self, group: Any) -> None:
+        """Generate with another group from now on: only the slice in flight is lost, and made again."""
+        with self._lock:
+            self.group, self._calls = group, []
+
+    def start(self, chosen: Sequence[Submitted] | None = None) -> bool:
+        """Send the calls of a slice, and return whether there is one in flight; trajectories that join later wait.
+
+        Args:
+            chosen: which trajectories in flight it continues. None: the first ``capacity``.
+        """
+        with self._lock:
+            if self._calls:
+                return True
+            rows = list(self.live[: self.capacity] if chosen is None else chosen)
+            alike: list[tuple[Mapping[str, Any], list[Submitted]]] = []
+            for each in rows:
+                settings = each.settings
+                same = next((some for other, some in alike if other is settings or other == settings), None)
+                if same is None:
+                    alike.append((settings, [each]))
+                else:
+                    same.append(each)
+            for _, some in alike:
+                self._calls.append((some, self._call(some)))
+            return bool(self._calls)
+
+    def ready(self) -> bool:
+        """Whether ``take`` would not wait."""
+        return all(batch.wait(0.0) for _, batch in self._calls)
+
+    def take(self) -> list[Submitted]:
+        """Wait for the slice in flight, and return the trajectories that it has ended, whose waiters go on.
+
+        Raises:
+            GroupError: the group failed. Nothing but the slice is lost: the trajectories stay in flight, and the next
+                slice makes the same tokens.
+        """
+        with self._lock:
+            calls, self._calls = self._calls, []
+            batches = [(rows, batch.get()) for rows, batch in calls]
+            for rows, batch in batches:
+                limits, temperatures = [each.limit for each in rows], [each.temperature for each in rows]
+                append_sampled([each.trajectory for each in rows], batch, limits, temperatures)
+                if self.log_probs != LOG_PROBS[1]:  # once some are the engine's, those of a batch are not the policy's
+                    self.log_probs = log_probs_of(batch)
+                self._basis = {name: value for name, value in batch.meta_info.items() if name in LOG_PROBS}
+            return self._settled([each for rows, _ in batches for each in rows])
+
+    def put(
+        self,
+        rows: Sequence[Submitted],
+        tokens: Sequence[Sequence[int]],
+        log_probs: Sequence[Sequence[float]],
+        version: int,
+    ) -> list[Submitted]:
+        """Continue trajectories with tokens of an earlier run in place of a slice, and return those that end."""
+        for each, made, scores in zip(rows, tokens, log_probs, strict=True):
+            each.trajectory.sampled(made, scores, version, each.temperature)
+        return self._settled(rows)
+
+    def _settled(self, rows: Sequence[Submitted]) -> list[Submitted]:
+        """Return those of the rows of a slice that have ended, whose waiters go on."""
+        for each in rows:
+            each.trajectory.ended = each.end()
+        ended = [each for each in rows if each.trajectory.ended]
+        with self._lock:
+            for each in ended:
+                self._live.pop(each, None)
+        taken = [each for each in ended if each.set_running_or_notify_cancel()]
+        for each in taken:
+            each.set_result(each.trajectory)
+        return taken
+
+    def postpone(self, some: Sequence[Submitted]) -> None:
+        """Continue these trajectories after all others in flight."""
+        with self._lock:
+            for each in some:
+                self._live.pop(each)
+                self._live[each] = None
+
+    def advance(self) -> list[Submitted]:
+        """Make one slice, and return the trajectories that it has ended."""
+        with self._lock:
+            return self.take() if self.start() else []
+
+    def drive_on_loop(self) -> None:
+        """Make slices on the running event loop until no trajectory is in flight."""
+        if self._driver is None or self._driver.done():
+            self._driver = asyncio.get_running_loop().create_task(self._drive())
+
+    async def _drive(self) -> None:
+        try:
+            await _let_waiters_run()
+            while self.start():
+                while not self.ready():
+                    await asyncio.sleep(0.001)
+                self.take()
+                await _let_waiters_run()
+        except Exception as error:
+            with self._lock:
+                waiting, self._live = self._live, {}
+            for each in waiting:
+                if each.set_running_or_notify_cancel():
+                    each.set_exception(error)
+
+    def _next_seed(self) -> int:
+        if self._sampled_before is None:
+            self._sampled_before = count_call(self.group, self.sampling)
+        self.submissions += 1
+        return seed_of(self.seed, "submit", self._sampled_before, self.submissions)
+
+    def _check(self, trajectory: Trajectory, limit: int) -> None:
+        length, most = len(trajectory.prompt), self.limits["prompt_length"]
+        for tokens in (trajectory.prompt, trajectory.tokens):
+            checked_token_ids("prompt", [min(tokens, default=0), max(tokens, default=0)], self.limits["vocab_size"])
+        if not 1 <= length <= most:
+            raise DataError(
+                f"submit: the prompt has {length} tokens, expected 1 to rollout.prompt_length, which is {most}",
+                length=length,
+            )
+        lengths = {name: len(getattr(trajectory, name)) for name in ("tokens", "own", "log_probs", "versions")}
+        if len({*lengths.values()}) > 1:
+            raise DataError(f"submit: the trajectory has {lengths}; expected one of each for every token", **lengths)
+        if len(trajectory.tokens) >= limit:
+            raise DataError(
+                f"submit: the response has {len(trajectory.tokens)} tokens already, and the most are {limit}: end it "
+                "before there is no room for a turn, or raise rollout.response_length",
+                length=len(trajectory.tokens),
+            )
+
+    def _call(self, rows: Sequence[Submitted]) -> DataProto:
+        """Send a call that continues trajectories with the same settings."""
+        going = [each.trajectory for each in rows]
+        width = self.limits["prompt_length"] + self.limits["response_length"]
+        room = min(self.slice_tokens, max(each.limit - len(each.trajectory.tokens) for each in rows))
+        prompts = contexts(going, rows[0].settings, room, width)
+        seeds = torch.tensor([each.seed or 0 for each in going], dtype=torch.long)
+        generated = torch.tensor([len(each.tokens) for each in going])
+        prompts = prompts.with_tensors({"sample_seed": seeds, "generated": generated})
+        batch: DataProto = self.group.generate_sequences.options(blocking=False)(prompts)
+        return batch
+
+
+async def _let_waiters_run() -> None:
+    """Let those who waited for a trajectory submit their next one: a result reaches them in three rounds."""
+    for _ in range(3):
+        await asyncio.sleep(0)
+
+
+def contexts(going: Sequence[Trajectory], meta_info: Mapping[str, Any], room: int, width: int) -> DataProto:
+    """Return prompts and responses so far as prompts that continue by ``room`` tokens, or fewer if one has no room.
+
+    Args:
+        going: responses that go on.
+        meta_info: of ``generate_sequences``.
+        room: [tokens] the most new ones of a row.
+        width: [tokens] the most of a whole row.
+
+    Returns:
+        ``input_ids`` and ``attention_mask`` int64 ``[rows, tokens]``, padded on the left.
+    """
+    lengths = torch.tensor([len(each.prompt) + len(each.tokens) for each in going])
+    widest = int(lengths.max())
+    pads = memoryview(array("q", (int(meta_info["pad_token_id"]),)) * widest)
+    padded = ((pads[length:], each.prompt, each.tokens) for each, length in zip(going, lengths.tolist(), strict=True))
+    ids = torch.frombuffer(bytearray().join(chain.from_iterable(padded)), dtype=torch.long).view(-1, widest)
+    attention = (torch.arange(widest) >= widest - lengths[:, None]).long()
+    meta_info = {**meta_info, "n": 1, "response_length": min(room, width - widest)}
+    return DataProto.from_dict({"input_ids": ids, "attention_mask": attention}, meta_info=meta_info)
+
+
+def append_sampled(
+    trajectories: Sequence[Trajectory],
+    turn: DataProto,
+    limits: Sequence[int],
+    temperatures: Sequence[float | None],
+) -> None:
+    """Append the tokens of a call to each response, as far as there is room.
+
+    Args:
+        trajectories: the responses, in the order of the rows.
+        turn: the result of ``generate_sequences``.
+        limits: [tokens] the most of each response.
+        temperatures: of each response; None if it is not known.
+    """
+    responses, mask = columns(turn, "responses", "response_mask")
+    width, kept, name = responses.shape[1], mask.sum(1).tolist(), log_probs_of(turn)
+    scores = torch.zeros(responses.shape) if name is None else columns(turn, name)[0]
+    tokens = array("q", responses.long().numpy().tobytes())
+    log_probs = array("d", scores.double().numpy().tobytes())
+    versions = turn.tensors().get("policy_version", torch.zeros(len(turn), dtype=torch.long)).tolist()
+    experts, prompt_columns = turn.tensors().get(ROUTED_EXPERTS), columns(turn, "prompts")[0].shape[1]
+    for row, (each, limit, temperature) in enumerate(zip(trajectories, limits, temperatures, strict=True)):
+        count = min(int(kept[row]), limit - len(each.tokens))
+        if experts is not None:
+            known, before = sum(map(len, each.experts)), len(each.prompt) + len(each.tokens)
+            each.experts.append(experts[row, prompt_columns - before + known : prompt_columns + count - 1])
+        made = slice(row * width, row * width + count)
+        each.sampled(tokens[made], log_probs[made], versions[row], temperature)
+
+
+def log_probs_of(turn: DataProto) -> str | None:
+    """Return the name of the column with log-probabilities, if there is one."""
+    return next((name for name in LOG_PROBS if name in turn.tensors()), None)
+
+
+def trajectory_batch(
+    trajectories: Sequence[Trajectory],
+    *,
+    prompt_length: int,
+    response_length: int,
+    pad_token_id: int,
+    log_probs: str | None = "rollout_log_probs",
+) -> dict[str, Tensor]:
+    """Return the columns of ``generate_sequences`` for whole responses, and two that show when they were made.
+
+    Args:
+        trajectories: the rows.
+        prompt_length: [tokens] columns of the prompts.
+        response_length: [tokens] columns of the responses.
+        pad_token_id: fills the prompts on the left and the responses on the right.
+        log_probs: the name of the column with log-probabilities; None: there is none.
+
+    Returns:
+        ``response_mask`` is 0 for the environment's tokens, which are in ``attention_mask``. ``truncated``, bool
+        ``[rows]``: whether a response ended for lack of room or turns. ``policy_version`` int64 ``[rows]`` is that of
+        a row's oldest token, or the newest of all if it has none; ``token_versions`` int64 ``[rows, response]`` that of
+        each token, -1 for those not sampled. ``token_temperatures`` float32 ``[rows, response]`` is the temperature of
+        each token, at which workers score it; it is left out if it is not known for all tokens.
+    """
+    rows = len(trajectories)
+    ids = np.full((rows, prompt_length + response_length), pad_token_id)
+    attended, positions = np.zeros(ids.shape, np.int64), np.zeros(ids.shape, np.int64)
+    own, versions = np.zeros((rows, response_length), np.int64), np.full((rows, response_length), -1)
+    scores, counted = np.zeros((rows, response_length), np.float32), np.arange(ids.shape[1])
+    temperatures = np.ones((rows, response_length), np.float32)
+    for row, each in enumerate(trajectories):
+        length, start = len(each.tokens), prompt_length - len(each.prompt)
+        end = prompt_length + length
+        ids[row, start:prompt_length], ids[row, prompt_length:end] = each.prompt, each.tokens
+        attended[row, start:end] = 1
+        positions[row, start:end], positions[row, end:] = counted[: end - start], end - start - 1
+        own[row, :length], versions[row, :length], scores[row, :length] = each.own, each.versions, each.log_probs
+        temperatures[row, : len(each.temperatures)] = each.temperatures
+    oldest = versions.view(np.uint64).min(1).view(np.int64)  # without sign, -1 is the greatest
+    oldest[oldest < 0] = versions.max(initial=0)
+    # numpy asks for huge pages, so that writing to new memory is several times faster than in torch's
+    parts = {"prompts": ids[:, :prompt_length].copy(), "responses": ids[:, prompt_length:].copy(), "response_mask": own}
+    parts |= {"input_ids": ids, "attention_mask": attended, "position_ids": positions}
+    whole = {name: torch.from_numpy(column) for name, column in parts.items()}
+    whole["truncated"] = torch.tensor([each.ended == "length" for each in trajectories])
+    whole |= {"policy_version": torch.from_numpy(oldest), "token_versions": torch.from_numpy(versions)}
+    if all(len(each.temperatures) == len(each.tokens) for each in trajectories):
+        whole[TOKEN_TEMPERATURES] = torch.from_numpy(temperatures)
+    if log_probs is not None:
+        whole[log_probs] = torch.from_numpy(scores)
+    if any(each.experts for each in trajectories):
+        whole[ROUTED_EXPERTS] = _experts(trajectories, prompt_length, response_length)
+    return whole
+
+
+def _experts(trajectories: Sequence[Trajectory], prompt_length: int, response_length: int) -> Tensor:
+    """Return the column ``routed_experts`` of whole responses; -1 for tokens that have none."""
+    one = next(each.experts[0] for each in trajectories if each.experts)
+    column = one.new_full((len(trajectories), prompt_length + response_length, *one.shape[1:]), -1)
+    for row, each in enumerate(trajectories):
+        start = prompt_length - len(each.prompt)
+        for part in each.experts:
+            column[row, start : start + len(part)] = part
+            start += len(part)
+    return column
+
+
+def _token_ids(value: int | Sequence[int]) -> list[int]:
+    return [value] if isinstance(value, int) else list(value)

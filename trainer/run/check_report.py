@@ -1,0 +1,270 @@
+"""What ``mcontroller check`` prints: layouts, locality, resources and estimated memory."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import psutil
+import ray
+import torch
+
+from mcontroller.cli.help import roots
+from mcontroller.config.load import load_config
+from mcontroller.errors import ConfigError
+from mcontroller.locality import locality
+from parallel_state.topology import Topology
+from trainer.roles import CONFIG_KEYS, Role, reads_reference
+from trainer.run.config import MAIN_POOL, RunConfig, read_run_config
+from trainer.run.parts import chosen_lines, make_parts, models_without_weights, roles_of
+from trainer.run.pools import pool_names, pool_nodes, pools_of, role_layouts
+from trainer.run.training import connect_to
+from workers.communication.estimate import StepRows
+from workers.config import ActorConfig, CriticConfig, RewardConfig
+from workers.config.trained_weights import base_is_frozen
+from workers.generate.engines import ROLLOUT_ENGINES
+from workers.memory.estimate import Memory, host_memory
+from workers.model.gpu_defaults import max_connections
+from workers.prediction.layouts import prediction_lines
+from workers.role_calls import CallMemory, Lengths, RoleConfig, calls_of_run
+
+_GB = 2**30
+_COLUMNS = tuple(field.name for field in dataclasses.fields(Memory))
+
+
+def report(arguments: argparse.Namespace) -> int:
+    """Print the layouts and the memory table."""
+    config, roles = read_roles(arguments)
+    sizes = {key: arguments.world_size or pool_size(config, key) for key in roles}
+    lines = [*_problems(config), *(f"{key}: {layout_of_role(role, sizes[key])}" for key, role in roles.items())]
+    lines += [*_generating_lines(config, roles, sizes)]
+    pools: Mapping[str, str] = {}
+    if isinstance(config, RunConfig):
+        lines += [*_locality_lines(config), *_resource_lines(config)]
+        pools = pool_names(config)
+    reference = not isinstance(config, RunConfig) or reads_reference(config, roles_of(config))
+    on_gpu = not isinstance(config, RunConfig) or config.pool.use_gpu
+    lines += _role_lines(roles, sizes, reference, on_gpu)
+    layers = arguments.layers or ("transformer_engine" if on_gpu else "local")
+    lengths = _lengths(config, roles)
+    calls = calls_of_run(roles, sizes, lengths, fused=layers == "transformer_engine")
+    calls = [call for call in calls if reference or call.role != "reference"]
+    lines += ["", memory_table(calls, pools, on_gpu=on_gpu)]
+    hardware = arguments.hardware or (config.cluster.hardware if isinstance(config, RunConfig) else None)
+    actor = roles.get("actor_rollout_ref")
+    if isinstance(actor, ActorConfig) and (on_gpu or hardware):
+        step = StepRows(lengths.rows, lengths.prompt + lengths.response, lengths.response)
+        lines += ["", *prediction_lines(actor, sizes["actor_rollout_ref"], step, hardware)]
+    sys.stdout.write("\n".join([*lines, ""]))
+    return 0
+
+
+def _generating_lines(config: Any, roles: Mapping[str, RoleConfig], sizes: Mapping[str, int]) -> Iterator[str]:
+    """A line for the role that generates: how many of its GPUs, or processes, do."""
+    for key, role in roles.items():
+        if not isinstance(role, ActorConfig) or key == "ref" or (key != "rollout" and "rollout" in roles):
+            continue
+        shards = Topology.from_layout(role.parallel.layout(sizes[key])).column("dp")
+        used = ROLLOUT_ENGINES.get_or_raise(role.rollout.engine).gpus_used(
+            role, shards, _nodes(config, key, sizes[key])
+        )
+        unit = "processes" if isinstance(config, RunConfig) and not config.pool.use_gpu else "GPUs"
+        yield f"{key}: {used} of {sizes[key]} {unit} generate"
+
+
+def _nodes(config: Any, key: str, world_size: int) -> list[str]:
+    """The node of every rank: the nodes of the role's pool, or one node if its size is not the pool's."""
+    pool = pool_nodes(config)[pool_names(config).get(key, MAIN_POOL)] if isinstance(config, RunConfig) else []
+    nodes = [f"node{node}" for node, size in enumerate(pool) for _ in range(size)]
+    return nodes if len(nodes) == world_size else ["node0"] * world_size
+
+
+def read_roles(arguments: argparse.Namespace) -> tuple[Any, dict[str, RoleConfig]]:
+    """Return the configuration in a file, None for a file of a single role, and the roles by key."""
+    classes, registered = roots([arguments.config] if arguments.config else [])
+    parts = {key: cls for key, cls in registered.items() if issubclass(cls, RoleConfig)}
+    if arguments.role is not None:
+        if arguments.role not in parts:
+            text = f"--role is {arguments.role!r}; expected one of {', '.join(parts)}"
+            raise ConfigError(text, key="--role", value=arguments.role)
+        role: Any = load_config(parts[arguments.role], arguments.file, overrides=arguments.overrides)
+        return None, {arguments.role: role}
+    if classes[-1] is RunConfig:
+        config: Any = read_run_config(arguments.file, arguments.overrides)
+    else:
+        config = load_config(classes[-1], arguments.file, overrides=arguments.overrides)
+    keys: Collection[str] = parts
+    if isinstance(config, RunConfig):
+        run_roles = roles_of(config)
+        read = reads_reference(config, run_roles)
+        keys = [CONFIG_KEYS[role] for role in run_roles if read or role is not Role.RefPolicy]
+    sections = {key: getattr(config, key, None) for key in keys}
+    roles: dict[str, Any] = {key: section for key, section in sections.items() if section is not None}
+    for key, section in roles.items():
+        if not dataclasses.is_dataclass(section):
+            roles[key] = load_config(parts[key], section)
+    return config, roles
+
+
+def _problems(config: Any) -> list[str]:
+    """Return lines for the data sets and defaults of a run, after all that it reads has been read and checked."""
+    if not isinstance(config, RunConfig):
+        return []
+    parts = make_parts(config)
+    absent = [
+        f"{key}: {path} has no weights on this machine: not checked"
+        for key, path in models_without_weights(config).items()
+    ]
+    return [*parts.problem_lines(), *absent, *parts.try_rewards(in_process=True), *chosen_lines(config)]
+
+
+def pool_size(config: Any, role: str) -> int:
+    """Return the number of bundles in the pool of a role, by its key."""
+    if isinstance(config, RunConfig):
+        return sum(pool_nodes(config)[pool_names(config).get(role, MAIN_POOL)])
+    pool = getattr(config, "pool", None)
+    if pool is None:
+        raise ConfigError("the configuration has no pool.process_on_nodes: pass --world-size", key="--world-size")
+    return sum(pool.process_on_nodes)
+
+
+def layout_of_role(role: RoleConfig, world_size: int) -> str:
+    """Return the number of ranks and the sizes of the axes of a role."""
+    topology = Topology.from_layout(role.parallel.layout(world_size))
+    axes = [axis for axis in topology.sizes if axis in ("tp", "pp", "dp") or topology.sizes[axis] > 1]
+    return f"{world_size} ranks, " + " x ".join(f"{axis} {topology.sizes[axis]}" for axis in axes)
+
+
+def _lengths(config: Any, roles: dict[str, RoleConfig]) -> Lengths:
+    for role in roles.values():
+        if isinstance(role, ActorConfig):
+            rollout = role.rollout
+            data = getattr(config, "data", None)
+            rows = role.ppo_mini_batch_size if data is None else data.train_batch_size * rollout.n
+            return Lengths(rollout.prompt_length, rollout.response_length, rows)
+    longest = max(role.model.max_sequence_length for role in roles.values())
+    return Lengths(0, longest, 0)
+
+
+def memory_table(calls: Sequence[CallMemory], pools: Mapping[str, str] | None = None, *, on_gpu: bool = True) -> str:
+    """Return a table with a row for every call, of the stage that needs the most memory, in units of 2**30 bytes.
+
+    Args:
+        calls: the calls.
+        pools: the name of the pool of each role, by its key. None: all are in one.
+        on_gpu: whether the memory is that of GPUs, which roles share; otherwise it is that of processes.
+    """
+    rows = [("role", "call", "stage", *_COLUMNS, "total")]
+    for call in calls:
+        memory = call.stages[call.most]
+        sizes = [getattr(memory, name) for name in _COLUMNS]
+        rows.append((call.role, call.call, str(call.most), *(f"{size / _GB:.2f}" for size in (*sizes, memory.total))))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    if not on_gpu:
+        return "\n".join(["GB (2**30 bytes) in a process of the stage that needs the most", *lines])
+    of_pool: dict[str, list[CallMemory]] = {}
+    for call in calls:
+        of_pool.setdefault((pools or {}).get(call.key, MAIN_POOL), []).append(call)
+    if len(of_pool) == 1:
+        sums = [f"if all roles share the GPUs: {_sums(calls)}"]
+    else:
+        sums = [f"if the roles of a pool share its GPUs, {name}: {_sums(same)}" for name, same in of_pool.items()]
+    return "\n".join(["GB (2**30 bytes) on a GPU of the stage that needs the most", *lines, "", *sums])
+
+
+def _sums(calls: Sequence[CallMemory]) -> str:
+    """The most memory of a GPU that roles share, if they hand it over and if they keep it."""
+    totals = [call.stages[call.most] for call in calls]
+    handed = max(memory.total for memory in totals)
+    nccl = sum(memory.nccl for memory in {call.role: call.stages[call.most] for call in calls}.values())
+    held = [memory.parameters + memory.gradients + memory.optimizer for memory in totals]
+    kept = {call.role: 0 for call in calls}
+    for call, size in zip(calls, held, strict=True):
+        kept[call.role] = max(kept[call.role], size)
+    moment = max(memory.activations + memory.logits + memory.cache for memory in totals)
+    handed += nccl - max(memory.nccl for memory in totals)
+    never = sum(kept.values()) + moment + nccl
+    return f"{handed / _GB:.2f} GB with trainer.offload=auto, {never / _GB:.2f} GB with trainer.offload=never"
+
+
+def _role_lines(
+    roles: Mapping[str, RoleConfig], sizes: Mapping[str, int], reference: bool, on_gpu: bool
+) -> Iterator[str]:
+    """Return the lines of all roles.
+
+    Args:
+        roles: configurations by key.
+        sizes: ranks of each group, by the same keys.
+        reference: whether the run has a reference policy.
+        on_gpu: whether the lines are those of GPUs too.
+    """
+    for key, config in roles.items():
+        yield f"{key}: collectives fail after {key}.timeout_s = {config.timeout_s:g} s"
+        if not on_gpu:
+            continue
+        value, reason = max_connections(config.parallel, None)
+        if value is not None:
+            yield f"{key}: CUDA_DEVICE_MAX_CONNECTIONS={value} on GPUs before compute capability 10.0: {reason}"
+        trained = isinstance(config, ActorConfig | CriticConfig) and key not in ("ref", "rollout")
+        copied = key == "actor_rollout_ref" and reference and "ref" not in roles and not base_is_frozen(config.model)
+        models = 2 if copied else 1
+        host = host_memory(config, sizes[key], trained=trained, models=models)
+        line = f"{key}: host memory of a process: {host.offloaded / _GB:.2f} GB offloaded (pinned)"
+        line += f", {host.saved / _GB:.2f} GB to save" if host.saved else ""
+        line += f", {host.gathered / _GB:.2f} GB more to save for any layout" if host.gathered else ""
+        yield line
+        if trained and not isinstance(config, RewardConfig) and config.optim.distributed_optimizer is None:
+            layout = config.parallel.layout(sizes[key])
+            chosen = config.optim.resolved(layout.dp * layout.cp, on_gpu=True).distributed_optimizer
+            replicas = f"{layout.dp * layout.cp} ranks have the same weights"
+            yield f"{key}: optim.distributed_optimizer={str(chosen).lower()} on a GPU: {replicas}"
+        if not config.packed and key != "rollout":
+            yield f"{key}: packed=true is recommended on a GPU: no padding, and no attention plan for each width"
+
+
+def _locality_lines(config: RunConfig) -> list[str]:
+    """Return a line for each axis of a role that crosses nodes of its pool, and one if none does."""
+    lines = []
+    for placed in role_layouts(config):
+        nodes = [f"node{node}" for node, size in enumerate(placed.nodes) for _ in range(size)]
+        topology = Topology.from_layout(placed.parallel.layout(len(nodes)), nodes=nodes)
+        lines += [f"{placed.key}: {line}" for line in locality(topology).lines()]
+    counts = ", ".join(f"{len(nodes)} in the {_named(name)}" for name, nodes in pool_nodes(config).items())
+    return lines or [f"locality: no axis of a role crosses nodes ({counts})"]
+
+
+def _resource_lines(config: RunConfig) -> list[str]:
+    """Return the resources that the pools reserve, and the resources of the cluster, or of this machine without one."""
+    unit = "GPU" if config.pool.use_gpu else "CPU"
+    pools = pools_of(config, roles_of(config))
+    lines = [
+        f"{_named(name)}: {sum(nodes)} bundles of 1 {unit} on {len(nodes)} nodes, "
+        f"{sum(nodes) * pools.slots_of(name)} slots for processes"
+        for name, nodes in pool_nodes(config).items()
+    ]
+    needed = {"CPU": pools.get_n_slots(), "GPU": pools.get_n_gpus() if config.pool.use_gpu else 0}
+    if config.cluster.address is None:
+        memory = psutil.virtual_memory().total / _GB
+        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        cpus = len(os.sched_getaffinity(0))
+        lines.append(f"this machine, on which the run starts Ray: {cpus} CPUs, {gpus} GPUs, {memory:.1f} GB of memory")
+        total: dict[str, float] = {"CPU": needed["CPU"], "GPU": gpus}  # Ray is started with the CPUs that are needed
+    else:
+        connect_to(config.cluster.address)
+        total = ray.cluster_resources()
+        ray.shutdown()
+        found = f"cluster {config.cluster.address}: {total.get('CPU', 0):g} CPUs, {total.get('GPU', 0):g} GPUs, "
+        lines.append(found + f"{total.get('memory', 0) / _GB:.1f} GB of memory")
+    keys = ", ".join(["pool.process_on_nodes", *(f"pools.{name}.process_on_nodes" for name in config.pools)])
+    what = "pools need" if config.pools else "pool needs"
+    lacks = [resource for resource in needed if total.get(resource, 0) < needed[resource]]
+    return lines + [f"the {what} {needed[resource]} {resource}s: reduce {keys}" for resource in lacks]
+
+
+def _named(pool: str) -> str:
+    return "pool" if pool == MAIN_POOL else f"pool {pool}"

@@ -1,0 +1,40 @@
+"""Check a configuration with its data, and print layouts, locality, resources and estimated memory; start nothing.
+
+examples: mcontroller check run.yaml
+          mcontroller check actor.yaml --role actor_rollout_ref --world-size 8 optim.distributed_optimizer=true
+          mcontroller check run.yaml --world-size 8 --config my_program.config:Config
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from trainer.run.config import check_files, read_run_config
+from workers.planning import planning
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of the verb."""
+    parser.add_argument("file", metavar="CONFIG", help="a YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="values that replace the file's")
+    parser.add_argument("--role", help="the file has the configuration of this role only, e.g. critic")
+    parser.add_argument(
+        "--config", metavar="MODULE:CLASS", help="the dataclass of the file, if your program defines one"
+    )
+    parser.add_argument("--world-size", type=int, help="ranks of each group; by default as many as the role's pool has")
+    parser.add_argument("--hardware", help="of the prediction: h100, h200, or a TOML file; default: cluster.hardware")
+    parser.add_argument(
+        "--layers",
+        choices=("transformer_engine", "local"),
+        help="implementation of the layers; default: transformer_engine on GPUs, local with pool.use_gpu=false",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the layouts and the memory table."""
+    with planning():
+        if arguments.role is None and arguments.config is None:
+            check_files(read_run_config(arguments.file, arguments.overrides))
+        from trainer.run.check_report import report  # torch, Megatron and Ray: seconds
+
+        return report(arguments)

@@ -1,0 +1,62 @@
+"""Convert a Hugging Face directory into a Megatron checkpoint, or the reverse.
+
+examples: mcontroller convert Qwen3-0.6B checkpoint --tp 2
+          mcontroller convert checkpoint Qwen3-trained --like Qwen3-0.6B
+
+A Megatron checkpoint can be loaded in any layout, whatever the layout of the processes that wrote it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mcontroller.errors import ConfigError, DataError
+from trainer.run.conversion import add_layout_arguments, check_new_directory, on_workers, print_files_left_out
+from workers.config.from_hf import model_config_from_hf
+
+if TYPE_CHECKING:
+    from mcontroller.group import WorkerGroup
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of the verb."""
+    parser.add_argument("source", metavar="SOURCE", help="a Hugging Face directory, or a Megatron checkpoint")
+    parser.add_argument("target", metavar="TARGET", help="the directory to write, which is new or empty")
+    parser.add_argument("--like", metavar="HF_DIR", help="a Hugging Face directory of the same model, to write one")
+    parser.add_argument("--dtype", help="type of the weights: float32, bfloat16 or float16; default: the source's")
+    add_layout_arguments(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Convert, and return the exit status."""
+    check_new_directory(arguments.target)
+    source, target = Path(arguments.source).resolve(), str(Path(arguments.target).resolve())
+    if not source.is_dir():
+        raise DataError(f"{arguments.source} is not a directory", path=arguments.source)
+    changes = {} if arguments.dtype is None else {"dtype": arguments.dtype}
+    if (source / "config.json").is_file():
+        on_workers(model_config_from_hf(source, **changes), arguments, lambda group: _save(group, target))
+    elif arguments.like is None:
+        raise ConfigError(
+            f"{arguments.source} has no config.json, so it is read as a Megatron checkpoint: pass --like with a "
+            "Hugging Face directory of the same model, whose config.json and tokenizer are used",
+            key="--like",
+        )
+    else:
+        model = model_config_from_hf(arguments.like, **changes)
+        on_workers(model, arguments, lambda group: _export(group, str(source), target))
+        print_files_left_out(arguments.like, target)
+    sys.stdout.write(f"{arguments.source} is converted into {target}\n")
+    return 0
+
+
+def _save(group: WorkerGroup, target: str) -> None:
+    group.save_checkpoint(target)
+
+
+def _export(group: WorkerGroup, source: str, target: str) -> None:
+    group.load_checkpoint(source)
+    group.export_hf(target)

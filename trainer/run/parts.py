@@ -1,0 +1,391 @@
+"""The parts of a run that exist before any process starts: data sets, tokenizer, rewards and roles."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from mcontroller.config.load import CollectedErrors
+from mcontroller.errors import ConfigError
+from trainer.config import TrainerConfig, ValidationConfig
+from trainer.data.prompts import Demonstrations, PromptRows, answer_of, demonstrations_of
+from trainer.data.sources import Records, load_records
+from trainer.data.stream import BatchStream, Mixture
+from trainer.data.tokenizers import TOKENIZERS, TextTokenizer, TokenizerSource
+from trainer.data.vocabulary import check_tokens, has_tokenizer
+from trainer.estimators.registry import ADVANTAGE_ESTIMATORS
+from trainer.rewards.configured import FunctionRewards, check_functions
+from trainer.rewards.processes import LoadedFunction, Sample
+from trainer.rewards.reward import CombineRewards, weighted_sum
+from trainer.rewards.trial import right_response
+from trainer.roles import Role, check_generates_alone, check_roles, role_workers
+from trainer.rollout.episodes import Episodes
+from trainer.rollout.turns import Demonstrating, MultiTurnRollout, make_environment, make_episodes
+from trainer.run import hf_tokenizer  # noqa: F401  # registers its tokenizer
+from trainer.run.config import RunConfig
+from trainer.run.conversion import check_new_directory
+from trainer.run.pools import check_layout, pool_errors, pools_of, role_layouts
+from trainer.trackers import TRACKERS
+from trainer.validation import Evaluation
+from workers.actor import ActorRolloutRefWorker
+from workers.config import ActorConfig, ModelConfig, RolloutConfig
+from workers.config.trained_weights import base_is_frozen
+from workers.critic import CriticWorker
+from workers.losses.registry import POLICY_LOSSES
+from workers.planning import is_planned
+from workers.reward import RewardModelWorker
+from workers.weights.hf.checkpoint import check_checkpoint_files
+from workers.weights.hf.files import WeightFiles, has_weights
+
+COMPARED = 64
+"""Prompts by which the vocabularies of the policy and of other models are compared."""
+
+
+@dataclass(frozen=True)
+class RunParts:
+    """The arguments of ``RayPPOTrainer``, built from a configuration.
+
+    Attributes:
+        tokenizer: the tokenizer.
+        train: problems to train on, which may be of several data sets.
+        val: the held-out problems of ``data.val``, if there are any.
+        evaluations: those of ``data.evaluations`` by name.
+        prompts: the problems of all data sets by their keys in the configuration.
+        warm_up: demonstrations, if there is a supervised phase.
+        rewards: the reward functions, if there are any.
+        rollout_fn: generates responses of several turns, if there is an environment or an episode.
+        combine: makes one score of the functions' and the reward model's, if there are both.
+        roles: the worker class of every role.
+        training_sets: the keys of the data sets that are trained on.
+    """
+
+    tokenizer: TextTokenizer
+    train: PromptRows | Mixture
+    val: PromptRows | None
+    evaluations: Mapping[str, Evaluation]
+    warm_up: Demonstrations | Mixture | None
+    rewards: FunctionRewards | None
+    rollout_fn: Episodes | None
+    combine: CombineRewards | None
+    roles: dict[Role, Any]
+    prompts: Mapping[str, PromptRows]
+    training_sets: Sequence[str]
+
+    def steps(self, config: RunConfig) -> int:
+        """Return the steps of ``trainer.epochs`` passes over the problems, each of one batch."""
+        return BatchStream(self.train, config.data.train_batch_size, 0).batches_of(config.trainer.epochs)
+
+    def problem_lines(self) -> list[str]:
+        """Return a line for each data set, with the number of prompts that were dropped or truncated."""
+        lines = []
+        for name, prompts in self.prompts.items():
+            long = f"longer than {prompts.prompt_length} tokens"
+            dropped = f", {prompts.dropped} dropped: {long}" if prompts.dropped else ""
+            truncated = f", {prompts.truncated} without their beginning: {long}" if prompts.truncated else ""
+            lines.append(f"{name}: {len(prompts)} prompts{dropped}{truncated}")
+        return lines
+
+    def try_rewards(self, *, in_process: bool = False) -> list[str]:
+        """Call every reward function with problems of each kind and their right answers as responses.
+
+        Args:
+            in_process: call them in this process, without a deadline, instead of in processes.
+
+        Returns:
+            A line for each training set whose right answers do not get the best score.
+
+        Raises:
+            DataError: a function fails or reads what a problem does not have, or none applies and there is no reward
+                model; with the problem.
+        """
+        if self.rewards is None:
+            return []
+        training = {key: self._samples(rows) for key, rows in self.prompts.items() if key in self.training_sets}
+        held_out = {key: self._samples(rows) for key, rows in self.prompts.items() if key not in training}
+        must_apply = self.combine is None
+        return self.rewards.check(training, held_out=held_out, must_apply=must_apply, in_process=in_process)
+
+    @staticmethod
+    def _samples(prompts: PromptRows) -> list[Sample]:
+        return [
+            {
+                **row["record"],
+                "prompt": row["prompt"],
+                "answer": row["answer"],
+                "response": right_response(row["answer"]),
+            }
+            for row in map(prompts.__getitem__, range(len(prompts)))
+        ]
+
+
+def chosen_lines(config: RunConfig) -> list[str]:
+    """Return what follows from defaults: the policy loss, the mini-batches, and when a run is saved, with the keys."""
+    return [policy_loss_line(config.actor_rollout_ref), *_mini_batch_lines(config), _saving_line(config.trainer)]
+
+
+def _mini_batch_lines(config: RunConfig) -> Iterator[str]:
+    """Yield a line for each trained role whose optimizer steps do not have the rows that it sets."""
+    n = config.actor_rollout_ref.rollout.n if config.rollout is None else config.rollout.rollout.n
+    rows = config.data.train_batch_size * n
+    critic = config.critic if ADVANTAGE_ESTIMATORS[config.algorithm.adv_estimator].needs_critic else None
+    for key, role in (("actor_rollout_ref", config.actor_rollout_ref), ("critic", critic)):
+        if role is None or rows % (size := role.ppo_mini_batch_prompts * n or role.ppo_mini_batch_size) == 0:
+            continue
+        steps = -(-rows // size)
+        each = f"{rows // steps} or {-(-rows // steps)}" if rows % steps else str(rows // steps)
+        yield (
+            f"{key}: the {rows} responses of a step ({config.data.train_batch_size} problems x {n}) are divided into "
+            f"{steps} mini-batch{'es' if steps > 1 else ''} of {each}: ppo_mini_batch_size={size} does not divide them"
+        )
+
+
+def _saving_line(trainer: TrainerConfig) -> str:
+    """Return when a run is saved, what is lost at most, and how many checkpoints are kept."""
+    if trainer.save_freq > 0:
+        when = f"every {trainer.save_freq} steps (trainer.save_freq)"
+    elif trainer.save_freq == 0 and trainer.save_minutes:
+        when = f"after the step that ends {trainer.save_minutes:g} minutes after the last (trainer.save_minutes)"
+    else:
+        when = "at the end alone (trainer.save_freq, trainer.save_minutes): a run that is killed loses everything"
+    kept = "all are kept" if trainer.max_to_keep is None else f"the last {trainer.max_to_keep} are kept"
+    best = f", and {trainer.keep_best} of the best {trainer.best_metric}" if trainer.keep_best else ""
+    return f"checkpoints: {when}; {kept} (trainer.max_to_keep){best}"
+
+
+def policy_loss_line(config: ActorConfig) -> str:
+    """Return the policy loss of a run, with its average and its limits, also if they are the loss's own."""
+    low, high = config.clip_limits()
+    average = config.loss_agg_mode or POLICY_LOSSES[config.policy_loss].loss_agg_mode
+    limits = f"clip_ratio_low={low:g}, clip_ratio_high={high:g}"
+    line = f"policy_loss={config.policy_loss}: loss_agg_mode={average}, {limits}"
+    return line if config.clip_ratio_c is None else f"{line}, clip_ratio_c={config.clip_ratio_c:g}"
+
+
+def models_without_weights(config: RunConfig) -> dict[str, str]:
+    """Return the directories of models that have no weights on this machine, by the key of the role."""
+    roles = ("actor_rollout_ref", "critic", "ref", "reward_model")
+    sections = {key: getattr(config, key) for key in roles}
+    paths = {key: section.model.hf_path for key, section in sections.items() if section is not None}
+    return {key: path for key, path in paths.items() if path and Path(path).is_dir() and not has_weights(Path(path))}
+
+
+def make_parts(config: RunConfig) -> RunParts:
+    """Return the parts of a run: files are read, prompts encoded, and reward functions imported.
+
+    All errors are reported together.
+
+    Raises:
+        ConfigError: the configuration does not fit the data, the tokenizer or the reward functions.
+        LayoutError: the axes of a role do not divide the pool.
+        DataError: a file cannot be used, with the file and the line or row; the directory of the export is not empty.
+    """
+    errors = CollectedErrors()
+    attempt = errors.attempt
+    for placed in role_layouts(config):
+        attempt(partial(check_layout, placed))
+    roles = roles_of(config)
+    errors.errors += pool_errors(config, roles)
+    attempt(lambda: check_roles(config, roles, pools_of(config, roles)))
+    attempt(lambda: role_workers(config, roles))
+    for section in (config.actor_rollout_ref, config.critic, config.ref, config.reward_model):
+        if section is not None:
+            attempt(partial(check_checkpoint_files, section.model))
+    for path in models_without_weights(config).values() if not is_planned() else ():
+        attempt(partial(WeightFiles, Path(path)))
+    if config.trainer.export_hf is not None:
+        attempt(partial(check_new_directory, config.trainer.export_hf))
+    for name in config.trackers:
+        attempt(partial(TRACKERS.get_or_raise, name))
+    for name, function in config.rewards.functions.items():
+        attempt(partial(LoadedFunction, function, f"rewards.functions.{name}"))
+    problems = read_problems(config, errors)
+    tokenizer, problem_rows = problems.tokenizer, problems.train
+    environment, episodes = None, None
+    if tokenizer is not None:
+        attempt(lambda: check_vocabulary(config, tokenizer, _first_texts(problem_rows)))
+        environment = attempt(partial(make_environment, config.multi_turn, tokenizer))
+        episodes = attempt(partial(make_episodes, config.multi_turn, tokenizer))
+        if environment is not None:
+            episodes = MultiTurnRollout(environment, config.multi_turn.max_turns)
+    attempt(lambda: check_generates_alone(config, roles, pools_of(config, roles), episodes))
+    if problem_rows is not None:
+        name = "data.mixture" if config.data.mixture else "data.train"
+        attempt(partial(BatchStream, problem_rows, config.data.train_batch_size, config.data.seed, name))
+    if config.reward_model is None:
+        attempt(lambda: check_functions(config.rewards))
+    demonstrate = environment.demonstrate if isinstance(environment, Demonstrating) else None
+    demonstrations = None
+    if config.warm_up.steps and problem_rows is not None:
+        shown = [problems.prompts[key] for key in config.data.training_sets()]
+        longest = config.actor_rollout_ref.rollout.response_length
+        demonstrations = attempt(partial(demonstrations_of, shown, longest, demonstrate))
+    errors.raise_any()
+    assert tokenizer is not None and problem_rows is not None
+    rewards = FunctionRewards(config.rewards, tokenizer) if config.rewards.functions else None
+    combine = weighted_sum() if config.reward_model is not None and rewards is not None else None
+    return RunParts(
+        tokenizer=tokenizer,
+        train=problem_rows,
+        val=problems.prompts.get("data.val"),
+        evaluations=problems.evaluations,
+        warm_up=demonstrations,
+        rewards=rewards,
+        rollout_fn=episodes,
+        combine=combine,
+        roles=roles,
+        prompts=problems.prompts,
+        training_sets=[*config.data.training_sets()],
+    )
+
+
+def _first_texts(prompts: PromptRows | Mixture | None) -> list[str]:
+    return [] if prompts is None else [prompts[index]["prompt"] for index in range(min(len(prompts), COMPARED))]
+
+
+def roles_of(config: RunConfig) -> dict[Role, Any]:
+    """Return the worker class of every role of the run: a critic if the estimator needs one."""
+    roles: dict[Role, Any] = {}
+    separate = config.ref is not None and not _is_base(config.ref.model, config.actor_rollout_ref.model)
+    if config.rollout is not None:
+        roles |= {Role.Actor: ActorRolloutRefWorker, Role.Rollout: ActorRolloutRefWorker}
+    else:
+        roles[Role.ActorRollout if separate else Role.ActorRolloutRef] = ActorRolloutRefWorker
+    if separate:
+        roles[Role.RefPolicy] = ActorRolloutRefWorker
+    if ADVANTAGE_ESTIMATORS[config.algorithm.adv_estimator].needs_critic:
+        roles[Role.Critic] = CriticWorker
+    if config.reward_model is not None:
+        roles[Role.RewardModel] = RewardModelWorker
+    return roles
+
+
+def _is_base(reference: ModelConfig, policy: ModelConfig) -> bool:
+    """Return whether the reference stays what the policy is without its adapter: then no second model is built."""
+    if not base_is_frozen(policy) or (reference.lora is not None and reference.lora.path is not None):
+        return False
+    return replace(reference, lora=None, freeze=[], train_only=[]) == replace(
+        policy, lora=None, freeze=[], train_only=[]
+    )
+
+
+@dataclass(frozen=True)
+class Problems:
+    """The problems of a run.
+
+    Attributes:
+        tokenizer: the tokenizer; None after an error.
+        prompts: the problems of each data set by its key in the configuration.
+        train: problems to train on; None after an error.
+        evaluations: those of ``data.evaluations`` by name.
+    """
+
+    tokenizer: TextTokenizer | None
+    prompts: Mapping[str, PromptRows]
+    train: PromptRows | Mixture | None
+    evaluations: Mapping[str, Evaluation]
+
+
+def read_problems(config: RunConfig, errors: CollectedErrors) -> Problems:
+    """Read the data sets of a run, and encode their prompts.
+
+    Args:
+        config: the configuration of the run.
+        errors: gets the errors.
+    """
+    data, rollout, attempt = config.data, config.actor_rollout_ref.rollout, errors.attempt
+    configured = data.training_sets() | data.held_out_sets()
+    loaded = {key: attempt(partial(load_records, dataset, key)) for key, dataset in configured.items()}
+    records = {key: each for key, each in loaded.items() if each is not None}
+    tokenizer = None
+    if data.training_sets().keys() <= records.keys():
+        tokenizer = attempt(lambda: make_tokenizer(config, [*records.values()]))
+    prompts: dict[str, PromptRows] = {}
+    for key, each in records.items() if tokenizer is not None else ():
+        assert tokenizer is not None
+        encoded = attempt(partial(PromptRows, each, data, tokenizer, rollout.prompt_length))
+        if encoded is not None:
+            prompts[key] = encoded
+    train: PromptRows | Mixture | None = prompts.get("data.train")
+    if data.mixture and data.training_sets().keys() <= prompts.keys():
+        mixed = {name: prompts[f"data.mixture.{name}"] for name in data.mixture}
+        train = Mixture(mixed, {name: each.weight for name, each in data.mixture.items()})
+    generates = rollout if config.rollout is None else config.rollout.rollout
+    attempt(partial(check_held_out_length, config.validation, generates, "validation"))
+    evaluations = {}
+    for name, dataset in data.evaluations.items():
+        key = f"data.evaluations.{name}"
+        sampling = attempt(partial(dataset.sampling, config.validation))
+        if sampling is not None:
+            attempt(partial(check_held_out_length, sampling, generates, key))
+            if key in prompts:
+                evaluations[name] = Evaluation(prompts[key], sampling)
+    return Problems(tokenizer, prompts, train, evaluations)
+
+
+def check_held_out_length(sampling: ValidationConfig, rollout: RolloutConfig, key: str) -> None:
+    """Raise ConfigError if responses to held-out problems are longer than the rollout can generate."""
+    if sampling.response_length is not None and sampling.response_length > rollout.response_length:
+        raise ConfigError(
+            f"{key}.response_length is {sampling.response_length}; the rollout generates at most "
+            f"rollout.response_length={rollout.response_length} tokens: reduce it, or increase that",
+            key=f"{key}.response_length",
+            value=sampling.response_length,
+        )
+
+
+def make_tokenizer(config: RunConfig, records: Sequence[Records]) -> TextTokenizer:
+    """Return the tokenizer of the configuration.
+
+    Args:
+        config: the configuration of the run.
+        records: of all data sets, for a tokenizer that is made from their texts.
+    """
+    path = config.tokenizer.path or config.actor_rollout_ref.model.hf_path
+    data, rows = config.data, [row for each in records for row in each.rows]
+
+    def texts() -> tuple[list[str], list[str]]:
+        values = ((row.get(data.prompt_key) for row in rows), (answer_of(row, data.answer_key) for row in rows))
+        prompts, answers = ([value for value in column if isinstance(value, str)] for column in values)
+        return prompts, answers
+
+    return TOKENIZERS.get_or_raise(config.tokenizer.kind)(
+        TokenizerSource(path, texts, config.tokenizer.chat_template_kwargs)
+    )
+
+
+def check_vocabulary(config: RunConfig, tokenizer: TextTokenizer, texts: Sequence[str] = ()) -> None:
+    """Raise ConfigError if a model has fewer token ids than the tokenizer, or another vocabulary.
+
+    Args:
+        config: the configuration.
+        tokenizer: of the policy, whose token ids all models get.
+        texts: prompts to compare vocabularies by.
+    """
+    policy = config.actor_rollout_ref.model
+    for role in ("actor_rollout_ref", "rollout", "critic", "ref", "reward_model"):
+        section = getattr(config, role)
+        if section is None:
+            continue
+        key, size, path = f"{role}.model.vocab_size", section.model.vocab_size, section.model.hf_path
+        if size < tokenizer.vocab_size:
+            raise ConfigError(
+                f"{key} is {size}; the tokenizer has {tokenizer.vocab_size} tokens: set "
+                f"{key}={tokenizer.vocab_size}, or the model that it refers to",
+                key=key,
+                value=size,
+            )
+        if role == "actor_rollout_ref" or (path is not None and path in (config.tokenizer.path, policy.hf_path)):
+            continue
+        if has_tokenizer(path):
+            check_tokens(path, f"{role}.model.hf_path", tokenizer, texts)
+        elif role in ("ref", "reward_model") and size not in (policy.vocab_size, tokenizer.vocab_size):
+            raise ConfigError(
+                f"{key} is {size}, and that of the policy, whose token ids {role} gets, {policy.vocab_size}. Use a "
+                "model with the same vocabulary; if only the padding of the sizes differs, put its tokenizer into the "
+                f"directory {role}.model.hf_path",
+                key=key,
+                value=size,
+            )

@@ -1,0 +1,208 @@
+"""Verify that a parallel layout trains the model that one process trains, on simulated ranks without a GPU.
+
+examples: mcontroller verify my_model.py:program --layouts tp=2,pp=2 tp=2,ep=2,sp
+          mcontroller verify run.yaml actor_rollout_ref.parallel.tp=4
+          mcontroller verify --steps 1 -- pretrain_gpt.py --tensor-model-parallel-size 2 ...
+
+Of a run, each role is verified in its own layout, with a small model of the same structure; of a script of Megatron-LM,
+its model provider and forward step, in the layout of its arguments. A layout is a list of axes
+(tp, pp, cp, dp, ep, etp, vpp) and flags: sp (sequence parallelism) and distopt (the distributed optimizer).
+docs/verify.md describes the program. The exit status is 0 if all layouts are equal, and 1 if not, or if the program
+cannot be verified.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from parallel_state.verify.layouts import Variant, parse_layout
+from parallel_state.verify.outcome import Outcome
+from parallel_state.verify.program import Program, load_program
+from parallel_state.verify.shrinking import shrink, source_of_test
+from parallel_state.verify.verifier import Verifier
+from workers.verify.other_version import saved_by
+
+_IN_BF16 = "difference from one process in bf16, in float32 (times that of one process in bf16)"
+_COLUMNS = "{:<32} {:>5}  {:<7} {:>8} {:>7}  {}"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of the verb."""
+    parser.add_argument("program", help="FILE.py:NAME or MODULE:NAME of a Program, a run's YAML, or a Megatron script")
+    parser.add_argument("rest", nargs="*", help="key=value for the YAML, or, after --, the command line of the script")
+    chosen = parser.add_mutually_exclusive_group()
+    chosen.add_argument("--layouts", nargs="+", metavar="LAYOUT", help="such as tp=2,pp=2; default: the smallest ones")
+    chosen.add_argument("--all", action="store_true", help="every layout of up to --ranks ranks that fits the program")
+    parser.add_argument("--ranks", type=int, default=8, help="the most ranks of a layout of --all or a run; default: 8")
+    parser.add_argument("--full-size", action="store_true", help="do not make a run or a script small")
+    parser.add_argument("--steps", type=int, default=2, help="training steps in each layout; default: 2")
+    precision = parser.add_mutually_exclusive_group()
+    precision.add_argument("--exact", action="store_true", help="compute in float64, to tell faults from rounding")
+    precision.add_argument("--bf16", action="store_true", help="report the rounding of layouts in bfloat16; no fault")
+    parser.add_argument("--shrink", type=Path, metavar="FILE", help="write the smallest failing test to this file")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="write the training of one process to this file")
+    parser.add_argument(
+        "--against", metavar="OTHER", help="what --save wrote, a commit, or the interpreter of an environment"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the outcomes to this file")
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A program with the layouts that it is verified in: one of several in a run, each with a name.
+
+    Attributes:
+        name: the role; empty if there is one program.
+        program: the program.
+        layouts: its own layouts; empty for the smallest ones.
+        source: the code with which a test gets the program, an import and an expression.
+    """
+
+    name: str
+    program: Program
+    layouts: Sequence[Variant]
+    source: tuple[str, str]
+
+    def file(self, path: Path) -> Path:
+        """Return the file of this program."""
+        return path.with_stem(f"{path.stem}-{self.name}") if self.name else path
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Verify the layouts, print a table and what differs, and return 1 if something does."""
+    for module in ("megatron", "torch", r"parallel_state\.simulated\.trace"):
+        warnings.filterwarnings("ignore", module=module)
+    given = [parse_layout(text) for text in arguments.layouts or ()]
+    parts, verifiers = _parts(arguments), list[Verifier]()
+    began = time.perf_counter()
+    with ExitStack() as stack:
+        saved = stack.enter_context(saved_by(arguments.against, _command(arguments))) if arguments.against else None
+        found = _verified(parts, verifiers, arguments, given, saved)
+    different = [(part, each) for part, each in found if not each.equal]
+    for part, outcome in different:
+        title = f"{part.name} {outcome.layout}".strip()
+        sys.stdout.write(f"\n{title}\n" + "".join(f"  {line}\n" for line in outcome.lines()))
+    sys.stdout.write(
+        f"\n{_summary(len(found), len(different), arguments.bf16)} in {time.perf_counter() - began:.1f} s\n"
+    )
+    for part, verifier in zip(parts, verifiers, strict=True):
+        of = f" of {part.name}" if part.name else ""
+        sys.stdout.write(f"rounding{of}: below {verifier.tolerance:.1e} of the largest value of a tensor\n")
+        sys.stdout.write(f"fingerprint of one process{of}: {verifier.fingerprint}\n")
+    if arguments.json:
+        _write_json(arguments.json, dict(zip((part.name for part in parts), verifiers, strict=True)), found)
+    layouts = [(part, each.layout) for part, each in different if not each.layout.startswith("against ")]
+    if arguments.shrink and layouts:
+        _write_test(arguments, *layouts[0])
+    return 1 if different else 0
+
+
+def _verified(
+    parts: Sequence[_Part],
+    verifiers: list[Verifier],
+    arguments: argparse.Namespace,
+    given: Sequence[Variant],
+    saved: Path | None,
+) -> list[tuple[_Part, Outcome]]:
+    """Add a verifier for each part, and print and return the outcomes of its layouts."""
+    found: list[tuple[_Part, Outcome]] = []
+    for index, part in enumerate(parts):
+        verifiers.append(Verifier(part.program, steps=arguments.steps, exact=arguments.exact))
+        if not index:
+            last = _IN_BF16 if arguments.bf16 else "first difference"
+            sys.stdout.write(_COLUMNS.format("layout", "ranks", "equal", "largest", "seconds", f"{last}\n"))
+        if arguments.save:
+            verifiers[-1].save(part.file(arguments.save))
+        outcomes = _outcomes(part, verifiers[-1], arguments, given, saved)
+        found += [(part, each) for each in _printed(part.name, outcomes)]
+    return found
+
+
+def _command(arguments: argparse.Namespace) -> list[str]:
+    """Return the arguments with which another version trains the same in one process."""
+    flags = [f"--{name}" for name in ("exact", "full-size") if getattr(arguments, name.replace("-", "_"))]
+    ranks, steps = f"--ranks={arguments.ranks}", f"--steps={arguments.steps}"
+    return [ranks, steps, *flags, "--", arguments.program, *arguments.rest]
+
+
+def _parts(arguments: argparse.Namespace) -> list[_Part]:
+    """Return the program that is named, the roles of a run, or a script."""
+    if arguments.program.endswith(".py"):
+        from workers.verify.megatron_script import script_program
+
+        shrinks = not arguments.full_size
+        program, layout = script_program(arguments.program, arguments.rest, shrinks=shrinks)
+        imports = "from workers.verify.megatron_script import script_program"
+        text = f"script_program({arguments.program!r}, {arguments.rest!r}, shrinks={shrinks})[0]"
+        return [_Part("", program, [layout], (imports, text))]
+    if not arguments.program.endswith((".yaml", ".yml")):
+        source = "from parallel_state.verify.program import load_program", f"load_program({arguments.program!r})"
+        return [_Part("", load_program(arguments.program), (), source)]
+    from trainer.run.config import read_run_config
+    from trainer.run.verified_roles import role_programs
+
+    config = read_run_config(arguments.program, arguments.rest)
+    shrinks = not arguments.full_size
+    programs = role_programs(config, most_ranks=arguments.ranks, shrinks=shrinks)
+    imports = "from trainer.run.config import read_run_config\nfrom trainer.run.verified_roles import role_programs"
+    read = f"role_programs(read_run_config({arguments.program!r}, {arguments.rest!r}), shrinks={shrinks})"
+    return [
+        _Part(key, program, [program.role.variant], (imports, f"{read}[{key!r}]")) for key, program in programs.items()
+    ]
+
+
+def _outcomes(
+    part: _Part, verifier: Verifier, arguments: argparse.Namespace, given: Sequence[Variant], saved: Path | None
+) -> Iterator[Outcome]:
+    verify = verifier.in_bf16 if arguments.bf16 else verifier.verify
+    if saved is not None:
+        yield verifier.against(part.file(saved), arguments.against)
+    if given or (part.layouts and not arguments.all):
+        yield from map(verify, given or part.layouts)
+    else:
+        found = verifier.all_layouts(arguments.ranks) if arguments.all else verifier.default_layouts()
+        yield from map(verify, found)
+
+
+def _printed(name: str, outcomes: Iterable[Outcome]) -> Iterator[Outcome]:
+    for each in outcomes:
+        equal = ("-" if each.rounding else "yes") if each.equal else "NO"
+        figures = each.ranks, equal, f"{each.largest:.1e}", f"{each.seconds:.1f}"
+        sys.stdout.write(_COLUMNS.format(f"{name} {each.layout}".strip(), *figures, each.first()).rstrip() + "\n")
+        sys.stdout.flush()
+        yield each
+
+
+def _summary(count: int, different: int, in_bf16: bool) -> str:
+    if in_bf16 and not different:
+        return f"{count} layouts in bfloat16 have finite values and equal replicas"
+    if not different:
+        return f"{count} layouts train the model of one process"
+    return f"{different} of {count} layouts do not train the model of one process"
+
+
+def _write_json(path: Path, verifiers: dict[str, Verifier], outcomes: Sequence[tuple[_Part, Outcome]]) -> None:
+    programs = {
+        name: {
+            "tolerance": verifier.tolerance,
+            "fingerprint": verifier.fingerprint,
+            "layouts": [each.as_json() for part, each in outcomes if part.name == name],
+        }
+        for name, verifier in verifiers.items()
+    }
+    path.write_text(json.dumps(programs.get("", programs), indent=1) + "\n")
+
+
+def _write_test(arguments: argparse.Namespace, part: _Part, layout: str) -> None:
+    shrunk = shrink(part.program, layout, arguments.steps)
+    if shrunk is not None:
+        arguments.shrink.write_text(source_of_test(*part.source, shrunk))
+        sys.stdout.write(f"smallest program that differs: {shrunk}; {arguments.shrink} fails because of it\n")

@@ -1,0 +1,247 @@
+"""The algorithm of a step of PPO: responses, their scores, advantages, updates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from mcontroller.data.meta import united
+from mcontroller.data.protocol import DataProto
+from trainer.columns import FAILED, TOKENS, columns, with_tokens, without
+from trainer.config import PPOConfig
+from trainer.data.tokenizers import Tokenizer, special_tokens, stop_tokens
+from trainer.estimators.clips import clipped_advantages, clipped_scores
+from trainer.estimators.registry import ADVANTAGE_ESTIMATORS, compute_advantage
+from trainer.groups import RunGroups, TokenBalance
+from trainer.kl import apply_kl_penalty, make_kl_controller
+from trainer.metrics import Metrics, of_ranks
+from trainer.mismatch import TOKEN_VERSIONS, importance_weights, mismatch_metrics, version_metrics
+from trainer.rewards.reward import Reward, RewardSources, Scores
+from trainer.roles import response_limit, unread_by_update, updates_once
+from trainer.rollout.generation import (
+    Generations,
+    RolloutFunction,
+    RolloutWeights,
+    generate_responses,
+    staleness_metrics,
+)
+from trainer.rollout.generations import AsynchronousGenerations
+from trainer.selection import GroupFilter, penalized, trained_on, truncated_rows
+from trainer.stages import OverlappingStages, StageCall, Stages
+from trainer.summary import group_metrics, reward_metrics, signal_metrics
+from workers.columns import ROUTED_EXPERTS
+
+
+class PPOStep:
+    """The parts of a step, in their order: ``experience``, ``advantages``, ``update``.
+
+    Args:
+        config: the configuration of the run.
+        tokenizer: its special tokens are passed to generation.
+        groups: the groups of the run, which may start later.
+        stages: the stages that run.
+        rewards: the scores of responses.
+        rollout_fn: the program's own rollout loop; None: one call.
+
+    Attributes:
+        weights: the weights of the group that generates.
+        generations: the responses that are being generated.
+        kl_ctrl: the weight of the KL penalty in the reward.
+    """
+
+    def __init__(
+        self,
+        config: PPOConfig,
+        tokenizer: Tokenizer,
+        groups: RunGroups,
+        stages: Stages,
+        rewards: RewardSources,
+        rollout_fn: RolloutFunction | None,
+    ) -> None:
+        self.config, self.tokenizer, self.groups, self.stages = config, tokenizer, groups, stages
+        self.rewards, self.rollout_fn = rewards, rollout_fn
+        self.kl_ctrl = make_kl_controller(config.algorithm.kl_ctrl)
+        workers = {each.name: each.init for each in groups.workers}
+        self.balance = TokenBalance(workers, groups.by_name, config.trainer.balance_tokens)
+        self.weights = RolloutWeights(stages, config.trainer)
+        ahead = config.trainer.max_staleness
+        self.generations = (
+            AsynchronousGenerations(config, stages, self.weights)
+            if ahead > 1 or (ahead and rollout_fn is not None)
+            else Generations(ahead, stages, self.weights)
+        )
+
+    def connect(self) -> None:
+        """Generate with the groups that have started."""
+        self.weights.connect(self.groups.actor, self.groups.rollout)
+        self.generations.connect(self.groups.rollout, special_tokens(self.tokenizer), self.rollout_fn)
+
+    def experience(
+        self, problems: DataProto, draw: Callable[[], DataProto]
+    ) -> tuple[DataProto, Reward, dict[str, float]]:
+        """Return responses to as many problems, the reward of all that were drawn, and metrics.
+
+        The responses have scores, and log-probabilities and values as far as they are needed.
+
+        With ``algorithm.filter_groups``, groups without a signal are replaced by groups of other problems first. The
+        batch has the columns of its problems too. Its tensors stay on the workers until they are read.
+        """
+        rule = self.config.algorithm
+        pad = None if self.rollout_fn is None else self.tokenizer.pad_token_id
+        groups = GroupFilter(rule.filter_groups, len(problems), pad)
+        draws = Metrics()
+        while True:
+            problems, batch, asked, of_generation = self.generations.exchange(problems, draw)
+            started = self.rewards.start(batch, asked)
+            draws.add(of_generation)
+            draws.add(of_ranks(batch.meta_info.pop("metrics", {})), weight=len(batch))
+            batch = with_tokens(batch, asked)
+            with self.stages.overlapping() as start:
+                policies = [] if rule.filter_groups.enable else self.score_policies(batch, start)
+                scores, reward = self.scored(batch, asked, start, started=started)
+            batch = trained_on(self.with_results(batch, policies).union(scores), ~reward.row_scores().isnan())
+            if ADVANTAGE_ESTIMATORS[rule.adv_estimator].needs_greedy:
+                batch = self.with_greedy_scores(batch, problems)
+            groups.add(batch.union(asked), reward)
+            if groups.is_complete:
+                break
+            problems = draw()
+        batch, drawn = groups.batch()
+        if rule.filter_groups.enable:
+            with self.stages.overlapping() as start:
+                policies = self.score_policies(batch, start)
+            batch = self.with_results(batch, policies)
+        metrics = united(draws.take(), self.generations.take_metrics(), drawn, group_metrics(groups))
+        if "old_log_probs" in batch.tensor_names and rule.old_log_probs != "rollout":
+            metrics = united(metrics, mismatch_metrics(batch))
+        if self.config.trainer.max_staleness:
+            metrics = united(metrics, staleness_metrics(batch, self.weights.version))
+            if TOKEN_VERSIONS in batch.tensor_names:
+                metrics = united(metrics, version_metrics(batch, self.weights.version))
+        reward = groups.reward()
+        return batch, reward, united(metrics, reward_metrics("train", reward))
+
+    def score_policies(self, batch: DataProto, start: OverlappingStages) -> list[StageCall]:
+        """Start to compute log-probabilities of policy and reference and the critic's values, as far as needed."""
+        rows, old, calls = batch.select(non_tensor_batch_keys=[]), self.config.algorithm.old_log_probs, []
+        others = without(rows, [ROUTED_EXPERTS])
+        once = updates_once(self.config, self.groups.workers[0], len(rows), rows.meta_info.get("n", 1))
+        if old == "policy" or (old == "auto" and not once):
+            calls.append(start("old log-probs", self.balance.of(self.groups.actor.compute_log_prob), rows))
+        if self.groups.reference is not None:
+            calls.append(start("reference", self.balance.of(self.groups.reference.compute_ref_log_prob), others))
+        if self.groups.critic is not None:
+            calls.append(start("values", self.balance.of(self.groups.critic.compute_values), others))
+        return calls
+
+    def with_results(self, batch: DataProto, calls: Sequence[StageCall]) -> DataProto:
+        """Return the batch with the results of ``score_policies``, and ``old_log_probs`` if they are the rollout's."""
+        if self.config.algorithm.old_log_probs == "rollout":
+            batch = batch.with_tensors({"old_log_probs": columns(batch, "rollout_log_probs")[0]})
+        for call in calls:
+            batch = batch.union(call.get())
+        return batch
+
+    def advantages(self, batch: DataProto) -> tuple[DataProto, dict[str, float]]:
+        """Return the batch with rewards, ``advantages``, ``returns`` and importance weights, and their metrics."""
+        rule = self.config.algorithm
+        batch, clipped = clipped_scores(batch, rule.reward_clip)
+        controller = self.kl_ctrl if rule.kl_in_reward else None
+        batch, metrics = apply_kl_penalty(batch, controller, rule.kl_penalty, rule.kl_clip)
+        batch = compute_advantage(batch, rule.adv_estimator, rule.gamma, rule.lam, rule.options())
+        batch, limited = clipped_advantages(batch, rule.advantage_clip)
+        metrics = united(metrics, clipped, limited, signal_metrics(batch))
+        if rule.importance.is_on:
+            weights, of_weights = importance_weights(batch, rule.importance)
+            batch, metrics = batch.with_tensors({"importance_weights": weights}), united(metrics, of_weights)
+        return batch, metrics
+
+    def update(self, batch: DataProto, step: int) -> dict[str, float]:
+        """Train critic and actor on the batch, and return their metrics.
+
+        Args:
+            batch: with ``advantages`` and ``returns``.
+            step: number of steps before this one.
+        """
+        trainer = self.config.trainer
+        batch = batch.select(non_tensor_batch_keys=[])
+        if self.config.algorithm.mask_truncated:
+            batch = trained_on(batch, ~truncated_rows(batch, stop_tokens(self.tokenizer)))
+        if not bool(columns(batch, "response_mask")[0].any()):
+            return {"actor/skipped_steps": 1.0}
+        calls: list[StageCall] = []
+        unread = {name: unread_by_update(self.groups.workers, name) for name in self.groups.trained()}
+        with self.stages.overlapping() as start:
+            if self.groups.critic is not None:
+                rows = without(batch, unread["critic"])
+                calls.append(start("update critic", *self.balance.update(self.groups.critic.update_critic, rows, step)))
+            if step >= trainer.critic_warmup:
+                rows, update = without(batch, unread["actor"]), self.config.warm_up.steps + step - trainer.critic_warmup
+                calls.append(start("update actor", *self.balance.update(self.groups.actor.update_actor, rows, update)))
+                self.weights.changed()
+        return united(*(of_ranks(call.get().meta_info["metrics"]) for call in calls))
+
+    def synchronize_reference(self, step: int) -> None:
+        """Move the reference towards the policy if ``trainer.ref_sync_steps`` say so.
+
+        Args:
+            step: number of steps so far.
+        """
+        trainer, reference = self.config.trainer, self.groups.reference
+        if trainer.ref_sync_steps and step % trainer.ref_sync_steps == 0 and reference is not None:
+            with self.stages("reference", reference.sync_reference):
+                reference.sync_reference(trainer.ref_sync_mix)
+
+    def generate(self, problems: DataProto, **sampling: Any) -> tuple[DataProto, DataProto]:
+        """Return the responses to the problems, and the problems' other columns, repeated for each response.
+
+        Args:
+            problems: rows of ``input_ids`` and ``attention_mask`` ``[prompt]``.
+            sampling: fields of the rollout's configuration for this call.
+        """
+        sampling = special_tokens(self.tokenizer) | sampling
+        return generate_responses(self.groups.rollout, problems, sampling, self.rollout_fn)
+
+    def scored(
+        self,
+        batch: DataProto,
+        problems: DataProto,
+        start: OverlappingStages,
+        *,
+        held_out: bool = False,
+        started: Callable[[], Scores] | None = None,
+    ) -> tuple[DataProto, Reward]:
+        """Return ``token_level_scores``, with the scores of the reward model, and the reward that they are from.
+
+        Args:
+            batch: responses.
+            problems: the other columns of their problems, in the same order.
+            start: starts the reward model; the reward function is called while the other stages run.
+            held_out: whether the problems are held out: ``val_reward_fn`` scores them.
+            started: the scores of the reward function, if it has been started.
+        """
+        scores = DataProto()
+        if self.groups.reward_model is not None:
+            stage, rows = "held-out" if held_out else "reward model", without(batch, [ROUTED_EXPERTS])
+            score = self.groups.reward_model.compute_rm_score
+            call = start(stage, self.balance.of(score) if TOKENS in rows.tensor_names else score, rows)
+            scores = call.get()
+        start.start_all()
+        with self.stages("held-out" if held_out else "reward"):
+            seen = self.rewards.seen(batch, held_out=held_out)
+            reward = self.rewards.of(seen.union(problems).union(scores), held_out=held_out, started=started)
+            if FAILED in batch.tensor_names:
+                without_score = columns(batch, FAILED)[0] | reward.row_scores().isnan()
+                reward = replace(reward, scored=(~without_score).tolist())
+            if (overlong := self.config.algorithm.overlong).buffer and not held_out:
+                reward = penalized(reward, columns(seen, "response_mask")[0], overlong, response_limit(self.config))
+        return scores.union(DataProto.from_dict({"token_level_scores": reward.token_level_scores})), reward
+
+    def with_greedy_scores(self, batch: DataProto, problems: DataProto) -> DataProto:
+        """Return the batch with ``greedy_scores``, the score of the greedy response to the problem of each row."""
+        with self.stages("generate", self.groups.rollout.generate_sequences):
+            greedy, asked = self.generate(problems, do_sample=False, n=1)
+        with self.stages.overlapping() as start:
+            scores = self.scored(greedy, asked, start)[1].row_scores().repeat_interleave(len(batch) // len(problems))
+        return trained_on(batch.union(DataProto.from_dict({"greedy_scores": scores.nan_to_num()})), ~scores.isnan())

@@ -1,0 +1,3 @@
+"""Policy losses, averages over tokens, and estimators of the KL divergence, by name."""
+
+import workers.losses.policy  # noqa: F401
