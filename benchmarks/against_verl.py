@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from verl.trainer.ppo import core_algos as verl
 
-from mcontroller.data.protocol import DataProto
+from mcontroller.data.batch import DataProto
 from trainer import GAEOptions, GRPOOptions, ReinforcePlusPlusBaselineOptions, compute_advantage
 from workers.losses.kl import estimate_kl
 from workers.losses.registry import AGGREGATIONS, POLICY_LOSSES

@@ -19,7 +19,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from mcontroller.data.protocol import DataProto
+from mcontroller.data.batch import DataProto
 
 SECONDS = 0.5
 SEQUENCE = 1024

@@ -27,7 +27,7 @@ import transformers
 from rich.console import Console
 from rich.table import Table
 
-from mcontroller.data.protocol import DataProto
+from mcontroller.data.batch import DataProto
 from workers.actor import ActorRolloutRefWorker
 from workers.config import ActorConfig, RolloutConfig
 from workers.config.from_hf import model_config_from_hf

@@ -328,7 +328,7 @@ def report_failure(group: Any) -> None:
 
 def report_start() -> None:
     """Report the start of a group of 4, and of 4 bare actors with the same imports; both are started once before."""
-    code = "import torch, tensordict, mcontroller.data.protocol"
+    code = "import torch, tensordict, mcontroller.data.batch"
     pool = RayResourcePool([4], use_gpu=False)
 
     def ours() -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Generic, Literal, ParamSpec, Self, TypedDict, TypeVar, Unpack, overload
 
-from mcontroller.data.protocol import DataProto
+from mcontroller.data.batch import DataProto
 from mcontroller.dispatch.call import PreparedCall, dispatch
 from mcontroller.dispatch.explain import Explanation, explain
 from mcontroller.dispatch.modes import Dispatch, DispatchSpec, Execute, Plan, plan

@@ -46,7 +46,7 @@ MOCK_FIXTURE = "mcontroller.testing.pytest_plugin.MockGroup.__call__"
 CLASS_WITH_INIT_ARGS = "mcontroller.worker.ClassWithInitArgs"
 SEVERAL_ROLES = "mcontroller.ray.class_with_init.Roles"
 FUTURE = "mcontroller.transport.Future"
-PROTO = "mcontroller.data.protocol.DataProto"
+PROTO = "mcontroller.data.batch.DataProto"
 KEY = "mcontroller"
 """The key of this plugin in the metadata of a class."""
 

@@ -321,7 +321,7 @@ def complete(value: Any) -> Any:
 
 def outline(value: Any) -> tuple[list[str], Any] | None:
     """Return the names of a DataProto's tensors, and the DataProto without them; None for any other value."""
-    protocol = sys.modules.get("mcontroller.data.protocol")  # a process without it has made no DataProto
+    protocol = sys.modules.get("mcontroller.data.batch")  # a process without it has made no DataProto
     if protocol is None or not isinstance(value, protocol.DataProto):
         return None
     return value.tensor_names, value.select([])

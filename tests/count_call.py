@@ -22,7 +22,7 @@ from tests.workers.roles import MODEL, OPTIM, PROMPT, RESPONSE, experience
 from workers import ActorConfig, ActorRolloutRefWorker
 from workers.config import load_config
 
-PACKAGES = ("parallel_state", "mcontroller", "workers")
+PACKAGES = ("parallel_state", "mcontroller", "workers", "trainer")
 PAYLOAD = (
     "mcontroller.data.",
     "mcontroller.partition.",

@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import save_file
 
 from mcontroller.config.load import load_config
-from mcontroller.data.protocol import DataProto
+from mcontroller.data.batch import DataProto
 from mcontroller.errors import MControllerError
 from workers.weights.hf.config import model_fields_from_hf
 from workers.weights.hf.files import WeightFiles
@@ -91,7 +91,7 @@ def calls_in(*folders: str) -> list[ast.Call]:
 
 def test_the_page_lists_every_key_of_a_configuration_that_imports_something() -> None:
     imports = ("import_object", "import_class", "import_module")
-    calls = [call for call in calls_in("mcontroller", "workers") if getattr(call.func, "id", "") in imports]
+    calls = [call for call in calls_in("mcontroller", "workers", "trainer") if getattr(call.func, "id", "") in imports]
     keys = {ast.unparse(call.args[1]).strip("'\"") for call in calls}
     of_the_command_line = {"worker", "group", "--config"}
     in_imports_itself = {"key"}
@@ -116,7 +116,9 @@ def test_a_value_reads_an_environment_variable_and_evaluates_nothing(
             load_config(Settings, {"name": name})
     assert not proof.exists()
     resolvers = [
-        call for call in calls_in("mcontroller", "workers") if "register_new_resolver" in ast.unparse(call.func)
+        call
+        for call in calls_in("mcontroller", "workers", "trainer")
+        if "register_new_resolver" in ast.unparse(call.func)
     ]
     assert resolvers == []
 
@@ -157,7 +159,7 @@ def test_classes_of_a_tokenizer_are_not_imported() -> None:
     """The only calls that construct tokenizers reject code of their directory, without a question to the terminal."""
     calls = [
         ast.unparse(call)
-        for call in calls_in("workers", "mcontroller", "examples")
+        for call in calls_in("workers", "mcontroller", "trainer", "examples")
         if isinstance(call.func, ast.Attribute) and call.func.attr == "from_pretrained"
     ]
     assert calls

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from mcontroller.config.load import load_config
-from mcontroller.data.protocol import DataProto
+from mcontroller.data.batch import DataProto
 from mcontroller.errors import MControllerError
 from tests.fuzzing import KEYS, VALUES, fuzz, only_errors_of_this_project
 from trainer.saving.run_record import read_record

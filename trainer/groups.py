@@ -11,7 +11,7 @@ from typing import Any
 import ray
 import torch
 
-from mcontroller.data.protocol import DataProto
+from mcontroller.data.batch import DataProto
 from mcontroller.errors import GroupError
 from mcontroller.group import GroupMethod, WorkerGroup
 from mcontroller.ray.calls.executor import RayExecutor

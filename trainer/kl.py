@@ -17,11 +17,11 @@ from workers.losses.kl import estimate_kl
 if TYPE_CHECKING:
     import torch
 
-    from mcontroller.data.protocol import DataProto
+    from mcontroller.data.batch import DataProto
     from trainer.columns import columns
 else:
     torch = Lazy("torch")
-    DataProto, columns = Lazy("mcontroller.data.protocol", "DataProto"), Lazy("trainer.columns", "columns")
+    DataProto, columns = Lazy("mcontroller.data.batch", "DataProto"), Lazy("trainer.columns", "columns")
 
 
 def apply_kl_penalty(

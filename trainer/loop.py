@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+from mcontroller.data.batch import DataProto
 from mcontroller.data.meta import united
-from mcontroller.data.protocol import DataProto
 from mcontroller.errors import CallRejected, ConfigError, GroupError, MControllerError, close_all
 from mcontroller.group import WorkerGroup
 from mcontroller.ray.resource_pool import ResourcePoolManager

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mcontroller.data.protocol import DataProto
+from mcontroller.data.batch import DataProto
 from trainer.columns import columns
 from trainer.importance import ImportanceConfig
 

@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
-from mcontroller.data.protocol import DataProto
+from mcontroller.data.batch import DataProto
 from mcontroller.errors import DataError
 from trainer.columns import columns, of_equal_width
 from trainer.config import SCORE, FilterGroupsConfig, OverlongConfig

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from mcontroller.data.protocol import DataProto
+from mcontroller.data.batch import DataProto
 from mcontroller.errors import ConfigError, GroupBroken, GroupError
 from mcontroller.group import GroupMethod, WorkerGroup
 from mcontroller.ray.calls.executor import RayExecutor

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from mcontroller.data.batch import DataProto
 from mcontroller.data.meta import united
-from mcontroller.data.protocol import DataProto
 from trainer.columns import FAILED, TOKENS, columns, with_tokens, without
 from trainer.config import PPOConfig
 from trainer.data.tokenizers import Tokenizer, special_tokens, stop_tokens

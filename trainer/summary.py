@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcontroller.data.protocol import DataProto
+from mcontroller.data.batch import DataProto
 from trainer.columns import columns
 from trainer.estimators.built_in import groups_of, outcomes
 from trainer.rewards.reward import Reward

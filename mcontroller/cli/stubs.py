@@ -211,7 +211,7 @@ def _accepted(text: str, rule: str, names: _Names) -> str:
 
 def _results(value: str, rule: str, names: _Names) -> tuple[str, str]:
     if rule == "concat":
-        batch = names.add("mcontroller.data.protocol", "DataProto")
+        batch = names.add("mcontroller.data.batch", "DataProto")
         return batch, batch
     result = f"list[{value}]" if rule == "list" else value
     return result, f"{names.add('mcontroller.transport', 'Future')}[{result}]"

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from mcontroller.data.batch import DataProto, DataProtoItem
 from mcontroller.data.checks import as_array
 from mcontroller.data.meta import copy_meta
-from mcontroller.data.protocol import DataProto, DataProtoItem
 from mcontroller.data.rows import stack_rows
 from mcontroller.errors import DataError
 

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from mcontroller.data.batch import DataProto, concat_batches
 from mcontroller.data.meta import rows_together
-from mcontroller.data.protocol import DataProto, concat_batches
 from mcontroller.data.remote import RemoteColumns
 from mcontroller.data.rows import concat_on_one_thread
 from mcontroller.dispatch.modes import RANK, ArgumentRule, DispatchSpec, Plan, ResultRule, RowRule

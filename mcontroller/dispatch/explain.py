@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from mcontroller.data.batch import DataProto
 from mcontroller.data.columns import format_bytes
-from mcontroller.data.protocol import DataProto
 from mcontroller.dispatch.call import PreparedCall, SentBatch
 from mcontroller.dispatch.modes import Plan
 from mcontroller.locality import locality

@@ -16,9 +16,10 @@ from typing import Any
 from parallel_state.rank_state import Attributes, StatePart
 from parallel_state.simulated.errors import SharedStateWarning
 
+_PACKAGES = ("parallel_state", "mcontroller", "workers", "trainer")
 _NOT_OF_A_USER = (
     *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")),
-    *(str(Path(__file__).parents[2] / name) + os.sep for name in ("parallel_state", "mcontroller", "workers")),
+    *(str(Path(__file__).parents[2] / name) + os.sep for name in _PACKAGES),
 )
 _ALSO = ("torch.distributed", "torch.distributed.distributed_c10d")
 _MISSING = object()

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from mcontroller.data.protocol import DataProto
+from mcontroller.data.batch import DataProto
 from mcontroller.testing import simulated_worker_group
 from tests.workers.off_policy.runs import PROBLEMS, SAMPLES, THRESHOLD, Lines, trainer_of
 from tests.workers.roles import OPTIM

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from examples.http_rollout import HttpActor, HttpRollout, Server
-from mcontroller.data.protocol import DataProto
+from mcontroller.data.batch import DataProto
 from tests.ranks import run_ranks
 from tests.workers.roles import GREEDY, SAMPLED, actor, experience, own_shard, prompts
 from workers import LogProbBasis, RolloutConfig, Sampling

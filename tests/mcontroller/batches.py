@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 from torch import Tensor
 
-from mcontroller.data.protocol import DataProto
+from mcontroller.data.batch import DataProto
 
 row_counts = st.integers(0, 17)
 

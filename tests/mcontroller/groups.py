@@ -8,7 +8,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from mcontroller.data.protocol import DataProto
+from mcontroller.data.batch import DataProto
 from mcontroller.dispatch.modes import DispatchSpec, Execute, RowRule
 from mcontroller.dispatch.registration import Registration
 from mcontroller.group import GroupMethod, WorkerGroup

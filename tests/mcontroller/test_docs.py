@@ -20,7 +20,7 @@ from mcontroller import Registry
 from mcontroller.cli.help import all_fields, roots
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("parallel_state", "mcontroller", "workers")
+PACKAGES = ("parallel_state", "mcontroller", "workers", "trainer")
 PAGES = sorted(page.relative_to(ROOT).as_posix() for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")))
 
 FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
@@ -29,7 +29,9 @@ FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 CODE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 PATH = re.compile(r"\.?(?:[\w*.-]+/)+(?:[\w*.-]+\.(?:py|md|yaml|yml|toml|txt|png|svg|sh))?")
-NAME = re.compile(rf"(?:{'|'.join(PACKAGES)}|examples|benchmarks|tests)(?:\.[A-Za-z]\w*)+")
+NAME = re.compile(
+    r"(?:parallel_state|mcontroller|workers|examples|benchmarks|tests)(?:\.[A-Za-z]\w*)+"
+)  # keys of a run have trainer.
 PROGRAM = re.compile(r"python3? -m ((?:examples|benchmarks|mcontroller|workers)[\w.]*)")
 TARGET = re.compile(r"^make ([a-z][\w-]*)", re.MULTILINE)
 STATUS = re.compile(r"^(?:# )?Status: ([\w ]+\w)", re.MULTILINE)

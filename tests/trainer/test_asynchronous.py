@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from mcontroller.data.protocol import DataProto
+from mcontroller.data.batch import DataProto
 from mcontroller.errors import ConfigError, DataError
 from tests.trainer.sliced import SlicedActor, sliced_config, sliced_trainer
 from tests.trainer.toy import CALLS, problems

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from mcontroller.data.protocol import DataProto
+from mcontroller.data.batch import DataProto
 from mcontroller.errors import ConfigError, DataError
 from tests.trainer.sliced import LONGEST, STOP, sliced_config, sliced_trainer
 from trainer import Callback, MultiTurnRollout, Trajectory

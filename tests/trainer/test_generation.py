@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mcontroller.data.protocol import DataProto
+from mcontroller.data.batch import DataProto
 from mcontroller.errors import DataError
 from tests.trainer.toy import LETTERS, toy_config, toy_trainer
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from mcontroller.data.protocol import DataProto
+from mcontroller.data.batch import DataProto
 from mcontroller.errors import ConfigError, DataError
 from trainer import (
     KL_ESTIMATORS,

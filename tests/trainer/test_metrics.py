@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from mcontroller.data.batch import DataProto
 from mcontroller.data.meta import united
-from mcontroller.data.protocol import DataProto
 from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
 from mcontroller.errors import ConfigError, DataError

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from mcontroller.data.protocol import DataProto
+from mcontroller.data.batch import DataProto
 from mcontroller.errors import ConfigError
 from trainer.estimators.registry import compute_advantage
 from trainer.mismatch import ImportanceConfig, importance_weights, mismatch_metrics, version_metrics

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mcontroller.data.protocol import DataProto
+from mcontroller.data.batch import DataProto
 from mcontroller.errors import ConfigError, DataError
 from tests.trainer.toy import ToyActor, ToyCritic, toy_config, toy_trainer
 from trainer import AlgorithmConfig, Role

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from mcontroller.data.protocol import DataProto
+from mcontroller.data.batch import DataProto
 from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
 from tests.trainer.sliced import SlicedActor, sliced_config

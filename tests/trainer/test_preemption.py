@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from mcontroller.data.protocol import DataProto
+from mcontroller.data.batch import DataProto
 from tests.trainer.toy import CALLS, next_letter, toy_config, toy_trainer
 from trainer import Reward
 from trainer.saving.preemption import PREEMPTED, Preempted, Preemption

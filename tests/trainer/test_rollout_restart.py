@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from mcontroller.data.protocol import DataProto
+from mcontroller.data.batch import DataProto
 from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
 from mcontroller.errors import ConfigError, GroupError

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from mcontroller.data.protocol import DataProto
+from mcontroller.data.batch import DataProto
 from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
 from tests.trainer.toy import ToyActor, ToyCritic, toy_config, toy_trainer

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mcontroller.data.protocol import DataProto
+from mcontroller.data.batch import DataProto
 from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
 from mcontroller.local import LocalWorkerGroup

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mcontroller import MegatronRayWorkerGroup
-from mcontroller.data.protocol import DataProto
+from mcontroller.data.batch import DataProto
 from mcontroller.ray import ResourcePoolManager
 from tests.e2e.test_one_step_off_policy import exported, log_probs_of
 from tests.vllm.policies import EOS, PAD, POLICIES, Actor, actor_config, prompts

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mcontroller.data.protocol import DataProto
+from mcontroller.data.batch import DataProto
 from mcontroller.dispatch.registration import registrations
 from tests.workers.full_state import full_state_dict
 from workers.actor import ActorRolloutRefWorker

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from mcontroller.data.protocol import DataProto
+from mcontroller.data.batch import DataProto
 from mcontroller.local import LocalWorkerGroup
 from mcontroller.ray import ResourcePoolManager
 from tests.ranks import run_ranks

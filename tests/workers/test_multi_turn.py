@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcontroller.data.protocol import DataProto
+from mcontroller.data.batch import DataProto
 from mcontroller.testing import SimulatedGroupMaker
 from parallel_state.layout import ParallelLayout
 from tests.workers.roles import MODEL, OPTIM, PROMPT, SAMPLED, prompts

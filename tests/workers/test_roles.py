@@ -10,7 +10,7 @@ import pytest
 import torch
 from megatron.core import parallel_state as mpu
 
-from mcontroller.data.protocol import DataProto
+from mcontroller.data.batch import DataProto
 from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
 from mcontroller.errors import ConfigError

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from mcontroller.data.protocol import DataProto
+    from mcontroller.data.batch import DataProto
     from trainer.columns import columns
 else:
     torch = Lazy("torch")
-    columns = Lazy("trainer.data.stream", "columns")
+    columns = Lazy("trainer.columns", "columns")
 
 BLOCK = 64
 """Tokens whose discounted sums are one matrix product. 32 to 128 take about the same time."""

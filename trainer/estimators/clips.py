@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mcontroller.data.protocol import DataProto
+from mcontroller.data.batch import DataProto
 from trainer.columns import columns
 from trainer.rewards.reward import outcome_scores
 

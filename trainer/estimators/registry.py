@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from mcontroller.data.protocol import DataProto
+    from mcontroller.data.batch import DataProto
     from trainer.columns import columns
 else:
     torch = Lazy("torch")
-    DataProto, columns = Lazy("mcontroller.data.protocol", "DataProto"), Lazy("trainer.data.stream", "columns")
+    DataProto, columns = Lazy("mcontroller.data.batch", "DataProto"), Lazy("trainer.columns", "columns")
 
 
 class AdvantageFunction(Protocol):

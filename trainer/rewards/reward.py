@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mcontroller.config.checks import check_known_keys
-from mcontroller.data.protocol import DataProto
+from mcontroller.data.batch import DataProto
 from mcontroller.errors import ConfigError, DataError
 from mcontroller.transport import complete
 from trainer.columns import columns, without

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from mcontroller.data.protocol import DataProto
+from mcontroller.data.batch import DataProto
 from mcontroller.errors import ConfigError, MControllerError
 from trainer.columns import FAILED, columns
 from trainer.rewards.helper_process import HelperProcess

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mcontroller.data.protocol import DataProto
+from mcontroller.data.batch import DataProto
 from mcontroller.errors import ConfigError, DataError
 from mcontroller.group import WorkerGroup
 from trainer.columns import RESPONSE_COLUMNS, columns

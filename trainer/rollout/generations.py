@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from mcontroller.data.protocol import DataProto
+from mcontroller.data.batch import DataProto
 from mcontroller.errors import ConfigError, DataError, MControllerError
 from mcontroller.group import WorkerGroup
 from trainer.columns import FAILED, columns

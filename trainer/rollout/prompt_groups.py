@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from mcontroller.data.protocol import DataProto
+from mcontroller.data.batch import DataProto
 from mcontroller.errors import DataError
 from trainer.columns import columns
 from trainer.rollout.made_tokens import FAILURE_KINDS, Turn

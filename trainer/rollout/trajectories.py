@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mcontroller.data.protocol import DataProto
+from mcontroller.data.batch import DataProto
 from mcontroller.errors import DataError
 from trainer.columns import columns
 from trainer.rollout.seeds import count_call, seed_of

@@ -36,7 +36,7 @@ from workers.train.packing import OwnTargets, Packing, locate_own_targets
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from mcontroller.data.protocol import DataProto
+    from mcontroller.data.batch import DataProto
     from workers.router_replay.rows import RowExperts
 
 

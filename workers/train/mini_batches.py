@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mcontroller.data.protocol import DataProto
+from mcontroller.data.batch import DataProto
 from mcontroller.errors import DataError, before_changes
 from workers.columns import MINI_BATCHES
 from workers.config import ActorConfig, CriticConfig

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from mcontroller.data.protocol import DataProto
+from mcontroller.data.batch import DataProto
 from parallel_state.layout import ParallelLayout
 from parallel_state.verify.layouts import Variant
 from parallel_state.verify.program import Program, VerifyError

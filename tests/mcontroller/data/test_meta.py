@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from mcontroller.data.batch import DataProto
 from mcontroller.data.meta import copy_meta, merge_concat, same_value
-from mcontroller.data.protocol import DataProto
 from mcontroller.errors import DataError
 from tests.mcontroller.batches import numbered
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
+from mcontroller.data.batch import DataProto, DataProtoConfig, DataProtoItem, RowIndexError, concat_batches
 from mcontroller.data.batch_ops import collate_fn, pad_dataproto_to_divisor
-from mcontroller.data.protocol import DataProto, DataProtoConfig, DataProtoItem, RowIndexError, concat_batches
 from mcontroller.data.rows import concat_on_one_thread, concat_tensors, union_numpy_dict, union_tensor_dict
 from mcontroller.errors import DataError
 from tests.mcontroller.batches import every_kind, jagged, numbered, numbers

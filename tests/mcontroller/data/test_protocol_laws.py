@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mcontroller.data.batch import DataProto
 from mcontroller.data.batch_ops import (
     collate_fn,
     fold_batch_dim,
@@ -16,7 +17,6 @@ from mcontroller.data.batch_ops import (
     unfold_batch_dim,
     unpad_dataproto,
 )
-from mcontroller.data.protocol import DataProto
 from tests.mcontroller.batches import every_kind, numbered, numbers, row_counts
 from tests.parallel_state.layouts import unhurried
 

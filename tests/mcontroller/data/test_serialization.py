@@ -13,7 +13,7 @@ from hypothesis import given
 from tensordict import MemoryMappedTensor, TensorDict
 
 from mcontroller.data import meta
-from mcontroller.data.protocol import DataProto
+from mcontroller.data.batch import DataProto
 from mcontroller.data.serialization import local_device, pack_tensors, reduce
 from mcontroller.errors import DataError
 from tests.mcontroller.batches import every_kind, jagged, numbered, row_counts

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from mcontroller.data.protocol import DataProto
+from mcontroller.data.batch import DataProto
 from mcontroller.errors import DataError
 from tests.mcontroller.batches import every_kind, numbered, row_counts
 from tests.parallel_state.layouts import unhurried

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from mcontroller.data.protocol import DataProto
+from mcontroller.data.batch import DataProto
 from mcontroller.dispatch.modes import Dispatch
 from mcontroller.errors import DataError, DispatchError, WorkerError
 from mcontroller.worker import Worker

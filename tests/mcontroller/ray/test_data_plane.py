@@ -16,7 +16,7 @@ import ray
 import torch
 from ray._private import internal_api
 
-from mcontroller.data.protocol import DataProto
+from mcontroller.data.batch import DataProto
 from mcontroller.errors import GroupError, WorkerDied, WorkerError
 from mcontroller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from mcontroller.ray.calls import call, executor

@@ -12,7 +12,7 @@ import torch
 from ray._private import internal_api
 
 from mcontroller.channel.options import ChannelOptions
-from mcontroller.data.protocol import DataProto
+from mcontroller.data.batch import DataProto
 from mcontroller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from mcontroller.ray.values.references import WrittenReference, read_reference, write_reference
 from parallel_state import ParallelLayout, Topology

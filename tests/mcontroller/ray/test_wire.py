@@ -8,7 +8,7 @@ import ray
 import torch
 from tensordict import TensorDict
 
-from mcontroller.data.protocol import DataProto
+from mcontroller.data.batch import DataProto
 from mcontroller.errors import DataError
 from mcontroller.ray.values.wire import IN_BAND_BYTES, pack
 

@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 import yaml
 
-from mcontroller import trackers
 from mcontroller.cli.main import main
 from mcontroller.trace.recorder import FOLDER, MEMORY, TraceRecorder
+from trainer import trackers
 from trainer.report import reading
 from trainer.report.reading import POINTS, SAMPLE_BYTES, few_points, read_samples, role_grids
 from trainer.trackers import JsonlTracker, Run

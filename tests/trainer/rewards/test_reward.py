@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from mcontroller.data.protocol import DataProto
+from mcontroller.data.batch import DataProto
 from mcontroller.errors import ConfigError, DataError
 from trainer.rewards.config import RewardFunctionConfig, RewardsConfig
 from trainer.rewards.configured import FunctionRewards

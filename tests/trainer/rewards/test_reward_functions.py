@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from mcontroller.data.protocol import DataProto
+from mcontroller.data.batch import DataProto
 from mcontroller.errors import ConfigError, DataError
 from trainer import Reward, outcome_scores, rule_only, sum_of_rewards, weighted_sum
 from trainer.rewards.reward import RewardSources, joined, rewarded

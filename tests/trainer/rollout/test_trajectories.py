@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from mcontroller.data.protocol import DataProto
+from mcontroller.data.batch import DataProto
 from mcontroller.errors import CallRejected, DataError
 from mcontroller.testing import SimulatedGroupMaker
 from parallel_state.layout import ParallelLayout

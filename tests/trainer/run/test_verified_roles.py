@@ -19,13 +19,14 @@ from parallel_state.layout import ParallelLayout
 from parallel_state.verify import Verifier
 from parallel_state.verify.layouts import ONE_PROCESS
 from trainer.run.config import read_run_config
+from trainer.run.verified_roles import role_programs
 from workers.actor import ActorRolloutRefWorker
 from workers.config import ActorConfig, CriticConfig
 from workers.critic import CriticWorker
 from workers.gpucheck.cases import MODELS, SMALL
 from workers.model.value_head import ValueHead
 from workers.train import scorer, trainer
-from workers.verify.roles import RoleProgram, TrainedRole, role_programs
+from workers.verify.roles import RoleProgram, TrainedRole
 from workers.verify.sizes import small_layout
 
 pytestmark = pytest.mark.simulated

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mcontroller.data.protocol import DataProto
+from mcontroller.data.batch import DataProto
 from tests.ranks import run_ranks
 from tests.workers.roles import MODEL, PROMPT, actor, critic, experience, largest_difference, own_shard, weights
 from workers.actor import ActorRolloutRefWorker

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from mcontroller.data.protocol import DataProto
+from mcontroller.data.batch import DataProto
 from tests.ranks import run_ranks
 from tests.workers.roles import PROMPT, SAMPLED, actor
 

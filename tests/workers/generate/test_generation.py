@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import RowParallelLinear
 from megatron.core.utils import unwrap_model
 
-from mcontroller.data.protocol import DataProto
+from mcontroller.data.batch import DataProto
 from mcontroller.dispatch.registration import registration_of
 from mcontroller.errors import ConfigError, DataError
 from mcontroller.partition import split_rows

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 
-from mcontroller.data.protocol import DataProto
+from mcontroller.data.batch import DataProto
 from mcontroller.errors import ConfigError, DataError, LayoutError
 from parallel_state.megatron import MegatronContext
 from tests.ranks import run_ranks

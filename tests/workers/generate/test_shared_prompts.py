@@ -9,7 +9,7 @@ import torch
 from megatron.core.inference.contexts import StaticInferenceContext
 from megatron.core.utils import unwrap_model
 
-from mcontroller.data.protocol import DataProto
+from mcontroller.data.batch import DataProto
 from tests.ranks import run_ranks
 from tests.workers.roles import SAMPLED, actor, prompts
 from workers.generate.shared_prompts import distinct_prompts, repeat_cache

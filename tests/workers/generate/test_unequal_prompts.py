@@ -10,7 +10,7 @@ import torch
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor, nn
 
-from mcontroller.data.protocol import DataProto
+from mcontroller.data.batch import DataProto
 from mcontroller.errors import ConfigError
 from tests.ranks import run_ranks
 from tests.workers.roles import GREEDY, RESPONSE, SAMPLED, actor, prompts

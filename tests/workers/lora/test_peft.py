@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from mcontroller.data.protocol import DataProto
+from mcontroller.data.batch import DataProto
 from tests.ranks import run_ranks
 from tests.workers.roles import (
     FOR_GRADIENTS,

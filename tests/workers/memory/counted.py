@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mcontroller.data.protocol import DataProto
+from mcontroller.data.batch import DataProto
 from tests.forking import run_ranks
 from tests.workers.roles import MODEL, SAMPLED, actor, be_a_worker, callable_directly, critic, own_shard
 from workers import ModelConfig, OptimConfig, ParallelConfig, RewardConfig, RewardModelWorker

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mcontroller.data.protocol import DataProto
+from mcontroller.data.batch import DataProto
 from mcontroller.ray import ResourcePoolManager
 from tests.workers.roles import EOS, MODEL, PAD, PROMPT, RESPONSE, prompts
 from trainer import (

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mcontroller import MegatronRayWorkerGroup
-from mcontroller.data.protocol import DataProto
+from mcontroller.data.batch import DataProto
 from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
 from tests.workers.off_policy.runs import Lines, trainer_of

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from mcontroller.data.protocol import DataProto
+from mcontroller.data.batch import DataProto
 from tests.workers.roles import MODEL, actor, experience
 from workers.actor import ActorRolloutRefWorker
 

@@ -10,7 +10,7 @@ import torch
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import nn
 
-from mcontroller.data.protocol import DataProto
+from mcontroller.data.batch import DataProto
 from tests.forking import run_ranks
 from tests.workers.roles import SAMPLED, prompts
 from tests.workers.router_replay.setup import EXPERTS, policy

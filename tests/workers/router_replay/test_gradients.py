@@ -8,7 +8,7 @@ import pytest
 import torch
 from megatron.core.transformer.moe.router import TopKRouter
 
-from mcontroller.data.protocol import DataProto
+from mcontroller.data.batch import DataProto
 from tests.forking import run_ranks
 from tests.training import device
 from tests.workers.roles import FOR_GRADIENTS, VOCAB, accumulated_gradients, largest_difference, weights

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from mcontroller.data.protocol import DataProto
+from mcontroller.data.batch import DataProto
 from mcontroller.testing import simulated_worker_group
 from tests.workers.off_policy.runs import Lines, trainer_of
 from tests.workers.router_replay.setup import MIXTURE

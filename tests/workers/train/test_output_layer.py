@@ -9,7 +9,7 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
 
-from mcontroller.data.protocol import DataProto
+from mcontroller.data.batch import DataProto
 from parallel_state.megatron import MegatronContext
 from tests.ranks import run_ranks
 from tests.workers.roles import VOCAB, actor, be_a_worker, largest_difference, weights

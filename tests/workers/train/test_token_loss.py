@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.functional import logsigmoid
 
-from mcontroller.data.protocol import DataProto
+from mcontroller.data.batch import DataProto
 from mcontroller.errors import ConfigError, DataError
 from tests.ranks import run_ranks
 from tests.workers.roles import (

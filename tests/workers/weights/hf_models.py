@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mcontroller.data.protocol import DataProto
+from mcontroller.data.batch import DataProto
 from tests.ranks import run_ranks
 from tests.workers.roles import (
     FOR_GRADIENTS,

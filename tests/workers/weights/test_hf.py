@@ -16,7 +16,7 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from safetensors.torch import load_file, save_file
 
-from mcontroller.data.protocol import DataProto
+from mcontroller.data.batch import DataProto
 from mcontroller.errors import ConfigError, DataError
 from tests.forking import RankFailure
 from tests.ranks import run_ranks

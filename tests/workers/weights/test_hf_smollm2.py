@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mcontroller.data.protocol import DataProto
+from mcontroller.data.batch import DataProto
 from tests.forking import run_ranks
 from tests.training import device
 from tests.workers.roles import be_a_worker, callable_directly

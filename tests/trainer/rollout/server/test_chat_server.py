@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from mcontroller.data.protocol import DataProto
+from mcontroller.data.batch import DataProto
 from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
 from mcontroller.errors import ConfigError, DataError, WorkerDied
@@ -28,8 +28,8 @@ from mcontroller.ray.class_with_init import ClassWithInitArgs
 from tests.trainer.rollout.engine import Formula
 from trainer import Trajectory, TrajectoryRollout
 from trainer.config import MultiTurnConfig
-from trainer.rollout import http_server
 from trainer.rollout.episodes import EpisodeError
+from trainer.rollout.server import http_server
 from trainer.rollout.server.chat_server import ChatServer, ChatSession, hermes_tool_calls
 from trainer.rollout.server.http_server import MAX_STRANGERS
 from trainer.rollout.turns import make_episodes

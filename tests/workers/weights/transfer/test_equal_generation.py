@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from mcontroller.data.protocol import DataProto
+from mcontroller.data.batch import DataProto
 from mcontroller.errors import CallRejected, ConfigError, DataError
 from mcontroller.testing import simulated_worker_group
 from tests.workers.roles import MODEL, OPTIM, PROMPT, RESPONSE, SAMPLED, experience, prompts
