@@ -146,8 +146,8 @@ class MegatronContext:
         """Return the process groups of the layout that this rank is a member of, in the same order on every rank."""
         with self.activate():
             values = [vars(mpu)[name] for name in sorted(_parallel_state_names())]
-        groups = [each for value in values for each in (value if isinstance(value, list) else [value])]
-        return list({id(each): each for each in groups if isinstance(each, dist.ProcessGroup)}.values())
+        groups = [group for value in values for group in (value if isinstance(value, list) else [value])]
+        return list({id(group): group for group in groups if isinstance(group, dist.ProcessGroup)}.values())
 
     def destroy(self) -> None:
         """Destroy the process groups of the layout, and with them the communicators of NCCL and their buffers.
@@ -272,8 +272,8 @@ class _TrainingGlobals:
         }
 
     def write(self, value: dict[tuple[str, str], Any]) -> None:
-        for (module, name), each in (dict.fromkeys(self.read()) | value).items():
-            vars(sys.modules[module])[name] = each
+        for (module, name), setting in (dict.fromkeys(self.read()) | value).items():
+            vars(sys.modules[module])[name] = setting
 
 
 @cache

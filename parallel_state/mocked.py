@@ -223,7 +223,9 @@ class MockedRanks:
         groups = {world, *(value for value in initial.values() if isinstance(value, MockedGroup | ProcessGroup))}
         alone = {rank: 0}
         distributed: dict[str, Any] = {
-            "_pg_group_ranks": {each: each.group_ranks if isinstance(each, MockedGroup) else alone for each in groups},
+            "_pg_group_ranks": {
+                member: member.group_ranks if isinstance(member, MockedGroup) else alone for member in groups
+            },
             "_pg_map": {group: ("gloo", None) for group in groups},
             "_default_pg": world,
         }

@@ -59,8 +59,8 @@ class Attributes:
         if isinstance(self.owner, ModuleType):
             vars(self.owner).update(value)
         else:
-            for name, each in value.items():
-                setattr(self.owner, name, each)
+            for name, member in value.items():
+                setattr(self.owner, name, member)
 
 
 class StateValue:

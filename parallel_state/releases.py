@@ -86,8 +86,8 @@ def _parameter_groups(module: Any) -> None:
     if "max_lr" in keys:
         return
     importer = sys.modules.get("megatron.core.optimizer.distrib_optimizer")  # has its own name for the keys
-    for each in (module, *([importer] if importer is not None else [])):
-        each.param_group_identifier_keys = (*keys, "max_lr", "min_lr")
+    for patched in (module, *([importer] if importer is not None else [])):
+        patched.param_group_identifier_keys = (*keys, "max_lr", "min_lr")
 
 
 PATCHES: dict[str, Patch] = {"megatron.core.optimizer.optimizer": _parameter_groups}

@@ -29,7 +29,7 @@ def import_object(path: str, key: str) -> Any:
         raise ConfigError(f"{key} is {path!r}; expected package.module:name or file.py:name", key=key, value=path)
     module = import_module(module_path, key)
     if not hasattr(module, name):
-        public = [each for each in vars(module) if not each.startswith("_")]
+        public = [variable for variable in vars(module) if not variable.startswith("_")]
         raise ConfigError(
             f"{key} is {path!r}, and {module_path} has no {name!r}{close_names(name, public)}", key=key, value=path
         )

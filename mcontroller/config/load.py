@@ -104,7 +104,7 @@ def _lacks_values(cls: type[Any], layers: Sequence[DictConfig]) -> bool:
     """Return whether a value that was removed has no default."""
     error = CollectedErrors()
     error.attempt(lambda: _built(cls, layers))
-    return any(hasattr(each, "keys") or hasattr(each, "missing") for each in error.errors)
+    return any(hasattr(reason, "keys") or hasattr(reason, "missing") for reason in error.errors)
 
 
 def _errors_of_sections(cls: type[Any], layers: Sequence[DictConfig]) -> list[MControllerError]:
@@ -280,9 +280,9 @@ def _unknown_keys(
         elif (nested := nested_config(cls, key)) is not None and isinstance(value, Mapping):
             yield from _unknown_keys(nested, value, (*path, key))
         elif (mapped := mapped_config(cls, key)) is not None and isinstance(value, Mapping):
-            for name, each in value.items():
-                if isinstance(each, Mapping):
-                    yield from _unknown_keys(mapped, each, (*path, key, name))
+            for name, member in value.items():
+                if isinstance(member, Mapping):
+                    yield from _unknown_keys(mapped, member, (*path, key, name))
 
 
 class CollectedErrors:

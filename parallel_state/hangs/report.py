@@ -141,7 +141,7 @@ class RecordedRanks:
         self._axes = [
             axis
             for axis in (coordinates[0] if coordinates else ())
-            if axis not in EXPERT_AXES and any(each[axis] for each in coordinates)
+            if axis not in EXPERT_AXES and any(coordinate[axis] for coordinate in coordinates)
         ]
         self._calls: dict[int, LastCall] = {}
         self._positions = self._find_positions()
@@ -239,7 +239,7 @@ class RecordedRanks:
     def _call_of(self, rank: int, call: LastCall) -> LastCall | None:
         record = self._records.get(rank)
         calls = () if record is None else record.calls
-        return next((each for each in calls if (each.route, each.index) == (call.route, call.index)), None)
+        return next((other for other in calls if (other.route, other.index) == (call.route, call.index)), None)
 
     def _axis(self, group: RecordedGroup) -> str:
         """Return the axes on which the members of a group differ, such as ``"tp"`` or ``"dp-cp"``."""
@@ -248,7 +248,7 @@ class RecordedRanks:
         members = [self._coordinates[rank] for rank in group.ranks]
         expert = group.description.startswith("EXPERT")
         axes = [axis for axis in members[0] if axis not in (("tp", "cp", "dp") if expert else EXPERT_AXES)]
-        return "-".join(axis for axis in axes if len({each[axis] for each in members}) > 1)
+        return "-".join(axis for axis in axes if len({member[axis] for member in members}) > 1)
 
 
 def _difference(call: LastCall, other: LastCall) -> str | None:

@@ -78,7 +78,7 @@ class ImportHook(importlib.abc.MetaPathFinder):
         self._finding.add(fullname)
         try:
             found = (finder.find_spec(fullname, path, target) for finder in sys.meta_path if finder is not self)
-            spec = next((each for each in found if each is not None), None)
+            spec = next((candidate for candidate in found if candidate is not None), None)
         finally:
             self._finding.remove(fullname)
         if spec is not None and spec.loader is not None:

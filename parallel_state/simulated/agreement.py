@@ -64,8 +64,8 @@ def _check_equal(calls: Sequence[Call], describe: Callable[[int], str], what: st
             raise _disagreement(f"{what} are {counts}", [first, call], describe)
         for name, some, other in zip(names, first.inputs, call.inputs, strict=True):
             if not _same_bits(some, other):
-                rest = [each for each in calls if _same_bits(each.inputs[names.index(name)], some)]
-                holders = [each.rank for each in rest]
+                rest = [other for other in calls if _same_bits(other.inputs[names.index(name)], some)]
+                holders = [other.rank for other in rest]
                 named = f" {name!r}" if name else ""
                 raise _disagreement(f"{what}{named} differ; equal on ranks {holders} only", [first, call], describe)
 

@@ -84,7 +84,7 @@ def contradiction(call: Call) -> str | None:
             if large.numel() != size * small.numel():
                 reason = f"{large.numel()} elements are not {size} times {small.numel()}"
     elif call.operation == "all_gather":
-        if len(call.outputs) != size or any(each.numel() != call.inputs[0].numel() for each in call.outputs):
+        if len(call.outputs) != size or any(output.numel() != call.inputs[0].numel() for output in call.outputs):
             reason = f"expected {size} outputs of {call.inputs[0].numel()} elements"
     elif call.operation in ("gather", "scatter") and call.index == call.options["root"]:
         parts = call.outputs if call.operation == "gather" else call.inputs

@@ -42,10 +42,10 @@ class Exchange:
         if call.is_async and self._check_async:
             call.guarded = _copies(call)
         completed = self._transfer(call) if call.is_transfer else self._collective(call)
-        for each in completed:
-            each.done = True
-            if each.guarded:
-                each.guarded = _copies(each)
+        for finished in completed:
+            finished.done = True
+            if finished.guarded:
+                finished.guarded = _copies(finished)
         return completed
 
     def check_unchanged(self, call: Call) -> None:
@@ -88,8 +88,8 @@ class Exchange:
             return []
         del self._collectives[call.group, call.number]
         calls = [meeting[index] for index in range(len(call.group.ranks))]
-        for each in calls:
-            self.check_unchanged(each)
+        for member in calls:
+            self.check_unchanged(member)
         check = call.options.get("check")
         if check is not None:
             check(calls, self._describe)
@@ -131,7 +131,7 @@ def _routes(call: Call, source: int | None, destination: int | None, tag: int) -
     if call.operation == "send":
         return [(call.group, source, destination, tag), (call.group, None, destination, tag)]
     sources = [source] if source is not None else call.group.ranks
-    return [(call.group, each, destination, tag) for each in sources]
+    return [(call.group, sender, destination, tag) for sender in sources]
 
 
 def _copies(call: Call) -> list[torch.Tensor]:

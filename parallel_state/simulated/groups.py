@@ -48,8 +48,8 @@ class GroupRegistry:
             axes = [axis for axis in self._topology.dense_axes if self._topology.size(axis) > 1]
             return rank_text(rank, {axis: self._topology.coordinates(rank)[axis] for axis in axes})
         groups = [group.shared for group in self._members[rank]]
-        named = {AXIS_OF_DESCRIPTION[each.description]: each.ranks for each in groups
-                 if each.description in AXIS_OF_DESCRIPTION}  # fmt: skip
+        named = {AXIS_OF_DESCRIPTION[member.description]: member.ranks for member in groups
+                 if member.description in AXIS_OF_DESCRIPTION}  # fmt: skip
         axes = [axis for axis in ("tp", "cp", "dp", "pp") if len(named.get(axis, ())) > 1]
         return rank_text(rank, {axis: named[axis].index(rank) for axis in axes})
 
@@ -68,8 +68,8 @@ class GroupRegistry:
             if number == len(self._groups):
                 self._groups.append({})
             of_call = self._groups[number]
-            others = [each for ranks, each in of_call.items() if ranks != members]
-            other = next((each for each in others if not _are_apart(each, members, rank)), None)
+            others = [other for ranks, other in of_call.items() if ranks != members]
+            other = next((candidate for candidate in others if not _are_apart(candidate, members, rank)), None)
             if other is not None:
                 raise CollectiveMismatch(
                     f"call {number} of new_group has different ranks: all ranks create all groups in the same order, "
@@ -79,7 +79,7 @@ class GroupRegistry:
                     f"\n    at {calling_line()}",
                     ranks=(other.creator, rank),
                 )
-            if members not in of_call and any(len(each.ranks) > 1 for each in others):
+            if members not in of_call and any(len(candidate.ranks) > 1 for candidate in others):
                 warnings.warn(_sharing_text(number, others[0].ranks, members), RuntimeWarning, stacklevel=4)
             group = of_call.setdefault(members, self._new(name, description, members, rank))
         group.created_by.add(rank)
@@ -137,7 +137,7 @@ class GroupRegistry:
         expert = description.startswith("EXPERT")
         axes = self._topology.expert_axes if expert else self._topology.dense_axes
         coordinates = [self._topology.coordinates(rank) for rank in ranks]
-        return "-".join(axis for axis in axes if len({each[axis] for each in coordinates}) > 1)
+        return "-".join(axis for axis in axes if len({coordinate[axis] for coordinate in coordinates}) > 1)
 
 
 def _are_apart(group: SharedGroup, members: tuple[int, ...], rank: int) -> bool:

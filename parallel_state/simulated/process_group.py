@@ -154,7 +154,7 @@ class SimulatedGroup(dist.ProcessGroup):
             options["root"] = opts.rootRank
         if key is None:
             sized = inputs if len(inputs) else outputs
-            key = tuple(each.dtype for each in sized), tuple(each.shape for each in sized)
+            key = tuple(tensor.dtype for tensor in sized), tuple(tensor.shape for tensor in sized)
         call = Call(
             operation,
             self.global_rank,
@@ -302,7 +302,7 @@ class SimulatedGroup(dist.ProcessGroup):
 
 
 def _sized(tensors: _Tensors) -> tuple[Any, Any]:
-    return tuple(each.dtype for each in tensors), tuple(each.shape for each in tensors)
+    return tuple(tensor.dtype for tensor in tensors), tuple(tensor.shape for tensor in tensors)
 
 
 class SimulatedStore(dist.Store):

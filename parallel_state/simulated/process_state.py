@@ -118,7 +118,7 @@ class ProcessState:
         self._known.add(module.__name__)
         named = {name for part in self.parts if isinstance(part, Attributes) and part.owner is module
                  for name in part.names}  # fmt: skip
-        names = [each for each in _rebound(module) if each not in named]
+        names = [name for name in _rebound(module) if name not in named]
         if names:
             self.parts.append(FirstValues(module, names, _own))
         self.parts += [
@@ -164,9 +164,9 @@ def _set_variables(value: dict[bytes, bytes]) -> None:
         return
     for name in [name for name in now if name not in value]:
         del os.environb[name]
-    for name, each in value.items():
-        if now.get(name) != each:
-            os.environb[name] = each
+    for name, member in value.items():
+        if now.get(name) != member:
+            os.environb[name] = member
 
 
 def _change_directory(directory: str) -> None:
@@ -190,12 +190,14 @@ def _rebound(module: ModuleType) -> list[str]:
     """Return the names that functions of a module rebind with ``global``, and those that are changed in place."""
     found = set(_CHANGED_IN_PLACE.get(module.__name__, ()))
     for code in {code for function in _functions(module) for code in _codes(function.__code__)}:
-        found.update(each.argval for each in dis.get_instructions(code) if each.opname == "STORE_GLOBAL")
+        found.update(
+            instruction.argval for instruction in dis.get_instructions(code) if instruction.opname == "STORE_GLOBAL"
+        )
     return sorted(name for name in found if name in vars(module))
 
 
 def _functions(module: ModuleType) -> Iterator[FunctionType]:
-    owners = [module, *(each for each in vars(module).values() if isinstance(each, type))]
+    owners = [module, *(value for value in vars(module).values() if isinstance(value, type))]
     for owner in owners:
         for value in list(vars(owner).values()):
             plain: Callable[..., Any] = getattr(value, "__func__", value)

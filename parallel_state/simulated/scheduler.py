@@ -112,18 +112,18 @@ class Scheduler:
             raise
         finally:
             if self._all_ended.is_set():
-                for thread in [starter, *(each.thread for each in taking_part)]:
+                for thread in [starter, *(participant.thread for participant in taking_part)]:
                     if thread is not None:
                         _join(thread)
-            for each in taking_part:
-                each.thread = None
+            for participant in taking_part:
+                participant.thread = None
             self.current = None
 
     def fail(self, error: BaseException) -> None:
         """End all ranks because of ``error``, unless they end because of another one."""
         if self.failure is None:
             self.failure = error
-            self._ready = deque(each for each in self.ranks if not each.ended and each is not self.current)
+            self._ready = deque(rank for rank in self.ranks if not rank.ended and rank is not self.current)
 
     def check_running(self) -> None:
         """Raise RankStopped if another rank has failed."""
@@ -171,18 +171,18 @@ class Scheduler:
         """Start a thread for each rank, and let the first one run."""
         before = threading.stack_size(_STACK_BYTES)
         try:
-            for each in ranks:
-                each.waits_for, each.result, each.error = None, None, None
+            for rank in ranks:
+                rank.waits_for, rank.result, rank.error = None, None, None
                 thread = threading.Thread(
-                    target=self._live, args=(each, functions[each.rank]), name=f"rank {each.rank}", daemon=True
+                    target=self._live, args=(rank, functions[rank.rank]), name=f"rank {rank.rank}", daemon=True
                 )
                 thread.start()  # it waits for its baton
-                each.thread, each.ended = thread, False
+                rank.thread, rank.ended = thread, False
         except RuntimeError as error:  # the system has no further thread
             self.fail(error)
         finally:
             threading.stack_size(before)
-        self._ready = deque(each for each in ranks if not each.ended)
+        self._ready = deque(rank for rank in ranks if not rank.ended)
         self._pass_on()
 
     def _live(self, rank: RankThread, function: Callable[[], Any]) -> None:
@@ -212,7 +212,7 @@ class Scheduler:
             self.current = None  # the waiting rank ends too
             self._check_interrupt()
         following = self._next()
-        if following is None and any(not each.ended for each in self.ranks):
+        if following is None and any(not rank.ended for rank in self.ranks):
             self.current = None
             self.fail(self._deadlock())
             following = self._next()

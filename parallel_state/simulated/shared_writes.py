@@ -47,12 +47,12 @@ class SharedWrites:
         given = list(functions)
         self._writers.clear()
         self._ranks = len(given)
-        owners = dict.fromkeys(each for function in given for each in _reached(function, self._is_own))
+        owners = dict.fromkeys(owner for function in given for owner in _reached(function, self._is_own))
         owners |= {sys.modules[name]: None for name in _ALSO}
         self._values = {owner: dict(vars(owner)) for owner in owners} if self._ranks > 1 else {}
         self._not_shared = {
-            (each.owner, name) for each in self._parts if isinstance(each, Attributes) and each.owner in owners
-            for name in each.names
+            (part.owner, name) for part in self._parts if isinstance(part, Attributes) and part.owner in owners
+            for name in part.names
         }  # fmt: skip
 
     def see(self, rank: int | None) -> None:
@@ -65,7 +65,11 @@ class SharedWrites:
             removed = [name for name in before if name not in now]
             self._values[owner] = dict(now)
             if rank is not None:
-                for name in (each for each in (*changed, *removed) if (owner, each) not in self._not_shared):
+                for name in (
+                    changed_name
+                    for changed_name in (*changed, *removed)
+                    if (owner, changed_name) not in self._not_shared
+                ):
                     self._writers.setdefault((_name(owner), name), set()).add(rank)
 
     def report(self) -> None:
@@ -102,7 +106,7 @@ def _reached(function: Callable[..., Any], is_own: Callable[[str], bool]) -> Ite
         seen.add(name)
         yield module
         values = list(vars(module).values())
-        yield from (each for each in values if isinstance(each, type) and each.__module__ == name)
+        yield from (value for value in values if isinstance(value, type) and value.__module__ == name)
         pending += _modules_in(values)
 
 
@@ -118,11 +122,11 @@ def _closure(function: Any, depth: int = 3) -> list[Any]:
 
 
 def _modules_in(values: Iterable[Any]) -> Iterator[str]:
-    for each in values:
-        if isinstance(each, types.ModuleType):
-            yield each.__name__
-        elif isinstance(each, types.FunctionType | type):
-            yield each.__module__
+    for value in values:
+        if isinstance(value, types.ModuleType):
+            yield value.__name__
+        elif isinstance(value, types.FunctionType | type):
+            yield value.__module__
 
 
 def _is_users(module: types.ModuleType) -> bool:

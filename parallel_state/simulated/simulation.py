@@ -165,10 +165,10 @@ class Simulation:
                 call.group.last_calls[call.rank] = call
             completed = self._exchange.match(call)
         if self._trace is not None:
-            for each in completed:
-                self._trace.complete(each)
+            for finished in completed:
+                self._trace.complete(finished)
         if completed:
-            self._scheduler.wake({each.rank: each for each in completed})
+            self._scheduler.wake({finished.rank: finished for finished in completed})
 
     def wait(self, call: Call) -> None:
         """Let other ranks run until a call is complete."""
@@ -401,7 +401,7 @@ def _deadlock_text(simulation: Simulation) -> tuple[str, tuple[int, ...]]:
 def _positions_text(simulation: Simulation) -> str:
     """Return where the ranks are that have not ended, for the note of another rank's error."""
     observed, waiting = _Ranks(simulation), _positions(simulation)
-    ready = [each.rank for each in simulation.ranks if not each.ended and each.rank not in waiting]
+    ready = [rank.rank for rank in simulation.ranks if not rank.ended and rank.rank not in waiting]
     parts = [f"{describe_ranks(observed, ready)}: can go on"] if ready else []
     if waiting:
         parts.append(stories(observed, waiting))
@@ -410,11 +410,11 @@ def _positions_text(simulation: Simulation) -> str:
 
 def _positions(simulation: Simulation) -> dict[int, Position]:
     positions = {}
-    for each in simulation.ranks:
-        waiting = each.waits_for
-        if not each.ended and waiting is not None:
+    for rank in simulation.ranks:
+        waiting = rank.waits_for
+        if not rank.ended and waiting is not None:
             missing = simulation.missing(waiting) if isinstance(waiting, Call) else []
-            positions[each.rank] = Position(str(waiting), str(waiting.line), tuple(missing))
+            positions[rank.rank] = Position(str(waiting), str(waiting.line), tuple(missing))
     return positions
 
 

@@ -128,34 +128,34 @@ class CommunicationTrace:
             line: a part of the line of the program or of Megatron's, such as a file or a function.
         """
         return CommunicationTrace(
-            each
-            for each in self._transfers
-            if operation in (None, each.operation)
-            and axis in (None, each.axis)
-            and group in (None, each.group)
-            and rank in (None, each.rank)
-            and (line is None or line in each.line or line in (each.through or ""))
+            transfer
+            for transfer in self._transfers
+            if operation in (None, transfer.operation)
+            and axis in (None, transfer.axis)
+            and group in (None, transfer.group)
+            and rank in (None, transfer.rank)
+            and (line is None or line in transfer.line or line in (transfer.through or ""))
         )
 
     def table(self) -> str:
         """Return calls and bytes by axis, operation and group, the most bytes first."""
         calls: Counter[tuple[str, str, str]] = Counter()
         sizes: Counter[tuple[str, str, str]] = Counter()
-        for each in self._transfers:
-            row = (each.axis or "-", each.operation, each.group)
+        for transfer in self._transfers:
+            row = (transfer.axis or "-", transfer.operation, transfer.group)
             calls[row] += 1
-            sizes[row] += each.nbytes
+            sizes[row] += transfer.nbytes
         lines = [f"{'axis':12}{'operation':24}{'calls':>8}{'bytes':>14}  group"]
-        for row in sorted(calls, key=lambda each: (-sizes[each], each)):
+        for row in sorted(calls, key=lambda call: (-sizes[call], call)):
             lines.append(f"{row[0]:12}{row[1]:24}{calls[row]:>8}{sizes[row]:>14}  {row[2]}")
         return "\n".join(lines)
 
     def lines(self) -> str:
         """Return one line of text for each transfer."""
         return "\n".join(
-            f"rank {each.rank}: {each.operation} {each.nbytes} bytes over {each.axis or '-'} {each.group} "
-            f"{members_text(each.members)} at {each.line}"
-            for each in self._transfers
+            f"rank {transfer.rank}: {transfer.operation} {transfer.nbytes} bytes over {transfer.axis or '-'} "
+            f"{transfer.group} {members_text(transfer.members)} at {transfer.line}"
+            for transfer in self._transfers
         )
 
 
@@ -175,7 +175,7 @@ class LinesOfOperations(TorchFunctionMode):
             node = left.pop()
             if line is not None and "line" not in node.metadata:
                 node.metadata["line"] = line.through or line.line
-                left += [each for each, _ in node.next_functions if each is not None]
+                left += [following for following, _ in node.next_functions if following is not None]
         return result
 
 

@@ -38,7 +38,7 @@ class ReferenceStep:
     @property
     def floor(self) -> float:
         """The gradient against which the errors of small gradients are measured."""
-        return _SMALL * max((float(each.abs().max()) for each in self.gradients.values()), default=0.0)
+        return _SMALL * max((float(gradient.abs().max()) for gradient in self.gradients.values()), default=0.0)
 
 
 @dataclass
@@ -130,17 +130,19 @@ def here(variant: Variant) -> tuple[int, dict[str, int]]:
 def train_reference(program: Program, dtype: torch.dtype, steps: int, start: ModelTensors | None = None) -> OneProcess:
     """Train in one process, which this simulated rank is; from given weights, or from the program's own."""
     training = training_of(program, ONE_PROCESS, dtype, start)
-    start = assemble(training.named, [each.tensor for each in training.named])
+    start = assemble(training.named, [parameter.tensor for parameter in training.named])
     found = OneProcess(dtype, start, [], training.config.hidden_size, _elements(training.named))
     for step in range(steps):
         values = training.forward_backward(step)
-        parameters = [each for each, value in zip(training.named, values.gradients, strict=True) if value is not None]
+        parameters = [
+            parameter for parameter, value in zip(training.named, values.gradients, strict=True) if value is not None
+        ]
         flat = [value[0].clone() for value in values.gradients if value is not None]
-        gradients = [value.reshape(each.tensor.shape) for each, value in zip(parameters, flat, strict=True)]
+        gradients = [value.reshape(parameter.tensor.shape) for parameter, value in zip(parameters, flat, strict=True)]
         whole = assemble(parameters, gradients)
         scores = {name: value for name, (value, _) in values.scores.items()}
         updated = training.update(step)
-        weights = assemble(training.named, [each.tensor for each in training.named])
+        weights = assemble(training.named, [parameter.tensor for parameter in training.named])
         found.steps.append(ReferenceStep(whole, weights, values.losses, updated, scores))
     return found
 
@@ -209,18 +211,18 @@ def compare_rank(
         values = training.forward_backward(step)
         for name, value in values.losses.items():
             compared.numbers("loss", name, value, true.losses.get(name, math.nan))
-        for each, gradient in zip(training.named, values.gradients, strict=True):
+        for parameter, gradient in zip(training.named, values.gradients, strict=True):
             if gradient is not None:
                 mine, elements = gradient
-                expected = each.of(true.gradients).reshape(-1)
-                compared.tensors("gradient", each.name, mine, expected[elements], true.floor)
+                expected = parameter.of(true.gradients).reshape(-1)
+                compared.tensors("gradient", parameter.name, mine, expected[elements], true.floor)
         for name, (score, rows) in values.scores.items():
             compared.tensors("scores", name, score, true.scores[name][rows], 0.0)
         compared.updates(training.update(step), true.updated)
-        for each in training.named:
-            compared.update(each, before, true)
+        for parameter in training.named:
+            compared.update(parameter, before, true)
         before = true.weights
-    report.digests = {each.position: digest_of(each.tensor) for each in training.named}
+    report.digests = {parameter.position: digest_of(parameter.tensor) for parameter in training.named}
     return report
 
 
@@ -241,7 +243,7 @@ class _Compared:
 
     def __init__(self, report: RankReport, step: int, tolerance: float, scale: float = 0.0) -> None:
         self._report, self._step, self._tolerance, self._scale = report, step, tolerance, scale
-        self._counts = all(each.step == step for each in report.differences)
+        self._counts = all(difference.step == step for difference in report.differences)
 
     def tensors(self, kind: str, name: str, mine: torch.Tensor, true: torch.Tensor, floor: float) -> None:
         """Compare two tensors."""
@@ -249,7 +251,7 @@ class _Compared:
 
     def numbers(self, kind: str, name: str, mine: float, true: float) -> None:
         """Compare two numbers."""
-        ours, theirs = (torch.tensor([each], dtype=torch.float64) for each in (mine, true))
+        ours, theirs = (torch.tensor([number], dtype=torch.float64) for number in (mine, true))
         error = error_between(ours, theirs, self._scale)
         note = f"{mine:.8g} instead of {true:.8g}"
         self._add(kind, name, error, note, self._tolerance / _DEPTH)  # one sum, without the depth of the model
@@ -296,4 +298,4 @@ def replicas_that_differ(reports: list[RankReport], steps: int) -> list[Differen
 
 
 def _elements(named: list[NamedTensor]) -> int:
-    return sum({id(each.tensor): each.tensor.numel() for each in named}.values())
+    return sum({id(parameter.tensor): parameter.tensor.numel() for parameter in named}.values())

@@ -50,7 +50,7 @@ def parse_layout(text: str) -> Variant:
     """
     sizes: dict[str, int] = {}
     flags = set()
-    for part in filter(None, (each.strip() for each in text.split(","))):
+    for part in filter(None, (word.strip() for word in text.split(","))):
         name, separator, size = part.partition("=")
         if (name not in _SIZES) if separator else (name not in _FLAGS):
             close = difflib.get_close_matches(name, [*_SIZES, *_FLAGS], n=1)
@@ -153,7 +153,9 @@ def all_layouts(config: Any, most_ranks: int) -> Iterator[str]:
         if not 1 < tp * pp * cp * dp <= most_ranks:
             continue
         sizes = {"tp": tp, "pp": pp, "cp": cp, "dp": dp}
-        for ep in (each for each in powers if each == 1 or (experts and experts % each == 0 and each <= tp * cp * dp)):
+        for ep in (
+            power for power in powers if power == 1 or (experts and experts % power == 0 and power <= tp * cp * dp)
+        ):
             base = ",".join(f"{name}={size}" for name, size in (sizes | {"ep": ep}).items() if size > 1)
             if ep > 1 and tp > 1:
                 base += ",etp=1"

@@ -81,8 +81,10 @@ def locate(
     if len(ranks) < variant.layout.world_size:
         return Located(None, {})
     search = _Search(program, variant, reference, step, true, ranks, list(trace))
-    gradients = [each for each in differences if each.kind == "gradient"]
-    notes = {(each.rank, each.name): search.note_of_gradient(each.rank, each.name) for each in gradients}
+    gradients = [difference for difference in differences if difference.kind == "gradient"]
+    notes = {
+        (gradient.rank, gradient.name): search.note_of_gradient(gradient.rank, gradient.name) for gradient in gradients
+    }
     place = search.first("forward") or search.first("backward")
     return Located(place, notes, () if place or not gradients else search.finalized_by(gradients[0].rank))
 
@@ -102,7 +104,7 @@ def _record_ranks(
     except Exception:
         if not fails:
             raise
-    return sorted(ranks, key=lambda each: each.rank)
+    return sorted(ranks, key=lambda rank: rank.rank)
 
 
 def _record_rank(
@@ -128,11 +130,11 @@ def _record_rank(
     found.ended = len(trace)
     true = reference.steps[step - 1].gradients
     found.gradients = {
-        each.name: (gradient[0].clone(), each.of(true).reshape(-1)[gradient[1]])
-        for each, gradient in zip(training.named, values.gradients, strict=True)
+        parameter.name: (gradient[0].clone(), parameter.of(true).reshape(-1)[gradient[1]])
+        for parameter, gradient in zip(training.named, values.gradients, strict=True)
         if gradient is not None
     }
-    found.missing_marks = {each.name: missing_mark(each, variant) for each in training.named}
+    found.missing_marks = {parameter.name: missing_mark(parameter, variant) for parameter in training.named}
 
 
 class _Search:
@@ -157,15 +159,17 @@ class _Search:
         """Return the first module that differs in the order of the pass, on the lowest rank."""
         calls = list(self._true.outputs)
         for name in dict.fromkeys(name for name, *_ in (calls if direction == "forward" else reversed(calls))):
-            for each in self._ranks:
-                found = self._place(direction, name, each)
+            for rank in self._ranks:
+                found = self._place(direction, name, rank)
                 if found is not None:
                     return found
         return None
 
     def _place(self, direction: str, name: str, rank: _Recorded) -> DifferingModule | None:
         for call, mine, candidates in self._pairs(direction, name, rank):
-            error, closest = min(((error_between(mine, each), each) for each in candidates), key=lambda pair: pair[0])
+            error, closest = min(
+                ((error_between(mine, candidate), candidate) for candidate in candidates), key=lambda pair: pair[0]
+            )
             if error > self._tolerance:
                 note = _multiple(mine, closest, self._tolerance) or self._sum(direction, call, rank, closest)
                 source = self._true.sources[name]
@@ -194,12 +198,14 @@ class _Search:
         return self._made(rank, start, end, true)
 
     def _made(self, rank: _Recorded, start: int, end: int, true: Sequence[torch.Tensor]) -> tuple[str, ...]:
-        made = [each for each in self._trace[start:end] if each.rank == rank.rank and len(each.members) > 1]
+        made = [
+            transfer for transfer in self._trace[start:end] if transfer.rank == rank.rank and len(transfer.members) > 1
+        ]
         return tuple(
             dict.fromkeys(
-                f"{each.operation} over {each.axis or each.group} at {each.through or each.line}"
-                f"{self._values(each, true)}"
-                for each in made
+                f"{transfer.operation} over {transfer.axis or transfer.group} at {transfer.through or transfer.line}"
+                f"{self._values(transfer, true)}"
+                for transfer in made
             )
         )
 
@@ -217,8 +223,10 @@ class _Search:
         found = []
         for name, tensors in (("its input", transfer.inputs), ("its result", transfer.outputs)):
             for tensor in tensors:
-                same = [each for each in true if each.numel() == tensor.numel() and tensor.is_floating_point()]
-                texts = [self._compared(tensor.reshape(each.shape), each) for each in same]
+                same = [
+                    expected for expected in true if expected.numel() == tensor.numel() and tensor.is_floating_point()
+                ]
+                texts = [self._compared(tensor.reshape(expected.shape), expected) for expected in same]
                 found += [f"{name} {text}" for text in list(filter(None, texts))[:1]]
         return f" ({', '.join(found)})" if found else ""
 
@@ -230,7 +238,7 @@ class _Search:
     def _is_right(self, call: ModuleCall, rank: _Recorded) -> bool:
         for other, mine, candidates in self._pairs("backward", call[0], rank):
             if other == call:
-                return min(error_between(mine, each) for each in candidates) <= self._tolerance
+                return min(error_between(mine, candidate) for candidate in candidates) <= self._tolerance
         return False
 
     def _pairs(
@@ -248,8 +256,8 @@ class _Search:
             is_trained = call[1] < rank.count  # later passes compute scores, of other rows
             wholes = self._wholes(true, call, rank.first) if call[0] == name and is_trained else []
             scale = self._scale(rank, call) if direction == "backward" else 1.0
-            parts = [each for whole in wholes for each in self._parts(whole, rank, call[1])]
-            candidates = [each * scale for each in parts if each.shape == mine.shape]
+            parts = [part for whole in wholes for part in self._parts(whole, rank, call[1])]
+            candidates = [part * scale for part in parts if part.shape == mine.shape]
             if candidates:
                 yield call, mine, candidates
 
@@ -258,7 +266,7 @@ class _Search:
         name, index, number = call
         merged = self._variant.merged
         found = [true.get((name, first + index * merged + offset, number)) for offset in range(merged)]
-        values = [each for each in found if each is not None]
+        values = [value for value in found if value is not None]
         if merged == 1 or len(values) < merged or values[0].dim() < 2:
             return values if merged == 1 else []
         return [torch.cat(values), torch.cat(values, 1), torch.stack(values, 1).flatten(0, 1)]
@@ -282,10 +290,10 @@ class _Search:
             mine = other.records.gradients.get((model or "", call[1], 0)) if same else None
             wholes = self._wholes(self._true.gradients, (model or "", call[1], 0), rank.first)
             if mine is not None and wholes:
-                found = [each for whole in wholes for each in self._parts(whole, other, call[1])]
-                parts = [each for each in found if each.shape == mine.shape]
+                found = [part for whole in wholes for part in self._parts(whole, other, call[1])]
+                parts = [part for part in found if part.shape == mine.shape]
                 if parts:
-                    fit = min(parts, key=lambda each: error_between(mine, each * _factor(mine, each)))
+                    fit = min(parts, key=lambda part: error_between(mine, part * _factor(mine, part)))
                     return self._expected(_factor(mine, fit))
         return 1.0
 
@@ -294,7 +302,7 @@ class _Search:
         layout = self._variant.layout
         known = [float(dp * cp * merged) for dp in {1, layout.dp} for cp in {1, layout.cp}
                  for merged in {1, self._variant.merged}]  # fmt: skip
-        return min(known, key=lambda each: abs(each - factor))
+        return min(known, key=lambda value: abs(value - factor))
 
     def _parts(self, whole: torch.Tensor, rank: _Recorded, index: int) -> list[torch.Tensor]:
         """Return the tensor and its parts on a rank: of the sequence, as cp and sp divide it, and of the last dim."""
@@ -303,19 +311,19 @@ class _Search:
         if whole.dim() > 1 and self._variant.sequence_parallel:
             parts.append(whole.transpose(0, 1))  # the embedding returns [seq, batch] already
         if layout.cp > 1:
-            for each in list(parts):
-                for dim in [dim for dim, size in enumerate(each.shape) if size == self._length]:
+            for part in list(parts):
+                for dim in [dim for dim, size in enumerate(part.shape) if size == self._length]:
                     if rank.positions and self._variant.merged == 1:
-                        parts.append(each.index_select(dim, rank.positions[index]))
+                        parts.append(part.index_select(dim, rank.positions[index]))
                         continue
-                    pieces = each.chunk(2 * layout.cp, dim)
+                    pieces = part.chunk(2 * layout.cp, dim)
                     parts.append(torch.cat([pieces[at["cp"]], pieces[2 * layout.cp - 1 - at["cp"]]], dim))
         if layout.tp > 1:
-            for each in list(parts):
-                dims = [dim for dim, size in enumerate(each.shape) if size % layout.tp == 0]
-                parts += [each.chunk(layout.tp, dim)[at["tp"]] for dim in dims]
-                if each.dim() and each.shape[-1] % (2 * layout.tp) == 0:  # of a gated linear layer: gate and up
-                    halves = [half.chunk(layout.tp, -1)[at["tp"]] for half in each.chunk(2, -1)]
+            for part in list(parts):
+                dims = [dim for dim, size in enumerate(part.shape) if size % layout.tp == 0]
+                parts += [part.chunk(layout.tp, dim)[at["tp"]] for dim in dims]
+                if part.dim() and part.shape[-1] % (2 * layout.tp) == 0:  # of a gated linear layer: gate and up
+                    halves = [half.chunk(layout.tp, -1)[at["tp"]] for half in part.chunk(2, -1)]
                     parts.append(torch.cat(halves, -1))
         return parts
 
@@ -325,12 +333,12 @@ class _Search:
             return (records.outputs if direction == "forward" else records.gradients).get(call)
 
         axes = ("tp", "ep") if direction == "forward" else ("tp", "cp", "ep")
-        return self._missing_sum(axes, rank.rank, true, [value(each) for each in self._ranks])
+        return self._missing_sum(axes, rank.rank, true, [value(record) for record in self._ranks])
 
     def note_of_gradient(self, rank: int, name: str) -> str:
         """Return what the finalized gradient of a parameter is instead of that of one process; empty if unknown."""
         mine, true = self._ranks[rank].gradients[name]
-        values = [each.gradients.get(name, (None, None))[0] for each in self._ranks]
+        values = [record.gradients.get(name, (None, None))[0] for record in self._ranks]
         note = _multiple(mine, true, self._tolerance)
         note = note or self._missing_sum(("tp", "cp", "dp", "ep", "pp"), rank, true, values)
         over_tp = note.endswith("over tp is missing")
@@ -341,15 +349,15 @@ class _Search:
     ) -> str:
         """Return a note if the sum over an axis is the true value."""
         layout = self._variant.layout
-        for axis in (each for each in axes if layout.sizes[each] > 1):
+        for axis in (candidate for candidate in axes if layout.sizes[candidate] > 1):
             members = next(group for group in layout.groups(axis) if rank in group)
             parts = [values[member] for member in members]
-            if any(each is None or each.shape != true.shape for each in parts):
+            if any(part is None or part.shape != true.shape for part in parts):
                 continue
             mine = values[rank]
-            if all(each is None or mine is None or torch.equal(each, mine) for each in parts):
+            if all(part is None or mine is None or torch.equal(part, mine) for part in parts):
                 continue  # reduced already
-            total = torch.stack([each for each in parts if each is not None]).sum(0)
+            total = torch.stack([part for part in parts if part is not None]).sum(0)
             factor = _factor(total, true)
             if factor and error_between(total, true * factor) <= self._tolerance:
                 times = "" if abs(factor - 1) <= self._tolerance else f" {factor:.6g} times"

@@ -13,19 +13,19 @@ from parallel_state.verify.weights import NamedTensor
 def wrong_marks(named: Sequence[NamedTensor], variant: Variant) -> Iterator[tuple[str, str]]:
     """Yield the names of parameters whose mark ``tensor_model_parallel`` is wrong, and what follows from it."""
     layout = variant.layout
-    for each in named:
-        is_expert = not getattr(each.tensor, "allreduce", True)
+    for parameter in named:
+        is_expert = not getattr(parameter.tensor, "allreduce", True)
         axis = "etp" if is_expert and layout.etp is not None else "tp"
         size = layout.sizes[axis]
-        if size == 1 or not isinstance(each.tensor, torch.nn.Parameter):
+        if size == 1 or not isinstance(parameter.tensor, torch.nn.Parameter):
             continue
-        divided = max(each.fragments, default=1) > 1
-        marked = bool(getattr(each.tensor, "tensor_model_parallel", False))
+        divided = max(parameter.fragments, default=1) > 1
+        marked = bool(getattr(parameter.tensor, "tensor_model_parallel", False))
         if divided and not marked:
-            yield each.name, f"divided over {axis} and not marked tensor_model_parallel: the norm leaves parts out"
+            yield parameter.name, f"divided over {axis} and not marked tensor_model_parallel: the norm leaves parts out"
         if marked and not divided:
             yield (
-                each.name,
+                parameter.name,
                 f"whole on every {axis} rank and marked tensor_model_parallel: the norm counts it {size} times",
             )
 

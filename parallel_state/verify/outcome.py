@@ -123,16 +123,16 @@ class Outcome:
             return str(self.place)
         if self.rounding:
             return "; ".join(_rounding_text(kind, *figures) for kind, figures in self.rounding.items())
-        noted = [each for each in self.differences if each.note]
+        noted = [difference for difference in self.differences if difference.note]
         return str((noted or self.differences)[0]) if self.differences else ""
 
     def lines(self) -> list[str]:
         """Return the error or the differences, one line for each kind, and the place."""
         found = [] if self.failure is None else self.failure.splitlines()
-        for kind in dict.fromkeys(each.kind for each in self.differences):
-            of_kind = [each for each in self.differences if each.kind == kind]
-            names = list(dict.fromkeys(each.name for each in of_kind))
-            worst = max(of_kind, key=lambda each: each.error)
+        for kind in dict.fromkeys(difference.kind for difference in self.differences):
+            of_kind = [difference for difference in self.differences if difference.kind == kind]
+            names = list(dict.fromkeys(difference.name for difference in of_kind))
+            worst = max(of_kind, key=lambda difference: difference.error)
             more = f"; {len(names)} in all: {', '.join(names[:4])}{', ...' if len(names) > 4 else ''}"
             found.append(f"{worst}{more if len(names) > 1 else ''}")
         if self.place is None:

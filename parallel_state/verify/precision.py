@@ -20,7 +20,7 @@ def in_float64() -> Iterator[None]:
 
     single, double = torch.float32, torch.float64
     init = OptimizerConfig.__init__  # its defaults were read at the import
-    defaults = tuple(double if each is single else each for each in init.__defaults__ or ())
+    defaults = tuple(double if default is single else default for default in init.__defaults__ or ())
     before, type_of = torch.get_default_dtype(), torch.Tensor.type
 
     def type_name(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

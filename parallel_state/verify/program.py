@@ -93,12 +93,12 @@ class Program:
             return batches[0]
         if self.merge is not None:
             return self.merge(batches)
-        if not all(isinstance(each, dict) for each in batches):
+        if not all(isinstance(batch, dict) for batch in batches):
             raise VerifyError(
                 f"mbs={len(batches)} merges micro-batches that are dicts of tensors, and batch returns a "
                 f"{type(batches[0]).__name__}; return a dict, give the program merge, or leave mbs out"
             )
-        return {name: _joined([each[name] for each in batches], self.micro_batch_size) for name in batches[0]}
+        return {name: _joined([batch[name] for batch in batches], self.micro_batch_size) for name in batches[0]}
 
 
 def _cut(batch: Callable[[int], Any], length: int, kept: int, index: int) -> Any:
@@ -129,7 +129,7 @@ def load_program(reference: str) -> Program:
     module = _imported_file(Path(source)) if source.endswith(".py") else _imported(source)
     found = getattr(module, name, None)
     if not isinstance(found, Program):
-        have = [each for each, value in vars(module).items() if isinstance(value, Program)]
+        have = [variable for variable, value in vars(module).items() if isinstance(value, Program)]
         hint = f"its programs are {', '.join(have)}" if have else "it has no parallel_state.verify.Program"
         raise VerifyError(f"{source} has no program {name!r}; {hint}", reference=reference)
     return found

@@ -86,7 +86,9 @@ class _MicroBatch:
 
     def add(self, name: str, output: Any) -> None:
         values = output if isinstance(output, tuple | list) else [output]
-        tensor = next((each for each in values if isinstance(each, torch.Tensor) and each.is_floating_point()), None)
+        tensor = next(
+            (value for value in values if isinstance(value, torch.Tensor) and value.is_floating_point()), None
+        )
         if tensor is None or tensor is self._last:  # a module that returns what its last part returned
             return
         self._last = tensor
@@ -104,15 +106,15 @@ class _MicroBatch:
         """Add the operations between the output of a module and the outputs that it got."""
         found, producers, left = [node], set(), [node]
         while left:
-            for each, _ in left.pop().next_functions:
-                if each in self._nodes:
-                    producers.add(self._nodes[each])
-                elif each is not None and each not in found and "Accumulate" not in each.name():
-                    found.append(each)
-                    left.append(each)
+            for following, _ in left.pop().next_functions:
+                if following in self._nodes:
+                    producers.add(self._nodes[following])
+                elif following is not None and following not in found and "Accumulate" not in following.name():
+                    found.append(following)
+                    left.append(following)
         names: dict[str, list[str]] = {}  # of the operations of a line
-        for each in found:
-            names.setdefault(_line(each), []).append(re.sub(r"Backward\d*$", "", each.name()))
+        for output in found:
+            names.setdefault(_line(output), []).append(re.sub(r"Backward\d*$", "", output.name()))
         operations = tuple(f"{', '.join(dict.fromkeys(of_line))}{line}" for line, of_line in names.items())
         for producer in producers:
             self._records.consumers.setdefault(producer, []).append((name, operations))
@@ -142,8 +144,8 @@ def module_name(model: Any, path: str) -> str:
 
 
 def _has_layers(module: torch.nn.Module) -> bool:
-    lists = [each for each in module.modules() if isinstance(each, torch.nn.ModuleList)]
-    return any(len(each) and hasattr(each[0], "layer_number") for each in lists)
+    lists = [child for child in module.modules() if isinstance(child, torch.nn.ModuleList)]
+    return any(len(layers) and hasattr(layers[0], "layer_number") for layers in lists)
 
 
 def source_of(module: torch.nn.Module) -> str:

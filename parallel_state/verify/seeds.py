@@ -29,9 +29,10 @@ class InitialPart:
 
 def initial_parts(named: Sequence[NamedTensor]) -> dict[str, InitialPart]:
     """Return the weights of a rank by their position in the whole model."""
-    weights = [each for each in named if isinstance(each.tensor, torch.nn.Parameter)]
+    weights = [weight for weight in named if isinstance(weight.tensor, torch.nn.Parameter)]
     return {
-        each.position: InitialPart(each.name, digest_of(each.tensor), _is_constant(each.tensor)) for each in weights
+        weight.position: InitialPart(weight.name, digest_of(weight.tensor), _is_constant(weight.tensor))
+        for weight in weights
     }
 
 

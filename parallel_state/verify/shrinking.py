@@ -50,8 +50,8 @@ def shrink(program: Program, layout: str, steps: int) -> Shrunk | None:
     smaller = found
     while smaller is not None:
         found = smaller
-        candidates = (_differing(program, each) for each in _smaller(program, found))
-        smaller = next((each for each in candidates if each is not None), None)
+        candidates = (_differing(program, smaller) for smaller in _smaller(program, found))
+        smaller = next((candidate for candidate in candidates if candidate is not None), None)
     return found
 
 
@@ -63,7 +63,7 @@ def source_of_test(imports: str, expression: str, shrunk: Shrunk) -> str:
         expression: its value is the program.
         shrunk: the smallest program.
     """
-    name = "".join(each if each.isalnum() else "_" for each in shrunk.layout)
+    name = "".join(character if character.isalnum() else "_" for character in shrunk.layout)
     arguments = ", ".join(f"{key}={value}" for key, value in shrunk.changes.items())
     program = f"program.smaller({arguments})" if arguments else "program"
     return (
@@ -102,7 +102,7 @@ def _smaller(program: Program, found: Shrunk) -> Iterator[Shrunk]:
     now |= {} if "cp=" in found.layout else {"seq_length": program.seq_length}
     for name, value in (now | found.changes).items():
         least = _LEAST_LENGTH if name == "seq_length" else 1
-        for less in (each for each in range(least, value) if value % each == 0):
+        for less in (number for number in range(least, value) if value % number == 0):
             yield dataclasses.replace(found, changes={**found.changes, name: less})
 
 

@@ -98,11 +98,11 @@ class Training:
         self.named = named_tensors(self.models)
         self.initial = initial_parts(self.named)
         self.moved: list[str] = []
-        for each in self.named if start is not None else ():
-            given = each.of(start or {}).to(each.tensor.dtype)
-            if not torch.equal(each.tensor, given):
-                self.moved.append(each.name)
-                each.tensor.detach().copy_(given)
+        for parameter in self.named if start is not None else ():
+            given = parameter.of(start or {}).to(parameter.tensor.dtype)
+            if not torch.equal(parameter.tensor, given):
+                self.moved.append(parameter.name)
+                parameter.tensor.detach().copy_(given)
         self.optimizer = self.make_optimizer()
 
     def build(self) -> list[torch.nn.Module]:
@@ -112,7 +112,7 @@ class Training:
         torch.manual_seed(1)
         tensor_parallel.model_parallel_cuda_manual_seed(1)
         models = list(self._stages())
-        return [each.bfloat16() for each in models] if self.config.bf16 else models
+        return [model.bfloat16() for model in models] if self.config.bf16 else models
 
     def make_optimizer(self) -> Any:
         """Return the optimizer of the chunks, after they are wrapped to be trained."""
@@ -125,8 +125,8 @@ class Training:
 
         distributed = self.variant.distributed_optimizer
         ddp = DistributedDataParallelConfig(use_distributed_optimizer=distributed, grad_reduce_in_fp32=self.config.bf16)
-        models = [Float16Module(self.config, each) for each in self.models] if self.config.bf16 else self.models
-        self._wrapped = [DistributedDataParallel(self.config, ddp, each) for each in models]
+        models = [Float16Module(self.config, model) for model in self.models] if self.config.bf16 else self.models
+        self._wrapped = [DistributedDataParallel(self.config, ddp, model) for model in models]
         optimizer = _optimizer(self._wrapped, distributed, self.config)
         self.config.finalize_model_grads_func = finalize_model_grads
         self.config.grad_scale_func = optimizer.scale_loss
@@ -155,8 +155,8 @@ class Training:
 
         program, indices, merged = self.program, self.micro_batches(step), self.variant.merged
         parts = [indices[start : start + merged] for start in range(0, len(indices), merged)]
-        for each in self._wrapped:
-            each.zero_grad_buffer()
+        for wrapped in self._wrapped:
+            wrapped.zero_grad_buffer()
         self.optimizer.zero_grad()
         data = [iter([program.merged_batch(part) for part in parts]) for _ in self._wrapped]
         interleaved = self.variant.layout.vpp is not None
@@ -178,7 +178,7 @@ class Training:
 
     def gradients(self) -> list[tuple[torch.Tensor, slice] | None]:
         """Return the finalized gradients, as ``StepValues`` has them."""
-        return [self._gradient(each) for each in self.named]
+        return [self._gradient(parameter) for parameter in self.named]
 
     def _gradient(self, named: NamedTensor) -> tuple[torch.Tensor, slice] | None:
         """Return the gradient of a parameter, flat, and the range of elements that this rank has the sums of."""
@@ -227,7 +227,7 @@ def _mean_reports(reports: list[dict[str, Any]] | None) -> dict[str, float]:
 
     found: dict[str, float] = {}
     for name in reports[0] if reports else ():
-        values = torch.stack([torch.as_tensor(each[name]).detach().double().reshape(-1) for each in reports or ()])
+        values = torch.stack([torch.as_tensor(report[name]).detach().double().reshape(-1) for report in reports or ()])
         total = values.sum(0)
         if total.numel() == 2:
             torch.distributed.all_reduce(total, group=mpu.get_data_parallel_group(with_context_parallel=True))

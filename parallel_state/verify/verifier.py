@@ -49,7 +49,10 @@ from parallel_state.verify.training import config_for
 from parallel_state.verify.weights import ModelTensors
 
 _DECORATORS = typing_extensions.__file__  # of functions of torch
-_NOT_OF_A_PROGRAM = (*(f"{Path(each.__file__ or '').parent}{os.sep}" for each in (torch, parallel_state)), _DECORATORS)
+_NOT_OF_A_PROGRAM = (
+    *(f"{Path(package.__file__ or '').parent}{os.sep}" for package in (torch, parallel_state)),
+    _DECORATORS,
+)
 _FINITE = sys.float_info.max  # the error of a value that is not finite is larger
 
 
@@ -185,7 +188,7 @@ class Verifier:
             true = self.records(found[0].step)
             located = locate(self.program, variant, self.reference, true, outcome.differences)
             outcome.place, outcome.finalized_by = located.place, located.finalized_by
-            outcome.differences = [located.noted(each) for each in outcome.differences]
+            outcome.differences = [located.noted(difference) for difference in outcome.differences]
 
     def _measure(self, variant: Variant, outcome: Outcome) -> None:
         if self._in_bf16 is None:
@@ -207,11 +210,11 @@ class Verifier:
     def _found(self, reports: list[RankReport], outcome: Outcome) -> list[Difference]:
         """Add to an outcome what its ranks report; return the differences but for those among replicas alone."""
         found = list(wrong_seeds([(report.initial, report.coordinates) for report in reports]))
-        found += [each for report in reports for each in report.differences]
+        found += [difference for report in reports for difference in report.differences]
         outcome.bits = hashlib.sha256(repr([report.digests for report in reports]).encode()).hexdigest()[:16]
         outcome.largest = max(report.largest for report in reports)
-        first = min((each.step for each in found), default=0)
-        found = [each for each in found if each.step == first]
+        first = min((difference.step for difference in found), default=0)
+        found = [difference for difference in found if difference.step == first]
         outcome.differences = found or replicas_that_differ(reports, self.steps)
         return found
 
@@ -277,18 +280,18 @@ def verify_layout(program: Program, layout: str, *, steps: int = 2) -> Outcome:
 
 
 def _largest(reports: list[RankReport]) -> dict[str, float]:
-    kinds = {kind for each in reports for kind in each.errors}
-    return {kind: max(each.errors.get(kind, 0.0) for each in reports) for kind in kinds}
+    kinds = {kind for report in reports for kind in report.errors}
+    return {kind: max(report.errors.get(kind, 0.0) for report in reports) for kind in kinds}
 
 
 def _failure_text(error: Exception) -> str:
     """Return an error with its line, the module that ran, and its notes."""
     notes = "\n".join(getattr(error, "__notes__", ()))
     frames = list(traceback.walk_tb(error.__traceback__))
-    own = [each for each in frames if not each[0].f_code.co_filename.startswith(_NOT_OF_A_PROGRAM)]
+    own = [candidate for candidate in frames if not candidate[0].f_code.co_filename.startswith(_NOT_OF_A_PROGRAM)]
     where = "".join(f"\nat {path_text(f.f_code.co_filename)}:{line} in {f.f_code.co_name}" for f, line in own[-1:])
     owners = [frame.f_locals.get("self") for frame, _ in frames]
-    modules = [each for each in owners if isinstance(each, torch.nn.Module)]
+    modules = [owner for owner in owners if isinstance(owner, torch.nn.Module)]
     if modules:
         where += f"\nin {_path_of(modules)} ({source_of(modules[-1])})"
     return f"{type(error).__name__}: {error}{where}" + (f"\n{notes}" if notes else "")

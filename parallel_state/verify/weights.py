@@ -65,13 +65,13 @@ class NamedTensor:
     def name(self) -> str:
         """The name in the whole model, with the index of the layer or expert if they are stacked."""
         piece = next(self.pieces(self.tensor.detach()))
-        indices = [f"[{each}]" for each in piece.global_slice() if isinstance(each, int)]
+        indices = [f"[{position}]" for position in piece.global_slice() if isinstance(position, int)]
         return str(self.sharded.key) + "".join(indices)
 
     @property
     def position(self) -> str:
         """The name and the part of the whole tensor: equal on replicas."""
-        return "; ".join(f"{each.key}{each.global_offset}" for each in self.pieces(self.tensor.detach()))
+        return "; ".join(f"{piece.key}{piece.global_offset}" for piece in self.pieces(self.tensor.detach()))
 
     @property
     def fragments(self) -> tuple[int, ...]:
@@ -89,8 +89,8 @@ def named_tensors(models: Sequence[torch.nn.Module]) -> list[NamedTensor]:
     """
     found = []
     for model in models:
-        leaves = [NamedTensor(each.data, each) for each in _leaves(model.sharded_state_dict())]  # type: ignore[operator]
-        known = {id(each.tensor) for each in leaves}
+        leaves = [NamedTensor(leaf.data, leaf) for leaf in _leaves(model.sharded_state_dict())]  # type: ignore[operator]
+        known = {id(leaf.tensor) for leaf in leaves}
         for name, value in model.state_dict(keep_vars=True).items():
             if isinstance(value, torch.Tensor) and not name.endswith("_extra_state") and id(value) not in known:
                 raise VerifyError(
@@ -105,8 +105,8 @@ def named_tensors(models: Sequence[torch.nn.Module]) -> list[NamedTensor]:
 def assemble(named: Sequence[NamedTensor], values: Sequence[torch.Tensor]) -> ModelTensors:
     """Return copies of values of one process by name."""
     whole: ModelTensors = {}
-    for each, value in zip(named, values, strict=True):
-        for piece in each.pieces(value.detach()):
+    for parameter, value in zip(named, values, strict=True):
+        for piece in parameter.pieces(value.detach()):
             if piece.key not in whole:
                 whole[piece.key] = torch.zeros(piece.global_shape, dtype=value.dtype)
             whole[piece.key][piece.global_slice()] = piece.data

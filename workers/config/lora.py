@@ -139,7 +139,9 @@ def peft_fields(path: str) -> dict[str, Any]:
         raise ConfigError(text, key="model.lora.path", value=path) from error
     for key, value in config.items():
         supported = _ONLY.get(key, _OFF)
-        if key not in _READ | _INERT and not any(value == each and type(value) is type(each) for each in supported):
+        if key not in _READ | _INERT and not any(
+            value == allowed and type(value) is type(allowed) for allowed in supported
+        ):
             raise _unsupported(path, key, value, repr(supported[0]))
     if type(rank) is not int:
         raise _unsupported(path, "r", rank, "a whole number")
@@ -149,7 +151,7 @@ def peft_fields(path: str) -> dict[str, Any]:
     if names["target_modules"] == "all-linear":
         names["target_modules"] = ["all-linear"]
     for key, value in names.items():
-        if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise _unsupported(path, key, value, "a list of names")
     return {
         "rank": rank,

@@ -54,9 +54,9 @@ def adapter_target(lora: LoraConfig, name: str, hf_names: Sequence[str]) -> Targ
     experts = _EXPERT.search(name) is not None
     if experts and not lora.experts:
         return None
-    names = [re.sub(r"\.experts\.\d+\.", ".experts.", each) for each in hf_names] or [name]
-    chosen = [_is_chosen(lora, name, each) for each in names]
-    if experts and hf_names and any(chosen) and not all(each.endswith(_GATED) for each in names):
+    names = [re.sub(r"\.experts\.\d+\.", ".experts.", hf_name) for hf_name in hf_names] or [name]
+    chosen = [_is_chosen(lora, name, hf_name) for hf_name in names]
+    if experts and hf_names and any(chosen) and not all(hf_name.endswith(_GATED) for hf_name in names):
         raise ConfigError(
             f"model.lora selects experts that PEFT has no names for: {names[chosen.index(True)]}; expected "
             f"{', '.join(_GATED)}; set model.lora.experts=false",
@@ -77,8 +77,8 @@ def adapter_target(lora: LoraConfig, name: str, hf_names: Sequence[str]) -> Targ
     if not any(chosen):
         return None
     numbers = iter(range(len(names)))
-    pieces = tuple(next(numbers) if each else None for each in chosen)
-    return Target(name, tuple(each for each, yes in zip(names, chosen, strict=True) if yes), pieces, experts)
+    pieces = tuple(next(numbers) if is_chosen else None for is_chosen in chosen)
+    return Target(name, tuple(hf_name for hf_name, yes in zip(names, chosen, strict=True) if yes), pieces, experts)
 
 
 def _is_chosen(lora: LoraConfig, name: str, hf_name: str) -> bool:
@@ -88,7 +88,9 @@ def _is_chosen(lora: LoraConfig, name: str, hf_name: str) -> bool:
 
 def matches(patterns: Iterable[str], names: Sequence[str]) -> bool:
     """Return whether a pattern is one of the names, or the end of one after a dot."""
-    return any(fnmatchcase(name, each) or fnmatchcase(name, f"*.{each}") for each in patterns for name in names)
+    return any(
+        fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}") for pattern in patterns for name in names
+    )
 
 
 def trains(model: ModelConfig, name: str, hf_names: Sequence[str]) -> bool:
@@ -139,7 +141,7 @@ def check_trained(model: ModelConfig) -> None:
     if lora is not None:
         linears = list(_linears_of(model, weights))
         names = [(name, *hf, *_joined(name, hf)) for name, hf in linears]
-        _check_each("model.lora.targets", [each for each in lora.targets if each != "all-linear"], names)
+        _check_each("model.lora.targets", [target for target in lora.targets if target != "all-linear"], names)
         _check_each("model.lora.exclude", lora.exclude, names)
         adapted = [name for name, hf in linears if adapter_target(lora, name, hf) is not None]
         for name in adapted if model.transformer.get("moe_shared_expert_overlap") else ():
@@ -174,7 +176,7 @@ def check_not_overlapped(name: str) -> None:
 def _weights_of(model: ModelConfig) -> Iterator[tuple[str, tuple[str, ...]]]:
     """The names of the weights of the model's family, of all layers and experts, by Megatron and Hugging Face."""
     family = model_family_of(model)
-    tables = [each.names for each in ([family] if family else MODEL_FAMILIES.values())]
+    tables = [candidate.names for candidate in ([family] if family else MODEL_FAMILIES.values())]
     experts = range(model.num_moe_experts or 0)
     for template in dict.fromkeys(name for table in tables for name in table):
         for layer in range(model.num_layers) if "{layer}" in template else (0,):
@@ -188,7 +190,7 @@ def _linears_of(model: ModelConfig, weights: Mapping[str, tuple[str, ...]]) -> I
         linear = _LINEAR.fullmatch(name)
         if linear is not None and linear[3] in ("", "0"):
             split = model.gated_linear_unit or linear[2] != "linear_fc1"
-            yield linear[1] + linear[2], tuple(each.removesuffix(".weight") for each in hf_names) if split else ()
+            yield linear[1] + linear[2], tuple(hf_name.removesuffix(".weight") for hf_name in hf_names) if split else ()
 
 
 def _joined(name: str, hf_names: Sequence[str]) -> tuple[str, ...]:
@@ -201,8 +203,8 @@ def _joined(name: str, hf_names: Sequence[str]) -> tuple[str, ...]:
 
 def _check_each(key: str, patterns: Sequence[str], names: Sequence[Sequence[str]]) -> None:
     for pattern in patterns:
-        if not any(matches([pattern], each) for each in names):
-            ends = {end for each in names for name in each for end in (name.rpartition(".")[2], name)}
+        if not any(matches([pattern], alternatives) for alternatives in names):
+            ends = {end for alternatives in names for name in alternatives for end in (name.rpartition(".")[2], name)}
             raise ConfigError(
                 f"{key}: {pattern!r} matches nothing in the model{close_names(pattern, sorted(ends))}; names are "
                 f"ends of names such as {names[0][0] if names else 'none'}, and may contain *",

@@ -158,7 +158,7 @@ class Adapter(nn.Module):
         inputs = self._dropped(inputs)
         if counts is not None:
             parts = torch.split(inputs, [int(count) for count in counts])
-            outputs = [self._of_expert(part, each) for part, each in zip(parts, self.numbers, strict=True)]
+            outputs = [self._of_expert(part, number) for part, number in zip(parts, self.numbers, strict=True)]
             return self.scale * torch.cat(outputs)
         a, b = self.both(None)
         narrow = linear(inputs, a)
@@ -290,7 +290,9 @@ class Adapters(nn.Module):
             if not isinstance(adapter, Adapter):
                 continue
             own = dict(adapter.named_parameters())
-            axes = {each: adapter.split for each in own if each[0] == adapter.divided and adapter.split is not None}
+            axes = {
+                factor: adapter.split for factor in own if factor[0] == adapter.divided and adapter.split is not None
+            }
             tensors = make_sharded_tensors_for_checkpoint(
                 own, f"{prefix}{name}.", axes, tp_group=adapter.group, dp_cp_group=replicas
             )
@@ -316,7 +318,7 @@ def input_of_product(layer: Any, hidden: Tensor) -> Tensor:
 def adapters_of(chunks: Sequence[Any]) -> list[Adapters]:
     """Return the adapters of the chunks that have any, wrapped or not."""
     found = (getattr(unwrap_model(chunk), "lora", None) for chunk in chunks)
-    return [each for each in found if isinstance(each, Adapters)]
+    return [module for module in found if isinstance(module, Adapters)]
 
 
 def changed_beside_adapters(chunks: Sequence[Any]) -> list[str]:
@@ -345,11 +347,11 @@ def changed_beside_adapters(chunks: Sequence[Any]) -> list[str]:
 def without_adapters(chunks: Sequence[Any]) -> Iterator[None]:
     """Context manager in which the chunks compute without their adapters: as the reference policy."""
     adapters = adapters_of(chunks)
-    before = [each.enabled for each in adapters]
-    for each in adapters:
-        each.enabled = False
+    before = [adapter.enabled for adapter in adapters]
+    for adapter in adapters:
+        adapter.enabled = False
     try:
         yield
     finally:
-        for each, enabled in zip(adapters, before, strict=True):
-            each.enabled = enabled
+        for adapter, enabled in zip(adapters, before, strict=True):
+            adapter.enabled = enabled

@@ -63,7 +63,7 @@ def _add_adapters(
             name = f"decoder.layers.{block.layer_number - 1}.{inside}"
             experts = hasattr(layer, "num_gemms")
             weight = f"{name}.weight0" if experts else f"{name}.weight"
-            hf_names = [each.removesuffix(".weight") for each in names_of(weight)]
+            hf_names = [hf_name.removesuffix(".weight") for hf_name in names_of(weight)]
             gated = config.gated_linear_unit or not name.endswith(".linear_fc1")
             target = adapter_target(lora, name, hf_names if gated else [])
             if target is None:

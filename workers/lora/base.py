@@ -28,11 +28,11 @@ def base_hash(model: ModelConfig) -> str:
     """
     digest = hashlib.sha256()
     if model.hf_path is None:
-        fields = {each.name: getattr(model, each.name) for each in dataclasses.fields(model)}
+        fields = {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
         kept = {name: value for name, value in fields.items() if name not in _NOT_OF_BASE}
         digest.update(json.dumps(kept, sort_keys=True, default=str).encode())
         return digest.hexdigest()
-    for name, header, file, start in sorted(tensor_headers(Path(model.hf_path)), key=lambda each: each[0]):
+    for name, header, file, start in sorted(tensor_headers(Path(model.hf_path)), key=lambda header: header[0]):
         begin, end = header["data_offsets"]
         digest.update(f"{name} {header['dtype']} {header['shape']}".encode())
         with open(file, "rb") as opened:

@@ -31,7 +31,7 @@ _EXPERT = re.compile(r"(.*)\.(\d+)\.lora_(A|B\d)")
 def _shards(chunks: Sequence[Any]) -> Iterator[WeightShard]:
     """The parts of this rank, under PEFT's names; of experts under the name of each, with the pieces of B apart."""
     for adapters in adapters_of(chunks):
-        experts = {name for each in adapters.each() if each.target.experts for name in each.target.factors}
+        experts = {name for adapter in adapters.each() if adapter.target.experts for name in adapter.target.factors}
         for adapter in adapters.each():
             for number in adapter.numbers:
                 yield from _of_adapter(adapter, number, experts)
@@ -216,12 +216,12 @@ def peft_config(chunks: Sequence[Any], model: ModelConfig) -> dict[str, Any]:
     """Return the content of ``adapter_config.json`` (a collective)."""
     lora = model.lora
     assert lora is not None
-    own = {name for adapters in adapters_of(chunks) for each in adapters.each() for name in each.target.factors}
+    own = {name for adapters in adapters_of(chunks) for adapter in adapters.each() for name in adapter.target.factors}
     names = sorted({name for theirs in all_gather_values(own) for name in theirs})
     of_experts = [name for name in names if ".experts." in name]
     linears = [name for name in names if ".experts." not in name]
     ends = sorted({name.rpartition(".")[2] for name in linears})
-    short = all("*" not in each and ("." not in each or "experts." in each) for each in lora.targets)
+    short = all("*" not in target and ("." not in target or "experts." in target) for target in lora.targets)
     everywhere = short and not lora.exclude
     return {
         "peft_type": "LORA",

@@ -184,7 +184,7 @@ class PlannedRole:
         layers = [with_experts for chunk in chunks for with_experts in chunk]
         boundary = tokens.size * tokens.local * shape.hidden
         saved = [layer_saved(shape, tokens, with_experts) for with_experts in layers]
-        passing = max((layer_gradients(shape, tokens, each) for each in layers), default=0)
+        passing = max((layer_gradients(shape, tokens, layer) for layer in layers), default=0)
         if recomputes_all(shape):
             every = max(1, shape.config.recompute_num_layers or 1)
             again = sum(sorted(saved, reverse=True)[:every])  # the layers that are computed again at the same time
@@ -211,7 +211,7 @@ class PlannedRole:
         """Return the peak of a pass without gradients."""
         tokens = self._tokens(batch)
         passing = self._exchanged(pp_rank, tokens) + max(
-            (layer_passing(self.shape, tokens, each) for each in self._layers(pp_rank)),
+            (layer_passing(self.shape, tokens, layer) for layer in self._layers(pp_rank)),
             default=0,
         )
         ends, logits = self._last_stage(pp_rank, batch, tokens, backward=False)
@@ -238,7 +238,7 @@ class PlannedRole:
             sent
             + mask
             + max(
-                (layer_passing(shape, tokens, each, (1 + self.size) * mask, decoding=True) for each in layers),
+                (layer_passing(shape, tokens, layer, (1 + self.size) * mask, decoding=True) for layer in layers),
                 default=0,
             )
         )
@@ -249,7 +249,7 @@ class PlannedRole:
 
     def _layers(self, pp_rank: int) -> list[bool]:
         """For every layer of the stage, whether it has experts."""
-        return [each for chunk in layers_of_chunks(self.model, self.parallel, pp_rank) for each in chunk]
+        return [layer for chunk in layers_of_chunks(self.model, self.parallel, pp_rank) for layer in chunk]
 
     def _tokens(self, batch: Batch) -> Tokens:
         parallel = self.parallel

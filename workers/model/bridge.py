@@ -215,7 +215,7 @@ class BridgeWeights:
             yield name, tensor[: chunk.unpadded_vocab_size] if padded else tensor
         if self.value_head:
             own = next((head.weight.detach().cpu() for head in _value_heads(chunks)), None)
-            head = next(each for each in all_gather_values(own) if each is not None)
+            head = next(value for value in all_gather_values(own) if value is not None)
             yield ModelFamily.value_head, head.to(torch.cuda.current_device())
 
     def tensors(self, chunks: Sequence[nn.Module], bucket_bytes: int) -> BridgeTensors:
@@ -228,7 +228,7 @@ class BridgeWeights:
         All ranks together keep one copy of the model, in the same memory at every call.
         """
         share = dist.get_world_size()
-        mine = (each for number, each in enumerate(self.exported(chunks)) if number % share == dist.get_rank())
+        mine = (tensor for number, tensor in enumerate(self.exported(chunks)) if number % share == dist.get_rank())
         kept = {shard.name: shard for shard in self._parts}
         self._parts = [
             WeightShard(name, kept[name].param.copy_(tensor) if name in kept else tensor.clone(), tuple(tensor.shape))
@@ -287,16 +287,16 @@ def _value_heads(chunks: Sequence[nn.Module]) -> Iterator[ValueHead]:
 def _without_own_modules(chunks: Sequence[nn.Module]) -> Iterator[None]:
     """Context manager in which the chunks have no modules that Bridge does not know: adapters and a value head."""
     modules = [unwrap_model(chunk)._modules for chunk in chunks]
-    kept = [dict(each) for each in modules]
-    for each in modules:
-        for name in [name for name, module in each.items() if isinstance(module, Adapters | ValueHead)]:
-            del each[name]
+    kept = [dict(children) for children in modules]
+    for children in modules:
+        for name in [name for name, child in children.items() if isinstance(child, Adapters | ValueHead)]:
+            del children[name]
     try:
         yield
     finally:
-        for each, before in zip(modules, kept, strict=True):
-            each.clear()
-            each.update(before)
+        for children, before in zip(modules, kept, strict=True):
+            children.clear()
+            children.update(before)
 
 
 def _has_engine() -> bool:
@@ -320,7 +320,7 @@ def _opened(path: str) -> Any:
         # A model with a value head, which is built like one with logits.
         classifier = pretrained.from_pretrained(path, trust_remote_code=False)
         kinds = classifier.config.architectures
-        classifier.config.architectures = [each.partition("For")[0] + "ForCausalLM" for each in kinds]
+        classifier.config.architectures = [kind.partition("For")[0] + "ForCausalLM" for kind in kinds]
         return bridge(classifier)
     except ValueError as error:
         text = f"Megatron-Bridge has no model for {path}: {error}"

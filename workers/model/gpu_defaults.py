@@ -175,8 +175,8 @@ def connection_variables(arguments: Iterable[Any], capability: tuple[int, int] |
         arguments: the arguments of its constructor, of which the axes, and configurations that have the axes, are read.
         capability: compute capability of the GPUs; None if it is unknown.
     """
-    for each in arguments:
-        parallel = each if isinstance(each, ParallelConfig) else getattr(each, "parallel", None)
+    for argument in arguments:
+        parallel = argument if isinstance(argument, ParallelConfig) else getattr(argument, "parallel", None)
         if isinstance(parallel, ParallelConfig) and (value := max_connections(parallel, capability)[0]) is not None:
             return {_CONNECTIONS: value}
     return {}

@@ -119,7 +119,7 @@ def _top_of_chunk(logits: Tensor, k: int, group: dist.ProcessGroup | None, vocab
     _all_reduce(total, dist.ReduceOp.SUM, group)
     ids = ids + first
     if group is not None and group.size() > 1:
-        values, ids = (_gathered(each.contiguous(), group) for each in (values, ids))
+        values, ids = (_gathered(column.contiguous(), group) for column in (values, ids))
         values, order = values.topk(k)
         ids = ids.gather(-1, order)
     return ids, values - (peak + total.log())[:, None]

@@ -203,8 +203,8 @@ def _passed_to_pretrain(path: Path, line: Sequence[str]) -> dict[str, Any]:
         raise VerifyError(f"there is no file {path}", path=str(path))
     folder = str(path.resolve().parent)
     sys.path.insert(0, folder)
-    beside = [each.stem for each in path.resolve().parent.glob("*.py")]
-    cpu.install(packages=[each for each in beside if each not in sys.modules])
+    beside = [script.stem for script in path.resolve().parent.glob("*.py")]
+    cpu.install(packages=[module for module in beside if module not in sys.modules])
     if importlib.util.find_spec("megatron.training") is None:
         raise VerifyError(
             f"{path} needs megatron.training, which megatron-core does not contain: put a checkout of Megatron-LM of "
@@ -238,7 +238,7 @@ def _set_globals(arguments: Any) -> None:
     from megatron.core.rerun_state_machine import RerunMode, initialize_rerun_state_machine
     from megatron.training import global_vars
 
-    for name in [each for each in vars(global_vars) if each.startswith("_GLOBAL_")]:
+    for name in [variable for variable in vars(global_vars) if variable.startswith("_GLOBAL_")]:
         setattr(global_vars, name, None)
     arguments.rank = torch.distributed.get_rank()
     global_vars.set_args(arguments)

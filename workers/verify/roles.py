@@ -53,9 +53,9 @@ class TrainedRole:
         return self.worker_class(config, self.roles) if self.roles else self.worker_class(config)
 
     def _changes(self, variant: Variant, rows: int) -> dict[str, Any]:
-        known = {each.name for each in dataclasses.fields(self.config)}
-        changes: dict[str, Any] = dict.fromkeys((each for each in known if "micro_batch" in each), 0)
-        limits = [each for each in known if each.endswith("tokens_per_micro_batch") and getattr(self.config, each)]
+        known = {field.name for field in dataclasses.fields(self.config)}
+        changes: dict[str, Any] = dict.fromkeys((name for name in known if "micro_batch" in name), 0)
+        limits = [name for name in known if name.endswith("tokens_per_micro_batch") and getattr(self.config, name)]
         changes |= dict.fromkeys(limits, (_PROMPT + _RESPONSE) * _ROWS * variant.merged)
         changes["micro_batch_size" if "micro_batch_size" in known else "ppo_micro_batch_size"] = _ROWS * variant.merged
         changes["parallel"] = parallel_config(variant.layout, variant.sequence_parallel)
@@ -198,7 +198,7 @@ class RoleProgram(Program):
     def recorded(self) -> RoleProgram:
         """Return the role with the same rows, whole, in every micro-batch of every layout."""
         neutral = {"share_prompts": False, "ppo_max_tokens_per_micro_batch": 0, "max_tokens_per_micro_batch": 0}
-        known = {each.name for each in dataclasses.fields(self.role.config)}
+        known = {field.name for field in dataclasses.fields(self.role.config)}
         config = replace(self.role.config, **{name: value for name, value in neutral.items() if name in known})
         return self.of(replace(self.role, config=config), self.micro_batches)
 
