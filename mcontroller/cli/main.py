@@ -19,6 +19,7 @@ from typing import Any
 import mcontroller
 from mcontroller.errors import MControllerError
 from mcontroller.output import Output, OutputError
+from parallel_state.requirements import naming_extras
 
 PROGRAM = "mcontroller"
 DISTRIBUTION = "mcontroller"
@@ -48,17 +49,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return USAGE_ERROR
     output = Output(sys.stdout, required=True)
     try:
-        verb: Any = verbs[name].load()
-        parser = argparse.ArgumentParser(
-            prog=f"{PROGRAM} {name}",
-            description=verb.__doc__,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        verb.add_arguments(parser)
-        with contextlib.redirect_stdout(output):
-            status: int = verb.run(parser.parse_args(rest))
-            output.flush()
-        return status
+        with naming_extras():
+            verb: Any = verbs[name].load()
+            parser = argparse.ArgumentParser(
+                prog=f"{PROGRAM} {name}",
+                description=verb.__doc__,
+                formatter_class=argparse.RawDescriptionHelpFormatter,
+            )
+            verb.add_arguments(parser)
+            with contextlib.redirect_stdout(output):
+                status: int = verb.run(parser.parse_args(rest))
+                output.flush()
+            return status
     except MControllerError as error:
         if isinstance(error.__cause__, BrokenPipeError) and isinstance(error, OutputError):
             return 0  # the reader has what it needs, such as head

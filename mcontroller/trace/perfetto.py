@@ -95,7 +95,7 @@ def _of_controllers(lanes: Sequence[TraceLane]) -> Iterator[_Slice]:
 def _of_ranks(lanes: Sequence[TraceLane], groups: Sequence[str]) -> Iterator[_Slice]:
     for lane in lanes:
         process, thread = groups.index(lane.about["group"]) + 2, _FIRST + lane.about["rank"]
-        events = [event for event in lane.events if not event.name.startswith((MEMORY, "bytes "))]
+        events = [event for event in lane.events if event.name != MEMORY]
         for event, row in _in_rows(events):
             yield _Slice(event, lane, lane.label(), process, thread + _ROW * row)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 import zlib
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -11,10 +10,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mcontroller.errors import DataError
-from mcontroller.trace.recorder import CONTROLLER, FOLDER, MEMORY
+from mcontroller.trace.recorder import CONTROLLER, FOLDER
 
-LAST_LINES = 8
-"""The lines of each file that show what its process does now: those of 16 seconds."""
 NAMES = b'{"names":['
 DERIVED = {"etp", "edp"}
 """Axes of experts, whose index follows from the others."""
@@ -148,53 +145,6 @@ def _set_axes(ranks: list[TraceLane]) -> None:
         axes = frozenset(axis for each in lanes for axis, index in each.coordinates.items() if index) - DERIVED
         for lane in lanes:
             lane.axes = axes
-
-
-@dataclass(frozen=True)
-class RankNow:
-    """What a rank does now, as far as the files say.
-
-    Attributes:
-        lane: with its last events.
-        work: the method that it was sent and has not returned from; empty for none.
-        since: [us] how long it is in the method, or without one.
-        memory: [MB] after its last call; None if it is not recorded.
-    """
-
-    lane: TraceLane
-    work: str
-    since: int
-    memory: int | None
-
-
-def ranks_now(run_dir: Path | str) -> list[RankNow]:
-    """Return what the ranks of the newest start of each group do, from the last lines of the files of a trace.
-
-    Processes write every two seconds: what began or ended since may be missing.
-    """
-    files = (Path(run_dir) / FOLDER).glob("*.jsonl.gz")
-    lanes = [_lane([path], LAST_LINES) for path in files if not path.name.endswith(".old.jsonl.gz")]
-    lanes.sort(key=lambda lane: lane.about.get("time_us", 0) + (lane.events[-1].end if lane.events else 0))
-    controllers = [lane for lane in lanes if lane.about.get("group") == CONTROLLER and lane.events]
-    if not controllers:
-        return []
-    controller = controllers[-1]
-    now = time.time_ns() // 1000 - controller.about["time_us"]
-    newest = {lane.about["group"]: lane.about["launch"] for lane in lanes if "launch" in lane.about}
-    ranks = [lane for lane in lanes if newest.get(lane.about.get("group", "")) == lane.about.get("launch", "")]
-    _set_axes(ranks)
-    found = []
-    for lane in sorted(ranks, key=lambda lane: (lane.about["group"], lane.about["rank"])):
-        ahead = lane.about["time_us"] - controller.about["time_us"]
-        first, last = (lane.events[0].begin + ahead, lane.events[-1].end + ahead) if lane.events else (0, 0)
-        roles = tuple(f"{role}." for role in lane.about.get("roles", {}))
-        done = max((event.number for event in lane.events if event.name.startswith(roles)), default=-1)
-        sent = [event for event in controller.events if event.name.startswith("send ") and event.end > first]
-        running = [event for event in sent if event.name[5:].startswith(roles) and event.number > done]
-        memory = [event.number for event in lane.events if event.name == MEMORY]
-        work, since = (running[0].name[5:], max(running[0].end, last)) if running else ("", last)
-        found.append(RankNow(lane, work, max(0, now - since), memory[-1] if memory else None))
-    return found
 
 
 def _lane(paths: list[Path], last: int | None = None) -> TraceLane:

@@ -253,14 +253,11 @@ class Laps:
             self._waited, self._last = waiting, end
 
     def communicated(self) -> None:
-        """Add what this thread has communicated: its long waits as events, and the bytes of each group as numbers."""
+        """Add the long waits of this thread for other ranks as events."""
         if self._recorder is not None:
             for link, index, begin, end in waited.long:
                 self._recorder.add(link, begin, end, index, end - begin)
-            for group, nbytes in waited.nbytes.items():
-                self._recorder.add(f"bytes {group}", at := now(), at, nbytes)
         waited.long.clear()
-        waited.nbytes.clear()
 
     def end(self) -> None:
         """Write the events of the process, if that is due."""

@@ -11,9 +11,7 @@ import sys
 from pathlib import Path
 
 from mcontroller.errors import ConfigError
-from mcontroller.trace.otlp import write_otlp
 from mcontroller.trace.perfetto import write_perfetto
-from mcontroller.trace.predicted import predicted_lines
 from mcontroller.trace.reading import read_trace
 from mcontroller.trace.summary import summary_lines
 
@@ -22,9 +20,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the verb."""
     parser.add_argument("directory", metavar="RUN_DIR", help="the directory of the run, which may be running")
     parser.add_argument("--steps", metavar="FIRST:LAST", help="steps of the trace, both included; default: all")
-    parser.add_argument(
-        "--otlp", metavar="FILE", type=Path, help="write the spans of OpenTelemetry too, as OTLP's JSON"
-    )
     parser.add_argument("--out", metavar="FILE", help="default: trace.json.gz in the directory of the run")
 
 
@@ -38,8 +33,5 @@ def run(arguments: argparse.Namespace) -> int:
         trace = trace.of_steps(int(first), int(last or first))
     path = Path(arguments.out or Path(arguments.directory) / "trace.json.gz")
     write_perfetto(trace, path)
-    if arguments.otlp is not None:
-        write_otlp(trace, arguments.otlp)
-    lines = [*summary_lines(trace), *predicted_lines(trace, Path(arguments.directory))]
-    sys.stdout.write("\n".join([*lines, f"open {path} in https://ui.perfetto.dev"]) + "\n")
+    sys.stdout.write("\n".join([*summary_lines(trace), f"open {path} in https://ui.perfetto.dev"]) + "\n")
     return 0

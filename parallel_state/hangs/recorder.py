@@ -114,7 +114,6 @@ class Recorder:
                 given = args[-1] if args else options.get("opts")
                 detail = self._reduction(given) if kind == _REDUCTION else self._root(given)
             tensors = args[argument] if argument is not None and argument < len(args) else None
-            waited.nbytes[known.shared.description] += _payload(tensors)
             number = begin(known.collectives, text, detail, tensors)
             work = method(group, *args, **options)
             returned(number, work)
@@ -135,7 +134,6 @@ class Recorder:
             if key not in known.routes:
                 other = -1 if peer == -1 else known.shared.ranks[peer]
                 known.routes[key] = self._channel(operation, known.shared, other, tag)
-            waited.nbytes[known.shared.description] += _payload(tensors)
             number = self._begin(known.routes[key], text, self._nothing, tensors)
             work = method(group, tensors, *args, **options)
             self._returned(number, work)
@@ -258,13 +256,6 @@ class Recorder:
             ends = (dist.get_rank(), peer) if kind == "send" else (peer, dist.get_rank())
             self._links[at] = link_name(group.description, ends, transfer=True) if peer >= 0 else ""
         return _Channel(at)
-
-
-def _payload(tensors: Any) -> int:
-    """Return the bytes of a tensor, or of lists of them."""
-    if isinstance(tensors, torch.Tensor):
-        return tensors.numel() * tensors.element_size()
-    return sum(map(_payload, tensors or ()))
 
 
 def record_calls(memory: RecordMemory) -> Callable[[], None]:

@@ -1,4 +1,4 @@
-"""What a thread communicates: how long it has waited for other ranks in ``Work.wait``, where it waited long, and bytes.
+"""How long a thread has waited for other ranks in ``Work.wait``, and where it waited long.
 
 On gloo and on simulated ranks the wait is on the host. With NCCL it is on the device, and the time here is about 0.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -35,7 +35,6 @@ class _Waited(threading.local):
     def __init__(self) -> None:
         self.nanoseconds = 0
         self.long: deque[LongWait] = deque(maxlen=4096)
-        self.nbytes: Counter[str] = Counter()
 
     def add(self, began: int, link: str, number: int) -> None:
         ended = time.monotonic_ns()
@@ -45,8 +44,8 @@ class _Waited(threading.local):
 
 
 waited = _Waited()
-"""What this thread has communicated since it began: ``waited.nanoseconds``, the last waits of over a millisecond in
-``waited.long``, and in ``waited.nbytes`` what it passed to the operations of each group, by Megatron's name of it."""
+"""The waits of this thread: ``waited.nanoseconds`` since it began, and the last of over a millisecond in
+``waited.long``."""
 
 
 def link_name(description: str, ranks: Sequence[int], *, transfer: bool = False) -> str:

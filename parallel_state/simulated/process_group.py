@@ -169,8 +169,6 @@ class SimulatedGroup(dist.ProcessGroup):
             is_async=bool(getattr(opts, "asyncOp", False)),
         )
         self._number += 1
-        if "check" not in options:
-            waited.nbytes[self.shared.label] += call.payload
         self._simulation.announce(call)
         return SimulatedWork(self._simulation, call)
 
@@ -296,7 +294,6 @@ class SimulatedGroup(dist.ProcessGroup):
             peer=None if peer is None else self.shared.ranks[peer],
             is_async=True,
         )
-        waited.nbytes[self.shared.label] += call.payload
         self._simulation.announce(call)
         return SimulatedWork(self._simulation, call)
 

@@ -18,7 +18,6 @@ NOT_ON_A_GPU = {
 """File or test -> why it must fail on a GPU. An entry that passes is an error."""
 
 SIMULATED = (
-    "tests/workers/communication/test_estimate.py::test_the_bytes_on_paper",
     "tests/workers/checkpoint/test_optimizer_state.py::test_a_save_in_buckets_gathers_no_optimizer_over_dp",
     "tests/workers/test_mistakes.py",
     "tests/workers/weights/transfer/test_equal_generation.py",

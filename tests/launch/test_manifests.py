@@ -76,7 +76,7 @@ def test_ray_is_authenticated_and_of_the_version_of_the_image(name: str) -> None
 
 
 def test_versions_of_the_image_are_those_that_are_tested() -> None:
-    tested, image = pins("constraints.txt"), pins("launch/container/requirements.txt")
+    tested, image = pins("constraints/tested.txt"), pins("launch/container/requirements.txt")
     assert {name: tested[name] for name in image.keys() & tested.keys()} == {
         name: image[name] for name in image.keys() & tested.keys()
     }

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from mcontroller.errors import DataError
-from mcontroller.trace.predicted import predicted_lines
 from mcontroller.trace.reading import read_trace
 from mcontroller.trace.recorder import FOLDER
 from mcontroller.trace.summary import summary_lines
@@ -86,7 +85,7 @@ def _content(directory: Path) -> dict[str, Any]:
             for each in samples
         ],
         "all_samples": complete,
-        "trace": [*summary_lines(trace), *predicted_lines(trace, directory)] if trace is not None else [],
+        "trace": summary_lines(trace) if trace is not None else [],
         "grids": measured_grids(role_grids(found.config), trace),
         "config": {key: _text(value) for key, value in _leaves(found.config)},
         "changes": {key: _text(usual) for key, usual in changes.items()}

@@ -23,13 +23,12 @@ from trainer.run.config import MAIN_POOL, RunConfig, read_run_config
 from trainer.run.parts import chosen_lines, make_parts, models_without_weights, roles_of
 from trainer.run.pools import pool_names, pool_nodes, pools_of, role_layouts
 from trainer.run.training import connect_to
-from workers.communication.estimate import StepRows
 from workers.config import ActorConfig, CriticConfig, RewardConfig
 from workers.config.trained_weights import base_is_frozen
 from workers.generate.engines import ROLLOUT_ENGINES
+from workers.layout_search import search_layouts
 from workers.memory.estimate import Memory, host_memory
 from workers.model.gpu_defaults import max_connections
-from workers.prediction.layouts import prediction_lines
 from workers.role_calls import CallMemory, Lengths, RoleConfig, calls_of_run
 
 _GB = 2**30
@@ -54,13 +53,21 @@ def report(arguments: argparse.Namespace) -> int:
     calls = calls_of_run(roles, sizes, lengths, fused=layers == "transformer_engine")
     calls = [call for call in calls if reference or call.role != "reference"]
     lines += ["", memory_table(calls, pools, on_gpu=on_gpu)]
-    hardware = arguments.hardware or (config.cluster.hardware if isinstance(config, RunConfig) else None)
     actor = roles.get("actor_rollout_ref")
-    if isinstance(actor, ActorConfig) and (on_gpu or hardware):
-        step = StepRows(lengths.rows, lengths.prompt + lengths.response, lengths.response)
-        lines += ["", *prediction_lines(actor, sizes["actor_rollout_ref"], step, hardware)]
+    if isinstance(actor, ActorConfig) and on_gpu:
+        gpu_memory = _gpu_memory(arguments.gpu_memory)
+        ranks, fused = sizes["actor_rollout_ref"], layers == "transformer_engine"
+        search = search_layouts(actor, ranks, lengths, gpu_memory, fused=fused)
+        lines += ["", *search.lines(gpu_memory)]
     sys.stdout.write("\n".join([*lines, ""]))
     return 0
+
+
+def _gpu_memory(given: float | None) -> float:
+    """Return the bytes of a GPU: as given in units of 2**30, or those of a GPU of this machine, or 80 * 2**30."""
+    if given is None and torch.cuda.is_available():
+        return float(torch.cuda.get_device_properties(0).total_memory)
+    return (80 if given is None else given) * _GB
 
 
 def _generating_lines(config: Any, roles: Mapping[str, RoleConfig], sizes: Mapping[str, int]) -> Iterator[str]:

@@ -22,7 +22,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--config", metavar="MODULE:CLASS", help="the dataclass of the file, if your program defines one"
     )
     parser.add_argument("--world-size", type=int, help="ranks of each group; by default as many as the role's pool has")
-    parser.add_argument("--hardware", help="of the prediction: h100, h200, or a TOML file; default: cluster.hardware")
+    parser.add_argument(
+        "--gpu-memory",
+        metavar="GB",
+        type=float,
+        help="memory of a GPU in which layouts must fit, in 2**30 bytes; default: that of this machine's, or 80",
+    )
     parser.add_argument(
         "--layers",
         choices=("transformer_engine", "local"),

@@ -88,9 +88,6 @@ class ClusterConfig:
     """[CPUs] CPUs of the cluster that is started. 0: as many as the pools reserve."""
     object_store_memory: int = 300_000_000
     """[bytes] Object store of the cluster that is started."""
-    hardware: str | None = None
-    """Hardware of the predictions of `check` and `trace`: h100, h200, or a TOML file with one table, as
-    workers/prediction/hardware.toml has them. None: h100 with GPUs; no seconds without."""
 
 
 @strict_fields

@@ -34,7 +34,6 @@ from trainer.saving.checkpoints import LOCK
 from trainer.saving.preemption import PREEMPTED, Preempted
 from trainer.saving.run_record import RECORD, read_record
 from trainer.trackers import Run, Tracker, make_trackers
-from workers.prediction.layouts import write_prediction
 
 INTERRUPTED = 130
 
@@ -97,11 +96,6 @@ def train(config: RunConfig, console: Console) -> Path:
             parts.tokenizer.save(directory)
         trainer.tokenizer_files = tokenizer_files(directory)
         report.begin()
-        if config.trainer.trace:
-            actor, pool = config.actor_rollout_ref, config.pool
-            ranks, prompts = sum(pool.process_on_nodes), config.data.train_batch_size
-            settings = {"on_gpu": pool.use_gpu, "generates": config.rollout is None}
-            write_prediction(directory, actor, ranks, prompts, config.cluster.hardware, **settings)
         try:
             with recording(directory) if config.trainer.trace else nullcontext(), trainer:
                 with trainer.stages("start"):

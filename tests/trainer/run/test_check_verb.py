@@ -9,11 +9,9 @@ from pathlib import Path
 import pytest
 
 from mcontroller.cli.main import main
-from workers.communication.estimate import StepRows
-from workers.config import ActorConfig, ModelConfig, OptimConfig
-from workers.gpucheck.policy import FULL
-from workers.prediction.layouts import predict_run, search_layouts
-from workers.prediction.step_time import hardware_of, layer_flops
+from workers.config import ActorConfig, ModelConfig, OptimConfig, RolloutConfig
+from workers.layout_search import search_layouts
+from workers.role_calls import Lengths
 
 ROLE = """
 model: {vocab_size: 152064, max_sequence_length: 4096, num_layers: 28, hidden_size: 3584, num_attention_heads: 28,
@@ -35,10 +33,8 @@ def test_a_role_is_printed_with_its_layout_and_memory(tmp_path: Path, capsys: py
     assert parameters == pytest.approx(7.6e9 / 8 * 2 / 2**30, rel=0.01)  # 7.6e9 parameters, 2 bytes each, on 8 ranks
     assert gradients == pytest.approx(2 * parameters, abs=0.02)
     assert optimizer == pytest.approx(3 * parameters, abs=0.02)  # 12 bytes of a parameter, on 2 data-parallel ranks
-    start = next(at for at, line in enumerate(lines) if line.startswith("prediction on h100"))
-    assert "this layout: tp 4 x pp 2: update" in lines[start + 1] and "bubble 6%" in lines[start + 1]
-    seconds = [float(line.split(" update ")[1].split()[0]) for line in lines[start + 2 : -1]]
-    assert seconds == sorted(seconds) and len(seconds) > 1 and lines[-1].split()[1:3] == ["layouts", "fit"]
+    start = next(at for at, line in enumerate(lines) if line.split()[1:3] == ["layouts", "of"])
+    assert "90% of the 80.0 GB" in lines[start] and "  tp 4 x pp 2 x dp 2: " in "\n".join(lines[start:])
 
 
 def test_host_memory_and_packing_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -80,41 +76,16 @@ def test_a_layout_that_does_not_fit_is_one_line(tmp_path: Path, capsys: pytest.C
     assert "LayoutError" in error and "12" in error
 
 
-def test_generation_in_the_workers_is_predicted_as_it_was_measured_on_an_h100() -> None:
-    config, rows = FULL.config("local"), StepRows(FULL.rows, FULL.prompt + FULL.decoded, FULL.decoded)
-    predicted = predict_run(config, 1, rows, hardware_of("h100"))
-    assert predicted.generate == pytest.approx(FULL.rows * FULL.decoded / 1040, rel=0.05)  # tokens/s: docs/gpu.md
-    engine = replace(config, rollout=replace(config.rollout, engine="vllm"))
-    assert predict_run(engine, 1, rows, hardware_of("h100")).generate < predicted.generate / 2
-
-
-def test_latent_attention_is_predicted_with_its_own_weights_and_channels() -> None:
-    sizes = {"vocab_size": 129_280, "num_layers": 61, "hidden_size": 7168, "ffn_hidden_size": 18_432}
-    latent = {"multi_latent_attention": True, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_pos_emb_head_dim": 64}
-    model = ModelConfig(**sizes, max_sequence_length=4096, num_attention_heads=128, transformer=latent)
-    products, attention = layer_flops(model, 4096)
-    # the attention of DeepSeek-V3: down and up for the queries, down and up for keys and values, and the output
-    weights = 7168 * 1536 + 1536 * 128 * 192 + 7168 * 576 + 512 * 128 * 256 + 128 * 128 * 7168
-    assert products == 2 * (weights + 3 * 7168 * 18_432)
-    assert attention == 4096 * 128 * (192 + 128)
-
-
-def test_layouts_that_do_not_fit_are_counted_with_their_memory_or_the_reason() -> None:
+def test_layouts_that_fit_come_first_that_divide_the_model_least() -> None:
     sizes = {"vocab_size": 152_064, "num_layers": 28, "hidden_size": 3584, "ffn_hidden_size": 18_944}
     model = ModelConfig(**sizes, max_sequence_length=4096, num_attention_heads=28, num_query_groups=4, dtype="bfloat16")
-    settings = {"optim": OptimConfig(megatron={"use_precision_aware_optimizer": True}), "ppo_mini_batch_size": 8}
-    actor, rows = ActorConfig(model=model, **settings), StepRows(8, 4096, 2048)
-    hardware = hardware_of("h100")
-    one = search_layouts(actor, 1, rows, hardware)
+    actor, lengths = ActorConfig(model=model, rollout=RolloutConfig(engine="vllm")), Lengths(2048, 2048, 8)
+    one = search_layouts(actor, 1, lengths, 80 * 2**30, fused=True)
     assert (one.fitting, len(one.too_large), one.rejected) == ([], 1, [])
-    needed = one.too_large[0].memory
-    assert needed > 0.9 * hardware.memory
-    text = one.summary(hardware)
-    assert (
-        f"0 layouts fit in 90% of the {hardware.memory / 2**30:.1f} GB" in text and f"{needed / 2**30:.1f} GB" in text
-    )
-    eight = search_layouts(actor, 8, rows, hardware)
-    assert eight.fitting and "of them" not in eight.summary(hardware).replace("the least of them", "")
-    none = search_layouts(replace(actor, optim=OptimConfig(optimizer="muon")), 1, rows, hardware)
-    assert none.fitting == none.too_large == [] and len(none.rejected) == 1
-    assert "optim.optimizer='muon'" in none.summary(hardware)
+    eight = search_layouts(actor, 8, lengths, 80 * 2**30, fused=True)
+    ranks = [layout.parallel.tp * layout.parallel.pp for layout in eight.fitting]
+    assert ranks == sorted(ranks) and max(layout.memory for layout in eight.fitting) <= 0.9 * 80 * 2**30
+    assert {(8, 1), (4, 2)} - {(layout.parallel.tp, layout.parallel.pp) for layout in eight.fitting} == {(8, 1)}
+    assert eight.rejected  # 4 query groups on 8 ranks
+    unknown = search_layouts(replace(actor, optim=OptimConfig(optimizer="muon")), 1, lengths, 80 * 2**30, fused=True)
+    assert (unknown.fitting, unknown.too_large, len(unknown.rejected)) == ([], [], 1)

@@ -45,7 +45,7 @@ def check_vllm(config: ActorConfig) -> None:
     if not installed:
         raise ConfigError(
             "rollout.engine is 'vllm', which is not installed: install vllm, or on a CPU mcontroller[vllm] with "
-            "constraints-vllm.txt, in a separate environment (docs/install.md)",
+            "constraints/vllm.txt, in a separate environment (docs/install.md)",
             key="rollout.engine",
             value="vllm",
         )

@@ -1,1 +1,0 @@
-"""Bytes that ranks communicate, from configurations alone."""
