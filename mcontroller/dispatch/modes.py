@@ -11,7 +11,7 @@ import difflib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from mcontroller.errors import DispatchError
 from mcontroller.partition import Padding
@@ -107,94 +107,73 @@ _CP_DP_PP = ("cp", "dp", "pp")
 _LAST_STAGE = (("tp", 0), ("cp", 0), ("pp", -1))
 
 
-class _Modes(type):
-    """The metaclass of ``Dispatch``: look up its modes by name and iterate over them, as over an enum."""
+class DispatchModes:
+    """The type of ``Dispatch``: the dispatch modes, each a ``DispatchSpec``, by name.
 
-    members: dict[str, DispatchSpec]
+    Attributes:
+        members: the modes by name, those that ``register`` added too.
+    """
 
-    def __init__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> None:
-        super().__init__(name, bases, namespace)
-        cls.members = {key: value for key, value in namespace.items() if isinstance(value, DispatchSpec)}
+    RANK_ZERO = DispatchSpec("RANK_ZERO", "whole", result="value", rank_zero_only=True)
+    ONE_TO_ALL = DispatchSpec("ONE_TO_ALL", "whole", by=_BY_RANK)
+    ALL_TO_ALL = DispatchSpec("ALL_TO_ALL", "entries", _BY_RANK, by=_BY_RANK, tuples=False)
+    MEGATRON_COMPUTE = DispatchSpec("MEGATRON_COMPUTE", "entries", _DP, _LAST_STAGE, _DP)
+    MEGATRON_COMPUTE_PROTO = DispatchSpec("MEGATRON_COMPUTE_PROTO", "rows", _DP, _LAST_STAGE, _DP, result="concat")
+    MEGATRON_PP_AS_DP = DispatchSpec("MEGATRON_PP_AS_DP", "entries", _CP_DP_PP, (("tp", 0),), _CP_DP_PP)
+    MEGATRON_PP_AS_DP_PROTO = DispatchSpec(
+        "MEGATRON_PP_AS_DP_PROTO", "rows", _CP_DP_PP, (("tp", 0),), _CP_DP_PP, result="concat"
+    )
+    MEGATRON_PP_ONLY = DispatchSpec("MEGATRON_PP_ONLY", "whole", collect=(("tp", 0), ("cp", 0), ("dp", 0)), by=("pp",))
+    DP_COMPUTE = DispatchSpec("DP_COMPUTE", "entries", _BY_RANK, by=_BY_RANK)
+    DP_COMPUTE_PROTO = DispatchSpec("DP_COMPUTE_PROTO", "rows", _BY_RANK, by=_BY_RANK, result="concat")
+    DP_COMPUTE_PROTO_WITH_FUNC = DispatchSpec(
+        "DP_COMPUTE_PROTO_WITH_FUNC", "rows", _BY_RANK, by=_BY_RANK, result="concat", leading_function=True
+    )
+    DP_COMPUTE_METRIC = DispatchSpec("DP_COMPUTE_METRIC", "rows", _BY_RANK, by=_BY_RANK)
+    DIRECT_ROLLOUT_METHOD = DispatchSpec("DIRECT_ROLLOUT_METHOD", "whole", result="value", in_worker_only=True)
 
-    def __getitem__(cls, name: str) -> DispatchSpec:
-        if name not in cls.members:
+    def __init__(self) -> None:
+        self.members = {name: mode for name, mode in vars(type(self)).items() if isinstance(mode, DispatchSpec)}
+
+    def __getitem__(self, name: str) -> DispatchSpec:
+        if name not in self.members:
             raise DispatchError(
-                f"Dispatch has no {name!r}; it has {', '.join(cls.members)}. Add one with Dispatch.register({name!r}, "
+                f"Dispatch has no {name!r}; it has {', '.join(self.members)}. Add one with Dispatch.register({name!r}, "
                 "mode)",
                 name=name,
             )
-        return cls.members[name]
+        return self.members[name]
 
-    def __iter__(cls) -> Iterator[DispatchSpec]:
-        return iter(cls.members.values())
+    def __iter__(self) -> Iterator[DispatchSpec]:
+        return iter(self.members.values())
 
-    if not TYPE_CHECKING:  # a type checker reports attributes that the class does not declare
+    def __reduce__(self) -> str:
+        return "Dispatch"  # pickled by its name, as a class is
 
-        def __getattr__(cls, name):
-            raise AttributeError(f"Dispatch has no {name!r}; it has {', '.join(cls.members)}")
-
-
-class Dispatch(metaclass=_Modes):
-    """The dispatch modes, each a ``DispatchSpec``: ``Dispatch.MEGATRON_COMPUTE_PROTO``, ``Dispatch["DP_COMPUTE"]``.
-
-    ``Dispatch.over`` returns a custom mode; ``Dispatch.register(name, mode)`` adds one under a name and returns it.
-    A type checker does not know an added mode as an attribute: use the value that ``register`` returns.
-    """
-
-    RANK_ZERO: ClassVar[DispatchSpec] = DispatchSpec("RANK_ZERO", "whole", result="value", rank_zero_only=True)
-    ONE_TO_ALL: ClassVar[DispatchSpec] = DispatchSpec("ONE_TO_ALL", "whole", by=_BY_RANK)
-    ALL_TO_ALL: ClassVar[DispatchSpec] = DispatchSpec("ALL_TO_ALL", "entries", _BY_RANK, by=_BY_RANK, tuples=False)
-    MEGATRON_COMPUTE: ClassVar[DispatchSpec] = DispatchSpec("MEGATRON_COMPUTE", "entries", _DP, _LAST_STAGE, _DP)
-    MEGATRON_COMPUTE_PROTO: ClassVar[DispatchSpec] = DispatchSpec(
-        "MEGATRON_COMPUTE_PROTO", "rows", _DP, _LAST_STAGE, _DP, result="concat"
-    )
-    MEGATRON_PP_AS_DP: ClassVar[DispatchSpec] = DispatchSpec(
-        "MEGATRON_PP_AS_DP", "entries", _CP_DP_PP, (("tp", 0),), _CP_DP_PP
-    )
-    MEGATRON_PP_AS_DP_PROTO: ClassVar[DispatchSpec] = DispatchSpec(
-        "MEGATRON_PP_AS_DP_PROTO", "rows", _CP_DP_PP, (("tp", 0),), _CP_DP_PP, result="concat"
-    )
-    MEGATRON_PP_ONLY: ClassVar[DispatchSpec] = DispatchSpec(
-        "MEGATRON_PP_ONLY", "whole", collect=(("tp", 0), ("cp", 0), ("dp", 0)), by=("pp",)
-    )
-    DP_COMPUTE: ClassVar[DispatchSpec] = DispatchSpec("DP_COMPUTE", "entries", _BY_RANK, by=_BY_RANK)
-    DP_COMPUTE_PROTO: ClassVar[DispatchSpec] = DispatchSpec(
-        "DP_COMPUTE_PROTO", "rows", _BY_RANK, by=_BY_RANK, result="concat"
-    )
-    DP_COMPUTE_PROTO_WITH_FUNC: ClassVar[DispatchSpec] = DispatchSpec(
-        "DP_COMPUTE_PROTO_WITH_FUNC", "rows", _BY_RANK, by=_BY_RANK, result="concat", leading_function=True
-    )
-    DP_COMPUTE_METRIC: ClassVar[DispatchSpec] = DispatchSpec("DP_COMPUTE_METRIC", "rows", _BY_RANK, by=_BY_RANK)
-    DIRECT_ROLLOUT_METHOD: ClassVar[DispatchSpec] = DispatchSpec(
-        "DIRECT_ROLLOUT_METHOD", "whole", result="value", in_worker_only=True
-    )
-
-    @staticmethod
-    def register(name: str, mode: DispatchSpec) -> DispatchSpec:
+    def register(self, name: str, mode: DispatchSpec) -> DispatchSpec:
         """Add a mode as ``Dispatch.<name>`` and return it.
 
         Raises:
             DispatchError: the name is taken or is not an identifier.
         """
-        if not name.isidentifier() or hasattr(Dispatch, name):
+        if not name.isidentifier() or hasattr(self, name):
             raise DispatchError(
                 f"Dispatch cannot use the name {name!r}: it must be a new identifier, not one of "
-                f"{', '.join(Dispatch.members)}",
+                f"{', '.join(self.members)}",
                 name=name,
             )
-        Dispatch.members[name] = replace(mode, name=name)
-        setattr(Dispatch, name, Dispatch.members[name])
-        return Dispatch.members[name]
+        self.members[name] = replace(mode, name=name)
+        setattr(self, name, self.members[name])
+        return self.members[name]
 
-    @staticmethod
-    def remove(name: str) -> None:
+    def remove(self, name: str) -> None:
         """Remove a mode that was registered.
 
         Raises:
             DispatchError: there is no mode of this name.
         """
-        del Dispatch.members[Dispatch[name].name]
-        delattr(Dispatch, name)
+        del self.members[self[name].name]
+        delattr(self, name)
 
     @staticmethod
     def over(
@@ -240,6 +219,14 @@ class Dispatch(metaclass=_Modes):
         rule: ArgumentRule = arguments if axes else "whole"
         shown: ResultRule = result or ("concat" if axes else "list")
         return DispatchSpec(name, rule, axes, tuple(selected.items()), listed, shown)
+
+
+Dispatch = DispatchModes()
+"""The dispatch modes: ``Dispatch.MEGATRON_COMPUTE_PROTO``, ``Dispatch["DP_COMPUTE"]``, ``list(Dispatch)``.
+
+``Dispatch.over`` returns a custom mode; ``Dispatch.register(name, mode)`` adds one under a name and returns it. A type
+checker does not know an added mode as an attribute: use the value that ``register`` returns.
+"""
 
 
 def register_dispatch_mode(

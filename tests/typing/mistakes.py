@@ -35,7 +35,7 @@ class Model(Worker):
     @register("ONE_TO_ALL")  # error: Argument 1 to "register" has incompatible type "str"
     def text(self) -> None: ...
 
-    @register(Dispatch.ONE_TO_AL)  # error: "type[Dispatch]" has no attribute "ONE_TO_AL"
+    @register(Dispatch.ONE_TO_AL)  # error: "DispatchModes" has no attribute "ONE_TO_AL"
     def unknown(self) -> None: ...
 
 
