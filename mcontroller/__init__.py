@@ -8,11 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mcontroller.shadowing import check_packages
-
-check_packages(__file__)  # before anything else is imported, which could fail without naming the cause
-
-from parallel_state.lazy import lazy_exports  # noqa: E402
+from parallel_state.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from mcontroller.channel.options import ChannelOptions as ChannelOptions
