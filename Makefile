@@ -89,6 +89,7 @@ docs: $(STAMP)
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
 	$(BIN)/shellcheck $(SHELL_FILES)
 
 types: $(STAMP)

@@ -187,7 +187,7 @@ class GroupMethod(Generic[P, Result_co, Future_co]):
 class WorkerGroup(Generic[W_co]):
     """The ranks of one role, behind an executor; every registered method of the worker class is a method of it.
 
-    The type parameter is the worker class. With ``mcontroller.mypy_plugin``, mypy knows the registered methods.
+    The type parameter is the worker class; ``python -m mcontroller stubs`` writes a class that declares its methods.
 
     Args:
         worker_cls: the class of the worker objects.
@@ -277,7 +277,7 @@ class WorkerGroup(Generic[W_co]):
         """
         return self._topology or self.collect_topology()
 
-    def topology_for(self, spec: DispatchSpec[Any, Any]) -> Topology:
+    def topology_for(self, spec: DispatchSpec) -> Topology:
         """Return the topology that a mode is planned on; collect it only if the mode names axes.
 
         Raises:
@@ -410,9 +410,7 @@ class WorkerGroup(Generic[W_co]):
     execute_all = execute_all_async
     execute_rank_zero = execute_rank_zero_async
 
-    def _execute(
-        self, spec: DispatchSpec[Any, Any], method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Future[Any]:
+    def _execute(self, spec: DispatchSpec, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future[Any]:
         if not hasattr(self.worker_cls, method) and method not in self._methods:
             raise DispatchError(f"{self.worker_cls.__name__} has no method {method!r}", role=self.name, method=method)
         registration = Registration(spec, Execute.ALL, blocking=False)

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, ParamSpec, Self
+from typing import Any, ClassVar, Concatenate, Generic, ParamSpec, Self
 
 from typing_extensions import TypeVar  # with defaults, which typing has from Python 3.13
 
 from mcontroller.dispatch.modes import Dispatch, Execute
-from mcontroller.dispatch.registration import register, registration_of
+from mcontroller.dispatch.registration import register
 from mcontroller.errors import ConfigError
 
 P = ParamSpec("P")
+R = TypeVar("R")
 W_co = TypeVar("W_co", covariant=True, default=Any)
 """The worker class of a group; ``WorkerGroup`` alone means ``WorkerGroup[Any]``."""
 
@@ -70,39 +73,18 @@ class RankEnvironment:
 
 
 class Worker:
-    """The base class of workers: one object per rank. Subclasses need not call ``super().__init__()``.
+    """The base class of workers: one object per rank. Subclasses need not call ``super().__init__()``."""
 
-    Attributes:
-        components: the classes of objects that the worker holds, by the name of the attribute. Their registered methods
-            are called through the group, and on the worker, as if they were its own; a method of the worker with the
-            same name takes precedence. For mypy, declare the attributes too.
-
-    Examples:
-        >>> class Trained(Worker):
-        ...     components: ClassVar = {"checkpointer": Checkpointer}
-        ...     checkpointer: Checkpointer
-    """
-
-    components: ClassVar[Mapping[str, type]] = {}
     warm_imports: ClassVar[Sequence[str]] = ()
     """Modules that take long to import, and start no threads: processes without GPUs are forked from one that has
     imported them, if the pool's ``warm_start`` allows it."""
     _environment: RankEnvironment
 
-    if not TYPE_CHECKING:  # a type checker takes the arguments of a subclass from its __init__
-
-        def __new__(cls, *args, **kwargs):
-            """Create the worker and record its rank, so that ``__init__`` can read it."""
-            worker = super().__new__(cls)
-            worker._environment = RankEnvironment.from_variables(os.environ)
-            return worker
-
-        def __getattr__(self, name):
-            """Return a registered method of a component."""
-            for attribute, component in type(self).components.items():
-                if registration_of(component, name) is not None:
-                    return getattr(getattr(self, attribute), name)
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Create the worker and record its rank, so that ``__init__`` can read it."""
+        worker = super().__new__(cls)
+        worker._environment = RankEnvironment.from_variables(os.environ)
+        return worker
 
     def __init__(self) -> None:
         super().__init__()
@@ -173,6 +155,32 @@ class Worker:
     def execute_func_rank_zero(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Return ``func(*args, **kwargs)`` on rank 0."""
         return func(*args, **kwargs)
+
+
+def delegate(attribute: str, method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
+    """Return a method of a worker that calls ``method`` of the object in its attribute, registered as ``method`` is.
+
+    Args:
+        attribute: the attribute of the worker with the object.
+        method: a method of the object's class.
+
+    Examples:
+        >>> class Trained(Worker):
+        ...     save = delegate("checkpointer", Checkpointer.save)
+        ...
+        ...     def __init__(self, path: str) -> None:
+        ...         self.checkpointer = Checkpointer(path)
+    """
+    name = method.__name__
+
+    @functools.wraps(method)
+    def delegated(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        result: R = getattr(getattr(self, attribute), name)(*args, **kwargs)
+        return result
+
+    # A call compares its arguments with this before it sends them.
+    delegated.__signature__ = inspect.signature(method)  # type: ignore[attr-defined]
+    return delegated
 
 
 class ClassWithInitArgs(Generic[W_co]):

@@ -15,6 +15,7 @@ from mcontroller.data.batch import DataProto
 from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
 from mcontroller.errors import before_changes
+from mcontroller.worker import delegate
 from parallel_state.agreement import all_gather_values
 from parallel_state.megatron import MegatronContext
 from workers.actor_roles import (
@@ -82,15 +83,20 @@ class ActorRolloutRefWorker(ModelWorker):
         LayoutError: the axes, or the axes of the rollout, do not divide the world size.
     """
 
-    components: ClassVar[Mapping[str, type]] = {
-        **ModelWorker.components,
-        "trainer": Trainer,
-        "generator": Generator,
-        "sender": WeightSender,
-    }
-    trainer: Trainer
-    generator: Generator
-    sender: WeightSender
+    optim_step = delegate("trainer", Trainer.optim_step)
+    rollout_weights = delegate("generator", Generator.rollout_weights)
+    generation_limits = delegate("generator", Generator.generation_limits)
+    sampling_state = delegate("generator", Generator.sampling_state)
+    restore_sampling = delegate("generator", Generator.restore_sampling)
+    describe_weights = delegate("sender", WeightSender.describe_weights)
+    weight_fingerprints = delegate("sender", WeightSender.weight_fingerprints)
+    has_weights = delegate("sender", WeightSender.has_weights)
+    listen_for_weights = delegate("sender", WeightSender.listen_for_weights)
+    connect_weights = delegate("sender", WeightSender.connect_weights)
+    send_weights = delegate("sender", WeightSender.send_weights)
+    receive_weights = delegate("sender", WeightSender.receive_weights)
+    accept_weights = delegate("sender", WeightSender.accept_weights)
+    close_weights = delegate("sender", WeightSender.close_weights)
 
     transfer_weights = staticmethod(WeightTransfer)
     check_transfer = staticmethod(check_same_policy)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from mcontroller.data.batch import DataProto
 from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
+from mcontroller.worker import delegate
 from workers.config import CriticConfig
 from workers.losses.masking import inside
 from workers.model.build import build_model
@@ -33,8 +34,7 @@ class CriticWorker(ModelWorker):
         LayoutError: the axes do not divide the world size.
     """
 
-    components: ClassVar[Mapping[str, type]] = {**ModelWorker.components, "trainer": Trainer}
-    trainer: Trainer
+    optim_step = delegate("trainer", Trainer.optim_step)
     update_rules = CriticUpdateRules
 
     config_class = CriticConfig

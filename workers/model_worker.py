@@ -19,6 +19,7 @@ from mcontroller.data.batch import DataProto
 from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
 from mcontroller.errors import ConfigError
+from mcontroller.worker import delegate
 from workers.checkpoint.checkpointer import Checkpointer
 from workers.checkpoint.writer import BackgroundSaves
 from workers.config import ModelConfig, OptimConfig, ParallelConfig
@@ -72,12 +73,19 @@ class ModelWorker(MegatronWorker):
     parallel: ParallelConfig  # never None
 
     warm_imports: ClassVar[Sequence[str]] = (__name__,)
-    components: ClassVar[Mapping[str, type]] = {
-        **{"offloader": Offloader, "checkpointer": Checkpointer, "profiler": Profiler}
-    }
-    profiler: Profiler
-    offloader: Offloader
-    checkpointer: Checkpointer
+    offload = delegate("offloader", Offloader.offload)
+    reload = delegate("offloader", Offloader.reload)
+    take_memory_use = delegate("offloader", Offloader.take_memory_use)
+    save_to_memory = delegate("checkpointer", Checkpointer.save_to_memory)
+    load_from_memory = delegate("checkpointer", Checkpointer.load_from_memory)
+    wait_for_checkpoint = delegate("checkpointer", Checkpointer.wait_for_checkpoint)
+    verify_checkpoint = delegate("checkpointer", Checkpointer.verify_checkpoint)
+    export_hf = delegate("checkpointer", Checkpointer.export_hf)
+    export_adapter = delegate("checkpointer", Checkpointer.export_adapter)
+    start_profile = delegate("profiler", Profiler.start_profile)
+    stop_profile = delegate("profiler", Profiler.stop_profile)
+    record_memory = delegate("profiler", Profiler.record_memory)
+    save_memory_snapshot = delegate("profiler", Profiler.save_memory_snapshot)
 
     parts_needed: ClassVar[Mapping[str, tuple[str, ...]]] = {
         **dict.fromkeys(("get_megatron_rank_info", "get_megatron_global_info", "execute_func_rank_zero"), ()),

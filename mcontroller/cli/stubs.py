@@ -1,4 +1,4 @@
-"""Write a typed group class for a worker class, for editors and type checkers that run no mypy plugin.
+"""Write a typed group class for a worker class, for editors and type checkers: mypy, pyright, Pylance, PyCharm.
 
 ``python -m mcontroller stubs package.module:CriticWorker -o critic_group.py`` writes ``class CriticWorkerGroup``, which
 declares every registered method of ``CriticWorker`` with the parameters and the result that a call through a group has.
@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from mcontroller.config.imports import import_class
-from mcontroller.dispatch.registration import Registration, owner_of, registrations, written_parameters
-from mcontroller.group import Future_co, GroupMethod
+from mcontroller.dispatch.registration import Registration, registrations, written_parameters
+from mcontroller.group import ANSWERED, Future_co, GroupMethod
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -81,7 +81,7 @@ def typed_group(worker_cls: type, group: str | None = None) -> str:
     methods = [
         _method(worker_cls, name, registration, names)
         for name, registration in registrations(worker_cls).items()
-        if not registration.dispatch_mode.in_worker_only
+        if not registration.dispatch_mode.in_worker_only and name not in ANSWERED
     ]
     checked = names.checked_imports()
     return "\n".join(
@@ -155,9 +155,8 @@ class _Names:
 
 
 def _method(worker_cls: type, name: str, registration: Registration, names: _Names) -> str:
-    owner = owner_of(worker_cls, name)
-    static = inspect.getattr_static(owner, name)
-    function = inspect.unwrap(getattr(owner, name))
+    static = inspect.getattr_static(worker_cls, name)
+    function = inspect.unwrap(getattr(worker_cls, name))
     hints = _hints(function)
     spec, zero = registration.dispatch_mode, registration.execute_mode.rank_zero_only
     unknown = spec.functions is not None and not zero  # user-defined functions have parameters and results of any type
@@ -165,25 +164,25 @@ def _method(worker_cls: type, name: str, registration: Registration, names: _Nam
     parameters = written_parameters(inspect.signature(function))
     if not isinstance(static, staticmethod | classmethod):
         parameters = parameters[1:]
-    taken = []
+    declared = []
     for parameter in parameters:
         text = _accepted(names.text(Any if unknown else hints.get(parameter.name, Any)), arguments, names)
         default = inspect.Parameter.empty if parameter.default is inspect.Parameter.empty else ...
-        taken.append(parameter.replace(annotation=_Source(text), default=default))
+        declared.append(parameter.replace(annotation=_Source(text), default=default))
     value = names.text(Any if unknown else _awaited(hints.get("return", Any)))
     result, future = _results(value, shown, names)
     returned = result if registration.blocking else future
-    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-    positional_only = any(each.kind is each.POSITIONAL_ONLY for each in taken)
-    listed = [own if positional_only else own.replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD), *taken]
-    signature = str(inspect.Signature(listed)).replace("= Ellipsis", "= ...")
+    positional_only = any(parameter.kind is parameter.POSITIONAL_ONLY for parameter in declared)
+    kind = inspect.Parameter.POSITIONAL_ONLY if positional_only else inspect.Parameter.POSITIONAL_OR_KEYWORD
+    signature = str(inspect.Signature([inspect.Parameter("self", kind), *declared])).replace("= Ellipsis", "= ...")
     summary = (inspect.getdoc(function) or "").partition("\n")[0]
+    text = f"{summary} Defined as {function.__module__}.{function.__qualname__}.".lstrip()
     return "\n".join(
         [
             "",
             f"        @group_method({future})",
             f"        def {name}{signature} -> {returned}:",
-            f"            {summary!r}" if '"' in summary or "\\" in summary else f'            """{summary}"""',
+            f"            {text!r}" if '"' in text or "\\" in text else f'            """{text}"""',
         ]
     )
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import difflib
 import sys
-from typing import Any
 
 from mcontroller.dispatch.modes import Dispatch, DispatchSpec, plan
 from mcontroller.errors import DispatchError
@@ -54,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def mode_named(name: str) -> DispatchSpec[Any, Any]:
+def mode_named(name: str) -> DispatchSpec:
     """Return the dispatch mode of this name.
 
     Raises:

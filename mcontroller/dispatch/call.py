@@ -17,8 +17,8 @@ from mcontroller.data.batch import DataProto, concat_batches
 from mcontroller.data.meta import rows_together
 from mcontroller.data.remote import RemoteColumns
 from mcontroller.data.rows import concat_on_one_thread
-from mcontroller.dispatch.modes import RANK, ArgumentRule, DispatchSpec, Plan, ResultRule, RowRule
-from mcontroller.dispatch.registration import owner_of, written_parameters
+from mcontroller.dispatch.modes import RANK, DispatchSpec, Plan, RowRule
+from mcontroller.dispatch.registration import written_parameters
 from mcontroller.errors import DataError, DispatchError
 from mcontroller.partition import Partition, Restoration, split_rows
 from mcontroller.trace.recorder import start_laps
@@ -173,7 +173,7 @@ class PreparedCall:
             raise self.error(str(error), **error.fields) from error
 
 
-def _not_a_batch(spec: DispatchSpec[ArgumentRule, ResultRule], rank: int, value: object) -> str:
+def _not_a_batch(spec: DispatchSpec, rank: int, value: object) -> str:
     """Return the error text for a rank that returned something other than a DataProto in a mode that concatenates."""
     mode = f"Dispatch.over({', '.join(map(repr, spec.axes))}, collect={dict(spec.collect)}, result='list')"
     listed = "Dispatch.DP_COMPUTE_METRIC" if spec.axes == (RANK,) else mode
@@ -322,7 +322,7 @@ def _bind(worker_cls: type, name: str, positional: int, keywords: tuple[str, ...
 
 @lru_cache(maxsize=1024)
 def _signature(worker_cls: type, name: str) -> inspect.Signature | None:
-    method = inspect.getattr_static(owner_of(worker_cls, name), name, None)
+    method = inspect.getattr_static(worker_cls, name, None)
     if not isinstance(method, FunctionType | staticmethod | classmethod):
         return None
     return inspect.signature(method.__get__(_INSTANCE, worker_cls), follow_wrapped=False)

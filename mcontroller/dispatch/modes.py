@@ -11,7 +11,7 @@ import difflib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from mcontroller.errors import DispatchError
 from mcontroller.partition import Padding
@@ -26,17 +26,10 @@ ArgumentRule = Literal["whole", "rows", "entries"]
 ResultRule = Literal["value", "list", "concat"]
 Functions = tuple[Callable[..., Any], Callable[..., Any]]
 
-A_co = TypeVar("A_co", bound=ArgumentRule, covariant=True)
-R_co = TypeVar("R_co", bound=ResultRule, covariant=True)
-ZeroOnly_co = TypeVar("ZeroOnly_co", bound=bool, covariant=True)
-
 
 @dataclass(frozen=True)
-class DispatchSpec(Generic[A_co, R_co]):
+class DispatchSpec:
     """One row of the table of modes.
-
-    The two type parameters are the literal values of ``arguments`` and ``result``, so that type checkers know what a
-    call through a group takes and returns.
 
     Attributes:
         name: the name in messages.
@@ -59,11 +52,11 @@ class DispatchSpec(Generic[A_co, R_co]):
     """
 
     name: str
-    arguments: A_co
+    arguments: ArgumentRule
     axes: tuple[str, ...] = ()
     collect: tuple[tuple[str, int], ...] = ()
     by: tuple[str, ...] = ()
-    result: R_co = "list"  # type: ignore[assignment]  # a default cannot be typed for each R_co
+    result: ResultRule = "list"
     leading_function: bool = False
     rank_zero_only: bool = False
     tuples: bool = True
@@ -103,19 +96,10 @@ class DispatchSpec(Generic[A_co, R_co]):
         return self.name
 
 
-def mode_of_functions(
-    name: str, dispatch_fn: Callable[..., Any], collect_fn: Callable[..., Any]
-) -> DispatchSpec[Any, Any]:
+def mode_of_functions(name: str, dispatch_fn: Callable[..., Any], collect_fn: Callable[..., Any]) -> DispatchSpec:
     """Return a mode that splits and collects with user-defined functions; see ``register_dispatch_mode``."""
     return DispatchSpec(name, "entries", (RANK,), by=(RANK,), functions=(dispatch_fn, collect_fn))
 
-
-Whole = Literal["whole"]
-Rows = Literal["rows"]
-Entries = Literal["entries"]
-Value = Literal["value"]
-Listed = Literal["list"]
-Concat = Literal["concat"]
 
 _BY_RANK = (RANK,)
 _DP = ("dp",)
@@ -123,102 +107,73 @@ _CP_DP_PP = ("cp", "dp", "pp")
 _LAST_STAGE = (("tp", 0), ("cp", 0), ("pp", -1))
 
 
-class _Modes(type):
-    """The metaclass of ``Dispatch``: look up its modes by name and iterate over them, as over an enum."""
+class DispatchModes:
+    """The type of ``Dispatch``: the dispatch modes, each a ``DispatchSpec``, by name.
 
-    members: dict[str, DispatchSpec[Any, Any]]
+    Attributes:
+        members: the modes by name, those that ``register`` added too.
+    """
 
-    def __init__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> None:
-        super().__init__(name, bases, namespace)
-        cls.members = {key: value for key, value in namespace.items() if isinstance(value, DispatchSpec)}
+    RANK_ZERO = DispatchSpec("RANK_ZERO", "whole", result="value", rank_zero_only=True)
+    ONE_TO_ALL = DispatchSpec("ONE_TO_ALL", "whole", by=_BY_RANK)
+    ALL_TO_ALL = DispatchSpec("ALL_TO_ALL", "entries", _BY_RANK, by=_BY_RANK, tuples=False)
+    MEGATRON_COMPUTE = DispatchSpec("MEGATRON_COMPUTE", "entries", _DP, _LAST_STAGE, _DP)
+    MEGATRON_COMPUTE_PROTO = DispatchSpec("MEGATRON_COMPUTE_PROTO", "rows", _DP, _LAST_STAGE, _DP, result="concat")
+    MEGATRON_PP_AS_DP = DispatchSpec("MEGATRON_PP_AS_DP", "entries", _CP_DP_PP, (("tp", 0),), _CP_DP_PP)
+    MEGATRON_PP_AS_DP_PROTO = DispatchSpec(
+        "MEGATRON_PP_AS_DP_PROTO", "rows", _CP_DP_PP, (("tp", 0),), _CP_DP_PP, result="concat"
+    )
+    MEGATRON_PP_ONLY = DispatchSpec("MEGATRON_PP_ONLY", "whole", collect=(("tp", 0), ("cp", 0), ("dp", 0)), by=("pp",))
+    DP_COMPUTE = DispatchSpec("DP_COMPUTE", "entries", _BY_RANK, by=_BY_RANK)
+    DP_COMPUTE_PROTO = DispatchSpec("DP_COMPUTE_PROTO", "rows", _BY_RANK, by=_BY_RANK, result="concat")
+    DP_COMPUTE_PROTO_WITH_FUNC = DispatchSpec(
+        "DP_COMPUTE_PROTO_WITH_FUNC", "rows", _BY_RANK, by=_BY_RANK, result="concat", leading_function=True
+    )
+    DP_COMPUTE_METRIC = DispatchSpec("DP_COMPUTE_METRIC", "rows", _BY_RANK, by=_BY_RANK)
+    DIRECT_ROLLOUT_METHOD = DispatchSpec("DIRECT_ROLLOUT_METHOD", "whole", result="value", in_worker_only=True)
 
-    def __getitem__(cls, name: str) -> DispatchSpec[Any, Any]:
-        if name not in cls.members:
+    def __init__(self) -> None:
+        self.members = {name: mode for name, mode in vars(type(self)).items() if isinstance(mode, DispatchSpec)}
+
+    def __getitem__(self, name: str) -> DispatchSpec:
+        if name not in self.members:
             raise DispatchError(
-                f"Dispatch has no {name!r}; it has {', '.join(cls.members)}. Add one with Dispatch.register({name!r}, "
+                f"Dispatch has no {name!r}; it has {', '.join(self.members)}. Add one with Dispatch.register({name!r}, "
                 "mode)",
                 name=name,
             )
-        return cls.members[name]
+        return self.members[name]
 
-    def __iter__(cls) -> Iterator[DispatchSpec[Any, Any]]:
-        return iter(cls.members.values())
+    def __iter__(self) -> Iterator[DispatchSpec]:
+        return iter(self.members.values())
 
-    if not TYPE_CHECKING:  # a type checker reports attributes that the class does not declare
+    def __reduce__(self) -> str:
+        return "Dispatch"  # pickled by its name, as a class is
 
-        def __getattr__(cls, name):
-            raise AttributeError(f"Dispatch has no {name!r}; it has {', '.join(cls.members)}")
-
-
-class Dispatch(metaclass=_Modes):
-    """The dispatch modes, each a ``DispatchSpec``: ``Dispatch.MEGATRON_COMPUTE_PROTO``, ``Dispatch["DP_COMPUTE"]``.
-
-    ``Dispatch.over`` returns a custom mode; ``Dispatch.register(name, mode)`` adds one under a name and returns it.
-    A type checker does not know an added mode as an attribute: use the value that ``register`` returns.
-    """
-
-    RANK_ZERO: ClassVar[DispatchSpec[Whole, Value]] = DispatchSpec(
-        "RANK_ZERO", "whole", result="value", rank_zero_only=True
-    )
-    ONE_TO_ALL: ClassVar[DispatchSpec[Whole, Listed]] = DispatchSpec("ONE_TO_ALL", "whole", by=_BY_RANK)
-    ALL_TO_ALL: ClassVar[DispatchSpec[Entries, Listed]] = DispatchSpec(
-        "ALL_TO_ALL", "entries", _BY_RANK, by=_BY_RANK, tuples=False
-    )
-    MEGATRON_COMPUTE: ClassVar[DispatchSpec[Entries, Listed]] = DispatchSpec(
-        "MEGATRON_COMPUTE", "entries", _DP, _LAST_STAGE, _DP
-    )
-    MEGATRON_COMPUTE_PROTO: ClassVar[DispatchSpec[Rows, Concat]] = DispatchSpec(
-        "MEGATRON_COMPUTE_PROTO", "rows", _DP, _LAST_STAGE, _DP, result="concat"
-    )
-    MEGATRON_PP_AS_DP: ClassVar[DispatchSpec[Entries, Listed]] = DispatchSpec(
-        "MEGATRON_PP_AS_DP", "entries", _CP_DP_PP, (("tp", 0),), _CP_DP_PP
-    )
-    MEGATRON_PP_AS_DP_PROTO: ClassVar[DispatchSpec[Rows, Concat]] = DispatchSpec(
-        "MEGATRON_PP_AS_DP_PROTO", "rows", _CP_DP_PP, (("tp", 0),), _CP_DP_PP, result="concat"
-    )
-    MEGATRON_PP_ONLY: ClassVar[DispatchSpec[Whole, Listed]] = DispatchSpec(
-        "MEGATRON_PP_ONLY", "whole", collect=(("tp", 0), ("cp", 0), ("dp", 0)), by=("pp",)
-    )
-    DP_COMPUTE: ClassVar[DispatchSpec[Entries, Listed]] = DispatchSpec("DP_COMPUTE", "entries", _BY_RANK, by=_BY_RANK)
-    DP_COMPUTE_PROTO: ClassVar[DispatchSpec[Rows, Concat]] = DispatchSpec(
-        "DP_COMPUTE_PROTO", "rows", _BY_RANK, by=_BY_RANK, result="concat"
-    )
-    DP_COMPUTE_PROTO_WITH_FUNC: ClassVar[DispatchSpec[Rows, Concat]] = DispatchSpec(
-        "DP_COMPUTE_PROTO_WITH_FUNC", "rows", _BY_RANK, by=_BY_RANK, result="concat", leading_function=True
-    )
-    DP_COMPUTE_METRIC: ClassVar[DispatchSpec[Rows, Listed]] = DispatchSpec(
-        "DP_COMPUTE_METRIC", "rows", _BY_RANK, by=_BY_RANK
-    )
-    DIRECT_ROLLOUT_METHOD: ClassVar[DispatchSpec[Whole, Value]] = DispatchSpec(
-        "DIRECT_ROLLOUT_METHOD", "whole", result="value", in_worker_only=True
-    )
-
-    @staticmethod
-    def register(name: str, mode: DispatchSpec[Any, Any]) -> DispatchSpec[Any, Any]:
+    def register(self, name: str, mode: DispatchSpec) -> DispatchSpec:
         """Add a mode as ``Dispatch.<name>`` and return it.
 
         Raises:
             DispatchError: the name is taken or is not an identifier.
         """
-        if not name.isidentifier() or hasattr(Dispatch, name):
+        if not name.isidentifier() or hasattr(self, name):
             raise DispatchError(
                 f"Dispatch cannot use the name {name!r}: it must be a new identifier, not one of "
-                f"{', '.join(Dispatch.members)}",
+                f"{', '.join(self.members)}",
                 name=name,
             )
-        Dispatch.members[name] = replace(mode, name=name)
-        setattr(Dispatch, name, Dispatch.members[name])
-        return Dispatch.members[name]
+        self.members[name] = replace(mode, name=name)
+        setattr(self, name, self.members[name])
+        return self.members[name]
 
-    @staticmethod
-    def remove(name: str) -> None:
+    def remove(self, name: str) -> None:
         """Remove a mode that was registered.
 
         Raises:
             DispatchError: there is no mode of this name.
         """
-        del Dispatch.members[Dispatch[name].name]
-        delattr(Dispatch, name)
+        del self.members[self[name].name]
+        delattr(self, name)
 
     @staticmethod
     def over(
@@ -228,7 +183,7 @@ class Dispatch(metaclass=_Modes):
         arguments: Literal["rows", "entries"] = "rows",
         by: str | Collection[str] | None = None,
         extra: Collection[str] = (),
-    ) -> DispatchSpec[Any, Any]:
+    ) -> DispatchSpec:
         """Return a mode that splits over ``axes`` and collects from the ranks at ``collect``.
 
         Args:
@@ -241,9 +196,6 @@ class Dispatch(metaclass=_Modes):
             by: the axes that the results are listed by; ``axes`` by default, or every rank without axes.
             extra: user-defined axes whose names are close to the name of a Megatron axis, such as ``"fsdp"``; without
                 this, a close name is rejected as a spelling error.
-
-        Returns:
-            The mode, for ``register``. Its type parameters are known to the mypy plugin only.
 
         Raises:
             DispatchError: an axis is misspelled, or an index or a rule is unknown. An axis that a topology does not
@@ -269,9 +221,17 @@ class Dispatch(metaclass=_Modes):
         return DispatchSpec(name, rule, axes, tuple(selected.items()), listed, shown)
 
 
+Dispatch = DispatchModes()
+"""The dispatch modes: ``Dispatch.MEGATRON_COMPUTE_PROTO``, ``Dispatch["DP_COMPUTE"]``, ``list(Dispatch)``.
+
+``Dispatch.over`` returns a custom mode; ``Dispatch.register(name, mode)`` adds one under a name and returns it. A type
+checker does not know an added mode as an attribute: use the value that ``register`` returns.
+"""
+
+
 def register_dispatch_mode(
     dispatch_mode_name: str, dispatch_fn: Callable[..., Any], collect_fn: Callable[..., Any]
-) -> DispatchSpec[Any, Any]:
+) -> DispatchSpec:
     """Add ``Dispatch.<name>``, a mode that splits and collects with these functions, and return it.
 
     Args:
@@ -304,16 +264,16 @@ def _reject_misspelled(mode: str, axes: Iterable[object], extra: Collection[str]
 
 
 @dataclass(frozen=True)
-class ExecuteMode(Generic[ZeroOnly_co]):
+class ExecuteMode:
     """Which ranks run: all of the dispatch mode, or rank 0 alone, with the arguments as they are.
 
     Attributes:
         name: the name in messages.
-        rank_zero_only: whether only rank 0 runs. The type parameter is its literal value.
+        rank_zero_only: whether only rank 0 runs.
     """
 
     name: str
-    rank_zero_only: ZeroOnly_co = False  # type: ignore[assignment]  # a default cannot be typed for each ZeroOnly_co
+    rank_zero_only: bool = False
 
 
 class Execute:
@@ -322,8 +282,8 @@ class Execute:
     ``RANK_ZERO`` sends the arguments as they are to rank 0 alone and returns its value, whatever the dispatch mode.
     """
 
-    ALL: ClassVar[ExecuteMode[Literal[False]]] = ExecuteMode("ALL", False)
-    RANK_ZERO: ClassVar[ExecuteMode[Literal[True]]] = ExecuteMode("RANK_ZERO", True)
+    ALL: ClassVar[ExecuteMode] = ExecuteMode("ALL")
+    RANK_ZERO: ClassVar[ExecuteMode] = ExecuteMode("RANK_ZERO", rank_zero_only=True)
 
 
 @dataclass(frozen=True)
@@ -373,7 +333,7 @@ class Plan:
         collected: the ranks that return, one per result, in the order of the results.
     """
 
-    spec: DispatchSpec[ArgumentRule, ResultRule]
+    spec: DispatchSpec
     topology: Topology
     ranks: tuple[int, ...]
     shards: tuple[int, ...]
@@ -404,7 +364,7 @@ class Plan:
         return f"{spec}: {split}; {ranks} run, {results}\n{table_text(('shard', 'ranks', 'returning'), rows, max_rows)}"
 
 
-def plan(spec: DispatchSpec[Any, Any], topology: Topology, ranks: Collection[int] | None = None) -> Plan:
+def plan(spec: DispatchSpec, topology: Topology, ranks: Collection[int] | None = None) -> Plan:
     """Plan a mode on a topology; equal calls return the cached plan.
 
     Args:
@@ -425,7 +385,7 @@ def plan(spec: DispatchSpec[Any, Any], topology: Topology, ranks: Collection[int
 
 
 @lru_cache(maxsize=256)
-def _plan(spec: DispatchSpec[Any, Any], topology: Topology, ranks: tuple[int, ...] | None) -> Plan:
+def _plan(spec: DispatchSpec, topology: Topology, ranks: tuple[int, ...] | None) -> Plan:
     run = (0,) if spec.rank_zero_only else tuple(range(topology.world_size)) if ranks is None else ranks
     _check_ranks(spec, topology, run, ranks)
     of_rank = topology.shard_indices(spec.axes)
@@ -434,7 +394,7 @@ def _plan(spec: DispatchSpec[Any, Any], topology: Topology, ranks: tuple[int, ..
     return Plan(spec, topology, run, shards, len(position), _collected(spec, topology, run))
 
 
-def _collected(spec: DispatchSpec[Any, Any], topology: Topology, run: tuple[int, ...]) -> tuple[int, ...]:
+def _collected(spec: DispatchSpec, topology: Topology, run: tuple[int, ...]) -> tuple[int, ...]:
     """Return one rank for every result, in order: of the running ranks at ``collect``, the one nearest the origin."""
     result_of = topology.shard_indices(spec.by)
     selected = set(topology.select(**dict(spec.collect)))
@@ -462,9 +422,7 @@ def _nearest_origin(topology: Topology, choices: list[list[int]]) -> list[int]:
     return [min(ranks, key=coordinates.__getitem__) for ranks in choices]
 
 
-def _check_ranks(
-    spec: DispatchSpec[Any, Any], topology: Topology, run: tuple[int, ...], ranks: tuple[int, ...] | None
-) -> None:
+def _check_ranks(spec: DispatchSpec, topology: Topology, run: tuple[int, ...], ranks: tuple[int, ...] | None) -> None:
     if ranks is None:
         return
     world = topology.world_size

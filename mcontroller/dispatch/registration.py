@@ -9,18 +9,9 @@ import difflib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
-from mcontroller.dispatch.modes import (
-    A_co,
-    Dispatch,
-    DispatchSpec,
-    Execute,
-    ExecuteMode,
-    R_co,
-    RowRule,
-    mode_of_functions,
-)
+from mcontroller.dispatch.modes import Dispatch, DispatchSpec, Execute, ExecuteMode, RowRule, mode_of_functions
 from mcontroller.errors import DispatchError
 from mcontroller.partition import Padding
 
@@ -30,8 +21,7 @@ MAGIC_ATTR = "attrs_3141562937"
 _RAY_PARAMETER = "_ray_trace_ctx"
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-Blocking_co = TypeVar("Blocking_co", bound=bool, covariant=True)
-Mode = DispatchSpec[Any, Any] | Mapping[str, Callable[..., Any]]
+Mode = DispatchSpec | Mapping[str, Callable[..., Any]]
 
 
 @dataclass(frozen=True)
@@ -51,8 +41,8 @@ class Registration:
         DispatchError: a flag is not a bool, or ``timeout`` is not a positive number.
     """
 
-    dispatch_mode: DispatchSpec[Any, Any]
-    execute_mode: ExecuteMode[bool]
+    dispatch_mode: DispatchSpec
+    execute_mode: ExecuteMode
     blocking: bool = True
     materialize_futures: bool = True
     rows: RowRule = field(default_factory=RowRule)
@@ -69,36 +59,9 @@ class Registration:
             raise DispatchError(f"timeout is {seconds!r}; expected None or more than 0 seconds", timeout=seconds)
 
 
-@dataclass(frozen=True)
-class Registering(Generic[A_co, R_co, Blocking_co]):
-    """The decorator that ``register`` returns; it returns the function unchanged, with its signature.
-
-    The type parameters (the mode's rules for arguments and results, and whether a call blocks) are set by
-    ``mcontroller.mypy_plugin``, which computes from them the type of ``group.method``.
-
-    Attributes:
-        registration: the registration to record.
-    """
-
-    registration: Registration
-
-    def __call__(self, function: Function) -> Function:
-        """Register ``function``.
-
-        Raises:
-            DispatchError: ``function`` is not callable (a property, for example).
-        """
-        if not callable(function):
-            raise DispatchError(
-                f"@register decorates functions, not {function!r}: write it below the decorator that returned this"
-            )
-        setattr(function, MAGIC_ATTR, self.registration)
-        return function
-
-
 def register(
     dispatch_mode: Mode = Dispatch.ALL_TO_ALL,
-    execute_mode: ExecuteMode[bool] = Execute.ALL,
+    execute_mode: ExecuteMode = Execute.ALL,
     blocking: bool = True,
     materialize_futures: bool = True,
     *,
@@ -108,7 +71,7 @@ def register(
     within: str | None = None,
     timeout: float | None = None,
     changes_rows: bool = False,
-) -> Registering[Any, Any, Any]:
+) -> Callable[[Function], Function]:
     """Make a worker's method, sync or async, callable through its group.
 
     A method that overrides a registered one is registered in the same way, unless it is decorated itself.
@@ -135,37 +98,38 @@ def register(
         ``timeout`` and ``blocking`` for single calls.
 
     Raises:
-        DispatchError: an argument has a wrong type or an unknown value; raised at the decorator, not by a call.
+        DispatchError: an argument has a wrong type or an unknown value, or what is decorated is not callable (a
+            property, for example); raised at the decorator, not by a call.
 
     Examples:
         >>> class Critic(Worker):
         ...     @register(Dispatch.MEGATRON_COMPUTE_PROTO, padding="zero_loss")
         ...     def compute_values(self, batch: DataProto) -> DataProto: ...
     """
-    return Registering(
-        Registration(
-            _as_spec(dispatch_mode),
-            _as_execute_mode(execute_mode),
-            blocking,
-            materialize_futures,
-            RowRule(padding, balance, group_by, within),
-            timeout,
-            changes_rows,
-        )
+    registration = Registration(
+        _as_spec(dispatch_mode),
+        _as_execute_mode(execute_mode),
+        blocking,
+        materialize_futures,
+        RowRule(padding, balance, group_by, within),
+        timeout,
+        changes_rows,
     )
 
+    def decorate(function: Function) -> Function:
+        if not callable(function):
+            raise DispatchError(
+                f"@register decorates functions, not {function!r}: write it below the decorator that returned this"
+            )
+        setattr(function, MAGIC_ATTR, registration)
+        return function
 
-def owner_of(worker_cls: type, method: str) -> type:
-    """Return the class that has a method: the worker class, or else the class of one of its components."""
-    if hasattr(worker_cls, method):
-        return worker_cls
-    components: Mapping[str, type] = getattr(worker_cls, "components", {})
-    return next((each for each in components.values() if hasattr(each, method)), worker_cls)
+    return decorate
 
 
 def registration_of(worker_cls: type, method: str) -> Registration | None:
     """Return the registration of a method, or of the method that it overrides; None without one."""
-    for base in owner_of(worker_cls, method).__mro__:
+    for base in worker_cls.__mro__:
         registration: Registration | None = getattr(vars(base).get(method), MAGIC_ATTR, None)
         if registration is not None:
             return registration
@@ -178,20 +142,15 @@ def written_parameters(signature: inspect.Signature) -> list[inspect.Parameter]:
 
 
 def registrations(worker_cls: type) -> dict[str, Registration]:
-    """Return the registration of every registered method of a worker class, inherited ones too, by name.
-
-    Methods of its components (see ``Worker``) are among them.
-    """
-    found = {}
-    for owner in (worker_cls, *getattr(worker_cls, "components", {}).values()):
-        for method in dir(owner):
-            registration = registration_of(owner, method)
-            if method not in found and registration is not None and callable(getattr(owner, method)):
-                found[method] = registration
-    return found
+    """Return the registration of every registered method of a worker class, inherited ones too, by name."""
+    return {
+        method: registration
+        for method in dir(worker_cls)
+        if (registration := registration_of(worker_cls, method)) is not None and callable(getattr(worker_cls, method))
+    }
 
 
-def _as_spec(mode: Any) -> DispatchSpec[Any, Any]:
+def _as_spec(mode: Any) -> DispatchSpec:
     if isinstance(mode, DispatchSpec):
         return mode
     if isinstance(mode, Mapping):
@@ -217,7 +176,7 @@ def _mode_hint(mode: Any) -> str:
     return ": write @register() with its parentheses" if callable(mode) else ""
 
 
-def _as_execute_mode(mode: Any) -> ExecuteMode[bool]:
+def _as_execute_mode(mode: Any) -> ExecuteMode:
     if isinstance(mode, ExecuteMode):
         return mode
     raise DispatchError(

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mcontroller.dispatch.registration import owner_of, registrations
+from mcontroller.dispatch.registration import registrations
 from mcontroller.errors import CallTimeout, DispatchError, GroupError, LayoutError, WorkerDied
 from mcontroller.group import WorkerGroup
 from mcontroller.local.executor import LocalCall, LocalExecutor, private_copy
@@ -228,7 +228,7 @@ def mock_worker_group(
         name: the role, as error messages name it.
         failures: failures by rank: ``raises(...)``, ``dies(...)`` or ``is_late(...)``.
         timeout: deadline in seconds of calls that do not set one; None for no deadline.
-        kwargs: keyword arguments of the worker's ``__init__``; ``mcontroller.mypy_plugin`` checks them.
+        kwargs: keyword arguments of the worker's ``__init__``.
 
     Raises:
         DispatchError: ``failures`` names a rank that the layout does not have or a method that is not called through
@@ -266,7 +266,7 @@ def _check_failures(failures: Mapping[int, InjectedFailure], world_size: int, wo
                 f"failures[{rank!r}] is {failure!r}; expected raises(...), dies(...) or is_late(...)", failure=failure
             )
         method = failure.method
-        if method is not None and not callable(getattr(owner_of(worker_cls, method), method, None)):
+        if method is not None and not callable(getattr(worker_cls, method, None)):
             registered = sorted(registrations(worker_cls))
             close = difflib.get_close_matches(method, registered, n=1)
             raise DispatchError(

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import ClassVar
-
 from mcontroller import DataProto, Dispatch, Execute, Worker, register
+from mcontroller.worker import delegate
 
 STAGES = Dispatch.over(collect={"tp": 0, "dp": 0}, by="pp")
 
@@ -17,8 +15,7 @@ class Exporter:
 
 
 class Critic(Worker):
-    components: ClassVar[Mapping[str, type]] = {"exporter": Exporter}
-    exporter: Exporter
+    export = delegate("exporter", Exporter.export)
 
     def __init__(self, config: dict[str, int], role: str = "critic") -> None: ...
 
