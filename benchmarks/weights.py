@@ -51,7 +51,7 @@ from workers.weights.transfer.weight_transfer import TransferReport, WeightTrans
 
 MIB = 1 << 20
 BUCKET = 8 * MIB
-TRANSPORTS = ("shared_memory", "process_group")
+TRANSPORTS = ("process_group",)
 MOVES: list[tuple[int, dict[str, int], int, dict[str, int]]] = [(1, {}, 1, {}), (2, {"tp": 2}, 1, {})]
 
 

@@ -14,8 +14,7 @@ from tests.fake_cuda.nccl_group import ProcessGroupNCCL
 from tests.forking import RankFailure, run_ranks
 from workers.weights.resharding_schedule import Move
 from workers.weights.transfer.plan import PeerSlices, RankSchedule
-from workers.weights.transfer.process_group import ProcessGroup
-from workers.weights.transfer.transport import Deadline, PeerLost
+from workers.weights.transfer.transports import Deadline, PeerLost, ProcessGroup
 
 pytestmark = pytest.mark.processes
 
@@ -27,7 +26,15 @@ def end(timeout: float, buckets: int = 1) -> tuple[Any, dict[int, Any]]:
     """Return this rank's end, of a transfer of equal buckets from rank 0 to rank 1, and the addresses."""
     rank = dist.get_rank()
     planned = ((PeerSlices(1 - rank, 0, NBYTES, (MOVE,)),),) * buckets
-    schedule = RankSchedule("one", "process_group", rank == 0, rank, 2, planned, timeout)
+    schedule = RankSchedule(
+        transfer="one",
+        transport="process_group",
+        sends=rank == 0,
+        rank=rank,
+        size=2,
+        buckets=planned,
+        timeout=timeout,
+    )
     mine = ProcessGroup(schedule, torch.device("cuda", rank), "127.0.0.1")
     addresses = [mine.listen()]
     dist.broadcast_object_list(addresses, src=0)
@@ -37,7 +44,6 @@ def end(timeout: float, buckets: int = 1) -> tuple[Any, dict[int, Any]]:
 def received() -> list[int]:
     mine, addresses = end(30)
     mine.connect(addresses, Deadline(30))
-    mine.start()
     if dist.get_rank() == 0:
         mine.buffer(0, Deadline(30)).copy_(torch.arange(NBYTES, dtype=torch.uint8, device="cuda"))
         mine.send(0, Deadline(30))

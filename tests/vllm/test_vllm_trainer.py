@@ -28,7 +28,7 @@ from trainer import (
     restart_rollout,
 )
 from workers import ActorConfig
-from workers.weights.transfer.transport import TransferError
+from workers.weights.transfer.weight_transfer import TransferError
 
 PROBLEMS, SAMPLES, STEPS, TOLERANCE = 4, 4, 3, 1e-4
 SEPARATE = {Role.Actor: Actor, Role.Rollout: Actor}

@@ -41,7 +41,6 @@ class LocalTensor(NamedTuple):
         dtype, itemsize: the name of its dtype, and the bytes of an element.
         dim: the dim that it is divided along; None if the rank has all of it.
         spans: the parts of that dim that the rank has; padding is in none.
-        contiguous: whether the memory of the rank's own tensor is contiguous.
     """
 
     name: str
@@ -50,7 +49,6 @@ class LocalTensor(NamedTuple):
     itemsize: int
     dim: int | None = None
     spans: tuple[Span, ...] = ()
-    contiguous: bool = True
 
     def along(self, dim: int) -> tuple[Span, ...]:
         """Return the parts of ``dim`` that the rank has; ``dim`` is its own, or the dim of ranks that have less."""
@@ -180,7 +178,7 @@ def whole_tensors(sources: Sequence[Sequence[LocalTensor]]) -> list[LocalTensor]
                 layer = float(numbered[1])
             elif layer >= 0:
                 layer = inf  # after them
-            found.setdefault(tensor.name, (layer, tensor._replace(dim=None, spans=(), contiguous=True)))
+            found.setdefault(tensor.name, (layer, tensor._replace(dim=None, spans=())))
     return [tensor for _, tensor in sorted(found.values(), key=lambda pair: pair[0])]
 
 

@@ -56,9 +56,7 @@ class WeightShard:
     def described(self) -> LocalTensor:
         """Return the description of this part without its values."""
         dtype = str(self.param.dtype).removeprefix("torch.")
-        contiguous = self.param.is_contiguous() and self.merging is None
-        size = self.param.element_size()
-        return LocalTensor(self.name, self.full_shape, dtype, size, self.dim, self.spans, contiguous)
+        return LocalTensor(self.name, self.full_shape, dtype, self.param.element_size(), self.dim, self.spans)
 
     def runs(self) -> Iterator[tuple[int, Tensor]]:
         """Iterate over consecutive indices of the whole tensor along ``dim``: the first one, and the values."""

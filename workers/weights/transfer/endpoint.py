@@ -10,13 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mcontroller.errors import DataError, MControllerError
+from mcontroller.errors import MControllerError
 from workers.weights.resharding import BucketMemory, Wanted, filled_bucket
 from workers.weights.resharding_schedule import Move, TensorInBucket
 from workers.weights.shards import SliceReader, WeightShard
 from workers.weights.transfer.plan import RankSchedule
-from workers.weights.transfer.transport import Deadline, PeerLost
-from workers.weights.transfer.transports import TRANSPORTS
+from workers.weights.transfer.transports import TRANSPORTS, Deadline, PeerLost
 
 
 class TransferOutcome(NamedTuple):
@@ -58,7 +57,7 @@ class TransferEndpoint:
         self._schedule, self._shards, self._device = schedule, shards, device
         self._reader = SliceReader(shards)
         self._deadline = Deadline(schedule.timeout)
-        self._end = TRANSPORTS.get_or_raise(schedule.transport)(schedule, device, address, self._direct_memory)
+        self._end = TRANSPORTS.get_or_raise(schedule.transport)(schedule, device, address)
 
     def listen(self) -> Any:
         """Return what other ranks need to reach this one."""
@@ -85,7 +84,6 @@ class TransferEndpoint:
     @torch.no_grad()
     def buckets(self, memory: BucketMemory, wanted: Wanted = "all") -> Iterator[list[TensorInBucket]]:
         """Iterate over the buckets of whole tensors that arrive for the engine of this rank."""
-        self._end.start()
         for index, bucket in enumerate(self._schedule.buckets):
             slots = sorted({move.target_slot for slices in bucket for move in slices.moves})
             tensors = {slot: self._schedule.whole[slot] for slot in slots}
@@ -112,7 +110,6 @@ class TransferEndpoint:
 
     def _send(self) -> None:
         self._reader = SliceReader(self._shards)  # the weights have changed
-        self._end.start()
         for index, bucket in enumerate(self._schedule.buckets):
             buffer = self._end.buffer(index, self._deadline)
             for slices in bucket:
@@ -126,10 +123,10 @@ class TransferEndpoint:
     def _receive(self) -> None:
         for shard in self._shards:
             shard.padding().zero_()
-        self._end.start()
         for index in range(len(self._schedule.buckets)):
             for move, values in self._arriving(index):
-                tensor = self._slice(move)
+                weights = self._shards[move.target_slot].param.data
+                tensor = weights.narrow(move.dim, move.target_start, move.length)
                 tensor.copy_(values.view(tensor.shape))
         self._end.flush(self._deadline)
         if self._device.type == "cuda":
@@ -142,27 +139,10 @@ class TransferEndpoint:
             if data.is_cuda:
                 torch.cuda.current_stream().synchronize()
 
-    def _direct_memory(self, move: Move) -> Tensor:
-        """Return the memory of a slice that travels outside of the buckets, uint8 ``[bytes]``."""
-        tensor = self._slice(move)  # now: weights that were offloaded have new memory
-        if not tensor.is_contiguous() or tensor.dtype != getattr(torch, move.dtype):
-            raise DataError(
-                f"a weight that was contiguous {move.dtype} when the transfer was opened is not any more: open a new "
-                "WeightTransfer",
-                dtype=move.dtype,
-            )
-        return tensor.view(-1).view(torch.uint8)
-
-    def _slice(self, move: Move) -> Tensor:
-        """Return the slice of this rank's tensor that a move sends, or fills."""
-        if self._schedule.sends:
-            return self._reader.read(move.source_slot, move.dim, move.source_start, move.length)
-        return self._shards[move.target_slot].param.data.narrow(move.dim, move.target_start, move.length)
-
     def _fill(self, data: Tensor, moves: Sequence[Move]) -> None:
         """Copy slices of this rank's tensors into ``data``, converted to the dtype that travels."""
         for move, part in zip(moves, _parts(data, moves), strict=True):
-            tensor = self._slice(move)
+            tensor = self._reader.read(move.source_slot, move.dim, move.source_start, move.length)
             part.view(tensor.shape).copy_(tensor)
 
 

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from math import prod
 from typing import NamedTuple
 
 from workers.weights.resharding_schedule import (
@@ -23,6 +22,11 @@ from workers.weights.resharding_schedule import (
     plan_whole,
     whole_tensors,
 )
+
+ALIGNMENT = 64
+"""[bytes] The start of a bucket in the memory that has two of them."""
+
+_MOST_LINES = 40
 
 
 class ServedEngine(NamedTuple):
@@ -62,15 +66,6 @@ class RankWeights(NamedTuple):
     engine: ServedEngine | None = None
 
 
-_MOST_LINES = 40
-
-ALIGNMENT = 64
-"""[bytes] The start of a bucket in the memory that has two of them."""
-
-DIRECT_BYTES = 1 << 20
-"""Slices of this size or more, contiguous and of one dtype on both sides, travel outside of the buckets."""
-
-
 class PeerSlices(NamedTuple):
     """The part of a bucket that one rank sends to another.
 
@@ -98,7 +93,6 @@ class RankSchedule:
         rank, size: its number among the ranks of both groups, and how many these are.
         buckets: the slices of each bucket, in the order in which they travel.
         timeout: seconds after which setting up a connection fails.
-        direct: the slices that travel outside of the buckets, from weights to weights, in order.
         hf_names: whether the tensors are named and divided as in a Hugging Face checkpoint.
         whole: the tensors that an engine gets, in the order of their slots; none without an engine.
     """
@@ -110,19 +104,17 @@ class RankSchedule:
     size: int
     buckets: tuple[tuple[PeerSlices, ...], ...]
     timeout: float
-    direct: tuple[Move, ...] = ()
     hf_names: bool = False
     whole: tuple[LocalTensor, ...] = ()
 
     @property
     def nbytes(self) -> int:
         """The bytes that the rank sends or receives."""
-        in_buckets = sum(slices.nbytes for bucket in self.buckets for slices in bucket)
-        return in_buckets + sum(move.nbytes for move in self.direct)
+        return sum(slices.nbytes for bucket in self.buckets for slices in bucket)
 
     @cached_property
     def peers(self) -> tuple[int, ...]:
-        """The ranks that this one sends to or receives from in buckets."""
+        """The ranks that this one sends to or receives from."""
         return tuple(sorted({slices.peer for bucket in self.buckets for slices in bucket}))
 
     @cached_property
@@ -141,8 +133,6 @@ class TransferSchedule:
         buckets: moves of one dtype each; in one bucket no rank sends or receives more than the limit.
         least_bytes: over all ranks of the target, the bytes of what they have. No schedule sends less.
         targets: by rank of the target, the tensors that it gets.
-        direct: moves that travel from the memory of one rank's weights to the other's, whole and outside of the
-            buckets, in one order for all ranks, so that they do not wait for each other in a circle.
     """
 
     source_size: int
@@ -150,7 +140,6 @@ class TransferSchedule:
     buckets: tuple[tuple[Move, ...], ...]
     least_bytes: int
     targets: tuple[tuple[LocalTensor, ...], ...]
-    direct: tuple[Move, ...] = ()
 
     @cached_property
     def by_rank(self) -> tuple[tuple[tuple[PeerSlices, ...], ...], ...]:
@@ -165,15 +154,6 @@ class TransferSchedule:
                 ranks[rank].append(_by_peer(by_peer))
         return tuple(tuple(buckets) for buckets in ranks)
 
-    @cached_property
-    def direct_by_rank(self) -> tuple[tuple[Move, ...], ...]:
-        """By rank, the direct moves that it sends or receives."""
-        ranks: list[list[Move]] = [[] for _ in range(self.source_size + self.target_size)]
-        for move in self.direct:
-            ranks[move.source_rank].append(move)
-            ranks[move.target_rank].append(move)
-        return tuple(tuple(moves) for moves in ranks)
-
     @property
     def dtypes(self) -> dict[str, list[str]]:
         """By name, the dtypes in which the target gets the tensor."""
@@ -186,13 +166,13 @@ class TransferSchedule:
     def routes(self) -> dict[tuple[int, int], int]:
         """The bytes from each rank of the source to each rank of the target, counted from 0."""
         routes: dict[tuple[int, int], int] = defaultdict(int)
-        for move in chain(self.direct, *self.buckets):
+        for move in chain(*self.buckets):
             routes[move.source_rank, move.target_rank - self.source_size] += move.nbytes
         return dict(sorted(routes.items()))
 
 
 def schedule_transfer(
-    sources: Sequence[RankWeights], targets: Sequence[RankWeights], bucket_bytes: int, *, direct: bool = False
+    sources: Sequence[RankWeights], targets: Sequence[RankWeights], bucket_bytes: int
 ) -> TransferSchedule:
     """Return the moves that fill every rank of the target group from the ranks of the source group.
 
@@ -204,48 +184,42 @@ def schedule_transfer(
         sources: by rank, what the group has that weights come from; with Hugging Face names if engines get them.
         targets: by rank, what the group has that weights go to.
         bucket_bytes: most bytes that a rank sends, and most that it receives, at once.
-        direct: whether large slices that are contiguous and of the same dtype on both sides travel without a bucket,
-            and then without its limit: they need no memory but the weights'.
 
     Raises:
         DataError: the two are not the same model, or the position of a weight in the whole model is unknown.
     """
-    check_known(sorted({name for each in (*sources, *targets) for name in each.unknown}))
-    everyone = (*sources, *targets)
-    engines = [each.engine for each in targets if each.engine is not None]
-    wanted = _of_engines(sources, targets) if engines else tuple(each.tensors for each in targets)
-    smaller = {tensor.name: tensor for of_rank in wanted for tensor in of_rank}
-    sending = [[_on_the_way(tensor, smaller.get(tensor.name)) for tensor in each.tensors] for each in sources]
-    both = [*sending, *([] for _ in targets)], [*([] for _ in sources), *map(list, wanted)]
+    ranks = (*sources, *targets)
+    check_known(sorted({name for rank in ranks for name in rank.unknown}))
+    engines = [target.engine for target in targets if target.engine is not None]
+    wanted = _engine_tensors(sources, targets) if engines else tuple(target.tensors for target in targets)
+    received = {tensor.name: tensor for tensor in chain(*wanted)}
+    sent = [[_in_smaller_dtype(tensor, received.get(tensor.name)) for tensor in source.tensors] for source in sources]
+    from_ranks = [*sent, *([] for _ in targets)]
+    to_ranks = [*([] for _ in sources), *map(list, wanted)]
 
     def distance(one: int, other: int) -> int:
-        return _distance(everyone[one], everyone[other])
+        return _distance(ranks[one], ranks[other])
 
     if engines:
-        buckets = plan_whole(*both, min(bucket_bytes, *(each.bucket_bytes for each in engines)), distance)
-        least = sum(move.nbytes for move in chain(*buckets))
-        return TransferSchedule(len(sources), len(targets), buckets, least, wanted)
-    ordered = interleaved(plan_moves(*both, distance))
-    whole = {move for move in ordered if direct and _needs_no_bucket(move, everyone)}
-    return TransferSchedule(
-        len(sources),
-        len(targets),
-        tuple(in_buckets([move for move in ordered if move not in whole], bucket_bytes)),
-        sum(move.nbytes for move in ordered),
-        wanted,
-        tuple(move for move in ordered if move in whole),
-    )
+        limit = min(bucket_bytes, *(engine.bucket_bytes for engine in engines))
+        buckets = plan_whole(from_ranks, to_ranks, limit, distance)
+    else:
+        buckets = tuple(in_buckets(interleaved(plan_moves(from_ranks, to_ranks, distance)), bucket_bytes))
+    least = sum(move.nbytes for move in chain(*buckets))
+    return TransferSchedule(len(sources), len(targets), buckets, least, wanted)
 
 
-def _of_engines(sources: Sequence[RankWeights], targets: Sequence[RankWeights]) -> tuple[tuple[LocalTensor, ...], ...]:
+def _engine_tensors(
+    sources: Sequence[RankWeights], targets: Sequence[RankWeights]
+) -> tuple[tuple[LocalTensor, ...], ...]:
     """By rank of the target, all tensors of the source in the smaller one of both dtypes; none without an engine."""
-    whole = whole_tensors([each.tensors for each in sources])
+    whole = whole_tensors([source.tensors for source in sources])
 
-    def of(engine: ServedEngine) -> tuple[LocalTensor, ...]:
-        like_it = (tensor._replace(dtype=engine.dtype, itemsize=engine.itemsize) for tensor in whole)
-        return tuple(_on_the_way(tensor, converted) for tensor, converted in zip(whole, like_it, strict=True))
+    def received(engine: ServedEngine) -> tuple[LocalTensor, ...]:
+        converted = (tensor._replace(dtype=engine.dtype, itemsize=engine.itemsize) for tensor in whole)
+        return tuple(_in_smaller_dtype(*pair) for pair in zip(whole, converted, strict=True))
 
-    return tuple(() if each.engine is None else of(each.engine) for each in targets)
+    return tuple(() if target.engine is None else received(target.engine) for target in targets)
 
 
 def _distance(one: RankWeights, other: RankWeights) -> int:
@@ -254,20 +228,7 @@ def _distance(one: RankWeights, other: RankWeights) -> int:
     return int(one.device != other.device)
 
 
-def _needs_no_bucket(move: Move, everyone: Sequence[RankWeights]) -> bool:
-    """Whether both ranks have the slice in contiguous memory, in the same dtype."""
-    source = everyone[move.source_rank].tensors[move.source_slot]
-    target = everyone[move.target_rank].tensors[move.target_slot]
-    same = source.dtype == target.dtype
-    return move.nbytes >= DIRECT_BYTES and same and _is_contiguous(move, source) and _is_contiguous(move, target)
-
-
-def _is_contiguous(move: Move, tensor: LocalTensor) -> bool:
-    length = sum(span.stop - span.start for span in tensor.along(move.dim))  # padding is along dim 0 only
-    return tensor.contiguous and (prod(tensor.shape[: move.dim]) == 1 or move.length == length)
-
-
-def _on_the_way(source: LocalTensor, target: LocalTensor | None) -> LocalTensor:
+def _in_smaller_dtype(source: LocalTensor, target: LocalTensor | None) -> LocalTensor:
     """The source's tensor in the smaller one of both dtypes."""
     if target is None or target.itemsize >= source.itemsize:
         return source
@@ -294,11 +255,9 @@ def explanation(schedule: TransferSchedule, transport: str, bucket_bytes: int, s
         target: the name of the group that they go to.
     """
     sent = sum(schedule.routes.values())
-    direct = sum(move.nbytes for move in schedule.direct)
-    outside = f"{_size(direct)} directly from weights to weights, {_size(sent - direct)}" if direct else _size(sent)
     lines = [
         f"{source} ({_ranks(schedule.source_size)}) -> {target} ({_ranks(schedule.target_size)}) by {transport}: "
-        f"{outside} in {len(schedule.buckets)} buckets of at most {_size(bucket_bytes)}; the least is "
+        f"{_size(sent)} in {len(schedule.buckets)} buckets of at most {_size(bucket_bytes)}; the least is "
         f"{_size(schedule.least_bytes)}"
     ]
     senders: dict[int, dict[int, int]] = defaultdict(dict)

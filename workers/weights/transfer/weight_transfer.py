@@ -1,4 +1,9 @@
-"""WeightTransfer: the weights of one group to another, from the controller, which never has them."""
+"""WeightTransfer: the weights of one group to another, from the controller, which never has them.
+
+Ranks describe which slices of which tensors they have (``plan.RankWeights``), and from this ``plan.schedule_transfer``
+decides who sends what to whom. Each rank then has a ``TransferEndpoint``, which fills buckets from its weights, or its
+weights or an engine from buckets; ``transports`` carries the buckets.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +13,12 @@ import uuid
 from dataclasses import dataclass
 from typing import Any, Self
 
-from mcontroller.errors import ConnectionLost, GroupError
+from mcontroller.errors import ConnectionLost, GroupError, MControllerError
 from mcontroller.group import WorkerGroup
 from mcontroller.transport import Future
 from workers.weights.transfer.endpoint import TransferOutcome
 from workers.weights.transfer.plan import RankSchedule, TransferSchedule, explanation, schedule_transfer
-from workers.weights.transfer.transport import TransferError
-from workers.weights.transfer.transports import TRANSPORTS, choose_transport
+from workers.weights.transfer.transports import choose_transport
 from workers.weights.verification import Verification
 
 logger = logging.getLogger(__name__)
@@ -24,6 +28,19 @@ CALL_GRACE = 60.0
 
 TARGET_GRACE = 10.0
 """[seconds] Time that the ranks of the target have to answer after the source has reported a failure."""
+
+
+class TransferError(MControllerError):
+    """A transfer of weights that did not complete; the source group is usable, the target's weights are incomplete.
+
+    Attributes:
+        source, target: the names of the groups.
+        failures: what each rank reports, by group and rank: ``{("rollout", 1): "process ended"}``.
+    """
+
+    source: str
+    target: str
+    failures: dict[tuple[str, int], str]
 
 
 @dataclass(frozen=True)
@@ -72,12 +89,11 @@ class WeightTransfer:
     Args:
         source: the group that weights come from.
         target: the group that weights go to. Its weights and persistent buffers are replaced.
-        transport: a name of ``TRANSPORTS``: ``in_process``, ``shared_memory`` (one node), ``process_group`` (gloo or
+        transport: a name of ``TRANSPORTS``: ``in_process`` (local and simulated groups), ``process_group`` (gloo or
             NCCL), ``cuda_ipc`` (GPUs of one node, which ranks may share); ``auto`` is the first of these that can be
             used.
         bucket_bytes: most bytes that a rank sends, and most that it receives, at once. A rank keeps at most two such
-            buckets. Slices that travel from the weights of one rank to the weights of the other, without a buffer, do
-            not count (large ones by ``process_group``).
+            buckets.
         timeout: seconds after which connecting or running a transfer fails, if a rank does not answer.
 
     Raises:
@@ -105,13 +121,12 @@ class WeightTransfer:
         self.source, self.target = source, target
         self.timeout = timeout
         self.bucket_bytes = bucket_bytes
-        of_target = target.describe_weights()
-        self._hf_names = any(each.engine is not None for each in of_target)
-        of_source = source.describe_weights(self._hf_names)
-        self.transport = choose_transport(transport, of_source, of_target)
-        direct = TRANSPORTS[self.transport].sends_directly
-        self.schedule: TransferSchedule = schedule_transfer(of_source, of_target, bucket_bytes, direct=direct)
-        self._verifies = all(each.verify for each in of_target)
+        targets = target.describe_weights()
+        self._hf_names = any(rank.engine is not None for rank in targets)
+        sources = source.describe_weights(self._hf_names)
+        self.transport = choose_transport(transport, sources, targets)
+        self.schedule: TransferSchedule = schedule_transfer(sources, targets, bucket_bytes)
+        self._verifies = all(rank.verify for rank in targets)
         self._verification = Verification(f"group {target.name}")
         if not self._verifies:
             logger.warning(
@@ -119,7 +134,7 @@ class WeightTransfer:
             )
         self._id = uuid.uuid4().hex
         self._open = True
-        self._pids = [each.pid for each in of_target]
+        self._pids = [rank.pid for rank in targets]
         self._connect()
 
     def run(self) -> TransferReport:
@@ -184,23 +199,26 @@ class WeightTransfer:
         size = sources + self.schedule.target_size
         schedules = [
             RankSchedule(
-                self._id,
-                self.transport,
-                rank < sources,
-                rank,
-                size,
-                self.schedule.by_rank[rank],
-                self.timeout,
-                self.schedule.direct_by_rank[rank],
-                self._hf_names,
-                self.schedule.targets[rank - sources] if self._hf_names and rank >= sources else (),
+                transfer=self._id,
+                transport=self.transport,
+                sends=rank < sources,
+                rank=rank,
+                size=size,
+                buckets=self.schedule.by_rank[rank],
+                timeout=self.timeout,
+                hf_names=self._hf_names,
+                whole=self.schedule.targets[rank - sources] if self._hf_names and rank >= sources else (),
             )
             for rank in range(size)
         ]
-        addresses = [
-            *self.source.listen_for_weights(schedules[:sources]),
-            *self.target.listen_for_weights(schedules[sources:]),
-        ]
+        try:
+            addresses = [
+                *self.source.listen_for_weights(schedules[:sources]),
+                *self.target.listen_for_weights(schedules[sources:]),
+            ]
+        except GroupError:
+            self.close()
+            raise
         known = {rank: address for rank, address in enumerate(addresses) if address is not None}
         self._both("connect_weights", "connect_weights", self._id, known)
 
@@ -224,12 +242,12 @@ class WeightTransfer:
         if failures:
             # A process that has answered and then ended is known by the lost connection of its peer alone.
             ended = self._close()
-            cause = next((each for each in (sent, received, ended) if isinstance(each, GroupError)), None)
+            cause = next((error for error in (sent, received, ended) if isinstance(error, GroupError)), None)
             what = "; ".join(f"{group} rank {rank}: {text}" for (group, rank), text in failures.items())
             if isinstance(received, list) and cause is None and of_target == "receive_weights":  # all processes live
-                named = [rank for group, rank in failures if group == self.target.name]
-                found = [rank for rank, each in enumerate(received) if each.peer is not None]
-                cause = self._give_up_target((named or found)[0], what)
+                failed_ranks = [rank for group, rank in failures if group == self.target.name]
+                waiting_ranks = [rank for rank, outcome in enumerate(received) if outcome.peer is not None]
+                cause = self._give_up_target((failed_ranks or waiting_ranks)[0], what)
             raise TransferError(
                 f"weights from {self.source.name} to {self.target.name} did not arrive: {what}",
                 source=self.source.name,
@@ -259,7 +277,7 @@ class WeightTransfer:
         """By group and rank, what went wrong: as the groups report it, or else as the rank's peers do."""
         by_name = ((self.source.name, sent), (self.target.name, received))
         broken: dict[tuple[str, int], str] = {}
-        seen: dict[tuple[str, int], str] = {}
+        noticed: dict[tuple[str, int], str] = {}
         for group, outcomes in by_name:
             if isinstance(outcomes, GroupError):
                 ranks = outcomes.fields.get("ranks") or (outcomes.fields.get("rank", -1),)
@@ -267,8 +285,8 @@ class WeightTransfer:
                 continue
             for rank, outcome in enumerate(outcomes):
                 if outcome.peer is not None:
-                    seen.setdefault(self._named(outcome.peer), f"{outcome.failure} (seen by {group} rank {rank})")
-        return broken or seen
+                    noticed.setdefault(self._named(outcome.peer), f"{outcome.failure} (seen by {group} rank {rank})")
+        return broken or noticed
 
     def _named(self, number: int) -> tuple[str, int]:
         sources = self.schedule.source_size

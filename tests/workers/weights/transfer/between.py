@@ -11,8 +11,7 @@ from mcontroller.errors import CallTimeout, ConnectionLost, WorkerDied
 from tests.workers.roles import MODEL, OPTIM, PROMPT, RESPONSE
 from tests.workers.weights.transfer.roles import Policy
 from workers.config import ActorConfig, load_config
-from workers.weights.transfer.transport import TransferError
-from workers.weights.transfer.weight_transfer import WeightTransfer
+from workers.weights.transfer.weight_transfer import TransferError, WeightTransfer
 
 BUCKET = 16_384
 COMMON = {
@@ -57,7 +56,7 @@ def check_hang(actor: Any, rollout: Any, transport: str) -> None:
     """Check that a rank of the target that hangs is named."""
     transfer = WeightTransfer(actor, rollout, transport=transport, timeout=2)
     rollout.fail_in_the_next_transfer("hang")
-    with pytest.raises(TransferError, match="rollout rank 0") as caught:
+    with pytest.raises(TransferError) as caught:
         transfer.run()
     assert list(caught.value.failures) == [("rollout", 0)]
     assert isinstance(caught.value.__cause__, CallTimeout)
@@ -70,12 +69,14 @@ def check_death(actor: Any, rollout: Any, transport: str, fault: str = "die") ->
     transfer.run()
     assert set(rollout.digest()) == {actor.digest()[0]}
     rollout.fail_in_the_next_transfer(fault)
-    with pytest.raises(TransferError, match="rollout rank 0") as caught:
+    with pytest.raises(TransferError) as caught:
         transfer.run()
+    assert ("rollout", 0) in caught.value.failures
     assert type(caught.value.__cause__) is (ConnectionLost if fault == "lose the connection" else WorkerDied)
     assert rollout.broken is caught.value.__cause__ and actor.broken is None
-    with pytest.raises(TransferError, match="is closed: open a new WeightTransfer"):
+    with pytest.raises(TransferError) as closed:
         transfer.run()
+    assert closed.value.failures == {}
     actor.change_weights()
     assert len(set(actor.digest())) == 1
 
@@ -84,9 +85,9 @@ def check_lost_source(actor: Any, rollout: Any, transport: str) -> None:
     """Check that the target is broken, at a rank that noticed it, if the source loses its connections and lives."""
     transfer = WeightTransfer(actor, rollout, transport=transport, timeout=60)
     actor.fail_in_the_next_transfer("lose the connection")
-    with pytest.raises(TransferError, match=r"actor rank \d: .* \(seen by rollout rank \d\)") as caught:
+    with pytest.raises(TransferError) as caught:
         transfer.run()
+    assert {group for group, _ in caught.value.failures} == {"actor"}
     lost = caught.value.__cause__
     assert isinstance(lost, ConnectionLost) and (lost.role, lost.method) == ("rollout", "receive_weights")
-    assert f"(seen by rollout rank {lost.rank})" in str(caught.value)
     assert rollout.broken is lost and actor.broken is None

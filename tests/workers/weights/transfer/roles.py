@@ -11,7 +11,6 @@ from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
 from tests.workers.full_state import full_state_dict
 from workers.actor import ActorRolloutRefWorker
-from workers.weights.transfer import plan
 from workers.weights.transfer.endpoint import TransferOutcome
 
 
@@ -32,11 +31,6 @@ class Policy(ActorRolloutRefWorker):
         for chunk in self.model:
             for parameter in chunk.parameters():
                 parameter.data.add_(0.01)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def set_direct_bytes(self, nbytes: int) -> None:
-        """Let slices of this size or more travel outside of the buckets."""
-        plan.DIRECT_BYTES = nbytes
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def fail_in_the_next_transfer(self, fault: str) -> None:

