@@ -84,6 +84,5 @@ if TYPE_CHECKING:
     from workers.losses.registry import POLICY_LOSSES as POLICY_LOSSES
     from workers.losses.registry import PolicyLoss as PolicyLoss
     from workers.losses.registry import register_policy_loss as register_policy_loss
-    from workers.update_rules import UpdateRules as UpdateRules
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__)

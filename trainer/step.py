@@ -18,7 +18,7 @@ from trainer.kl import apply_kl_penalty, make_kl_controller
 from trainer.metrics import Metrics, of_ranks
 from trainer.mismatch import TOKEN_VERSIONS, importance_weights, mismatch_metrics, version_metrics
 from trainer.rewards.reward import Reward, RewardSources, Scores
-from trainer.roles import response_limit, unread_by_update, updates_once
+from trainer.roles import response_limit
 from trainer.rollout.generation import (
     Generations,
     RolloutFunction,
@@ -62,8 +62,7 @@ class PPOStep:
         self.config, self.tokenizer, self.groups, self.stages = config, tokenizer, groups, stages
         self.rewards, self.rollout_fn = rewards, rollout_fn
         self.kl_ctrl = make_kl_controller(config.algorithm.kl_ctrl)
-        workers = {each.name: each.init for each in groups.workers}
-        self.balance = TokenBalance(workers, groups.by_name, config.trainer.balance_tokens)
+        self.balance = TokenBalance(groups, config.trainer.balance_tokens)
         self.weights = RolloutWeights(stages, config.trainer)
         ahead = config.trainer.max_staleness
         self.generations = (
@@ -126,13 +125,13 @@ class PPOStep:
         """Start to compute log-probabilities of policy and reference and the critic's values, as far as needed."""
         rows, old, calls = batch.select(non_tensor_batch_keys=[]), self.config.algorithm.old_log_probs, []
         others = without(rows, [ROUTED_EXPERTS])
-        once = updates_once(self.config, self.groups.workers[0], len(rows), rows.meta_info.get("n", 1))
+        once = self.groups.updates_once(len(rows), rows.meta_info.get("n", 1))
         if old == "policy" or (old == "auto" and not once):
-            calls.append(start("old log-probs", self.balance.of(self.groups.actor.compute_log_prob), rows))
+            calls.append(start("old log-probs", self.balance.split(self.groups.actor.compute_log_prob), rows))
         if self.groups.reference is not None:
-            calls.append(start("reference", self.balance.of(self.groups.reference.compute_ref_log_prob), others))
+            calls.append(start("reference", self.balance.split(self.groups.reference.compute_ref_log_prob), others))
         if self.groups.critic is not None:
-            calls.append(start("values", self.balance.of(self.groups.critic.compute_values), others))
+            calls.append(start("values", self.balance.split(self.groups.critic.compute_values), others))
         return calls
 
     def with_results(self, batch: DataProto, calls: Sequence[StageCall]) -> DataProto:
@@ -171,14 +170,20 @@ class PPOStep:
         if not bool(columns(batch, "response_mask")[0].any()):
             return {"actor/skipped_steps": 1.0}
         calls: list[StageCall] = []
-        unread = {name: unread_by_update(self.groups.workers, name) for name in self.groups.trained()}
         with self.stages.overlapping() as start:
             if self.groups.critic is not None:
-                rows = without(batch, unread["critic"])
-                calls.append(start("update critic", *self.balance.update(self.groups.critic.update_critic, rows, step)))
+                rows = without(batch, self.groups.columns_unread(self.groups.critic))
+                calls.append(
+                    start("update critic", *self.balance.split_update(self.groups.critic.update_critic, rows, step))
+                )
             if step >= trainer.critic_warmup:
-                rows, update = without(batch, unread["actor"]), self.config.warm_up.steps + step - trainer.critic_warmup
-                calls.append(start("update actor", *self.balance.update(self.groups.actor.update_actor, rows, update)))
+                rows, update = (
+                    without(batch, self.groups.columns_unread(self.groups.actor)),
+                    self.config.warm_up.steps + step - trainer.critic_warmup,
+                )
+                calls.append(
+                    start("update actor", *self.balance.split_update(self.groups.actor.update_actor, rows, update))
+                )
                 self.weights.changed()
         return united(*(of_ranks(call.get().meta_info["metrics"]) for call in calls))
 
@@ -225,7 +230,7 @@ class PPOStep:
         if self.groups.reward_model is not None:
             stage, rows = "held-out" if held_out else "reward model", without(batch, [ROUTED_EXPERTS])
             score = self.groups.reward_model.compute_rm_score
-            call = start(stage, self.balance.of(score) if TOKENS in rows.tensor_names else score, rows)
+            call = start(stage, self.balance.split(score) if TOKENS in rows.tensor_names else score, rows)
             scores = call.get()
         start.start_all()
         with self.stages("held-out" if held_out else "reward"):
@@ -235,7 +240,12 @@ class PPOStep:
                 without_score = columns(batch, FAILED)[0] | reward.row_scores().isnan()
                 reward = replace(reward, scored=(~without_score).tolist())
             if (overlong := self.config.algorithm.overlong).buffer and not held_out:
-                reward = penalized(reward, columns(seen, "response_mask")[0], overlong, response_limit(self.config))
+                reward = penalized(
+                    reward,
+                    columns(seen, "response_mask")[0],
+                    overlong,
+                    response_limit(self.config, self.groups.mapping),
+                )
         return scores.union(DataProto.from_dict({"token_level_scores": reward.token_level_scores})), reward
 
     def with_greedy_scores(self, batch: DataProto, problems: DataProto) -> DataProto:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from megatron.core.optimizer import MegatronOptimizer
@@ -29,6 +29,7 @@ from workers.megatron_worker import MegatronWorker
 from workers.memory.offloader import Offloader
 from workers.model.transformer_config import check_chunks
 from workers.profiling.profiler import Profiler
+from workers.role_worker import RoleWorker
 from workers.train.batches import RowReader, TokenBatch
 from workers.train.metrics import Rule
 from workers.train.micro_batches import MicroBatcher
@@ -45,7 +46,7 @@ from workers.train.trainer import Trainer
 from workers.weights.hf.checkpoint import check_checkpoint_files
 
 
-class ModelWorker(MegatronWorker):
+class ModelWorker(MegatronWorker, RoleWorker):
     """A worker with one model, or several, on this rank.
 
     Args:
@@ -73,21 +74,34 @@ class ModelWorker(MegatronWorker):
 
     warm_imports: ClassVar[Sequence[str]] = (__name__,)
     components: ClassVar[Mapping[str, type]] = {
-        **{"offloader": Offloader, "checkpointer": Checkpointer, "profiler": Profiler}
+        "offloader": Offloader,
+        "checkpointer": Checkpointer,
+        "profiler": Profiler,
     }
     profiler: Profiler
     offloader: Offloader
     checkpointer: Checkpointer
 
     parts_needed: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        **dict.fromkeys(("get_megatron_rank_info", "get_megatron_global_info", "execute_func_rank_zero"), ()),
-        **dict.fromkeys(("save_to_memory", "load_from_memory"), ("params", "reference", "optimizer")),
-        **dict.fromkeys(("start_profile", "stop_profile", "record_memory", "save_memory_snapshot"), ()),
-        **dict.fromkeys(("offload", "reload", "take_memory_use", "verify_checkpoint", "wait_for_checkpoint"), ()),
+        "get_megatron_rank_info": (),
+        "get_megatron_global_info": (),
+        "execute_func_rank_zero": (),
+        "start_profile": (),
+        "stop_profile": (),
+        "record_memory": (),
+        "save_memory_snapshot": (),
+        "offload": (),
+        "reload": (),
+        "take_memory_use": (),
+        "verify_checkpoint": (),
+        "wait_for_checkpoint": (),
         "save_checkpoint": ("params", "reference", "optimizer"),
         "load_checkpoint": ("params", "reference", "optimizer"),
-        **dict.fromkeys(("export_hf", "export_adapter"), ("params",)),
+        "save_to_memory": ("params", "reference", "optimizer"),
+        "load_from_memory": ("params", "reference", "optimizer"),
         "use_adapter": ("params", "reference", "optimizer"),
+        "export_hf": ("params",),
+        "export_adapter": ("params",),
         "forward_backward": ("params", "grads", "optimizer"),
         "optim_step": ("params", "grads", "optimizer"),
     }
@@ -128,6 +142,16 @@ class ModelWorker(MegatronWorker):
             key="config",
             value=config,
         )
+
+    @classmethod
+    def layouts(cls, config: Any) -> Sequence[ParallelConfig]:
+        """Return the layout of the model."""
+        return (config.parallel,)
+
+    @classmethod
+    def overrides(cls, method: Callable[..., Any]) -> bool:
+        """Return whether this class has another method in place of one of a base class."""
+        return getattr(cls, method.__name__) is not method
 
     def __init__(
         self,
@@ -305,6 +329,46 @@ class ModelWorker(MegatronWorker):
         """Finish an asynchronous save."""
         with self.context.activate():
             self.checkpointer.wait_for_checkpoint()
+
+    # ---- of the parts, for RayPPOTrainer (see RoleWorker) ------------------------------------------------------------
+
+    def offload(
+        self, parts: Sequence[str] | None = None, keep_for: str | None = None, communicators: bool = False
+    ) -> int:
+        """Move parts to host memory; see ``Offloader.offload``."""
+        return self.offloader.offload(parts, keep_for, communicators)
+
+    def take_memory_use(self) -> dict[str, dict[str, float]]:
+        """Return the memory by method; see ``Offloader.take_memory_use``."""
+        return self.offloader.take_memory_use()
+
+    def start_profile(self, directory: str, at: Mapping[str, int] | None = None, nsys: bool = False) -> None:
+        """Profile this rank; see ``Profiler.start_profile``."""
+        self.profiler.start_profile(directory, at, nsys)
+
+    def stop_profile(self) -> None:
+        """End what ``start_profile`` began; see ``Profiler.stop_profile``."""
+        self.profiler.stop_profile()
+
+    def record_memory(self, directory: str) -> None:
+        """Record the allocations of CUDA; see ``Profiler.record_memory``."""
+        self.profiler.record_memory(directory)
+
+    def wait_for_checkpoint(self) -> None:
+        """Wait for the last asynchronous save; see ``Checkpointer.wait_for_checkpoint``."""
+        self.checkpointer.wait_for_checkpoint()
+
+    def verify_checkpoint(self, path: str) -> str:
+        """Return the damage of a checkpoint; see ``Checkpointer.verify_checkpoint``."""
+        return self.checkpointer.verify_checkpoint(path)
+
+    def save_to_memory(self, path: str) -> int:
+        """Write the state of this rank to memory; see ``Checkpointer.save_to_memory``."""
+        return self.checkpointer.save_to_memory(path)
+
+    def load_from_memory(self, path: str) -> None:
+        """Go on from a state in memory; see ``Checkpointer.load_from_memory``."""
+        self.checkpointer.load_from_memory(path)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(

@@ -13,7 +13,7 @@ from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
 from mcontroller.errors import DataError
 from tests.trainer.toy import ToyActor, ToyCritic, next_letter, toy_config, toy_trainer
-from trainer import AlgorithmConfig, Callback, Role, UpdateRules
+from trainer import AlgorithmConfig, Callback, Role
 from trainer.columns import columns
 from trainer.estimators.registry import register_advantage_estimator
 from workers.columns import ROUTED_EXPERTS
@@ -74,14 +74,14 @@ def test_the_controller_has_columns_of_advantages_and_the_updates_get_all():
     assert torch.equal(received["entropys"], received["old_log_probs"].abs())
 
 
-def reads(*names: str) -> type[UpdateRules]:
-    """Return the rules of a worker class whose update reads these columns of the stages."""
-    return type("Reads", (UpdateRules,), {"columns_read": lambda self: names})
+def reads(*names: str) -> Any:
+    """Return the ``columns_read`` of a worker class whose update reads these columns of the stages."""
+    return classmethod(lambda cls, config: names)
 
 
 def test_an_update_gets_no_column_that_its_worker_class_does_not_read():
     class Reading(Actor):
-        update_rules = reads("advantages", "old_log_probs")
+        columns_read = reads("advantages", "old_log_probs")
 
     roles = {Role.ActorRolloutRef: Reading, Role.Critic: Critic}
     config = dataclasses.replace(toy_config(1), algorithm=AlgorithmConfig(use_kl_in_reward=False))
@@ -100,7 +100,7 @@ def test_the_experts_of_tokens_go_to_the_actor_alone():
     seen: dict[str, set[str]] = {}
 
     class Routed(Actor):
-        update_rules = reads("advantages", "old_log_probs", ROUTED_EXPERTS)
+        columns_read = reads("advantages", "old_log_probs", ROUTED_EXPERTS)
 
         @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, changes_rows=True)
         def generate_sequences(self, prompts: DataProto) -> DataProto:
@@ -119,7 +119,7 @@ def test_the_experts_of_tokens_go_to_the_actor_alone():
             return super().compute_ref_log_prob(data)
 
     class ReadingCritic(Critic):
-        update_rules = reads("values", "returns")
+        columns_read = reads("values", "returns")
 
         @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
         def compute_values(self, data: DataProto) -> DataProto:

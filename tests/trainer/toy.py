@@ -16,7 +16,6 @@ from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
 from mcontroller.local import LocalWorkerGroup
 from mcontroller.ray import ResourcePoolManager
-from mcontroller.worker import Worker
 from trainer import (
     AlgorithmConfig,
     DataConfig,
@@ -28,6 +27,7 @@ from trainer import (
     TrainerConfig,
 )
 from trainer.rewards.reward import outcome_scores
+from workers.role_worker import RoleWorker
 
 LETTERS = 6
 DIRECTORY = tempfile.TemporaryDirectory(prefix="toy-")
@@ -42,14 +42,21 @@ class ToyTokenizer:
     pad_token_id = LETTERS + 1
 
 
-class ToyRole(Worker):
+class ToyRole(RoleWorker):
     """Keeps a table by letter, and saves and loads it."""
 
     kept: tuple[str, ...] = ("table",)
     table: Tensor
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def save_checkpoint(self, path: str, global_step: int, max_to_keep: int | None = None) -> str:
+    def save_checkpoint(
+        self,
+        path: str,
+        global_step: int,
+        max_to_keep: int | None = None,
+        asynchronous: bool = False,
+        reshardable: bool = True,
+    ) -> str:
         target = Path(path) / f"global_step_{global_step}"
         target.mkdir(parents=True, exist_ok=True)
         np.savez(target / "state.npz", **{name: np.asarray(getattr(self, name)) for name in self.kept})

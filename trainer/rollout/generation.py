@@ -24,16 +24,14 @@ from trainer.rollout.episodes import Episodes
 from trainer.saving.checkpoints import RunState
 from trainer.saving.run_record import BatchInFlight
 from trainer.stages import Stages
+from workers.role_worker import RoleWorker
 
 
 class RolloutWeights:
     """Sends the weights of the actor to the group that generates, if they have changed since the last time.
 
-    The worker class of the actor has the class method ``transfer_weights(source, target, transport, timeout)``, which
-    returns the transfer: its ``run()`` sends the current weights, and returns a report with ``metrics()`` and
-    ``policy_version``; ``close()`` ends the connections. That of the rollout may have the registered method
-    ``has_weights``, which returns False after it has lost them with the memory of its GPUs. Without a group that only
-    generates, nothing is sent.
+    ``RoleWorker.open_transfer`` of the actor's worker class opens the transfer. Without a group that only generates,
+    nothing is sent.
 
     Args:
         stages: the stage ``weights`` gets the seconds.
@@ -45,7 +43,7 @@ class RolloutWeights:
 
     def __init__(self, stages: Stages, config: TrainerConfig) -> None:
         self._stages = stages
-        self._options = {"transport": config.weight_transport, "timeout": config.weight_timeout}
+        self._config = config
         self._groups: tuple[WorkerGroup[Any], WorkerGroup[Any]] | None = None
         self._transfer: Any = None
         self._stale = True
@@ -95,15 +93,17 @@ class RolloutWeights:
         actor, rollout = self._groups
         with self.moving(), self._stages("weights", actor.send_weights):
             if self._transfer is None:
-                self._transfer = actor.worker_cls.transfer_weights(actor, rollout, **self._options)
+                sender: type[RoleWorker] = actor.worker_cls
+                self._transfer = sender.open_transfer(
+                    actor, rollout, transport=self._config.weight_transport, timeout=self._config.weight_timeout
+                )
             self._report = self._transfer.run()
             self._metrics.add(self._report.metrics())
         self._stale = False
 
     def _are_lost(self, rollout: WorkerGroup[Any]) -> bool:
         """Whether an engine has slept since it got the weights, so that another group had the memory of its GPUs."""
-        may_lose = rollout.offers("has_weights") and self._stages.devices.are_shared(rollout)
-        return may_lose and not rollout.has_weights()
+        return self._stages.devices.are_shared(rollout) and not rollout.has_weights()
 
     def take_metrics(self) -> dict[str, float]:
         """Return what the transfers since the last call cost."""
@@ -340,14 +340,10 @@ class Generations:
         return self._generated(), self._sampling_state()
 
     def _sampling_state(self) -> Mapping[str, Any]:
-        if not self._saves_sampling():
+        if not self._weights.sends:
             return {}
         state: Mapping[str, Any] = self._rollout.sampling_state()[0]
         return state
-
-    def _saves_sampling(self) -> bool:
-        """Whether it is a separate group, whose worker class has ``sampling_state`` and ``restore_sampling``."""
-        return self._weights.sends and all(map(self._rollout.offers, ("sampling_state", "restore_sampling")))
 
     def _generated(self) -> tuple[BatchInFlight, ...]:
         saved = []
@@ -378,7 +374,7 @@ class Generations:
                 key="trainer.max_staleness",
                 value=self._ahead,
             )
-        if sampling and self._saves_sampling():
+        if sampling and self._weights.sends:
             self._rollout.restore_sampling(sampling)
         self._queue.clear()
         if not self._ahead:

@@ -32,6 +32,7 @@ from trainer.rollout.trajectories import Submitted, TrajectoryRollout, trajector
 from trainer.rollout.trajectory import Trajectory
 from trainer.saving.run_record import BatchInFlight
 from trainer.stages import Stages
+from workers.role_worker import RoleWorker
 
 EPISODE_S = 0.01
 """[s] How long the trainer waits at a time for episodes that do something else than wait for the policy."""
@@ -56,9 +57,9 @@ class AsynchronousGenerations(Generations):
 
     def __init__(self, config: PPOConfig, stages: Stages, weights: RolloutWeights) -> None:
         super().__init__(config.trainer.max_staleness, stages, weights)
-        trainer, workers = config.trainer, config.actor_rollout_ref if config.rollout is None else config.rollout
+        trainer = config.trainer
         self._options, self._data_seed = trainer.asynchronous, config.data.seed
-        self._n: int = getattr(getattr(workers, "rollout", None), "n", 1)
+        self._n = 1
         self._schedule = Schedule(self._options)
         replay = None if self._options.replay is None else Path(self._options.replay)
         self.log = EventLog(Path(trainer.default_local_dir), resumes=trainer.resume, replay=replay)
@@ -86,9 +87,9 @@ class AsynchronousGenerations(Generations):
     ) -> None:
         """Generate with a group from now on, whose workers have ``generation_limits``."""
         super().connect(rollout, sampling, rollout_fn)
-        if not rollout.offers("generation_limits"):
+        if rollout.worker_cls.generation_limits is RoleWorker.generation_limits:
             raise ConfigError(
-                f"trainer.max_staleness is {self._ahead}, and {rollout.worker_cls.__name__} has no registered method "
+                f"trainer.max_staleness is {self._ahead}, and {rollout.worker_cls.__name__} does not override "
                 "generation_limits, which generation by trajectory needs: derive it from ActorRolloutRefWorker, "
                 "or set trainer.max_staleness=1",
                 key="trainer.max_staleness",
@@ -102,6 +103,7 @@ class AsynchronousGenerations(Generations):
         self._slices = TrajectoryRollout(
             self._rollout, slice_tokens=tokens, capacity=rows, driven=True, trained=True, **self._sampling
         )
+        self._n = self._slices.limits.get("n", 1)
         self.close()
         if isinstance(self._rollout_fn, Episodes):
             self._episodes = self._rollout_fn.another()

@@ -8,7 +8,6 @@ checkpoint of all groups of one step, and the next save or the next ``load`` goe
 from __future__ import annotations
 
 import contextlib
-import inspect
 import logging
 import math
 import os
@@ -156,12 +155,12 @@ class RunCheckpoints:
         self._writing: _Writing | None = None
 
     def begin(self, groups: Mapping[str, WorkerGroup], state: RunState, *, reshardable: bool = True) -> None:
-        """Start a save of all groups, after the end of the save in flight; groups that can write in the background.
+        """Start a save of all groups, which may write in the background, after the end of the save in flight.
 
         Args:
             groups: the groups to save, by name.
             state: the controller's own state.
-            reshardable: save distributed optimizers for any layout, in worker classes whose saves have the choice.
+            reshardable: save distributed optimizers for any layout.
 
         Raises:
             DataError: a group wrote outside of the directory that it was passed, the directory of a group is a link
@@ -192,10 +191,7 @@ class RunCheckpoints:
         written: dict[str, Path] = {}
         for group_name, group in groups.items():
             self.devices.make_room(group.save_checkpoint)
-            known = inspect.signature(group.worker_cls.save_checkpoint).parameters
-            wanted = {"asynchronous": True, "reshardable": reshardable}
-            options = {name: value for name, value in wanted.items() if name in known}
-            path = group.save_checkpoint(str(staged[group_name]), step, **options)[0]
+            path = group.save_checkpoint(str(staged[group_name]), step, asynchronous=True, reshardable=reshardable)[0]
             written[group_name] = Path(path)
             if written[group_name].parent != staged[group_name]:
                 raise DataError(
@@ -288,8 +284,7 @@ class RunCheckpoints:
             return
         with self._deleted_if_it_fails(writing.staged, writing.state.global_steps):
             for group_name, group in writing.groups.items():
-                if group.offers("wait_for_checkpoint"):
-                    group.wait_for_checkpoint.options(timeout=timeout)()
+                group.wait_for_checkpoint.options(timeout=timeout)()
                 if not writing.written[group_name].exists():
                     path = str(writing.written[group_name])
                     raise DataError(f"{group_name} reported a checkpoint at {path}, which does not exist", path=path)
@@ -308,7 +303,7 @@ class RunCheckpoints:
         if writing is None:
             return
         for name, group in writing.groups.items():
-            if name not in broken and group.offers("wait_for_checkpoint"):
+            if name not in broken:
                 group.wait_for_checkpoint()
         if not {*broken} & writing.groups.keys():
             self.finish()
@@ -440,8 +435,7 @@ def damage_of(groups: Mapping[str, WorkerGroup], paths: Mapping[str, str]) -> st
     for name, group in groups.items():
         if not os.path.exists(paths[name]):
             return f"{name}: {paths[name]} does not exist"
-        if group.offers("verify_checkpoint"):
-            for problem in group.verify_checkpoint(paths[name]):
-                if problem:
-                    return f"{name}: {problem}"
+        for problem in group.verify_checkpoint(paths[name]):
+            if problem:
+                return f"{name}: {problem}"
     return None
