@@ -12,7 +12,7 @@ from mcontroller.data.batch import DataProto
 from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
 from mcontroller.errors import DataError
-from tests.trainer.toy import ToyActor, ToyCritic, next_letter, toy_config, toy_trainer
+from tests.trainer.toy import ToyActor, ToyCritic, experience, next_letter, toy_config, toy_trainer
 from trainer import AlgorithmConfig, Callback, Role
 from trainer.columns import columns
 from trainer.estimators.registry import register_advantage_estimator
@@ -61,7 +61,7 @@ def reading(*names: str) -> Any:
 
 def test_the_controller_has_columns_of_advantages_and_the_updates_get_all():
     with trainer_of(reward_fn=reading("responses")) as trainer:
-        batch, _, _ = trainer.step.experience(trainer.draw(), trainer.draw)
+        batch, _, _ = experience(trainer)
         here = {"responses", "response_mask", "sequence_tokens", "prompt_numbers", "token_level_scores"}
         away = {"input_ids", "attention_mask", "old_log_probs", "entropys", "values"}
         assert set(batch.tensors_here()) == here and set(batch.tensor_names) == here | away
@@ -132,7 +132,7 @@ def test_the_experts_of_tokens_go_to_the_actor_alone():
     RECEIVED.clear()
     with toy_trainer(toy_config(1), roles, val_dataset=None, reward_fn=every) as trainer:
         trainer.init_workers()
-        batch, _, _ = trainer.step.experience(trainer.draw(), trainer.draw)
+        batch, _, _ = experience(trainer)
         trainer.fit()
     assert ROUTED_EXPERTS in batch.tensor_names and ROUTED_EXPERTS not in batch.tensors_here()
     assert ROUTED_EXPERTS in seen["log-probs"] and ROUTED_EXPERTS in RECEIVED["actor"].tensors()

@@ -196,6 +196,14 @@ def problems(rows: int) -> list[dict]:
     return [{"input_ids": row, "attention_mask": torch.ones(1, dtype=torch.long), "asked": int(row)} for row in ids]
 
 
+def experience(trainer: RayPPOTrainer, problems: DataProto | None = None) -> tuple[DataProto, Reward, dict[str, float]]:
+    """Return what a step of the trainer generates and scores, by default for the next problems."""
+    step, problems = trainer.step, trainer.draw() if problems is None else problems
+    groups = step.empty_groups(len(problems))
+    step.score(step.generations.exchange(problems, trainer.draw), groups)
+    return step.choose(groups)
+
+
 def demonstrations(rows: int) -> list[dict]:
     return [{"input_ids": torch.tensor([at % LETTERS, (at + 1) % LETTERS])} for at in range(rows)]
 
