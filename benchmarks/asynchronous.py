@@ -83,7 +83,13 @@ class SleepingEngine(SleepingPolicy):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def generation_limits(self) -> dict[str, int]:
         longest = self.config.rollout.response_length
-        return {"prompt_length": PROMPT, "response_length": longest, "max_rows": 0, "vocab_size": 64}
+        return {
+            "prompt_length": PROMPT,
+            "response_length": longest,
+            "max_rows": 0,
+            "vocab_size": 64,
+            "n": self.config.rollout.n,
+        }
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, changes_rows=True)
     def generate_sequences(self, prompts: DataProto) -> DataProto:

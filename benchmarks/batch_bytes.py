@@ -32,7 +32,7 @@ import psutil
 import ray
 import torch
 
-from mcontroller import DataProto, Dispatch, RayWorkerGroup, Worker, register
+from mcontroller import DataProto, Dispatch, RayWorkerGroup, register
 from mcontroller.ray import ResourcePoolManager
 from mcontroller.ray.values import wire
 from mcontroller.transport import Future
@@ -44,8 +44,8 @@ from trainer import (
     RayPPOTrainer,
     Role,
     TrainerConfig,
-    UpdateRules,
 )
+from workers.role_worker import RoleWorker
 
 SIZES = {"rows": 1024, "prompt": 1024, "response": 7168}
 SAMPLE_SECONDS = 0.005
@@ -65,11 +65,11 @@ class Written:
         return packed
 
 
-def reads(*names: str) -> type[UpdateRules]:
-    return type("Reads", (UpdateRules,), {"columns_read": lambda self: names})
+def reads(*names: str) -> Any:
+    return classmethod(lambda cls, config: names)
 
 
-class Role_(Worker):
+class Role_(RoleWorker):
     """A role of a model that is not there."""
 
     def __init__(self, config: dict[str, int], **_: Any) -> None:
@@ -96,7 +96,7 @@ class Role_(Worker):
 
 
 class Actor(Role_):
-    update_rules = reads("advantages", "old_log_probs")
+    columns_read = reads("advantages", "old_log_probs")
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, changes_rows=True)
     def generate_sequences(self, prompts: DataProto) -> DataProto:
@@ -131,7 +131,7 @@ class Reference(Role_):
 
 
 class Critic(Role_):
-    update_rules = reads("values", "returns")
+    columns_read = reads("values", "returns")
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_values(self, data: DataProto) -> DataProto:

@@ -17,12 +17,13 @@ from typing import Any
 import ray
 import torch
 
-from mcontroller import DataProto, Dispatch, MegatronRayWorkerGroup, RayWorkerGroup, Worker, register
+from mcontroller import DataProto, Dispatch, MegatronRayWorkerGroup, RayWorkerGroup, register
 from mcontroller.ray import ResourcePoolManager
 from trainer import AlgorithmConfig, DataConfig, ImportanceConfig, PPOConfig, RayPPOTrainer, Role, TrainerConfig
 from trainer.rewards.reward import Reward, outcome_scores
 from workers import ActorRolloutRefWorker
 from workers.config import ActorConfig, load_config
+from workers.role_worker import RoleWorker
 
 ROWS, SAMPLES, PROMPT, RESPONSE = 16, 4, 32, 96
 SECONDS = {"generate_sequences": 1.5, "compute_log_prob": 0.4, "update_actor": 1.0}
@@ -43,7 +44,7 @@ class NothingSent:
         pass
 
 
-class SleepingPolicy(Worker):
+class SleepingPolicy(RoleWorker):
     """An actor or a rollout whose methods sleep."""
 
     def __init__(self, config: None, role: str) -> None:
@@ -54,7 +55,7 @@ class SleepingPolicy(Worker):
         pass
 
     @classmethod
-    def transfer_weights(cls, *_: Any, **__: Any) -> NothingSent:
+    def open_transfer(cls, *_: Any, **__: Any) -> NothingSent:
         return NothingSent()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -20,13 +20,14 @@ from typing import Any
 import ray
 import torch
 
-from mcontroller import DataProto, Dispatch, MegatronRayWorkerGroup, RayWorkerGroup, Worker, register
+from mcontroller import DataProto, Dispatch, MegatronRayWorkerGroup, RayWorkerGroup, register
 from mcontroller.ray import ResourcePoolManager
 from trainer import AlgorithmConfig, DataConfig, KLControlConfig, PPOConfig, RayPPOTrainer, Role, TrainerConfig
 from trainer.rewards.reward import Reward, outcome_scores, weighted_sum
 from trainer.stages import SharedDevices
 from workers import ActorRolloutRefWorker, CriticWorker
 from workers.config import ActorConfig, CriticConfig, load_config
+from workers.role_worker import RoleWorker
 
 ROWS, PROMPT, RESPONSE = 32, 32, 96
 SECONDS = {
@@ -42,7 +43,7 @@ SCORING = ("old_log-probs", "reference", "values", "reward_model", "reward")
 UPDATES = ("update_critic", "update_actor")
 
 
-class Sleeping(Worker):
+class Sleeping(RoleWorker):
     """A role whose methods sleep."""
 
     def __init__(self, config: None, **_: Any) -> None:

@@ -6,7 +6,7 @@ A call of a registered method is ``GroupMethod.__call__``, from top to bottom: p
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection
+from collections.abc import Collection, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Generic, Literal, ParamSpec, Self, TypedDict, TypeVar, Unpack, overload
@@ -247,10 +247,6 @@ class WorkerGroup(Generic[W_co]):
     def __dir__(self) -> list[str]:
         return [*super().__dir__(), *self._methods]
 
-    def offers(self, method: str) -> bool:
-        """Return whether the worker class registers a method of this name: those that are optional for a worker."""
-        return method in self._methods
-
     def _no_method(self, method: str) -> str:
         if hasattr(self.worker_cls, method):
             return (
@@ -316,6 +312,22 @@ class WorkerGroup(Generic[W_co]):
     def broken(self) -> MControllerError | None:
         """The failure that broke the group: every call raises GroupBroken until ``restart``. None if it is usable."""
         return self.executor.broken
+
+    @property
+    def node_ids(self) -> Sequence[str]:
+        """Ray's id of the node of every rank, by rank; empty if the ranks are in this process."""
+        return ()
+
+    @property
+    def lost_nodes(self) -> Set[str]:
+        """Ray's ids of the nodes that the group has lost, also those whose loss Ray has not noticed yet."""
+        return frozenset()
+
+    def fail_stuck_calls(self, seconds: float) -> None:
+        """Report calls that run for so many seconds from now on, and fail those whose ranks wait for each other.
+
+        Ranks in this process are not watched.
+        """
 
     def restart(self, timeout: float | None = 600.0) -> None:
         """Start the ranks again, with workers constructed from the same arguments, in slots of the same pool.

@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from trainer.loop import RayPPOTrainer as RayPPOTrainer
     from trainer.mismatch import importance_weights as importance_weights
     from trainer.mismatch import mismatch_metrics as mismatch_metrics
+    from trainer.restartable import restart_rollout as restart_rollout
     from trainer.rewards.config import RewardFunctionConfig as RewardFunctionConfig
     from trainer.rewards.config import RewardsConfig as RewardsConfig
     from trainer.rewards.configured import FunctionRewards as FunctionRewards
@@ -74,7 +75,6 @@ if TYPE_CHECKING:
     from trainer.rollout.turns import ENVIRONMENTS as ENVIRONMENTS
     from trainer.rollout.turns import MultiTurnRollout as MultiTurnRollout
     from trainer.rollout.turns import TurnEnvironment as TurnEnvironment
-    from trainer.rollout_restart import restart_rollout as restart_rollout
     from trainer.stages import Stages as Stages
     from trainer.validation import Evaluation as Evaluation
     from workers.losses.kl import KL_ESTIMATORS as KL_ESTIMATORS
@@ -84,6 +84,5 @@ if TYPE_CHECKING:
     from workers.losses.registry import POLICY_LOSSES as POLICY_LOSSES
     from workers.losses.registry import PolicyLoss as PolicyLoss
     from workers.losses.registry import register_policy_loss as register_policy_loss
-    from workers.update_rules import UpdateRules as UpdateRules
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__)

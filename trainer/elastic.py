@@ -9,12 +9,12 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
 
 from mcontroller.errors import LayoutError
 from mcontroller.ray.reservation import cluster_nodes, fits
 from mcontroller.ray.resource_pool import ResourcePoolManager
-from trainer.roles import RoleWorker
+from trainer.roles import GroupSpec
+from workers.config import ParallelConfig
 
 PoolSizes = Mapping[str, Sequence[int]]
 """Processes on each node, by name of the pool."""
@@ -32,11 +32,11 @@ class ElasticPools:
         nodes: the resources of each node of the cluster, as ``cluster_nodes`` returns them.
     """
 
-    def __init__(self, pools: ResourcePoolManager, workers: Sequence[RoleWorker]) -> None:
+    def __init__(self, pools: ResourcePoolManager, workers: Sequence[GroupSpec]) -> None:
         self.declared = {name: list(nodes) for name, nodes in pools.resource_pool_spec.items()}
         self.nodes: Callable[..., Sequence[dict[str, float]]] = cluster_nodes
         self._pools = pools
-        self._configs = [(pools.mapping[worker.role], worker.init.kwargs.get("config")) for worker in workers]
+        self._layouts = [(pools.mapping[spec.role], spec.init.cls.layouts(spec.config)) for spec in workers]
 
     @property
     def sizes(self) -> PoolSizes:
@@ -75,7 +75,7 @@ class ElasticPools:
 
     def _largest(self, has_room: Callable[[PoolSizes], bool]) -> PoolSizes | None:
         def accepts(pool: str, ranks: int) -> bool:
-            return all(divides(config, ranks) for name, config in self._configs if name == pool)
+            return all(divides(layouts, ranks) for name, layouts in self._layouts if name == pool)
 
         return largest(self.declared, accepts, has_room)
 
@@ -91,10 +91,10 @@ def largest(
         has_room: whether there is room for pools of these sizes.
     """
     choices = {
-        name: [each for each in _parts(nodes) if each and accepts(name, sum(each))] for name, nodes in declared.items()
+        name: [part for part in _parts(nodes) if part and accepts(name, sum(part))] for name, nodes in declared.items()
     }
     candidates = itertools.product(*choices.values())
-    for chosen in sorted(candidates, key=lambda each: -sum(map(sum, each))):
+    for chosen in sorted(candidates, key=lambda sizes: -sum(map(sum, sizes))):
         sizes = dict(zip(declared, chosen, strict=True))
         if has_room(sizes):
             return sizes
@@ -107,10 +107,10 @@ def _parts(nodes: Sequence[int]) -> Iterator[list[int]]:
     for numbers in itertools.product(*(range(count, -1, -1) for count in counts.values())):
         left = Counter(dict(zip(counts, numbers, strict=True)))
         chosen = []
-        for each in nodes:
-            if left[each]:
-                left[each] -= 1
-                chosen.append(each)
+        for processes in nodes:
+            if left[processes]:
+                left[processes] -= 1
+                chosen.append(processes)
         yield chosen
 
 
@@ -120,14 +120,11 @@ def _difference(nodes: Sequence[int], present: Sequence[int]) -> list[int] | Non
     return None if missing - more else list((more - missing).elements())
 
 
-def divides(config: Any, ranks: int) -> bool:
-    """Return whether the layouts of a role's configuration, of training and of generation, divide so many ranks."""
-    rollout = getattr(config, "rollout", None)
-    layouts = [getattr(each, "parallel", None) for each in (config, rollout)]
+def divides(layouts: Sequence[ParallelConfig], ranks: int) -> bool:
+    """Return whether the layouts of a role, such as of training and of generation, divide so many ranks."""
     try:
         for layout in layouts:
-            if layout is not None:
-                layout.layout(ranks)
+            layout.layout(ranks)
     except LayoutError:
         return False
     return True

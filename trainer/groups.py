@@ -14,16 +14,13 @@ import torch
 from mcontroller.data.batch import DataProto
 from mcontroller.errors import GroupError
 from mcontroller.group import GroupMethod, WorkerGroup
-from mcontroller.ray.calls.executor import RayExecutor
-from mcontroller.ray.class_with_init import RayClassWithInitArgs
 from mcontroller.ray.resource_pool import ResourcePoolManager
-from trainer.columns import PROMPTS, TOKENS, columns
+from trainer.columns import PROMPTS, STAGE_COLUMNS, TOKENS, columns
 from trainer.config import PPOConfig
 from trainer.display import Display
-from trainer.roles import Role, RoleWorker, reads_reference, role_workers
+from trainer.roles import GroupSpec, Role, reads_reference, role_workers
 from trainer.stages import Stages
 from workers.columns import MINI_BATCHES
-from workers.update_rules import UpdateRules
 
 NOTICE_SECONDS = 30.0
 """Time in which Ray notices that a node is gone; by default about 14 s."""
@@ -41,6 +38,7 @@ class RunGroups:
         display: shows what starts.
 
     Attributes:
+        mapping: as passed.
         workers: the groups to start, the actor's first.
         by_name: the groups that have started.
     """
@@ -57,7 +55,7 @@ class RunGroups:
         self.workers = role_workers(config, mapping)
         self.by_name: dict[str, WorkerGroup] = {}
         self._pools, self._group_cls, self._stages, self._display = pools, group_cls, stages, display
-        self._options = config.trainer
+        self.mapping, self._config, self._options = mapping, config, config.trainer
         self._lost: set[str] = set()
         self._reference_in_actor = Role.RefPolicy not in mapping and reads_reference(config, mapping)
 
@@ -94,13 +92,11 @@ class RunGroups:
     def broken(self) -> list[str]:
         """Return the names of the groups that are broken, or have lost a node and do not know it yet."""
         lost = self.lost_nodes()
-        return [name for name, group in self.by_name.items() if group.broken is not None or lost & _nodes_of(group)]
+        return [name for name, group in self.by_name.items() if group.broken is not None or lost & {*group.node_ids}]
 
     def lost_nodes(self) -> Set[str]:
         """Return Ray's ids of the nodes that groups have lost so far."""
-        for group in self.by_name.values():
-            if isinstance(group.executor, RayExecutor):
-                self._lost |= group.executor.processes.handles.gone
+        self._lost.update(*(group.lost_nodes for group in self.by_name.values()))
         return self._lost
 
     def end(self, groups: Iterable[WorkerGroup]) -> None:
@@ -110,16 +106,16 @@ class RunGroups:
         """
         lost = self.lost_nodes()
         for group in groups:
-            if group.broken is None and lost & _nodes_of(group):
+            if group.broken is None and lost & {*group.node_ids}:
                 with contextlib.suppress(GroupError):
                     group.shutdown(0.0)
         for pool in self._pools.resource_pool_dict.values():
             pool.replace_lost(lost)
         end = time.monotonic() + (0.0 if self._pools.spare_bundles else NOTICE_SECONDS)
-        while lost and time.monotonic() < end and lost & {each["NodeID"] for each in ray.nodes() if each["Alive"]}:
+        while lost and time.monotonic() < end and lost & {node["NodeID"] for node in ray.nodes() if node["Alive"]}:
             time.sleep(0.1)
 
-    def _start_group(self, worker: RoleWorker) -> WorkerGroup:
+    def _start_group(self, worker: GroupSpec) -> WorkerGroup:
         pool = self._pools.get_resource_pool(worker.role)
         axes = self._options.axes_across_nodes
         options: dict[str, Any] = {"axes_across_nodes": axes} if axes else {}  # a custom class needs none
@@ -129,6 +125,28 @@ class RunGroups:
             self._stages.devices.add(group, pool)
         self.by_name[worker.name] = group
         return group
+
+    def spec_of(self, group: WorkerGroup) -> GroupSpec:
+        """Return the worker class and configuration that a group was started with."""
+        return next(spec for spec in self.workers if self.by_name.get(spec.name) is group)
+
+    def columns_unread(self, group: WorkerGroup) -> frozenset[str]:
+        """Return the columns of ``STAGE_COLUMNS`` that the update of a group does not read: they are not sent."""
+        spec = self.spec_of(group)
+        read = spec.init.cls.columns_read(spec.config)
+        return frozenset() if read is None else STAGE_COLUMNS - set(read)
+
+    def updates_once(self, rows: int, n: int) -> bool:
+        """Return whether the update makes one optimizer step, and only this step reads ``old_log_probs``.
+
+        Args:
+            rows: responses of the batch.
+            n: responses to each prompt.
+        """
+        algorithm, actor = self._config.algorithm, self.spec_of(self.actor)
+        if algorithm.kl_in_reward or algorithm.importance.is_on:
+            return False
+        return actor.init.cls.updates_once(actor.config, rows, n)
 
     @property
     def actor(self) -> WorkerGroup:
@@ -160,7 +178,6 @@ class RunGroups:
         """Profile the trained groups in a step, if ``trainer.profile`` has chosen it."""
         profile = self._options.profile
         groups = self.trained() if step in profile.steps else {}
-        groups = {name: group for name, group in groups.items() if group.offers("start_profile")}
         for name, group in groups.items():
             directory = Path(self._options.default_local_dir, "profiles", f"step-{step}", name)
             group.start_profile(str(directory), profile.at, profile.nsys)
@@ -173,16 +190,6 @@ class RunGroups:
         return {name: group for name, group in self.by_name.items() if name in ("actor", "critic")}
 
 
-def _nodes_of(group: WorkerGroup) -> set[str]:
-    """Return Ray's ids of the nodes of a group; none in this process."""
-    if not isinstance(group.executor, RayExecutor):
-        return set()
-    return {info.node_id for info in group.executor.processes.handles.infos}
-
-
-Method = GroupMethod[..., Any, Any]
-
-
 class TokenBalance:
     """Makes calls split their rows by tokens. Results and mini-batches are the same as without, up to rounding.
 
@@ -190,26 +197,24 @@ class TokenBalance:
     are balanced by themselves. Methods that are registered with another ``balance`` keep it.
 
     Args:
-        workers: the worker classes of the run's groups with their arguments, by role.
-        groups: the groups by role; those that start later may be added.
+        groups: the groups of the run.
         enabled: ``trainer.balance_tokens``.
     """
 
-    def __init__(
-        self, workers: Mapping[str, RayClassWithInitArgs[Any]], groups: Mapping[str, WorkerGroup[Any]], enabled: bool
-    ) -> None:
-        self._workers, self._groups = workers, groups
-        self._enabled = enabled
+    def __init__(self, groups: RunGroups, enabled: bool) -> None:
+        self._groups, self._enabled = groups, enabled
 
-    def of(self, method: Method) -> Method:
+    def split(self, method: GroupMethod[..., Any, Any]) -> GroupMethod[..., Any, Any]:
         """Return a method that splits its batch, which has the columns ``TOKENS`` and ``PROMPTS``, by tokens."""
         if not self._enabled or method.registration.rows.balance is not None or method.plan().shard_count == 1:
             return method
-        worker = self._worker(method)
-        shares = UpdateRules.of(worker.cls, worker.kwargs["config"]).shares_prompts()
+        spec = self._groups.spec_of(method.group)
+        shares = spec.init.cls.shares_prompts(spec.config)
         return method.options(balance=TOKENS, group_by=PROMPTS if shares else None)
 
-    def update(self, method: Method, batch: DataProto, update: int) -> tuple[Method, DataProto]:
+    def split_update(
+        self, method: GroupMethod[..., Any, Any], batch: DataProto, update: int
+    ) -> tuple[GroupMethod[..., Any, Any], DataProto]:
         """Return an update that splits each of its mini-batches by tokens, and the batch with these mini-batches.
 
         Args:
@@ -217,19 +222,15 @@ class TokenBalance:
             batch: with ``TOKENS``, ``PROMPTS`` and ``response_mask``.
             update: number of the update, which the draw of the mini-batches depends on.
         """
-        balanced, worker = self.of(method), self._worker(method)
+        balanced = self.split(method)
         (mask,) = columns(batch, "response_mask")
         counted = mask.bool().any(1)
         if balanced is method or not bool(counted.any()):
             return balanced, batch
-        config, rows, n = worker.kwargs["config"], int(counted.sum()), batch.meta_info.get("n", 1)
-        drawn = UpdateRules.of(worker.cls, config).mini_batches(rows, n, update)
-        if drawn is None:
+        spec, rows, n = self._groups.spec_of(method.group), int(counted.sum()), batch.meta_info.get("n", 1)
+        mini_batches = spec.init.cls.mini_batches(spec.config, rows, n, update)
+        if mini_batches is None:
             return balanced, batch
-        numbers = torch.full((len(batch), drawn.size(1)), -1)
-        numbers[counted] = drawn
+        numbers = torch.full((len(batch), mini_batches.size(1)), -1)
+        numbers[counted] = mini_batches
         return balanced.options(within=MINI_BATCHES), batch.with_tensors({MINI_BATCHES: numbers})
-
-    def _worker(self, method: Method) -> RayClassWithInitArgs[Any]:
-        (role,) = (role for role, group in self._groups.items() if group is method.group)
-        return self._workers[role]

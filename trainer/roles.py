@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
 from mcontroller.config.fields import check_unused
 from mcontroller.errors import ConfigError
-from mcontroller.ray.class_with_init import RayClassWithInitArgs
+from mcontroller.ray.class_with_init import RayClassWithInitArgs, plain_class
 from mcontroller.ray.resource_pool import ResourcePoolManager
-from trainer.columns import STAGE_COLUMNS
 from trainer.config import PPOConfig
 from trainer.estimators.registry import ADVANTAGE_ESTIMATORS
 from trainer.rollout.episodes import Episodes
-from workers.update_rules import UpdateRules
+from workers.role_worker import PolicySettings, RoleWorker
+
+STALENESS = "trainer.max_staleness"
+_logger = logging.getLogger(__name__)
 
 
 class Role(Enum):
@@ -56,7 +58,7 @@ GROUPS: Mapping[Role, tuple[str, Mapping[str, Any]]] = {
 
 
 @dataclass(frozen=True)
-class RoleWorker:
+class GroupSpec:
     """A group to start.
 
     Attributes:
@@ -67,10 +69,42 @@ class RoleWorker:
 
     name: str
     role: Role
-    init: RayClassWithInitArgs[Any]
+    init: RayClassWithInitArgs[RoleWorker]
+
+    @property
+    def config(self) -> Any:
+        """The configuration of its workers."""
+        return self.init.kwargs["config"]
 
 
-def role_workers(config: PPOConfig, mapping: Mapping[Role, Any]) -> list[RoleWorker]:
+def role_class(mapping: Mapping[Role, Any], role: Role) -> type[RoleWorker]:
+    """Return the worker class of a role.
+
+    Raises:
+        ConfigError: it does not derive from ``RoleWorker``.
+    """
+    cls = plain_class(mapping[role])
+    if not (isinstance(cls, type) and issubclass(cls, RoleWorker)):
+        name = getattr(cls, "__name__", repr(cls))
+        raise ConfigError(
+            f"the worker class {name} of {role} does not derive from workers.RoleWorker, whose methods RayPPOTrainer "
+            f"calls: write class {name}(RoleWorker), or derive it from the worker of workers for that role",
+            key="role_worker_mapping",
+            value=name,
+        )
+    return cls
+
+
+def policy_settings(config: PPOConfig, mapping: Mapping[Role, Any]) -> PolicySettings:
+    """Return the settings of the policy that is trained."""
+    return role_class(mapping, _actor_role(mapping)).policy_settings(config.actor_rollout_ref)
+
+
+def _actor_role(mapping: Mapping[Role, Any]) -> Role:
+    return next(role for role in (Role.ActorRolloutRef, Role.ActorRollout, Role.Actor) if role in mapping)
+
+
+def role_workers(config: PPOConfig, mapping: Mapping[Role, Any]) -> list[GroupSpec]:
     """Return the groups of a run, the actor's first; a critic and a reference only if the run needs them.
 
     Raises:
@@ -92,10 +126,11 @@ def role_workers(config: PPOConfig, mapping: Mapping[Role, Any]) -> list[RoleWor
             raise _misfit(mapping, f"{role} has no configuration: set {CONFIG_KEYS[role]}")
         if name == "actor":
             worker_config = _with_kl_loss(worker_config, config, mapping)
-        init = RayClassWithInitArgs(mapping[role], config=worker_config, **arguments)
+        cls = role_class(mapping, role)
+        init = RayClassWithInitArgs(cls, config=worker_config, **arguments)
         if name == "actor":
-            UpdateRules.of(init.cls, worker_config).check()
-        groups.append(RoleWorker(name, role, init))
+            cls.check_run(worker_config)
+        groups.append(GroupSpec(name, role, init))
     return groups
 
 
@@ -105,7 +140,9 @@ def check_roles(config: PPOConfig, mapping: Mapping[Role, Any], pools: ResourceP
     if len(actors) != 1 or (Role.Actor in mapping) != (Role.Rollout in mapping):
         raise _misfit(mapping, "map one of Role.ActorRolloutRef and Role.ActorRollout, or Role.Actor and Role.Rollout")
     if Role.Rollout in mapping:
-        _check_transfer(config, mapping[Role.Actor], mapping[Role.Rollout])
+        if config.rollout is not None:
+            transport = config.trainer.weight_transport
+            role_class(mapping, Role.Actor).check_transfer(config.actor_rollout_ref, config.rollout, transport)
         if pools is not None:
             _check_colocated(pools, Role.Actor, Role.Rollout)
     check_ahead(config, mapping)
@@ -124,13 +161,14 @@ def check_roles(config: PPOConfig, mapping: Mapping[Role, Any], pools: ResourceP
         check_unused(config.trainer, ("weight_transport", "weight_timeout"), "trainer.", reason)
     if algorithm.kl_in_reward and not has_reference(config, mapping):
         raise _misfit(mapping, "algorithm.use_kl_in_reward needs Role.ActorRolloutRef or Role.RefPolicy, or is false")
-    if getattr(config.actor_rollout_ref, "use_kl_loss", False) and not has_reference(config, mapping):
+    settings = policy_settings(config, mapping)
+    if settings.use_kl_loss and not has_reference(config, mapping):
         raise _misfit(mapping, "actor_rollout_ref.use_kl_loss needs Role.ActorRolloutRef or Role.RefPolicy")
-    _check_group_size(config)
-    _check_router_replay(config)
+    _check_group_size(config, settings.n)
+    _check_router_replay(config, settings.router_replay)
     if algorithm.overlong.buffer:
-        response_limit(config)
-    if config.warm_up.steps and has_adapter(config) and reads_reference(config, mapping):
+        response_limit(config, mapping)
+    if config.warm_up.steps and settings.has_adapter and reads_reference(config, mapping):
         raise ConfigError(
             f"warm_up.steps is {config.warm_up.steps} with actor_rollout_ref.model.lora: the reference, which is the "
             "policy without its adapter, would not be the policy after the warm-up. Set warm_up.steps=0, or "
@@ -149,7 +187,7 @@ def check_roles(config: PPOConfig, mapping: Mapping[Role, Any], pools: ResourceP
 def check_reference_sync(config: PPOConfig, mapping: Mapping[Role, Any]) -> None:
     """Raise ConfigError if the reference is to follow the policy, and is not in the same workers or never read."""
     steps = config.trainer.ref_sync_steps
-    if steps and has_adapter(config):
+    if steps and policy_settings(config, mapping).has_adapter:
         raise ConfigError(
             f"trainer.ref_sync_steps is {steps} with actor_rollout_ref.model.lora: the reference is the policy without "
             "its adapter, and does not move; set trainer.ref_sync_steps=0",
@@ -171,18 +209,19 @@ def check_reference_sync(config: PPOConfig, mapping: Mapping[Role, Any]) -> None
         )
 
 
-def response_limit(config: PPOConfig) -> int:
+def response_limit(config: PPOConfig, mapping: Mapping[Role, Any]) -> int:
     """Return the longest possible response, [tokens]: ``rollout.response_length`` of the workers that generate.
 
     Raises:
         ConfigError: their configuration does not have it.
     """
     key = "actor_rollout_ref" if config.rollout is None else "rollout"
-    length: int | None = getattr(getattr(getattr(config, key), "rollout", None), "response_length", None)
+    cls = role_class(mapping, Role.Rollout if Role.Rollout in mapping else _actor_role(mapping))
+    length = cls.policy_settings(config.actor_rollout_ref if config.rollout is None else config.rollout).response_length
     if length is None:
         raise ConfigError(
             f"algorithm.overlong.buffer is {config.algorithm.overlong.buffer}, which counts back from "
-            f"{key}.rollout.response_length; the configuration of the workers has no such field: add it, or set "
+            f"{key}.rollout.response_length, and {cls.__name__}.policy_settings returns none: set "
             "algorithm.overlong.buffer=0",
             key="algorithm.overlong.buffer",
         )
@@ -191,12 +230,8 @@ def response_limit(config: PPOConfig) -> int:
 
 def has_reference(config: PPOConfig, mapping: Mapping[Role, Any]) -> bool:
     """Return whether there is a reference policy: an actor with an adapter is one when that is off."""
-    return Role.ActorRolloutRef in mapping or Role.RefPolicy in mapping or has_adapter(config)
-
-
-def has_adapter(config: PPOConfig) -> bool:
-    """Return whether the actor trains an adapter beside its weights (``model.lora``)."""
-    return getattr(getattr(config.actor_rollout_ref, "model", None), "lora", None) is not None
+    is_built = Role.ActorRolloutRef in mapping or Role.RefPolicy in mapping
+    return is_built or policy_settings(config, mapping).has_adapter
 
 
 def reads_reference(config: PPOConfig, mapping: Mapping[Role, Any]) -> bool:
@@ -204,43 +239,22 @@ def reads_reference(config: PPOConfig, mapping: Mapping[Role, Any]) -> bool:
 
     A reference that nothing reads is not built.
     """
-    actor = _with_kl_loss(config.actor_rollout_ref, config, mapping)
-    in_loss = bool(getattr(actor, "use_kl_loss", False))
+    in_loss = policy_settings(config, mapping).use_kl_loss
+    if in_loss is None:
+        in_loss = not config.algorithm.kl_in_reward
     return has_reference(config, mapping) and (config.algorithm.kl_in_reward or in_loss)
-
-
-def updates_once(config: PPOConfig, actor: RoleWorker, rows: int, n: int) -> bool:
-    """Return whether the update makes one optimizer step, and only this step reads ``old_log_probs``.
-
-    Args:
-        config: the configuration of the run.
-        actor: the group that is trained.
-        rows: responses of the batch.
-        n: responses to each prompt.
-    """
-    if config.algorithm.kl_in_reward or config.algorithm.importance.is_on:
-        return False
-    return UpdateRules.of(actor.init.cls, actor.init.kwargs["config"]).updates_once(rows, n)
-
-
-def unread_by_update(workers: Sequence[RoleWorker], group: str) -> frozenset[str]:
-    """Return the columns of ``STAGE_COLUMNS`` that the update of a group does not read, so that they are not sent."""
-    (worker,) = (each for each in workers if each.name == group)
-    read = UpdateRules.of(worker.init.cls, worker.init.kwargs["config"]).columns_read()
-    return frozenset() if read is None else STAGE_COLUMNS - set(read)
 
 
 def _with_kl_loss(actor: Any, config: PPOConfig, mapping: Mapping[Role, Any]) -> Any:
     """Return the actor's configuration with the default of ``use_kl_loss``: true if the KL is not in the reward."""
-    if getattr(actor, "use_kl_loss", False) is not None:
+    if policy_settings(config, mapping).use_kl_loss is not None:
         return actor
     return dataclasses.replace(actor, use_kl_loss=has_reference(config, mapping) and not config.algorithm.kl_in_reward)
 
 
-def _check_group_size(config: PPOConfig) -> None:
+def _check_group_size(config: PPOConfig, n: int | None) -> None:
     """Raise ConfigError if an estimator compares the responses to a prompt, and there is one of each."""
     name = config.algorithm.adv_estimator
-    n = getattr(getattr(config.actor_rollout_ref, "rollout", None), "n", None)
     if n == 1 and ADVANTAGE_ESTIMATORS[name].needs_group:
         raise ConfigError(
             f"actor_rollout_ref.rollout.n is 1 with algorithm.adv_estimator={name}, which compares the responses to "
@@ -253,9 +267,8 @@ def _check_group_size(config: PPOConfig) -> None:
         check_unused(config.algorithm.rloo, ("scale",), "algorithm.rloo.", reason)
 
 
-def _check_router_replay(config: PPOConfig) -> None:
+def _check_router_replay(config: PPOConfig, mode: str) -> None:
     """Raise ConfigError if the pass whose experts are to be replayed is never made."""
-    mode = getattr(config.actor_rollout_ref, "router_replay", "none")
     if mode == "old_log_probs" and config.algorithm.old_log_probs == "rollout":
         raise ConfigError(
             "actor_rollout_ref.router_replay is 'old_log_probs' with algorithm.old_log_probs='rollout', for which no "
@@ -282,10 +295,6 @@ def _misfit(mapping: Mapping[Role, Any], rule: str) -> ConfigError:
     return ConfigError(f"role_worker_mapping has {mapped}: {rule}", key="role_worker_mapping", value=mapped)
 
 
-_logger = logging.getLogger(__name__)
-_KEY = "trainer.max_staleness"
-
-
 def check_ahead(config: PPOConfig, roles: Collection[Role]) -> None:
     """Raise ConfigError if ``trainer.max_staleness`` does not fit the roles or the algorithm.
 
@@ -296,25 +305,24 @@ def check_ahead(config: PPOConfig, roles: Collection[Role]) -> None:
         return
     if Role.Rollout not in roles:
         raise ConfigError(
-            f"{_KEY} is {staleness}, and the actor's processes generate: they cannot train at the same time. Set "
+            f"{STALENESS} is {staleness}, and the actor's processes generate: they cannot train at the same time. Set "
             "rollout={} in the configuration of a run, and pools.rollout.process_on_nodes with GPUs; map Role.Actor "
-            f"and Role.Rollout in a program of your own; or set {_KEY}=0",
-            key=_KEY,
+            f"and Role.Rollout in a program of your own; or set {STALENESS}=0",
+            key=STALENESS,
             value=staleness,
         )
     if ADVANTAGE_ESTIMATORS[algorithm.adv_estimator].needs_greedy:
         raise ConfigError(
-            f"algorithm.adv_estimator is {algorithm.adv_estimator!r} with {_KEY}={staleness}: the greedy response, "
-            "which is generated when the samples are scored, would be that of a newer policy than theirs. Set "
-            f"{_KEY}=0, or another estimator such as rloo",
+            f"algorithm.adv_estimator is {algorithm.adv_estimator!r} with {STALENESS}={staleness}: the greedy "
+            "response, which is generated when the samples are scored, would be that of a newer policy than theirs. "
+            f"Set {STALENESS}=0, or another estimator such as rloo",
             key="algorithm.adv_estimator",
             value=algorithm.adv_estimator,
         )
     if algorithm.importance.level == "none" and algorithm.old_log_probs != "rollout":
         _logger.warning(
-            "%s is %d, and nothing corrects for the older policy that the responses are from: set "
+            "trainer.max_staleness is %d, and nothing corrects for the older policy that the responses are from: set "
             "algorithm.importance.level=token, or algorithm.old_log_probs=rollout",
-            _KEY,
             staleness,
         )
 
@@ -327,16 +335,16 @@ def check_generates_alone(
     if not staleness:
         return
     if staleness == 1 and rollout_fn is None:
-        reason = f"with {_KEY}=1, whose batches are generated in one call: set it to 2 or more"
+        reason = "with {STALENESS}=1, whose batches are generated in one call: set it to 2 or more"
         options = dataclasses.replace(config.trainer.asynchronous, replay=None)  # which is the same run again
         names = [field.name for field in dataclasses.fields(options)]
         check_unused(options, names, "trainer.asynchronous.", reason)
     if rollout_fn is not None and not isinstance(rollout_fn, Episodes):
         raise ConfigError(
-            f"{_KEY} is {staleness} with a rollout_fn, whose calls come from the controller, which trains at that "
-            f"time: set {_KEY}=0, or multi_turn.environment or multi_turn.episode (MultiTurnRollout or Episodes in a "
-            "program), whose turns are generated by trajectory",
-            key=_KEY,
+            f"{STALENESS} is {staleness} with a rollout_fn, whose calls come from the controller, which trains "
+            "at that time: set {STALENESS}=0, or multi_turn.environment or multi_turn.episode "
+            "(MultiTurnRollout or Episodes in a program), whose turns are generated by trajectory",
+            key=STALENESS,
             value=staleness,
         )
     if rollout_fn is not None and rollout_fn.processes and config.trainer.asynchronous.schedule == "simulated":
@@ -352,31 +360,12 @@ def check_generates_alone(
     others = [str(role) for role in roles if role is not Role.Rollout and pools.mapping.get(role) == pool]
     if others:
         raise ConfigError(
-            f"{_KEY} is {staleness}, and Role.Rollout shares the pool {pool!r} with {', '.join(others)}, with which it "
-            "takes turns: give it a separate pool, with pools.rollout.process_on_nodes in the configuration of a run "
-            f"or the mapping in a program of your own; or set {_KEY}=0",
-            key=_KEY,
+            f"{STALENESS} is {staleness}, and Role.Rollout shares the pool {pool!r} with {', '.join(others)}, "
+            "with which it takes turns: give it a separate pool, with pools.rollout.process_on_nodes in the "
+            f"configuration of a run or the mapping in a program of your own; or set {STALENESS}=0",
+            key=STALENESS,
             value=staleness,
         )
-
-
-def _check_transfer(config: PPOConfig, actor: Any, rollout: Any) -> None:
-    """Raise ConfigError if the weights of the actor cannot become the weights of the rollout.
-
-    Args:
-        config: the configuration of the run.
-        actor: the worker class of the actor.
-        rollout: the worker class of the rollout.
-    """
-    if not hasattr(actor, "transfer_weights"):
-        raise ConfigError(
-            f"{actor.__name__} has no class method transfer_weights, which Role.Actor and Role.Rollout need: derive it "
-            "from workers.ActorRolloutRefWorker, or map Role.ActorRollout",
-            key="role_worker_mapping",
-            value=actor.__name__,
-        )
-    if config.rollout is not None:
-        actor.check_transfer(config.actor_rollout_ref, config.rollout, config.trainer.weight_transport)
 
 
 def _check_colocated(pools: ResourcePoolManager, actor: Role, rollout: Role) -> None:

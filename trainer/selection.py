@@ -13,6 +13,7 @@ from mcontroller.errors import DataError
 from trainer.columns import columns, of_equal_width
 from trainer.config import SCORE, FilterGroupsConfig, OverlongConfig
 from trainer.estimators.built_in import groups_of
+from trainer.metrics import Metrics
 from trainer.rewards.reward import Reward, joined, outcome_scores
 
 
@@ -38,12 +39,16 @@ class GroupFilter:
         config: whether to filter, by which values, and the most batches.
         prompts: groups of a step.
         pad_token_id: fills the batches of a program's own rollout loop, which differ in width. None: they do not.
+
+    Attributes:
+        metrics: of the generation of all batches.
     """
 
     def __init__(self, config: FilterGroupsConfig, prompts: int, pad_token_id: int | None = None) -> None:
         self.config = config
         self.prompts = prompts
         self.pad_token_id = pad_token_id
+        self.metrics = Metrics()
         self.rewards: list[Reward] = []
         self._batches: list[DataProto] = []
         self._kept: list[Tensor] = []

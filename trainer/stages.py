@@ -6,17 +6,26 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 from mcontroller.data.batch import DataProto
-from mcontroller.errors import ConfigError, GroupBroken, GroupError
+from mcontroller.errors import GroupBroken, GroupError
 from mcontroller.group import GroupMethod, WorkerGroup
-from mcontroller.ray.calls.executor import RayExecutor
 from mcontroller.ray.resource_pool import RayResourcePool
 from mcontroller.trace.recorder import recorder
 from mcontroller.transport import Future
 from trainer.metrics import Metrics
+
+WATCH_S = 0.005
+"""[s] How long the caller waits for one of several running stages before it looks at the next one."""
+
+WATCH_LAST_S = 60.0
+"""[s] How long the caller waits at a time for the only running stage."""
+
+RESOLUTION_S = 1e-6
+"""[s] Less than this is no overlap of stages, but rounding."""
+
+logger = logging.getLogger(__name__)
 
 
 class SharedDevices:
@@ -37,30 +46,18 @@ class SharedDevices:
         self._pools: dict[str, RayResourcePool] = {}
 
     def add(self, group: WorkerGroup[Any], pool: RayResourcePool) -> None:
-        """Add a group that runs in this pool; a group that cannot offload its parts keeps its memory.
-
-        Raises:
-            ConfigError: ``offload`` is ``always``, and the worker class has no registered method ``offload``.
-        """
+        """Add a group that runs in this pool."""
         self._pools[group.name] = pool
-        can_offload = group.offers("offload")
-        if self.offload == "always" and not can_offload:
-            raise ConfigError(
-                f"trainer.offload is 'always', but {group.worker_cls.__name__} of group {group.name!r} has no "
-                "registered method offload(parts=None, keep_for=None): add one, or set trainer.offload=auto",
-                key="trainer.offload",
-                value="always",
-            )
-        if can_offload and (self.offload == "always" or (self.offload == "auto" and pool.use_gpu)):
+        if self.offload == "always" or (self.offload == "auto" and pool.use_gpu):
             self._groups[group.name] = (group, pool)
 
     def neighbors(self, group: WorkerGroup[Any]) -> list[WorkerGroup[Any]]:
         """Return the other groups that hand memory to the group, and get memory from it."""
         if group.name not in self._groups:
             return []
-        own = self._groups[group.name][1]
+        pool = self._pools[group.name]
         others = [pair for name, pair in self._groups.items() if name != group.name]
-        return [other for other, pool in others if pool.shares_bundles(own)]
+        return [other for other, other_pool in others if other_pool.shares_bundles(pool)]
 
     def are_shared(self, group: WorkerGroup[Any]) -> bool:
         """Return whether memory is handed over before calls of the group."""
@@ -89,15 +86,6 @@ class SharedDevices:
         leaving.append(method.group.offload.options(blocking=False)(keep_for=method.name))
         for call in leaving:
             call.get()
-
-
-logger = logging.getLogger(__name__)
-
-WATCH_S = 0.005
-"""[s] How long the caller waits for one of several running stages before it looks at the next one."""
-
-WATCH_LAST_S = 60.0
-"""[s] How long the caller waits at a time for the only running stage."""
 
 
 class StageCall:
@@ -262,10 +250,6 @@ def _failed_at(error: GroupError) -> float:
     return float(error.fields.get("failed_at", float("inf")))
 
 
-RESOLUTION_S = 1e-6
-"""[s] Less than this is no overlap of stages, but rounding."""
-
-
 class Stages:
     """The stages of a step: ``with stages("generate", actor.generate_sequences): ...``. They do not nest.
 
@@ -329,10 +313,8 @@ class Stages:
         if group is not method.group:  # a group that was started again has the same name
             self._called[method.group.name] = (method.group, {})
         self._called[method.group.name][1][method.name] = name
-        if self._patience and isinstance(method.group.executor, RayExecutor):
-            seconds = max(self._patience, self._factor * self._slowest.get(name, 0.0))
-            handles = method.group.executor.processes.handles
-            handles.options = replace(handles.options, report_after=seconds, fail_stuck=True)
+        if self._patience:
+            method.group.fail_stuck_calls(max(self._patience, self._factor * self._slowest.get(name, 0.0)))
         if self.devices.are_shared(method.group):
             with self._timed("offload"):
                 self.devices.make_room(method)
@@ -397,8 +379,7 @@ class Stages:
     def take_memory(self) -> dict[str, float]:
         """Return the memory of every called group by stage since the last call: ``memory/<group>/<stage>/<value>``.
 
-        The values are those that the worker class reports, the most over the ranks: see ``MemoryUse``. Groups
-        whose worker class has no registered method ``take_memory_use`` are left out.
+        The values are those that the workers report, the most over the ranks: see ``MemoryUse``.
         """
         return self.ask_memory(tuple(self._called))()
 
@@ -409,17 +390,20 @@ class Stages:
             groups: the names of groups; only those that were called since the last time are asked.
         """
         called = {name: self._called.pop(name) for name in groups if name in self._called}
-        reporting = {name: pair for name, pair in called.items() if pair[0].offers("take_memory_use")}
-        reports = {name: group.take_memory_use.options(blocking=False)() for name, (group, _) in reporting.items()}
+        reports = {
+            name: group.take_memory_use.options(blocking=False)()
+            for name, (group, _) in called.items()
+            if group.broken is None  # its error is raised by the call that needs its result
+        }
 
         def metrics() -> dict[str, float]:
             memory = Metrics()
             for group, report in reports.items():
-                stages = reporting[group][1]
-                for of_rank in report.get():
-                    for method in of_rank.keys() & stages.keys():
+                stages = called[group][1]
+                for use in report.get():
+                    for method in use.keys() & stages.keys():
                         prefix = f"memory/{group}/{stages[method].replace(' ', '_')}"
-                        memory.add({f"{prefix}/{value}": size for value, size in of_rank[method].items()})
+                        memory.add({f"{prefix}/{value}": size for value, size in use[method].items()})
             return memory.take()
 
         return metrics

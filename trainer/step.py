@@ -15,15 +15,17 @@ from trainer.estimators.clips import clipped_advantages, clipped_scores
 from trainer.estimators.registry import ADVANTAGE_ESTIMATORS, compute_advantage
 from trainer.groups import RunGroups, TokenBalance
 from trainer.kl import apply_kl_penalty, make_kl_controller
-from trainer.metrics import Metrics, of_ranks
+from trainer.metrics import of_ranks
 from trainer.mismatch import TOKEN_VERSIONS, importance_weights, mismatch_metrics, version_metrics
 from trainer.rewards.reward import Reward, RewardSources, Scores
-from trainer.roles import response_limit, unread_by_update, updates_once
+from trainer.roles import response_limit
 from trainer.rollout.generation import (
+    GeneratedBatch,
     Generations,
     RolloutFunction,
     RolloutWeights,
-    generate_responses,
+    call_rollout_fn,
+    prompts_of,
     staleness_metrics,
 )
 from trainer.rollout.generations import AsynchronousGenerations
@@ -34,7 +36,7 @@ from workers.columns import ROUTED_EXPERTS
 
 
 class PPOStep:
-    """The parts of a step, in their order: ``experience``, ``advantages``, ``update``.
+    """The parts of a step, in their order: ``score``, ``choose``, ``advantages``, ``update``.
 
     Args:
         config: the configuration of the run.
@@ -62,8 +64,7 @@ class PPOStep:
         self.config, self.tokenizer, self.groups, self.stages = config, tokenizer, groups, stages
         self.rewards, self.rollout_fn = rewards, rollout_fn
         self.kl_ctrl = make_kl_controller(config.algorithm.kl_ctrl)
-        workers = {each.name: each.init for each in groups.workers}
-        self.balance = TokenBalance(workers, groups.by_name, config.trainer.balance_tokens)
+        self.balance = TokenBalance(groups, config.trainer.balance_tokens)
         self.weights = RolloutWeights(stages, config.trainer)
         ahead = config.trainer.max_staleness
         self.generations = (
@@ -77,42 +78,43 @@ class PPOStep:
         self.weights.connect(self.groups.actor, self.groups.rollout)
         self.generations.connect(self.groups.rollout, special_tokens(self.tokenizer), self.rollout_fn)
 
-    def experience(
-        self, problems: DataProto, draw: Callable[[], DataProto]
-    ) -> tuple[DataProto, Reward, dict[str, float]]:
-        """Return responses to as many problems, the reward of all that were drawn, and metrics.
+    def empty_groups(self, prompts: int) -> GroupFilter:
+        """Return the responses of a step to so many prompts, which have not been generated yet."""
+        pad = None if self.rollout_fn is None else self.tokenizer.pad_token_id
+        return GroupFilter(self.config.algorithm.filter_groups, prompts, pad)
 
-        The responses have scores, and log-probabilities and values as far as they are needed.
+    def score(self, generated: GeneratedBatch, groups: GroupFilter) -> None:
+        """Add responses with their scores to those of the step.
+
+        Without ``algorithm.filter_groups``, they get log-probabilities and values at the same time, as far as they are
+        needed; ``choose`` adds them otherwise. The tensors stay on the workers until they are read.
+        """
+        rule, batch, problem_columns = self.config.algorithm, generated.responses, generated.problem_columns
+        started = self.rewards.start(batch, problem_columns)
+        groups.metrics.add(generated.memory)
+        groups.metrics.add(of_ranks(batch.meta_info.pop("metrics", {})), weight=len(batch))
+        batch = with_tokens(batch, problem_columns)
+        with self.stages.overlapping() as start:
+            policies = [] if rule.filter_groups.enable else self.score_policies(batch, start)
+            scores, reward = self.scored(batch, problem_columns, start, started=started)
+        batch = trained_on(self.with_results(batch, policies).union(scores), ~reward.row_scores().isnan())
+        if ADVANTAGE_ESTIMATORS[rule.adv_estimator].needs_greedy:
+            batch = self.with_greedy_scores(batch, generated.problems)
+        groups.add(batch.union(problem_columns), reward)
+
+    def choose(self, groups: GroupFilter) -> tuple[DataProto, Reward, dict[str, float]]:
+        """Return the responses to train on, the reward of all that were generated, and metrics.
 
         With ``algorithm.filter_groups``, groups without a signal are replaced by groups of other problems first. The
-        batch has the columns of its problems too. Its tensors stay on the workers until they are read.
+        batch has the columns of its problems too.
         """
         rule = self.config.algorithm
-        pad = None if self.rollout_fn is None else self.tokenizer.pad_token_id
-        groups = GroupFilter(rule.filter_groups, len(problems), pad)
-        draws = Metrics()
-        while True:
-            problems, batch, asked, of_generation = self.generations.exchange(problems, draw)
-            started = self.rewards.start(batch, asked)
-            draws.add(of_generation)
-            draws.add(of_ranks(batch.meta_info.pop("metrics", {})), weight=len(batch))
-            batch = with_tokens(batch, asked)
-            with self.stages.overlapping() as start:
-                policies = [] if rule.filter_groups.enable else self.score_policies(batch, start)
-                scores, reward = self.scored(batch, asked, start, started=started)
-            batch = trained_on(self.with_results(batch, policies).union(scores), ~reward.row_scores().isnan())
-            if ADVANTAGE_ESTIMATORS[rule.adv_estimator].needs_greedy:
-                batch = self.with_greedy_scores(batch, problems)
-            groups.add(batch.union(asked), reward)
-            if groups.is_complete:
-                break
-            problems = draw()
-        batch, drawn = groups.batch()
+        batch, choice_metrics = groups.batch()
         if rule.filter_groups.enable:
             with self.stages.overlapping() as start:
                 policies = self.score_policies(batch, start)
             batch = self.with_results(batch, policies)
-        metrics = united(draws.take(), self.generations.take_metrics(), drawn, group_metrics(groups))
+        metrics = united(groups.metrics.take(), self.generations.take_metrics(), choice_metrics, group_metrics(groups))
         if "old_log_probs" in batch.tensor_names and rule.old_log_probs != "rollout":
             metrics = united(metrics, mismatch_metrics(batch))
         if self.config.trainer.max_staleness:
@@ -126,13 +128,13 @@ class PPOStep:
         """Start to compute log-probabilities of policy and reference and the critic's values, as far as needed."""
         rows, old, calls = batch.select(non_tensor_batch_keys=[]), self.config.algorithm.old_log_probs, []
         others = without(rows, [ROUTED_EXPERTS])
-        once = updates_once(self.config, self.groups.workers[0], len(rows), rows.meta_info.get("n", 1))
+        once = self.groups.updates_once(len(rows), rows.meta_info.get("n", 1))
         if old == "policy" or (old == "auto" and not once):
-            calls.append(start("old log-probs", self.balance.of(self.groups.actor.compute_log_prob), rows))
+            calls.append(start("old log-probs", self.balance.split(self.groups.actor.compute_log_prob), rows))
         if self.groups.reference is not None:
-            calls.append(start("reference", self.balance.of(self.groups.reference.compute_ref_log_prob), others))
+            calls.append(start("reference", self.balance.split(self.groups.reference.compute_ref_log_prob), others))
         if self.groups.critic is not None:
-            calls.append(start("values", self.balance.of(self.groups.critic.compute_values), others))
+            calls.append(start("values", self.balance.split(self.groups.critic.compute_values), others))
         return calls
 
     def with_results(self, batch: DataProto, calls: Sequence[StageCall]) -> DataProto:
@@ -171,14 +173,20 @@ class PPOStep:
         if not bool(columns(batch, "response_mask")[0].any()):
             return {"actor/skipped_steps": 1.0}
         calls: list[StageCall] = []
-        unread = {name: unread_by_update(self.groups.workers, name) for name in self.groups.trained()}
         with self.stages.overlapping() as start:
             if self.groups.critic is not None:
-                rows = without(batch, unread["critic"])
-                calls.append(start("update critic", *self.balance.update(self.groups.critic.update_critic, rows, step)))
+                rows = without(batch, self.groups.columns_unread(self.groups.critic))
+                calls.append(
+                    start("update critic", *self.balance.split_update(self.groups.critic.update_critic, rows, step))
+                )
             if step >= trainer.critic_warmup:
-                rows, update = without(batch, unread["actor"]), self.config.warm_up.steps + step - trainer.critic_warmup
-                calls.append(start("update actor", *self.balance.update(self.groups.actor.update_actor, rows, update)))
+                rows, update = (
+                    without(batch, self.groups.columns_unread(self.groups.actor)),
+                    self.config.warm_up.steps + step - trainer.critic_warmup,
+                )
+                calls.append(
+                    start("update actor", *self.balance.split_update(self.groups.actor.update_actor, rows, update))
+                )
                 self.weights.changed()
         return united(*(of_ranks(call.get().meta_info["metrics"]) for call in calls))
 
@@ -200,8 +208,12 @@ class PPOStep:
             problems: rows of ``input_ids`` and ``attention_mask`` ``[prompt]``.
             sampling: fields of the rollout's configuration for this call.
         """
-        sampling = special_tokens(self.tokenizer) | sampling
-        return generate_responses(self.groups.rollout, problems, sampling, self.rollout_fn)
+        rollout, sampling = self.groups.rollout, special_tokens(self.tokenizer) | sampling
+        if self.rollout_fn is None:
+            responses = rollout.generate_sequences.options(blocking=False)(prompts_of(problems, sampling))
+        else:
+            responses = call_rollout_fn(self.rollout_fn, rollout, problems, sampling)
+        return responses, problems.select([], non_tensor_batch_keys=None).repeat(len(responses) // len(problems))
 
     def scored(
         self,
@@ -225,23 +237,32 @@ class PPOStep:
         if self.groups.reward_model is not None:
             stage, rows = "held-out" if held_out else "reward model", without(batch, [ROUTED_EXPERTS])
             score = self.groups.reward_model.compute_rm_score
-            call = start(stage, self.balance.of(score) if TOKENS in rows.tensor_names else score, rows)
+            call = start(stage, self.balance.split(score) if TOKENS in rows.tensor_names else score, rows)
             scores = call.get()
         start.start_all()
         with self.stages("held-out" if held_out else "reward"):
-            seen = self.rewards.seen(batch, held_out=held_out)
-            reward = self.rewards.of(seen.union(problems).union(scores), held_out=held_out, started=started)
+            visible = self.rewards.seen(batch, held_out=held_out)
+            reward = self.rewards.of(visible.union(problems).union(scores), held_out=held_out, started=started)
             if FAILED in batch.tensor_names:
                 without_score = columns(batch, FAILED)[0] | reward.row_scores().isnan()
                 reward = replace(reward, scored=(~without_score).tolist())
             if (overlong := self.config.algorithm.overlong).buffer and not held_out:
-                reward = penalized(reward, columns(seen, "response_mask")[0], overlong, response_limit(self.config))
+                reward = penalized(
+                    reward,
+                    columns(visible, "response_mask")[0],
+                    overlong,
+                    response_limit(self.config, self.groups.mapping),
+                )
         return scores.union(DataProto.from_dict({"token_level_scores": reward.token_level_scores})), reward
 
     def with_greedy_scores(self, batch: DataProto, problems: DataProto) -> DataProto:
         """Return the batch with ``greedy_scores``, the score of the greedy response to the problem of each row."""
         with self.stages("generate", self.groups.rollout.generate_sequences):
-            greedy, asked = self.generate(problems, do_sample=False, n=1)
+            greedy, problem_columns = self.generate(problems, do_sample=False, n=1)
         with self.stages.overlapping() as start:
-            scores = self.scored(greedy, asked, start)[1].row_scores().repeat_interleave(len(batch) // len(problems))
+            scores = (
+                self.scored(greedy, problem_columns, start)[1]
+                .row_scores()
+                .repeat_interleave(len(batch) // len(problems))
+            )
         return trained_on(batch.union(DataProto.from_dict({"greedy_scores": scores.nan_to_num()})), ~scores.isnan())

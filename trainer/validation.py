@@ -75,10 +75,12 @@ def validate(step: PPOStep, evaluations: Mapping[str, Evaluation]) -> dict[str, 
         for number, batch in enumerate(in_order(evaluation.problems, step.config.data.val_batch_size)):
             step.weights.update()
             with step.stages("held-out", step.groups.rollout.generate_sequences):
-                responses, asked = step.generate(batch, **evaluation.sampling.sampling(), **{HELD_OUT_BATCH: number})
+                responses, problem_columns = step.generate(
+                    batch, **evaluation.sampling.sampling(), **{HELD_OUT_BATCH: number}
+                )
             generation.add(of_ranks(responses.meta_info.pop("metrics", {})), weight=len(responses))
             with step.stages.overlapping() as start:
-                rewards.append(step.scored(responses, asked, start, held_out=True)[1])
+                rewards.append(step.scored(responses, problem_columns, start, held_out=True)[1])
         metrics = united(metrics, validation_metrics(joined(rewards), evaluation.sampling.n, prefix))
     return united(metrics, {f"validation/{name}": value for name, value in generation.take().items()})
 

@@ -50,6 +50,8 @@ if TYPE_CHECKING:
     from workers.model.placement import place_chunks as place_chunks
     from workers.model_worker import ModelWorker as ModelWorker
     from workers.reward import RewardModelWorker as RewardModelWorker
+    from workers.role_worker import PolicySettings as PolicySettings
+    from workers.role_worker import RoleWorker as RoleWorker
     from workers.train.batches import TokenBatch as TokenBatch
     from workers.train.losses import DISTILLATION as DISTILLATION
     from workers.train.losses import SFT as SFT

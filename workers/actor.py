@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -15,6 +15,7 @@ from mcontroller.data.batch import DataProto
 from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
 from mcontroller.errors import before_changes
+from mcontroller.group import WorkerGroup
 from mcontroller.worker import delegate
 from parallel_state.agreement import all_gather_values
 from parallel_state.megatron import MegatronContext
@@ -26,7 +27,7 @@ from workers.actor_roles import (
     require_role,
     serves_engine,
 )
-from workers.columns import TOKEN_TEMPERATURES
+from workers.columns import ROUTED_EXPERTS, TOKEN_TEMPERATURES
 from workers.config import ActorConfig, ParallelConfig
 from workers.config.fit import divided_for
 from workers.generate.engines import ROLLOUT_ENGINES
@@ -38,6 +39,7 @@ from workers.losses.masking import inside
 from workers.losses.registry import POLICY_LOSSES
 from workers.model.build import build_model
 from workers.model_worker import ModelWorker
+from workers.role_worker import PolicySettings
 from workers.router_replay.replay import RouterReplay
 from workers.router_replay.routers import ModelRouters
 from workers.router_replay.rows import RowExperts
@@ -54,10 +56,9 @@ from workers.train.losses import (
     weights_of,
 )
 from workers.train.metrics import Rule, reported
-from workers.train.mini_batches import division_of
+from workers.train.mini_batches import configured_mini_batches, division_of
 from workers.train.pipeline import Loss
 from workers.train.trainer import Trainer
-from workers.update_rules import ActorUpdateRules
 from workers.weight_sender import WeightSender, check_same_policy
 from workers.weights.mixing import mix_weights
 from workers.weights.transfer.weight_transfer import WeightTransfer
@@ -98,17 +99,21 @@ class ActorRolloutRefWorker(ModelWorker):
     accept_weights = delegate("sender", WeightSender.accept_weights)
     close_weights = delegate("sender", WeightSender.close_weights)
 
-    transfer_weights = staticmethod(WeightTransfer)
-    check_transfer = staticmethod(check_same_policy)
-    update_rules = ActorUpdateRules
-
     config_class = ActorConfig
     parts_needed: ClassVar[Mapping[str, tuple[str, ...]]] = {
         **ModelWorker.parts_needed,
-        **dict.fromkeys(("describe_weights", "listen_for_weights", "connect_weights"), ()),
-        **dict.fromkeys(("accept_weights", "close_weights", "has_weights"), ()),
-        **dict.fromkeys(("sampling_state", "restore_sampling", "generation_limits"), ()),
-        **dict.fromkeys(("send_weights", "receive_weights", "weight_fingerprints"), ("params",)),
+        "describe_weights": (),
+        "listen_for_weights": (),
+        "connect_weights": (),
+        "accept_weights": (),
+        "close_weights": (),
+        "has_weights": (),
+        "sampling_state": (),
+        "restore_sampling": (),
+        "generation_limits": (),
+        "send_weights": ("params",),
+        "receive_weights": ("params",),
+        "weight_fingerprints": ("params",),
         "generate_sequences": ("rollout",),
         "rollout_weights": ("params", "rollout"),
         "compute_log_prob": ("params",),
@@ -131,18 +136,78 @@ class ActorRolloutRefWorker(ModelWorker):
         bound.apply_defaults()
         config, role = bound.arguments.get("config"), bound.arguments.get("role")
         if isinstance(config, ActorConfig) and isinstance(role, str) and "rollout" in role.split("_"):
-            check_engine(cls.build_rollout is ActorRolloutRefWorker.build_rollout, config, role.split("_"))
+            check_engine(not cls.overrides(ActorRolloutRefWorker.build_rollout), config, role.split("_"))
+
+    # ---- what RayPPOTrainer reads before it starts and updates (see RoleWorker) --------------------------------------
+
+    @classmethod
+    def check_run(cls, config: ActorConfig) -> None:
+        """Raise ConfigError if a prompt and its response can be longer than the model's sequences."""
+        config.check_lengths()
+
+    @classmethod
+    def policy_settings(cls, config: ActorConfig) -> PolicySettings:
+        """Return the settings of the policy that the algorithm depends on."""
+        return PolicySettings(
+            n=config.rollout.n,
+            response_length=config.rollout.response_length,
+            use_kl_loss=config.use_kl_loss,
+            has_adapter=config.model.lora is not None,
+            router_replay=config.router_replay,
+        )
+
+    @classmethod
+    def layouts(cls, config: ActorConfig) -> Sequence[ParallelConfig]:
+        """Return the layouts of training and of generation."""
+        return (config.parallel,) if config.rollout.parallel is None else (config.parallel, config.rollout.parallel)
+
+    @classmethod
+    def check_transfer(cls, source: ActorConfig, target: ActorConfig, transport: str) -> None:
+        """Raise ConfigError if the two groups do not have the same policy; see ``check_same_policy``."""
+        check_same_policy(source, target, transport)
+
+    @classmethod
+    def open_transfer(
+        cls, source: WorkerGroup[Any], target: WorkerGroup[Any], *, transport: str, timeout: float
+    ) -> WeightTransfer:
+        """Return the transfer of weights between two groups."""
+        return WeightTransfer(source, target, transport=transport, timeout=timeout)
+
+    @classmethod
+    def columns_read(cls, config: ActorConfig) -> Collection[str] | None:
+        """Return which columns of the stages of a step ``update_actor`` reads; None if it is overridden."""
+        if cls.overrides(ActorRolloutRefWorker.update_actor):
+            return None
+        read = columns_of_update(config, {"old_log_probs", "importance_weights", "rollout_log_probs"})
+        return read if config.router_replay == "none" else [*read, ROUTED_EXPERTS]
+
+    @classmethod
+    def updates_once(cls, config: ActorConfig, rows: int, n: int) -> bool:
+        """Return whether ``update_actor`` can do without ``old_log_probs``: it makes one optimizer step of a batch.
+
+        The log-probabilities before such a step are computed in the step. A class with a custom loss always needs them.
+        """
+        mini_batch = config.ppo_mini_batch_prompts * n or config.ppo_mini_batch_size
+        return not cls.overrides(ActorRolloutRefWorker.loss) and config.ppo_epochs == 1 and rows <= mini_batch
+
+    @classmethod
+    def mini_batches(cls, config: ActorConfig, rows: int, n: int, update: int) -> Tensor:
+        """Return the mini-batch of each row in each epoch of an update; see ``configured_mini_batches``."""
+        return configured_mini_batches(config, rows, n, update)
+
+    @classmethod
+    def shares_prompts(cls, config: ActorConfig) -> bool:
+        """Return whether a pass computes a prompt once for the rows that begin with it."""
+        return config.share_prompts and not config.packed
 
     def __init__(self, config: ActorConfig, role: str = "actor_rollout_ref") -> None:
         self.roles = parsed_roles(role)
-        engine_by_name = type(self).build_rollout is ActorRolloutRefWorker.build_rollout
+        engine_by_name = not self.overrides(ActorRolloutRefWorker.build_rollout)
         if "rollout" in self.roles:
             check_engine(engine_by_name, config, self.roles)
-            builds = ("build_model", "build_rollout_model", "build_rollout")
-            overridden = {
-                name for name in builds if getattr(type(self), name) is not getattr(ActorRolloutRefWorker, name)
-            }
-            check_rollout_layout(config, self.world_size, type(self).__name__, overridden)
+            has_own_model = self.overrides(ActorRolloutRefWorker.build_model)
+            has_own_rollout = self.overrides(ActorRolloutRefWorker.build_rollout_model) or not engine_by_name
+            check_rollout_layout(config, self.world_size, type(self).__name__, has_own_model and not has_own_rollout)
         POLICY_LOSSES.get_or_raise(config.policy_loss)  # a custom one must be registered in this process as well
         KL_ESTIMATORS.get_or_raise(config.kl_loss_type, key="kl_loss_type")
         super().__init__(
@@ -539,8 +604,8 @@ class ActorRolloutRefWorker(ModelWorker):
         if "old_log_probs" not in tensors:
             counted = int((tensors["response_mask"] != 0).any(1).sum()) if "response_mask" in tensors else len(data)
             rows_of_all = sum(self.batcher.of_every_shard(counted))
-            if not self.update_rules(type(self), self.config).updates_once(rows_of_all, data.meta_info.get("n", 1)):
+            if not self.updates_once(self.config, rows_of_all, data.meta_info.get("n", 1)):
                 columns = [*columns, "old_log_probs"]
         rows = self._rows(data, method, columns, replay=True)
-        mismatch = "rollout_log_probs" in rows.columns and type(self).loss is ActorRolloutRefWorker.loss
+        mismatch = "rollout_log_probs" in rows.columns and not self.overrides(ActorRolloutRefWorker.loss)
         return rows, self.metrics() | (dict(MISMATCH) if mismatch else {})

@@ -69,15 +69,15 @@ def serves_engine(roles: Collection[str], by_name: bool, config: ActorConfig) ->
     return set(roles) == {"rollout"} and by_name and not ROLLOUT_ENGINES[config.rollout.engine].in_worker
 
 
-def check_rollout_layout(config: ActorConfig, world_size: int, worker: str, overridden: Collection[str]) -> None:
+def check_rollout_layout(config: ActorConfig, world_size: int, worker: str, lacks_rollout_model: bool) -> None:
     """Check the layout of the weights that generate.
 
     Args:
         config: of the actor.
         world_size: number of its ranks.
         worker: the name of its class, for error messages.
-        overridden: the methods of ``build_model``, ``build_rollout_model`` and ``build_rollout`` that the class
-            overrides.
+        lacks_rollout_model: whether the class overrides ``build_model``, and neither ``build_rollout_model`` nor
+            ``build_rollout``.
 
     Raises:
         LayoutError: the axes do not divide the ranks.
@@ -89,7 +89,7 @@ def check_rollout_layout(config: ActorConfig, world_size: int, worker: str, over
         config.rollout.parallel.layout(world_size)
     except LayoutError as error:
         raise LayoutError(f"rollout.parallel: {error}", **error.fields, key="rollout.parallel") from error
-    if set(overridden) == {"build_model"}:
+    if lacks_rollout_model:
         raise ConfigError(
             f"{worker} overrides build_model, and rollout.parallel needs a copy of that model in another layout: "
             "override build_rollout_model too, or remove rollout.parallel",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import ClassVar
 
 from torch import Tensor, nn
@@ -19,9 +19,8 @@ from workers.train.batches import TokenBatch
 from workers.train.forward import forward_values, takes_distinct_tokens
 from workers.train.losses import masked_sum, value_loss
 from workers.train.metrics import TOKENS, Rule, reported
-from workers.train.mini_batches import division_of
+from workers.train.mini_batches import configured_mini_batches, division_of
 from workers.train.trainer import Trainer
-from workers.update_rules import CriticUpdateRules
 
 
 class CriticWorker(ModelWorker):
@@ -35,7 +34,6 @@ class CriticWorker(ModelWorker):
     """
 
     optim_step = delegate("trainer", Trainer.optim_step)
-    update_rules = CriticUpdateRules
 
     config_class = CriticConfig
     parts_needed: ClassVar[Mapping[str, tuple[str, ...]]] = {
@@ -53,6 +51,21 @@ class CriticWorker(ModelWorker):
             share_prompts=config.share_prompts,
         )
         self.config = config
+
+    @classmethod
+    def columns_read(cls, config: CriticConfig) -> Collection[str] | None:
+        """Return which columns of the stages of a step ``update_critic`` reads; None if it is overridden."""
+        return None if cls.overrides(CriticWorker.update_critic) else ("values", "returns")
+
+    @classmethod
+    def mini_batches(cls, config: CriticConfig, rows: int, n: int, update: int) -> Tensor:
+        """Return the mini-batch of each row in each epoch of an update; see ``configured_mini_batches``."""
+        return configured_mini_batches(config, rows, n, update)
+
+    @classmethod
+    def shares_prompts(cls, config: CriticConfig) -> bool:
+        """Return whether a pass computes a prompt once for the rows that begin with it."""
+        return config.share_prompts and not config.packed
 
     # ---- what a user overrides (see ModelWorker) ---------------------------------------------------------------------
 
@@ -76,7 +89,7 @@ class CriticWorker(ModelWorker):
 
     def metrics(self) -> dict[str, Rule]:
         """Return how the values that ``loss`` reports are reduced."""
-        return dict.fromkeys(("vf_loss", "vf_clipfrac", "vpred_mean"), Rule.TOKEN_MEAN)
+        return {"vf_loss": Rule.TOKEN_MEAN, "vf_clipfrac": Rule.TOKEN_MEAN, "vpred_mean": Rule.TOKEN_MEAN}
 
     # ---- called through the group ------------------------------------------------------------------------------------
 

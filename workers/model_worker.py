@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from megatron.core.optimizer import MegatronOptimizer
@@ -30,6 +30,7 @@ from workers.megatron_worker import MegatronWorker
 from workers.memory.offloader import Offloader
 from workers.model.transformer_config import check_chunks
 from workers.profiling.profiler import Profiler
+from workers.role_worker import RoleWorker
 from workers.train.batches import RowReader, TokenBatch
 from workers.train.metrics import Rule
 from workers.train.micro_batches import MicroBatcher
@@ -46,7 +47,7 @@ from workers.train.trainer import Trainer
 from workers.weights.hf.checkpoint import check_checkpoint_files
 
 
-class ModelWorker(MegatronWorker):
+class ModelWorker(MegatronWorker, RoleWorker):
     """A worker with one model, or several, on this rank.
 
     Args:
@@ -88,14 +89,25 @@ class ModelWorker(MegatronWorker):
     save_memory_snapshot = delegate("profiler", Profiler.save_memory_snapshot)
 
     parts_needed: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        **dict.fromkeys(("get_megatron_rank_info", "get_megatron_global_info", "execute_func_rank_zero"), ()),
-        **dict.fromkeys(("save_to_memory", "load_from_memory"), ("params", "reference", "optimizer")),
-        **dict.fromkeys(("start_profile", "stop_profile", "record_memory", "save_memory_snapshot"), ()),
-        **dict.fromkeys(("offload", "reload", "take_memory_use", "verify_checkpoint", "wait_for_checkpoint"), ()),
+        "get_megatron_rank_info": (),
+        "get_megatron_global_info": (),
+        "execute_func_rank_zero": (),
+        "start_profile": (),
+        "stop_profile": (),
+        "record_memory": (),
+        "save_memory_snapshot": (),
+        "offload": (),
+        "reload": (),
+        "take_memory_use": (),
+        "verify_checkpoint": (),
+        "wait_for_checkpoint": (),
         "save_checkpoint": ("params", "reference", "optimizer"),
         "load_checkpoint": ("params", "reference", "optimizer"),
-        **dict.fromkeys(("export_hf", "export_adapter"), ("params",)),
+        "save_to_memory": ("params", "reference", "optimizer"),
+        "load_from_memory": ("params", "reference", "optimizer"),
         "use_adapter": ("params", "reference", "optimizer"),
+        "export_hf": ("params",),
+        "export_adapter": ("params",),
         "forward_backward": ("params", "grads", "optimizer"),
         "optim_step": ("params", "grads", "optimizer"),
     }
@@ -136,6 +148,16 @@ class ModelWorker(MegatronWorker):
             key="config",
             value=config,
         )
+
+    @classmethod
+    def layouts(cls, config: Any) -> Sequence[ParallelConfig]:
+        """Return the layout of the model."""
+        return (config.parallel,)
+
+    @classmethod
+    def overrides(cls, method: Callable[..., Any]) -> bool:
+        """Return whether this class has another method in place of one of a base class."""
+        return getattr(cls, method.__name__) is not method
 
     def __init__(
         self,

@@ -36,7 +36,7 @@ class RayClassWithInitArgs(ClassWithInitArgs[W_co]):
     """Whether a group of several roles has an attribute for each of them."""
 
     def __init__(self, cls: Callable[P, W_co], *args: P.args, **kwargs: P.kwargs) -> None:
-        super().__init__(_plain(cls), *args, **kwargs)
+        super().__init__(plain_class(cls), *args, **kwargs)
         self.options: dict[str, Any] = {}
 
     @property
@@ -70,7 +70,7 @@ def check_class_with_init(init: Any) -> None:
     """Raise ConfigError, which shows how to wrap a bare class, unless ``init`` is a RayClassWithInitArgs."""
     if isinstance(init, RayClassWithInitArgs):
         return
-    cls = _plain(init.cls if isinstance(init, ClassWithInitArgs) else init)
+    cls = plain_class(init.cls if isinstance(init, ClassWithInitArgs) else init)
     name = cls.__name__ if isinstance(cls, type) else "WorkerClass"
     raise ConfigError(
         f"ray_cls_with_init is {init!r}; expected RayClassWithInitArgs({name}), with the init arguments of the worker "
@@ -80,7 +80,7 @@ def check_class_with_init(init: Any) -> None:
     )
 
 
-def _plain(cls: Any) -> Any:
+def plain_class(cls: Any) -> Any:
     """Return the class that was decorated with ``ray.remote``; Ray keeps it on the subclass made for the actor."""
     if not isinstance(cls, ActorClass):
         return cls

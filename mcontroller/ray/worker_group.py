@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence, Set
+from dataclasses import replace
 from typing import Any, Self
 
 from mcontroller.errors import ConfigError
@@ -139,6 +140,21 @@ class RayWorkerGroup(WorkerGroup[W_co]):
     def worker_names(self) -> list[str]:
         """The name of every rank's process, with which another driver can find a detached group."""
         return self._processes.handles.names
+
+    @property
+    def node_ids(self) -> list[str]:
+        """Ray's id of the node of every rank, by rank."""
+        return [info.node_id for info in self._processes.handles.infos]
+
+    @property
+    def lost_nodes(self) -> Set[str]:
+        """Ray's ids of the nodes that the group has lost, also those whose loss Ray has not noticed yet."""
+        return self._processes.handles.gone
+
+    def fail_stuck_calls(self, seconds: float) -> None:
+        """Report calls that run for so many seconds from now on, and fail those whose ranks wait for each other."""
+        handles = self._processes.handles
+        handles.options = replace(handles.options, report_after=seconds, fail_stuck=True)
 
     # ---- several roles in one process ------------------------------------------------------------------------------
 

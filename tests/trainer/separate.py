@@ -54,7 +54,7 @@ class SeparateActor(ToyActor):
             raise ConfigError("rollout differs", key="rollout", value=target)
 
     @classmethod
-    def transfer_weights(cls, source: WorkerGroup, target: WorkerGroup, **options: Any) -> CopiedTable:
+    def open_transfer(cls, source: WorkerGroup, target: WorkerGroup, **options: Any) -> CopiedTable:
         assert options == {"transport": "auto", "timeout": 600.0}
         cls.transfers.append(CopiedTable(source, target))
         return cls.transfers[-1]

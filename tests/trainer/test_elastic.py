@@ -28,6 +28,7 @@ from trainer.saving.checkpoints import RunState
 from trainer.saving.memory import MemoryCheckpoints
 from trainer.saving.recovery import FAILURES, RESIZED
 from trainer.stages import SharedDevices
+from workers.actor import ActorRolloutRefWorker
 from workers.config import ActorConfig, ModelConfig, ParallelConfig
 
 ROLES = {Role.ActorRolloutRef: ToyActor, Role.Critic: ToyCritic}
@@ -54,8 +55,8 @@ def test_the_largest_pool_of_whole_replicas_is_chosen(
 
 def test_a_layout_of_generation_counts_too() -> None:
     actor = ActorConfig(model=ModelConfig(**SIZE), parallel=ParallelConfig(tp=2))
-    assert [ranks for ranks in range(1, 9) if divides(actor, ranks)] == [2, 4, 6, 8]
-    assert divides(0.5, 3)  # of workers without layouts
+    assert [ranks for ranks in range(1, 9) if divides(ActorRolloutRefWorker.layouts(actor), ranks)] == [2, 4, 6, 8]
+    assert divides((), 3)  # of workers without layouts
 
 
 def pools_of(

@@ -55,7 +55,7 @@ class Plain(ToyActor):
     """Writes a plain file first: the error of an archive on a full disk depends on the version of numpy."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def save_checkpoint(self, path: str, global_step: int, max_to_keep: int | None = None) -> str:
+    def save_checkpoint(self, path: str, global_step: int, max_to_keep: int | None = None, **options: bool) -> str:
         (Path(path) / "plain").mkdir(parents=True)
         (Path(path) / "plain" / "file").write_bytes(bytes(8192))
         return super().save_checkpoint(path, global_step, max_to_keep)
@@ -102,7 +102,7 @@ class Background(ToyActor):
     unfinished = False
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def save_checkpoint(self, path: str, global_step: int, *, asynchronous: bool = False) -> str:
+    def save_checkpoint(self, path: str, global_step: int, *, asynchronous: bool = False, **options: bool) -> str:
         self.unfinished = asynchronous
         (Path(path) / f".global_step_{global_step}.partial").mkdir(parents=True)
         return str(Path(path) / f"global_step_{global_step}")

@@ -7,7 +7,7 @@ import torch
 
 from mcontroller.data.batch import DataProto
 from mcontroller.errors import DataError
-from tests.trainer.toy import LETTERS, toy_config, toy_trainer
+from tests.trainer.toy import LETTERS, experience, toy_config, toy_trainer
 
 ORDERS = {
     "another order": (lambda rows: torch.arange(rows - 1, -1, -1), 0),
@@ -49,7 +49,7 @@ def test_rows_of_a_rollout_function_may_have_prompts_of_another_width():
         trainer.init_workers()
         problems = trainer.draw()
         asked = problems.batch["input_ids"][:, -1]
-        batch, _, metrics = trainer.step.experience(problems, trainer.draw)
+        batch, _, metrics = experience(trainer, problems)
     assert batch.non_tensor_batch["asked"].tolist() == asked.repeat_interleave(2).tolist()
     assert len(batch) == 96 and metrics["train/accuracy"] == pytest.approx(
         float((batch.batch["responses"].flatten() == (asked.repeat_interleave(2) + 1) % LETTERS).float().mean())

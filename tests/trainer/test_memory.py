@@ -14,11 +14,11 @@ from ray.exceptions import RayError
 from mcontroller.errors import ConfigError
 from mcontroller.local import LocalWorkerGroup
 from mcontroller.ray import RayClassWithInitArgs
-from mcontroller.worker import Worker
 from tests.trainer.toy import ToyCritic
 from trainer.saving.checkpoints import RunState
 from trainer.saving.memory import MemoryCheckpoints, StateHolder
 from trainer.stages import SharedDevices
+from workers.role_worker import RoleWorker
 
 
 def critics(names: tuple[str, ...]) -> dict[str, LocalWorkerGroup[ToyCritic]]:
@@ -82,9 +82,10 @@ def test_the_memory_is_freed(memory: MemoryCheckpoints) -> None:
 
 
 def test_a_worker_class_without_the_methods_is_rejected(memory: MemoryCheckpoints) -> None:
-    group = LocalWorkerGroup(RayClassWithInitArgs(Worker), 1, name_prefix="actor")
-    with pytest.raises(ConfigError, match="Worker of group 'actor' has no registered methods save_to_memory"):
+    group = LocalWorkerGroup(RayClassWithInitArgs(RoleWorker), 1, name_prefix="actor")
+    with pytest.raises(ConfigError) as caught:
         memory.check({"actor": group})
+    assert caught.value.key == "trainer.memory_save_freq"
 
 
 def test_another_process_has_a_copy_that_is_verified_and_outlives_the_first(ray_cluster: None) -> None:

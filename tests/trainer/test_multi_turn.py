@@ -11,8 +11,8 @@ from mcontroller.dispatch.registration import register
 from mcontroller.errors import ConfigError
 from mcontroller.local import LocalWorkerGroup
 from mcontroller.ray.class_with_init import ClassWithInitArgs
-from mcontroller.worker import Worker
 from trainer.rollout.turns import ENVIRONMENTS, MultiTurnConfig, MultiTurnRollout, Trajectory, make_environment
+from workers.role_worker import RoleWorker
 
 PAD, EOS, CALL = 0, 1, 2
 PROMPT, RESPONSE = 4, 10
@@ -20,7 +20,7 @@ PROMPTS = [[11, 12, 13], [21]]
 FAILURES = ("failed", "raised", "timed_out", "died", "invalid", "restarted")
 
 
-class Policy(Worker):
+class Policy(RoleWorker):
     """Continues every context with the tokens of a script, and keeps the contexts that it was asked for.
 
     Args:

@@ -17,10 +17,10 @@ from mcontroller.local.executor import LocalCall, LocalExecutor
 from mcontroller.local.group import LocalWorkerGroup
 from mcontroller.ray import ResourcePoolManager
 from mcontroller.transport import Arguments
-from mcontroller.worker import Worker
 from tests.trainer.toy import CALLS, ToyActor, ToyCritic, toy_config, toy_trainer
 from trainer import AlgorithmConfig, KLControlConfig, Role, weighted_sum
 from trainer.stages import SharedDevices, Stages
+from workers.role_worker import RoleWorker
 
 SECONDS = {
     "generate_sequences": 5.0,
@@ -87,7 +87,7 @@ class Reference(ToyActor):
     kept = ()
 
 
-class RewardModel(Worker):
+class RewardModel(RoleWorker):
     def __init__(self, config: float) -> None:
         pass
 

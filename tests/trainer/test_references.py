@@ -12,8 +12,8 @@ from mcontroller.data.batch import DataProto
 from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
 from mcontroller.errors import DataError
-from tests.trainer.toy import ToyActor, ToyCritic, next_letter, toy_config, toy_trainer
-from trainer import AlgorithmConfig, Callback, Role, UpdateRules
+from tests.trainer.toy import ToyActor, ToyCritic, experience, next_letter, toy_config, toy_trainer
+from trainer import AlgorithmConfig, Callback, Role
 from trainer.columns import columns
 from trainer.estimators.registry import register_advantage_estimator
 from workers.columns import ROUTED_EXPERTS
@@ -61,7 +61,7 @@ def reading(*names: str) -> Any:
 
 def test_the_controller_has_columns_of_advantages_and_the_updates_get_all():
     with trainer_of(reward_fn=reading("responses")) as trainer:
-        batch, _, _ = trainer.step.experience(trainer.draw(), trainer.draw)
+        batch, _, _ = experience(trainer)
         here = {"responses", "response_mask", "sequence_tokens", "prompt_numbers", "token_level_scores"}
         away = {"input_ids", "attention_mask", "old_log_probs", "entropys", "values"}
         assert set(batch.tensors_here()) == here and set(batch.tensor_names) == here | away
@@ -74,14 +74,14 @@ def test_the_controller_has_columns_of_advantages_and_the_updates_get_all():
     assert torch.equal(received["entropys"], received["old_log_probs"].abs())
 
 
-def reads(*names: str) -> type[UpdateRules]:
-    """Return the rules of a worker class whose update reads these columns of the stages."""
-    return type("Reads", (UpdateRules,), {"columns_read": lambda self: names})
+def reads(*names: str) -> Any:
+    """Return the ``columns_read`` of a worker class whose update reads these columns of the stages."""
+    return classmethod(lambda cls, config: names)
 
 
 def test_an_update_gets_no_column_that_its_worker_class_does_not_read():
     class Reading(Actor):
-        update_rules = reads("advantages", "old_log_probs")
+        columns_read = reads("advantages", "old_log_probs")
 
     roles = {Role.ActorRolloutRef: Reading, Role.Critic: Critic}
     config = dataclasses.replace(toy_config(1), algorithm=AlgorithmConfig(use_kl_in_reward=False))
@@ -100,7 +100,7 @@ def test_the_experts_of_tokens_go_to_the_actor_alone():
     seen: dict[str, set[str]] = {}
 
     class Routed(Actor):
-        update_rules = reads("advantages", "old_log_probs", ROUTED_EXPERTS)
+        columns_read = reads("advantages", "old_log_probs", ROUTED_EXPERTS)
 
         @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, changes_rows=True)
         def generate_sequences(self, prompts: DataProto) -> DataProto:
@@ -119,7 +119,7 @@ def test_the_experts_of_tokens_go_to_the_actor_alone():
             return super().compute_ref_log_prob(data)
 
     class ReadingCritic(Critic):
-        update_rules = reads("values", "returns")
+        columns_read = reads("values", "returns")
 
         @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
         def compute_values(self, data: DataProto) -> DataProto:
@@ -132,7 +132,7 @@ def test_the_experts_of_tokens_go_to_the_actor_alone():
     RECEIVED.clear()
     with toy_trainer(toy_config(1), roles, val_dataset=None, reward_fn=every) as trainer:
         trainer.init_workers()
-        batch, _, _ = trainer.step.experience(trainer.draw(), trainer.draw)
+        batch, _, _ = experience(trainer)
         trainer.fit()
     assert ROUTED_EXPERTS in batch.tensor_names and ROUTED_EXPERTS not in batch.tensors_here()
     assert ROUTED_EXPERTS in seen["log-probs"] and ROUTED_EXPERTS in RECEIVED["actor"].tensors()

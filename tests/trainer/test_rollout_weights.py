@@ -21,18 +21,13 @@ class Engine:
         return self.has
 
 
-class Copy:
-    """A rollout that cannot."""
-
-
-def sending(rollout_cls: type, *, shared: bool) -> tuple[RolloutWeights, Any, list[int]]:
+def sending(*, shared: bool) -> tuple[RolloutWeights, Any, list[int]]:
     """Weights from an actor to a rollout, the rollout, and what is appended to with every transfer."""
     sent: list[int] = []
     report = SimpleNamespace(policy_version=0, metrics=lambda: {})
     transfer = SimpleNamespace(run=lambda: sent.append(1) or report)
-    actor_cls = SimpleNamespace(transfer_weights=lambda *_, **__: transfer)
-    rollout: Any = rollout_cls()
-    rollout.offers = lambda method: hasattr(rollout_cls, method)
+    actor_cls = SimpleNamespace(open_transfer=lambda *_, **__: transfer)
+    rollout: Any = Engine()
     stages: Any = lambda name, method=None: nullcontext()  # noqa: E731
     stages.devices = SimpleNamespace(are_shared=lambda group: shared)
     weights = RolloutWeights(stages, TrainerConfig())
@@ -40,9 +35,9 @@ def sending(rollout_cls: type, *, shared: bool) -> tuple[RolloutWeights, Any, li
     return weights, rollout, sent
 
 
-@pytest.mark.parametrize(("rollout_cls", "shared", "again"), [(Engine, True, 1), (Engine, False, 0), (Copy, True, 0)])
-def test_weights_are_sent_again_if_an_engine_has_lost_them(rollout_cls: type, shared: bool, again: int) -> None:
-    weights, rollout, sent = sending(rollout_cls, shared=shared)
+@pytest.mark.parametrize(("shared", "again"), [(True, 1), (False, 0)])
+def test_weights_are_sent_again_if_an_engine_has_lost_them(shared: bool, again: int) -> None:
+    weights, rollout, sent = sending(shared=shared)
     for _ in range(2):
         weights.update()
     assert len(sent) == 1

@@ -85,14 +85,10 @@ def test_always_moves_the_parts_of_a_group_that_is_alone_too():
     assert moves[0] == "actor offloads, keeps for generate_sequences" and len(moves) == 6
 
 
-def test_always_rejects_a_worker_class_that_cannot_offload():
-    with (
-        toy_trainer(toy_config(1, offload="always"), val_dataset=None) as trainer,
-        pytest.raises(ConfigError, match=r"trainer\.offload is 'always', but ToyActor of group 'actor'"),
-    ):
-        trainer.init_workers()
-    with pytest.raises(ConfigError, match=r"trainer\.offload"):
+def test_another_value_of_offload_is_rejected():
+    with pytest.raises(ConfigError) as caught:
         TrainerConfig(offload="sometimes")
+    assert caught.value.key == "trainer.offload"
 
 
 def test_pools_share_bundles_if_they_are_parts_of_one_pool():

@@ -11,6 +11,7 @@ from mcontroller.data.batch import DataProto
 from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
 from mcontroller.errors import ConfigError, DataError
+from mcontroller.worker import Worker
 from tests.trainer.toy import (
     CALLS,
     LETTERS,
@@ -32,11 +33,11 @@ from trainer import (
     KLControlConfig,
     PPOConfig,
     Role,
-    UpdateRules,
     ValidationConfig,
     WarmUpConfig,
     rule_only,
 )
+from workers.role_worker import PolicySettings
 
 
 class Records:
@@ -168,7 +169,7 @@ def test_the_last_save_of_a_run_is_reshardable_and_others_if_configured(tmp_path
 
     class Actor(ToyActor):
         @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-        def save_checkpoint(self, path, global_step, max_to_keep=None, reshardable=True):
+        def save_checkpoint(self, path, global_step, max_to_keep=None, asynchronous=False, reshardable=True):
             saves.append((global_step, reshardable))
             return super().save_checkpoint(path, global_step, max_to_keep)
 
@@ -290,6 +291,10 @@ def test_the_seconds_of_a_step_are_reported_by_stage_and_add_up():
 class Group(ToyActor):
     """A policy that answers three times, with a KL loss of its configuration."""
 
+    @classmethod
+    def policy_settings(cls, config):
+        return PolicySettings(n=config.rollout.n, use_kl_loss=config.use_kl_loss)
+
     def __init__(self, config: GroupConfig, role: str) -> None:
         super().__init__(0.5, role)
         CALLS.append(f"use_kl_loss={config.use_kl_loss}")
@@ -351,15 +356,23 @@ def test_a_reference_that_nothing_reads_is_not_built():
 
 
 def test_the_lengths_of_an_actor_are_checked_before_any_process_starts():
-    class Lengths(UpdateRules):
-        def check(self) -> None:
+    class TooLong(Group):
+        @classmethod
+        def check_run(cls, config):
             raise ConfigError("prompts and responses are too long", key="rollout.response_length")
 
-    class TooLong(Group):
-        update_rules = Lengths
-
-    with pytest.raises(ConfigError, match="too long"):
+    with pytest.raises(ConfigError) as caught:
         toy_trainer(group_config("grpo"), {Role.ActorRolloutRef: TooLong})
+    assert caught.value.key == "rollout.response_length"
+
+
+def test_a_worker_class_that_is_no_role_worker_is_rejected():
+    class Bare(Worker):
+        pass
+
+    with pytest.raises(ConfigError) as caught:
+        toy_trainer(toy_config(1), TOYS | {Role.Critic: Bare})
+    assert caught.value.key == "role_worker_mapping" and caught.value.value == "Bare"
 
 
 @pytest.mark.parametrize("name", ["grpo", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline"])
@@ -433,15 +446,12 @@ def test_a_critic_of_constant_returns_has_no_explained_variance():
     assert records.of("advantages/abs_mean")
 
 
-class AtOnce(UpdateRules):
-    def updates_once(self, rows, n):
-        return (self.config, rows, n) == (0.5, 96, 2)
-
-
 class Grouped(ToyActor):
     """A policy that answers twice, with the log-probabilities of its samples, and that can be updated in one step."""
 
-    update_rules = AtOnce
+    @classmethod
+    def updates_once(cls, config, rows, n):
+        return (config, rows, n) == (0.5, 96, 2)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, changes_rows=True)
     def generate_sequences(self, prompts):

@@ -16,7 +16,6 @@ from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
 from mcontroller.local import LocalWorkerGroup
 from mcontroller.ray import ResourcePoolManager
-from mcontroller.worker import Worker
 from trainer import (
     AlgorithmConfig,
     DataConfig,
@@ -28,6 +27,7 @@ from trainer import (
     TrainerConfig,
 )
 from trainer.rewards.reward import outcome_scores
+from workers.role_worker import RoleWorker
 
 LETTERS = 6
 DIRECTORY = tempfile.TemporaryDirectory(prefix="toy-")
@@ -42,14 +42,21 @@ class ToyTokenizer:
     pad_token_id = LETTERS + 1
 
 
-class ToyRole(Worker):
+class ToyRole(RoleWorker):
     """Keeps a table by letter, and saves and loads it."""
 
     kept: tuple[str, ...] = ("table",)
     table: Tensor
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def save_checkpoint(self, path: str, global_step: int, max_to_keep: int | None = None) -> str:
+    def save_checkpoint(
+        self,
+        path: str,
+        global_step: int,
+        max_to_keep: int | None = None,
+        asynchronous: bool = False,
+        reshardable: bool = True,
+    ) -> str:
         target = Path(path) / f"global_step_{global_step}"
         target.mkdir(parents=True, exist_ok=True)
         np.savez(target / "state.npz", **{name: np.asarray(getattr(self, name)) for name in self.kept})
@@ -187,6 +194,14 @@ class ToyCritic(ToyRole):
 def problems(rows: int) -> list[dict]:
     ids = [torch.tensor([number % LETTERS]) for number in range(rows)]
     return [{"input_ids": row, "attention_mask": torch.ones(1, dtype=torch.long), "asked": int(row)} for row in ids]
+
+
+def experience(trainer: RayPPOTrainer, problems: DataProto | None = None) -> tuple[DataProto, Reward, dict[str, float]]:
+    """Return what a step of the trainer generates and scores, by default for the next problems."""
+    step, problems = trainer.step, trainer.draw() if problems is None else problems
+    groups = step.empty_groups(len(problems))
+    step.score(step.generations.exchange(problems, trainer.draw), groups)
+    return step.choose(groups)
 
 
 def demonstrations(rows: int) -> list[dict]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from mcontroller.data.batch import DataProto
 from trainer.columns import columns
@@ -26,27 +27,22 @@ def clipped_scores(data: DataProto, clip: float | None) -> tuple[DataProto, dict
     scores, mask = columns(data, "token_level_scores", "response_mask")
     scores = torch.where(mask.bool(), scores, 0.0)
     sums = scores.sum(1)
-    beyond, rows = sums - sums.clamp(-clip, clip), mask.bool().any(1)
-    share = float((beyond[rows] != 0).float().mean()) if bool(rows.any()) else 0.0
-    clipped = scores - outcome_scores(beyond, mask)
+    clipped = scores - outcome_scores(sums - sums.clamp(-clip, clip), mask)
+    share = _share_beyond(sums[mask.bool().any(1)], clip)
     return data.with_tensors({"token_level_scores": clipped}), {"train/score_clipped": share}
 
 
 def clipped_advantages(data: DataProto, clip: float | None) -> tuple[DataProto, dict[str, float]]:
     """Return the batch with every advantage between ``-clip`` and ``clip``, and the share that was limited.
 
-    ``returns``, which the critic learns, stay as they are.
-
-    Args:
-        data: ``advantages`` and ``response_mask`` ``[rows, response]``.
-        clip: the limit. None: the batch is returned as it is.
-
-    Raises:
-        DataError: a column is missing.
+    ``returns``, which the critic learns, stay as they are. Arguments and errors as of ``clipped_scores``.
     """
     if clip is None:
         return data, {}
     advantages, mask = columns(data, "advantages", "response_mask")
-    kept = advantages[mask.bool()]
-    share = float((kept.abs() > clip).float().mean()) if kept.numel() else 0.0
+    share = _share_beyond(advantages[mask.bool()], clip)
     return data.with_tensors({"advantages": advantages.clamp(-clip, clip)}), {"advantages/clipped": share}
+
+
+def _share_beyond(values: Tensor, clip: float) -> float:
+    return float((values.abs() > clip).float().mean()) if values.numel() else 0.0

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,16 +24,23 @@ from trainer.rollout.episodes import Episodes
 from trainer.saving.checkpoints import RunState
 from trainer.saving.run_record import BatchInFlight
 from trainer.stages import Stages
+from workers.role_worker import RoleWorker
+
+BATCH_NUMBER = "batch_number"
+"""Key of the ``meta_info`` of a batch of problems: its number in the sequence of the data set."""
+
+ASYNCHRONOUS = "asynchronous"
+"""Key of the state of sampling of a checkpoint with responses in flight by trajectory."""
+
+VERSION = "policy_version"
+"""Column of the version of the policy that generated each row, int64 ``[rows]``."""
 
 
 class RolloutWeights:
     """Sends the weights of the actor to the group that generates, if they have changed since the last time.
 
-    The worker class of the actor has the class method ``transfer_weights(source, target, transport, timeout)``, which
-    returns the transfer: its ``run()`` sends the current weights, and returns a report with ``metrics()`` and
-    ``policy_version``; ``close()`` ends the connections. That of the rollout may have the registered method
-    ``has_weights``, which returns False after it has lost them with the memory of its GPUs. Without a group that only
-    generates, nothing is sent.
+    ``RoleWorker.open_transfer`` of the actor's worker class opens the transfer. Without a group that only generates,
+    nothing is sent.
 
     Args:
         stages: the stage ``weights`` gets the seconds.
@@ -45,7 +52,7 @@ class RolloutWeights:
 
     def __init__(self, stages: Stages, config: TrainerConfig) -> None:
         self._stages = stages
-        self._options = {"transport": config.weight_transport, "timeout": config.weight_timeout}
+        self._config = config
         self._groups: tuple[WorkerGroup[Any], WorkerGroup[Any]] | None = None
         self._transfer: Any = None
         self._stale = True
@@ -95,15 +102,17 @@ class RolloutWeights:
         actor, rollout = self._groups
         with self.moving(), self._stages("weights", actor.send_weights):
             if self._transfer is None:
-                self._transfer = actor.worker_cls.transfer_weights(actor, rollout, **self._options)
+                sender: type[RoleWorker] = actor.worker_cls
+                self._transfer = sender.open_transfer(
+                    actor, rollout, transport=self._config.weight_transport, timeout=self._config.weight_timeout
+                )
             self._report = self._transfer.run()
             self._metrics.add(self._report.metrics())
         self._stale = False
 
     def _are_lost(self, rollout: WorkerGroup[Any]) -> bool:
         """Whether an engine has slept since it got the weights, so that another group had the memory of its GPUs."""
-        may_lose = rollout.offers("has_weights") and self._stages.devices.are_shared(rollout)
-        return may_lose and not rollout.has_weights()
+        return self._stages.devices.are_shared(rollout) and not rollout.has_weights()
 
     def take_metrics(self) -> dict[str, float]:
         """Return what the transfers since the last call cost."""
@@ -129,50 +138,33 @@ sampled, which are trained on; ``attention_mask`` is 1 for all tokens of a respo
 """
 
 
-def start_responses(
-    rollout: WorkerGroup[Any], problems: DataProto, sampling: Mapping[str, Any], rollout_fn: RolloutFunction | None
+def prompts_of(problems: DataProto, sampling: Mapping[str, Any]) -> DataProto:
+    """Return the argument of ``generate_sequences``: the prompts of problems, with ``meta_info`` of these settings."""
+    prompts = problems.select(["input_ids", "attention_mask"], non_tensor_batch_keys=[])
+    prompts.meta_info = dict(sampling)
+    return prompts
+
+
+def call_rollout_fn(
+    rollout_fn: RolloutFunction, rollout: WorkerGroup[Any], problems: DataProto, sampling: Mapping[str, Any]
 ) -> DataProto:
-    """Start to generate the responses to problems, and return them; only ``rollout_fn`` is waited for.
+    """Return the responses of a program's own rollout loop.
 
     Args:
+        rollout_fn: calls the rollout.
         rollout: the group that generates.
-        problems: rows of ``input_ids`` and ``attention_mask`` ``[prompt]``.
+        problems: rows of ``input_ids`` and ``attention_mask`` ``[prompt]``, and other columns.
         sampling: the ``meta_info`` of ``generate_sequences``.
-        rollout_fn: calls the rollout. None: one call.
 
     Raises:
         DataError: ``rollout_fn`` returned a row with another prompt than that of its problem, or too few rows.
     """
-    if rollout_fn is None:
-        prompts = problems.select(["input_ids", "attention_mask"], non_tensor_batch_keys=[])
-        prompts.meta_info = dict(sampling)
-        generated: DataProto = rollout.generate_sequences.options(blocking=False)(prompts)
-        return generated
-    asked = problems.select(["input_ids", "attention_mask"])
-    asked.meta_info = dict(sampling)
-    responses = rollout_fn(asked, rollout.generate_sequences)
+    argument = problems.select(["input_ids", "attention_mask"])
+    argument.meta_info = dict(sampling)
+    responses = rollout_fn(argument, rollout.generate_sequences)
     if not isinstance(rollout_fn, Episodes):  # which may write prompts of their own
         _check_prompts(responses, problems)
     return responses
-
-
-def generate_responses(
-    rollout: WorkerGroup[Any],
-    problems: DataProto,
-    sampling: Mapping[str, Any],
-    rollout_fn: RolloutFunction | None,
-) -> tuple[DataProto, DataProto]:
-    """Return the responses to problems, and the problems' other columns, repeated for each response.
-
-    Args:
-        rollout: the group that generates.
-        problems: rows of ``input_ids`` and ``attention_mask`` ``[prompt]``.
-        sampling: the ``meta_info`` of ``generate_sequences``.
-        rollout_fn: calls the rollout. None: one call.
-    """
-    others = problems.select([], non_tensor_batch_keys=None)
-    responses = start_responses(rollout, problems, sampling, rollout_fn)
-    return responses, others.repeat(len(responses) // len(problems))
 
 
 def _check_prompts(responses: DataProto, problems: DataProto) -> None:
@@ -182,10 +174,10 @@ def _check_prompts(responses: DataProto, problems: DataProto) -> None:
     ids, mask = columns(problems, "input_ids", "attention_mask")
     width = max(ids.shape[1], given.shape[1] - answers.shape[1])
     expected = _prompts(ids, mask, ids.shape[1], width).repeat_interleave(n, 0)
-    found = _prompts(given, attended, given.shape[1] - answers.shape[1], width)
-    wrong = (found != expected[: len(found)]).any(1).nonzero().flatten().tolist()
-    if wrong or len(found) < len(expected):
-        row = wrong[0] if wrong else len(found)
+    prompts = _prompts(given, attended, given.shape[1] - answers.shape[1], width)
+    wrong = (prompts != expected[: len(prompts)]).any(1).nonzero().flatten().tolist()
+    if wrong or len(prompts) < len(expected):
+        row = wrong[0] if wrong else len(prompts)
         problem = "has another prompt than" if wrong else "is missing; it has the prompt of"
         raise DataError(
             f"rollout_fn returned {len(responses)} rows for {len(problems)} problems, and row {row} {problem} problem "
@@ -203,14 +195,20 @@ def _prompts(ids: Tensor, mask: Tensor, columns_of_prompt: int, width: int) -> T
     return pad(kept, (width - columns_of_prompt, 0), value=-1)
 
 
-DRAWN = "drawn_batch"
-"""Key of the ``meta_info`` of a batch of problems: its number in the sequence of the data set."""
+class GeneratedBatch(NamedTuple):
+    """Responses to problems.
 
-ASYNCHRONOUS = "asynchronous"
-"""Key of the state of sampling of a checkpoint with responses in flight by trajectory."""
+    Attributes:
+        problems: the problems, with the non-tensor column ``uid``.
+        responses: the columns of ``generate_sequences``.
+        problem_columns: the problems' non-tensor columns, repeated for each response.
+        memory: metrics of the memory that generation used.
+    """
 
-VERSION = "policy_version"
-"""Column of the version of the policy that generated each row, int64 ``[rows]``."""
+    problems: DataProto
+    responses: DataProto
+    problem_columns: DataProto
+    memory: Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -240,7 +238,7 @@ class Generations:
         self._stages = stages
         self._weights = weights
         self._queue: deque[_Generation] = deque()
-        self._asked = 0
+        self._next_uid = 0
         self._rollout: Any = None
         self._sampling: Mapping[str, Any] = {}
         self._rollout_fn: RolloutFunction | None = None
@@ -248,47 +246,51 @@ class Generations:
     def connect(
         self, rollout: WorkerGroup[Any], sampling: Mapping[str, Any], rollout_fn: RolloutFunction | None
     ) -> None:
-        """Generate with a group from now on; the arguments are the same as of ``start_responses``."""
+        """Generate with a group from now on; see ``prompts_of`` and ``call_rollout_fn``."""
         self._rollout, self._sampling, self._rollout_fn = rollout, sampling, rollout_fn
 
     def restart(self, rollout: WorkerGroup[Any]) -> None:
         """Generate with another group from now on, and start the batches in flight again, with the newest weights."""
-        waiting, self._rollout = list(self._queue), rollout
+        in_flight, self._rollout = list(self._queue), rollout
         self._queue.clear()
-        for each in waiting:
-            self._begin(each.number, each.problems)
+        for batch in in_flight:
+            self._start(batch.number, batch.problems)
 
     def __len__(self) -> int:
         return len(self._queue)
 
     def problems_in_flight(self) -> dict[int, list[int]]:
         """Return which problems of which batches of the data set were drawn and not trained on."""
-        return {each.number: list(range(len(each.problems))) for each in self._queue if each.number is not None}
+        return {batch.number: list(range(len(batch.problems))) for batch in self._queue if batch.number is not None}
 
-    def exchange(
-        self, problems: DataProto, draw: Callable[[], DataProto]
-    ) -> tuple[DataProto, DataProto, DataProto, dict[str, float]]:
+    def exchange(self, problems: DataProto, draw: Callable[[], DataProto]) -> GeneratedBatch:
         """Start to generate with the newest weights, and return the responses of the oldest batch.
 
         Args:
             problems: rows of ``input_ids`` and ``attention_mask`` ``[prompt]``.
             draw: returns the next problems, as long as fewer than ``ahead`` batches are in flight.
 
-        Returns:
-            The problems of the oldest batch, with the non-tensor column ``uid``; the responses to them; the problems'
-            non-tensor columns, repeated for each response; and the memory that was used.
-
         Raises:
             ConfigError: no group generates yet.
             DataError: the batch has another size than those in flight.
             GroupError: a batch could not be generated.
         """
-        self._start(problems)
+        self._check(problems)
+        self._start(self._numbered(problems), problems)
         while len(self._queue) <= self._ahead:
-            self._start(draw())
-        return self._taken()
+            problems = draw()
+            self._check(problems)
+            self._start(self._numbered(problems), problems)
+        oldest = self._queue.popleft()
+        reads = (*RESPONSE_COLUMNS, VERSION) if self._ahead else RESPONSE_COLUMNS
+        with self._stages("generate"):
+            responses = oldest.responses.prefetch(reads)
+        problem_columns = oldest.problems.select([], non_tensor_batch_keys=None)
+        repeated = problem_columns.repeat(len(responses) // len(oldest.problems))
+        return GeneratedBatch(oldest.problems, responses, repeated, oldest.memory())
 
-    def _start(self, problems: DataProto) -> None:
+    def _check(self, problems: DataProto) -> None:
+        """Raise an error if no group generates, or a batch has another size than the one in flight."""
         if self._rollout is None:
             raise ConfigError("no group generates yet: call init_workers() before train_step()", key="rollout")
         if self._queue and len(problems) != len(self._queue[0].problems):
@@ -298,26 +300,21 @@ class Generations:
                 rows=len(problems),
                 expected=len(self._queue[0].problems),
             )
-        self._begin(self._numbered(problems), problems)
 
-    def _begin(self, number: int | None, problems: DataProto) -> None:
+    def _start(self, number: int | None, problems: DataProto) -> None:
+        """Start to generate responses with the newest weights; only a ``rollout_fn`` is waited for."""
         self._weights.update()
         with self._stages("generate", self._rollout.generate_sequences):
-            responses = start_responses(self._rollout, problems, self._sampling, self._rollout_fn)
+            if self._rollout_fn is None:
+                prompts = prompts_of(problems, self._sampling)
+                responses = self._rollout.generate_sequences.options(blocking=False)(prompts)
+            else:
+                responses = call_rollout_fn(self._rollout_fn, self._rollout, problems, self._sampling)
         memory: Callable[[], dict[str, float]] = dict
         if self._ahead:
             memory = self._stages.ask_memory([self._rollout.name])
             self._weights.wait_for(responses)
         self._queue.append(_Generation(number, problems, responses, memory))
-
-    def _taken(self) -> tuple[DataProto, DataProto, DataProto, dict[str, float]]:
-        oldest = self._queue.popleft()
-        reads = (*RESPONSE_COLUMNS, VERSION) if self._ahead else RESPONSE_COLUMNS
-        with self._stages("generate"):
-            batch = oldest.responses.prefetch(reads)
-        others = oldest.problems.select([], non_tensor_batch_keys=None)
-        asked = others.repeat(len(batch) // len(oldest.problems))
-        return oldest.problems, batch, asked, oldest.memory()
 
     def close(self) -> None:
         """End the processes that generation started."""
@@ -340,21 +337,17 @@ class Generations:
         return self._generated(), self._sampling_state()
 
     def _sampling_state(self) -> Mapping[str, Any]:
-        if not self._saves_sampling():
+        if not self._weights.sends:
             return {}
         state: Mapping[str, Any] = self._rollout.sampling_state()[0]
         return state
 
-    def _saves_sampling(self) -> bool:
-        """Whether it is a separate group, whose worker class has ``sampling_state`` and ``restore_sampling``."""
-        return self._weights.sends and all(map(self._rollout.offers, ("sampling_state", "restore_sampling")))
-
     def _generated(self) -> tuple[BatchInFlight, ...]:
         saved = []
-        for each in self._queue:
-            if each.number is None:
+        for batch in self._queue:
+            if batch.number is None:
                 raise not_drawn()
-            saved.append(BatchInFlight(each.number, each.responses.slice().get()))
+            saved.append(BatchInFlight(batch.number, batch.responses.slice().get()))
         return tuple(saved)
 
     def restore(
@@ -378,23 +371,23 @@ class Generations:
                 key="trainer.max_staleness",
                 value=self._ahead,
             )
-        if sampling and self._saves_sampling():
+        if sampling and self._weights.sends:
             self._rollout.restore_sampling(sampling)
         self._queue.clear()
         if not self._ahead:
             return 0
-        for each in saved:
-            drawn = problems(each.number)
-            self._numbered(drawn)
-            self._queue.append(_Generation(each.number, drawn, each.responses, dict))
+        for batch in saved:
+            batch_problems = problems(batch.number)
+            self._numbered(batch_problems)
+            self._queue.append(_Generation(batch.number, batch_problems, batch.responses, dict))
         return len(saved)
 
     def _numbered(self, problems: DataProto) -> int | None:
         """Give every problem a ``uid``, and return the number of the batch in the data set, if it has one."""
-        uid = np.arange(self._asked, self._asked + len(problems))
+        uid = np.arange(self._next_uid, self._next_uid + len(problems))
         problems.non_tensor_batch["uid"] = uid.astype(object)
-        self._asked += len(problems)
-        number: int | None = problems.meta_info.pop(DRAWN, None)
+        self._next_uid += len(problems)
+        number: int | None = problems.meta_info.pop(BATCH_NUMBER, None)
         return number
 
 
@@ -421,7 +414,7 @@ def staleness_metrics(batch: DataProto, newest: int) -> dict[str, float]:
     return {"training/staleness_mean": float(behind.mean()), "training/staleness_max": float(behind.max())}
 
 
-class DrawnProblems:
+class ProblemStream:
     """The position of a run in its data: the set of rows that were trained on or are in flight.
 
     Args:
@@ -440,7 +433,7 @@ class DrawnProblems:
     def draw(self) -> DataProto:
         """Return the next batch of problems."""
         problems = self.batches[self.count]
-        problems.meta_info[DRAWN] = self.count
+        problems.meta_info[BATCH_NUMBER] = self.count
         self.count += 1
         return problems
 
@@ -460,7 +453,7 @@ class DrawnProblems:
             in_flight: the batches in flight, with their responses; none if these cannot be saved: then their rows are
                 drawn again.
         """
-        saved = tuple(replace(each, rows=tuple(self.batches.rows(each.number))) for each in in_flight)
+        saved = tuple(replace(batch, rows=tuple(self.batches.rows(batch.number))) for batch in in_flight)
         number, lost = (0, []) if saved else self._in_flight()
         return {
             "drawn_batches": self.count - number,
@@ -478,6 +471,6 @@ class DrawnProblems:
 
     def _in_flight(self) -> tuple[int, list[int]]:
         """Return the number of batches that were drawn and not wholly trained on, and the positions of these rows."""
-        drawn = self.generations.problems_in_flight()
-        rows = {number: self.batches.rows(number) for number in drawn}
-        return len(drawn), [rows[number][problem] for number, problems in drawn.items() for problem in problems]
+        in_flight = self.generations.problems_in_flight()
+        rows = {number: self.batches.rows(number) for number in in_flight}
+        return len(in_flight), [rows[number][problem] for number, problems in in_flight.items() for problem in problems]

@@ -24,7 +24,14 @@ from trainer.config import PPOConfig
 from trainer.rollout.balance import Balance
 from trainer.rollout.episodes import Episodes
 from trainer.rollout.events import EventLog, Schedule
-from trainer.rollout.generation import ASYNCHRONOUS, Generations, RolloutFunction, RolloutWeights, not_drawn
+from trainer.rollout.generation import (
+    ASYNCHRONOUS,
+    GeneratedBatch,
+    Generations,
+    RolloutFunction,
+    RolloutWeights,
+    not_drawn,
+)
 from trainer.rollout.made_tokens import FAILURE_KINDS, Turn
 from trainer.rollout.prompt_groups import STATE, Group, Unfinished, other_columns, restored_groups, saved_groups
 from trainer.rollout.seeds import TRAINING, seed_of
@@ -32,6 +39,7 @@ from trainer.rollout.trajectories import Submitted, TrajectoryRollout, trajector
 from trainer.rollout.trajectory import Trajectory
 from trainer.saving.run_record import BatchInFlight
 from trainer.stages import Stages
+from workers.role_worker import RoleWorker
 
 EPISODE_S = 0.01
 """[s] How long the trainer waits at a time for episodes that do something else than wait for the policy."""
@@ -56,9 +64,9 @@ class AsynchronousGenerations(Generations):
 
     def __init__(self, config: PPOConfig, stages: Stages, weights: RolloutWeights) -> None:
         super().__init__(config.trainer.max_staleness, stages, weights)
-        trainer, workers = config.trainer, config.actor_rollout_ref if config.rollout is None else config.rollout
+        trainer = config.trainer
         self._options, self._data_seed = trainer.asynchronous, config.data.seed
-        self._n: int = getattr(getattr(workers, "rollout", None), "n", 1)
+        self._n = 1
         self._schedule = Schedule(self._options)
         replay = None if self._options.replay is None else Path(self._options.replay)
         self.log = EventLog(Path(trainer.default_local_dir), resumes=trainer.resume, replay=replay)
@@ -86,9 +94,9 @@ class AsynchronousGenerations(Generations):
     ) -> None:
         """Generate with a group from now on, whose workers have ``generation_limits``."""
         super().connect(rollout, sampling, rollout_fn)
-        if not rollout.offers("generation_limits"):
+        if rollout.worker_cls.generation_limits is RoleWorker.generation_limits:
             raise ConfigError(
-                f"trainer.max_staleness is {self._ahead}, and {rollout.worker_cls.__name__} has no registered method "
+                f"trainer.max_staleness is {self._ahead}, and {rollout.worker_cls.__name__} does not override "
                 "generation_limits, which generation by trajectory needs: derive it from ActorRolloutRefWorker, "
                 "or set trainer.max_staleness=1",
                 key="trainer.max_staleness",
@@ -102,6 +110,7 @@ class AsynchronousGenerations(Generations):
         self._slices = TrajectoryRollout(
             self._rollout, slice_tokens=tokens, capacity=rows, driven=True, trained=True, **self._sampling
         )
+        self._n = self._slices.limits.get("n", 1)
         self.close()
         if isinstance(self._rollout_fn, Episodes):
             self._episodes = self._rollout_fn.another()
@@ -136,9 +145,7 @@ class AsynchronousGenerations(Generations):
 
     # ---- a step ----------------------------------------------------------------------------------------------------
 
-    def exchange(
-        self, problems: DataProto, draw: Callable[[], DataProto]
-    ) -> tuple[DataProto, DataProto, DataProto, dict[str, float]]:
+    def exchange(self, problems: DataProto, draw: Callable[[], DataProto]) -> GeneratedBatch:
         """Submit problems, and return as many groups that are complete.
 
         Args:
@@ -167,7 +174,7 @@ class AsynchronousGenerations(Generations):
         for group in chosen:
             del self._groups[group.number]
         self._ready -= size
-        return *self._batch(chosen), {}
+        return self._batch(chosen)
 
     def _submit(self, problems: DataProto) -> None:
         if self._groups and len(problems) != self._batch_size():
@@ -177,7 +184,7 @@ class AsynchronousGenerations(Generations):
                 rows=len(problems),
                 expected=self._batch_size(),
             )
-        first, batch = self._asked, self._numbered(problems)
+        first, batch = self._next_uid, self._numbered(problems)
         for row in range(len(problems)):
             group = self._groups[first + row] = Group(first + row, problems, batch, row, self._version)
             self._begin_group(group)
@@ -260,8 +267,8 @@ class AsynchronousGenerations(Generations):
         chosen += [group for group in complete if group not in taken][: size - len(chosen)]
         return sorted(chosen, key=lambda group: group.number) if len(chosen) == size else None
 
-    def _batch(self, chosen: Sequence[Group]) -> tuple[DataProto, DataProto, DataProto]:
-        """Return the problems of groups, the responses to them, and the problems' other columns for each response."""
+    def _batch(self, chosen: Sequence[Group]) -> GeneratedBatch:
+        """Return the responses of groups."""
         rows: dict[int, tuple[DataProto, list[int]]] = {}
         for group in chosen:
             rows.setdefault(id(group.problems), (group.problems, []))[1].append(group.row)
@@ -273,7 +280,7 @@ class AsynchronousGenerations(Generations):
             meta_info["metrics"] = self._episodes.take_metrics(made)
             batch[FAILED] = torch.tensor([each.ended in FAILURE_KINDS for each in made])
         others = problems.select([], non_tensor_batch_keys=None).repeat(self._n)
-        return problems, DataProto.from_dict(batch, meta_info=meta_info), others
+        return GeneratedBatch(problems, DataProto.from_dict(batch, meta_info=meta_info), others, {})
 
     def _columns(
         self, made: Sequence[Trajectory], prompt_length: int, log_probs: str | None = "rollout_log_probs"
@@ -533,7 +540,7 @@ class AsynchronousGenerations(Generations):
             batch = self._columns(made, columns(groups[0].problems, "input_ids")[0].shape[1])
             in_flight = tuple(group.row for group in groups)
             saved.append(BatchInFlight(number or 0, DataProto.from_dict({**batch, **state}), in_flight))
-        mine = {"max_staleness": self._ahead, "version": self._version, "asked": self._asked}
+        mine = {"max_staleness": self._ahead, "version": self._version, "asked": self._next_uid}
         return tuple(saved), {
             **self._sampling_state(),
             ASYNCHRONOUS: {**mine, "completed": self._completed, "log": self.log.state()},
@@ -567,7 +574,7 @@ class AsynchronousGenerations(Generations):
         begun: list[Unfinished] = []
         for batch in saved if mine else ():
             drawn, (number, row, *_) = problems(batch.number), columns(batch.responses, STATE)[0][0].tolist()
-            self._asked = number - row
+            self._next_uid = number - row
             self._numbered(drawn)
             groups, unfinished = restored_groups(batch, drawn, self._n, has_prompts=self._episodes is None)
             self._groups |= {group.number: group for group in groups}
@@ -577,7 +584,7 @@ class AsynchronousGenerations(Generations):
             self._begin_response(each.group, each.index, each.turns)
         self._ready = sum(group.is_complete for group in self._groups.values())
         self._completed, self._version = mine.get("completed", 0), mine.get("version", -1)
-        self._asked, self._is_restored = mine.get("asked", 0), True
+        self._next_uid, self._is_restored = mine.get("asked", 0), True
         if self._episodes is not None and self._slices is not None:
             self._exchange()
             places = {key: place for each in begun for key, place in each.places.items()}

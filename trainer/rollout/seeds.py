@@ -36,9 +36,9 @@ def count_call(group: Any, meta_info: Mapping[str, Any] | None = None) -> int:
     info = meta_info or {}
     if HELD_OUT_BATCH in info:
         return -1 - int(info[HELD_OUT_BATCH])
-    if not group.offers("sampling_state"):
+    calls: int | None = group.sampling_state()[0].get("sampled_batches")
+    if calls is None:
         return 0
-    calls: int = group.sampling_state()[0]["sampled_batches"]
     if info.get("do_sample", True):
         group.restore_sampling({"sampled_batches": calls + 1})
     return calls

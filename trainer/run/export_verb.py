@@ -12,14 +12,13 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mcontroller.errors import ConfigError, DataError
+from mcontroller.errors import ConfigError
 from trainer.run.config import tokenizer_files
 from trainer.run.conversion import add_layout_arguments, check_new_directory, on_workers, print_files_left_out
 from trainer.run.resume_verb import config_of_run
 
 if TYPE_CHECKING:
     from mcontroller.group import WorkerGroup
-    from trainer.saving.run_record import RunRecord
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,14 +41,19 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(text, key="--adapter" if arguments.adapter else "--merged")
     target = str(Path(arguments.hf).resolve())
     tokenizer = tokenizer_files(Path(arguments.directory).resolve())
-    from trainer.saving.run_record import read_record  # with torch
+    from trainer.saving.checkpoints import newest_whole_save  # with torch
+    from trainer.saving.run_record import read_record
 
     checkpoints = Path(config.trainer.default_local_dir)
     record = read_record(checkpoints)
     steps: list[int] = []
 
     def export(group: WorkerGroup) -> None:
-        steps.append(_load_whole(group, record, checkpoints))
+        chosen = newest_whole_save(checkpoints, record, {"actor": group}, with_batches=False)
+        for step, damage in chosen.damaged.items():
+            sys.stdout.write(f"the checkpoint of step {step} is damaged ({damage})\n")
+        group.load_checkpoint(chosen.paths["actor"])
+        steps.append(chosen.save.global_steps)
         if arguments.adapter:
             group.export_adapter(target)
         else:
@@ -60,23 +64,3 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.adapter:
         print_files_left_out(model.hf_path, target)
     return 0
-
-
-def _load_whole(group: WorkerGroup, record: RunRecord, directory: Path) -> int:
-    """Load the newest save of a run whose checkpoint of the actor is whole; return its step, and print the others.
-
-    Raises:
-        DataError: there is none.
-    """
-    from trainer.saving.checkpoints import damage_of  # with torch
-
-    problems: list[str] = []
-    for save in record.saves():
-        path = str(record.locate(directory, save, "actor"))
-        damage = damage_of({"actor": group}, {"actor": path})
-        if damage is None:
-            sys.stdout.write("".join(f"{problem}\n" for problem in problems))
-            group.load_checkpoint(path)
-            return save.global_steps
-        problems.append(f"the checkpoint of step {save.global_steps} is damaged ({damage})")
-    raise DataError(f"no checkpoint in {directory} is whole: {'; '.join(problems)}", path=str(directory))

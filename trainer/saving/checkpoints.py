@@ -8,7 +8,6 @@ checkpoint of all groups of one step, and the next save or the next ``load`` goe
 from __future__ import annotations
 
 import contextlib
-import inspect
 import logging
 import math
 import os
@@ -18,7 +17,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from mcontroller.errors import DataError, GroupBroken, MControllerError, WorkerError
 from mcontroller.files import acquire_lock, delete_with_links, free_space, release_lock, sync_directory
@@ -88,7 +87,7 @@ class RunState:
         if self.pending is None and self.next_row is not None:
             batches.resume(first, self.next_row)
         elif self.next_row is not None:
-            rows = {each.number: each.rows for each in self.in_flight}
+            rows = {batch.number: batch.rows for batch in self.in_flight}
             batches.resume(self.drawn_batches, self.next_row, self.pending or (), rows)
         return self.in_flight if self.batch_size in (None, batches.batch_size) else ()
 
@@ -103,7 +102,7 @@ class RunState:
             return self.drawn_batches
         first = self.drawn_batches - len(self.in_flight)
         if self.next_row is not None and self.pending is not None:
-            again = sorted(row for each in self.in_flight for row in each.rows_in_flight())
+            again = sorted(row for batch in self.in_flight for row in batch.rows_in_flight())
             batches.resume(first, self.next_row, [*again, *self.pending])
         return first
 
@@ -156,12 +155,12 @@ class RunCheckpoints:
         self._writing: _Writing | None = None
 
     def begin(self, groups: Mapping[str, WorkerGroup], state: RunState, *, reshardable: bool = True) -> None:
-        """Start a save of all groups, after the end of the save in flight; groups that can write in the background.
+        """Start a save of all groups, which may write in the background, after the end of the save in flight.
 
         Args:
             groups: the groups to save, by name.
             state: the controller's own state.
-            reshardable: save distributed optimizers for any layout, in worker classes whose saves have the choice.
+            reshardable: save distributed optimizers for any layout.
 
         Raises:
             DataError: a group wrote outside of the directory that it was passed, the directory of a group is a link
@@ -192,10 +191,7 @@ class RunCheckpoints:
         written: dict[str, Path] = {}
         for group_name, group in groups.items():
             self.devices.make_room(group.save_checkpoint)
-            known = inspect.signature(group.worker_cls.save_checkpoint).parameters
-            wanted = {"asynchronous": True, "reshardable": reshardable}
-            options = {name: value for name, value in wanted.items() if name in known}
-            path = group.save_checkpoint(str(staged[group_name]), step, **options)[0]
+            path = group.save_checkpoint(str(staged[group_name]), step, asynchronous=True, reshardable=reshardable)[0]
             written[group_name] = Path(path)
             if written[group_name].parent != staged[group_name]:
                 raise DataError(
@@ -231,38 +227,33 @@ class RunCheckpoints:
         """
         self._lock()
         record = read_record(self.directory)
-        self.damaged = {}
-        for save in record.saves():
-            saved_groups = set(save.groups) - {_IN_FLIGHT}
-            if saved_groups != set(groups):
-                raise DataError(
-                    f"the checkpoint in {self.directory} is of a run with groups {sorted(saved_groups)}; this one has "
-                    f"{sorted(groups)}",
-                    saved=sorted(saved_groups),
-                    groups=sorted(groups),
-                )
-            paths = {name: str(record.locate(self.directory, save, name)) for name in groups}
-            damage, batches = damage_of(groups, paths), tuple[BatchInFlight, ...]()
-            if damage is None and save.in_flight:
-                try:
-                    batches = read_batches(record.locate(self.directory, save, _IN_FLIGHT), save.in_flight)
-                except DataError as error:
-                    damage = f"{_IN_FLIGHT}: {error}"
-            if damage is None:
-                for name, group in groups.items():
-                    self.devices.make_room(group.load_checkpoint)
-                    group.load_checkpoint(paths[name])
-                drawn = save.global_steps if save.drawn_batches is None else save.drawn_batches
-                counts = save.global_steps, save.kl_coef, drawn, save.num_tokens
-                self.recover(groups)
-                position = save.next_row, save.batch_size, save.pending
-                return RunState(*counts, save.program, save.rollout, batches, *position)
-            self.damaged[save.global_steps] = damage
-            _logger.warning(
-                "the checkpoint of step %d is damaged, all groups use an earlier one: %s", save.global_steps, damage
+        saved_groups = set(record.last.groups) - {_IN_FLIGHT}
+        if saved_groups != set(groups):
+            raise DataError(
+                f"the checkpoint in {self.directory} is of a run with groups {sorted(saved_groups)}; this one has "
+                f"{sorted(groups)}",
+                saved=sorted(saved_groups),
+                groups=sorted(groups),
             )
-        problems = "; ".join(f"step {step}: {damage}" for step, damage in self.damaged.items())
-        raise DataError(f"no checkpoint in {self.directory} is whole: {problems}", path=str(self.directory))
+        save, paths, batches, self.damaged = newest_whole_save(self.directory, record, groups)
+        for step, damage in self.damaged.items():
+            _logger.warning("the checkpoint of step %d is damaged, all groups use an earlier one: %s", step, damage)
+        for name, group in groups.items():
+            self.devices.make_room(group.load_checkpoint)
+            group.load_checkpoint(paths[name])
+        self.recover(groups)
+        return RunState(
+            global_steps=save.global_steps,
+            kl_coef=save.kl_coef,
+            drawn_batches=save.global_steps if save.drawn_batches is None else save.drawn_batches,
+            num_tokens=save.num_tokens,
+            program=save.program,
+            rollout=save.rollout,
+            in_flight=batches,
+            next_row=save.next_row,
+            batch_size=save.batch_size,
+            pending=save.pending,
+        )
 
     def fallbacks(self) -> list[str]:
         """Return a line for each damaged save that the last ``load`` has passed over."""
@@ -288,8 +279,7 @@ class RunCheckpoints:
             return
         with self._deleted_if_it_fails(writing.staged, writing.state.global_steps):
             for group_name, group in writing.groups.items():
-                if group.offers("wait_for_checkpoint"):
-                    group.wait_for_checkpoint.options(timeout=timeout)()
+                group.wait_for_checkpoint.options(timeout=timeout)()
                 if not writing.written[group_name].exists():
                     path = str(writing.written[group_name])
                     raise DataError(f"{group_name} reported a checkpoint at {path}, which does not exist", path=path)
@@ -308,7 +298,7 @@ class RunCheckpoints:
         if writing is None:
             return
         for name, group in writing.groups.items():
-            if name not in broken and group.offers("wait_for_checkpoint"):
+            if name not in broken:
                 group.wait_for_checkpoint()
         if not {*broken} & writing.groups.keys():
             self.finish()
@@ -373,18 +363,18 @@ class RunCheckpoints:
         needed = {*places.values(), *(place for save in kept for place in save.groups.values())}
         record = RunRecord(
             last=SavedStep(
-                state.global_steps,
-                state.kl_coef,
-                places,
-                checked_program(state.program),
-                state.drawn_batches,
-                state.num_tokens,
-                state.rollout,
-                writing.in_flight,
-                state.next_row,
-                state.batch_size,
-                state.pending,
-                value,
+                global_steps=state.global_steps,
+                kl_coef=state.kl_coef,
+                groups=places,
+                program=checked_program(state.program),
+                drawn_batches=state.drawn_batches,
+                num_tokens=state.num_tokens,
+                rollout=state.rollout,
+                in_flight=writing.in_flight,
+                next_row=state.next_row,
+                batch_size=state.batch_size,
+                pending=state.pending,
+                value=value,
             ),
             earlier=kept,
             staged={name: os.path.relpath(path, self.directory) for name, path in writing.staged.items()},
@@ -435,13 +425,59 @@ def _move(staged: Path, place: Path) -> None:
     shutil.rmtree(staged)
 
 
-def damage_of(groups: Mapping[str, WorkerGroup], paths: Mapping[str, str]) -> str | None:
-    """Return the first damage that a group finds in its checkpoint; None if all are whole or cannot be verified."""
+class WholeSave(NamedTuple):
+    """A save that can be loaded.
+
+    Attributes:
+        save: the record of it.
+        paths: the checkpoint of each group.
+        batches: the batches whose responses were generated and not yet trained on.
+        damaged: by step, the damage of later saves.
+    """
+
+    save: SavedStep
+    paths: Mapping[str, str]
+    batches: tuple[BatchInFlight, ...]
+    damaged: dict[int, str]
+
+
+def newest_whole_save(
+    directory: Path, record: RunRecord, groups: Mapping[str, WorkerGroup], *, with_batches: bool = True
+) -> WholeSave:
+    """Return the newest save whose checkpoints are whole, as far as its groups can verify them.
+
+    Args:
+        directory: of the run's checkpoints.
+        record: of the run.
+        groups: the groups to load, by name.
+        with_batches: whether the batches in flight must be whole too.
+
+    Raises:
+        DataError: there is none; ``damaged`` has the damage of each by its step.
+    """
+    damaged: dict[int, str] = {}
+    for save in record.saves():
+        try:
+            paths = {name: str(record.locate(directory, save, name)) for name in groups if name in save.groups}
+            _verify(groups, paths)
+            batches: tuple[BatchInFlight, ...] = ()
+            if with_batches and save.in_flight:
+                batches = read_batches(record.locate(directory, save, _IN_FLIGHT), save.in_flight)
+        except DataError as error:
+            damaged[save.global_steps] = str(error)
+        else:
+            return WholeSave(save, paths, batches, damaged)
+    problems = "; ".join(f"step {step}: {damage}" for step, damage in damaged.items())
+    raise DataError(f"no checkpoint in {directory} is whole: {problems}", path=str(directory), damaged=damaged)
+
+
+def _verify(groups: Mapping[str, WorkerGroup], paths: Mapping[str, str]) -> None:
+    """Raise DataError for the first damage that a group finds in its checkpoint."""
     for name, group in groups.items():
+        if name not in paths:
+            raise DataError(f"{name}: it has no checkpoint of this group", role=name)
         if not os.path.exists(paths[name]):
-            return f"{name}: {paths[name]} does not exist"
-        if group.offers("verify_checkpoint"):
-            for problem in group.verify_checkpoint(paths[name]):
-                if problem:
-                    return f"{name}: {problem}"
-    return None
+            raise DataError(f"{name}: {paths[name]} does not exist", role=name, path=paths[name])
+        for damage in group.verify_checkpoint(paths[name]):
+            if damage:
+                raise DataError(f"{name}: {damage}", role=name, path=paths[name])

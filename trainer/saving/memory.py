@@ -23,15 +23,15 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from mcontroller.errors import ConfigError
 from mcontroller.group import WorkerGroup
-from mcontroller.ray.calls.executor import RayExecutor
 from parallel_state.axes import RANK_AXIS
 from trainer.saving.checkpoints import RunState
 from trainer.stages import SharedDevices
+from workers.role_worker import RoleWorker
 
 CHUNK = 1 << 26
 """Bytes that travel between nodes at a time."""
 
-HERE = ""
+THIS_PROCESS = ""
 """In place of the id of a node, for groups of this process."""
 
 COPY_SECONDS = 600.0
@@ -168,12 +168,13 @@ class MemoryCheckpoints:
     def check(self, groups: Mapping[str, WorkerGroup[Any]]) -> None:
         """Raise ConfigError if a group cannot save its state to memory."""
         for name, group in groups.items():
-            if not all(map(group.offers, ("save_to_memory", "load_from_memory"))):
+            if group.worker_cls.save_to_memory is RoleWorker.save_to_memory:
                 raise ConfigError(
-                    f"trainer.memory_save_freq is set, but {group.worker_cls.__name__} of group {name!r} has no "
-                    "registered methods save_to_memory(path) and load_from_memory(path): add them, or set "
+                    f"trainer.memory_save_freq is set, but {group.worker_cls.__name__} of group {name!r} does not "
+                    "override save_to_memory(path) and load_from_memory(path): do so, or set "
                     "trainer.memory_save_freq=0",
                     key="trainer.memory_save_freq",
+                    role=name,
                 )
 
     def save(self, groups: Mapping[str, WorkerGroup[Any]], state: RunState) -> None:
@@ -236,7 +237,7 @@ class MemoryCheckpoints:
         """Free the memory."""
         self._steps = []
         for node, holder in self._holders.items():
-            if node == HERE:
+            if node == THIS_PROCESS:
                 holder.keep_only([])
             elif ray.is_initialized():
                 ray.kill(holder)
@@ -277,7 +278,7 @@ class MemoryCheckpoints:
     def _begin_copies(self, step: _Step) -> None:
         """Have another node copy the files of each node, and the node itself hash them."""
         nodes = sorted({node for nodes in step.nodes.values() for node in nodes})
-        others = nodes if HERE in nodes else [*nodes, *_other_nodes(nodes, self._lost())]
+        others = nodes if THIS_PROCESS in nodes else [*nodes, *_other_nodes(nodes, self._lost())]
         for node in nodes:
             other, names = others[(others.index(node) + 1) % len(others)], step.files(node)
             with _warning_of_copies():
@@ -312,10 +313,10 @@ class MemoryCheckpoints:
         if lost := nodes & {*self._lost()}:
             raise RayError(f"node {lost.pop()} is lost")
         if node not in self._holders:
-            self._holders[node] = StateHolder() if node == HERE else _holder_on(node)
+            self._holders[node] = StateHolder() if node == THIS_PROCESS else _holder_on(node)
         call = getattr(self._holders[node], method)
         given = arguments if source is None else (*arguments, self._holders[source])
-        return (call(*given) if node == HERE else call.remote(*given)), nodes
+        return (call(*given) if node == THIS_PROCESS else call.remote(*given)), nodes
 
     def _value(self, begun: tuple[Any, set[str]]) -> Any:
         """Wait for a holder's answer, but not if one of its nodes is lost."""
@@ -339,10 +340,8 @@ def _warning_of_copies() -> Iterator[None]:
 
 
 def _nodes_of(group: WorkerGroup[Any]) -> list[str]:
-    """Return Ray's id of the node of every rank."""
-    if isinstance(group.executor, RayExecutor):
-        return [info.node_id for info in group.executor.processes.handles.infos]
-    return [HERE] * group.world_size
+    """Return Ray's id of the node of every rank, or ``THIS_PROCESS``."""
+    return list(group.node_ids) or [THIS_PROCESS] * group.world_size
 
 
 def _places_of(group: WorkerGroup[Any]) -> list[tuple[Any, ...]]:

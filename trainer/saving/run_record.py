@@ -19,6 +19,7 @@ from mcontroller.data.batch import DataProto
 from mcontroller.errors import DataError
 from mcontroller.files import replace_text, sync_directory
 
+RECORD = "trainer.json"
 _CHUNK = 1 << 24
 
 
@@ -84,16 +85,16 @@ def read_batches(directory: Path, saved: Sequence[SavedBatch]) -> tuple[BatchInF
     Raises:
         DataError: a file is missing or damaged.
     """
-    found = []
-    for each in saved:
-        path = _path(directory, each.number)
+    batches = []
+    for record in saved:
+        path = _path(directory, record.number)
         if not path.is_file():
             raise DataError(f"{path} does not exist", path=str(path))
         checksum = _checksum(path)
-        if checksum != each.crc32:
-            raise DataError(f"{path} has the CRC-32 {checksum}; expected {each.crc32}: it is damaged", path=str(path))
-        found.append(BatchInFlight(each.number, DataProto.load_from_disk(path), each.problems, each.rows))
-    return tuple(found)
+        if checksum != record.crc32:
+            raise DataError(f"{path} has the CRC-32 {checksum}; expected {record.crc32}: it is damaged", path=str(path))
+        batches.append(BatchInFlight(record.number, DataProto.load_from_disk(path), record.problems, record.rows))
+    return tuple(batches)
 
 
 def _path(directory: Path, number: int) -> Path:
@@ -106,9 +107,6 @@ def _checksum(path: Path) -> int:
         while chunk := file.read(_CHUNK):
             value = zlib.crc32(chunk, value)
     return value
-
-
-RECORD = "trainer.json"
 
 
 @dataclass(frozen=True)
@@ -218,7 +216,7 @@ def read_record(directory: Path) -> RunRecord:
     last = _saved_step(path, content)
     return RunRecord(
         last=last,
-        earlier=tuple(_saved_step(path, each) for each in earlier),
+        earlier=tuple(_saved_step(path, save) for save in earlier),
         staged=_directories(path, "staged", content.get("staged", {})),
         obsolete=tuple(_directories(path, "obsolete", dict(enumerate(obsolete))).values()),
     )
@@ -245,20 +243,18 @@ def _saved_step(path: Path, content: Any) -> SavedStep:
     value = content.get("value")
     if value is not None and not (type(value) in (int, float) and math.isfinite(value)):
         raise _damaged(path, f"value is {value!r:.100}, expected a finite number")
-    drawn, tokens, row, size = counts.values()
-    pending = _counts(path, "pending", content.get("pending"))
     return SavedStep(
-        steps,
-        float(kl_coef),
-        groups,
-        program,
-        drawn,
-        tokens or 0,
-        rollout,
-        in_flight,
-        next_row=row,
-        batch_size=size,
-        pending=pending,
+        global_steps=steps,
+        kl_coef=float(kl_coef),
+        groups=groups,
+        program=program,
+        drawn_batches=counts["drawn_batches"],
+        num_tokens=counts["num_tokens"] or 0,
+        rollout=rollout,
+        in_flight=in_flight,
+        next_row=counts["next_row"],
+        batch_size=counts["batch_size"],
+        pending=_counts(path, "pending", content.get("pending")),
         value=value,
     )
 
@@ -276,16 +272,17 @@ def _batches(path: Path, content: Any) -> tuple[SavedBatch, ...]:
     expected = "expected a list of objects with the counts number and crc32"
     if not isinstance(content, list):
         raise _damaged(path, f"in_flight is {content!r:.100}, {expected}")
-    for each in content:
-        counts = [each.get("number"), each.get("crc32")] if isinstance(each, dict) else [None]
+    for batch in content:
+        counts = [batch.get("number"), batch.get("crc32")] if isinstance(batch, dict) else [None]
         if not all(isinstance(count, int) and not isinstance(count, bool) and count >= 0 for count in counts):
-            raise _damaged(path, f"in_flight has {each!r:.100}, {expected}")
+            raise _damaged(path, f"in_flight has {batch!r:.100}, {expected}")
     saved = []
-    for each in content:
-        problems, rows = (_counts(path, f"{name} of in_flight", each.get(name)) for name in ("problems", "rows"))
+    for batch in content:
+        problems = _counts(path, "problems of in_flight", batch.get("problems"))
+        rows = _counts(path, "rows of in_flight", batch.get("rows"))
         if any(problem >= len(rows or ()) for problem in problems or ()):
             raise _damaged(path, f"problems of in_flight is {problems!r:.100}, expected counts below {len(rows or ())}")
-        saved.append(SavedBatch(each["number"], each["crc32"], problems, rows or ()))
+        saved.append(SavedBatch(batch["number"], batch["crc32"], problems, rows or ()))
     return tuple(saved)
 
 
@@ -293,16 +290,16 @@ def _directories(path: Path, name: str, content: Any) -> dict[Any, str]:
     """Check that all values are paths inside the directory of the run: they are loaded, moved and deleted."""
     if not isinstance(content, dict):
         raise _damaged(path, f"{name} is {content!r:.100}, expected an object of directories")
-    for each in content.values():
-        inside = isinstance(each, str) and "\0" not in each and each not in ("", ".")
-        if not inside or PurePosixPath(each).is_absolute() or ".." in PurePosixPath(each).parts:
-            raise _damaged(path, f"{name} has {each!r:.100}, expected a relative path inside the run's directory")
+    for place in content.values():
+        inside = isinstance(place, str) and "\0" not in place and place not in ("", ".")
+        if not inside or PurePosixPath(place).is_absolute() or ".." in PurePosixPath(place).parts:
+            raise _damaged(path, f"{name} has {place!r:.100}, expected a relative path inside the run's directory")
         try:
-            outside = outside_of(path.parent, each)
+            outside = outside_of(path.parent, place)
         except ValueError as error:  # half of a surrogate pair
-            raise _damaged(path, f"{name} has {each!r:.100}: {error}") from error
+            raise _damaged(path, f"{name} has {place!r:.100}: {error}") from error
         if outside:
-            raise _damaged(path, f"{name} has {each!r:.100}, which leads to {outside}, outside of the run's directory")
+            raise _damaged(path, f"{name} has {place!r:.100}, which leads to {outside}, outside of the run's directory")
     return content
 
 

@@ -57,6 +57,24 @@ def draw_mini_batches(
     return torch.stack(drawn, 1)
 
 
+def configured_mini_batches(config: ActorConfig | CriticConfig, rows: int, n: int, update: int) -> Tensor:
+    """Return the mini-batch of each row in each epoch of an update, int64 ``[rows, epochs]``, before it is called.
+
+    A program that passes them as the column ``mini_batches`` of the update can order the rows as it likes, such as
+    ``RayPPOTrainer``, which balances the tokens of every mini-batch over the data-parallel ranks.
+
+    Args:
+        config: of the actor or the critic.
+        rows: rows of the batch that have a valid token, on all ranks.
+        n: responses to each prompt.
+        update: number of the update, from 0.
+    """
+    size = config.ppo_mini_batch_prompts * n or config.ppo_mini_batch_size
+    return draw_mini_batches(
+        rows, size, config.ppo_epochs, shuffle_generator(config.seed if config.shuffle else None, update)
+    )
+
+
 def shuffle_generator(seed: int | None, update: int) -> torch.Generator | None:
     """Return the generator of the mini-batches of an update, by its number; None without a seed."""
     return None if seed is None else torch.Generator().manual_seed(seed * 1_000_003 + update)

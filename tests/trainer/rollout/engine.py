@@ -15,15 +15,15 @@ from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
 from mcontroller.local import LocalWorkerGroup
 from mcontroller.ray.class_with_init import ClassWithInitArgs
-from mcontroller.worker import Worker
 from trainer import Trajectory, TrajectoryRollout
+from workers.role_worker import RoleWorker
 
 PAD, EOS, CALL = 0, 1, 2
 PROMPT, RESPONSE, VOCAB = 6, 24, 60
 SAMPLING = {"eos_token_id": EOS, "pad_token_id": PAD}
 
 
-class Formula(Worker):
+class Formula(RoleWorker):
     """The next token follows from the context, the seed and the position; its log-probability from the token."""
 
     version = 0

@@ -83,7 +83,7 @@ def trained_on(role: str, only_read: bool) -> dict[str, torch.Tensor]:
     worker: Any = actor({}, "actor", use_kl_loss=True) if role == "actor" else critic({})
     data = experience(ROWS)
     if only_read:
-        read = worker.update_rules(type(worker), worker.config).columns_read()
+        read = worker.columns_read(worker.config)
         data = data.select([name for name in data.tensors() if name not in STAGE_COLUMNS or name in read])
     getattr(worker, f"update_{role}")(data)
     return weights(worker)
@@ -97,9 +97,9 @@ def test_an_update_needs_no_other_columns_of_the_stages_than_its_class_lists(rol
     sizes = {"model": MODEL, "ppo_mini_batch_size": ROWS, "ppo_micro_batch_size": 2}
     config = load_config(ActorConfig if role == "actor" else CriticConfig, sizes)
     cls: Any = ActorRolloutRefWorker if role == "actor" else CriticWorker
-    assert not unread & set(cls.update_rules(cls, config).columns_read())
+    assert not unread & set(cls.columns_read(config))
     own_update = type("OwnUpdate", (cls,), {f"update_{role}": lambda self, data: data})
-    assert own_update.update_rules(own_update, config).columns_read() is None
+    assert own_update.columns_read(config) is None
 
 
 def updated_with_rows(role: str, order: list[int] | None) -> dict[str, torch.Tensor]:
@@ -108,8 +108,8 @@ def updated_with_rows(role: str, order: list[int] | None) -> dict[str, torch.Ten
     worker: Any = actor({}, "actor", **settings) if role == "actor" else critic({}, **settings)
     data = experience(ROWS)
     if order is not None:
-        drawn = worker.update_rules(type(worker), worker.config).mini_batches(ROWS, 1, 0)
-        data = data.with_tensors({"mini_batches": drawn}).select_idxs(torch.tensor(order))
+        mini_batches = worker.mini_batches(worker.config, ROWS, 1, 0)
+        data = data.with_tensors({"mini_batches": mini_batches}).select_idxs(torch.tensor(order))
     getattr(worker, f"update_{role}")(own_shard(data, worker))
     return weights(worker)
 
