@@ -17,7 +17,7 @@ from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 from mcontroller import Dispatch, MegatronRayWorkerGroup, RayClassWithInitArgs, RayResourcePool, register
-from mcontroller.channel.links import send_frames
+from mcontroller.channel.wire import send_frames
 from tests.workers.roles import MODEL, OPTIM, PROMPT, RESPONSE, experience
 from workers import ActorConfig, ActorRolloutRefWorker
 from workers.config import load_config

@@ -25,8 +25,7 @@ from zmq.utils.monitor import recv_monitor_message
 from zmq.utils.z85 import decode
 
 from mcontroller.channel.address import Address, ChannelKeys, endpoint_url, machine, private_folder
-from mcontroller.channel.links import configure, monitor, send_frames
-from mcontroller.channel.messages import pack_reply, unpack_query
+from mcontroller.channel.wire import configure, monitor, pack_reply, send_frames, unpack_query
 from mcontroller.errors import DataError
 
 _logger = logging.getLogger(__name__)

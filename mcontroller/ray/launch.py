@@ -15,7 +15,7 @@ import ray
 from ray.exceptions import RayError
 
 from mcontroller.channel.address import Address, ChannelKeys
-from mcontroller.channel.queries import ask
+from mcontroller.channel.controller import ask
 from mcontroller.errors import CallTimeout, ConfigError, ResourceError
 from mcontroller.ray.calls.call import GroupCall
 from mcontroller.ray.calls.failures import RankFailure, RankLabel, first_cause

@@ -20,10 +20,9 @@ from typing import Any, NamedTuple
 import ray
 
 from mcontroller.channel.address import Address, ChannelKeys
-from mcontroller.channel.endpoint import Endpoint
-from mcontroller.channel.kept import KeptResults
 from mcontroller.channel.options import ChannelOptions
 from mcontroller.channel.server import Reply, reserve_port
+from mcontroller.channel.worker import Endpoint, KeptResults
 from mcontroller.devices import check_torch_without_gpu, compute_capability, device_of_rank
 from mcontroller.errors import CallRejected, GroupError, WorkerError, is_before_changes
 from mcontroller.ray.node_processes import NodeProcess

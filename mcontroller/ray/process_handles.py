@@ -15,7 +15,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from mcontroller.channel.hub import Hub
+from mcontroller.channel.controller import Hub
 from mcontroller.channel.options import ChannelOptions
 from mcontroller.errors import GroupBroken, GroupError, ResourceError
 from mcontroller.ray.node_processes import NODE_SECONDS, NodeProcess, begin_on_node, end_processes, wait_for_ends

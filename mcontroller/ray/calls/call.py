@@ -11,8 +11,7 @@ from typing import Any
 from ray.exceptions import GetTimeoutError
 from typing_extensions import Buffer
 
-from mcontroller.channel.hub import Hub
-from mcontroller.channel.queries import ask, notify, notify_from_finalizer
+from mcontroller.channel.controller import Hub, ask, notify, notify_from_finalizer
 from mcontroller.errors import CallRejected, GroupError
 from mcontroller.ray.process_handles import ProcessHandles
 from mcontroller.ray.values.handles import ArgumentFailed, KeptValues, RemoteValue, ValuesLate, fetch

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import ray
 
-from mcontroller.channel.queries import ask
+from mcontroller.channel.controller import ask
 from mcontroller.errors import CallTimeout
 from mcontroller.ray.calls.call import GroupCall
 from mcontroller.ray.calls.failures import RankLabel

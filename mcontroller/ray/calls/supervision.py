@@ -23,11 +23,8 @@ from typing import Any
 
 import ray
 
-from mcontroller.channel.hub import Hub
-from mcontroller.channel.links import RECONNECT_SECONDS
-from mcontroller.channel.messages import CallHeader, pack_call, unpack_answer
-from mcontroller.channel.order import CallOrder, Place
-from mcontroller.channel.queries import ask
+from mcontroller.channel.controller import RECONNECT_SECONDS, CallOrder, Hub, ask
+from mcontroller.channel.wire import CallHeader, Place, pack_call, unpack_answer
 from mcontroller.errors import CallRejected, ConnectionLost, DataError, GroupError, ResourceError
 from mcontroller.ray.calls.call import QUERY_SECONDS, VALUES_LATE, GroupCall
 from mcontroller.ray.calls.failures import NO_CALL, RankFailure, RankLabel, first_cause

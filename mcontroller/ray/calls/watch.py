@@ -15,8 +15,8 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 
+from mcontroller.channel.controller import ask
 from mcontroller.channel.options import ChannelOptions
-from mcontroller.channel.queries import ask
 from mcontroller.ray.calls.hangs import frozen_ranks
 from mcontroller.ray.process import ProcessInfo
 

@@ -11,17 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcontroller.channel.address import Address, ChannelKeys
-from mcontroller.channel.links import Links, send_frames
-from mcontroller.channel.messages import (
+from mcontroller.channel.controller import Links, ask
+from mcontroller.channel.wire import (
     CallHeader,
     pack_answer,
     pack_call,
+    send_frames,
     unpack_answer,
     unpack_call,
     unpack_query,
     unpack_reply,
 )
-from mcontroller.channel.queries import ask
 from mcontroller.errors import DataError
 from mcontroller.ray.values.wire import decode, encode
 from tests.fuzzing import VALUES, fuzz, only_errors_of_this_project

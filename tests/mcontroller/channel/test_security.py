@@ -10,10 +10,11 @@ from dataclasses import replace
 import pytest
 from torch.distributed import TCPStore
 
-from mcontroller.channel import endpoint, server
+from mcontroller.channel import server
 from mcontroller.channel.address import Address, ChannelKeys, KeyPair
-from mcontroller.channel.queries import ask
+from mcontroller.channel.controller import ask
 from mcontroller.channel.server import reserve_port
+from mcontroller.channel.worker import Endpoint
 from tests.free_ports import free_ports
 from tests.mcontroller.channel.endpoints import (
     SECONDS,
@@ -138,7 +139,7 @@ def test_an_endpoint_listens_only_on_the_address_that_peers_use(address: Address
 
 
 def test_a_machine_without_its_own_address_listens_on_all_that_it_has(keys: ChannelKeys) -> None:
-    elsewhere = endpoint.Endpoint("198.51.100.7", keys, {"double": lambda reply, number: reply(2 * number)}).address
+    elsewhere = Endpoint("198.51.100.7", keys, {"double": lambda reply, number: reply(2 * number)}).address
     assert elsewhere.host == "198.51.100.7"
     assert ask([replace(elsewhere, host="127.0.0.1")], "double", 3, timeout=SECONDS) == [(6, [])]
 

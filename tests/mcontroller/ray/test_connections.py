@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from mcontroller.channel.links import Links, send_frames
-from mcontroller.channel.messages import CallHeader, pack_call, unpack_answer
+from mcontroller.channel.controller import Links
+from mcontroller.channel.wire import CallHeader, pack_call, send_frames, unpack_answer
 from mcontroller.errors import ConnectionLost, DataError, GroupBroken, WorkerError
 from mcontroller.ray import RayWorkerGroup
 from mcontroller.ray.calls import supervision

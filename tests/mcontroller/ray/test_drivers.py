@@ -14,7 +14,7 @@ import pytest
 import ray
 from ray.util import placement_group_table
 
-from mcontroller.channel.queries import ask
+from mcontroller.channel.controller import ask
 from mcontroller.errors import CallTimeout, ResourceError
 from mcontroller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from tests.mcontroller.ray.roles import Plain

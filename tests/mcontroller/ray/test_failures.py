@@ -17,7 +17,7 @@ import pytest
 import ray
 from ray.util import list_named_actors
 
-from mcontroller.channel.hub import Hub
+from mcontroller.channel.controller import Hub
 from mcontroller.errors import CallTimeout, ConfigError, GroupBroken, GroupError, ResourceError, WorkerDied, WorkerError
 from mcontroller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, launch
 from mcontroller.ray.calls import failures

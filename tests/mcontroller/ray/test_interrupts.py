@@ -24,8 +24,8 @@ import pytest
 
 import mcontroller
 from mcontroller.channel.address import Address, ChannelKeys
+from mcontroller.channel.controller import ask
 from mcontroller.channel.options import ChannelOptions
-from mcontroller.channel.queries import ask
 from mcontroller.errors import GroupBroken
 from mcontroller.ray import process_handles
 from mcontroller.ray.calls.call import GroupCall

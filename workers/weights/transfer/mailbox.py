@@ -76,7 +76,7 @@ class Mailbox:
         Raises:
             PeerLost: the process of the peer ended, it closed the transfer, or there was no message in time.
         """
-        from mcontroller.channel.queries import ask_each
+        from mcontroller.channel.controller import ask_each
 
         query = ("take", (self._rank, self._received[peer]))
         [answer], late = ask_each([self.peers[peer]], [query], deadline.left(peer))

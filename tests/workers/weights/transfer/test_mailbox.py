@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mcontroller.channel.address import Address, KeyPair
-from mcontroller.channel.queries import ask
+from mcontroller.channel.controller import ask
 from workers.weights.transfer.mailbox import Mailbox
 from workers.weights.transfer.transport import Deadline, PeerLost
 
