@@ -32,6 +32,9 @@ from parallel_state.axes import DENSE_AXES
 
 T_co = TypeVar("T_co", covariant=True, default=Any)
 
+_runner: asyncio.Runner | None = None
+"""The event loop of async methods in this process."""
+
 Handle = Any
 """A transport's handle of a value that it keeps: in a worker process, in Ray's object store, or in this process."""
 
@@ -130,18 +133,10 @@ class InFlightCall(Protocol):
         """
 
 
-class _FutureType(type):
-    """The metaclass of futures. Ray names the type of a value that it cannot wait for: the name contains the fix."""
-
-    def __repr__(cls) -> str:
-        return f"<class '{cls.__module__}.{cls.__qualname__}', whose result is returned by .get()>"
-
-
-class Future(Generic[T_co], metaclass=_FutureType):
+class Future(Generic[T_co]):
     """The result of a call with ``blocking=False``, before it has arrived. If it is a batch, see ``DataProto``.
 
-    It is no list of Ray's references: ``len``, indexing, ``ray.get`` and ``ray.wait`` raise an error that names
-    ``get``.
+    It is no list of Ray's references: ``len`` and indexing raise an error that names ``get``.
 
     Args:
         call: the call that computes the result.
@@ -348,9 +343,6 @@ def reported_coordinates(worker: Any) -> dict[str, int]:
     except Exception:
         return {}
     return {**{axis: getattr(info, f"{axis}_rank") for axis in DENSE_AXES}, **info.extra}
-
-
-_runner: asyncio.Runner | None = None
 
 
 def _run(awaitable: Any) -> Any:

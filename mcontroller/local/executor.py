@@ -16,7 +16,15 @@ from typing import Any, NoReturn, TypeVar
 import numpy as np
 import torch
 
-from mcontroller.errors import DispatchError, GroupBroken, GroupError, MControllerError, WorkerError, is_before_changes
+from mcontroller.errors import (
+    CallTimeout,
+    DispatchError,
+    GroupBroken,
+    GroupError,
+    MControllerError,
+    WorkerError,
+    is_before_changes,
+)
 from mcontroller.trace.recorder import on_rank, start_laps
 from mcontroller.transport import (
     Arguments,
@@ -205,6 +213,9 @@ class LocalExecutor:
     ) -> LocalCall:
         """Run ``method`` on the ranks, one after another; see ``mcontroller.transport.Executor.submit``."""
         self.check_alive(method)
+        late = self.late_error(method, tuple(arguments), timeout)
+        if late is not None:
+            return self.fail(late)
         self._number += 1
         functions = {rank: functools.partial(self._try, rank, method, each) for rank, each in arguments.items()}
         try:
@@ -218,6 +229,10 @@ class LocalExecutor:
                 return self.fail(errors[min(errors)])
             return LocalCall((), error=rejection(self.role, method, errors))
         return LocalCall([values.get(rank) for rank in returning], keep, number=self._number)
+
+    def late_error(self, method: str, ranks: Sequence[int], timeout: float | None) -> CallTimeout | None:
+        """Return the error of a call that would miss its deadline; None, because calls here have no deadline."""
+        return None
 
     def _try(self, rank: int, method: str, arguments: Arguments) -> Any:
         """Run ``method`` on one rank; return a ``_Rejected`` if it raises before it has changed anything."""
