@@ -461,7 +461,7 @@ class _Client:
         known = self._connected.get(address)
         if known is None:
             url = address.queries
-            for other in [other for other, (_, taken) in self._connected.items() if taken == url]:
+            for other in [other for other, (_, other_url) in self._connected.items() if other_url == url]:
                 self._forget(other)  # a process that has ended, whose port another has taken
             known = self._connected[address] = b"link%d" % next(self._connections), url  # ZeroMQ takes no id twice
             self._links.connect(*known, address)

@@ -109,9 +109,16 @@ class QueryServer:
         """
         self._socket, query_port = self.listen("queries")
         self._handlers = handlers
-        name, here = os.path.basename(self._path), machine() if self._path else ""
-        public = self._keys.server.public
-        self.address = Address(self._host, call_port, query_port, public, self._keys.client, self._folder, name, here)
+        self.address = Address(
+            self._host,
+            call_port,
+            query_port,
+            self._keys.server.public,
+            self._keys.client,
+            self._folder,
+            os.path.basename(self._path),
+            machine() if self._path else "",
+        )
         thread = threading.Thread(target=self._serve, name="channel queries", daemon=True)
         thread.start()
         self.thread = thread.native_id or 0
@@ -123,8 +130,8 @@ class QueryServer:
 
     def _serve(self) -> None:
         poller = zmq.Poller()
-        for each in (self._socket, self._authenticator, *self._connections, self._wake):
-            poller.register(each, zmq.POLLIN)
+        for readable in (self._socket, self._authenticator, *self._connections, self._wake):
+            poller.register(readable, zmq.POLLIN)
         while not self._closed:
             for ready, _ in poller.poll():
                 if ready is self._socket:

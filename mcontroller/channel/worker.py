@@ -90,7 +90,7 @@ class Endpoint:
         self._forget = forget
         self._unreachable: dict[bytes, float] = {}
         order = CallOrder()
-        own: dict[str, Callable[..., None]] = {
+        queries_of_channel: dict[str, Callable[..., None]] = {
             "prepare": lambda reply, *call: reply(self.cancellation.prepare(*call)),
             "commit": self._commit,
             "ping": lambda reply: reply(None),
@@ -99,7 +99,7 @@ class Endpoint:
         server = QueryServer(host, keys, ports, folder)
         self._calls, call_port = server.listen("calls")
         self._calls.router_mandatory = True  # sending to a controller that is not connected raises
-        server.start({**own, **queries}, call_port)
+        server.start({**queries_of_channel, **queries}, call_port)
         self.address, self.query_thread = server.address, server.thread
 
     def receive(self) -> Received:
@@ -194,33 +194,33 @@ class CallQueue(Generic[T]):
 
     def add(self, caller: bytes, number: int, after: Place | None, call: T) -> bool:
         """Add a call; return False if it was added before (it has been sent again after a lost connection)."""
-        if number <= self._received.get(caller, -1) or any(own == (caller, number) for _, _, own, _ in self.waiting):
+        place = (caller, number)
+        if self._has(place) or any(waiting == place for _, _, waiting, _ in self.waiting):
             return False
-        own = (caller, number)
         if after is None or self._has(after):
-            self._append(own, call)
+            self._append(place, call)
         else:
-            self.waiting.append((time.monotonic() + MISSING_SECONDS, after, own, call))
+            self.waiting.append((time.monotonic() + MISSING_SECONDS, after, place, call))
         return True
 
     def next(self) -> T | None:
         """Return the next call that may run now, if there is one."""
         if not self._ready and self.waiting and self.waiting[0][0] < time.monotonic():
-            _, _, own, call = self.waiting.pop(0)
-            self._append(own, call)
+            _, _, place, call = self.waiting.pop(0)
+            self._append(place, call)
         return self._ready.popleft() if self._ready else None
 
-    def _append(self, own: Place, call: T) -> None:
+    def _append(self, place: Place, call: T) -> None:
         """Let a call run, and after it those that waited for it."""
         while True:
-            caller, number = own
+            caller, number = place
             self._received[caller] = max(number, self._received.get(caller, -1))
             self._ready.append(call)
             free = next((entry for entry in self.waiting if self._has(entry[1])), None)
             if free is None:
                 return
             self.waiting.remove(free)
-            _, _, own, call = free
+            _, _, place, call = free
 
     def _has(self, place: Place) -> bool:
         caller, number = place
