@@ -24,7 +24,7 @@ from typing import Any
 from mcontroller.dispatch.registration import owner_of, registrations
 from mcontroller.errors import CallTimeout, DispatchError, GroupError, LayoutError, WorkerDied
 from mcontroller.group import WorkerGroup
-from mcontroller.local.executor import LocalExecutor, private_copy
+from mcontroller.local import LocalExecutor, private_copy
 from mcontroller.transport import Arguments, Deferred
 from mcontroller.worker import ClassWithInitArgs, RankEnvironment, W_co
 from parallel_state.axes import ranks_text
