@@ -110,11 +110,7 @@ class InFlightCall(Protocol):
                 then leave the copy to the caller.
 
         Raises:
-            WorkerError: a rank's method raised.
-            WorkerDied: the process of a rank ended.
-            ConnectionLost: a process cannot be reached, although it exists.
-            CallTimeout: the deadline passed.
-            GroupBroken: an earlier call of the group failed.
+            GroupError: the call failed; ``mcontroller.errors`` has the types of failures.
         """
 
     def check(self, timeout: float | None = None) -> None:
@@ -155,11 +151,7 @@ class Future(Generic[T_co]):
                 call's own deadline.
 
         Raises:
-            WorkerError: a rank's method raised.
-            WorkerDied: the process of a rank ended.
-            CallTimeout: the result did not arrive in time.
-            GroupBroken: an earlier call of the group failed.
-            GroupError: the call was cancelled, or its group shut down.
+            GroupError: the call failed or was cancelled; ``mcontroller.errors`` has the types of failures.
         """
         return self._collect(timeout)
 

@@ -61,9 +61,7 @@ def launch(
     Raises:
         ConfigError: a worker class or an init argument cannot be pickled.
         ResourceError: the pool has no free slot, or is not detached although the group is.
-        WorkerError: a worker's constructor raised.
-        WorkerDied: a process ended.
-        CallTimeout: the start took longer than ``timeout``.
+        GroupError: a worker's constructor raised, a process ended, or the start took longer than ``timeout``.
     """
     if not ray.is_initialized():
         raise ResourceError(f"group {name!r} needs a Ray cluster: call ray.init(...) before starting groups")

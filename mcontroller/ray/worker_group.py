@@ -39,9 +39,7 @@ class RayWorkerGroup(WorkerGroup[W_co]):
         ConfigError: ``ray_cls_with_init`` is a bare class, an init argument cannot be pickled, or
             ``axes_across_nodes`` has another name.
         ResourceError: the pool has no free slot, or the cluster is too small.
-        WorkerError: a worker's constructor raised.
-        WorkerDied: a process ended during the start.
-        CallTimeout: the start took longer than ``start_timeout``.
+        GroupError: a worker's constructor raised, a process ended, or the start took longer than ``start_timeout``.
     """
 
     executor: RayExecutor
