@@ -20,10 +20,9 @@ import time
 from multiprocessing.connection import Connection
 
 from mcontroller.channel.address import Address, ChannelKeys
-from mcontroller.channel.endpoint import Endpoint
-from mcontroller.channel.hub import Hub
-from mcontroller.channel.messages import CallHeader, pack_call
-from mcontroller.channel.queries import ask
+from mcontroller.channel.controller import Hub, ask
+from mcontroller.channel.wire import CallHeader, pack_call
+from mcontroller.channel.worker import Endpoint
 
 CALLS, LIMIT, SECONDS = 300, 5.0, 30.0
 

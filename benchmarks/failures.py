@@ -33,8 +33,8 @@ from mcontroller import (
     Worker,
     register,
 )
+from mcontroller.channel.controller import ask
 from mcontroller.channel.options import ChannelOptions
-from mcontroller.channel.queries import ask
 
 RANKS, FAILING, DEADLINE = 4, 2, 2.0
 FIELDS = ("role", "rank", "method", "node", "pid")

@@ -38,12 +38,10 @@ from mcontroller import (
     register,
 )
 from mcontroller.channel.address import Address, ChannelKeys
-from mcontroller.channel.hub import Hub
-from mcontroller.channel.links import Links, configure
-from mcontroller.channel.messages import CallHeader, pack_answer, pack_call, unpack_answer, unpack_call
+from mcontroller.channel.controller import Hub, Links
 from mcontroller.channel.options import ChannelOptions
-from mcontroller.ray.calls.executor import RayExecutor
-from mcontroller.ray.calls.supervision import GroupProcesses
+from mcontroller.channel.wire import CallHeader, configure, pack_answer, pack_call, unpack_answer, unpack_call
+from mcontroller.ray.calls.executor import GroupProcesses, RayExecutor
 from mcontroller.ray.node_processes import NodeProcess
 from mcontroller.ray.process import ProcessInfo
 from mcontroller.ray.process_handles import ProcessHandles

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from mcontroller.errors import WorkerError as WorkerError
     from mcontroller.errors import before_changes as before_changes
     from mcontroller.group import WorkerGroup as WorkerGroup
-    from mcontroller.local.group import LocalWorkerGroup as LocalWorkerGroup
+    from mcontroller.local import LocalWorkerGroup as LocalWorkerGroup
     from mcontroller.ray.class_with_init import RayClassWithInitArgs as RayClassWithInitArgs
     from mcontroller.ray.class_with_init import create_colocated_worker_cls as create_colocated_worker_cls
     from mcontroller.ray.class_with_init import create_colocated_worker_cls_fused as create_colocated_worker_cls_fused

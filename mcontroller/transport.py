@@ -32,6 +32,9 @@ from parallel_state.axes import DENSE_AXES
 
 T_co = TypeVar("T_co", covariant=True, default=Any)
 
+_runner: asyncio.Runner | None = None
+"""The event loop of async methods in this process."""
+
 Handle = Any
 """A transport's handle of a value that it keeps: in a worker process, in Ray's object store, or in this process."""
 
@@ -107,11 +110,7 @@ class InFlightCall(Protocol):
                 then leave the copy to the caller.
 
         Raises:
-            WorkerError: a rank's method raised.
-            WorkerDied: the process of a rank ended.
-            ConnectionLost: a process cannot be reached, although it exists.
-            CallTimeout: the deadline passed.
-            GroupBroken: an earlier call of the group failed.
+            GroupError: the call failed; ``mcontroller.errors`` has the types of failures.
         """
 
     def check(self, timeout: float | None = None) -> None:
@@ -130,18 +129,10 @@ class InFlightCall(Protocol):
         """
 
 
-class _FutureType(type):
-    """The metaclass of futures. Ray names the type of a value that it cannot wait for: the name contains the fix."""
-
-    def __repr__(cls) -> str:
-        return f"<class '{cls.__module__}.{cls.__qualname__}', whose result is returned by .get()>"
-
-
-class Future(Generic[T_co], metaclass=_FutureType):
+class Future(Generic[T_co]):
     """The result of a call with ``blocking=False``, before it has arrived. If it is a batch, see ``DataProto``.
 
-    It is no list of Ray's references: ``len``, indexing, ``ray.get`` and ``ray.wait`` raise an error that names
-    ``get``.
+    It is no list of Ray's references: ``len`` and indexing raise an error that names ``get``.
 
     Args:
         call: the call that computes the result.
@@ -160,11 +151,7 @@ class Future(Generic[T_co], metaclass=_FutureType):
                 call's own deadline.
 
         Raises:
-            WorkerError: a rank's method raised.
-            WorkerDied: the process of a rank ended.
-            CallTimeout: the result did not arrive in time.
-            GroupBroken: an earlier call of the group failed.
-            GroupError: the call was cancelled, or its group shut down.
+            GroupError: the call failed or was cancelled; ``mcontroller.errors`` has the types of failures.
         """
         return self._collect(timeout)
 
@@ -348,9 +335,6 @@ def reported_coordinates(worker: Any) -> dict[str, int]:
     except Exception:
         return {}
     return {**{axis: getattr(info, f"{axis}_rank") for axis in DENSE_AXES}, **info.extra}
-
-
-_runner: asyncio.Runner | None = None
 
 
 def _run(awaitable: Any) -> Any:

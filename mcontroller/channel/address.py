@@ -95,8 +95,8 @@ def private_folder(path: str) -> str | None:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:
         return None
-    found = os.fstat(descriptor)
-    if found.st_uid != os.getuid() or found.st_mode & 0o077 or not os.path.exists("/proc/self/fd"):
+    status = os.fstat(descriptor)
+    if status.st_uid != os.getuid() or status.st_mode & 0o077 or not os.path.exists("/proc/self/fd"):
         os.close(descriptor)
         return None
     return f"/proc/self/fd/{descriptor}"

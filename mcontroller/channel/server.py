@@ -25,8 +25,7 @@ from zmq.utils.monitor import recv_monitor_message
 from zmq.utils.z85 import decode
 
 from mcontroller.channel.address import Address, ChannelKeys, endpoint_url, machine, private_folder
-from mcontroller.channel.links import configure, monitor, send_frames
-from mcontroller.channel.messages import pack_reply, unpack_query
+from mcontroller.channel.wire import configure, monitor, pack_reply, send_frames, unpack_query
 from mcontroller.errors import DataError
 
 _logger = logging.getLogger(__name__)
@@ -110,9 +109,16 @@ class QueryServer:
         """
         self._socket, query_port = self.listen("queries")
         self._handlers = handlers
-        name, here = os.path.basename(self._path), machine() if self._path else ""
-        public = self._keys.server.public
-        self.address = Address(self._host, call_port, query_port, public, self._keys.client, self._folder, name, here)
+        self.address = Address(
+            self._host,
+            call_port,
+            query_port,
+            self._keys.server.public,
+            self._keys.client,
+            self._folder,
+            os.path.basename(self._path),
+            machine() if self._path else "",
+        )
         thread = threading.Thread(target=self._serve, name="channel queries", daemon=True)
         thread.start()
         self.thread = thread.native_id or 0
@@ -124,8 +130,8 @@ class QueryServer:
 
     def _serve(self) -> None:
         poller = zmq.Poller()
-        for each in (self._socket, self._authenticator, *self._connections, self._wake):
-            poller.register(each, zmq.POLLIN)
+        for readable in (self._socket, self._authenticator, *self._connections, self._wake):
+            poller.register(readable, zmq.POLLIN)
         while not self._closed:
             for ready, _ in poller.poll():
                 if ready is self._socket:

@@ -15,9 +15,10 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from mcontroller.channel.options import ChannelOptions
 from mcontroller.errors import ResourceError
-from mcontroller.ray.calls.supervision import GroupProcesses, living_groups
+from mcontroller.ray.calls.executor import GroupProcesses
+from mcontroller.ray.calls.supervision import living_groups
 from mcontroller.ray.process import ProcessInfo
-from mcontroller.ray.process_handles import ProcessHandles
+from mcontroller.ray.process_handles import GroupState, ProcessHandles
 from mcontroller.ray.resource_pool import SlotLease
 
 NAMESPACE = "mcontroller"
@@ -76,16 +77,16 @@ def find(name: str) -> list[str]:
     """
     names = _process_names()
     groups = sorted(set(map(_group_of, names)))
-    found = [group for group in groups if group.rsplit("/", 1)[0] == name]
-    if len(found) != 1:
-        count = "has no detached group" if not found else f"has {len(found)} detached groups"
-        fix = _fix_for(name) if not found else "Pass the worker_names of one of them"
+    matching = [group for group in groups if group.rsplit("/", 1)[0] == name]
+    if len(matching) != 1:
+        count = "has no detached group" if not matching else f"has {len(matching)} detached groups"
+        fix = _fix_for(name) if not matching else "Pass the worker_names of one of them"
         raise ResourceError(
             f"the cluster {count} named {name!r}; detached groups: {', '.join(groups) or 'none'}. {fix}",
             name=name,
             groups=groups,
         )
-    return sorted((each for each in names if _group_of(each) == found[0]), key=_rank_of)
+    return sorted((process for process in names if _group_of(process) == matching[0]), key=_rank_of)
 
 
 def attach(worker_names: Sequence[str]) -> tuple[GroupProcesses, dict[str, type]]:
@@ -123,6 +124,7 @@ def attach(worker_names: Sequence[str]) -> tuple[GroupProcesses, dict[str, type]
         [actor.get_info.remote() for actor in actors],  # behind ``serve``, which does not end
         [record.infos[_rank_of(name)] for name in worker_names],
     )
+    handles.enter(GroupState.READY)
     return GroupProcesses(worker_names[0].rsplit("/", 2)[0], handles, detached=True), record.classes
 
 
@@ -166,12 +168,12 @@ def _job() -> str:
 def _has_ended(job: str) -> bool:
     from ray._private.state import jobs  # the public list of jobs is the dashboard's, which may not run
 
-    return any(each["JobID"] == job and each["IsDead"] for each in jobs())
+    return any(entry["JobID"] == job and entry["IsDead"] for entry in jobs())
 
 
 def _process_names() -> list[str]:
     listed = ray.util.list_named_actors(all_namespaces=True)
-    return [each["name"] for each in listed if each["namespace"] == NAMESPACE]
+    return [actor["name"] for actor in listed if actor["namespace"] == NAMESPACE]
 
 
 def _group_of(process: str) -> str:

@@ -15,14 +15,13 @@ import ray
 from ray.exceptions import RayError
 
 from mcontroller.channel.address import Address, ChannelKeys
-from mcontroller.channel.queries import ask
+from mcontroller.channel.controller import ask
 from mcontroller.errors import CallTimeout, ConfigError, ResourceError
-from mcontroller.ray.calls.call import GroupCall
+from mcontroller.ray.calls.executor import GroupCall, GroupProcesses, RayExecutor
 from mcontroller.ray.calls.failures import RankFailure, RankLabel, first_cause
-from mcontroller.ray.calls.supervision import GroupProcesses
 from mcontroller.ray.detached import NAMESPACE, RecordedLease
 from mcontroller.ray.process import Identity, ProcessInfo, WorkerProcess
-from mcontroller.ray.process_handles import ProcessHandles
+from mcontroller.ray.process_handles import GroupState, ProcessHandles
 from mcontroller.ray.rank_logs import write_places
 from mcontroller.ray.reservation import Bundle
 from mcontroller.ray.resource_pool import RayResourcePool, SlotLease
@@ -62,9 +61,7 @@ def launch(
     Raises:
         ConfigError: a worker class or an init argument cannot be pickled.
         ResourceError: the pool has no free slot, or is not detached although the group is.
-        WorkerError: a worker's constructor raised.
-        WorkerDied: a process ended.
-        CallTimeout: the start took longer than ``timeout``.
+        GroupError: a worker's constructor raised, a process ended, or the start took longer than ``timeout``.
     """
     if not ray.is_initialized():
         raise ResourceError(f"group {name!r} needs a Ray cluster: call ray.init(...) before starting groups")
@@ -97,6 +94,7 @@ def launch(
         with _progress(name, len(call.ranks)) as show:
             show(call)
             call.check()
+        handles.enter(GroupState.READY)
         if recorded is not None:
             recorded.complete(handles)
 
@@ -200,17 +198,18 @@ def _build(
     timeout: float | None,
 ) -> GroupCall:
     inline_bytes = processes.handles.options.inline_bytes
-    large = sum(each.nbytes for each in packed.values()) > inline_bytes
+    large = sum(init.nbytes for init in packed.values()) > inline_bytes
     classes = StoredValue(ray.put(pack(packed))) if large else packed
     cuda = _cuda_variables(inits, processes.handles.infos) if pool.use_gpu else {}
     identities = _identities(pool, processes.name, lease, processes.handles.infos, cuda)
     if (trace := recorder()) is not None:
         lanes = [name.replace("/", "-") for name in processes.handles.names]
-        traces = [(trace.directory, lane) for lane in lanes]
-        identities = (replace(each, trace=of) for each, of in zip(identities, traces, strict=True))
+        pairs = zip(identities, lanes, strict=True)
+        identities = (replace(identity, trace=(trace.directory, lane)) for identity, lane in pairs)
         trace.describe(clocks={**trace.about["clocks"], **_clocks(processes.handles.infos)})
-    arguments = {rank: Arguments((each, classes)) for rank, each in enumerate(identities)}
-    return processes.send(next(iter(packed)), "__init__", arguments, timeout=timeout, of_process="build")
+    arguments = {rank: Arguments((identity, classes)) for rank, identity in enumerate(identities)}
+    executor = RayExecutor(processes, next(iter(packed)), of_process=True)
+    return executor.submit("__init__", arguments, (), timeout=timeout)
 
 
 def _clocks(infos: Sequence[ProcessInfo]) -> dict[str, tuple[float, float]]:

@@ -114,18 +114,18 @@ def wait_for_ends(processes: Sequence[NodeProcess]) -> list[int]:
 
     Returns none at once if this process cannot see them.
     """
-    seen = {place: process for place, process in enumerate(processes) if process.has_our_namespace}
+    visible = {place: process for place, process in enumerate(processes) if process.has_our_namespace}
     with contextlib.ExitStack() as descriptors:
         ends = select.poll()
-        for process in seen.values():
+        for process in visible.values():
             with contextlib.suppress(ProcessLookupError):
                 descriptor = os.pidfd_open(process.pid)
                 descriptors.callback(os.close, descriptor)
                 ends.register(descriptor, select.POLLIN)
-        ended = [place for place, process in seen.items() if not process.runs]
-        while seen and not ended:
+        ended = [place for place, process in visible.items() if not process.runs]
+        while visible and not ended:
             ends.poll()
-            ended = [place for place, process in seen.items() if not process.runs]
+            ended = [place for place, process in visible.items() if not process.runs]
     return ended
 
 

@@ -20,10 +20,9 @@ from typing import Any, NamedTuple
 import ray
 
 from mcontroller.channel.address import Address, ChannelKeys
-from mcontroller.channel.endpoint import Endpoint
-from mcontroller.channel.kept import KeptResults
 from mcontroller.channel.options import ChannelOptions
 from mcontroller.channel.server import Reply, reserve_port
+from mcontroller.channel.worker import Endpoint, KeptResults
 from mcontroller.devices import check_torch_without_gpu, compute_capability, device_of_rank
 from mcontroller.errors import CallRejected, GroupError, WorkerError, is_before_changes
 from mcontroller.ray.node_processes import NodeProcess
@@ -161,26 +160,29 @@ class WorkerProcess:
             keep = header.keep and self._identity.rank in header.returning
             error, outlined, encoded = None, _NOTHING, _NOTHING
             inputs: Any = None
-            laps = start_laps(number=header.number)
+            timer = start_laps(number=header.number)
             if self._endpoint.cancellation.start(caller, header.number):
                 self._running = header.method
                 self._record_calls()
                 try:
                     inputs = resolve(decode([(data, frames)])[0], fetch)
                     frames.clear()
-                    laps("fetch")
-                    worker = self if header.role is None else self._roles[header.role]
-                    with call_context(worker, header.method):
-                        value = complete(getattr(worker, header.method)(*inputs[0], **inputs[1]))
-                    laps.communicated()
-                    laps(f"{header.role or 'process'}.{header.method}")
+                    timer("fetch")
+                    if header.role is None:
+                        value = _OF_PROCESS[header.method](self, *inputs[0])
+                    else:
+                        worker = self._roles[header.role]
+                        with call_context(worker, header.method):
+                            value = complete(getattr(worker, header.method)(*inputs[0], **inputs[1]))
+                    timer.communicated()
+                    timer(f"{header.role or 'process'}.{header.method}")
                     inputs = None  # free them before the value is serialized
                     if self._identity.rank in header.returning:
                         outlined = encode(outline(value), sys.maxsize) if keep else _NOTHING
                         encoded = encode(value, self._inline_bytes)
                     del value
                 except BaseException as raised:
-                    laps(f"failure {type(raised).__name__} {header.role}.{header.method}")
+                    timer(f"failure {type(raised).__name__} {header.role}.{header.method}")
                     error = self._error_of(header.role or "", header.method, raised)
                 finally:
                     self._running = None
@@ -194,8 +196,8 @@ class WorkerProcess:
             self._finished[caller] = header.number
             sent = _NOTHING if keep else encoded
             self._endpoint.answer(caller, header.number, sent.data, sent.frames, error, sent.stored is not None)
-            laps("answer")
-            laps.end()
+            timer("answer")
+            timer.end()
             del data, frames, header, inputs, error, outlined, encoded, sent  # the next call may come much later
 
     def build(self, identity: Identity, packed: Mapping[str, Packed]) -> None:
@@ -224,10 +226,10 @@ class WorkerProcess:
             set_threads(identity.threads)
         if identity.device is None:
             keep_freed_memory()
-        for role, each in packed.items():
+        for role, init in packed.items():
             try:
                 choose_device(identity.device)  # before the module of the worker is imported
-                construct, args, kwargs = each.unpack()  # loads torch, which reads the environment
+                construct, args, kwargs = init.unpack()  # loads torch, which reads the environment
                 self._record_calls()
                 worker = construct(*args, **kwargs)
             except BaseException as error:  # report SystemExit too
@@ -315,6 +317,12 @@ class WorkerProcess:
 
 
 _NOTHING = encode(None, 0)
+
+_OF_PROCESS: dict[str, Callable[..., None]] = {
+    "__init__": WorkerProcess.build,
+    "before_shutdown": WorkerProcess.finish,
+}
+"""The calls that go to the process, of the workers of all its roles."""
 
 _siblings: dict[str, Any] = {}
 """The worker objects of this process by role."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 import logging
 import os
 import socket
@@ -15,7 +16,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from mcontroller.channel.hub import Hub
+from mcontroller.channel.controller import Hub
 from mcontroller.channel.options import ChannelOptions
 from mcontroller.errors import GroupBroken, GroupError, ResourceError
 from mcontroller.ray.node_processes import NODE_SECONDS, NodeProcess, begin_on_node, end_processes, wait_for_ends
@@ -35,6 +36,33 @@ CONNECT_SECONDS = 0.3
 """Timeout of a connection that is only made to find out whether a node has closed a port."""
 
 _log = logging.getLogger(__name__)
+
+
+class GroupState(enum.Enum):
+    """The state of the processes of a group."""
+
+    STARTING = "starting"
+    """Not all workers are constructed."""
+    READY = "ready"
+    """No call of this controller is in flight."""
+    BUSY = "busy"
+    """Calls of this controller are in flight."""
+    BROKEN = "broken"
+    """The processes were ended because of a failure, which the group knows. A restart starts others."""
+    RESTARTING = "restarting"
+    """Others are being started in their place."""
+    ENDED = "ended"
+    """The processes were ended on purpose, or replaced, or the Ray cluster is gone."""
+
+
+_NEXT = {
+    GroupState.STARTING: {GroupState.READY, GroupState.BROKEN, GroupState.ENDED},
+    GroupState.READY: {GroupState.BROKEN, GroupState.ENDED},  # or busy, which follows from the calls in flight
+    GroupState.BROKEN: {GroupState.RESTARTING},
+    GroupState.RESTARTING: {GroupState.BROKEN, GroupState.ENDED},
+    GroupState.ENDED: set[GroupState](),
+}
+"""The states that may follow each state of processes."""
 
 
 class ProcessEnded(Exception):
@@ -62,6 +90,7 @@ class ProcessHandles:
         watched: a task of each process that does not end before the process does, by rank.
         infos: where each process runs, by rank; empty until all have reported it.
         hub: the connections to the processes, once there are any.
+        state: the state of the processes; ``enter`` changes it.
         cause: the failure because of which they were ended; None if they run, or were shut down.
         gone: Ray's ids of the nodes that are gone, with all their processes.
         killed: whether this driver has ended the processes.
@@ -75,6 +104,7 @@ class ProcessHandles:
     watched: list[Any] = field(default_factory=list)
     infos: list[ProcessInfo] = field(default_factory=list)
     hub: Hub | None = None
+    state: GroupState = GroupState.STARTING
     cause: GroupError | None = None
     gone: set[str] = field(default_factory=set)
     remaining: list[str] = field(default_factory=list)
@@ -84,6 +114,18 @@ class ProcessHandles:
     _freed: bool = False
     _session: tuple[str, str] | None = field(default_factory=session)
     _lock: threading.RLock = field(default_factory=threading.RLock)
+
+    def enter(self, state: GroupState, cause: GroupError | None = None) -> None:
+        """Change the state if it may follow the present one: the first failure stays the cause.
+
+        Args:
+            state: the next state.
+            cause: the failure, if it is broken.
+        """
+        with self._lock:
+            if state in _NEXT[self.state]:
+                self.cause = self.cause or cause
+                self.state = state
 
     @property
     def reachable(self) -> bool:
@@ -147,18 +189,18 @@ class ProcessHandles:
         if not self.watched or not self.reachable:
             return {}
         ended = {rank for rank, process in self._seen.items() if not process.runs} | self._ends_on_other_nodes()
-        found = self._reported(range(len(self.watched)), 0)
-        if ended - found.keys():
-            found |= self._reported(sorted(ended - found.keys()), REPORT_SECONDS)
+        errors = self._reported(range(len(self.watched)), 0)
+        if ended - errors.keys():
+            errors |= self._reported(sorted(ended - errors.keys()), REPORT_SECONDS)
         hidden = "Ray has not noticed it: a process that it has forked keeps its connections open"
-        found = {rank: ProcessEnded(hidden) for rank in ended} | found
+        errors = {rank: ProcessEnded(hidden) for rank in ended} | errors
         unseen = [rank for rank in lost if rank not in self._seen]
         addresses = {rank: self.infos[rank].address for rank in unseen}
-        closed = [rank for rank, each in addresses.items() if is_port_closed(each.host, each.call_port)]
-        self._look_for_lost_nodes({self.infos[rank].node_id for rank in (*found, *closed)})
+        closed = [rank for rank, address in addresses.items() if is_port_closed(address.host, address.call_port)]
+        self._look_for_lost_nodes({self.infos[rank].node_id for rank in (*errors, *closed)})
         text = "its node {} is gone: neither the process nor Ray's raylet there accepts connections"
         gone = {rank: info for rank, info in enumerate(self.infos) if info.node_id in self.gone}
-        return found | {rank: ProcessEnded(text.format(info.node), node_gone=True) for rank, info in gone.items()}
+        return errors | {rank: ProcessEnded(text.format(info.node), node_gone=True) for rank, info in gone.items()}
 
     def _look_for_lost_nodes(self, nodes: set[str]) -> None:
         """Find out which of the nodes of processes that have ended are gone."""
@@ -192,6 +234,7 @@ class ProcessHandles:
         """
         with self._lock:
             self.killed = True
+            self.enter(GroupState.ENDED)
             if not self._freed and self.reachable:
                 self.remaining = self._kill()
                 if self.remaining:
@@ -219,14 +262,14 @@ class ProcessHandles:
         by_node: dict[str, list[ProcessInfo]] = {}
         for info in self.infos:
             by_node.setdefault(info.node_id, []).append(info)
-        here = ray.get_runtime_context().get_node_id()
+        this_node = ray.get_runtime_context().get_node_id()
         limits = END_SECONDS, KILL_SECONDS
         elsewhere = {
             node: begin_on_node(node, end_processes, [info.process for info in infos], *limits)
             for node, infos in by_node.items()
-            if node != here and node not in self.gone
+            if node != this_node and node not in self.gone
         }
-        reasons = {here: end_processes([info.process for info in by_node.get(here, [])], *limits)}
+        reasons = {this_node: end_processes([info.process for info in by_node.get(this_node, [])], *limits)}
         end = time.monotonic() + sum(limits) + NODE_SECONDS
         for node, reference in elsewhere.items():
             reasons[node] = _reasons(reference, node, by_node[node], max(0.0, end - time.monotonic()))
@@ -243,12 +286,12 @@ class ProcessHandles:
 
 def _reasons(reference: Any, node: str, infos: Sequence[ProcessInfo], timeout: float) -> dict[int, str]:
     try:
-        found: dict[int, str] = ray.get(reference, timeout=timeout)
+        reasons: dict[int, str] = ray.get(reference, timeout=timeout)
     except (RayError, TimeoutError) as error:
-        if node not in {each["NodeID"] for each in ray.nodes() if each["Alive"]}:
+        if node not in {alive["NodeID"] for alive in ray.nodes() if alive["Alive"]}:
             return {}  # the processes have ended with their node
         return {info.pid: f"unknown, its node does not answer: {type(error).__name__}" for info in infos}
-    return found
+    return reasons
 
 
 def is_port_closed(host: str, port: int) -> bool:

@@ -84,8 +84,8 @@ class RankLog(NamedTuple):
         """Return the last lines, without warnings of imports."""
         with open(self.path, "rb") as file:
             file.seek(max(0, self.path.stat().st_size - MAX_LINE))
-            found = file.read().decode(errors="replace").splitlines()
-        return without_import_warnings(found)[-lines:]
+            lines_of_file = file.read().decode(errors="replace").splitlines()
+        return without_import_warnings(lines_of_file)[-lines:]
 
     def __str__(self) -> str:
         axes = " ".join(f"{axis}={index}" for axis, index in self.coordinates.items())
@@ -108,12 +108,12 @@ class LogLine(NamedTuple):
 
 def find_logs(directory: Path) -> list[RankLog]:
     """Return the files of ranks in a directory, by role and rank."""
-    found = []
+    logs = []
     for path in directory.glob("*.log"):
         if match := _NAME.fullmatch(path.name):
             axes = re.findall(r"-([a-z_]+)(\d+)", match["axes"])
-            found.append(RankLog(path, match["role"], int(match["rank"]), {axis: int(index) for axis, index in axes}))
-    return sorted(found, key=lambda log: (log.role, log.rank))
+            logs.append(RankLog(path, match["role"], int(match["rank"]), {axis: int(index) for axis, index in axes}))
+    return sorted(logs, key=lambda log: (log.role, log.rank))
 
 
 def merged_lines(logs: Sequence[RankLog], offsets: dict[str, int]) -> Iterator[LogLine]:
@@ -201,4 +201,4 @@ def _write(descriptor: int, data: bytes) -> None:
 if __name__ == "__main__" and os.fork() == 0:  # no child of the rank: Ray ends those with it
     os.setsid()
     os.close(0)
-    _copy(sys.argv[1], [int(each) for each in sys.argv[2:]])
+    _copy(sys.argv[1], [int(descriptor) for descriptor in sys.argv[2:]])

@@ -125,8 +125,8 @@ class Reservation:
             try:
                 found = _in_rank_order(self._groups, self.slots)
                 counts = {group: shape.processes for group, shape in zip(self._groups, self.shapes, strict=True)}
-                self._bundles = [each for each in found if each.local_rank < counts[each.group]]
-                self._spares = [each for each in found if each.local_rank >= counts[each.group]]
+                self._bundles = [bundle for bundle in found if bundle.local_rank < counts[bundle.group]]
+                self._spares = [bundle for bundle in found if bundle.local_rank >= counts[bundle.group]]
             except BaseException:
                 _remove(self._groups)
                 self._groups.clear()
@@ -146,8 +146,8 @@ class Reservation:
         if not self.spare or not self.held:
             return
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]} - {*lost}
-        spares = [each for each in self._spares if each.node_id in alive]
-        gone = [rank for rank, each in enumerate(self._bundles) if each.node_id not in alive]
+        spares = [bundle for bundle in self._spares if bundle.node_id in alive]
+        gone = [rank for rank, bundle in enumerate(self._bundles) if bundle.node_id not in alive]
         if len(gone) > len(spares):
             raise ResourceError(
                 f"pool {self.name!r} has lost the bundles of ranks {', '.join(map(str, gone))} with their nodes, and "
@@ -157,8 +157,8 @@ class Reservation:
                 lost=gone,
                 spare=len(spares),
             )
-        together = Counter(each.node_id for each in spares)
-        spares.sort(key=lambda each: -together[each.node_id])
+        together = Counter(bundle.node_id for bundle in spares)
+        spares.sort(key=lambda bundle: -together[bundle.node_id])
         for group in {self._bundles[rank].group for rank in gone}:  # Ray would place it again, and nobody use it
             remove_placement_group(group)
             self._groups.remove(group)

@@ -9,8 +9,7 @@ from typing import Any, Self
 from mcontroller.errors import ConfigError
 from mcontroller.group import WorkerGroup
 from mcontroller.locality import check_axes, locality, log_findings
-from mcontroller.ray.calls.executor import RayExecutor
-from mcontroller.ray.calls.supervision import GroupProcesses
+from mcontroller.ray.calls.executor import GroupProcesses, RayExecutor
 from mcontroller.ray.class_with_init import RayClassWithInitArgs, Roles, check_class_with_init
 from mcontroller.ray.detached import attach, find
 from mcontroller.ray.launch import launch
@@ -41,9 +40,7 @@ class RayWorkerGroup(WorkerGroup[W_co]):
         ConfigError: ``ray_cls_with_init`` is a bare class, an init argument cannot be pickled, or
             ``axes_across_nodes`` has another name.
         ResourceError: the pool has no free slot, or the cluster is too small.
-        WorkerError: a worker's constructor raised.
-        WorkerDied: a process ended during the start.
-        CallTimeout: the start took longer than ``start_timeout``.
+        GroupError: a worker's constructor raised, a process ended, or the start took longer than ``start_timeout``.
     """
 
     executor: RayExecutor
@@ -68,11 +65,11 @@ class RayWorkerGroup(WorkerGroup[W_co]):
         init = ray_cls_with_init
         name = name_prefix or init.default_name
         roles = init.roles_of(name)
-        for each in roles.values():
-            self._check(each.cls)
+        for role_init in roles.values():
+            self._check(role_init.cls)
         processes = launch(resource_pool, name, roles, options=init.options, detached=detached, timeout=start_timeout)
         try:
-            classes = {role: each.cls for role, each in roles.items()}
+            classes = {role: role_init.cls for role, role_init in roles.items()}
             self._join(processes, name, init.cls, classes, timeout, topology)
             self.resource_pool = resource_pool
             if init.fused:
@@ -225,9 +222,9 @@ class MegatronRayWorkerGroup(RayWorkerGroup[W_co]):
         timeout: float | None,
         topology: Topology | None = None,
     ) -> None:
-        reported = name in processes.coordinates  # by another group of the same role
+        reported = name in processes.supervision.coordinates  # by another group of the same role
         super()._join(processes, name, worker_cls, role_classes, timeout, topology)
         if topology is None and hasattr(worker_cls, "get_megatron_rank_info"):
-            found = locality(self.collect_topology(), self.axes_across_nodes)
+            findings = locality(self.collect_topology(), self.axes_across_nodes)
             if not reported:
-                log_findings(found, self.name)
+                log_findings(findings, self.name)

@@ -24,7 +24,7 @@ from typing import Any
 from mcontroller.dispatch.registration import registrations
 from mcontroller.errors import CallTimeout, DispatchError, GroupError, LayoutError, WorkerDied
 from mcontroller.group import WorkerGroup
-from mcontroller.local.executor import LocalCall, LocalExecutor, private_copy
+from mcontroller.local import LocalExecutor, private_copy
 from mcontroller.transport import Arguments, Deferred
 from mcontroller.worker import ClassWithInitArgs, RankEnvironment, W_co
 from parallel_state.axes import ranks_text
@@ -105,7 +105,6 @@ class MockExecutor(LocalExecutor):
     ) -> None:
         self.failures = dict(failures)
         self.calls: list[list[RecordedCall]] = [[] for _ in range(topology.world_size)]
-        self._snapshots: dict[int, Arguments] = {}
         self._ranks = MockedRanks(topology)
         super().__init__(cls_with_init, topology.world_size, role)
         if topology.nodes is not None:
@@ -116,22 +115,9 @@ class MockExecutor(LocalExecutor):
         with super().as_rank(rank), self._ranks.activate(rank):
             yield
 
-    def submit(
-        self,
-        method: str,
-        arguments: Mapping[int, Arguments],
-        returning: Sequence[int],
-        *,
-        timeout: float | None = None,
-        keep: bool = False,
-    ) -> LocalCall:
-        self.check_alive(method)
-        late = [rank for rank in arguments if self._is_late(rank, method, timeout)]
-        if late:
-            return self.fail(self._timed_out(method, late, timeout))
-        distinct = {id(each): each for each in arguments.values()}
-        self._snapshots = {key: self._snapshot(each) for key, each in distinct.items()}
-        return super().submit(method, arguments, returning, timeout=timeout, keep=keep)
+    def late_error(self, method: str, ranks: Sequence[int], timeout: float | None) -> CallTimeout | None:
+        late = [rank for rank in ranks if self._is_late(rank, method, timeout)]
+        return self._timed_out(method, late, timeout) if late else None
 
     def run(self, rank: int, method: str, arguments: Arguments) -> Any:
         failure = self._failure_of(rank, method)
@@ -139,8 +125,8 @@ class MockExecutor(LocalExecutor):
             raise failure.error
         if failure is not None and failure.exit_cause is not None:
             raise self._died(rank, method, failure.exit_cause)
+        sent = self._snapshot(arguments)
         value = super().run(rank, method, arguments)
-        sent = self._snapshots[id(arguments)]
         self.calls[rank].append(RecordedCall(method, sent.args, sent.kwargs, private_copy(value)))
         return value
 

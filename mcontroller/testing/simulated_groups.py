@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from mcontroller.errors import DispatchError, WorkerError
 from mcontroller.group import WorkerGroup
-from mcontroller.local.executor import LocalExecutor
+from mcontroller.local import LocalExecutor
 from mcontroller.testing.mocked_groups import as_topology
 from mcontroller.worker import ClassWithInitArgs, RankEnvironment, W_co
 from parallel_state.layout import ParallelLayout

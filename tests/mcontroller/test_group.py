@@ -23,8 +23,7 @@ from mcontroller import (
     WorkerGroup,
     register,
 )
-from mcontroller.local import LocalExecutor
-from mcontroller.local.executor import LocalCall
+from mcontroller.local import LocalCall, LocalExecutor
 from mcontroller.transport import Arguments
 from parallel_state.topology import Topology
 from tests.mcontroller.batches import numbered, numbers

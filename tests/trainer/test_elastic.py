@@ -16,8 +16,7 @@ import pytest
 import torch
 
 from mcontroller.errors import WorkerDied
-from mcontroller.local import LocalWorkerGroup
-from mcontroller.local.executor import LocalExecutor
+from mcontroller.local import LocalExecutor, LocalWorkerGroup
 from mcontroller.ray import RayClassWithInitArgs, ResourcePoolManager
 from parallel_state import ParallelLayout
 from tests.trainer.test_recovery import Recorder

@@ -13,8 +13,7 @@ from mcontroller.data.batch import DataProto
 from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
 from mcontroller.errors import GroupError, WorkerError
-from mcontroller.local.executor import LocalCall, LocalExecutor
-from mcontroller.local.group import LocalWorkerGroup
+from mcontroller.local import LocalCall, LocalExecutor, LocalWorkerGroup
 from mcontroller.ray import ResourcePoolManager
 from mcontroller.transport import Arguments
 from tests.trainer.toy import CALLS, ToyActor, ToyCritic, toy_config, toy_trainer

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mcontroller.errors import CallTimeout, GroupBroken, GroupError, MControllerError, WorkerDied, WorkerError
-from mcontroller.local.executor import LocalExecutor
+from mcontroller.local import LocalExecutor
 from mcontroller.testing import simulated_worker_group
 from tests.trainer.separate import SEPARATE
 from tests.trainer.sliced import SLICED, alphabet, sliced_config

@@ -1,44 +1,59 @@
-"""Supervision of a group's processes: the calls in flight, the first failure, and the end.
+"""Supervision of a group: the states of its calls and processes, the first failure, and the end.
 
 The first failure ends every process of the group. Ranks that wait for a peer in a collective would wait forever, so
 nothing more is sent to them: they are killed at once, and later calls raise GroupBroken with the first cause.
 
-The watch of the group notices its failures, whether a call waits or not, and finds the first cause. The threads of the
-program only wait for answers. A lost connection alone ends nothing: calls are sent again once it is restored, and each
-rank runs a call once.
+Two threads watch the group, whether a call waits or not, and find the first cause; the threads of the program only wait
+for answers. One sleeps until something happens: a process that this one can see ends, a task on another node or Ray
+reports the end of one, or a connection is lost. The other asks every process regularly whether it answers, and finds
+out about those that do not: they are stopped, or in native code that holds the interpreter, or their node is silent.
+
+The states, and what follows them:
+
+| of | state | next |
+|---|---|---|
+| a group | starting | ready; broken or ended, if the start fails |
+| | ready | busy with a call; broken by a process that ends; ended by ``shutdown`` |
+| | busy | ready with the last answer; broken by a failure; ended |
+| | broken | restarting |
+| | restarting | ended, replaced by a group that is ready; broken, if the start fails |
+| a call | sent | running with the first answer; failed; cancelled |
+| | running | answered with the last one; failed; cancelled |
+| a connection | established | lost |
+| | lost | reported after ``frozen_after``; restored |
+| | reported | restored; after ``RECONNECT_SECONDS`` the group breaks |
+| | restored | established, when the calls without an answer were sent again; lost |
 """
 
 from __future__ import annotations
 
+import contextlib
 import enum
-import itertools
 import logging
+import os
+import select
 import threading
 import time
-import uuid
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import ray
+from typing_extensions import Buffer
 
-from mcontroller.channel.hub import Hub
-from mcontroller.channel.links import RECONNECT_SECONDS
-from mcontroller.channel.messages import CallHeader, pack_call, unpack_answer
-from mcontroller.channel.order import CallOrder, Place
-from mcontroller.channel.queries import ask
-from mcontroller.errors import CallRejected, ConnectionLost, DataError, GroupError, ResourceError
-from mcontroller.ray.calls.call import QUERY_SECONDS, VALUES_LATE, GroupCall
+from mcontroller.channel.controller import RECONNECT_SECONDS, Hub, ask
+from mcontroller.channel.options import ChannelOptions
+from mcontroller.errors import CallRejected, ConnectionLost, GroupError
 from mcontroller.ray.calls.failures import NO_CALL, RankFailure, RankLabel, first_cause
-from mcontroller.ray.calls.hangs import LateReports, late_error
-from mcontroller.ray.calls.watch import Wake, watch_answers, watch_ends
-from mcontroller.ray.process_handles import ProcessHandles
-from mcontroller.ray.values.handles import ArgumentLost, StoredValue, ValuesLate
-from mcontroller.ray.values.wire import Encoded, encode
-from mcontroller.transport import Arguments, Deferred, rejection
+from mcontroller.ray.calls.hangs import frozen_ranks, late_error, look_at_ranks
+from mcontroller.ray.process import ProcessInfo
+from mcontroller.ray.process_handles import GroupState, ProcessHandles
+from mcontroller.ray.values.handles import ArgumentLost, ValuesLate
+from mcontroller.transport import rejection
 
-_logger = logging.getLogger(__name__)
+QUERY_SECONDS = 5.0
+"""Timeout of out-of-band queries."""
 
 DRAIN_SECONDS = 0.25
 """Time to wait for failures that come together with the first one, so that they are counted with it."""
@@ -46,120 +61,227 @@ DRAIN_SECONDS = 0.25
 CAUSE_SECONDS = 2.0
 """Time to wait for the cause, if all known failures are consequences of another."""
 
-PLACE_SECONDS = 0.5
-"""Time between two looks whether rank 0, which was asked for a place, still exists."""
-
 LOST_SECONDS = 0.02
 """Time between two looks while a connection is lost, or a call was rejected by some of its ranks."""
 
+AGAIN_SECONDS = 5.0
+"""Time after which ranks that wait are looked at again, to see whether they still wait for the same."""
 
-class GroupState(enum.Enum):
-    """The state of the processes of a group."""
+FAIL_LOOKS = 10
+"""A call fails after so many times ``report_after``, if stuck calls fail."""
 
-    READY = "ready"
-    """No call of this controller is in flight."""
-    BUSY = "busy"
-    """Calls of this controller are in flight."""
-    BROKEN = "broken"
-    """The processes were ended because of a failure, which the group knows. A restart starts others."""
-    ENDED = "ended"
-    """The processes were ended on purpose, or the Ray cluster is gone."""
+IDLE_SECONDS = 1.0
+"""Time after which a thread notices that its group does not exist any more."""
+
+TICK_SECONDS = 0.5
+"""Time between two looks whether a call is late or a question is due."""
+
+ANSWER_SECONDS = 0.3
+"""Time in which nearly every process answers; one that does not is asked again."""
+
+SECONDS_OF_RANK = 0.002
+"""Least time between two questions, for each rank: that of 1,000 ranks is 2 s, so that they take a bounded time."""
+
+VALUES_LATE = "has ended, but its values did not arrive in"
+
+_logger = logging.getLogger(__name__)
 
 
-class GroupProcesses:
-    """The processes of the group ``name``, for every role that they run.
+# ---- a call ---------------------------------------------------------------------------------------------------------
+
+
+class CallState(enum.Enum):
+    """The state of a call, as far as the controller knows it."""
+
+    SENT = "sent"
+    """No rank has answered."""
+    RUNNING = "running"
+    """A rank has answered, others have not; or the first cause of a failure is still looked for."""
+    ANSWERED = "answered"
+    """Every rank has answered, with a value."""
+    FAILED = "failed"
+    """It has an error. If every rank has rejected it, the group is usable."""
+    CANCELLED = "cancelled"
+    """Its caller has cancelled it: all ranks run it or none, and its values are dropped."""
+
+
+class SentCall(ABC):
+    """A call and the ranks that have not answered it yet, as supervision sees it; ``GroupCall`` reads its values.
+
+    Args:
+        supervision: of the processes that run it.
+        number: number of the call at this controller.
+        role: the role that is called.
+        method: name of the method.
+        ranks: the ranks that run it.
+        timeout: deadline in seconds from now; None for no deadline.
 
     Attributes:
-        name: name of the group.
-        handles: the processes themselves, and the first cause if they were ended by a failure.
-        detached: whether the group outlives this driver.
-        coordinates: index on each axis, by role and rank, as far as known.
-        hub: the connections to the processes; its name identifies this controller in the calls that it sends.
-        keeping: calls whose values its processes keep, as long as the calls exist.
-        executors: the executors of its roles, which send their calls to it.
-        launch_again: starts such processes once more, but not on nodes with these ids; None if another driver has
-            started them.
-        sending: held while a call is sent, so that all ranks get the calls of several threads in one order.
+        started: when the call was made, by ``time.monotonic``.
+        pending: the ranks that have not answered.
+        failing: whether a rank has answered with an error that ends the group, whose first cause is looked for.
+        sent: the message to each rank that it was sent to, until all have answered.
+        held: what must exist until all have answered: the handles and references in its arguments.
+        rejections: the errors of the ranks that have rejected it before they changed anything, by rank.
+        rejected_since: when the first rank rejected it, by ``time.monotonic``.
+        cancelled: whether its caller has cancelled it.
+        error: what every read of the result raises.
     """
 
-    def __init__(self, name: str, handles: ProcessHandles, *, detached: bool = False) -> None:
-        self.name = name
-        self.handles = handles
-        self.detached = detached
-        self.coordinates: dict[str, Sequence[Mapping[str, int]]] = {}
-        self.keeping: weakref.WeakSet[GroupCall] = weakref.WeakSet()
-        self.executors: weakref.WeakSet[Any] = weakref.WeakSet()
-        self.launch_again: Callable[[float | None, Set[str]], GroupProcesses] | None = None
-        self.sending = threading.RLock()
-        self._numbers = itertools.count()
-        self._order = CallOrder()
-        self._calls: dict[int, GroupCall] = {}
-        self._failures: list[tuple[GroupCall | None, int, BaseException]] = []
-        self._lost: dict[int, float] = {}
-        self._restored: set[int] = set()
-        self._logged: set[int] = set()  # the ranks whose lost connection was logged
-        self._unraised = False  # whether the group broke while no call was in flight: the next one raises the cause
-        self._earlier: dict[str, GroupError] = {}
-        self._lock = threading.RLock()
-        itself = weakref.proxy(self)  # the hub must not keep an unused group from being garbage-collected
-        self.hub = Hub(
-            uuid.uuid4().hex.encode(),
-            lambda rank, frames: itself._deliver(rank, frames),
-            lambda rank, established: itself._connection_changed(rank, established),
-        )
-        self.hub.connect([info.address for info in handles.infos])
-        handles.hub = self.hub
-        if not detached:
-            weakref.finalize(self, handles.end)
-        _living.add(self)
-        self._wake = Wake()
-        self._late = LateReports(handles, QUERY_SECONDS)
-        _on_thread(watch_ends, weakref.WeakMethod(self._look), self._wake, handles.watch(self._wake.set))
-        late, frozen = weakref.WeakMethod(self._report_late), weakref.WeakMethod(self._frozen)
-        _on_thread(watch_answers, late, frozen, handles.infos, handles.options)
+    def __init__(
+        self,
+        supervision: Supervision,
+        number: int,
+        role: str,
+        method: str,
+        ranks: tuple[int, ...],
+        timeout: float | None,
+    ) -> None:
+        self.supervision, self.number = supervision, number
+        self.role, self.method, self.ranks, self.timeout = role, method, ranks, timeout
+        self.started = time.monotonic()
+        self.pending = set(ranks)
+        self.failing = False
+        self.sent: dict[int, list[bytes]] = {}
+        self.held: list[Any] = []
+        self.rejections: dict[int, CallRejected] = {}
+        self.rejected_since = 0.0
+        self.cancelled = False
+        self.error: GroupError | None = None
 
-    def restart(self, timeout: float | None) -> None:
-        """End these processes, and have others of the same roles run the calls from now on.
+    @abstractmethod
+    def add(self, rank: int, data: Buffer, frames: Sequence[Buffer], stored: bool) -> None:
+        """Keep the answer of a rank until it is read; if it is in the object store, until it is released there."""
+
+    @property
+    def state(self) -> CallState:
+        """The state of the call."""
+        if self.cancelled:
+            return CallState.CANCELLED
+        if self.error is not None:
+            return CallState.FAILED
+        if self.failing or self.pending:
+            return CallState.SENT if len(self.pending) == len(self.ranks) else CallState.RUNNING
+        return CallState.ANSWERED
+
+    def remaining(self, timeout: float | None = None) -> float | None:
+        """Return the seconds until the deadline, or ``timeout`` if that is less; None for no limit."""
+        limits = [] if timeout is None else [timeout]
+        if self.timeout is not None:
+            limits.append(self.started + self.timeout - time.monotonic())
+        return max(0.0, min(limits)) if limits else None
+
+    def check(self, timeout: float | None = None) -> None:
+        """Wait for every rank and raise the error of the call, if it failed.
 
         Raises:
-            ResourceError: another driver has started these processes, they cannot be ended, or there is no slot.
+            CallRejected: the method raised on every rank before it changed anything. The group is usable.
+            GroupError: any other error of a group, see ``mcontroller.errors``.
         """
-        if self.launch_again is None:
-            raise ResourceError(
-                f"group {self.name} was started by another driver, which alone can restart it: restart it there, or "
-                "shut it down and start another one",
-                name=self.name,
-            )
-        self.handles.end()
-        self.handles.check_ended(self.name)
-        after = self.launch_again(timeout, self.handles.gone)
-        ended = self.handles.cause or GroupError(f"group {self.name} was restarted", role=self.name)
-        after._earlier = {**self._earlier, **dict.fromkeys(self.handles.actor_ids, ended)}
-        after.coordinates = self.coordinates
-        for executor in list(self.executors):
-            executor.processes = after
-            after.executors.add(executor)
+        if not self.wait(timeout):
+            self.end_late(timeout)
+        if self.error is not None:
+            raise self.error
 
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return len(self.handles.infos)
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until every rank has answered or failed; return whether that happened in time."""
+        supervision = self.supervision
+        ended = self.is_complete() or supervision.handles.ended
+        if not ended and not supervision.hub.wait(self.is_complete, self.remaining(timeout)):
+            if self.remaining() != 0.0:
+                return False
+            self.end_late(None)
+        if not self.is_complete():  # the group has ended
+            self.error = self.lost_with_group()
+        return True
 
-    @property
-    def nodes(self) -> list[str]:
-        """The address of the node of every rank."""
-        return [info.node for info in self.handles.infos]
+    def done(self) -> bool:
+        """Whether every rank has answered or failed. Does not wait."""
+        return self.wait(0.0)
+
+    def is_complete(self) -> bool:
+        """Whether the call has an error, or an answer of every rank."""
+        return self.error is not None or not (self.pending or self.failing)
+
+    def end_late(self, timeout: float | None) -> None:
+        """End the group because the call is late, after ``timeout`` seconds; None for its deadline."""
+        limit = min(limit for limit in (self.timeout, timeout) if limit is not None)
+        late = sorted(self.pending)
+        self.error = self.supervision.time_out(self.role, self.method, self.ranks, late, limit, "had no answer in")
+
+    def lost_with_group(self) -> GroupError:
+        """Return the reason why the call cannot be completed, or its values be read, after the end of the group."""
+        handles = self.supervision.handles
+        if handles.cause is None:
+            text = f"group {self.role} was shut down before {self.method} was complete, or before its result was read"
+            return GroupError(text, role=self.role)
+        return handles.broken_error(self.role) if self.is_complete() else handles.cause
+
+
+# ---- the group ------------------------------------------------------------------------------------------------------
+
+
+class Connection(enum.Enum):
+    """The state of the connection to a rank; one that is not known to have changed is established."""
+
+    LOST = "lost"
+    REPORTED = "reported"
+    """It is lost, and that was logged."""
+    RESTORED = "restored"
+    """It is established again, and what it may have lost was not sent again yet."""
+
+
+class Supervision:
+    """The calls in flight on the processes of a group, the connections to them, and their first failure.
+
+    The watch's threads do not keep it from being garbage-collected, which ends the processes.
+
+    Args:
+        name: name of the group.
+        handles: the processes; their state and the first cause are kept there.
+        hub: the connections to the processes.
+        detached: whether the processes outlive this driver.
+
+    Attributes:
+        coordinates: index on each axis, by role and rank, as far as known.
+        calls: the calls in flight, by number.
+        keeping: calls whose values the processes keep, as long as the calls exist.
+        failures: the call, the rank and the error of each failure whose cause is looked for.
+    """
+
+    def __init__(self, name: str, handles: ProcessHandles, hub: Hub, *, detached: bool) -> None:
+        self.name, self.handles, self.hub, self.detached = name, handles, hub, detached
+        self.coordinates: dict[str, Sequence[Mapping[str, int]]] = {}
+        self.calls: dict[int, SentCall] = {}
+        self.keeping: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.failures: list[tuple[SentCall | None, int, BaseException]] = []
+        self._connections: dict[int, tuple[Connection, float]] = {}  # and since when it was lost
+        self._connections_lock = threading.Lock()  # changes come with the hub's lock; the watch reports without it
+        self._raises_cause = False  # whether the next call raises the cause, because none was in flight
+        self._late = _LateCall()
+        self._lock = threading.RLock()
+        self._wake = _Wake()
+        handles.hub = hub
+        if not detached:
+            weakref.finalize(self, handles.end)
+
+    def start(self) -> None:
+        """Watch the processes from now on."""
+        _living.add(self)
+        itself, descriptors = weakref.ref(self), self.handles.watch(self._wake.set)
+        for watch, *arguments in (
+            (_watch_ends, itself, self._wake, descriptors),
+            (_watch_answers, itself, self.handles.infos, self.handles.options),
+        ):
+            threading.Thread(target=watch, args=arguments, name=watch.__name__, daemon=True).start()
 
     @property
     def state(self) -> GroupState:
         """The state of the group."""
-        if self.handles.cause is not None:
-            return GroupState.BROKEN
-        if self.handles.ended:
+        state = self.handles.state
+        if self.handles.ended and self.handles.cause is None:  # with the Ray cluster
             return GroupState.ENDED
-        return GroupState.BUSY if self._calls else GroupState.READY
-
-    # ---- calls: sent, and answered -----------------------------------------------------------------------------------
+        return GroupState.BUSY if state is GroupState.READY and self.calls else state
 
     def check(self, role: str) -> None:
         """Raise GroupBroken if the group is broken, or its cause if that happened between calls and is not known yet.
@@ -168,145 +290,18 @@ class GroupProcesses:
             GroupError: the group was shut down.
         """
         if self.handles.cause is not None:
-            if self._unraised:
-                self._unraised = False
+            if self._raises_cause:
+                self._raises_cause = False
                 raise self.handles.cause
             raise self.handles.broken_error(role)
         if self.handles.ended:
             by = "" if self.handles.reachable else ", together with the Ray cluster that it ran on"
             raise GroupError(f"group {role} has been shut down{by}: start it again to call it", role=role)
 
-    def send(
-        self,
-        role: str,
-        method: str,
-        arguments: Mapping[int, Arguments],
-        returning: Sequence[int] = (),
-        *,
-        timeout: float | None = None,
-        keep: bool = False,
-        of_process: str | None = None,
-    ) -> GroupCall:
-        """Send a call to its ranks; the arguments are as in ``mcontroller.transport.Executor.submit``.
+    # ---- what happens to calls and connections: reported by the hub, whose lock is held -----------------------------
 
-        Args:
-            role: the role that is called.
-            method: the name of a method of the worker.
-            arguments: by rank. Ranks with equal arguments have the same object.
-            returning: the ranks whose values come back, in the order of the results.
-            timeout: deadline in seconds from now; None for no deadline.
-            keep: whether the values stay in the processes until they are asked for.
-            of_process: the method of ``WorkerProcess`` to call instead; ``method`` is then its name in messages.
-
-        Raises:
-            DataError: an argument cannot be sent.
-            CallTimeout: rank 0 has not given the call a place before its deadline.
-        """
-        with self.sending:
-            call = GroupCall(
-                self.handles,
-                self.hub,
-                self.time_out,
-                role,
-                method,
-                tuple(arguments),
-                returning,
-                timeout=timeout,
-                keep=keep,
-                number=next(self._numbers),
-            )
-            encoded: dict[int, Encoded] = {}
-            for each in arguments.values():
-                if id(each) not in encoded:
-                    own = _with_objects(each)
-                    encoded[id(each)] = stored = encode(own, self.handles.options.inline_bytes)
-                    call.held.append(stored.stored)
-                    values = (*own.args, *own.kwargs.values())
-                    call.held += [value.handles() for value in values if isinstance(value, Deferred)]
-            settled = min(self._calls, default=call.number)
-            called = (None, of_process) if of_process else (role, method)
-            places = self._places(call) if self.detached else []
-            try:  # whoever assigns a place sends the call: the ranks wait for it before they run the next one
-                places = places or self._order.assign(self.hub.name, call.number, call.ranks)
-                self._calls[call.number] = call
-                if keep:
-                    self.keeping.add(call)
-                self.hub.send(self._messages(call, settled, places, called, arguments, encoded))
-            except BaseException as error:
-                text = f"{type(error).__name__} while {role}.{method} was being sent: {len(call.sent)} of "
-                text += f"{len(call.ranks)} ranks are known to have it"  # which would wait for the others
-                self._break(lambda: GroupError(text, role=role))
-                raise
-        return call
-
-    def _messages(
-        self,
-        call: GroupCall,
-        settled: int,
-        places: Sequence[Place | None],
-        called: tuple[str | None, str],
-        arguments: Mapping[int, Arguments],
-        encoded: Mapping[int, Encoded],
-    ) -> Iterator[tuple[int, list[bytes]]]:
-        """Yield the message of each rank; ranks with the same arguments and place have one.
-
-        Args:
-            call: the call.
-            settled: see ``CallHeader``, as the two that follow.
-            places: by rank, in the order of ``arguments``.
-            called: the role and the method.
-            arguments: by rank.
-            encoded: the serialized arguments, by their identity.
-        """
-        returning: dict[int, list[int]] = {}
-        for rank in call.returning:
-            returning.setdefault(id(arguments[rank]), []).append(rank)
-        packed: dict[tuple[int, Place | None], list[bytes]] = {}
-        for (rank, each), after in zip(arguments.items(), places, strict=True):
-            key = id(each), after
-            if key not in packed:
-                header = CallHeader(call.number, settled, after, *called, returning.get(id(each), ()), call.keep)
-                packed[key] = [pack_call(header, encoded[id(each)].data), *encoded[id(each)].frames]
-            call.sent[rank] = packed[key]  # to be sent again if the connection is lost
-            yield rank, packed[key]
-
-    def _places(self, call: GroupCall) -> list[Place | None]:
-        """Return the call that each rank of a call runs before it, which rank 0 knows.
-
-        Raises:
-            CallTimeout: rank 0 has not answered before the deadline of the call.
-        """
-        asked = [self.handles.infos[0].address]
-        while not self.handles.ended:
-            left = call.remaining(PLACE_SECONDS)
-            [answer] = ask(asked, "place", self.hub.name, call.number, call.ranks, timeout=left)
-            if answer is not None:
-                places: list[Place | None] = answer[0]
-                return places
-            if call.timeout is not None and call.remaining() == 0.0:
-                what = "got no place in the order of calls in"
-                raise self.time_out(call.role, call.method, (0,), (0,), call.timeout, what)
-            time.sleep(LOST_SECONDS)  # the connection may be lost
-        return [None] * len(call.ranks)  # nothing is sent any more
-
-    def _deliver(self, rank: int, frames: list[Any]) -> None:
-        """Add the answer of a rank to its call; the hub's lock is held."""
-        try:
-            number, error, stored, data = unpack_answer(frames[0])
-        except DataError as malformed:
-            _logger.warning("dropped a message of rank %d: %s", rank, malformed)
-            return
-        call = self._calls.get(number)
-        if call is None or rank not in call.pending:  # the answer was sent again
-            return
-        if error is None:
-            call.add(rank, data, frames[1:], stored)
-        elif isinstance(error, CallRejected) and (error.role, error.method) == (call.role, call.method):
-            call.rejected_since = call.rejected_since or time.monotonic()
-            call.rejections[rank] = error
-            self._wake.set()
-        else:
-            self._fail(call, rank, error)
+    def answered(self, call: SentCall, rank: int) -> None:
+        """Note that a rank has answered a call."""
         if len(call.pending) == 1:  # the last: before it is no longer pending, because an interrupt may come here
             if len(call.rejections) == len(call.ranks):
                 call.error = call.error or rejection(call.role, call.method, call.rejections)
@@ -316,29 +311,68 @@ class GroupProcesses:
         if not call.pending:
             self._forget(call)
 
-    def _forget(self, call: GroupCall) -> None:
+    def rejected(self, call: SentCall, rank: int, error: CallRejected) -> None:
+        """Note that a rank has rejected a call, which fails unless the others do so too."""
+        call.rejected_since = call.rejected_since or time.monotonic()
+        call.rejections[rank] = error
+        self._wake.set()
+
+    def failed(self, call: SentCall | None, rank: int, error: BaseException) -> None:
+        """Note the failure of a rank, whose cause the watch finds."""
+        if call is not None:
+            call.failing = True
+        self.failures.append((call, rank, error))
+        self._wake.set()
+
+    def connection_changed(self, rank: int, established: bool) -> None:
+        """Note that a connection was lost or is established."""
+        with self._connections_lock:
+            state, since = self._connections.get(rank, (None, 0.0))
+            if established and state is not None:
+                self._connections[rank] = Connection.RESTORED, since
+            elif not established and state not in (Connection.LOST, Connection.REPORTED):
+                self._connections[rank] = Connection.LOST, time.monotonic()
+        if not established:
+            for call in tuple(self.calls.values()):
+                if not call.pending:  # an interrupt came before this, and had the hub connect again
+                    self._forget(call)
+        self._wake.set()
+
+    def _forget(self, call: SentCall) -> None:
         """Drop what a complete call does not need any more."""
         call.sent.clear()
         call.held.clear()
         if not call.failing:
-            self._calls.pop(call.number, None)
+            self.calls.pop(call.number, None)
 
-    def is_idle(self, timeout: float | None) -> bool:
-        """Return whether no call runs, of this controller or another, on a group that works."""
-        if not self.handles.ended:
-            self.hub.wait(lambda: True, 0)  # receive what has arrived
-        if self.state is not GroupState.READY or self._failures:
-            return False
-        if not self.detached:
-            return True
-        limit = QUERY_SECONDS if timeout is None else min(QUERY_SECONDS, timeout)
-        answers = ask([info.address for info in self.handles.infos], "idle", timeout=limit)
-        return all(answer is not None and answer[0] for answer in answers)
+    def _fail_rejected(self, call: SentCall) -> None:
+        """Count the rejections of a call as failures, because other ranks have not rejected it."""
+        for rank, error in call.rejections.items():
+            self.failed(call, rank, error)
+        call.rejections = {}
+
+    def _sent_again(self) -> Iterator[tuple[int, list[bytes]]]:
+        """Yield what restored connections may have lost; the hub's lock is held."""
+        for rank, (state, _) in tuple(self._connections.items()):
+            if state is Connection.RESTORED:
+                del self._connections[rank]
+                for call in tuple(self.calls.values()):
+                    if rank in call.pending and rank in call.sent:
+                        yield rank, call.sent[rank]
+
+    def _lost_since(self) -> dict[int, float]:
+        """Return when each connection that is lost was lost, by rank."""
+        connections = tuple(self._connections.items())
+        return {rank: since for rank, (state, since) in connections if state is not Connection.RESTORED}
 
     # ---- failures: noticed by the watch, or by a deadline ------------------------------------------------------------
 
-    def _look(self) -> tuple[float, int] | None:
-        """Find out what has happened; called by the watch, see ``watch_ends``."""
+    def look(self) -> tuple[float, int] | None:
+        """Find out what has happened.
+
+        Returns:
+            The seconds until the next look and the descriptor of the events of connections; None if the group ended.
+        """
         try:
             with self._lock:
                 if not self.handles.ended:
@@ -346,64 +380,38 @@ class GroupProcesses:
         except Exception as error:  # without the watch, calls would wait forever
             text = f"the watch of group {self.name} failed: {type(error).__name__}: {error}"
             _logger.exception("%s", text)
-            self._break(lambda: GroupError(text, role=self.name))
+            self.break_group(lambda: GroupError(text, role=self.name))
         if self.handles.ended:
             self.hub.close()
             return None
-        soon = self._lost or any(call.rejections for call in tuple(self._calls.values()))
+        soon = self._connections or any(call.rejections for call in tuple(self.calls.values()))
         return LOST_SECONDS if soon else float("inf"), self.hub.events_descriptor
 
     def _look_for_failures(self) -> None:
         self.hub.wait(lambda: True, 0)  # receive what has arrived
         self._look_for_deaths()
-        for call in tuple(self._calls.values()):
+        for call in tuple(self.calls.values()):
             if self._are_rejections_late(call):
                 self._fail_rejected(call)
-        while self._failures and not self.handles.ended:
+        while self.failures and not self.handles.ended:
             self._find_cause()
 
-    def _fail(self, call: GroupCall | None, rank: int, error: BaseException) -> None:
-        """Note a failure, whose cause the watch finds."""
-        if call is not None:
-            call.failing = True
-        self._failures.append((call, rank, error))
-        self._wake.set()
-
-    def _fail_rejected(self, call: GroupCall) -> None:
-        """Count the rejections of a call as failures, because other ranks have not rejected it."""
-        for rank, error in call.rejections.items():
-            self._fail(call, rank, error)
-        call.rejections = {}
-
-    def _are_rejections_late(self, call: GroupCall) -> bool:
+    def _are_rejections_late(self, call: SentCall) -> bool:
         """Return whether ranks that run a call have not rejected it for longer than ranks that agree need."""
         if not call.rejections or time.monotonic() - call.rejected_since < CAUSE_SECONDS:
             return False
-        earlier = [other.pending for other in tuple(self._calls.values()) if other.number < call.number]
+        earlier = [other.pending for other in tuple(self.calls.values()) if other.number < call.number]
         return not any(call.pending & pending for pending in earlier)
-
-    def _connection_changed(self, rank: int, established: bool) -> None:
-        """Note that a connection was lost or is established; the hub's lock is held."""
-        if not established:
-            self._lost.setdefault(rank, time.monotonic())
-            for call in tuple(self._calls.values()):
-                if not call.pending:  # an interrupt came before this, and had the hub connect again
-                    self._forget(call)
-        elif self._lost.pop(rank, None) is not None:
-            self._restored.add(rank)
-            self._logged.discard(rank)
-        self._wake.set()
 
     def _look_for_deaths(self) -> None:
         """Note processes that have ended or cannot be reached; send calls again after a lost connection."""
-        for rank in tuple(self._restored):
-            self._restored.discard(rank)
-            calls = [call for call in tuple(self._calls.values()) if rank in call.pending and rank in call.sent]
-            self.hub.send([(rank, call.sent[rank]) for call in calls])
-        found = self.handles.deaths(tuple(self._lost))
-        for rank, since in tuple(self._lost.items()):
+        lost = self._lost_since()
+        if len(lost) < len(self._connections):
+            self.hub.send(self._sent_again())
+        deaths = self.handles.deaths(tuple(lost))
+        for rank, since in lost.items():
             seconds = time.monotonic() - since
-            if rank not in found and seconds > min(self.handles.options.frozen_after, RECONNECT_SECONDS):
+            if rank not in deaths and seconds > min(self.handles.options.frozen_after, RECONNECT_SECONDS):
                 error = self._connection_lost(
                     rank,
                     f"cannot be reached since {min(round(seconds, 1), RECONNECT_SECONDS):g} s in {{}}, although Ray "
@@ -411,17 +419,24 @@ class GroupProcesses:
                     f"{self.handles.infos[rank].address.calls}",
                 )
                 if seconds > RECONNECT_SECONDS:
-                    found[rank] = error
-                elif rank not in self._logged:
-                    self._logged.add(rank)
+                    deaths[rank] = error
+                elif self._is_new_loss(rank, since):
                     _logger.warning("%s. The group ends after %g s without it", error, RECONNECT_SECONDS)
-        known = {rank for _, rank, _ in self._failures}
-        for rank in found.keys() - known:
-            self._fail(self._first_call(rank), rank, found[rank])
+        known = {rank for _, rank, _ in self.failures}
+        for rank in deaths.keys() - known:
+            self.failed(self._first_call(rank), rank, deaths[rank])
 
-    def _first_call(self, rank: int) -> GroupCall | None:
+    def _is_new_loss(self, rank: int, since: float) -> bool:
+        """Return whether the loss of a connection is still to be reported, and count it as reported."""
+        with self._connections_lock:
+            is_new = self._connections.get(rank) == (Connection.LOST, since)
+            if is_new:
+                self._connections[rank] = Connection.REPORTED, since
+            return is_new
+
+    def _first_call(self, rank: int) -> SentCall | None:
         """Return the call that a rank is running, if it has one."""
-        return next((call for call in tuple(self._calls.values()) if rank in call.pending), None)
+        return next((call for call in tuple(self.calls.values()) if rank in call.pending), None)
 
     def _connection_lost(self, rank: int, text: str) -> ConnectionLost:
         """Return the error for a process that exists; ``text`` says what it does not do, ``{}`` in which method."""
@@ -436,22 +451,22 @@ class GroupProcesses:
             method=method,
         )
 
-    def _report_late(self) -> bool:
-        """Report who waits for whom in a call that is late, or end the group; see ``watch_answers``."""
+    def report_late(self) -> bool:
+        """Report who waits for whom in a call that is late, or end the group; return False if the group has ended."""
         if self.handles.ended:
             return False
-        call = next(iter(tuple(self._calls.values())), None)
-        if call is not None and call.pending and self._late.look(call, self.coordinates.get(call.role, ())):
+        call = next(iter(tuple(self.calls.values())), None)
+        if call is not None and call.pending and self._late.look(call):
             call.end_late(time.monotonic() - call.started)
         return not self.handles.ended
 
-    def _frozen(self, rank: int, seconds: float, reason: str) -> None:
-        """Report a process that does not answer, or end the group; called by the watch, see ``watch_answers``."""
+    def report_frozen(self, rank: int, seconds: float, reason: str) -> None:
+        """Report a process that has not answered for some seconds; end the group after ``end_frozen_after``."""
         text = f"has not answered for {seconds:.0f} s in {{}}: {reason}"
         limit = self.handles.options.end_frozen_after
         if limit is not None and seconds >= limit:
             text = f"{text}; end_frozen_after is {limit:g} s"
-            self._break(partial(self._connection_lost, rank, text), between_calls=True)
+            self.break_group(partial(self._connection_lost, rank, text), between_calls=True)
         elif not self.handles.ended:
             _logger.warning("%s", self._connection_lost(rank, text))
 
@@ -460,7 +475,7 @@ class GroupProcesses:
     ) -> GroupError:
         """Break the group because of a call that is late, and return the error; see ``late_error``."""
         infos, coordinates = self.handles.infos, self.coordinates.get(role, ())
-        return self._break(
+        return self.break_group(
             lambda: late_error(role, method, called, late, seconds, what, infos, coordinates, QUERY_SECONDS)
         )
 
@@ -470,7 +485,7 @@ class GroupProcesses:
         group = next((group for group in [self, *_living] if actors & set(group.handles.actor_ids)), self)
         ranks = [rank for rank, actor in enumerate(group.handles.actor_ids) if actor in actors]
         numbers = {handle.number for handle in late.handles}
-        known = next((each for each in tuple(group.keeping) if each.number in numbers), None)
+        known = next((call for call in tuple(group.keeping) if call.number in numbers), None)
         role, method = (known.role, known.method) if known else (group.name, "an earlier call")
         return group.time_out(role, method, ranks, ranks, timeout, VALUES_LATE)
 
@@ -480,49 +495,44 @@ class GroupProcesses:
         """Break the group by the first cause of the failures, or fail a call whose arguments were never produced."""
         failures = self._drain()
         for call in {failure.call for failure in failures if failure.call is not None}:
-            own = [failure for failure in failures if failure.call is call]
-            if len(own) == len(call.ranks) and all(failure.upstream for failure in own):  # no rank has started it
-                call.error = self._cause_of(own)
-                self._calls.pop(call.number, None)
-                self._failures = [entry for entry in self._failures if entry[0] is not call]
+            of_call = [failure for failure in failures if failure.call is call]
+            if len(of_call) == len(call.ranks) and all(failure.upstream for failure in of_call):  # none has started it
+                call.error = _cause_of(of_call)
+                self.calls.pop(call.number, None)
+                self.failures = [entry for entry in self.failures if entry[0] is not call]
                 failures = [failure for failure in failures if failure.call is not call]
         if failures:
             between_calls = all(failure.call is None for failure in failures)
-            self._break(lambda: self._cause_of(failures), between_calls=between_calls)
+            self.break_group(lambda: _cause_of(failures), between_calls=between_calls)
         self.hub.wake()
 
-    def fail(self, error: GroupError) -> None:
-        """Break the group because of a failure that its calls do not have."""
-        self._break(lambda: error)
+    def break_group(self, find: Callable[[], GroupError], *, between_calls: bool = False) -> GroupError:
+        """End the processes because of a failure, and return it; or the cause of an earlier end.
 
-    def _break(self, find: Callable[[], GroupError], *, between_calls: bool = False) -> GroupError:
-        """End the processes because of a failure; ``find`` returns it, unless another one came first. Return that."""
+        Args:
+            find: returns the failure; called unless there is one already.
+            between_calls: whether it has happened without a call that raises it.
+        """
         with self._lock:
-            if self.handles.cause is None:
-                cause = find()
+            known = self.handles.cause
+            cause = known or find()
+            if known is None:
                 if self.handles.ended:  # by another thread meanwhile: nothing is left to be broken
                     return cause
-                self._unraised = between_calls and not self._calls
-                self.handles.cause = cause
-                if self._unraised:
+                self._raises_cause = between_calls and not self.calls
+                self.handles.enter(GroupState.BROKEN, cause)
+                if self._raises_cause:
                     _logger.warning("%s", str(cause).partition("\n")[0])
             if not self.handles.killed:
                 self.handles.end()
-            return self.handles.cause
-
-    def _cause_of(self, failures: Sequence[RankFailure]) -> GroupError:
-        """Return the first cause; for a lost argument, the error of the group whose process should have produced it."""
-        cause = first_cause(failures)
-        return (error_of_process(cause.actor) or cause) if isinstance(cause, ArgumentLost) else cause
+            return cause
 
     def error_for(self, actor: str) -> GroupError | None:
         """Return the error that ended the process with Ray's id ``actor``; None for a process of another group."""
-        if actor in self._earlier:
-            return self._earlier[actor]
         if actor not in self.handles.actor_ids or not self.handles.reachable:
             return None
         if self.handles.cause is None and not self.handles.ended:
-            self._break(lambda: self._cause_of(self._drain()))
+            self.break_group(lambda: _cause_of(self._drain()))
         return self.handles.cause
 
     def _drain(self) -> list[RankFailure]:
@@ -535,25 +545,25 @@ class GroupProcesses:
 
     def _more_failures(self) -> list[RankFailure]:
         """Return the first failure of each rank, after waiting for more of them."""
-        failed = [call for call in {id(call): call for call, _, _ in self._failures}.values() if call is not None]
-        failing = {rank for _, rank, _ in self._failures}
-        lost = [since for rank, since in tuple(self._lost.items()) if rank in failing]
+        failed = [call for call in {id(call): call for call, _, _ in self.failures}.values() if call is not None]
+        failing = {rank for _, rank, _ in self.failures}
+        lost = [since for rank, since in self._lost_since().items() if rank in failing]
         began = min(lost, default=time.monotonic())
         left = max(DRAIN_SECONDS / 2, DRAIN_SECONDS + began - time.monotonic())  # Ray's cause comes after the loss
         self.hub.wait(lambda: bool(failed) and all(call.pending <= failing for call in failed), left)
         self._look_for_deaths()
-        found: dict[int, RankFailure] = {}
-        for call, rank, error in self._failures:
+        by_rank: dict[int, RankFailure] = {}
+        for call, rank, error in self.failures:
             role, method = (call.role, call.method) if call else (self.name, NO_CALL)
-            found.setdefault(rank, RankFailure(self._label(role, rank), method, error, call))
-        return list(found.values())
+            by_rank.setdefault(rank, RankFailure(self._label(role, rank), method, error, call))
+        return list(by_rank.values())
 
     def _label(self, role: str, rank: int) -> RankLabel:
         coordinates = self.coordinates.get(role)
         return RankLabel(role, rank, coordinates[rank] if coordinates else {}, self.handles.infos[rank])
 
 
-_living: weakref.WeakSet[GroupProcesses] = weakref.WeakSet()
+_living: weakref.WeakSet[Supervision] = weakref.WeakSet()
 
 
 def error_of_process(actor: str) -> GroupError | None:
@@ -561,13 +571,15 @@ def error_of_process(actor: str) -> GroupError | None:
     return next(filter(None, (group.error_for(actor) for group in list(_living))), None)
 
 
-def living_groups() -> list[GroupProcesses]:
+def living_groups() -> list[Supervision]:
     """Return the groups of this driver that have not ended."""
     return [group for group in list(_living) if not group.handles.ended]
 
 
-def _on_thread(function: Callable[..., None], *args: Any) -> None:
-    threading.Thread(target=function, args=args, name=function.__name__, daemon=True).start()
+def _cause_of(failures: Sequence[RankFailure]) -> GroupError:
+    """Return the first cause; for a lost argument, the error of the group whose process should have produced it."""
+    cause = first_cause(failures)
+    return (error_of_process(cause.actor) or cause) if isinstance(cause, ArgumentLost) else cause
 
 
 def _is_incomplete(failures: Sequence[RankFailure]) -> bool:
@@ -576,13 +588,117 @@ def _is_incomplete(failures: Sequence[RankFailure]) -> bool:
     return consequences and (not failures or any(failure.call and failure.call.pending for failure in failures))
 
 
-def _with_objects(arguments: Arguments) -> Arguments:
-    """Return the arguments with each of Ray's references replaced by a ``Deferred``: the rank reads its value."""
-    if not any(isinstance(value, ray.ObjectRef) for value in (*arguments.args, *arguments.kwargs.values())):
-        return arguments
-    args = tuple(map(_with_object, arguments.args))
-    return Arguments(args, {name: _with_object(value) for name, value in arguments.kwargs.items()})
+# ---- the watch ------------------------------------------------------------------------------------------------------
 
 
-def _with_object(value: Any) -> Any:
-    return StoredValue(value, raw=True) if isinstance(value, ray.ObjectRef) else value
+class _Wake:
+    """Wakes up a thread that waits in ``poll``. Any thread may call ``set``, at any time."""
+
+    def __init__(self) -> None:
+        self.descriptor = os.eventfd(0, os.EFD_NONBLOCK)
+
+    def set(self) -> None:
+        """Wake up the thread, now or when it waits next."""
+        os.eventfd_write(self.descriptor, 1)
+
+    def clear(self) -> None:
+        """Forget what was set."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self.descriptor)
+
+    def __del__(self) -> None:
+        os.close(self.descriptor)
+
+
+def _watch_ends(group: weakref.ref[Supervision], wake: _Wake, processes: Sequence[int]) -> None:
+    """Have the group look whenever something has happened.
+
+    Args:
+        group: the supervision of the group.
+        wake: something has happened.
+        processes: descriptors of the processes that this one can see; they are closed at the end.
+    """
+    try:
+        while (supervision := group()) is not None and (following := supervision.look()) is not None:
+            del supervision
+            seconds, connections = following
+            poll = select.poll()
+            for descriptor in (wake.descriptor, connections, *processes):
+                poll.register(descriptor, select.POLLIN)
+            poll.poll(min(seconds, IDLE_SECONDS) * 1e3)
+            wake.clear()
+    finally:
+        for descriptor in processes:
+            os.close(descriptor)
+
+
+def _watch_answers(group: weakref.ref[Supervision], infos: Sequence[ProcessInfo], options: ChannelOptions) -> None:
+    """Ask every process regularly whether it answers, and have the group report those that do not.
+
+    A frozen process is reported once, and once more after ``end_frozen_after``.
+
+    Args:
+        group: the supervision of the group.
+        infos: where the process of every rank runs.
+        options: settings of the channel.
+    """
+    addresses = [info.address for info in infos]
+    every = None if options.watch_every is None else max(options.watch_every, len(infos) * SECONDS_OF_RANK)
+    begin = time.monotonic()
+    silent: dict[int, float] = {}
+    due: dict[int, float] = {}
+    while (supervision := group()) is not None and supervision.report_late():
+        del supervision
+        time.sleep(TICK_SECONDS if every is None else min(every, TICK_SECONDS))
+        if every is None or time.monotonic() - begin < every:
+            continue
+        begin = time.monotonic()
+        answers = ask(addresses, "ping", timeout=ANSWER_SECONDS)
+        silent = {rank: silent.get(rank, begin) for rank, answer in enumerate(answers) if answer is None}
+        due = {rank: age for rank, age in due.items() if rank in silent}
+        ages = {rank: time.monotonic() - since for rank, since in silent.items()}
+        late_ranks = [rank for rank, age in ages.items() if age >= due.get(rank, options.frozen_after)]
+        for rank, (reason, at_once) in (frozen_ranks(infos, late_ranks) if late_ranks else {}).items():
+            wait = 0.0 if at_once else options.report_after
+            supervision = group()
+            if supervision is not None and reason and wait is not None and ages[rank] >= wait:
+                supervision.report_frozen(rank, ages[rank], reason)
+                due[rank] = options.end_frozen_after or float("inf")
+            else:
+                due[rank] = min(2 * ages[rank], wait or float("inf"), options.end_frozen_after or float("inf"))
+            del supervision
+
+
+class _LateCall:
+    """Logs who waits for whom in a call that has had no answer for long: once, and again when it is another wait.
+
+    A wait is logged if two looks find the same: ranks of a call that makes progress wait too, but not for long. If they
+    wait for the same much later, and ``options.fail_stuck``, the deadline of the call is now.
+    """
+
+    def __init__(self) -> None:
+        self._number = -1
+
+    def look(self, call: SentCall) -> bool:
+        """Look at the oldest call in flight, if it is time to; return whether it is to fail because it is stuck."""
+        handles, coordinates = call.supervision.handles, call.supervision.coordinates.get(call.role, ())
+        if call.number != self._number:
+            self._number, self._looked, self._looks = call.number, call.started, 0
+            self._waits = self._reported = ""
+        now, left, every = time.monotonic(), call.remaining(), handles.options.report_after
+        if every is None or (left is not None and left < 2 * QUERY_SECONDS):  # then the deadline reports it
+            return False
+        is_new = self._waits not in ("", self._reported)
+        if now - self._looked < (AGAIN_SECONDS if is_new else every * 2**self._looks):
+            return False
+        self._looks += not is_new  # a look takes seconds if a rank holds the interpreter: ever fewer of a long call
+        late = sorted(call.pending)
+        hang = look_at_ranks(handles.infos, coordinates, call.ranks, late, QUERY_SECONDS)
+        self._looked = time.monotonic()
+        stuck = hang.report != "" and hang.report == self._reported  # since a look at least twice ``every`` ago
+        if hang.report and hang.report == self._waits != self._reported:
+            self._reported = hang.report
+            who = f"{call.role}.{call.method} has no answer from {len(late)} of {len(call.ranks)} ranks"
+            _logger.warning("%s after %.0f s: %s\n\n%s", who, now - call.started, hang.cause, hang.report)
+        self._waits = hang.report
+        return handles.options.fail_stuck and (stuck or now - call.started >= FAIL_LOOKS * every)

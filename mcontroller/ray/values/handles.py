@@ -16,7 +16,7 @@ from typing import Any
 import ray
 
 from mcontroller.channel.address import Address
-from mcontroller.channel.queries import ask_each
+from mcontroller.channel.controller import ask_each
 from mcontroller.errors import GroupError
 from mcontroller.ray.values.references import WrittenReference, read_reference, write_reference
 from mcontroller.ray.values.wire import decode

@@ -87,15 +87,15 @@ def open_folder(command: Sequence[str]) -> int:
         NoParent: the folder is another user's, or others may enter it.
         OSError: it is no folder, but a link for example.
     """
-    values = dict(each.split("=", 1) for each in command if each.startswith("--") and "=" in each)
+    values = dict(option.split("=", 1) for option in command if option.startswith("--") and "=" in option)
     if "--temp-dir" not in values or "--session-name" not in values:
         raise NoParent("Ray has not named its session")
     folder = os.path.join(values["--temp-dir"], values["--session-name"], f"warm_start_{os.getuid()}")
     with contextlib.suppress(FileExistsError):
         os.mkdir(folder, mode=0o700)
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    found = os.fstat(descriptor)
-    if found.st_uid != os.getuid() or found.st_mode & 0o077:
+    status = os.fstat(descriptor)
+    if status.st_uid != os.getuid() or status.st_mode & 0o077:
         os.close(descriptor)
         raise NoParent("another user can enter the folder of the parents")
     return descriptor

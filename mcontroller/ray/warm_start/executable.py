@@ -31,9 +31,10 @@ def with_warm_start(options: Mapping[str, Any], imports: Iterable[str] = ()) -> 
     Options whose runtime environment has another interpreter are returned unchanged, as are all options on a
     system other than Linux.
     """
-    own = dict(options.get("runtime_env") or {})
+    environment = dict(options.get("runtime_env") or {})
     inherited = ray.get_runtime_context().runtime_env
-    if not sys.platform.startswith("linux") or any({**inherited, **own}.get(field) for field in OF_ANOTHER_INTERPRETER):
+    fields = {**inherited, **environment}
+    if not sys.platform.startswith("linux") or any(fields.get(field) for field in OF_ANOTHER_INTERPRETER):
         return dict(options)
     threads = str(max(int(options.get("num_cpus") or 1), 1))
     # Ray logs the command of every process, so it names the client's file rather than its text.
@@ -43,5 +44,5 @@ def with_warm_start(options: Mapping[str, Any], imports: Iterable[str] = ()) -> 
         f'export {client.WARM_IMPORTS}={shlex.quote(warm)}; P=$({_NODE_PYTHON}); P="${{P:-{sys.executable}}}"; '
         f'if [ -f "$0" ]; then exec "$P" -S -P "$0" {threads} "$@"; fi; exec "$P" "$@"'
     )
-    own["py_executable"] = f"sh -c {shlex.quote(script)} {shlex.quote(os.path.abspath(client.__file__))}"
-    return {**options, "runtime_env": own}
+    environment["py_executable"] = f"sh -c {shlex.quote(script)} {shlex.quote(os.path.abspath(client.__file__))}"
+    return {**options, "runtime_env": environment}

@@ -46,8 +46,8 @@ def status_in(path: str, pid: int) -> int | None:
     with open(descriptor) as lines:
         if os.fstat(descriptor).st_uid != os.getuid():
             return None
-        found = [line.split() for line in lines if line.startswith(f"{pid} ")]
-    return int(found[-1][1]) if found else None
+        records = [line.split() for line in lines if line.startswith(f"{pid} ")]
+    return int(records[-1][1]) if records else None
 
 
 def described(status: int) -> str:

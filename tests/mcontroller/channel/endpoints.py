@@ -15,10 +15,9 @@ from dataclasses import replace
 from typing import Any
 
 from mcontroller.channel.address import Address, ChannelKeys
-from mcontroller.channel.endpoint import Endpoint
-from mcontroller.channel.hub import Hub
-from mcontroller.channel.messages import CallHeader, pack_call, unpack_answer
-from mcontroller.channel.order import CallOrder
+from mcontroller.channel.controller import CallOrder, Hub
+from mcontroller.channel.wire import CallHeader, pack_call, unpack_answer
+from mcontroller.channel.worker import Endpoint
 
 FOLDER = tempfile.mkdtemp(prefix="channel-")
 atexit.register(shutil.rmtree, FOLDER, ignore_errors=True)

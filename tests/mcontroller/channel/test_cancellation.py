@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from mcontroller.channel.order import Cancellation
+from mcontroller.channel.worker import Cancellation
 
 CALL = (b"driver", 3)
 

@@ -8,18 +8,17 @@ from typing import Any
 
 import pytest
 
-from mcontroller.channel import links, queries
+from mcontroller.channel import controller
 from mcontroller.channel.address import Address, ChannelKeys, KeyPair
-from mcontroller.channel.links import Links
-from mcontroller.channel.queries import ask
+from mcontroller.channel.controller import Links, ask
 from tests.mcontroller.channel.endpoints import SECONDS, start_endpoint
 
 
 def test_events_that_nobody_reads_do_not_stop_the_serving_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(links, "RECONNECT_MS", 1)
-    monkeypatch.setattr(links, "RECONNECT_MAX_MS", 1)
+    monkeypatch.setattr(controller, "RECONNECT_MS", 1)
+    monkeypatch.setattr(controller, "RECONNECT_MAX_MS", 1)
     key = KeyPair.generate()
     lost = Links(b"name")
     for port in range(1, 41):  # closed ports
@@ -40,7 +39,7 @@ def test_links_of_a_thread_that_has_ended_are_closed_in_order() -> None:
 
     def ask_once() -> None:
         assert ask([address], "double", 3, timeout=SECONDS) == [(6, [])]
-        sockets.append(queries._client()._links.socket)
+        sockets.append(controller._client()._links.socket)
 
     thread = threading.Thread(target=ask_once)
     thread.start()

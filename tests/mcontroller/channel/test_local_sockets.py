@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from mcontroller.channel.address import Address, ChannelKeys, KeyPair
-from mcontroller.channel.endpoint import Endpoint
-from mcontroller.channel.queries import ask
+from mcontroller.channel.controller import ask
+from mcontroller.channel.worker import Endpoint
 from tests.mcontroller.channel.endpoints import SECONDS, Controller, cut_local_connections, start_endpoint
 
 

@@ -9,9 +9,9 @@ from contextlib import suppress
 
 import pytest
 
-from mcontroller.channel import endpoint
+from mcontroller.channel import worker
 from mcontroller.channel.address import ChannelKeys
-from mcontroller.channel.links import SILENT_SECONDS
+from mcontroller.channel.wire import SILENT_SECONDS
 from tests.mcontroller.channel.endpoints import SECONDS, Controller, elsewhere, start_endpoint
 
 
@@ -38,7 +38,7 @@ def test_the_kernel_ends_a_connection_without_answers() -> None:
 
 
 def test_the_answers_for_a_controller_that_has_ended_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoint, "MISSING_SECONDS", 0.2)
+    monkeypatch.setattr(worker, "MISSING_SECONDS", 0.2)
     forgotten: list[bytes] = []
     address = start_endpoint(ChannelKeys.generate(), forget=forgotten.append)
     ended, living = Controller([address], b"ended"), Controller([address], b"living")

@@ -11,17 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcontroller.channel.address import Address, ChannelKeys
-from mcontroller.channel.links import Links, send_frames
-from mcontroller.channel.messages import (
+from mcontroller.channel.controller import Links, ask
+from mcontroller.channel.wire import (
     CallHeader,
     pack_answer,
     pack_call,
+    send_frames,
     unpack_answer,
     unpack_call,
     unpack_query,
     unpack_reply,
 )
-from mcontroller.channel.queries import ask
 from mcontroller.errors import DataError
 from mcontroller.ray.values.wire import decode, encode
 from tests.fuzzing import VALUES, fuzz, only_errors_of_this_project
@@ -73,17 +73,18 @@ def test_an_endpoint_answers_others_as_before(
 
 
 def test_an_unknown_query_and_wrong_arguments_raise_at_the_caller(address: Address) -> None:
-    with pytest.raises(DataError, match=r"query 'treble' .* KeyError"):
+    with pytest.raises(DataError):
         ask([address], "treble", 3, timeout=SECONDS)
-    with pytest.raises(DataError, match=r"query 'double' with .* TypeError"):
+    with pytest.raises(DataError):
         ask([address], "double", timeout=SECONDS)
     assert ask([address], "double", 3, timeout=SECONDS) == [(6, [])]
 
 
 @pytest.mark.parametrize("unpack", [unpack_call, unpack_answer])
 def test_a_frame_shorter_than_its_head_is_a_data_error(unpack: Callable[[bytes], Any]) -> None:
-    with pytest.raises(DataError, match="first frame of a message has 3 bytes: the header of a"):
+    with pytest.raises(DataError) as caught:
         unpack(b"abc")
+    assert caught.value.fields["found"] == 3
 
 
 @fuzz

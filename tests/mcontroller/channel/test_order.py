@@ -1,8 +1,10 @@
 from __future__ import annotations
 
-from mcontroller.channel import order
-from mcontroller.channel.kept import KeptResults
-from mcontroller.channel.order import CallOrder, CallQueue
+import pytest
+
+from mcontroller.channel import worker
+from mcontroller.channel.controller import CallOrder
+from mcontroller.channel.worker import CallQueue, KeptResults
 
 A, B = b"one controller", b"another"
 
@@ -49,13 +51,11 @@ def test_a_call_that_arrives_again_is_not_added() -> None:
     assert drained(queue) == ["a0"]
 
 
-def test_a_call_behind_one_that_never_arrives_runs_after_a_while(monkeypatch: object) -> None:
+def test_a_call_behind_one_that_never_arrives_runs_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     queue: CallQueue[str] = CallQueue()
-    before, order.MISSING_SECONDS = order.MISSING_SECONDS, -1.0
-    try:
+    with monkeypatch.context() as patched:
+        patched.setattr(worker, "MISSING_SECONDS", -1.0)
         queue.add(A, 1, (B, 7), "a1")
-    finally:
-        order.MISSING_SECONDS = before
     queue.add(A, 2, (A, 1), "a2")
     assert queue.waiting
     assert drained(queue) == ["a1", "a2"]

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from mcontroller.channel.kept import KeptResults
+from mcontroller.channel.worker import KeptResults
 from mcontroller.data.batch import DataProto
 from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register

@@ -57,8 +57,9 @@ def test_a_role_reaches_its_siblings_object_also_from_an_async_method(together: 
 
 
 def test_a_sibling_that_is_not_there_is_an_error_that_lists_those_that_are(together: RayWorkerGroup) -> None:
-    with pytest.raises(ConfigError, match=r"have the roles actor, actor_x, critic, not 'reward'"):
+    with pytest.raises(ConfigError) as caught:
         together.spawn({"reward"})
+    assert (caught.value.key, caught.value.value) == ("reward", ("actor", "actor_x", "critic"))
 
 
 def test_roles_that_are_not_fused_are_no_attributes(pool: RayResourcePool) -> None:
@@ -69,10 +70,10 @@ def test_roles_that_are_not_fused_are_no_attributes(pool: RayResourcePool) -> No
         assert not hasattr(group, "actor")
         assert group.spawn({"critic"})["critic"].get() == ["neighbour"] * 2
         group.fuse({"actor"})
-        with pytest.raises(WorkerError, match="no role 'reward' in this process") as caught:
+        with pytest.raises(WorkerError) as caught:
             group.spawn({"critic"})["critic"].through_the_wall("reward")
-        assert caught.value.role == "critic"
-        with pytest.raises(Exception, match="no role 'reward'"):
+        assert caught.value.role == "critic" and caught.value.cause.startswith("KeyError")
+        with pytest.raises(AttributeError):
             group.actor.get()
 
 
@@ -91,12 +92,12 @@ def test_roles_of_one_process_may_have_different_layouts(pool: RayResourcePool) 
 def test_roles_with_different_options_for_one_process_are_rejected() -> None:
     actor = RayClassWithInitArgs(Plain).update_options({"memory": 1})
     critic = RayClassWithInitArgs(Plain).update_options({"memory": 2})
-    with pytest.raises(
-        ConfigError, match=r"role 'critic' asks for option memory=2 .* another role of the process asks for 1"
-    ):
+    with pytest.raises(ConfigError) as caught:
         create_colocated_worker_cls({"actor": actor, "critic": critic})
+    assert (caught.value.key, caught.value.value) == ("memory", 2)
 
 
 def test_a_class_without_roles_is_rejected() -> None:
-    with pytest.raises(ConfigError, match="name at least one role"):
+    with pytest.raises(ConfigError) as caught:
         create_colocated_worker_cls({})
+    assert caught.value.key == "class_dict"

@@ -19,7 +19,7 @@ from ray._private import internal_api
 from mcontroller.data.batch import DataProto
 from mcontroller.errors import GroupError, WorkerDied, WorkerError
 from mcontroller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
-from mcontroller.ray.calls import call, executor
+from mcontroller.ray.calls import executor
 from parallel_state import ParallelLayout, Topology
 from tests.mcontroller.ray.batch_roles import Batches, Chained
 
@@ -119,8 +119,9 @@ def test_ranks_that_are_not_collected_drop_their_values_before_serialization(wid
 def test_a_value_that_cannot_be_shipped_is_the_failure_of_its_rank(groups: dict[str, RayWorkerGroup]) -> None:
     with RayResourcePool([1], use_gpu=False) as pool:
         group = RayWorkerGroup(pool, RayClassWithInitArgs(Batches), name_prefix="lone")
-        with pytest.raises(WorkerError, match=r"cannot pickle '_thread\.lock' object"):
+        with pytest.raises(WorkerError) as caught:
             group.lock()
+        assert caught.value.cause.startswith("TypeError")
 
 
 def test_a_future_goes_from_worker_to_worker_and_each_fetches_its_own_shard(groups: dict[str, RayWorkerGroup]) -> None:
@@ -147,8 +148,7 @@ def test_a_future_is_not_fetched_by_the_controller_on_its_way(
         fetched.extend((handle.caller, handle.number) for handle in handles if not handle.outline)
         return fetch(handles, timeout)
 
-    for module in (executor, call):
-        monkeypatch.setattr(module, "fetch", counting)
+    monkeypatch.setattr(executor, "fetch", counting)
     first = groups["wide"].same_later(batch(LARGE))
     chained = groups["third"].same_later(first)
     assert chained.wait(60)
@@ -201,12 +201,13 @@ def test_a_consumer_of_a_failed_future_raises_its_error_and_stays_intact(
             pool, RayClassWithInitArgs(Batches), name_prefix="failing", topology=Topology.from_layout(ParallelLayout(1))
         )
         future = failing.fail_later(batch(SMALL))
-        with pytest.raises(WorkerError, match="no batch from here") as caught:
+        with pytest.raises(WorkerError) as caught:
             groups["wide"].same(future)
         assert caught.value.role == "failing"
         assert groups["wide"].same(batch(SMALL)) == batch(SMALL)
-        with pytest.raises(GroupError, match="no batch from here"):
+        with pytest.raises(GroupError) as broken:
             failing.count_fetched()
+        assert "no batch from here" in str(broken.value)
 
 
 @pytest.mark.parametrize(("reader", "dies"), [("reader", True), ("maker", False)])
@@ -215,11 +216,12 @@ def test_a_lost_argument_raises_the_error_of_the_rank_that_produced_it(
 ) -> None:
     making, reading = start("maker", Chained), start(reader, Chained)
     pid = making.pid()[1]
-    happened = "died" if dies else "failed"
-    with pytest.raises(GroupError, match=rf"maker rank 1 on .*, pid {pid} {happened} in made_but_on_rank_1") as caught:
+    with pytest.raises(GroupError) as caught:
         reading.passed(making.made_but_on_rank_1(batch(SMALL), dies))
     assert isinstance(caught.value, WorkerDied if dies else WorkerError)
-    assert (caught.value.fields["rank"], caught.value.fields["pid"]) == (1, pid)
+    fields = caught.value.fields
+    assert (fields["role"], fields["rank"], fields["pid"]) == ("maker", 1, pid)
+    assert fields["method"] == "made_but_on_rank_1"
 
 
 def test_a_cancelled_call_of_kept_rows_ends_alone(groups: dict[str, RayWorkerGroup], tmp_path: Path) -> None:
@@ -230,8 +232,8 @@ def test_a_cancelled_call_of_kept_rows_ends_alone(groups: dict[str, RayWorkerGro
     go.touch()
     assert running.get() == [True] * 4
     assert later.get() == batch(SMALL)
-    with pytest.raises(GroupError, match=r"^wide\.same_later was cancelled$"):
-        cancelled.get()
-    with pytest.raises(GroupError, match=r"^wide\.same_later was cancelled$"):
-        other.same(cancelled)
+    for read in (cancelled.get, lambda: other.same(cancelled)):
+        with pytest.raises(GroupError) as caught:
+            read()
+        assert caught.value.fields == {"role": "wide", "method": "same_later"}
     assert wide.same(batch(SMALL)) == other.same(batch(SMALL)) == batch(SMALL)

@@ -68,8 +68,9 @@ def test_shutdown_does_not_wait_for_the_values_of_a_stopped_rank(pool: RayResour
     group = start("rows", Chained)
     future = group.passed.options(blocking=False)(rows())
     assert future.wait(60)
-    with stopped(group.pid()[1]), pytest.raises(CallTimeout, match="the process is stopped"):
+    with stopped(group.pid()[1]), pytest.raises(CallTimeout) as caught:
         group.shutdown()
+    assert caught.value.ranks == (1,)
     assert pool.holders == []
 
 
@@ -88,10 +89,8 @@ def test_the_death_of_a_rank_whose_child_keeps_its_connections_is_found(start: S
     group = start("parent", Forking)
     path = tmp_path / "child"
     try:
-        with pytest.raises(
-            WorkerDied, match=r"parent rank 1 on .* died in leave_a_child_on: exited with code 3"
-        ) as caught:
+        with pytest.raises(WorkerDied) as caught:
             group.leave_a_child_on(1, str(path))
     finally:
         os.kill(int(path.read_text()), signal.SIGKILL)
-    assert caught.value.rank == 1
+    assert caught.value.rank == 1 and caught.value.exit_cause.startswith("exited with code 3")

@@ -12,7 +12,7 @@ import pytest
 from mcontroller.channel.options import ChannelOptions
 from mcontroller.errors import CallTimeout
 from mcontroller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
-from mcontroller.ray.calls import hangs, supervision
+from mcontroller.ray.calls import supervision
 from mcontroller.testing import simulated_worker_group
 from parallel_state import ParallelLayout, Topology
 from parallel_state.simulated import Deadlock
@@ -53,7 +53,7 @@ def test_a_rank_that_skips_a_collective_is_the_cause_as_in_the_simulator(ray_clu
 def test_a_call_without_a_deadline_reports_a_hang_once(
     ray_cluster: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(hangs, "AGAIN_SECONDS", 0.5)
+    monkeypatch.setattr(supervision, "AGAIN_SECONDS", 0.5)
     with pairs(report_after=1.0) as group:
         late = group.skip_on.options(blocking=False)(1)
         assert not late.wait(5)
@@ -68,7 +68,7 @@ def test_a_call_without_a_deadline_reports_a_hang_once(
 def test_a_stuck_call_fails_without_a_deadline_after_it_was_reported(
     ray_cluster: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(hangs, "AGAIN_SECONDS", 0.2)
+    monkeypatch.setattr(supervision, "AGAIN_SECONDS", 0.2)
     with pairs(report_after=60.0) as group:
         stages, handles = Stages(patience=0.5, factor=3.0), group.executor.processes.handles
         stages.ran("other", 0.0, 9.0)

@@ -24,13 +24,11 @@ import pytest
 
 import mcontroller
 from mcontroller.channel.address import Address, ChannelKeys
+from mcontroller.channel.controller import ask
 from mcontroller.channel.options import ChannelOptions
-from mcontroller.channel.queries import ask
 from mcontroller.errors import GroupBroken
 from mcontroller.ray import process_handles
-from mcontroller.ray.calls.call import GroupCall
-from mcontroller.ray.calls.executor import RayExecutor
-from mcontroller.ray.calls.supervision import GroupProcesses
+from mcontroller.ray.calls.executor import GroupCall, GroupProcesses, RayExecutor
 from mcontroller.ray.node_processes import NodeProcess
 from mcontroller.ray.process import ProcessInfo
 from mcontroller.ray.process_handles import ProcessHandles

@@ -57,10 +57,10 @@ def reject_and_go_on(group: Any) -> None:
     assert "number < 0" in caught.value.worker_traceback or "in add" in caught.value.worker_traceback
     future = group.add.options(blocking=False)(-2)
     assert group.add(2) == [3, 3]  # a rejected call that has not been read is not a failure of the next one
-    with pytest.raises(CallRejected, match="number is -2"):
-        future.get()
-    with pytest.raises(CallRejected, match="number is -2"):
-        future.get()
+    for _ in range(2):
+        with pytest.raises(CallRejected) as caught:
+            future.get()
+        assert "number is -2" in caught.value.cause
     assert group.add(1) == [4, 4]
 
 
@@ -94,8 +94,9 @@ def test_ranks_that_disagree_break_the_group_on_ray(on_ray: RayWorkerGroup, othe
 
 def test_a_rank_that_does_not_follow_breaks_the_group_soon(on_ray: RayWorkerGroup) -> None:
     began = time.monotonic()
-    with pytest.raises(WorkerError, match=r"careful rank 1 .*number is -1"):
+    with pytest.raises(WorkerError) as caught:
         on_ray.add(-1, 1, "wait")
+    assert caught.value.rank == 1 and "number is -1" in caught.value.cause
     assert time.monotonic() - began < 20
     with pytest.raises(GroupBroken):
         on_ray.add(1)

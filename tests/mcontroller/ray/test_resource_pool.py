@@ -26,18 +26,10 @@ def held() -> int:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "slots", "message"),
-    [
-        ([], 1, "process_on_nodes is empty"),
-        ([1.5], 1, "every count must be a positive integer"),
-        ([True], 1, "every count must be a positive integer"),
-        ([2], 1.5, "max_colocate_count=1.5: every count must be a positive integer"),
-        ([2], "2", "max_colocate_count='2': every count must be a positive integer"),
-        ([2], None, "max_colocate_count=None: every count must be a positive integer"),
-    ],
+    ("sizes", "slots"), [([], 1), ([1.5], 1), ([True], 1), ([2, 0], 1), (4, 1), ([2], 1.5), ([2], "2"), ([2], None)]
 )
-def test_empty_pool_and_counts_that_are_no_integers_are_rejected(sizes: Any, slots: Any, message: str) -> None:
-    with pytest.raises(ResourceError, match=message):
+def test_pools_without_processes_and_counts_that_are_not_positive_integers_are_rejected(sizes: Any, slots: Any) -> None:
+    with pytest.raises(ResourceError):
         RayResourcePool(sizes, use_gpu=False, max_colocate_count=slots)
 
 
@@ -58,7 +50,7 @@ def test_several_groups_share_one_pool_and_the_table_shows_their_slots(pool: Ray
 def test_one_group_too_many_raises_at_once_with_the_holders_of_the_slots(start: Start) -> None:
     start("actor"), start("critic")
     began = time.monotonic()
-    with pytest.raises(ResourceError, match="taken by actor, critic") as error:
+    with pytest.raises(ResourceError) as error:
         start("reward")
     assert time.monotonic() - began < 10
     assert error.value.holders == ["actor", "critic"]
@@ -94,9 +86,7 @@ def test_a_reserved_pool_is_kept_when_its_groups_end(pool: RayResourcePool, star
 def test_a_pool_larger_than_the_cluster_fails_at_once_with_the_numbers(ray_cluster: None) -> None:
     pool = RayResourcePool([40], use_gpu=False, max_colocate_count=2, name_prefix="huge")
     began = time.monotonic()
-    with pytest.raises(
-        ResourceError, match=r"pool 'huge' asks for 80 CPU on one node.* 1 node\(s\) with 16 CPU"
-    ) as error:
+    with pytest.raises(ResourceError) as error:
         RayWorkerGroup(pool, RayClassWithInitArgs(Plain))
     assert time.monotonic() - began < 10
     assert error.value.asked == [{"CPU": 80}]
@@ -106,7 +96,7 @@ def test_a_pool_larger_than_the_cluster_fails_at_once_with_the_numbers(ray_clust
 def test_a_pool_whose_resources_are_taken_names_the_holders(ray_cluster: None) -> None:
     with RayResourcePool([14], use_gpu=False, name_prefix="holder").reserve():
         pool = RayResourcePool([8], use_gpu=False, name_prefix="second")
-        with pytest.raises(ResourceError, match=r"did not become free within 0.5 s.*by .*holder") as error:
+        with pytest.raises(ResourceError) as error:
             pool.reserve(timeout=0.5)
     assert error.value.taken["CPU"] >= 14
     assert all(
@@ -115,21 +105,23 @@ def test_a_pool_whose_resources_are_taken_names_the_holders(ray_cluster: None) -
 
 
 def test_more_gpus_than_the_cluster_has_are_rejected_with_the_numbers(ray_cluster: None) -> None:
-    with pytest.raises(ResourceError, match=r"3 CPU \+ 3 GPU on one node, and the cluster does not have it: .* 2 GPU"):
+    with pytest.raises(ResourceError) as error:
         RayResourcePool([3]).reserve()
+    assert error.value.asked == [{"CPU": 3, "GPU": 3}]
 
 
 def test_a_gpu_pool_on_a_cluster_without_gpus_names_use_gpu(ray_cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reservation, "cluster_nodes", lambda: [{"CPU": 16.0}])
-    with pytest.raises(ResourceError, match=r"No node has a GPU: pass use_gpu=False to RayResourcePool"):
+    with pytest.raises(ResourceError) as error:
         RayWorkerGroup(RayResourcePool([2]), RayClassWithInitArgs(Plain))
+    assert "use_gpu=False" in str(error.value)
 
 
 def test_a_pool_of_one_kind_of_gpu_takes_only_nodes_that_have_it(ray_cluster: None) -> None:
     with RayResourcePool([2], accelerator_type="H200").reserve() as pool:
         bundles = pool.bundles()[0].group.bundle_specs
     assert [bundle["accelerator_type:H200"] for bundle in bundles] == [0.001, 0.001]
-    with pytest.raises(ResourceError, match="accelerator_type:B300"):
+    with pytest.raises(ResourceError):
         RayResourcePool([2], accelerator_type="B300").reserve()
 
 
@@ -148,20 +140,10 @@ def test_processes_share_a_gpu_by_slots_and_count_devices_as_torchrun_does(ray_c
 def test_a_pool_with_one_gpu_for_two_bundles_returns_them(ray_cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
     same = reservation.gpus_of_bundles
     monkeypatch.setattr(reservation, "gpus_of_bundles", lambda gpus: same([gpus[0]] * len(gpus)))
-    with pytest.raises(ResourceError, match="to the 2 bundles of a node"):
+    with pytest.raises(ResourceError):
         RayResourcePool([2], name_prefix="doubled").reserve()
     left = [group for group in placement_group_table().values() if group["name"].startswith("doubled/")]
     assert [group["state"] for group in left] == ["REMOVED"]
-
-
-def test_a_pool_needs_positive_counts() -> None:
-    with pytest.raises(ResourceError, match=r"process_on_nodes=\[2, 0\]"):
-        RayResourcePool([2, 0])
-
-
-def test_a_pool_of_a_number_is_rejected_with_the_list_to_pass() -> None:
-    with pytest.raises(ResourceError, match=r"process_on_nodes is 4; expected a list .*: RayResourcePool\(\[4\]\)"):
-        RayResourcePool(4)  # type: ignore[arg-type]
 
 
 def test_addresses_are_ordered_as_numbers() -> None:
@@ -201,15 +183,15 @@ def test_parts_of_a_pool_share_its_slots(pool: RayResourcePool, start: Start) ->
         assert group.environment()[0]["WORLD_SIZE"] == "1"
         assert left.holders == ["actor", "left"]
         assert right.holders == ["actor"]
-        with pytest.raises(ResourceError, match="1 of them have no free slot"):
+        with pytest.raises(ResourceError):
             start("everywhere")
 
 
 def test_a_pool_is_split_into_sizes_that_add_up(pool: RayResourcePool) -> None:
     assert [part.world_size for part in pool.split([1, 1])] == [1, 1]
-    with pytest.raises(ResourceError, match=r"has 2 bundles; split\(\[1, 2\]\) makes 3"):
+    with pytest.raises(ResourceError):
         pool.split([1, 2])
-    with pytest.raises(ResourceError, match="ranks 1 to 2 are not all among them"):
+    with pytest.raises(ResourceError):
         pool.sub_pool(1, 3)
 
 

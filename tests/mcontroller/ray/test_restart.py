@@ -24,8 +24,9 @@ def rows() -> DataProto:
 
 def killed(group: RayWorkerGroup, rank: int = 1) -> None:
     os.kill(group.pid()[rank], signal.SIGKILL)
-    with pytest.raises(WorkerDied, match="killed by SIGKILL"):
+    with pytest.raises(WorkerDied) as caught:
         group.pid()
+    assert caught.value.exit_cause.startswith("killed by SIGKILL")
 
 
 def test_a_broken_group_restarts_and_values_from_before_raise(pool: RayResourcePool, start: Start) -> None:
@@ -40,8 +41,9 @@ def test_a_broken_group_restarts_and_values_from_before_raise(pool: RayResourceP
     assert set(group.pid()).isdisjoint(before)
     assert method(rows()).get() == rows()  # a method that was read before the restart
     for read in (kept.get, lambda: group.passed(kept)):
-        with pytest.raises(GroupBroken, match="killed by SIGKILL"):
+        with pytest.raises(GroupBroken) as caught:
             read()
+        assert isinstance(caught.value.first_cause, WorkerDied)
     assert group.passed(rows()) == rows()  # the old batch did not break the new processes
 
 
@@ -72,10 +74,12 @@ def test_a_restart_without_a_slot_names_who_has_it_and_can_be_repeated(start: St
         group = RayWorkerGroup(single, RayClassWithInitArgs(Plain), name_prefix="first")
         killed(group, 0)
         with RayWorkerGroup(single, RayClassWithInitArgs(Plain), name_prefix="second"):
-            with pytest.raises(ResourceError, match="second"):
+            with pytest.raises(ResourceError) as taken:
                 group.restart()
-            with pytest.raises(GroupBroken, match="killed by SIGKILL"):
+            assert taken.value.fields["holders"] == ["second"]
+            with pytest.raises(GroupBroken) as caught:
                 group.pid()
+            assert isinstance(caught.value.first_cause, WorkerDied)
         group.restart()
         assert len(group.pid()) == 1
         group.shutdown()
@@ -85,7 +89,7 @@ def test_a_group_of_another_driver_is_not_restarted(ray_cluster: None) -> None:
     with RayResourcePool([1], use_gpu=False, name_prefix="lasting", detached=True) as pool:
         group = RayWorkerGroup(pool, RayClassWithInitArgs(Plain), name_prefix="lasting", detached=True)
         attached = RayWorkerGroup.from_detached("lasting")
-        with pytest.raises(ResourceError, match="started by another driver"):
+        with pytest.raises(ResourceError):
             attached.restart()
         group.restart()
         assert len(group.pid()) == 1

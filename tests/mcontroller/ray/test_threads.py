@@ -44,7 +44,7 @@ def test_the_threads_that_ray_sets_by_default_are_nobodys_choice(monkeypatch: py
 
 @pytest.mark.parametrize("threads", [0, -1, 1.5, True, "2"])
 def test_a_number_of_threads_that_cannot_be_is_rejected(threads: Any) -> None:
-    with pytest.raises(ResourceError, match=r"threads is .*; expected a positive integer"):
+    with pytest.raises(ResourceError):
         RayResourcePool([1], use_gpu=False, threads=threads)
 
 

@@ -43,9 +43,10 @@ def test_a_process_that_ends_between_calls_breaks_the_group_at_once(
         pid = group.pid()[1]
         os.kill(pid, signal.SIGKILL)
         until(lambda: group.broken)
-        with pytest.raises(WorkerDied, match=r"rank 1 on .* died between calls: killed by SIGKILL") as first:
+        with pytest.raises(WorkerDied) as first:
             group.pid()
-        assert first.value is group.broken and first.value.pid == pid
+        assert first.value is group.broken and (first.value.rank, first.value.pid) == (1, pid)
+        assert first.value.exit_cause.startswith("killed by SIGKILL")
         with pytest.raises(GroupBroken) as later:
             group.pid()
         assert later.value.first_cause is first.value
@@ -73,5 +74,6 @@ def test_a_process_frozen_in_native_code_ends_the_group_if_it_is_to(ray_cluster:
     with watched(frozen_after=0.5, report_after=1.5, end_frozen_after=2.0) as group:
         future = group.hold_the_interpreter_on.options(blocking=False, timeout=None)(1)
         until(lambda: group.broken)
-        with pytest.raises(ConnectionLost, match=r"rank 1 .* in hold_the.* that holds the interpreter; end_frozen"):
+        with pytest.raises(ConnectionLost) as caught:
             future.get()
+        assert caught.value.rank == 1 and caught.value.method.startswith("hold_the")

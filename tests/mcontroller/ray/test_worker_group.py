@@ -62,13 +62,6 @@ def test_a_reference_of_ray_arrives_as_its_value(steady: RayWorkerGroup) -> None
     assert steady.echo([ray.put("a"), "b", "c", "d"]) == ["a", "b", "c", "d"]
 
 
-def test_a_future_given_to_ray_says_how_to_get_its_result(steady: RayWorkerGroup) -> None:
-    with pytest.raises(ValueError, match=r"\.get\(\)"):
-        ray.get(steady.execute_all_async("environment"))
-    with pytest.raises(TypeError, match=r"\.get\(\)"):
-        ray.wait([steady.execute_rank_zero_async("environment")])
-
-
 def test_a_signal_handler_that_native_code_has_set_stays(pool: RayResourcePool) -> None:
     with RayWorkerGroup(pool, RayClassWithInitArgs(Plain), name_prefix="native") as group:
         assert group.ignores_sigint(0) == [False, False]
@@ -99,8 +92,9 @@ def test_a_call_cancelled_before_it_began_is_never_run(steady: RayWorkerGroup, t
     (tmp_path / "go").touch()
     running.get()
     assert steady.get() == ["before"] * 4
-    with pytest.raises(GroupError, match=r"steady\.keep was cancelled"):
+    with pytest.raises(GroupError) as caught:
         cancelled.get()
+    assert caught.value.fields == {"role": "steady", "method": "keep"}
 
 
 def test_a_call_cancelled_after_one_rank_began_is_run_by_all(steady: RayWorkerGroup, tmp_path: Path) -> None:
@@ -145,8 +139,9 @@ def test_a_class_made_an_actor_by_ray_is_taken_as_the_class(pool: RayResourcePoo
 
 @pytest.mark.parametrize("name", ["num_gpus", "max_concurrency", "max_restarts"])
 def test_options_of_the_pool_and_the_group_cannot_be_taken_from_them(name: str) -> None:
-    with pytest.raises(ConfigError, match=rf"option\(s\) {name} of Plain's processes are set by the pool"):
+    with pytest.raises(ConfigError) as caught:
         RayClassWithInitArgs(Plain).update_options({name: 2})
+    assert (caught.value.key, caught.value.value) == (name, 2)
 
 
 def test_options_of_the_process_are_passed_on(pool: RayResourcePool) -> None:
@@ -169,31 +164,37 @@ def test_ranks_with_the_same_coordinates_are_rejected_at_the_start(pool: RayReso
 
 
 def test_a_group_of_workers_without_rank_info_is_rejected(pool: RayResourcePool) -> None:
-    with pytest.raises(ConfigError, match="Plain has no get_megatron_rank_info"):
+    with pytest.raises(ConfigError) as caught:
         MegatronRayWorkerGroup(pool, RayClassWithInitArgs(Plain))
+    assert caught.value.value == "Plain"
     assert pool.holders == []
 
 
 def test_a_bare_class_is_rejected_with_the_class_to_wrap_it_in(pool: RayResourcePool) -> None:
     for bare in (Plain, ray.remote(Plain), ClassWithInitArgs(Plain)):
-        with pytest.raises(ConfigError, match=r"expected RayClassWithInitArgs\(Plain\), with the init arguments"):
+        with pytest.raises(ConfigError) as caught:
             RayWorkerGroup(pool, bare)  # type: ignore[arg-type]
+        assert "RayClassWithInitArgs(Plain)" in str(caught.value)
 
 
 def test_an_init_argument_that_cannot_be_pickled_is_named(pool: RayResourcePool) -> None:
-    with pytest.raises(ConfigError, match=r"argument 0 of Plain, lock, cannot be sent .*: TypeError: cannot pickle"):
-        RayWorkerGroup(pool, RayClassWithInitArgs(Plain, threading.Lock()))
-    with pytest.raises(ConfigError, match=r"argument 'value' of Plain, list, cannot be sent to the worker processes"):
-        RayWorkerGroup(pool, RayClassWithInitArgs(Plain, value=[threading.Lock()]))
+    for init, key in (
+        (RayClassWithInitArgs(Plain, threading.Lock()), "argument 0"),
+        (RayClassWithInitArgs(Plain, value=[threading.Lock()]), "argument 'value'"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            RayWorkerGroup(pool, init)
+        assert caught.value.key == key
     assert pool.holders == []
 
 
 def test_a_signature_in_an_error_has_no_parameters_of_ray(pool: RayResourcePool) -> None:
     with (
         RayWorkerGroup(pool, RayClassWithInitArgs(ray.remote(Plain)), name_prefix="remote") as group,
-        pytest.raises(DispatchError, match=r"too many positional arguments; it takes \(value\)$"),
+        pytest.raises(DispatchError) as caught,
     ):
         group.first(1, 2, 3)
+    assert caught.value.fields["taken"] == ("value",)
 
 
 def test_before_shutdown_runs_before_the_processes_end(pool: RayResourcePool, tmp_path: Path) -> None:
@@ -204,14 +205,15 @@ def test_before_shutdown_runs_before_the_processes_end(pool: RayResourcePool, tm
 
 def test_an_error_in_before_shutdown_is_raised_after_the_end(pool: RayResourcePool) -> None:
     group = RayWorkerGroup(pool, RayClassWithInitArgs(Finishes), name_prefix="full")
-    with pytest.raises(WorkerError, match="failed in before_shutdown: OSError: the disk is full"):
+    with pytest.raises(WorkerError) as caught:
         group.shutdown()
+    assert (caught.value.method, caught.value.cause) == ("before_shutdown", "OSError: the disk is full")
     assert pool.holders == []
 
 
 def test_a_before_shutdown_that_does_not_return_has_a_deadline(pool: RayResourcePool) -> None:
     group = RayWorkerGroup(pool, RayClassWithInitArgs(NeverFinishes), name_prefix="never")
-    with pytest.raises(CallTimeout, match=r"never\.before_shutdown had no answer in 1 s") as caught:
+    with pytest.raises(CallTimeout) as caught:
         group.shutdown(timeout=1)
     assert "in before_shutdown" in caught.value.stacks[0] and "in block" in caught.value.stacks[0]
     assert pool.holders == []

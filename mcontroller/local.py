@@ -1,4 +1,8 @@
-"""LocalExecutor: ranks in the calling process, which run one after another in the caller's thread."""
+"""Groups in the calling process: the same interface without Ray, for breakpoints, tests and thousands of ranks.
+
+The ranks run one after another in the caller's thread. What goes to a rank or back is copied, as if the ranks were
+separate processes.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,16 @@ from typing import Any, NoReturn, TypeVar
 import numpy as np
 import torch
 
-from mcontroller.errors import DispatchError, GroupBroken, GroupError, MControllerError, WorkerError, is_before_changes
+from mcontroller.errors import (
+    CallTimeout,
+    DispatchError,
+    GroupBroken,
+    GroupError,
+    MControllerError,
+    WorkerError,
+    is_before_changes,
+)
+from mcontroller.group import WorkerGroup
 from mcontroller.trace.recorder import on_rank, start_laps
 from mcontroller.transport import (
     Arguments,
@@ -30,9 +43,54 @@ from mcontroller.transport import (
     reported_coordinates,
     resolve,
 )
-from mcontroller.worker import ClassWithInitArgs, RankEnvironment
+from mcontroller.worker import ClassWithInitArgs, RankEnvironment, W_co
+from parallel_state.layout import ParallelLayout
+from parallel_state.topology import Topology
 
 T = TypeVar("T")
+
+_IMMUTABLE = (type(None), bool, int, float, complex, str, bytes)
+
+
+class LocalWorkerGroup(WorkerGroup[W_co]):
+    """A group for debuggers: the ranks run one after another in the caller's thread.
+
+    Ranks that communicate cannot run one after another: such workers need a group of one rank, or
+    ``mcontroller.testing``, or Ray.
+
+    Args:
+        cls_with_init: the worker class, or a ClassWithInitArgs with its init arguments.
+        layout: the number of ranks, or a ParallelLayout, which sets the coordinates of the ranks. If the workers
+            report their own coordinates, these must fit the layout.
+        name_prefix: the role, as error messages name it.
+        timeout: accepted for the interface of other groups; calls in the caller's thread have no deadline.
+
+    Raises:
+        WorkerError: a worker's constructor raised.
+    """
+
+    executor: LocalExecutor
+
+    def __init__(
+        self,
+        cls_with_init: type[W_co] | ClassWithInitArgs[W_co],
+        layout: int | ParallelLayout = 1,
+        *,
+        name_prefix: str = "local",
+        timeout: float | None = None,
+    ) -> None:
+        init = cls_with_init if isinstance(cls_with_init, ClassWithInitArgs) else ClassWithInitArgs(cls_with_init)
+        declared = layout if isinstance(layout, ParallelLayout) else None
+        world_size = layout.world_size if isinstance(layout, ParallelLayout) else layout
+        executor = LocalExecutor(init, world_size, name_prefix)
+        reports = hasattr(init.cls, "get_megatron_rank_info")
+        topology = Topology.from_layout(declared, executor.nodes) if declared and not reports else None
+        super().__init__(init.cls, executor, name_prefix, timeout=timeout, topology=topology, declared=declared)
+
+    @property
+    def workers(self) -> list[W_co]:
+        """The worker objects, by rank."""
+        return self.executor.workers
 
 
 class LocalHandle:
@@ -205,8 +263,11 @@ class LocalExecutor:
     ) -> LocalCall:
         """Run ``method`` on the ranks, one after another; see ``mcontroller.transport.Executor.submit``."""
         self.check_alive(method)
+        late = self.late_error(method, tuple(arguments), timeout)
+        if late is not None:
+            return self.fail(late)
         self._number += 1
-        functions = {rank: functools.partial(self._try, rank, method, each) for rank, each in arguments.items()}
+        functions = {rank: functools.partial(self._try, rank, method, shard) for rank, shard in arguments.items()}
         try:
             values = self.on_ranks(method, functions)
         except MControllerError as error:
@@ -218,6 +279,10 @@ class LocalExecutor:
                 return self.fail(errors[min(errors)])
             return LocalCall((), error=rejection(self.role, method, errors))
         return LocalCall([values.get(rank) for rank in returning], keep, number=self._number)
+
+    def late_error(self, method: str, ranks: Sequence[int], timeout: float | None) -> CallTimeout | None:
+        """Return the error of a call that would miss its deadline; None, because calls here have no deadline."""
+        return None
 
     def _try(self, rank: int, method: str, arguments: Arguments) -> Any:
         """Run ``method`` on one rank; return a ``_Rejected`` if it raises before it has changed anything."""
@@ -232,15 +297,15 @@ class LocalExecutor:
         """Run ``method`` on one rank with copies of the arguments; return its value."""
         worker = self.workers[rank]
         with on_rank(self.role, rank, self.coordinates[rank] if self.coordinates else {}):
-            laps = start_laps(number=self._number)
+            timer = start_laps(number=self._number)
             args, kwargs = resolve(private_arguments(arguments), self.fetch)
-            laps("fetch")
+            timer("fetch")
             try:
                 with call_context(worker, method):
                     return complete(getattr(worker, method)(*args, **kwargs))
             finally:
-                laps.communicated()
-                laps(f"{self.role}.{method}")
+                timer.communicated()
+                timer(f"{self.role}.{method}")
 
     def fetch(self, handles: Sequence[Handle], timeout: float | None = None) -> list[Any]:
         """Return copies of the values of handles, at once."""
@@ -304,8 +369,6 @@ class LocalExecutor:
 
 
 # ---- values that go to a rank or back, as if they were separate processes --------------------------------------------
-
-_IMMUTABLE = (type(None), bool, int, float, complex, str, bytes)
 
 
 def private_copy(value: Any) -> Any:

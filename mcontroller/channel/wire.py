@@ -1,4 +1,4 @@
-"""The messages of calls, answers and queries.
+"""The wire of the channel: messages of calls, answers and queries, and the frames and sockets that carry them.
 
 A call and an answer are a header and a value: the first frame has both, one after the other, because CURVE encrypts
 each frame by itself; the other frames are the buffers of the value. The header of a call is a pickle, the header of an
@@ -9,14 +9,31 @@ that they may send them are read. A message that cannot be read is a `DataError`
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+import uuid
+from collections.abc import Callable, Sequence
 from struct import Struct
 from typing import Any, NamedTuple
 
+import zmq
 from typing_extensions import Buffer
 
-from mcontroller.channel.order import Place
 from mcontroller.errors import DataError, GroupError
+
+SILENT_SECONDS = 30
+"""Time after which a connection to a node that vanished without closing it is lost."""
+
+Place = tuple[bytes, int]
+"""The call after which another runs on a rank: its controller, and its number there."""
+
+_SIZE_BYTES = 4
+_ANSWER = Struct("<qB")
+_INLINE, _STORED, _FAILED = range(3)
+
+_SNDMORE = int(zmq.SNDMORE)
+"""A plain integer: pyzmq's enumerations cost time at each use."""
+
+_send: Any = zmq.backend.Socket.send
+"""``zmq.Socket.send`` without the options of draft sockets: socket, frame, flags, and whether to copy."""
 
 
 class CallHeader(NamedTuple):
@@ -109,11 +126,6 @@ def unpack_answer(frame: Buffer) -> tuple[int, GroupError | None, bool, memoryvi
     return number, error, False, data
 
 
-_SIZE_BYTES = 4
-_ANSWER = Struct("<qB")
-_INLINE, _STORED, _FAILED = range(3)
-
-
 def _too_short(buffer: memoryview, kind: str, end: int) -> DataError:
     text = f"the first frame of a message has {len(buffer)} bytes: the header of a {kind} ends at byte {end}"
     return DataError(text, found=len(buffer), expected=end)
@@ -170,3 +182,49 @@ def _load(message: Any, kind: str) -> Any:
     except Exception as error:
         size = memoryview(message).nbytes
         raise DataError(f"a {kind} of {size} bytes cannot be read: {type(error).__name__}: {error}") from error
+
+
+# ---- frames and sockets ---------------------------------------------------------------------------------------------
+
+
+def send_frames(socket: zmq.Socket[Any], frames: Sequence[Any]) -> None:
+    """Send a message. Only small frames are copied, because bytes never change."""
+    for frame in frames[:-1]:
+        _send(socket, frame, _SNDMORE, False)
+    _send(socket, frames[-1], 0, False)
+
+
+def receive_frames(recv: Callable[..., Any]) -> list[Buffer]:
+    """Return the frames of a message with the ``recv`` of its socket, in separate memory."""
+    frame = recv(copy=False)
+    frames = [frame.buffer]
+    while frame.more:
+        frame = recv(copy=False)
+        frames.append(frame.buffer)
+    return frames
+
+
+def configure(socket: zmq.Socket[Any]) -> zmq.Socket[Any]:
+    """Set what both sides of the channel have in common: no limit of queued messages, and what notices a lost node.
+
+    The kernel probes connections, also to a frozen process. ZeroMQ's own heartbeats search all timers of a process
+    for each reply: with 16,384 connections they took half of its thread's time.
+    """
+    socket.sndhwm = socket.rcvhwm = socket.linger = 0
+    socket.tcp_keepalive, socket.tcp_keepalive_cnt = 1, 2
+    socket.tcp_keepalive_idle = socket.tcp_keepalive_intvl = SILENT_SECONDS // 3
+    socket.tcp_maxrt = SILENT_SECONDS * 1000  # for messages that were sent and not acknowledged
+    return socket
+
+
+def monitor(socket: zmq.Socket[Any], events: int) -> zmq.Socket[Any]:
+    """Return a socket to read the events of another.
+
+    Its queue has no limit: ZeroMQ's thread, which serves all connections, would wait for a reader of a full one.
+    """
+    url = f"inproc://events-{uuid.uuid4().hex}"
+    socket.monitor(url, events)
+    reader: zmq.Socket[Any] = socket.context.socket(zmq.PAIR)
+    reader.rcvhwm = reader.linger = 0
+    reader.connect(url)
+    return reader
