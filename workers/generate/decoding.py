@@ -6,8 +6,6 @@ own position. Only the padding between a shorter prompt and its response has to 
 window, whose width is in positions and not in columns: one bool per row and column.
 No mask has a row for every query, which would turn off flash attention and take memory for every head.
 
-The rows of one prompt share its pass through the model: each gets a copy of the cache after it.
-
 Every stage runs the same steps. One rank of the last stage draws the tokens, and one broadcast per step sends them to
 all tp and pp ranks. Tensor-parallel ranks that draw on their own could disagree: sums on a GPU differ in the last bit.
 """
@@ -29,17 +27,15 @@ from workers.generate.decoding_patches import (
     TokenPositions,
     check_attention,
     check_positions,
-    last_position_only,
+    last_positions,
     masked_decoding,
     rotated_key_cache,
     unfused_rotation,
     without_sequence_parallelism,
 )
-from workers.generate.inference_linears import inference_linears
 from workers.generate.latent_attention import latent_attention
 from workers.generate.rollout_protocol import Generated, Prompts
 from workers.generate.sampling import Sampling, draw_tokens, position_keys
-from workers.generate.shared_prompts import DistinctPrompts, distinct_prompts, repeat_cache
 from workers.model.local_attention import attention_window
 from workers.router_replay.routers import ModelRouters
 from workers.router_replay.rows import GeneratedExperts
@@ -71,19 +67,18 @@ def generate(
     """
     prompts, lengths = _left_aligned(samples)
     rows, width = prompts.shape
-    distinct = distinct_prompts(chunks, prompts, lengths)
     longest = sampling.response_length
     experts = None
     if routers is not None:
         experts = GeneratedExperts(routers, lengths, samples.ids.size(1), longest, device)
-    decoder = _Decoder(chunks, pg, lengths, distinct, width + longest, device, experts)
+    decoder = _Decoder(chunks, pg, lengths, width + longest, device, experts)
     prompts, seeds = prompts.to(device), samples.seeds[:, 0].to(device)
     responses = torch.full_like(prompts[:, :1], sampling.pad_token_id).repeat(1, longest)
     log_probs = torch.zeros(responses.shape, device=prompts.device)
     mask = torch.zeros_like(responses)
     done = torch.zeros(rows, dtype=torch.bool, device=prompts.device)
     stops = torch.tensor(sampling.eos_token_ids, device=prompts.device)
-    new = distinct.ids.to(device)
+    new = prompts
     seen = _seen(prompts, lengths.to(prompts.device), vocab_size) if sampling.repetition_penalty != 1.0 else None
     with (
         without_sequence_parallelism(chunks),
@@ -91,8 +86,7 @@ def generate(
         unfused_rotation(chunks),
         rotated_key_cache(chunks, decoder.tokens),
         latent_attention(chunks, decoder.tokens),
-        inference_linears(chunks),
-        last_position_only(chunks, decoder.tokens),
+        last_positions(chunks, decoder.tokens),
     ):
         for step in range(longest):
             logits = decoder.next_logits(new)
@@ -122,7 +116,6 @@ class _Decoder:
         chunks: Sequence[nn.Module],
         pg: ProcessGroupCollection,
         lengths: Tensor,
-        distinct: DistinctPrompts,
         max_length: int,
         device: torch.device,
         experts: GeneratedExperts | None,
@@ -134,8 +127,7 @@ class _Decoder:
         self.stage = pg.pp.rank()
         # Global ranks grow by the same step along each axis, so this is tp rank 0 of the last stage.
         self.drawing = self.stages[-1] + dist.get_process_group_ranks(pg.tp)[0] - dist.get_rank()
-        self.cache = StaticInferenceContext(len(distinct.ids), max_length)
-        self.prompt_of_row = None if distinct.of_row is None else distinct.of_row.to(device)
+        self.cache = StaticInferenceContext(len(lengths), max_length)
         self.tokens = TokenPositions()
         self.device = device
         self.width = int(lengths.max())
@@ -143,7 +135,6 @@ class _Decoder:
         self.window = attention_window(get_model_config(chunks[0]))
         equal = bool((lengths == self.width).all())
         self.lengths = None if equal and self.window is None else lengths.to(device)
-        self.prompt_lengths = distinct.lengths.to(device)
         columns = torch.arange(max_length, device=device)
         if not equal:
             check_positions(chunks)
@@ -156,13 +147,13 @@ class _Decoder:
     def next_logits(self, ids: Tensor) -> Tensor | None:
         """Float ``[rows, vocab]`` after ``ids`` ``[rows, new]`` on the last stage, None on the others.
 
-        The first call takes the distinct prompts, every later one a token for each row.
+        The first call takes the prompts, every later one a token for each row.
         """
         new, start = ids.size(1), self.cache.sequence_len_offset
         positions = torch.arange(start, start + new, device=ids.device).expand_as(ids)
         mask = None
         if self.lengths is not None and start == 0:
-            self.tokens.last = self.prompt_lengths - 1
+            self.tokens.last = self.lengths - 1
         elif self.lengths is not None:
             self.tokens.last, self.tokens.new = None, self.lengths + (start - self.width)
             positions, mask = self.tokens.new[:, None], self.hidden[..., : start + 1]
@@ -180,13 +171,8 @@ class _Decoder:
                 self._send(output)
         self.cache.increment_sequence_len_offset(new)
         self.cache.enable_decode_mode()
-        if start == 0 and self.prompt_of_row is not None:
-            repeat_cache(self.cache, self.prompt_of_row)
         assert output is not None
-        if not self._is_end(len(self.chunks) - 1):
-            return None
-        logits = output[:, -1]
-        return logits if start > 0 or self.prompt_of_row is None else logits[self.prompt_of_row]
+        return output[:, -1] if self._is_end(len(self.chunks) - 1) else None
 
     def of_one_rank(self, token: Tensor) -> Tensor:
         """Return the tokens that tp rank 0 of the last stage drew, on every tp and pp rank."""

@@ -14,7 +14,6 @@ from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_e
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import Attention, SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.utils import set_model_to_sequence_parallel
 from megatron.core.utils import get_model_config
@@ -160,31 +159,18 @@ def _is_plain(config: Any, attention_mask: Tensor | None) -> bool:
 
 
 @contextlib.contextmanager
-def last_position_only(chunks: Sequence[Any], tokens: TokenPositions) -> Iterator[None]:
-    """Compute the feed-forward part of the last layer only for the last position, which alone is read after it.
+def last_positions(chunks: Sequence[Any], tokens: TokenPositions) -> Iterator[None]:
+    """Return from the last layer only each row's last position, whose logits alone are read."""
 
-    Layers with experts compute all positions, since which tokens they drop may depend on how many there are.
-    """
-    blocks = [chunk.decoder for chunk in chunks if chunk.post_process]
-    dense = [layer for block in blocks for layer in block.layers[-1:] if isinstance(layer.mlp, MLP)]
-    handles = [block.register_forward_hook(functools.partial(_keep_last_position, tokens)) for block in blocks]
-    for layer in dense:
-        layer._forward_mlp = functools.partial(_forward_last_position, layer, tokens)
+    def select(block: nn.Module, args: Any, hidden: Tensor) -> Tensor:
+        return hidden if hidden.size(0) == 1 else tokens.select_last(hidden)
+
+    handles = [chunk.decoder.register_forward_hook(select) for chunk in chunks if chunk.post_process]
     try:
         yield
     finally:
-        for layer in dense:
-            del layer._forward_mlp
         for handle in handles:
             handle.remove()
-
-
-def _forward_last_position(layer: Any, tokens: TokenPositions, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-    return type(layer)._forward_mlp(layer, tokens.select_last(hidden), *args, **kwargs)
-
-
-def _keep_last_position(tokens: TokenPositions, block: nn.Module, args: Any, hidden: Tensor) -> Tensor:
-    return hidden if hidden.size(0) == 1 else tokens.select_last(hidden)
 
 
 @contextlib.contextmanager

@@ -18,7 +18,6 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention, M
 from torch import Tensor, nn
 
 from workers.generate.decoding_patches import TokenPositions
-from workers.generate.inference_linears import is_method
 from workers.lora.adapters import adapters_of, input_of_product
 from workers.model.attend_once import attend_once
 
@@ -38,7 +37,7 @@ def latent_attention(chunks: Sequence[nn.Module], tokens: TokenPositions) -> Ite
             rotary = attention.rotary_pos_emb
             rotary.forward = functools.partial(_angles_of_rows, rotary, tokens)
             patched.append(rotary)
-            if is_method(attention.forward, MultiLatentAttention.forward):
+            if getattr(attention.forward, "__func__", None) is MultiLatentAttention.forward:
                 attention.forward = functools.partial(_attend, attention, _decompression(chunk, name, attention))
                 patched.append(attention)
     try:

@@ -19,7 +19,7 @@ from tests import forking
 from tests.ranks import run_ranks
 from tests.training import device
 from tests.workers.roles import EOS, GREEDY, PAD, PROMPT, RESPONSE, SAMPLED, VOCAB, actor, own_shard, prompts
-from workers.generate import decoding, inference_linears
+from workers.generate import decoding
 from workers.generate.rollout_protocol import Prompts
 from workers.generate.sampling import Sampling
 from workers.model.local_modules import TELayerNormColumnParallelLinear
@@ -153,38 +153,6 @@ def test_log_probs_of_samples_equal_those_of_scoring(layout: str | None) -> None
     torch.testing.assert_close(samples["rollout_log_probs"], samples["old_log_probs"], atol=1e-4, rtol=0)
 
 
-def with_reordered_weights(parallel: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """Generate and score before and after the weights change, with every weight in oneDNN's memory layout."""
-    reordered = []
-    reorder = torch.ops.mkldnn._reorder_linear_weight
-    worker = actor(parallel, "actor_rollout")
-    worker.generate_sequences(prompts(ROWS, GREEDY))
-    monkeypatch.setattr(inference_linears, "MIN_REORDERED_ELEMENTS", 1)
-    monkeypatch.setattr(
-        torch.ops.mkldnn, "_reorder_linear_weight", lambda weight: reordered.append(weight) or reorder(weight)
-    )
-    rounds = []
-    for factor in (1.0, 1.1):
-        for parameter in worker.model[0].parameters():
-            parameter.data *= factor
-        reordered.clear()
-        generated = worker.generate_sequences(prompts(ROWS, GREEDY))
-        scored = worker.compute_log_prob(generated)
-        rounds.append({"count": len(reordered)} | dict(generated.batch) | dict(scored.batch))
-    return rounds
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_reordered_weights_generate_the_same(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    before, after = forking.run_ranks(with_reordered_weights, world_size, {"tp": world_size}, monkeypatch)[-1]
-    assert before["count"] == after["count"] == 4 * 4 + 1  # of every layer qkv, projection, fc1, fc2; and the output
-    assert torch.equal(before["responses"], greedy_reference())
-    for samples in (before, after):
-        torch.testing.assert_close(samples["rollout_log_probs"], samples["old_log_probs"], atol=1e-5, rtol=0)
-    assert (before["rollout_log_probs"] - after["rollout_log_probs"]).abs().max() > 1e-2
-
-
 class MixedOutput(RowParallelLinear):
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         output, bias = super().forward(input_)
@@ -215,8 +183,7 @@ def with_custom_linears() -> list[torch.Tensor]:
 
 
 @pytest.mark.simulated
-def test_custom_linears_generate_with_the_log_probs_that_they_score(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inference_linears, "MIN_REORDERED_ELEMENTS", 1)
+def test_custom_linears_generate_with_the_log_probs_that_they_score() -> None:
     sampled, scored = run_ranks(with_custom_linears, 1)[0]
     torch.testing.assert_close(sampled, scored, atol=1e-5, rtol=0)
 
