@@ -1,4 +1,4 @@
 """Check every node of a cluster, or this machine, before a run: the verb ``doctor``.
 
-``facts`` reads what a node has, ``nodes`` runs an agent on each node, and ``checks`` judges the facts without any I/O.
+``node`` reads what a node has, in an agent that runs on it, and ``checks`` judges the facts without any I/O.
 """

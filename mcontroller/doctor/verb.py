@@ -12,41 +12,39 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import json
 import logging
 import os
-import statistics
+import socket
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from mcontroller.doctor.checks import (
+    FAILURE,
+    OK,
     Finding,
-    Verdict,
-    check_addresses,
     check_clock,
-    check_connection,
     check_gpucheck,
     check_node,
     check_shared_directory,
     check_versions,
-    connections_to_try,
     exit_status,
     table,
 )
-from mcontroller.doctor.facts import NodeFacts
-from mcontroller.doctor.nodes import Node, ask_all, local_node, ray_nodes
-from mcontroller.errors import ResourceError
+from mcontroller.doctor.node import NodeAgent, NodeFacts
 
 UNREACHABLE = 2
 """Exit status if the cluster of ``--address`` cannot be reached."""
-
+Ask = Callable[..., Any]
+"""Calls a method of the agent on a node: by its name, with its arguments."""
+_ALL_PAIRS = 8
 _ANSWER_TIMEOUT_S = 300.0
-_CONNECT_TIMEOUT_S = 5.0
-_GPUCHECK_TIMEOUT_S = 280.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,16 +59,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the checks, print the table and return the exit status."""
-    connected = False
-    if not arguments.local:
-        try:
-            connected = _connect(arguments.address)
-        except (ConnectionError, RuntimeError, TimeoutError, ValueError) as error:
-            reason = str(error).strip().partition("\n")[0]
-            place = arguments.address or f"RAY_ADDRESS={os.environ['RAY_ADDRESS']}"
-            sys.stderr.write(f"doctor: no Ray cluster answers at {place}: {reason}\n")
-            return UNREACHABLE
-    findings = _of_cluster(arguments) if connected else _examined([local_node()], arguments)
+    try:
+        connected = not arguments.local and _connect(arguments.address)
+    except (ConnectionError, RuntimeError, TimeoutError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        where = arguments.address or f"RAY_ADDRESS={os.environ['RAY_ADDRESS']}"
+        sys.stderr.write(f"doctor: no Ray cluster answers at {where}: {reason}\n")
+        return UNREACHABLE
+    nodes = _ray_nodes() if connected else _this_machine()
+    findings = list(_findings(nodes, arguments))
     head = "the Ray cluster" if connected else "this machine; it runs no Ray cluster, so nodes are not compared"
     sys.stdout.write(f"{head}\n{table(findings)}\n")
     if arguments.json is not None:
@@ -96,95 +93,80 @@ def _connect(address: str | None) -> bool:
     return True
 
 
-def _of_cluster(arguments: argparse.Namespace) -> list[Finding]:
-    nodes = ray_nodes(_ANSWER_TIMEOUT_S)
-    try:
-        return _examined(nodes, arguments)
-    finally:
-        for node in nodes:
-            node.end()
+def _this_machine() -> dict[str, Ask]:
+    agent = NodeAgent(socket.gethostname())
+    return {agent.address: lambda method, *arguments: getattr(agent, method)(*arguments)}
 
 
-def _examined(nodes: Sequence[Node], arguments: argparse.Namespace) -> list[Finding]:
-    return list(
-        examine(
-            nodes,
-            checkpoints=arguments.checkpoints,
-            ranks=arguments.ranks_per_node,
-            gpucheck=not arguments.no_gpucheck,
-        )
-    )
+def _ray_nodes() -> dict[str, Ask]:
+    """Start an agent on every live node, and return by address what calls it.
 
-
-def examine(nodes: Sequence[Node], *, checkpoints: str | None, ranks: int | None, gpucheck: bool) -> Iterator[Finding]:
-    """Yield the findings of all nodes; a node that does not answer is one of them, and is left out of the others.
-
-    Args:
-        nodes: the nodes of the cluster, or this machine.
-        checkpoints: the directory of checkpoints; None to leave it out.
-        ranks: ranks of a run on each node; None for one for each GPU.
-        gpucheck: whether to run the smallest part of gpucheck on nodes with GPUs.
+    Agents ask for no resources, so that they run on a cluster that is in use.
     """
-    answering: list[Node] = []
-    facts: list[NodeFacts] = []
-    for node, answer in ask_all(nodes, "facts", checkpoints):
-        if isinstance(answer, ResourceError):
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    remote = ray.remote(num_cpus=0, runtime_env={"env_vars": {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}})(NodeAgent)
+
+    def started(node: dict[str, Any]) -> Ask:
+        strategy = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        agent = remote.options(scheduling_strategy=strategy).remote(node["NodeManagerAddress"], node["Resources"])
+        return lambda method, *arguments: ray.get(getattr(agent, method).remote(*arguments), timeout=_ANSWER_TIMEOUT_S)
+
+    return {node["NodeManagerAddress"]: started(node) for node in ray.nodes() if node["Alive"]}
+
+
+def _findings(nodes: dict[str, Ask], arguments: argparse.Namespace) -> Iterator[Finding]:
+    """Yield the findings of all nodes; a node that does not answer is one of them, and is left out of the others."""
+    facts: dict[str, NodeFacts] = {}
+    for address, ask in nodes.items():
+        try:
+            facts[address] = ask("facts", arguments.checkpoints)
+            yield from check_node(facts[address], arguments.ranks_per_node)
+        except Exception as error:  # of Ray, which has many
             advice = "look at the raylet's log on the node; the node needs mcontroller on its PYTHONPATH"
-            yield Finding("agent", node.address, Verdict.FAILURE, answer.message, advice)
-        else:
-            answering.append(node)
-            facts.append(answer)
-            yield from check_node(answer, ranks)
-    if len(answering) > 1:
-        yield from check_versions(facts)
-        yield from check_addresses(facts)
-        yield from _connections(answering)
-        yield from _clocks(answering)
-        if checkpoints is not None:
-            yield _shared(answering, checkpoints)
-    if gpucheck:
-        with_gpus = [node for node, each in zip(answering, facts, strict=True) if each.driver_gpus or each.torch_gpus]
-        for node, answer in ask_all(with_gpus, "gpucheck", _GPUCHECK_TIMEOUT_S):
-            status, output = (1, answer.message) if isinstance(answer, ResourceError) else answer
-            yield check_gpucheck(node.address, status, output)
+            yield Finding("agent", address, FAILURE, str(error).strip().rpartition("\n")[2], advice)
+    nodes = {address: nodes[address] for address in facts}
+    if len(nodes) > 1:
+        yield from check_versions(list(facts.values()))
+        yield from _connections(nodes)
+        for address, ask in nodes.items():
+            before, there, after = time.time(), ask("now"), time.time()
+            yield check_clock(address, there - (before + after) / 2, (after - before) / 2)
+        if arguments.checkpoints is not None:
+            yield _shared(nodes, arguments.checkpoints)
+    for address, node in facts.items() if not arguments.no_gpucheck else ():
+        if node.driver_gpus or node.torch_gpus:
+            yield check_gpucheck(address, *nodes[address]("gpucheck"))
 
 
-def _connections(nodes: Sequence[Node]) -> Iterator[Finding]:
-    """Connect the nodes with each other, each to all addresses of the other."""
-    listening = [answer for _, answer in ask_all(nodes, "listen")]
-    for source, target in connections_to_try(len(nodes)):
-        if isinstance(listening[target], ResourceError):
-            yield check_connection(nodes[source].address, nodes[target].address, 0, listening[target].message)
+def _connections(nodes: dict[str, Ask]) -> Iterator[Finding]:
+    """Connect all pairs of up to eight nodes, or neighbors on a ring of more, on ephemeral ports as NCCL's are."""
+    ports = {address: ask("listen") for address, ask in nodes.items()}
+    pairs = list(itertools.permutations(nodes, 2))
+    if len(nodes) > _ALL_PAIRS:
+        pairs = list(itertools.pairwise([*nodes, next(iter(nodes))]))
+    for source, target in pairs:
+        error = nodes[source]("connect", target, ports[target])
+        if error is None:
+            yield Finding("ports", source, OK, f"reaches {target}")
             continue
-        addresses, port = listening[target]
-        for address in addresses:
-            try:
-                error = nodes[source].ask("connect", address, port, _CONNECT_TIMEOUT_S)
-            except ResourceError as raised:
-                error = raised.message
-            yield check_connection(nodes[source].address, address, port, error)
+        advice = (
+            "allow TCP between the nodes on all ports (NCCL and gloo listen on ephemeral ones), or name an interface "
+            f"with NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME; test: nc -vz {target} {ports[target]}"
+        )
+        yield Finding("ports", source, FAILURE, f"cannot reach {target}:{ports[target]}: {error}", advice)
 
 
-def _clocks(nodes: Sequence[Node]) -> Iterator[Finding]:
-    """Compare the clock of every node with this one: the answer that came fastest, of five."""
-    for node in nodes:
-        measured = []
-        for _ in range(5):
-            before = time.time()
-            there = node.ask("now")
-            after = time.time()
-            measured.append(((after - before) / 2, there - statistics.fmean((before, after))))
-        uncertainty, skew = min(measured)
-        yield check_clock(node.address, skew, uncertainty)
-
-
-def _shared(nodes: Sequence[Node], checkpoints: str) -> Finding:
+def _shared(nodes: dict[str, Ask], checkpoints: str) -> Finding:
     """Write a file in the directory of checkpoints on one node, and look for it on all."""
     path = str(Path(checkpoints) / f".doctor-{uuid.uuid4().hex}")
+    first = next(iter(nodes.values()))
     try:
-        nodes[0].ask("write", path)
-    except ResourceError as error:
-        return Finding("shared checkpoints", nodes[0].address, Verdict.FAILURE, error.message, "make it writable")
-    seen = {node.address: bool(node.ask("sees", path)) for node in nodes}
-    nodes[0].ask("remove", path)
-    return check_shared_directory(checkpoints, seen)
+        first("write", path)
+        return check_shared_directory(checkpoints, {address: ask("sees", path) for address, ask in nodes.items()})
+    except Exception as error:  # an OSError of the node, in an error of Ray
+        reason = str(error).strip().rpartition("\n")[2]
+        return Finding("shared checkpoints", "all", FAILURE, reason, "make the directory writable")
+    finally:
+        first("remove", path)

@@ -63,16 +63,16 @@ def stragglers(trace: RunTrace) -> list[Straggler]:
     Times are those without waiting for other ranks, which all ranks of a group share. On a GPU the host does not wait:
     there all ranks that communicate take equally long, and a slow one is not found.
     """
-    found, steps = [], sum(step.took for step in trace.steps().values())
+    slow, steps = [], sum(step.took for step in trace.steps().values())
     for lanes in _peers(trace.ranks):
-        own: dict[str, dict[tuple[str, int], dict[int, int]]] = defaultdict(lambda: defaultdict(dict))
+        times: dict[str, dict[tuple[str, int], dict[int, int]]] = defaultdict(lambda: defaultdict(dict))
         for index, lane in enumerate(lanes):
             for work, call, took in _work(lane):
-                own[work][call][index] = took
+                times[work][call][index] = took
         named = set[tuple[int, str]]()
-        for work in sorted(own, key=lambda work: " of " not in work):  # parts first
-            calls = [by_rank for by_rank in own[work].values() if len(by_rank) == len(lanes)]
-            whole = own[work.rpartition(" of ")[2]]
+        for work in sorted(times, key=lambda work: " of " not in work):  # parts first
+            calls = [by_rank for by_rank in times[work].values() if len(by_rank) == len(lanes)]
+            whole = times[work.rpartition(" of ")[2]]
             if len(calls) < FEWEST_CALLS or not _counts(calls, whole.values()):
                 continue
             for index, lane in enumerate(lanes):
@@ -85,10 +85,8 @@ def stragglers(trace: RunTrace) -> list[Straggler]:
                 if is_slow and (work != method or (index, method) not in named):
                     named.add((index, method))
                     about = lane.about
-                    found.append(
-                        Straggler(about["group"], lane.label(), about["node"], work, slower, often, len(calls))
-                    )
-    return sorted(found, key=lambda each: -each.slower)
+                    slow.append(Straggler(about["group"], lane.label(), about["node"], work, slower, often, len(calls)))
+    return sorted(slow, key=lambda straggler: -straggler.slower)
 
 
 @dataclass(frozen=True)
@@ -130,23 +128,23 @@ def slow_links(trace: RunTrace) -> list[SlowLink]:
     launches: dict[object, list[TraceLane]] = defaultdict(list)
     for lane in trace.ranks:
         launches[lane.about["group"], lane.about.get("launch")].append(lane)
-    found, steps = [], sum(step.took for step in trace.steps().values())
+    slow, steps = [], sum(step.took for step in trace.steps().values())
     for lanes in launches.values():
         calls, links = _links(lanes)
         works = {work for work, _ in calls}
         for members in links:
-            peers = [links.get(each, Counter[tuple[str, int]]()) for each in _same_axes(lanes, members)]
+            peers = [links.get(ranks, Counter[tuple[str, int]]()) for ranks in _same_axes(lanes, members)]
             for work in works if peers else ():
-                own = {call: took for call, took in calls.items() if call[0] == work}
-                extra = [links[members][call] - median(peer[call] for peer in peers) for call in own]
-                ratios = [each / took for each, took in zip(extra, own.values(), strict=True)]
+                times = {call: took for call, took in calls.items() if call[0] == work}
+                extra = [links[members][call] - median(peer[call] for peer in peers) for call in times]
+                ratios = [late / took for late, took in zip(extra, times.values(), strict=True)]
                 often, share = mean(ratio > SLOWER / 2 for ratio in ratios), median(ratios)
-                if len(own) >= FEWEST_CALLS and share > SLOWER and often > OFTEN and _is_worth(extra, steps):
+                if len(times) >= FEWEST_CALLS and share > SLOWER and often > OFTEN and _is_worth(extra, steps):
                     ends = [lane for lane in lanes if lane.about["rank"] in members]
                     nodes = tuple(dict.fromkeys(lane.about["node"] for lane in ends))
                     labels = tuple(lane.label() for lane in ends)
-                    found.append(SlowLink(lanes[0].about["group"], labels, nodes, work, share, often, len(own)))
-    return sorted(found, key=lambda each: -each.share)
+                    slow.append(SlowLink(lanes[0].about["group"], labels, nodes, work, share, often, len(times)))
+    return sorted(slow, key=lambda link: -link.share)
 
 
 def _links(
@@ -162,23 +160,23 @@ def _links(
                 if event.name.startswith("link "):
                     waits[(call.name, call.number), event.name, event.number].append(event.took)
     links: dict[frozenset[int], Counter[tuple[str, int]]] = defaultdict(Counter)
-    for (key, name, _), each in waits.items():
+    for (key, name, _), times in waits.items():
         members = frozenset(map(int, re.split("[,>]", name.rpartition(" ")[2])))
-        if len(each) == len(members):
-            links[members][key] += min(each)
-    return {key: max(median(each), 1) for key, each in calls.items()}, links
+        if len(times) == len(members):
+            links[members][key] += min(times)
+    return {key: max(median(times), 1) for key, times in calls.items()}, links
 
 
 def _same_axes(lanes: Sequence[TraceLane], members: frozenset[int]) -> list[frozenset[int]]:
     """Return the other sets of ranks that differ on the same axes, between the same stages of the pipeline."""
     ends = [lane.coordinates for lane in lanes if lane.about["rank"] in members]
-    fixed = [axis for axis in ends[0] if len({each[axis] for each in ends}) == 1] if ends else []
-    stages = {each.get("pp") for each in ends}
+    fixed = [axis for axis in ends[0] if len({end[axis] for end in ends}) == 1] if ends else []
+    stages = {end.get("pp") for end in ends}
     sets: dict[tuple[int, ...], set[int]] = defaultdict(set)
     for lane in lanes:
         if "pp" in fixed or lane.coordinates.get("pp") in stages:
             sets[tuple(lane.coordinates[axis] for axis in fixed)].add(lane.about["rank"])
-    return [each for each in map(frozenset, sets.values()) if each != members]
+    return [ranks for ranks in map(frozenset, sets.values()) if ranks != members]
 
 
 def _peers(lanes: Sequence[TraceLane]) -> Iterator[list[TraceLane]]:
@@ -187,7 +185,7 @@ def _peers(lanes: Sequence[TraceLane]) -> Iterator[list[TraceLane]]:
     for lane in lanes:
         key = lane.about["group"], lane.about.get("launch", ""), lane.coordinates.get("pp", 0)
         by_work[key].append(lane)
-    yield from (each for each in by_work.values() if len(each) > 1)
+    yield from (peers for peers in by_work.values() if len(peers) > 1)
 
 
 def _work(lane: TraceLane) -> Iterator[tuple[str, tuple[str, int], int]]:
@@ -254,7 +252,7 @@ def bubbles(trace: RunTrace) -> list[Bubble]:
     for lane in trace.ranks:
         axes = tuple(sorted((axis, index) for axis, index in lane.coordinates.items() if axis != "pp"))
         pipelines[lane.about["group"], lane.about.get("launch"), axes].append(lane)
-    found: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    idle_shares: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for lanes in pipelines.values():
         stages = len({lane.coordinates.get("pp", 0) for lane in lanes})
         passes: dict[tuple[str, int, int], list[list[TraceEvent]]] = defaultdict(list)
@@ -262,15 +260,15 @@ def bubbles(trace: RunTrace) -> list[Bubble]:
             for call, inside in calls_of(lane):
                 windows = [event for event in inside if event.name == "forward-backward"]
                 for index, window in enumerate(windows):
-                    computed = [each for each in inside if each.name in COMPUTING and _is_in(each, window)]
-                    if any(each.name == "backward" for each in computed):
+                    computed = [event for event in inside if event.name in COMPUTING and _is_in(event, window)]
+                    if any(event.name == "backward" for event in computed):
                         passes[call.name, call.number, index].append(computed)
         for (work, _, _), ranks in passes.items():
             if len(ranks) == stages:
-                found[work].append(_idle(ranks))
+                idle_shares[work].append(_idle(ranks))
     return [
-        Bubble(work, mean(idle for idle, _ in each), mean(paper for _, paper in each), len(each))
-        for work, each in found.items()
+        Bubble(work, mean(idle for idle, _ in shares), mean(paper for _, paper in shares), len(shares))
+        for work, shares in idle_shares.items()
     ]
 
 
@@ -331,7 +329,7 @@ def critical_path(trace: RunTrace) -> list[PathPart]:
     for lane in trace.ranks:
         for call, _ in calls_of(lane):
             calls[lane.about["group"], lane.about.get("launch"), call.name, call.number].append((call, lane))
-    ends = {max(ranks, key=lambda each: each[0].end)[0]: ranks for ranks in calls.values()}
+    ends = {max(ranks, key=lambda pair: pair[0].end)[0]: ranks for ranks in calls.values()}
     took, uneven, total = Counter[str](), Counter[str](), 0
     last: dict[str, Counter[str]] = defaultdict(Counter)
     for step, inside in _by_step(trace, ends):
@@ -342,16 +340,16 @@ def critical_path(trace: RunTrace) -> list[PathPart]:
                 continue
             took["controller"] += at - call.end
             took[call.name] += call.took
-            own = [event.own for event, _ in ends[call]]
-            uneven[call.name] += max(own) - int(mean(own))
+            busy = [event.own for event, _ in ends[call]]
+            uneven[call.name] += max(busy) - int(mean(busy))
             last[call.name][next(lane for event, lane in ends[call] if event == call).label()] += 1
             at = call.begin
         took["controller"] += at - step.begin
     parts = [PathPart("controller", took.pop("controller", 0) / max(total, 1))]
-    for work, each in took.items():
+    for work, time in took.items():
         [(rank, count)] = last[work].most_common(1)
         often = count / last[work].total()
-        parts.append(PathPart(work, each / total, rank, often, uneven[work] / total))
+        parts.append(PathPart(work, time / total, rank, often, uneven[work] / total))
     return sorted(parts, key=lambda part: -part.share)
 
 
@@ -365,13 +363,15 @@ def savings(trace: RunTrace, path: Sequence[PathPart]) -> list[tuple[str, float]
         path: its critical path.
     """
     share = {part.work: part.share for part in path}
-    found = [(f"no time of the {part.work}", part.share) for part in path if part.work == "controller"]
-    found += [(f"equal work of the ranks in {part.work}", part.uneven) for part in path]
-    found += [(f"no bubble in {each.work}", each.measured * share.get(each.work, 0.0)) for each in bubbles(trace)]
-    found += [
-        (f"no slow {' - '.join(each.ranks)}", each.share * share.get(each.work, 0.0)) for each in slow_links(trace)
+    saved = [(f"no time of the {part.work}", part.share) for part in path if part.work == "controller"]
+    saved += [(f"equal work of the ranks in {part.work}", part.uneven) for part in path]
+    saved += [
+        (f"no bubble in {bubble.work}", bubble.measured * share.get(bubble.work, 0.0)) for bubble in bubbles(trace)
     ]
-    return sorted(found, key=lambda each: -each[1])
+    saved += [
+        (f"no slow {' - '.join(link.ranks)}", link.share * share.get(link.work, 0.0)) for link in slow_links(trace)
+    ]
+    return sorted(saved, key=lambda saving: -saving[1])
 
 
 def summary_lines(trace: RunTrace) -> list[str]:

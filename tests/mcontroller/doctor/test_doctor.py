@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from mcontroller.cli.main import main
-from mcontroller.doctor.nodes import NodeAgent
+from mcontroller.doctor.node import NodeAgent
 from tests.mcontroller.doctor.two_raylets import ADDRESS
 
 
@@ -42,8 +42,8 @@ def test_this_machine_is_checked_alone(capsys: pytest.CaptureFixture[str], tmp_p
     assert main(["doctor", "--local", "--checkpoints", str(tmp_path), "--no-gpucheck"]) in (0, 1)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("this machine; it runs no Ray cluster")
-    names = {line.split("  ")[0] for line in lines}
-    assert {"packages", "gpus", "shared memory", "ulimit nofile", "threads", "path tmp", "path checkpoints"} <= names
+    for check in ("packages", "gpus", "shared memory", "ulimit nofile", "threads", "path"):
+        assert any(f" {check} " in line for line in lines)
 
 
 def test_an_address_without_a_cluster_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -55,7 +55,6 @@ def test_an_address_without_a_cluster_is_one_line(capsys: pytest.CaptureFixture[
 
 def test_agents_reach_each_other_and_report_why_they_do_not() -> None:
     listening, connecting = NodeAgent("127.0.0.1"), NodeAgent("127.0.0.1")
-    addresses, port = listening.listen()
-    assert addresses[0] == "127.0.0.1"
+    port = listening.listen()
     assert connecting.connect("127.0.0.1", port, 5.0) is None
     assert connecting.connect("127.0.0.1", 1, 5.0) == "Connection refused"

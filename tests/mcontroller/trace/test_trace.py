@@ -250,12 +250,15 @@ def test_the_file_of_a_killed_process_is_read_to_its_last_whole_line(tmp_path: P
 
 
 def test_what_is_missing_is_named(tmp_path: Path, trace: RunTrace, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(DataError, match="no event of the steps 30:31; the trace has the steps 1 to 20"):
+    with pytest.raises(DataError) as caught:
         trace.of_steps(30, 31)
+    assert caught.value.steps == (30, 31)
     assert main(["trace", str(tmp_path / "empty")]) == 1
     assert "empty has no trace: there is no file" in capsys.readouterr().err
     assert main(["trace", str(tmp_path), "--steps", "ten"]) == 1
     assert "--steps is 'ten'; expected FIRST:LAST" in capsys.readouterr().err
-    (tmp_path / FOLDER / "actor-a-0.jsonl.gz").write_bytes(b"not gzip")
-    with pytest.raises(DataError, match=r"actor-a-0.jsonl.gz is damaged"):
+    path = tmp_path / FOLDER / "actor-a-0.jsonl.gz"
+    path.write_bytes(b"not gzip")
+    with pytest.raises(DataError) as caught:
         read_trace(tmp_path)
+    assert caught.value.path == str(path)
