@@ -98,8 +98,9 @@ def test_a_program_adds_its_own_configuration(capsys: pytest.CaptureFixture[str]
     "path", ["no_colon", "no_such_module:Config", "no_such_package.config:Config", "trainer.run.config:RunConfg"]
 )
 def test_a_configuration_that_cannot_be_imported_is_rejected(path: str) -> None:
-    with pytest.raises(ConfigError, match=f"--config is '{path.partition(':')[0]}"):
+    with pytest.raises(ConfigError) as raised:
         roots([path])
+    assert raised.value.key == "--config"
 
 
 def test_without_a_key_the_sections_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
