@@ -99,8 +99,9 @@ a CPU, where its dependencies do not compile:
 pip install "mcontroller[cpu,hf]" && pip install --no-deps megatron-bridge einops
 ```
 
-On a GPU nothing is patched, which has not been run. On a CPU, only plain GPT models can be built: other layers need
-Transformer Engine.
+Where Bridge and Transformer Engine are installed, `model.provider: auto`, the default, is Bridge for a model that is as
+its `config.json` says, also for the families above: native mappings are then what to compare with. On a GPU Bridge has
+not been run. On a CPU, only plain GPT models can be built: other layers need Transformer Engine.
 
 Bridge computes some models wrongly without an error, so `model.verify_load` compares every load with transformers,
 however large the files are, and keys of `config.json` that Bridge does not read are printed. These are errors of the

@@ -81,7 +81,7 @@ def test_an_axis_that_megatron_does_not_have_is_rejected() -> None:
 
 
 def test_a_context_needs_torch_distributed() -> None:
-    with pytest.raises(ParallelStateError, match="call initialize_distributed"):
+    with pytest.raises(ParallelStateError):
         MegatronContext(ParallelLayout(1))
 
 

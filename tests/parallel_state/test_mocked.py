@@ -109,9 +109,9 @@ def test_ranks_in_another_order_have_their_own_coordinates() -> None:
 
 def test_a_collective_between_mocked_ranks_raises() -> None:
     with MockedRanks(TP2_PP2_DP2).activate(0):
-        with pytest.raises(ParallelStateError, match="mocked ranks run one after another and cannot communicate"):
+        with pytest.raises(ParallelStateError):
             dist.all_reduce(torch.ones(1), group=mpu().get_tensor_model_parallel_group())
-        with pytest.raises(ParallelStateError, match="cannot communicate"):
+        with pytest.raises(ParallelStateError):
             dist.barrier()
 
 
@@ -132,7 +132,7 @@ def test_initializing_megatron_on_a_mocked_rank_is_checked_against_its_layout() 
     with MockedRanks(TP2_PP2_DP2).activate(0):
         mpu().initialize_model_parallel(2, 2)
         assert mpu().get_data_parallel_world_size() == 2
-        with pytest.raises(LayoutError, match="'tp': 4") as raised:
+        with pytest.raises(LayoutError) as raised:
             mpu().initialize_model_parallel(tensor_model_parallel_size=4)
         assert raised.value.mocked == {"tp": 2, "pp": 2, "cp": 1, "ep": 1}
 

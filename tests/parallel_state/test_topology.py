@@ -55,10 +55,12 @@ def test_dense_and_expert_axes_mix_if_every_combination_has_a_rank() -> None:
     topology = Topology.from_layout(MOE)
     assert topology.shard_indices(("dp", "ep"))[:8] == (0, 1, 2, 3, 4, 5, 6, 7)
     assert topology.select(dp=1, ep=3, pp=0) == (7,)
-    with pytest.raises(TopologyError, match=r"over tp, ep: of tp 2 x ep 4 = 8 shards only 4 would have a rank"):
+    with pytest.raises(TopologyError) as raised:
         topology.shard_indices(("tp", "ep"))
-    with pytest.raises(TopologyError, match=r"no rank has the coordinates tp=0, ep=1"):
+    assert raised.value.axes == ("tp", "ep")
+    with pytest.raises(TopologyError) as raised:
         topology.select(tp=0, ep=1)
+    assert raised.value.coordinates == {"tp": 0, "ep": 1}
 
 
 def test_rank_is_an_axis_of_every_topology() -> None:
@@ -139,8 +141,9 @@ def test_ranks_that_report_no_experts_have_no_expert_axes() -> None:
     sizes = [DistGlobalInfo(tp_size=1, dp_size=4, pp_size=1, cp_size=1)] * 4
     topology = Topology.from_infos(infos, sizes, declared=ParallelLayout(4))
     assert (topology.sizes, topology.expert_axes) == ({"tp": 1, "cp": 1, "dp": 4, "pp": 1}, ())
-    with pytest.raises(TopologyError, match=r"no axis 'ep'; it has tp, cp, dp, pp, and the pseudo-axis 'rank'"):
+    with pytest.raises(TopologyError) as raised:
         topology.select(ep=0)
+    assert (raised.value.axis, raised.value.axes) == ("ep", ("tp", "cp", "dp", "pp"))
 
 
 LARGE = ParallelLayout(16_384, tp=8, pp=16, cp=2, ep=8, etp=2, vpp=2)

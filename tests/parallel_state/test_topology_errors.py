@@ -65,8 +65,10 @@ def test_names_and_nodes_of_the_ranks_are_in_the_message() -> None:
     rank_infos, global_infos = reports(TP2_PP2_DP2)
     rank_infos[3] = dataclasses.replace(rank_infos[3], tp_rank=9)
     nodes, names = [f"10.0.0.{rank // 4}" for rank in range(8)], [f"actor_{rank}" for rank in range(8)]
-    with pytest.raises(TopologyError, match=r"rank 3 \(actor_3 on node 10\.0\.0\.0\) reports tp_rank 9"):
+    with pytest.raises(TopologyError) as raised:
         Topology.from_infos(rank_infos, global_infos, nodes=nodes, names=names)
+    assert (raised.value.ranks, raised.value.axis) == ((3,), "tp")
+    assert "actor_3" in str(raised.value) and "10.0.0.0" in str(raised.value)
 
 
 def test_coordinates_that_several_ranks_report_are_counted() -> None:
@@ -162,11 +164,12 @@ def test_an_error_of_an_invalid_query_lists_the_valid_values(query: Any, message
 
 
 def test_one_wrong_rank_of_16384_is_named_in_a_short_message() -> None:
-    with pytest.raises(TopologyError, match=r"^ranks 12344 and 12345 both .*, rank 12345 is wrong$") as raised:
+    with pytest.raises(TopologyError) as raised:
         wrong(12_345, LARGE, tp_rank=0)
     assert raised.value.fields["ranks"] == (12_344, 12_345)
-    with pytest.raises(TopologyError, match=r"rank 12345 reports 4, 16,383 other ranks report 2$"):
+    with pytest.raises(TopologyError) as raised:
         wrong(12_345, LARGE, cp_size=4)
+    assert raised.value.fields == {"ranks": (12_345,), "field": "cp_size"}
 
 
 def test_a_thousand_wrong_ranks_do_not_flood_the_message() -> None:
@@ -184,6 +187,6 @@ def test_any_wrong_coordinate_of_any_rank_is_found(layout: ParallelLayout, data:
     rank = data.draw(st.integers(0, layout.world_size - 1))
     axis = data.draw(st.sampled_from(list(layout.sizes)))
     index = data.draw(st.integers(0, 5).filter(lambda index: index != layout.coordinates(rank)[axis]))
-    with pytest.raises(TopologyError, match=r"both report|outside axis") as raised:
+    with pytest.raises(TopologyError) as raised:
         wrong(rank, layout, **{f"{axis}_rank": index})
     assert rank in raised.value.ranks

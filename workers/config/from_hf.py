@@ -6,7 +6,7 @@ import dataclasses
 import os
 from typing import Any
 
-from workers.config.model import ModelConfig
+from workers.config.model import ModelConfig, automatic_provider
 from workers.weights.hf.config import model_fields_from_hf
 
 
@@ -17,7 +17,8 @@ def model_config_from_hf(path: str | os.PathLike[str], **changes: Any) -> ModelC
 
     Args:
         path: a directory with a ``config.json`` of a supported model family.
-        changes: fields of ModelConfig that replace the checkpoint's.
+        changes: fields of ModelConfig that replace the checkpoint's. Without ``provider``, it is that of
+            ``model.provider=auto``.
 
     Raises:
         ConfigError: no ``config.json``, an unsupported family, or a key whose value changes the computation and is
@@ -26,6 +27,9 @@ def model_config_from_hf(path: str | os.PathLike[str], **changes: Any) -> ModelC
     Examples:
         >>> model_config_from_hf("/models/Qwen3-0.6B", dtype="bfloat16")
     """
-    fields = model_fields_from_hf(path, changes.get("provider", "native"))
+    provider = changes.pop("provider", "auto")
+    if provider == "auto":
+        provider = automatic_provider({"hf_path": path, **changes})
+    fields = model_fields_from_hf(path, provider)
     transformer = fields.pop("transformer", {}) | changes.pop("transformer", {})
     return dataclasses.replace(ModelConfig(**fields, transformer=transformer), **changes)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from mcontroller.config.checks import check_above, check_at_least, check_between, check_one_of
 from mcontroller.config.fields import strict_fields
 from mcontroller.errors import ConfigError
 from workers.config.lora import LoraConfig
-from workers.weights.hf.config import describes_model, model_fields_from_hf
+from workers.weights.hf.config import describes_model, has_bridge, model_fields_from_hf
 
 MOST_LAYERS = 10_000
 """Layers above which a configuration is a mistake: building and estimating them would not end."""
@@ -85,8 +85,11 @@ class ModelConfig:
     hf_path: str | None = None
     """Directory of a Hugging Face checkpoint with the initial weights, or a name of the hub, such as Qwen/Qwen3-0.6B,
     which is downloaded. None: random weights from the seed."""
-    provider: str = "native"
-    """What builds the model: native (the families of this package), or bridge (Megatron-Bridge, docs/models.md)."""
+    provider: str = "auto"
+    """What builds the model: native (the families of this package), bridge (Megatron-Bridge, docs/models.md), or auto.
+
+    auto is bridge for a model that is as its config.json says, where Bridge and Transformer Engine are installed.
+    """
     verify_load: str = "auto"
     """Compare every layer with transformers on the CPU after loading: layers, off, or auto (files up to 1 GiB).
 
@@ -107,9 +110,15 @@ class ModelConfig:
     """Other fields of Megatron's TransformerConfig, under Megatron's names."""
 
     def __post_init__(self) -> None:
-        check_one_of("model.provider", self.provider, ("native", "bridge"))
+        check_one_of("model.provider", self.provider, ("auto", "native", "bridge"))
+        if self.provider == "auto":
+            given = {field.name: getattr(self, field.name) for field in fields(self)}
+            object.__setattr__(self, "provider", automatic_provider(given))
         if self.provider == "bridge" and self.hf_path is None:
-            text = "model.provider is 'bridge', which builds what a config.json describes: set model.hf_path"
+            text = (
+                "model.provider is 'bridge', which builds what a config.json describes: set model.hf_path, or "
+                "model.provider=native before the sizes are read"
+            )
             raise ConfigError(text, key="model.hf_path", value=None)
         check_one_of("model.verify_load", self.verify_load, ("auto", "layers", "off"))
         if self.num_layers > MOST_LAYERS:
@@ -138,4 +147,29 @@ class ModelConfig:
                 key=f"{key}hf_path",
                 missing=list(missing),
             )
-        return model_fields_from_hf(fields["hf_path"], fields["provider"])
+        provider = automatic_provider(fields) if fields["provider"] == "auto" else fields["provider"]
+        return model_fields_from_hf(fields["hf_path"], provider)
+
+
+# Fields that only a native model reads: Bridge has them from config.json.
+_NATIVE = {
+    "normalization",
+    "gated_linear_unit",
+    "activation",
+    "add_bias_linear",
+    "add_qkv_bias",
+    "qk_layernorm",
+    "position_embedding_type",
+    "rotary_base",
+    "rotary_percent",
+    "rope_scaling_factor",
+    "transformer_impl",
+}
+
+
+def automatic_provider(given: Mapping[str, Any]) -> str:
+    """Return what builds a model with ``provider="auto"`` and these fields of ModelConfig."""
+    is_changed = any(
+        given.get(field.name, field.default) != field.default for field in fields(ModelConfig) if field.name in _NATIVE
+    )
+    return "bridge" if given["hf_path"] is not None and not is_changed and has_bridge() else "native"

@@ -323,7 +323,9 @@ def _opened(path: str) -> Any:
         classifier.config.architectures = [kind.partition("For")[0] + "ForCausalLM" for kind in kinds]
         return bridge(classifier)
     except ValueError as error:
-        text = f"Megatron-Bridge has no model for {path}: {error}"
+        text = (
+            f"Megatron-Bridge has no model for {path}: {error}; model.provider=native uses the families of this package"
+        )
         raise ConfigError(text, key="model.hf_path", value=path) from error
 
 

@@ -115,45 +115,56 @@ def test_a_subset_of_ranks_shares_the_rows_of_all() -> None:
 
 
 def test_a_subset_without_a_collecting_rank_is_rejected() -> None:
-    with pytest.raises(DispatchError, match=r"none of the running ranks \[2, 3\] has these coordinates") as raised:
+    with pytest.raises(DispatchError) as raised:
         plan(Dispatch.MEGATRON_COMPUTE_PROTO, TP2_PP2_DP2, ranks=[2, 3])
     assert raised.value.ranks == (2, 3)
 
 
 @pytest.mark.parametrize("ranks", [[], [8], [-1], [0, 0], [True]])
 def test_ranks_that_do_not_exist_are_rejected(ranks: list[int]) -> None:
-    with pytest.raises(DispatchError, match="name existing ranks, each once"):
+    with pytest.raises(DispatchError) as raised:
         plan(Dispatch.ONE_TO_ALL, TP2_PP2_DP2, ranks=ranks)
+    assert (raised.value.ranks, raised.value.world_size) == (tuple(ranks), 8)
 
 
 def test_ranks_that_are_no_ints_are_rejected() -> None:
-    with pytest.raises(DispatchError, match="ranks contains 'a' of type str; expected ints"):
+    with pytest.raises(DispatchError) as raised:
         plan(Dispatch.ONE_TO_ALL, TP2_PP2_DP2, ranks=["a", 1])  # type: ignore[list-item]
+    assert raised.value.ranks == ["a", 1]
 
 
 def test_rank_zero_cannot_be_asked_of_another_rank() -> None:
-    with pytest.raises(DispatchError, match="rank 0 alone"):
+    with pytest.raises(DispatchError) as raised:
         plan(Dispatch.RANK_ZERO, TP2_PP2_DP2, ranks=[1])
+    assert (raised.value.mode, raised.value.ranks) == ("RANK_ZERO", (1,))
 
 
 def test_an_axis_that_the_topology_does_not_have_is_rejected_with_those_it_has() -> None:
-    with pytest.raises(TopologyError, match="no axis 'island'; it has"):
+    with pytest.raises(TopologyError) as raised:
         plan(Dispatch.over("island"), TP2_PP2_DP2)
-    with pytest.raises(TopologyError, match="no axis 'dp'"):
+    assert raised.value.axis == "island" and {"tp", "dp", "ep"} < {*raised.value.axes}
+    with pytest.raises(TopologyError) as raised:
         plan(Dispatch.MEGATRON_COMPUTE_PROTO, Topology.flat(4))
+    assert (raised.value.axis, raised.value.axes) == ("dp", ("rank",))
 
 
 def test_a_shard_that_no_rank_could_return_is_rejected() -> None:
     everywhere = Dispatch.over("dp", collect={"edp": 0})  # edp spans dp and cp: only dp shard 0 is at edp 0
-    with pytest.raises(DispatchError, match="no rank would return result 1"):
+    with pytest.raises(DispatchError) as raised:
         plan(everywhere, topology_of(4))
+    assert raised.value.collect == {"edp": 0}
 
 
 def test_concatenated_rows_must_be_split_and_collected_over_the_same_axes() -> None:
-    with pytest.raises(DispatchError, match="the two must be equal"):
+    with pytest.raises(DispatchError) as raised:
         Dispatch.over("dp", by="pp")
-    with pytest.raises(DispatchError, match="names no axis"):
+    assert (raised.value.axes, raised.value.by) == (("dp",), ("pp",))
+
+
+def test_a_mode_that_splits_must_name_an_axis() -> None:
+    with pytest.raises(DispatchError) as raised:
         DispatchSpec("mine", "rows")
+    assert raised.value.mode == "mine"
 
 
 def test_a_plan_is_made_once_for_each_mode_and_topology() -> None:
@@ -191,8 +202,9 @@ def test_dispatch_is_pickled_by_its_name() -> None:
 
 
 def test_padding_of_an_unknown_kind_is_rejected() -> None:
-    with pytest.raises(DispatchError, match="spread, repeat, zero_loss, none"):
+    with pytest.raises(DispatchError) as raised:
         RowRule(padding="left")  # type: ignore[arg-type]
+    assert raised.value.padding == "left"
 
 
 @pytest.mark.processes

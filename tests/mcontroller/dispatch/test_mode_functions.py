@@ -57,17 +57,20 @@ def test_a_dict_of_two_functions_is_a_mode() -> None:
 def test_a_named_mode_of_functions_is_a_member_of_dispatch(named: Any) -> None:
     assert Dispatch.BACKWARDS is named and named in Dispatch
     assert group_of(Dispatch.BACKWARDS).method("x")[2] == (7, (("x", 0),), {})
-    with pytest.raises(DispatchError, match="cannot use the name 'BACKWARDS'"):
+    with pytest.raises(DispatchError) as raised:
         register_dispatch_mode("BACKWARDS", backwards, last_two)
+    assert raised.value.name == "BACKWARDS"
 
 
 def test_functions_that_do_not_return_a_list_entry_per_rank_are_rejected() -> None:
     short = {"dispatch_fn": lambda group, value: (([value],), {}), "collect_fn": last_two}
-    with pytest.raises(DispatchError, match="has 1 entries; expected 8"):
+    with pytest.raises(DispatchError) as raised:
         group_of(short).method("x")
+    assert (raised.value.given, raised.value.expected) == (1, 8)
     bare = {"dispatch_fn": lambda group, value: [value], "collect_fn": last_two}
-    with pytest.raises(DispatchError, match=r"its dispatch_fn returned list; expected \(args, kwargs\)"):
+    with pytest.raises(DispatchError) as raised:
         group_of(bare).method("x")
+    assert (raised.value.role, raised.value.method) == ("actor", "method")
 
 
 def test_execute_rank_zero_does_not_use_the_functions() -> None:

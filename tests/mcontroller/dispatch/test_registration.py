@@ -108,29 +108,30 @@ def test_an_override_of_a_delegated_method_may_call_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    "arguments",
     [
-        ({"dispatch_mode": "DP_COMPUTE"}, "expected a member of Dispatch, .*: write Dispatch.DP_COMPUTE, without"),
-        ({"dispatch_mode": {"dispatch_fn": print}}, "two functions, dispatch_fn and collect_fn"),
-        ({"dispatch_mode": {"dispatch_fn": print, "collect_fn": 3}}, "two functions, dispatch_fn and collect_fn"),
-        ({"execute_mode": Dispatch.RANK_ZERO}, "expected Execute.ALL or Execute.RANK_ZERO"),
-        ({"padding": "left"}, "spread, repeat, zero_loss, none"),
+        {"dispatch_mode": "DP_COMPUTE"},
+        {"dispatch_mode": {"dispatch_fn": print}},
+        {"dispatch_mode": {"dispatch_fn": print, "collect_fn": 3}},
+        {"execute_mode": Dispatch.RANK_ZERO},
+        {"padding": "left"},
     ],
 )
-def test_wrong_arguments_are_rejected_at_the_decorator(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(DispatchError, match=message):
+def test_wrong_arguments_are_rejected_at_the_decorator(arguments: dict[str, Any]) -> None:
+    with pytest.raises(DispatchError) as raised:
         register(**arguments)
+    assert raised.value.fields == arguments
 
 
-def test_register_without_parentheses_is_rejected_with_the_fix() -> None:
-    with pytest.raises(DispatchError, match=r"write @register\(\) with its parentheses"):
+def test_register_without_parentheses_is_rejected() -> None:
+    with pytest.raises(DispatchError):
 
         @register
         def method(self: Any) -> None: ...
 
 
 def test_register_on_something_other_than_a_function_is_rejected() -> None:
-    with pytest.raises(DispatchError, match="write it below the decorator that returned this"):
+    with pytest.raises(DispatchError):
         register()(property(lambda self: 1))  # type: ignore[type-var]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mcontroller.errors import ConfigError
-from workers import model_config_from_hf
+from workers import ModelConfig, load_config, model_config_from_hf
 from workers.planning import planning
 from workers.weights.hf.config import family_of, hf_config_of
 from workers.weights.hf.fields import INERT, neutral_of
@@ -347,3 +347,33 @@ def test_a_name_of_the_hub_is_downloaded_or_answered_with_the_command(tmp_path: 
     with planning():
         model_config_from_hf("Qwen/Qwen3-0.6B")
     assert not {"*.safetensors", "*.gguf"} & set(patterns) and "*.json" in patterns
+
+
+@pytest.mark.parametrize(
+    ("installed", "changes", "provider"),
+    [
+        (False, {}, "native"),
+        (True, {}, "bridge"),
+        (True, {"provider": "auto"}, "bridge"),
+        (True, {"provider": "native"}, "native"),
+        (True, {"dtype": "float32", "transformer": {"moe_aux_loss_coeff": 0.1}}, "bridge"),
+        (True, {"rotary_base": 500}, "native"),  # Bridge reads it from config.json
+    ],
+)
+def test_bridge_builds_what_config_json_describes_where_it_is_installed(
+    installed: bool, changes: dict[str, Any], provider: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workers.config.model.has_bridge", lambda: installed)
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_31))
+    configured = load_config(ModelConfig, {"hf_path": str(tmp_path), **changes})
+    for model in (configured, model_config_from_hf(tmp_path, **changes)):
+        assert model.provider == provider
+        native = {"rope_scaling_factor": 8.0, "rotary_base": changes.get("rotary_base", 500000)}
+        if provider == "native":
+            assert {name: getattr(model, name) for name in native} == native
+
+
+def test_a_model_without_a_checkpoint_is_native(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.config.model.has_bridge", lambda: True)
+    sizes = {"vocab_size": 8, "max_sequence_length": 8, "num_layers": 1, "hidden_size": 8, "num_attention_heads": 1}
+    assert ModelConfig(**sizes).provider == "native"

@@ -7,6 +7,7 @@ with an error that names its key.
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import os
 from collections.abc import Mapping
@@ -20,12 +21,17 @@ from workers.weights.hf.fields import check_config_keys, inert_of
 from workers.weights.hf.hub import local_directory
 
 
+def has_bridge() -> bool:
+    """Return whether Megatron-Bridge is installed, and Transformer Engine, which most of its models need."""
+    return all(importlib.util.find_spec(name) is not None for name in ("transformer_engine", "megatron.bridge"))
+
+
 def model_fields_from_hf(path: str | os.PathLike[str], provider: str = "native") -> dict[str, Any]:
     """Return the fields of ModelConfig that ``config.json`` in a directory determines.
 
     Args:
         path: the directory.
-        provider: ``model.provider``. For ``bridge``, which reads the file itself, the fields are sizes alone, for
+        provider: ``native`` or ``bridge``. For ``bridge``, which reads the file itself, the fields are sizes alone, for
             estimates and checks.
 
     Raises:
@@ -45,7 +51,8 @@ def model_fields_from_hf(path: str | os.PathLike[str], provider: str = "native")
             value=model_type,
         )
     check_config_keys(config, MODEL_FAMILIES[model_type])
-    return MODEL_FAMILIES[model_type].fields_from(config) | {"family": model_type, "hf_path": local_directory(path)}
+    found = {"provider": provider, "family": model_type, "hf_path": local_directory(path)}
+    return MODEL_FAMILIES[model_type].fields_from(config) | found
 
 
 # Fields of ModelConfig -> the keys of config.json that have them, by the names of one family or another.
