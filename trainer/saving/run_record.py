@@ -111,7 +111,7 @@ def _checksum(path: Path) -> int:
 RECORD = "trainer.json"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SavedStep:
     """A save of all groups.
 
@@ -248,14 +248,14 @@ def _saved_step(path: Path, content: Any) -> SavedStep:
     drawn, tokens, row, size = counts.values()
     pending = _counts(path, "pending", content.get("pending"))
     return SavedStep(
-        steps,
-        float(kl_coef),
-        groups,
-        program,
-        drawn,
-        tokens or 0,
-        rollout,
-        in_flight,
+        global_steps=steps,
+        kl_coef=float(kl_coef),
+        groups=groups,
+        program=program,
+        drawn_batches=drawn,
+        num_tokens=tokens or 0,
+        rollout=rollout,
+        in_flight=in_flight,
         next_row=row,
         batch_size=size,
         pending=pending,

@@ -18,7 +18,6 @@ from typing import Any, NotRequired, TypedDict, cast
 
 from mcontroller.errors import DataError
 from mcontroller.files import acquire_lock, delete_with_links, release_lock, replace_text, sync_directory
-from workers.checkpoint.checksums import FileEntry
 
 MANIFEST = "manifest.json"
 METADATA = ".metadata"
@@ -27,6 +26,15 @@ Shapes = Mapping[str, Mapping[str, list[int]]]
 """By part, the name and shape of every weight in the whole model, without padding of its vocabulary."""
 Buckets = Mapping[str, list[list[Any]]]
 """By optimizer and model-parallel rank, for each buffer its dtypes and the elements of its buckets."""
+
+
+class FileEntry(TypedDict):
+    """A file of a checkpoint in its manifest."""
+
+    size: int
+    """[bytes] Its length."""
+    sha256: str
+    """Its SHA-256, in hexadecimal: the one that ``sha256sum`` prints."""
 
 
 class Manifest(TypedDict):

@@ -17,9 +17,9 @@ from torch import Tensor
 from mcontroller.errors import DataError
 from workers.checkpoint.load import load_models, load_optimizer
 from workers.checkpoint.optimizer_state import buckets_to_save
+from workers.checkpoint.save import without_crc32
 from workers.checkpoint.state import sharded_state
 from workers.checkpoint.unpickle import known_types
-from workers.checkpoint.writer import without_crc32
 from workers.train.state import TrainingState, set_random_state
 
 
