@@ -176,24 +176,24 @@ def check_checkpoint(
     return False
 
 
-def _check_base(own: Mapping[str, Any] | None, saved: Mapping[str, Any] | None, checkpoint: Path) -> None:
+def _check_base(base: Mapping[str, Any] | None, saved: Mapping[str, Any] | None, checkpoint: Path) -> None:
     """Raise DataError unless a checkpoint of adapters is loaded into adapters of the same base, or one of none."""
-    if own is None and saved is None:
+    if base is None and saved is None:
         return
     start = f"the checkpoint {str(checkpoint)!r} has "
-    if own is None or saved is None:
+    if base is None or saved is None:
         has, needs = ("the whole model", "adapters (model.lora)") if saved is None else ("adapters", "the whole model")
-        advice = "set model.lora as it was saved" if own is None else "export it, and set model.hf_path to the export"
+        advice = "set model.lora as it was saved" if base is None else "export it, and set model.hf_path to the export"
         raise DataError(f"{start}{has}, and this role needs {needs}: {advice}", path=str(checkpoint))
-    if own["sha256"] != saved["sha256"]:
+    if base["sha256"] != saved["sha256"]:
         raise DataError(
             f"{start}adapters of the base {saved['path']!r} with the SHA-256 {saved['sha256'][:16]}..., and "
-            f"model.hf_path={own['path']!r} has {own['sha256'][:16]}...: set model.hf_path to the same base",
+            f"model.hf_path={base['path']!r} has {base['sha256'][:16]}...: set model.hf_path to the same base",
             path=str(checkpoint),
         )
-    if own["scale"] != saved["scale"]:
+    if base["scale"] != saved["scale"]:
         raise DataError(
-            f"{start}adapters that are multiplied by {saved['scale']:g}, and model.lora says {own['scale']:g}: set "
+            f"{start}adapters that are multiplied by {saved['scale']:g}, and model.lora says {base['scale']:g}: set "
             "model.lora.alpha, rank and use_rslora as they were",
             path=str(checkpoint),
         )
@@ -282,7 +282,7 @@ def load_checkpoint(
     state = sharded_state(loading, loading=True, sources=sources, in_buckets=in_buckets)
     if not same_layout:
         del state[RANDOM]
-    own = state.pop("optimizer", None)
+    optimizer = state.pop("optimizer", None)
     # Tensors are found by their own names. Under another key they stay apart from the optimizer's other state.
     kept = _take_absent_extra_states(state, sources, checkpoint)
     if without_head:
@@ -290,11 +290,13 @@ def load_checkpoint(
             if _HEAD in state[chunk]:
                 values[_HEAD] = state[chunk].pop(_HEAD).data
     replicas = training.context.pg.dp_cp
-    loaded = _read(state if own is None else state | {"tensors_of_optimizer": own}, checkpoint, replicas)
+    loaded = _read(state if optimizer is None else state | {"tensors_of_optimizer": optimizer}, checkpoint, replicas)
     for part, values in kept.items():
         loaded[part] |= values
     load_models(training, loaded, sources)
-    merged = None if own is None else merge_optimizer_state(loaded["tensors_of_optimizer"], own, loaded["optimizer"])
+    merged = None
+    if optimizer is not None:
+        merged = merge_optimizer_state(loaded["tensors_of_optimizer"], optimizer, loaded["optimizer"])
     load_optimizer(training, merged, 0 if without_head else manifest["scheduler_steps"])
     if same_layout:
         set_random_state(loaded[RANDOM])
