@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import inspect
 import sys
 from types import ModuleType
 from typing import Any
@@ -23,15 +22,6 @@ def moe_metrics() -> tuple[ModuleType, tuple[str, ...]]:
     if hasattr(module, "_MOE_LAYER_WISE_LOGGING_TRACKER"):  # until 0.16
         return module, ("_MOE_LAYER_WISE_LOGGING_TRACKER",)
     return importlib.import_module("megatron.core.transformer.moe.moe_logging"), ("_MOE_METRICS_TRACKER",)
-
-
-def async_save_arguments() -> dict[str, str]:
-    """Return the arguments of ``dist_checkpointing.save`` for Megatron's own asynchronous writer.
-
-    From 0.17 on, the default writer needs another package.
-    """
-    save = importlib.import_module("megatron.core.dist_checkpointing").save
-    return {"async_strategy": "mcore"} if "async_strategy" in inspect.signature(save).parameters else {}
 
 
 def build_optimizer(config: Any, chunks: list[Any], pg: Any, overrides: dict[Any, Any]) -> Any:

@@ -21,7 +21,7 @@ from mcontroller.dispatch.registration import register
 from mcontroller.errors import ConfigError
 from mcontroller.worker import delegate
 from workers.checkpoint.checkpointer import Checkpointer
-from workers.checkpoint.writer import BackgroundSaves
+from workers.checkpoint.save import Saver
 from workers.config import ModelConfig, OptimConfig, ParallelConfig
 from workers.config.fit import length_multiple_of
 from workers.lora.base import base_hash
@@ -182,7 +182,7 @@ class ModelWorker(MegatronWorker, RoleWorker):
             share_prompts=share_prompts and getattr(forward, "takes_distinct_tokens", False),
         )
         self.scorer = Scorer(self.state, self.batcher, forward)
-        saves = BackgroundSaves()
+        saver = Saver()
         self.trainer = Trainer(
             self.state,
             self.batcher,
@@ -190,11 +190,11 @@ class ModelWorker(MegatronWorker, RoleWorker):
             loss_count=self.loss_count,
             build_optimizer=self._checked_optimizer,
             schedule_unit=self.schedule_unit,
-            after_update=saves.finish_if_written,
+            after_update=saver.finish_if_written,
         )
         self.profiler = Profiler(self.get_megatron_rank_info)
         self.offloader = Offloader(self.state, self.parts_needed)
-        self.checkpointer = Checkpointer(self.state, model, self.trainer, saves)
+        self.checkpointer = Checkpointer(self.state, model, self.trainer, saver)
 
     @property
     def model(self) -> list[Any]:
@@ -351,11 +351,11 @@ class ModelWorker(MegatronWorker, RoleWorker):
             path: a directory on a file system that all nodes share.
             global_step: the step that ``load_checkpoint`` returns.
             max_to_keep: number of checkpoints that stay under ``path``, this one included; None keeps all.
-            asynchronous: return when the state is copied; a separate process of each worker writes it. The directory
+            asynchronous: return when the state is copied; a thread of each worker writes it. The directory
                 appears at the end of an update after it is written, or at the latest with the next save, load,
                 ``wait_for_checkpoint`` or shutdown of the group.
-            reshardable: whether any layout can load a distributed optimizer too; see ``save_checkpoint`` of
-                ``workers.checkpoint.checkpointer``.
+            reshardable: whether any layout can load a distributed optimizer too; see
+                ``workers.checkpoint.save.Saver.start``.
 
         Raises:
             ConfigError: ``max_to_keep`` is less than 1.

@@ -109,7 +109,7 @@ def _checksum(path: Path) -> int:
     return value
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SavedStep:
     """A save of all groups.
 

@@ -1,131 +1,25 @@
-"""Save and load the checkpoints of a worker."""
+"""The methods of a worker that save and load its state: checkpoints, state in memory, adapters, and exports."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import functools
 import io
 import os
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import IO, Any
-
-import torch.distributed as dist
 
 from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
 from mcontroller.errors import ConfigError, DataError, before_changes
-from parallel_state.agreement import raise_on_every_rank
-from workers.checkpoint.checksums import FileEntry
-from workers.checkpoint.directories import (
-    Buckets,
-    Manifest,
-    checkpoint_path,
-    commit,
-    create_partial,
-    delete_partial,
-    partial_path,
-)
 from workers.checkpoint.load import check_checkpoint, load_checkpoint, open_checkpoint
 from workers.checkpoint.memory import check_replicas, load_state, read_state, save_state
-from workers.checkpoint.optimizer_state import buckets_to_save
-from workers.checkpoint.state import layout_of, sharded_state, weight_shapes
-from workers.checkpoint.writer import BackgroundSaves, prepare_write
+from workers.checkpoint.save import Saver
 from workers.config import ModelConfig
 from workers.lora.peft_files import export_adapter
 from workers.train.state import TrainingState
 from workers.train.trainer import Trainer
 from workers.weights.hf.model import export_hf
 from workers.weights.mixing import float32_copies
-
-
-def save_checkpoint(
-    training: TrainingState,
-    path: str | os.PathLike[str],
-    step: int,
-    keep: int | None = None,
-    background: BackgroundSaves | None = None,
-    reshardable: bool = True,
-) -> Path:
-    """Write ``<path>/global_step_<step>`` and point ``latest`` to it (a collective).
-
-    Args:
-        training: the objects to save. The optimizer is saved only if its schedule has made a step.
-        path: a directory on a file system that all nodes share.
-        step: the number in the directory's name.
-        keep: how many checkpoints stay under ``path``: this one and the newest steps of the others; None keeps all.
-        background: writes the checkpoint while the caller goes on; the directory appears when it has finished.
-        reshardable: save the state of a distributed optimizer by weights, which any layout loads. It is gathered over
-            the data-parallel ranks, each of which holds all of it in host memory for that. False: in its buckets,
-            without communication; it loads with the same axes but dp and cp.
-
-    Returns:
-        The directory of the checkpoint.
-
-    Raises:
-        ConfigError: ``keep`` is less than 1.
-        DataError: on every rank, if one of them cannot write. What it has written is deleted; earlier checkpoints stay.
-            With ``background``, the error may be raised when the save is finished.
-    """
-    if keep is not None and keep < 1:
-        text = f"save_checkpoint: max_to_keep is {keep}; it must be at least 1, or None to keep all"
-        with before_changes():
-            raise ConfigError(text, key="max_to_keep", value=keep)
-    if background is not None:
-        background.finish()
-    target = checkpoint_path(Path(path), step)
-    with before_changes():
-        raise_on_every_rank(lambda: create_partial(target) if dist.get_rank() == 0 else None)
-    if training.scheduler is None or training.scheduler.num_steps == 0:
-        training = dataclasses.replace(training, optimizer=None)
-    buckets = None if reshardable or training.optimizer is None else buckets_to_save(training.optimizer)
-    state = sharded_state(training, loading=False, in_buckets=buckets is not None)
-    commit_here = functools.partial(_commit, target, _manifest(training, state, step, buckets), keep)
-    common = {"iteration": step, "checkpoint_version": 3.0}  # what Megatron-LM asks for
-    with _deleted_if_it_fails(target):
-        write = prepare_write(state | common, partial_path(target), training.context.pg.dp_cp, commit_here)
-        if background is None:
-            write.write()
-            write.finish()
-    if background is not None:
-        background.begin(write, functools.partial(_deleted_if_it_fails, target))
-    return target
-
-
-@contextlib.contextmanager
-def _deleted_if_it_fails(target: Path) -> Iterator[None]:
-    """Delete what was written if the block raises an error of this project, which it does on every rank."""
-    try:
-        yield
-    except DataError:
-        dist.barrier()
-        if dist.get_rank() == 0:
-            delete_partial(target)
-        dist.barrier()
-        raise
-
-
-def _commit(target: Path, manifest: Manifest, keep: int | None, files: Mapping[str, FileEntry]) -> None:
-    complete: Manifest = {**manifest, "files": dict(files)}
-    raise_on_every_rank(lambda: commit(target, complete, keep) if dist.get_rank() == 0 else None)
-
-
-def _manifest(training: TrainingState, state: Mapping[str, Any], step: int, buckets: Buckets | None) -> Manifest:
-    optimizer = training.optimizer
-    return {
-        "format": 3,
-        "step": step,
-        "layout": layout_of(training),
-        "parts": [*training.saved_models, *(["optimizer"] if optimizer is not None else [])],
-        "distributed_optimizer": optimizer is not None and optimizer.config.use_distributed_optimizer,
-        "optimizer_buckets": buckets,
-        "scheduler_steps": 0 if training.scheduler is None else training.scheduler.num_steps,
-        "counters": training.counters | ({"reference_in_float32": 1} if training.float32 else {}),
-        "weights": weight_shapes(training, state, {part: part for part in training.saved_models}),
-        "base": training.base,
-        "files": {},
-    }
 
 
 class Checkpointer:
@@ -135,23 +29,24 @@ class Checkpointer:
         state: what is saved.
         model: the configuration of the model.
         trainer: changes the phase of training to the phase of a loaded checkpoint.
-        saves: the checkpoint that is being written.
+        saver: writes checkpoints.
     """
 
-    def __init__(self, state: TrainingState, model: ModelConfig, trainer: Trainer, saves: BackgroundSaves) -> None:
-        self._state, self._model, self._trainer, self._saves = state, model, trainer, saves
+    def __init__(self, state: TrainingState, model: ModelConfig, trainer: Trainer, saver: Saver) -> None:
+        self._state, self._model, self._trainer, self._saver = state, model, trainer, saver
         self._adapter, self._initial = "", b""
         self._adapters: dict[str, bytes] = {}  # the states of those that are not in use, in host memory
 
     def save(self, path: str, step: int, max_to_keep: int | None, asynchronous: bool, reshardable: bool) -> str:
         """Write a checkpoint, and return its directory; see ``ModelWorker.save_checkpoint``."""
-        self._saves.finish()
-        background = self._saves if asynchronous else None
-        return str(save_checkpoint(self._state, path, step, max_to_keep, background, reshardable))
+        directory = self._saver.start(self._state, path, step, max_to_keep, reshardable)
+        if not asynchronous:
+            self._saver.finish()
+        return str(directory)
 
     def load(self, path: str) -> int:
         """Load a checkpoint, and return the step that it was saved at; see ``ModelWorker.load_checkpoint``."""
-        self._saves.finish()
+        self._saver.finish()
         self.keep_initial_adapter()
         state, trainer = self._state, self._trainer
         distributed = {phase: bool(optim.distributed_optimizer) for phase, optim in trainer.phases.items()}
@@ -208,7 +103,7 @@ class Checkpointer:
             DataError: on every rank, before anything changes, if a distributed optimizer has another number of
                 data-parallel replicas.
         """
-        self._saves.finish()
+        self._saver.finish()
         self.keep_initial_adapter()
         self._load_state(path)
 
@@ -232,7 +127,7 @@ class Checkpointer:
         self.keep_initial_adapter()
         if name == self._adapter:
             return
-        self._saves.finish()
+        self._saver.finish()
         self._adapters[self._adapter] = self._saved_state()
         self._load_state(io.BytesIO(self._adapters.pop(name, self._initial)))
         self._adapter = name
@@ -251,12 +146,12 @@ class Checkpointer:
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def wait_for_checkpoint(self) -> None:
         """Wait until the checkpoint of the last asynchronous save is complete."""
-        self._saves.finish()
+        self._saver.finish()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def verify_checkpoint(self, path: str) -> str:
         """Return how the checkpoint at ``path`` is damaged; "" if it is whole, and nothing in it would run code."""
-        self._saves.finish()
+        self._saver.finish()
         try:
             open_checkpoint(path, self._model.vocab_size)
         except DataError as error:

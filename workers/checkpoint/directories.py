@@ -18,7 +18,6 @@ from typing import Any, NotRequired, TypedDict, cast
 
 from mcontroller.errors import DataError
 from mcontroller.files import acquire_lock, delete_with_links, release_lock, replace_text, sync_directory
-from workers.checkpoint.checksums import FileEntry
 
 MANIFEST = "manifest.json"
 METADATA = ".metadata"
@@ -27,6 +26,21 @@ Shapes = Mapping[str, Mapping[str, list[int]]]
 """By part, the name and shape of every weight in the whole model, without padding of its vocabulary."""
 Buckets = Mapping[str, list[list[Any]]]
 """By optimizer and model-parallel rank, for each buffer its dtypes and the elements of its buckets."""
+
+_STEP = "global_step_{}"
+_LATEST = "latest"
+_LOCK = ".save.lock"
+_LINK = "iter_{:07d}"
+_LATEST_OF_MEGATRON_LM = "latest_checkpointed_iteration.txt"
+
+
+class FileEntry(TypedDict):
+    """A file of a checkpoint in its manifest."""
+
+    size: int
+    """[bytes] Its length."""
+    sha256: str
+    """Its SHA-256, in hexadecimal: the one that ``sha256sum`` prints."""
 
 
 class Manifest(TypedDict):
@@ -83,8 +97,8 @@ def read_manifest(checkpoint: Path) -> Manifest:
         raise _damaged(checkpoint, "its content has another SHA-256 than it states")
     for name, expected in _FIELDS.items():
         if name not in content or not expected(content[name]):
-            found = repr(content[name])[:100] if name in content else "missing"
-            raise _damaged(checkpoint, f"{name} is {found}")
+            value = repr(content[name])[:100] if name in content else "missing"
+            raise _damaged(checkpoint, f"{name} is {value}")
     if set(content["weights"]) != set(content["parts"]) - {"optimizer"}:
         reason = f"it has the parts {content['parts']!r:.100} and weights of {list(content['weights'])!r:.100}"
         raise _damaged(checkpoint, reason)
@@ -128,7 +142,7 @@ _FIELDS: dict[str, Callable[[Any], bool]] = {
     "distributed_optimizer": lambda value: isinstance(value, bool),
     "optimizer_buckets": lambda value: value is None or _are_buckets(value),
     "scheduler_steps": _is_count,
-    "counters": lambda value: isinstance(value, dict) and all(isinstance(each, int | str) for each in value.values()),
+    "counters": lambda value: isinstance(value, dict) and all(isinstance(count, int | str) for count in value.values()),
     "weights": _are_weights,
     "files": _are_files,
 }
@@ -142,13 +156,6 @@ def _checksum(manifest: Mapping[str, Any]) -> str:
 def _damaged(checkpoint: Path, reason: str) -> DataError:
     text = f"{MANIFEST} of the checkpoint {str(checkpoint)!r} is damaged: {reason}"
     return DataError(text, path=str(checkpoint / MANIFEST))
-
-
-_STEP = "global_step_{}"
-_LATEST = "latest"
-_LOCK = ".save.lock"
-_LINK = "iter_{:07d}"
-_LATEST_OF_MEGATRON_LM = "latest_checkpointed_iteration.txt"
 
 
 def checkpoint_path(root: Path, step: int) -> Path:
@@ -169,21 +176,22 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Path:
     """
     root = Path(path)
     pointer = root / _LATEST
-    found = root / _named_by(pointer) if pointer.is_file() else root
-    if not found.exists():
-        found = partial_path(found)  # complete, if a save of the same step was stopped between its two renames
-    if not (found / MANIFEST).is_file():
-        if (found / METADATA).is_file():
-            text = (
-                f"the checkpoint {str(found)!r} is damaged: it has no {MANIFEST}, with which a save ends; load another"
+    checkpoint = root / _named_by(pointer) if pointer.is_file() else root
+    if not checkpoint.exists():
+        checkpoint = partial_path(checkpoint)  # complete, if a save of the same step was stopped between its renames
+    if not (checkpoint / MANIFEST).is_file():
+        if (checkpoint / METADATA).is_file():
+            raise DataError(
+                f"the checkpoint {str(checkpoint)!r} is damaged: it has no {MANIFEST}, with which a save ends; load "
+                "another",
+                path=str(checkpoint / MANIFEST),
             )
-            raise DataError(text, path=str(found / MANIFEST))
         raise DataError(
             f"there is no checkpoint at {str(path)!r}: expected {MANIFEST}, a file {_LATEST!r} naming a directory that "
             "has one, or a distributed checkpoint of Megatron-LM",
             path=str(path),
         )
-    return found
+    return checkpoint
 
 
 def _named_by(pointer: Path) -> str:
@@ -265,8 +273,8 @@ def _step_of(checkpoint: Path) -> int:
 
 def _delete_old(target: Path, keep: int) -> None:
     """Delete the oldest steps but never ``target``, which is not the newest if an earlier run made more steps."""
-    found = map(_step_of, target.parent.glob(_STEP.format("[0-9]*")))
-    steps = sorted(step for step in found if checkpoint_path(target.parent, step) != target)
+    saved = map(_step_of, target.parent.glob(_STEP.format("[0-9]*")))
+    steps = sorted(step for step in saved if checkpoint_path(target.parent, step) != target)
     for step in steps[: max(len(steps) + 1 - keep, 0)]:
         delete_with_links(checkpoint_path(target.parent, step))
     for interrupted in target.parent.glob(f".{_STEP.format('[0-9]*')}.*"):

@@ -1,8 +1,13 @@
-"""Verify a checkpoint, and load it into a worker of any layout; of Megatron-LM's own checkpoints, the weights."""
+"""Load a checkpoint into a worker of any layout; of Megatron-LM's own checkpoints, the weights.
+
+``open_checkpoint`` finds it and verifies every file, ``check_checkpoint`` compares it with the models and the
+optimizer, and ``load_checkpoint`` changes them. Nothing has changed if one of the first two raises.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import logging
 import os
@@ -22,8 +27,7 @@ from torch.distributed.checkpoint import CheckpointException
 
 from mcontroller.errors import DataError
 from parallel_state.agreement import raise_on_every_rank
-from workers.checkpoint.checksums import verify_files
-from workers.checkpoint.directories import Manifest, Shapes, find_checkpoint, read_manifest
+from workers.checkpoint.directories import FileEntry, Manifest, Shapes, find_checkpoint, read_manifest
 from workers.checkpoint.megatron_lm import find_megatron_lm_checkpoint, megatron_lm_manifest
 from workers.checkpoint.optimizer_state import check_buckets, merge_optimizer_state
 from workers.checkpoint.state import RANDOM, is_adapted, layout_of, sharded_state, weight_prefix, weight_shapes
@@ -59,6 +63,67 @@ def _open(path: str | os.PathLike[str], vocab_size: int) -> tuple[Path, Manifest
         return of_megatron_lm, megatron_lm_manifest(of_megatron_lm, vocab_size)
     checkpoint = find_checkpoint(path)
     return checkpoint, read_manifest(checkpoint)
+
+
+def verify(checkpoint: Path, manifest: Manifest) -> None:
+    """Check all files of a checkpoint, each rank a part of them (a collective).
+
+    A checkpoint of Megatron-LM, which has no checksums, is checked for complete files and the types of its pickles.
+
+    Args:
+        checkpoint: its directory.
+        manifest: its manifest.
+
+    Raises:
+        DataError: on every rank, if a file is missing or damaged, or would run code; names the file.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    files = manifest["files"]
+    if not files and rank == 0:
+        _logger.warning("the checkpoint %r has no checksums: the content of its files is not verified", str(checkpoint))
+    largest_first = sorted(files, key=lambda name: (-files[name]["size"], name))
+
+    def verify_files() -> None:
+        for name in largest_first[rank::world_size]:
+            _verify_file(checkpoint, name, files[name])
+
+    def verify_types() -> None:
+        _verify_config(checkpoint)
+        read_common(checkpoint)
+        check_objects(checkpoint, read_metadata(checkpoint), rank, world_size)
+
+    raise_on_every_rank(verify_files)
+    raise_on_every_rank(verify_types)
+
+
+def _verify_file(checkpoint: Path, name: str, expected: FileEntry) -> None:
+    path, reason = checkpoint / name, ""
+    try:
+        size = path.stat().st_size
+        if size != expected["size"]:
+            reason = f"{name} has {size} bytes, expected {expected['size']}"
+        else:
+            with open(path, "rb") as file:
+                sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+            if sha256 != expected["sha256"]:
+                reason = f"the SHA-256 of {name} is {sha256}, expected {expected['sha256']}"
+    except OSError as error:
+        reason = f"{name} cannot be read: {error}"
+    if reason:
+        raise DataError(f"the checkpoint {str(checkpoint)!r} is damaged: {reason}", path=str(path), file=name)
+
+
+def _verify_config(checkpoint: Path) -> None:
+    """Check ``metadata.json``, by which Megatron chooses the reader."""
+    try:
+        content = json.loads((checkpoint / _CONFIG).read_text(encoding="utf-8"))
+        known = isinstance(content, dict) and content.get("sharded_backend") == "torch_dist"
+        reason = f"its content is {content!r:.200}, expected sharded_backend 'torch_dist'"
+    except (ValueError, RecursionError, OSError) as error:
+        known, reason = False, str(error)
+    if not known:
+        text = f"the checkpoint {str(checkpoint)!r} is damaged: {_CONFIG} cannot be read: {reason}"
+        raise DataError(text, path=str(checkpoint), file=_CONFIG)
 
 
 def check_checkpoint(
@@ -111,26 +176,69 @@ def check_checkpoint(
     return False
 
 
-def _check_base(own: Mapping[str, Any] | None, saved: Mapping[str, Any] | None, checkpoint: Path) -> None:
+def _check_base(base: Mapping[str, Any] | None, saved: Mapping[str, Any] | None, checkpoint: Path) -> None:
     """Raise DataError unless a checkpoint of adapters is loaded into adapters of the same base, or one of none."""
-    if own is None and saved is None:
+    if base is None and saved is None:
         return
     start = f"the checkpoint {str(checkpoint)!r} has "
-    if own is None or saved is None:
+    if base is None or saved is None:
         has, needs = ("the whole model", "adapters (model.lora)") if saved is None else ("adapters", "the whole model")
-        advice = "set model.lora as it was saved" if own is None else "export it, and set model.hf_path to the export"
+        advice = "set model.lora as it was saved" if base is None else "export it, and set model.hf_path to the export"
         raise DataError(f"{start}{has}, and this role needs {needs}: {advice}", path=str(checkpoint))
-    if own["sha256"] != saved["sha256"]:
+    if base["sha256"] != saved["sha256"]:
         raise DataError(
             f"{start}adapters of the base {saved['path']!r} with the SHA-256 {saved['sha256'][:16]}..., and "
-            f"model.hf_path={own['path']!r} has {own['sha256'][:16]}...: set model.hf_path to the same base",
+            f"model.hf_path={base['path']!r} has {base['sha256'][:16]}...: set model.hf_path to the same base",
             path=str(checkpoint),
         )
-    if own["scale"] != saved["scale"]:
+    if base["scale"] != saved["scale"]:
         raise DataError(
-            f"{start}adapters that are multiplied by {saved['scale']:g}, and model.lora says {own['scale']:g}: set "
+            f"{start}adapters that are multiplied by {saved['scale']:g}, and model.lora says {base['scale']:g}: set "
             "model.lora.alpha, rank and use_rslora as they were",
             path=str(checkpoint),
+        )
+
+
+def _check_weights(needed: Shapes, manifest: Manifest, sources: Mapping[str, str], checkpoint: Path) -> None:
+    for part, source in sources.items():
+        saved, shapes = manifest["weights"][source], needed[part]
+        missing = sorted(shapes.keys() - saved.keys())
+        unexpected = sorted(saved.keys() - shapes.keys())
+        differing = [
+            f"{name} is {saved[name]}, the model's is {shapes[name]}"
+            for name in sorted(shapes.keys() & saved.keys())
+            if saved[name] != shapes[name]
+        ]
+        if missing or unexpected or differing:
+            raise DataError(
+                f"the checkpoint {str(checkpoint)!r} does not match the {part}: missing weights {missing or 'none'}; "
+                f"unexpected {unexpected or 'none'}; of another shape {differing or 'none'}",
+                path=str(checkpoint),
+                missing=missing,
+                unexpected=unexpected,
+                differing=differing,
+            )
+
+
+def _check_optimizer(distributed: bool, manifest: Manifest, checkpoint: Path) -> None:
+    if "optimizer" not in manifest["parts"]:
+        steps = manifest["counters"].get("optimizer_steps", 0)
+        if steps:
+            raise DataError(
+                f"the checkpoint {str(checkpoint)!r} has no optimizer state, after {steps} steps of the optimizer: "
+                "training would go on with a new one. Load it into a role that is not trained, or train from its "
+                "weights: export_hf, and model.hf_path",
+                path=str(checkpoint),
+                optimizer_steps=steps,
+            )
+        return
+    if distributed != manifest["distributed_optimizer"]:
+        raise DataError(
+            f"the checkpoint {str(checkpoint)!r} was saved with optim.distributed_optimizer="
+            f"{manifest['distributed_optimizer']}, this run has {distributed}: Megatron cannot convert one into the "
+            f"other; set optim.distributed_optimizer={manifest['distributed_optimizer']}",
+            path=str(checkpoint),
+            distributed_optimizer=manifest["distributed_optimizer"],
         )
 
 
@@ -174,7 +282,7 @@ def load_checkpoint(
     state = sharded_state(loading, loading=True, sources=sources, in_buckets=in_buckets)
     if not same_layout:
         del state[RANDOM]
-    own = state.pop("optimizer", None)
+    optimizer = state.pop("optimizer", None)
     # Tensors are found by their own names. Under another key they stay apart from the optimizer's other state.
     kept = _take_absent_extra_states(state, sources, checkpoint)
     if without_head:
@@ -182,11 +290,13 @@ def load_checkpoint(
             if _HEAD in state[chunk]:
                 values[_HEAD] = state[chunk].pop(_HEAD).data
     replicas = training.context.pg.dp_cp
-    loaded = _read(state if own is None else state | {"tensors_of_optimizer": own}, checkpoint, replicas)
+    loaded = _read(state if optimizer is None else state | {"tensors_of_optimizer": optimizer}, checkpoint, replicas)
     for part, values in kept.items():
         loaded[part] |= values
     load_models(training, loaded, sources)
-    merged = None if own is None else merge_optimizer_state(loaded["tensors_of_optimizer"], own, loaded["optimizer"])
+    merged = None
+    if optimizer is not None:
+        merged = merge_optimizer_state(loaded["tensors_of_optimizer"], optimizer, loaded["optimizer"])
     load_optimizer(training, merged, 0 if without_head else manifest["scheduler_steps"])
     if same_layout:
         set_random_state(loaded[RANDOM])
@@ -267,84 +377,3 @@ def load_optimizer(training: TrainingState, state: Any, scheduler_steps: int) ->
         optimizer.load_state_dict(state)
     scheduler.num_steps = scheduler_steps
     scheduler.step(0)
-
-
-def _check_weights(needed: Shapes, manifest: Manifest, sources: Mapping[str, str], checkpoint: Path) -> None:
-    for part, source in sources.items():
-        saved, shapes = manifest["weights"][source], needed[part]
-        missing = sorted(shapes.keys() - saved.keys())
-        unexpected = sorted(saved.keys() - shapes.keys())
-        differing = [
-            f"{name} is {saved[name]}, the model's is {shapes[name]}"
-            for name in sorted(shapes.keys() & saved.keys())
-            if saved[name] != shapes[name]
-        ]
-        if missing or unexpected or differing:
-            raise DataError(
-                f"the checkpoint {str(checkpoint)!r} does not match the {part}: missing weights {missing or 'none'}; "
-                f"unexpected {unexpected or 'none'}; of another shape {differing or 'none'}",
-                path=str(checkpoint),
-                missing=missing,
-                unexpected=unexpected,
-                differing=differing,
-            )
-
-
-def _check_optimizer(distributed: bool, manifest: Manifest, checkpoint: Path) -> None:
-    if "optimizer" not in manifest["parts"]:
-        steps = manifest["counters"].get("optimizer_steps", 0)
-        if steps:
-            raise DataError(
-                f"the checkpoint {str(checkpoint)!r} has no optimizer state, after {steps} steps of the optimizer: "
-                "training would go on with a new one. Load it into a role that is not trained, or train from its "
-                "weights: export_hf, and model.hf_path",
-                path=str(checkpoint),
-                optimizer_steps=steps,
-            )
-        return
-    if distributed != manifest["distributed_optimizer"]:
-        raise DataError(
-            f"the checkpoint {str(checkpoint)!r} was saved with optim.distributed_optimizer="
-            f"{manifest['distributed_optimizer']}, this run has {distributed}: Megatron cannot convert one into the "
-            f"other; set optim.distributed_optimizer={manifest['distributed_optimizer']}",
-            path=str(checkpoint),
-            distributed_optimizer=manifest["distributed_optimizer"],
-        )
-
-
-def verify(checkpoint: Path, manifest: Manifest) -> None:
-    """Check all files of a checkpoint, each rank a part of the content (a collective).
-
-    A checkpoint of Megatron-LM, which has no checksums, is checked for complete files and the types of its pickles.
-
-    Args:
-        checkpoint: its directory.
-        manifest: its manifest.
-
-    Raises:
-        DataError: on every rank, if a file is missing or damaged, or would run code; names the file.
-    """
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    if not manifest["files"] and rank == 0:
-        _logger.warning("the checkpoint %r has no checksums: the content of its files is not verified", str(checkpoint))
-    verify_files(checkpoint, manifest["files"], rank, world_size)
-    raise_on_every_rank(lambda: _check_types(checkpoint, rank, world_size))
-
-
-def _check_types(checkpoint: Path, rank: int, world_size: int) -> None:
-    _check_config(checkpoint)
-    read_common(checkpoint)
-    check_objects(checkpoint, read_metadata(checkpoint), rank, world_size)
-
-
-def _check_config(checkpoint: Path) -> None:
-    """Check ``metadata.json``, by which Megatron chooses the reader."""
-    try:
-        content = json.loads((checkpoint / _CONFIG).read_text(encoding="utf-8"))
-        known = isinstance(content, dict) and content.get("sharded_backend") == "torch_dist"
-        reason = f"its content is {content!r:.200}, expected sharded_backend 'torch_dist'"
-    except (ValueError, RecursionError, OSError) as error:
-        known, reason = False, str(error)
-    if not known:
-        text = f"the checkpoint {str(checkpoint)!r} is damaged: {_CONFIG} cannot be read: {reason}"
-        raise DataError(text, path=str(checkpoint), file=_CONFIG)

@@ -26,16 +26,16 @@ def find_megatron_lm_checkpoint(root: Path) -> Path | None:
         DataError: if the file that names the latest one is damaged, or the description of the checkpoint is.
     """
     pointer = root / _LATEST
-    found = root
+    checkpoint = root
     if pointer.is_file():
         latest = pointer.read_bytes()[:200].decode(errors="replace").strip()
         if latest != "release" and not latest.isdecimal():
             raise DataError(f"{str(pointer)!r} contains {latest!r}, expected a number or 'release'", path=str(root))
-        found = root / (latest if latest == "release" else f"iter_{int(latest):07d}")
-    if not (found / METADATA).is_file() or (found / MANIFEST).is_file():
+        checkpoint = root / (latest if latest == "release" else f"iter_{int(latest):07d}")
+    if not (checkpoint / METADATA).is_file() or (checkpoint / MANIFEST).is_file():
         return None
-    names = read_metadata(found).state_dict_metadata
-    return None if any(name.startswith(f"{RANDOM}/") for name in names) else found  # ours has lost its manifest
+    names = read_metadata(checkpoint).state_dict_metadata
+    return None if any(name.startswith(f"{RANDOM}/") for name in names) else checkpoint  # ours has lost its manifest
 
 
 def megatron_lm_manifest(checkpoint: Path, vocab_size: int) -> Manifest:
@@ -46,7 +46,7 @@ def megatron_lm_manifest(checkpoint: Path, vocab_size: int) -> Manifest:
         vocab_size: of the model that reads it; the padding of the vocabulary is not counted in the shapes.
     """
     described = read_metadata(checkpoint).state_dict_metadata
-    tensors = {name: each for name, each in described.items() if isinstance(each, TensorStorageMetadata)}
+    tensors = {name: tensor for name, tensor in described.items() if isinstance(tensor, TensorStorageMetadata)}
     weights = {name: list(tensor.size) for name, tensor in tensors.items() if "optimizer." not in name}
     for name in _OVER_VOCABULARY:
         if name in weights:

@@ -17,9 +17,9 @@ from torch import Tensor
 from mcontroller.errors import DataError
 from workers.checkpoint.load import load_models, load_optimizer
 from workers.checkpoint.optimizer_state import buckets_to_save
+from workers.checkpoint.save import without_crc32
 from workers.checkpoint.state import sharded_state
 from workers.checkpoint.unpickle import known_types
-from workers.checkpoint.writer import without_crc32
 from workers.train.state import TrainingState, set_random_state
 
 
@@ -51,7 +51,7 @@ def save_state(training: TrainingState, file: str | IO[bytes]) -> None:
     if steps == 0:
         training = dataclasses.replace(training, optimizer=None)
     in_buckets = training.optimizer is not None and buckets_to_save(training.optimizer) is not None
-    state = dict_list_map_outplace(_own, sharded_state(training, loading=False, in_buckets=in_buckets))
+    state = dict_list_map_outplace(_local_value, sharded_state(training, loading=False, in_buckets=in_buckets))
     content = RankFileContent(
         state=state,
         in_buckets=in_buckets,
@@ -64,7 +64,7 @@ def save_state(training: TrainingState, file: str | IO[bytes]) -> None:
         torch.save(content, file)
 
 
-def _own(value: Any) -> Any:
+def _local_value(value: Any) -> Any:
     if isinstance(value, ShardedBase):
         value = value.data
     if isinstance(value, LocalNonpersistentObject):

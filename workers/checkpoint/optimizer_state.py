@@ -63,18 +63,18 @@ def check_buckets(
     differing = [f"{axis} is {layout[axis]}, saved with {size}" for axis, size in axes.items() if layout[axis] != size]
 
     def check() -> None:
-        found = differing or [
+        reasons = differing or [
             f"the buckets of {name} are {buffers}, saved as {saved.get(name)}"
             for name, buffers in _buckets(optimizer).items()
             if saved.get(name) != buffers
         ]
-        if found:
+        if reasons:
             raise DataError(
                 f"the optimizer of the checkpoint {str(checkpoint)!r} was saved in buckets (save_checkpoint with "
-                f"reshardable=False), and cannot be loaded into others: {'; '.join(found):.500}. Load it with the axes "
-                "it was saved with, and save it with reshardable=True, or with trainer.save_reshardable=true",
+                f"reshardable=False), and cannot be loaded into others: {'; '.join(reasons):.500}. Load it with the "
+                "axes it was saved with, and save it with reshardable=True, or with trainer.save_reshardable=true",
                 path=str(checkpoint),
-                differing=found,
+                differing=reasons,
             )
 
     raise_on_every_rank(check)
@@ -97,32 +97,38 @@ def _buckets(optimizer: MegatronOptimizer) -> dict[str, list[list[Any]]]:
     }
 
 
-def merge_optimizer_state(tensors: dict[Any, Any], own: Mapping[Any, Any], saved: Mapping[Any, Any]) -> dict[Any, Any]:
+def merge_optimizer_state(
+    tensors: dict[Any, Any], sharded: Mapping[Any, Any], saved: Mapping[Any, Any]
+) -> dict[Any, Any]:
     """Return the argument for ``load_state_dict`` of this rank's optimizer.
 
     Args:
-        tensors: the loaded tensors, in the structure of ``own``.
-        own: the optimizer's sharded state before loading.
+        tensors: the loaded tensors, in the structure of ``sharded``.
+        sharded: the optimizer's sharded state before loading.
         saved: the checkpoint's state that is not in tensors, in the parts of the optimizer that was saved.
     """
-    if 0 in own:  # chained
-        return {part: merge_optimizer_state(tensors.get(part, {}), own[part], saved) for part in own}
-    if isinstance(own.get("optimizer"), ShardedObject):  # saved in buckets: the rest of the state is an object too
-        objects = {name: value for name, value in own.items() if isinstance(value, ShardedObject)}
+    if 0 in sharded:  # chained
+        return {part: merge_optimizer_state(tensors.get(part, {}), sharded[part], saved) for part in sharded}
+    if isinstance(sharded.get("optimizer"), ShardedObject):  # saved in buckets: the rest of the state is an object too
+        objects = {name: value for name, value in sharded.items() if isinstance(value, ShardedObject)}
         saved = {name: tensors[name] for name in objects}
         tensors = {name: value for name, value in tensors.items() if name not in objects}
-        own = {**own, **{name: value.data for name, value in objects.items()}}
-    if "optimizer" in own:
-        state = dict(tensors, optimizer=merge_optimizer_state(tensors.get("optimizer", {}), own["optimizer"], saved))
-        if "grad_scaler" in own:
-            state["grad_scaler"] = _first(saved, "grad_scaler") or own["grad_scaler"]
-        if "param_state_sharding_type" in own:
-            state["param_state_sharding_type"] = own["param_state_sharding_type"]
+        sharded = {**sharded, **{name: value.data for name, value in objects.items()}}
+    if "optimizer" in sharded:
+        state = dict(
+            tensors, optimizer=merge_optimizer_state(tensors.get("optimizer", {}), sharded["optimizer"], saved)
+        )
+        if "grad_scaler" in sharded:
+            state["grad_scaler"] = _first(saved, "grad_scaler") or sharded["grad_scaler"]
+        if "param_state_sharding_type" in sharded:
+            state["param_state_sharding_type"] = sharded["param_state_sharding_type"]
         return state
-    loaded_groups = tensors.get("param_groups", [{} for _ in own["param_groups"]])
+    loaded_groups = tensors.get("param_groups", [{} for _ in sharded["param_groups"]])
     step, common_step = _first(saved, "step"), _first(saved, "common_step")
-    steps = {} if step is None else {"step": step}  # of fused optimizers; torch's own have it for every parameter
-    groups = [group | loaded | steps for group, loaded in zip(own["param_groups"], loaded_groups, strict=True)]
+    steps = (
+        {} if step is None else {"step": step}
+    )  # of fused optimizers; torch's optimizers have it for every parameter
+    groups = [group | loaded | steps for group, loaded in zip(sharded["param_groups"], loaded_groups, strict=True)]
     state = dict(tensors, param_groups=groups)
     if common_step is not None:
         state["state"] = dict(tensors["state"], common_step=common_step)
@@ -134,4 +140,4 @@ def _first(saved: Any, key: str) -> Any:
     if isinstance(saved, Mapping) and key in saved:
         return saved[key]
     inner = saved.values() if isinstance(saved, Mapping) else saved if isinstance(saved, list) else ()
-    return next((found for each in inner if (found := _first(each, key)) is not None), None)
+    return next((value for nested in inner if (value := _first(nested, key)) is not None), None)

@@ -42,7 +42,8 @@ def make_run(tmp_path: Path, config_file: Path) -> MakeRun:  # noqa: F811
 
 def save(checkpoints: Path, step: int) -> None:
     checkpoints.mkdir(parents=True, exist_ok=True)
-    write_record(checkpoints, RunRecord(SavedStep(step, 0.0, {"actor": f"actor/global_step_{step}"})))
+    saved = SavedStep(global_steps=step, kl_coef=0.0, groups={"actor": f"actor/global_step_{step}"})
+    write_record(checkpoints, RunRecord(saved))
 
 
 @pytest.mark.parametrize("place", ["checkpoints", "saves/all", "../saves", "ELSEWHERE"])

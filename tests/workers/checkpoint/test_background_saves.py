@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +10,6 @@ import torch
 
 from tests.ranks import run_ranks
 from tests.workers.roles import actor, critic, experience, largest_difference, own_shard, weights
-from workers.checkpoint import write_from_memory
 
 ROWS = 8
 
@@ -72,23 +66,3 @@ def changed_while_saving(path: str) -> dict[str, Any]:
 def test_checkpoint_has_the_weights_at_the_start_of_the_save(tmp_path: Path) -> None:
     result = run_ranks(changed_while_saving, 1, str(tmp_path))[0]
     assert largest_difference(result["saved"], result["loaded"]) == 0
-
-
-def written_from_memory(content: bytes, path: Path) -> Any:
-    memory = os.memfd_create("file")
-    os.write(memory, content)
-    command = [sys.executable, "-I", "-S", write_from_memory.__file__]
-    asked = json.dumps([[memory, str(path)]])
-    ran = subprocess.run(
-        command, input=asked, capture_output=True, text=True, pass_fds=[memory], timeout=30, check=True
-    )
-    os.close(memory)
-    return json.loads(ran.stdout)
-
-
-@pytest.mark.processes
-def test_process_that_writes_reports_length_and_checksum_or_the_cause(tmp_path: Path) -> None:
-    content = os.urandom((1 << 22) + 5)
-    assert written_from_memory(content, tmp_path / "a") == [[len(content), hashlib.sha256(content).hexdigest()]]
-    assert (tmp_path / "a").read_bytes() == content
-    assert "No such file or directory" in written_from_memory(content, tmp_path / "missing" / "a")

@@ -148,18 +148,20 @@ def test_of_one_pair_of_ranks_the_order_is_the_same_on_both_sides() -> None:
 
 def test_another_model_is_rejected_with_the_names() -> None:
     head = LocalTensor("head", (8, 4), "float32", 4)
-    with pytest.raises(DataError, match=r"the source lacks \['head'\]") as caught:
+    with pytest.raises(DataError) as caught:
         schedule_resharding(cut(16, 2, 2), [[*held, head] for held in cut(18, 2, 2)], 64)
     assert caught.value.missing == ["head"]  # type: ignore[attr-defined]
     assert caught.value.differing == ["weight is (16, 4), the target's is (18, 4)"]  # type: ignore[attr-defined]
 
 
 def test_a_part_that_no_rank_has_is_rejected_with_its_name() -> None:
-    with pytest.raises(DataError, match=r"weight: rank 0 needs indices 0 to 16 of dim 0; .* has index 8"):
+    with pytest.raises(DataError) as caught:
         schedule_resharding([*cut(16, 2, 2)[:1], []], cut(16, 2, 1), 64)
+    assert caught.value.name == "weight"  # type: ignore[attr-defined]
 
 
 def test_a_tensor_divided_along_two_dims_is_rejected_with_its_name() -> None:
     across = [[LocalTensor("weight", (16, 4), "float32", 4, 1, (Span(0, 4, 0),))]] * 2
-    with pytest.raises(DataError, match=r"weight is divided along dims \[0, 1\]"):
+    with pytest.raises(DataError) as caught:
         schedule_resharding(cut(16, 2, 2), across, 64)
+    assert caught.value.name == "weight"  # type: ignore[attr-defined]
