@@ -235,7 +235,8 @@ class RayExecutor:
                 if processes.is_idle(timeout):
                     nothing = dict.fromkeys(range(self.world_size), Arguments())
                     of_process = RayExecutor(processes, processes.name, of_process=True)
-                    call = of_process.submit("before_shutdown", nothing, (), timeout=timeout)
+                    with contextlib.suppress(GroupBroken, WorkerDied):  # it broke since the look
+                        call = of_process.submit("before_shutdown", nothing, (), timeout=timeout)
             if call is not None:
                 for keeping in tuple(processes.supervision.keeping):
                     _read_before_end(keeping, call)
