@@ -235,7 +235,8 @@ class RayExecutor:
                 if processes.is_idle(timeout):
                     nothing = dict.fromkeys(range(self.world_size), Arguments())
                     of_process = RayExecutor(processes, processes.name, of_process=True)
-                    call = of_process.submit("before_shutdown", nothing, (), timeout=timeout)
+                    with contextlib.suppress(GroupBroken, WorkerDied):  # it broke since the look
+                        call = of_process.submit("before_shutdown", nothing, (), timeout=timeout)
             if call is not None:
                 for keeping in tuple(processes.supervision.keeping):
                     _read_before_end(keeping, call)
@@ -295,7 +296,6 @@ class GroupProcesses:
         sending: held while a call is sent, so that all ranks get the calls of several threads in one order.
         numbers: the numbers of calls.
         order: assigns the places of calls, if this controller is the only one.
-        before: the processes that these have replaced, which know why their values are lost.
     """
 
     def __init__(self, name: str, handles: ProcessHandles, *, detached: bool = False) -> None:
@@ -305,7 +305,6 @@ class GroupProcesses:
         self.sending = threading.RLock()
         self.numbers = itertools.count()
         self.order = CallOrder()
-        self.before: GroupProcesses | None = None
         itself = weakref.proxy(self)  # the hub must not keep an unused group from being garbage-collected
         self.hub = Hub(
             uuid.uuid4().hex.encode(),
@@ -388,8 +387,8 @@ class GroupProcesses:
             self.handles.enter(GroupState.BROKEN)
             raise
         self.handles.enter(GroupState.ENDED)
-        self.handles.cause = cause
-        after.before = self
+        self.handles.cause, self.handles.hub = cause, None
+        after.supervision.earlier = [*self.supervision.earlier, self.handles]
         after.supervision.coordinates = self.supervision.coordinates
         for executor in list(self.executors):
             executor.processes = after

@@ -8,15 +8,10 @@ for answers. One sleeps until something happens: a process that this one can see
 reports the end of one, or a connection is lost. The other asks every process regularly whether it answers, and finds
 out about those that do not: they are stopped, or in native code that holds the interpreter, or their node is silent.
 
-The states, and what follows them:
+The states of a group are in ``process_handles``; those of a call and of a connection, and what follows them:
 
 | of | state | next |
 |---|---|---|
-| a group | starting | ready; broken or ended, if the start fails |
-| | ready | busy with a call; broken by a process that ends; ended by ``shutdown`` |
-| | busy | ready with the last answer; broken by a failure; ended |
-| | broken | restarting |
-| | restarting | ended, replaced by a group that is ready; broken, if the start fails |
 | a call | sent | running with the first answer; failed; cancelled |
 | | running | answered with the last one; failed; cancelled |
 | a connection | established | lost |
@@ -247,6 +242,7 @@ class Supervision:
         calls: the calls in flight, by number.
         keeping: calls whose values the processes keep, as long as the calls exist.
         failures: the call, the rank and the error of each failure whose cause is looked for.
+        earlier: the processes that these have replaced, with the failures that explain why their values are lost.
     """
 
     def __init__(self, name: str, handles: ProcessHandles, hub: Hub, *, detached: bool) -> None:
@@ -255,6 +251,7 @@ class Supervision:
         self.calls: dict[int, SentCall] = {}
         self.keeping: weakref.WeakSet[Any] = weakref.WeakSet()
         self.failures: list[tuple[SentCall | None, int, BaseException]] = []
+        self.earlier: list[ProcessHandles] = []
         self._connections: dict[int, tuple[Connection, float]] = {}  # and since when it was lost
         self._connections_lock = threading.Lock()  # changes come with the hub's lock; the watch reports without it
         self._raises_cause = False  # whether the next call raises the cause, because none was in flight
@@ -529,6 +526,9 @@ class Supervision:
 
     def error_for(self, actor: str) -> GroupError | None:
         """Return the error that ended the process with Ray's id ``actor``; None for a process of another group."""
+        for replaced in self.earlier:
+            if actor in replaced.actor_ids:
+                return replaced.cause
         if actor not in self.handles.actor_ids or not self.handles.reachable:
             return None
         if self.handles.cause is None and not self.handles.ended:

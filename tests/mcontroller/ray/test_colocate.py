@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from mcontroller.errors import ConfigError, WorkerError
+from mcontroller.errors import ConfigError, GroupBroken, WorkerError
 from mcontroller.ray import (
     MegatronRayWorkerGroup,
     RayClassWithInitArgs,
@@ -73,7 +73,7 @@ def test_roles_that_are_not_fused_are_no_attributes(pool: RayResourcePool) -> No
         with pytest.raises(WorkerError) as caught:
             group.spawn({"critic"})["critic"].through_the_wall("reward")
         assert caught.value.role == "critic" and caught.value.cause.startswith("KeyError")
-        with pytest.raises(AttributeError):
+        with pytest.raises(GroupBroken):
             group.actor.get()
 
 

@@ -28,7 +28,7 @@ def held() -> int:
 @pytest.mark.parametrize(
     ("sizes", "slots"), [([], 1), ([1.5], 1), ([True], 1), ([2, 0], 1), (4, 1), ([2], 1.5), ([2], "2"), ([2], None)]
 )
-def test_pools_without_processes_and_counts_that_are_not_positive_integers_are_rejected(sizes: Any, slots: Any) -> None:
+def test_counts_that_are_not_positive_integers_are_rejected(sizes: Any, slots: Any) -> None:
     with pytest.raises(ResourceError):
         RayResourcePool(sizes, use_gpu=False, max_colocate_count=slots)
 
