@@ -118,8 +118,8 @@ class _Step:
         before = self.places[group]
         if len(before) == len(places):
             return [[self.file(group, rank) for rank in range(len(places))]]
-        same = [[rank for rank, each in enumerate(before) if each == place] for place in places]
-        own = [sum(each == place for each in places[:rank]) for rank, place in enumerate(places)]
+        same = [[rank for rank, other in enumerate(before) if other == place] for place in places]
+        own = [sum(other == place for other in places[:rank]) for rank, place in enumerate(places)]
         return [
             [
                 self.file(group, ranks[(own[rank] + choice) % len(ranks)]) if choice < len(ranks) else None
@@ -136,8 +136,8 @@ class _Step:
         return [
             self.file(group, rank)
             for group, nodes in self.nodes.items()
-            for rank, each in enumerate(nodes)
-            if node in (None, each)
+            for rank, rank_node in enumerate(nodes)
+            if node in (None, rank_node)
         ]
 
 
@@ -189,8 +189,8 @@ class MemoryCheckpoints:
         """
         self._finish_copies()
         self._free_others(self._steps[-1:])
-        nodes = {name: _nodes_of(each) for name, each in groups.items()}
-        places = {name: _places_of(each) for name, each in groups.items()}
+        nodes = {name: _nodes_of(group) for name, group in groups.items()}
+        places = {name: _places_of(group) for name, group in groups.items()}
         step = _Step(state.global_steps, pickle.dumps(state), nodes, places)
         paths: dict[str, str] = {}
         try:
@@ -290,9 +290,9 @@ class MemoryCheckpoints:
     def _finish_copies(self) -> None:
         """Wait until the files of the last step are hashed and copied."""
         copying, self._copying = self._copying, []
-        for each in copying:
+        for copy in copying:
             with _warning_of_copies():
-                self._value(each)
+                self._value(copy)
 
     def _free_others(self, steps: Sequence[_Step]) -> None:
         self._steps = list(steps)
@@ -347,7 +347,9 @@ def _nodes_of(group: WorkerGroup[Any]) -> list[str]:
 def _places_of(group: WorkerGroup[Any]) -> list[tuple[Any, ...]]:
     """Return the place of every rank in its data-parallel replica: its other coordinates."""
     ranks = map(group.topology.coordinates, range(group.world_size))
-    return [tuple(sorted(each for each in rank.items() if each[0] not in OF_REPLICAS)) for rank in ranks]
+    return [
+        tuple(sorted(coordinate for coordinate in rank.items() if coordinate[0] not in OF_REPLICAS)) for rank in ranks
+    ]
 
 
 def _other_nodes(nodes: Sequence[str], lost: Collection[str]) -> list[str]:
