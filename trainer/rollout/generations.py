@@ -258,13 +258,13 @@ class AsynchronousGenerations(Generations):
             oldest = self._version + later - self._ahead
             missing = sum(group.version <= oldest for group in groups) - later * size - len(chosen)
             if missing > 0:
-                taken = {*chosen}
-                old = [group for group in complete if group.version <= oldest and group not in taken]
+                chosen_before = {*chosen}
+                old = [group for group in complete if group.version <= oldest and group not in chosen_before]
                 if len(old) < missing:
                     return None
                 chosen += old[:missing]
-        taken = {*chosen}
-        chosen += [group for group in complete if group not in taken][: size - len(chosen)]
+        chosen_before = {*chosen}
+        chosen += [group for group in complete if group not in chosen_before][: size - len(chosen)]
         return sorted(chosen, key=lambda group: group.number) if len(chosen) == size else None
 
     def _batch(self, chosen: Sequence[Group]) -> GeneratedBatch:
@@ -579,10 +579,11 @@ class AsynchronousGenerations(Generations):
             self._connect_slices()
         begun: list[Unfinished] = []
         for batch in saved if mine else ():
-            drawn, (number, row, *_) = problems(batch.number), columns(batch.responses, STATE)[0][0].tolist()
+            batch_problems = problems(batch.number)
+            number, row, *_ = columns(batch.responses, STATE)[0][0].tolist()
             self._next_uid = number - row
-            self._numbered(drawn)
-            groups, of_batch = restored_groups(batch, drawn, self._n, has_prompts=self._episodes is None)
+            self._numbered(batch_problems)
+            groups, of_batch = restored_groups(batch, batch_problems, self._n, has_prompts=self._episodes is None)
             self._groups |= {group.number: group for group in groups}
             begun += of_batch
         self._groups = dict(sorted(self._groups.items()))

@@ -323,10 +323,10 @@ class TrajectoryRollout:
         with self._lock:
             for submitted in ended:
                 self._live.pop(submitted, None)
-        taken = [submitted for submitted in ended if submitted.set_running_or_notify_cancel()]
-        for submitted in taken:
+        completed = [submitted for submitted in ended if submitted.set_running_or_notify_cancel()]
+        for submitted in completed:
             submitted.set_result(submitted.trajectory)
-        return taken
+        return completed
 
     def postpone(self, some: Sequence[Submitted]) -> None:
         """Continue these trajectories after all others in flight."""
