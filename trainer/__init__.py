@@ -54,10 +54,10 @@ if TYPE_CHECKING:
     from trainer.kl import FixedKLController as FixedKLController
     from trainer.kl import KLControlConfig as KLControlConfig
     from trainer.kl import apply_kl_penalty as apply_kl_penalty
+    from trainer.lifecycle import restart_rollout as restart_rollout
     from trainer.loop import RayPPOTrainer as RayPPOTrainer
     from trainer.mismatch import importance_weights as importance_weights
     from trainer.mismatch import mismatch_metrics as mismatch_metrics
-    from trainer.restartable import restart_rollout as restart_rollout
     from trainer.rewards.config import RewardFunctionConfig as RewardFunctionConfig
     from trainer.rewards.config import RewardsConfig as RewardsConfig
     from trainer.rewards.configured import FunctionRewards as FunctionRewards

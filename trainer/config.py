@@ -220,10 +220,10 @@ class AlgorithmConfig:
             reason = f"without a KL in the reward ({chosen}): set algorithm.use_kl_in_reward=true, or kl_loss_type and "
             reason += "kl_loss_coef of actor_rollout_ref for a KL in the loss"
             check_unused(self, ("kl_penalty", "kl_ctrl", "kl_clip"), "algorithm.", reason)
-        unread = [name for name in ("gamma", "lam") if name not in estimator.reads]
+        unused = [name for name in ("gamma", "lam") if name not in estimator.reads]
         if self.kl_in_reward:
-            unread = [name for name in unread if name != "gamma"]  # it discounts the penalty
-        check_unused(self, unread, "algorithm.", chosen)
+            unused = [name for name in unused if name != "gamma"]  # it discounts the penalty
+        check_unused(self, unused, "algorithm.", chosen)
 
     @property
     def kl_in_reward(self) -> bool:

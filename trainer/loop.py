@@ -3,33 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping
 
 from mcontroller.data.batch import DataProto
 from mcontroller.data.meta import united
 from mcontroller.errors import ConfigError, MControllerError
-from mcontroller.group import WorkerGroup
-from mcontroller.ray.resource_pool import ResourcePoolManager
-from mcontroller.ray.worker_group import MegatronRayWorkerGroup
 from mcontroller.trace.recorder import span
 from trainer.columns import tokens_of
-from trainer.config import PPOConfig
-from trainer.data.stream import BatchStream, Dataset, check_rows
-from trainer.data.tokenizers import Tokenizer, stop_tokens
-from trainer.display import Callback, Display, FailSafeDisplay
+from trainer.data.stream import BatchStream
+from trainer.data.tokenizers import stop_tokens
+from trainer.lifecycle import RunLifecycle
 from trainer.metrics import Metrics, of_ranks
 from trainer.mismatch import MISMATCH_METRICS
-from trainer.restartable import RestartableRun
-from trainer.rewards.reward import CombineRewards, Reward, RewardFunction, RewardSources
-from trainer.roles import Role, check_generates_alone, check_reference_sync, check_roles
-from trainer.rollout.generation import RolloutFunction
-from trainer.saving.checkpoints import Stateful
-from trainer.saving.run_record import read_record
+from trainer.rewards.reward import Reward
 from trainer.summary import experience_metrics, sample_tokens
-from trainer.trackers import TRAIN, JsonlTracker, Tracker
-from trainer.validation import Evaluation, check_validation, evaluations_by_prefix, validate
+from trainer.trackers import TRAIN, JsonlTracker
+from trainer.validation import validate
 
 WARM_UP = "warm_up"
 """The phase of the supervised steps, for trackers."""
@@ -37,7 +26,7 @@ SAMPLES_PER_STEP = 16
 """Rows of the table of samples that trackers log at every step."""
 
 
-class RayPPOTrainer(RestartableRun):
+class RayPPOTrainer(RunLifecycle):
     """PPO over groups of workers, from one process.
 
     Args:
@@ -69,57 +58,6 @@ class RayPPOTrainer(RestartableRun):
         ConfigError: roles, configurations and data sets do not fit together; raised before any process starts.
         DataError: a data set has fewer rows than a batch, or there is no checkpoint to resume from.
     """
-
-    def __init__(
-        self,
-        config: PPOConfig,
-        tokenizer: Tokenizer,
-        role_worker_mapping: Mapping[Role, Any],
-        resource_pool_manager: ResourcePoolManager,
-        ray_worker_group_cls: Callable[..., WorkerGroup] = MegatronRayWorkerGroup,
-        reward_fn: RewardFunction | None = None,
-        val_reward_fn: RewardFunction | None = None,
-        train_dataset: Dataset | None = None,
-        val_dataset: Dataset | None = None,
-        *,
-        evaluations: Mapping[str, Evaluation] | None = None,
-        warm_up_dataset: Dataset | None = None,
-        combine_rewards: CombineRewards | None = None,
-        rollout_fn: RolloutFunction | None = None,
-        stateful: Mapping[str, Stateful] | None = None,
-        trackers: Sequence[Tracker] = (),
-        callbacks: Sequence[Callback] = (),
-        display: Display | None = None,
-    ) -> None:
-        check_roles(config, role_worker_mapping, resource_pool_manager)
-        check_reference_sync(config, role_worker_mapping)
-        check_generates_alone(config, role_worker_mapping, resource_pool_manager, rollout_fn)
-        if train_dataset is None:
-            raise ConfigError("RayPPOTrainer needs a train_dataset", key="train_dataset")
-        rewards = RewardSources(reward_fn, val_reward_fn, Role.RewardModel in role_worker_mapping, combine_rewards)
-        if config.warm_up.steps and warm_up_dataset is None:
-            raise ConfigError(f"warm_up.steps is {config.warm_up.steps}, but warm_up_dataset is None", key="warm_up")
-        if config.trainer.resume:
-            read_record(Path(config.trainer.default_local_dir))
-        check_rows(train_dataset=train_dataset)
-        check_validation(config, is_validated=val_dataset is not None or bool(evaluations))
-        self.evaluations = evaluations_by_prefix(val_dataset, evaluations or {}, config.validation)
-        self.warm_up_dataset = warm_up_dataset
-        self.tokenizer_files: str | None = None  # the directory for an export; None: the one of model.hf_path
-        super().__init__(
-            config,
-            tokenizer,
-            role_worker_mapping,
-            resource_pool_manager,
-            ray_worker_group_cls,
-            rewards,
-            rollout_fn,
-            BatchStream(train_dataset, config.data.train_batch_size, config.data.seed),
-            stateful=stateful or {},
-            trackers=trackers,
-            callbacks=callbacks,
-            display=FailSafeDisplay(display or Display()),
-        )
 
     def fit(self) -> None:
         """Run the warm-up and then PPO, with validation and checkpoints as configured.

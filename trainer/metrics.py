@@ -121,9 +121,9 @@ def name_conflict(names: Collection[str], reserved: Iterable[str] = ()) -> tuple
         names: of the columns; each is reported as its mean, and as ``<name>_std``.
         reserved: names that something else has, besides ``RESERVED``.
     """
-    taken = RESERVED | {*reserved}
+    reserved_names = RESERVED | {*reserved}
     for name in names:
-        if name in taken or f"{name}_std" in taken or _RESERVED_OF_SAMPLES.fullmatch(name):
+        if name in reserved_names or f"{name}_std" in reserved_names or _RESERVED_OF_SAMPLES.fullmatch(name):
             return name, "the trainer"
         if name.removesuffix("_std") != name and name.removesuffix("_std") in names:
             return name, f"the standard deviation of {name.removesuffix('_std')!r}"

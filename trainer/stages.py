@@ -181,7 +181,7 @@ class OverlappingStages:
         """
         stage = StageCall(self, name, method, arguments)
         self._waiting.append(stage)
-        self._take_ended([each for each in self._running if each.ended(0.0)])
+        self._take_ended([running for running in self._running if running.ended(0.0)])
         return stage
 
     def start_all(self) -> None:

@@ -241,7 +241,7 @@ class PPOStep:
             scores = call.get()
         start.start_all()
         with self.stages("held-out" if held_out else "reward"):
-            visible = self.rewards.seen(batch, held_out=held_out)
+            visible = self.rewards.visible(batch, held_out=held_out)
             reward = self.rewards.of(visible.union(problems).union(scores), held_out=held_out, started=started)
             if FAILED in batch.tensor_names:
                 without_score = columns(batch, FAILED)[0] | reward.row_scores().isnan()

@@ -55,9 +55,11 @@ def evaluations_by_prefix(
     Raises:
         DataError: the first row of a data set lacks the tensors that prompts need.
     """
-    check_rows(val_dataset=held_out, **{f"evaluations[{name!r}]": each.problems for name, each in others.items()})
+    check_rows(
+        val_dataset=held_out, **{f"evaluations[{name!r}]": evaluation.problems for name, evaluation in others.items()}
+    )
     first = {} if held_out is None else {HELD_OUT: Evaluation(held_out, sampling)}
-    return first | {f"{HELD_OUT}/{name}": each for name, each in others.items()}
+    return first | {f"{HELD_OUT}/{name}": evaluation for name, evaluation in others.items()}
 
 
 def validate(step: PPOStep, evaluations: Mapping[str, Evaluation]) -> dict[str, float]:

@@ -67,10 +67,14 @@ class LoadedFunction:
                 key=f"{key}.function",
             )
         parameters = inspect.signature(self.function).parameters.values()
-        self.takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
-        self.names = {each.name for each in parameters}
-        named = [each for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
-        self.required = tuple(each.name for each in named if each.default is each.empty)
+        self.takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+        self.names = {parameter.name for parameter in parameters}
+        named = [
+            parameter
+            for parameter in parameters
+            if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        ]
+        self.required = tuple(parameter.name for parameter in named if parameter.default is parameter.empty)
         called = self.function if inspect.isroutine(self.function) else type(self.function).__call__
         self.is_async = inspect.iscoroutinefunction(called)
 
@@ -175,7 +179,7 @@ def _checked(value: Any) -> ScoreOutcome:
     if isinstance(value, Mapping):
         if "score" not in value:
             raise TypeError(f"it returned a mapping with {', '.join(map(str, value))}; expected a key 'score'")
-        others = {str(name): _number(each) for name, each in value.items() if name != "score"}
+        others = {str(name): _number(number) for name, number in value.items() if name != "score"}
         score = value["score"]
         return ScoreOutcome(None if score is None else _number(score), others)
     return ScoreOutcome(None if value is None else _number(value))
@@ -267,23 +271,23 @@ class ScoringProcesses:
         arrived: _Arrived = SimpleQueue()
         while pending or running:
             while pending and len(running) < self.processes:
-                each = self._send(pending.popleft(), arrived)
-                running[each.server] = each
-            for each, outcomes, lost in self._next_events(running, arrived):
-                task = each.task
-                results[task.name].update(zip(task.indices[each.returned :], outcomes, strict=False))
-                each.returned += len(outcomes)
-                each.deadline = self._deadline(task)
-                left = list(zip(task.samples, task.indices, strict=True))[each.returned :]
+                call = self._send(pending.popleft(), arrived)
+                running[call.server] = call
+            for call, outcomes, lost in self._next_events(running, arrived):
+                task = call.task
+                results[task.name].update(zip(task.indices[call.returned :], outcomes, strict=False))
+                call.returned += len(outcomes)
+                call.deadline = self._deadline(task)
+                left = list(zip(task.samples, task.indices, strict=True))[call.returned :]
                 if lost and task.divisible and len(task.samples) > 1:
                     pending.extendleft(replace(task, samples=[sample], indices=[row]) for sample, row in left[::-1])
                 elif lost:
                     results[task.name].update((row, ScoreOutcome(error=lost)) for _, row in left)
                 if lost or not left:
-                    del running[each.server]
+                    del running[call.server]
                 if not left and not lost:
-                    each.exchange.join()
-                    self._idle.append(each.server)
+                    call.exchange.join()
+                    self._idle.append(call.server)
         return results
 
     def close(self) -> None:
@@ -311,16 +315,16 @@ class ScoringProcesses:
         self, running: Mapping[HelperProcess, _Running], arrived: _Arrived
     ) -> Iterator[tuple[_Running, list[ScoreOutcome], str]]:
         """Wait for outcomes or a deadline; yield tasks, their outcomes, and why their processes were lost, if so."""
-        timeout = max(0.0, min(each.deadline for each in running.values()) - time.monotonic())
+        timeout = max(0.0, min(call.deadline for call in running.values()) - time.monotonic())
         with contextlib.suppress(Empty):
             while True:
                 server, outcomes = arrived.get(timeout=timeout)
                 timeout = 0.0
                 if server in running:  # else it was late, and has been ended
                     yield running[server], outcomes, "" if outcomes else self._ended(running[server])
-        for each in [each for each in running.values() if time.monotonic() >= each.deadline]:
-            self._end(each.server, each)
-            yield each, [], f"it did not return within {self.timeout_s:g} s"
+        for call in [call for call in running.values() if time.monotonic() >= call.deadline]:
+            self._end(call.server, call)
+            yield call, [], f"it did not return within {self.timeout_s:g} s"
 
     def _ended(self, running: _Running) -> str:
         """Return how a process ended that has closed its connection."""

@@ -203,10 +203,10 @@ class RewardSources:
             problems: the other columns of their problems.
         """
         if isinstance(self.training, StartableReward):
-            return self.training.start(self.seen(batch).union(problems))
+            return self.training.start(self.visible(batch).union(problems))
         return None
 
-    def seen(self, batch: DataProto, *, held_out: bool = False) -> DataProto:
+    def visible(self, batch: DataProto, *, held_out: bool = False) -> DataProto:
         """Return a batch of responses with the tensors that the reward function reads.
 
         A function that does not name any gets all but the experts of tokens, the largest column.
@@ -215,8 +215,8 @@ class RewardSources:
         reads = ("response_mask",) if function is None else getattr(function, "reads", None)
         if reads is None:
             return without(batch, [ROUTED_EXPERTS])
-        seen = batch.select([name for name in batch.tensor_names if name in reads or name == "response_mask"])
-        return seen.prefetch()
+        columns = batch.select([name for name in batch.tensor_names if name in reads or name == "response_mask"])
+        return columns.prefetch()
 
     def of(self, batch: DataProto, *, held_out: bool = False, started: Callable[[], Scores] | None = None) -> Reward:
         """Return the Reward of a batch.

@@ -81,7 +81,7 @@ class EpisodeLoop:
         self._selector = EpisodeSelector(self)
         self.loop = asyncio.SelectorEventLoop(self._selector)
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._asked: dict[int, dict[int, tuple[Trajectory, asyncio.Future[Trajectory]]]] = {}
+        self._pending: dict[int, dict[int, tuple[Trajectory, asyncio.Future[Trajectory]]]] = {}
         self._requests: dict[int, int] = {}
 
     def _send(self, kind: str, number: int, *values: Any) -> None:
@@ -92,14 +92,14 @@ class EpisodeLoop:
         """Act on a message of the controller: ``start``, ``made``, ``failed`` or ``stop``."""
         kind, number, *values = message
         if kind == "start":
-            self._requests[number], self._asked[number] = 0, {}
+            self._requests[number], self._pending[number] = 0, {}
             self._tasks[number] = self.loop.create_task(self._run(number, *values))
         elif kind == "stop":
             if number in self._tasks:
                 self._tasks[number].cancel()
             self._send("stopped", number)
-        elif values[0] in self._asked.get(number, {}):
-            trajectory, future = self._asked[number].pop(values[0])
+        elif values[0] in self._pending.get(number, {}):
+            trajectory, future = self._pending[number].pop(values[0])
             if kind == "failed":
                 future.set_exception(values[1])
             else:
@@ -117,11 +117,11 @@ class EpisodeLoop:
         """Send a trajectory to the rollout, and return the future of its next turn."""
         request, future = self._requests[number], self.loop.create_future()
         self._requests[number] = request + 1
-        asked = self._asked[number]
-        asked[request] = trajectory, future
+        pending = self._pending[number]
+        pending[request] = trajectory, future
 
         def left(done: object) -> None:
-            if asked.pop(request, None) is not None:
+            if pending.pop(request, None) is not None:
                 self._send("cancel", number, request)
 
         future.add_done_callback(left)
@@ -130,7 +130,7 @@ class EpisodeLoop:
 
     def all_wait(self) -> bool:
         """Whether every episode waits for the rollout."""
-        return all(any(not future.done() for _, future in asked.values()) for asked in self._asked.values())
+        return all(any(not future.done() for _, future in pending.values()) for pending in self._pending.values())
 
     def run(self, seconds: float) -> None:
         """Let the episodes go on until all of them wait for the rollout with nothing else to do, or for a time."""
@@ -158,7 +158,7 @@ class EpisodeLoop:
         except BaseException as error:  # the function of a program can raise anything
             self._send("raised", number, text_of(error))
         finally:
-            del self._tasks[number], self._requests[number], self._asked[number]
+            del self._tasks[number], self._requests[number], self._pending[number]
 
 
 def text_of(error: BaseException) -> str:

@@ -83,7 +83,7 @@ class _Host:
     def receive(self) -> list[tuple[Any, ...]]:
         """Return the messages that have arrived; first let the episodes run until all of them wait for the rollout."""
         self._loop.run(PATIENCE_S)
-        messages = [_decoded(each) for each in self._out]
+        messages = [_decoded(encoded) for encoded in self._out]
         self._out.clear()
         return messages
 
@@ -213,11 +213,11 @@ class Episodes:
     def busy(self) -> bool:
         """Whether an episode does something else than wait for the policy."""
         can_begin = bool(self._waiting) and len(self._running) < self.concurrency
-        return can_begin or not all(each.waits for each in self._running.values())
+        return can_begin or not all(running.waits for running in self._running.values())
 
     def states(self) -> Mapping[Any, Mapping[int, Turn]]:
         """Return the turns of all episodes, in their order, by their keys: ``start`` takes them."""
-        return {each.key: each.made.turns for each in (*self._running.values(), *self._waiting)}
+        return {running.key: running.made.turns for running in (*self._running.values(), *self._waiting)}
 
     def start(
         self, problem: Mapping[str, Any], seed: int, *, key: Any = None, turns: Mapping[int, Turn] | None = None
@@ -243,13 +243,14 @@ class Episodes:
 
     def pump(self, seconds: float = 0.0) -> None:
         """Exchange messages with the episodes; wait up to ``seconds`` for one of another process."""
-        for running in [each for each in self._running.values() if each.future.cancelled()]:
+        cancelled = [running for running in self._running.values() if running.future.cancelled()]
+        for running in cancelled:
             self._drop(running, stop=True)
         self._begin_waiting()
         while True:
             self._deliver()
-            connections = {each.connection: each for each in self._hosts if isinstance(each, _ProcessHost)}
-            ready = [connections[each] for each in wait(list(connections), seconds)] if connections else self._hosts  # type: ignore[index]
+            hosts = {host.connection: host for host in self._hosts if isinstance(host, _ProcessHost)}
+            ready = [hosts[connection] for connection in wait(list(hosts), seconds)] if hosts else self._hosts  # type: ignore[index]
             for host in ready:
                 self._receive(host)
             if not self._begin_waiting() and self._made.empty():
@@ -291,12 +292,12 @@ class Episodes:
         ]
         whole = trajectory_batch(
             made,
-            prompt_length=max(ids.shape[1], *(len(each.prompt) for each in made)),
+            prompt_length=max(ids.shape[1], *(len(trajectory.prompt) for trajectory in made)),
             response_length=rollout.limits["response_length"],
             pad_token_id=problems.meta_info["pad_token_id"],
             log_probs=rollout.log_probs,
         )
-        whole[FAILED] = torch.tensor([each.ended in FAILURE_KINDS for each in made])
+        whole[FAILED] = torch.tensor([trajectory.ended in FAILURE_KINDS for trajectory in made])
         return DataProto.from_dict(whole, meta_info={**rollout.meta_info(n), "metrics": self.take_metrics(made)})
 
     def run(self) -> None:
@@ -319,13 +320,14 @@ class Episodes:
         """
         restarted, self.restarted = self.restarted, 0
         replaced, self.replaced = self.replaced, 0
-        kinds, turns = Counter(each.ended for each in made), [each.turns for each in made]
+        kinds, turns = Counter(trajectory.ended for trajectory in made), [trajectory.turns for trajectory in made]
+        replies = sum(len(trajectory.own) - sum(trajectory.own) for trajectory in made)
         counts = {kind: kinds[kind] for kind in FAILURE_KINDS}
         counts |= {"failed": sum(counts.values()), "restarted": restarted, "replaced_processes": replaced}
         return {f"episodes/{name}": float(count) for name, count in counts.items()} | {
             "multi_turn/turns_mean": sum(turns) / len(turns),
             "multi_turn/turns_max": float(max(turns)),
-            "multi_turn/reply_tokens_mean": sum(len(each.own) - sum(each.own) for each in made) / len(turns),
+            "multi_turn/reply_tokens_mean": replies / len(turns),
         }
 
     def close(self) -> None:
@@ -352,10 +354,10 @@ class Episodes:
         """Start the first waiting episode, if there is a host for it."""
         if len(self._hosts) < self.processes:
             self._hosts.append(self._process())
-        free = [host for host in self._hosts if not any(each.alone for each in host.running.values())]
+        free = [host for host in self._hosts if not any(running.alone for running in host.running.values())]
         if not free or (running.alone and all(host.running for host in free)):
             return False
-        running.host = host = min(free, key=lambda each: len(each.running))
+        running.host = host = min(free, key=lambda host: len(host.running))
         self._waiting.popleft()
         running.prompts = 0
         running.deadline = time.monotonic() + self.timeout_s
@@ -505,12 +507,13 @@ class Episodes:
     def _check_deadlines(self) -> None:
         """Stop the episodes that take too long; a process that does not answer is blocked by one of its episodes."""
         now = time.monotonic()
-        for running in [each for each in self._running.values() if each.deadline < now and not each.waits]:
+        late = [running for running in self._running.values() if running.deadline < now and not running.waits]
+        for running in late:
             running.deadline = float("inf")
             assert running.host is not None
             running.host.kill_at = min(running.host.kill_at, now + GRACE_S)
             self._send(running.host, ("stop", running.number))
-        for host in [each for each in self._hosts if each.kill_at < now]:
+        for host in [host for host in self._hosts if host.kill_at < now]:
             self._lose(host, self._too_late())
 
     def _too_late(self) -> EpisodeError:

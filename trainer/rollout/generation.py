@@ -254,7 +254,7 @@ class Generations:
         in_flight, self._rollout = list(self._queue), rollout
         self._queue.clear()
         for batch in in_flight:
-            self._start(batch.number, batch.problems)
+            self._start(batch.problems, batch)
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -275,12 +275,9 @@ class Generations:
             DataError: the batch has another size than those in flight.
             GroupError: a batch could not be generated.
         """
-        self._check(problems)
-        self._start(self._numbered(problems), problems)
+        self._start(problems)
         while len(self._queue) <= self._ahead:
-            problems = draw()
-            self._check(problems)
-            self._start(self._numbered(problems), problems)
+            self._start(draw())
         oldest = self._queue.popleft()
         reads = (*RESPONSE_COLUMNS, VERSION) if self._ahead else RESPONSE_COLUMNS
         with self._stages("generate"):
@@ -289,8 +286,13 @@ class Generations:
         repeated = problem_columns.repeat(len(responses) // len(oldest.problems))
         return GeneratedBatch(oldest.problems, responses, repeated, oldest.memory())
 
-    def _check(self, problems: DataProto) -> None:
-        """Raise an error if no group generates, or a batch has another size than the one in flight."""
+    def _start(self, problems: DataProto, earlier: _Generation | None = None) -> None:
+        """Start to generate responses with the newest weights; only a ``rollout_fn`` is waited for.
+
+        Args:
+            problems: the problems.
+            earlier: the generation of the same problems by a group that has ended.
+        """
         if self._rollout is None:
             raise ConfigError("no group generates yet: call init_workers() before train_step()", key="rollout")
         if self._queue and len(problems) != len(self._queue[0].problems):
@@ -300,9 +302,7 @@ class Generations:
                 rows=len(problems),
                 expected=len(self._queue[0].problems),
             )
-
-    def _start(self, number: int | None, problems: DataProto) -> None:
-        """Start to generate responses with the newest weights; only a ``rollout_fn`` is waited for."""
+        number = self._numbered(problems) if earlier is None else earlier.number
         self._weights.update()
         with self._stages("generate", self._rollout.generate_sequences):
             if self._rollout_fn is None:

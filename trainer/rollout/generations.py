@@ -228,11 +228,11 @@ class AsynchronousGenerations(Generations):
         with self._holding():
             self._until(lambda: True)
         numbers = {group.number for group in stale}
-        thrown = [each for each in self._slices.live if _response(each) // self._n in numbers]
-        tokens = sum(len(each.tokens) for group in stale for each in group.responses if each.ended)
-        tokens += sum(len(each.trajectory.tokens) for each in thrown)
-        for each in thrown:
-            each.cancel()
+        thrown = [submitted for submitted in self._slices.live if _response(submitted) // self._n in numbers]
+        tokens = sum(len(response.tokens) for group in stale for response in group.responses if response.ended)
+        tokens += sum(len(submitted.trajectory.tokens) for submitted in thrown)
+        for submitted in thrown:
+            submitted.cancel()
         for key in [key for key in (*self._futures, *self._ended) if key // self._n in numbers]:
             self._end_episode(key)
         for group in stale:
@@ -258,13 +258,13 @@ class AsynchronousGenerations(Generations):
             oldest = self._version + later - self._ahead
             missing = sum(group.version <= oldest for group in groups) - later * size - len(chosen)
             if missing > 0:
-                taken = {*chosen}
-                old = [group for group in complete if group.version <= oldest and group not in taken]
+                chosen_before = {*chosen}
+                old = [group for group in complete if group.version <= oldest and group not in chosen_before]
                 if len(old) < missing:
                     return None
                 chosen += old[:missing]
-        taken = {*chosen}
-        chosen += [group for group in complete if group not in taken][: size - len(chosen)]
+        chosen_before = {*chosen}
+        chosen += [group for group in complete if group not in chosen_before][: size - len(chosen)]
         return sorted(chosen, key=lambda group: group.number) if len(chosen) == size else None
 
     def _batch(self, chosen: Sequence[Group]) -> GeneratedBatch:
@@ -274,11 +274,12 @@ class AsynchronousGenerations(Generations):
             rows.setdefault(id(group.problems), (group.problems, []))[1].append(group.row)
         problems = DataProto.concat([batch.select_idxs(torch.tensor(some)) for batch, some in rows.values()])
         assert self._slices is not None
-        made, meta_info = [each for group in chosen for each in group.responses], self._slices.meta_info(self._n)
+        made = [response for group in chosen for response in group.responses]
+        meta_info = self._slices.meta_info(self._n)
         batch = self._columns(made, columns(problems, "input_ids")[0].shape[1], self._slices.log_probs)
         if self._episodes is not None:
             meta_info["metrics"] = self._episodes.take_metrics(made)
-            batch[FAILED] = torch.tensor([each.ended in FAILURE_KINDS for each in made])
+            batch[FAILED] = torch.tensor([response.ended in FAILURE_KINDS for response in made])
         others = problems.select([], non_tensor_batch_keys=None).repeat(self._n)
         return GeneratedBatch(problems, DataProto.from_dict(batch, meta_info=meta_info), others, {})
 
@@ -288,7 +289,7 @@ class AsynchronousGenerations(Generations):
         assert self._slices is not None
         return trajectory_batch(
             made,
-            prompt_length=max(prompt_length, *(len(each.prompt) for each in made)),
+            prompt_length=max(prompt_length, *(len(response.prompt) for response in made)),
             response_length=self._slices.limits["response_length"],
             pad_token_id=self._sampling["pad_token_id"],
             log_probs=log_probs,
@@ -357,7 +358,8 @@ class AsynchronousGenerations(Generations):
 
     def _started(self) -> list[Submitted]:
         """Return the responses in flight that have tokens."""
-        return [] if self._slices is None else [each for each in self._slices.live if each.trajectory.tokens]
+        live = () if self._slices is None else self._slices.live
+        return [submitted for submitted in live if submitted.trajectory.tokens]
 
     def _until(self, reached: Callable[[], bool], rows: Callable[[], Sequence[Submitted]] | None = None) -> None:
         """Make slices until a condition holds, and those that the schedule or the recorded events have before it.
@@ -394,9 +396,13 @@ class AsynchronousGenerations(Generations):
             return
         self._episodes.pump(seconds if self._episodes.busy else 0.0)
         if (self._ended or self._unwanted) and self.log.next is None:
-            failed = {str(key): each.ended for key, each in self._ended.items() if each.ended in FAILURE_KINDS}
-            busy = {each for each, _ in self._sent}
-            cancelled = [each.key for each in self._unwanted if not each.done() and each not in busy]
+            failed = {
+                str(key): response.ended for key, response in self._ended.items() if response.ended in FAILURE_KINDS
+            }
+            busy = {submitted for submitted, _ in self._sent}
+            cancelled = [
+                submitted.key for submitted in self._unwanted if not submitted.done() and submitted not in busy
+            ]
             self._settle([*self._ended], failed, cancelled)
 
     def _has_all(self, wanted: Sequence[Any], there: Callable[[], Container[Any]]) -> bool:
@@ -404,7 +410,7 @@ class AsynchronousGenerations(Generations):
         until = time.monotonic()
         if self._episodes is not None and self._episodes.processes:
             until += self._episodes.timeout_s
-        while missing := [each for each in wanted if each not in there()]:
+        while missing := [key for key in wanted if key not in there()]:
             if not self._is_busy() and time.monotonic() > until:
                 self.log.diverge(f"without the responses {missing}")
                 return False
@@ -414,10 +420,10 @@ class AsynchronousGenerations(Generations):
     def _settle(self, ended: Sequence[int], failed: Mapping[str, str], cancelled: Sequence[str]) -> None:
         """Take episodes that have ended, in this order, as responses of their groups, and cancel trajectories."""
         assert self._slices is not None
-        for each in self._slices.live if cancelled else ():
-            if each.key in cancelled:
-                each.cancel()
-        self._unwanted[:] = [each for each in self._unwanted if not each.done()]
+        for submitted in self._slices.live if cancelled else ():
+            if submitted.key in cancelled:
+                submitted.cancel()
+        self._unwanted[:] = [submitted for submitted in self._unwanted if not submitted.done()]
         for key in ended:
             group, index = self._groups[key // self._n], key % self._n
             made = self._end_episode(key)
@@ -436,7 +442,7 @@ class AsynchronousGenerations(Generations):
         return self._ended.pop(key, None)
 
     def _complete(self, group: Group) -> None:
-        if not group.is_complete and all(each.ended for each in group.responses):
+        if not group.is_complete and all(response.ended for response in group.responses):
             group.completed, self._completed, self._ready = self._completed, self._completed + 1, self._ready + 1
 
     def _wait(self) -> None:
@@ -464,15 +470,15 @@ class AsynchronousGenerations(Generations):
             rows = live[: following["rows"]]
         else:
             slices, wanted = self._slices, following["rows"]
-            self._has_all(wanted, lambda: {each.key for each in slices.live})
-            by_key = {each.key: each for each in slices.live}
-            rows = [by_key[each] for each in wanted if each in by_key]
+            self._has_all(wanted, lambda: {submitted.key for submitted in slices.live})
+            by_key = {submitted.key: submitted for submitted in slices.live}
+            rows = [by_key[key] for key in wanted if key in by_key]
         if not rows and following is not None and live:
             self.log.diverge("a slice of other responses")
             return self._send(live)
         if not rows:
             return False
-        self._sent = [(each, len(each.trajectory.tokens)) for each in rows]
+        self._sent = [(submitted, len(submitted.trajectory.tokens)) for submitted in rows]
         if following is None or "log_probs" not in following:
             self._slices.start(rows)
         self.balance.sent()
@@ -485,27 +491,27 @@ class AsynchronousGenerations(Generations):
         live, recorded = self._slices.live, self.log.next or {}
         if "log_probs" in recorded:
             ended = self._slices.put(
-                [each for each, _ in sent], recorded["made"], recorded["log_probs"], recorded["version"]
+                [submitted for submitted, _ in sent], recorded["made"], recorded["log_probs"], recorded["version"]
             )
         else:
             ended = self._slices.take()
         self.balance.ended()
-        rows = [each for each, _ in sent]
-        made = [each.trajectory.tokens[length:] for each, length in sent]
+        rows = [submitted for submitted, _ in sent]
+        made = [submitted.trajectory.tokens[length:] for submitted, length in sent]
         in_order = self._episodes is None and rows == list(live[: len(rows)])
         crc32 = 0
         for tokens in made:
             crc32 = zlib.crc32(tokens, crc32)
         event: dict[str, Any] = {
             "event": "slice",
-            "rows": len(rows) if in_order else [each.key for each in rows],
+            "rows": len(rows) if in_order else [submitted.key for submitted in rows],
             "version": rows[0].trajectory.versions[-1],
             "tokens": sum(map(len, made)),
             "crc32": crc32,
-            "ended": [each.key for each in ended],
+            "ended": [submitted.key for submitted in ended],
         }
         if self._options.record_tokens:
-            log_probs = [each.trajectory.log_probs[length:].tolist() for each, length in sent]
+            log_probs = [submitted.trajectory.log_probs[length:].tolist() for submitted, length in sent]
             event |= {"made": [tokens.tolist() for tokens in made], "log_probs": log_probs}
         if self._episodes is None:
             for response in ended:
@@ -533,7 +539,7 @@ class AsynchronousGenerations(Generations):
             raise not_drawn()
         assert self._slices is not None
         episodes = {} if self._episodes is None else self._episodes.states()
-        places = {each.key: place for place, each in enumerate(self._slices.live)}
+        places = {submitted.key: place for place, submitted in enumerate(self._slices.live)}
         saved = []
         for number, groups in batches.items():
             made, state = saved_groups(groups, self._n, episodes, places)
@@ -573,22 +579,25 @@ class AsynchronousGenerations(Generations):
             self._connect_slices()
         begun: list[Unfinished] = []
         for batch in saved if mine else ():
-            drawn, (number, row, *_) = problems(batch.number), columns(batch.responses, STATE)[0][0].tolist()
+            batch_problems = problems(batch.number)
+            number, row, *_ = columns(batch.responses, STATE)[0][0].tolist()
             self._next_uid = number - row
-            self._numbered(drawn)
-            groups, unfinished = restored_groups(batch, drawn, self._n, has_prompts=self._episodes is None)
+            self._numbered(batch_problems)
+            groups, of_batch = restored_groups(batch, batch_problems, self._n, has_prompts=self._episodes is None)
             self._groups |= {group.number: group for group in groups}
-            begun += unfinished
+            begun += of_batch
         self._groups = dict(sorted(self._groups.items()))
-        for each in sorted(begun, key=lambda each: each.order):
-            self._begin_response(each.group, each.index, each.turns)
+        for unfinished in sorted(begun, key=lambda unfinished: unfinished.order):
+            self._begin_response(unfinished.group, unfinished.index, unfinished.turns)
         self._ready = sum(group.is_complete for group in self._groups.values())
         self._completed, self._version = mine.get("completed", 0), mine.get("version", -1)
         self._next_uid, self._is_restored = mine.get("asked", 0), True
         if self._episodes is not None and self._slices is not None:
             self._exchange()
-            places = {key: place for each in begun for key, place in each.places.items()}
-            self._slices.postpone(sorted(self._slices.live, key=lambda each: places.get(each.key, len(places))))
+            places = {key: place for unfinished in begun for key, place in unfinished.places.items()}
+            self._slices.postpone(
+                sorted(self._slices.live, key=lambda submitted: places.get(submitted.key, len(places)))
+            )
         self.balance.begin()
         return len(self)
 

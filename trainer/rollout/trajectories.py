@@ -169,7 +169,7 @@ class TrajectoryRollout:
         """The trajectories in flight, in the order of their submission."""
         with self._lock:
             if self.some_cancelled:
-                self._live = {each: None for each in self._live if not each.done()}
+                self._live = {submitted: None for submitted in self._live if not submitted.done()}
                 self.some_cancelled = False
             return tuple(self._live)
 
@@ -269,13 +269,13 @@ class TrajectoryRollout:
                 return True
             rows = list(self.live[: self.capacity] if chosen is None else chosen)
             alike: list[tuple[Mapping[str, Any], list[Submitted]]] = []
-            for each in rows:
-                settings = each.settings
+            for submitted in rows:
+                settings = submitted.settings
                 same = next((some for other, some in alike if other is settings or other == settings), None)
                 if same is None:
-                    alike.append((settings, [each]))
+                    alike.append((settings, [submitted]))
                 else:
-                    same.append(each)
+                    same.append(submitted)
             for _, some in alike:
                 self._calls.append((some, self._call(some)))
             return bool(self._calls)
@@ -295,12 +295,13 @@ class TrajectoryRollout:
             calls, self._calls = self._calls, []
             batches = [(rows, batch.get()) for rows, batch in calls]
             for rows, batch in batches:
-                limits, temperatures = [each.limit for each in rows], [each.temperature for each in rows]
-                append_sampled([each.trajectory for each in rows], batch, limits, temperatures)
+                limits = [submitted.limit for submitted in rows]
+                temperatures = [submitted.temperature for submitted in rows]
+                append_sampled([submitted.trajectory for submitted in rows], batch, limits, temperatures)
                 if self.log_probs != LOG_PROBS[1]:  # once some are the engine's, those of a batch are not the policy's
                     self.log_probs = log_probs_of(batch)
                 self._basis = {name: value for name, value in batch.meta_info.items() if name in LOG_PROBS}
-            return self._settled([each for rows, _ in batches for each in rows])
+            return self._settled([submitted for rows, _ in batches for submitted in rows])
 
     def put(
         self,
@@ -310,29 +311,29 @@ class TrajectoryRollout:
         version: int,
     ) -> list[Submitted]:
         """Continue trajectories with tokens of an earlier run in place of a slice, and return those that end."""
-        for each, made, scores in zip(rows, tokens, log_probs, strict=True):
-            each.trajectory.sampled(made, scores, version, each.temperature)
+        for submitted, made, scores in zip(rows, tokens, log_probs, strict=True):
+            submitted.trajectory.sampled(made, scores, version, submitted.temperature)
         return self._settled(rows)
 
     def _settled(self, rows: Sequence[Submitted]) -> list[Submitted]:
         """Return those of the rows of a slice that have ended, whose waiters go on."""
-        for each in rows:
-            each.trajectory.ended = each.end()
-        ended = [each for each in rows if each.trajectory.ended]
+        for submitted in rows:
+            submitted.trajectory.ended = submitted.end()
+        ended = [submitted for submitted in rows if submitted.trajectory.ended]
         with self._lock:
-            for each in ended:
-                self._live.pop(each, None)
-        taken = [each for each in ended if each.set_running_or_notify_cancel()]
-        for each in taken:
-            each.set_result(each.trajectory)
-        return taken
+            for submitted in ended:
+                self._live.pop(submitted, None)
+        completed = [submitted for submitted in ended if submitted.set_running_or_notify_cancel()]
+        for submitted in completed:
+            submitted.set_result(submitted.trajectory)
+        return completed
 
     def postpone(self, some: Sequence[Submitted]) -> None:
         """Continue these trajectories after all others in flight."""
         with self._lock:
-            for each in some:
-                self._live.pop(each)
-                self._live[each] = None
+            for submitted in some:
+                self._live.pop(submitted)
+                self._live[submitted] = None
 
     def advance(self) -> list[Submitted]:
         """Make one slice, and return the trajectories that it has ended."""
@@ -355,9 +356,9 @@ class TrajectoryRollout:
         except Exception as error:
             with self._lock:
                 waiting, self._live = self._live, {}
-            for each in waiting:
-                if each.set_running_or_notify_cancel():
-                    each.set_exception(error)
+            for submitted in waiting:
+                if submitted.set_running_or_notify_cancel():
+                    submitted.set_exception(error)
 
     def _next_seed(self) -> int:
         if self._sampled_before is None:
@@ -386,12 +387,12 @@ class TrajectoryRollout:
 
     def _call(self, rows: Sequence[Submitted]) -> DataProto:
         """Send a call that continues trajectories with the same settings."""
-        going = [each.trajectory for each in rows]
+        going = [submitted.trajectory for submitted in rows]
         width = self.limits["prompt_length"] + self.limits["response_length"]
-        room = min(self.slice_tokens, max(each.limit - len(each.trajectory.tokens) for each in rows))
+        room = min(self.slice_tokens, max(submitted.limit - len(submitted.trajectory.tokens) for submitted in rows))
         prompts = contexts(going, rows[0].settings, room, width)
-        seeds = torch.tensor([each.seed or 0 for each in going], dtype=torch.long)
-        generated = torch.tensor([len(each.tokens) for each in going])
+        seeds = torch.tensor([trajectory.seed or 0 for trajectory in going], dtype=torch.long)
+        generated = torch.tensor([len(trajectory.tokens) for trajectory in going])
         prompts = prompts.with_tensors({"sample_seed": seeds, "generated": generated})
         batch: DataProto = self.group.generate_sequences.options(blocking=False)(prompts)
         return batch
@@ -415,10 +416,13 @@ def contexts(going: Sequence[Trajectory], meta_info: Mapping[str, Any], room: in
     Returns:
         ``input_ids`` and ``attention_mask`` int64 ``[rows, tokens]``, padded on the left.
     """
-    lengths = torch.tensor([len(each.prompt) + len(each.tokens) for each in going])
+    lengths = torch.tensor([len(trajectory.prompt) + len(trajectory.tokens) for trajectory in going])
     widest = int(lengths.max())
     pads = memoryview(array("q", (int(meta_info["pad_token_id"]),)) * widest)
-    padded = ((pads[length:], each.prompt, each.tokens) for each, length in zip(going, lengths.tolist(), strict=True))
+    padded = (
+        (pads[length:], trajectory.prompt, trajectory.tokens)
+        for trajectory, length in zip(going, lengths.tolist(), strict=True)
+    )
     ids = torch.frombuffer(bytearray().join(chain.from_iterable(padded)), dtype=torch.long).view(-1, widest)
     attention = (torch.arange(widest) >= widest - lengths[:, None]).long()
     meta_info = {**meta_info, "n": 1, "response_length": min(room, width - widest)}
@@ -446,13 +450,13 @@ def append_sampled(
     log_probs = array("d", scores.double().numpy().tobytes())
     versions = turn.tensors().get("policy_version", torch.zeros(len(turn), dtype=torch.long)).tolist()
     experts, prompt_columns = turn.tensors().get(ROUTED_EXPERTS), columns(turn, "prompts")[0].shape[1]
-    for row, (each, limit, temperature) in enumerate(zip(trajectories, limits, temperatures, strict=True)):
-        count = min(int(kept[row]), limit - len(each.tokens))
+    for row, (trajectory, limit, temperature) in enumerate(zip(trajectories, limits, temperatures, strict=True)):
+        count = min(int(kept[row]), limit - len(trajectory.tokens))
         if experts is not None:
-            known, before = sum(map(len, each.experts)), len(each.prompt) + len(each.tokens)
-            each.experts.append(experts[row, prompt_columns - before + known : prompt_columns + count - 1])
+            known, before = sum(map(len, trajectory.experts)), len(trajectory.prompt) + len(trajectory.tokens)
+            trajectory.experts.append(experts[row, prompt_columns - before + known : prompt_columns + count - 1])
         made = slice(row * width, row * width + count)
-        each.sampled(tokens[made], log_probs[made], versions[row], temperature)
+        trajectory.sampled(tokens[made], log_probs[made], versions[row], temperature)
 
 
 def log_probs_of(turn: DataProto) -> str | None:
@@ -490,38 +494,40 @@ def trajectory_batch(
     own, versions = np.zeros((rows, response_length), np.int64), np.full((rows, response_length), -1)
     scores, counted = np.zeros((rows, response_length), np.float32), np.arange(ids.shape[1])
     temperatures = np.ones((rows, response_length), np.float32)
-    for row, each in enumerate(trajectories):
-        length, start = len(each.tokens), prompt_length - len(each.prompt)
+    for row, trajectory in enumerate(trajectories):
+        length, start = len(trajectory.tokens), prompt_length - len(trajectory.prompt)
         end = prompt_length + length
-        ids[row, start:prompt_length], ids[row, prompt_length:end] = each.prompt, each.tokens
+        ids[row, start:prompt_length], ids[row, prompt_length:end] = trajectory.prompt, trajectory.tokens
         attended[row, start:end] = 1
         positions[row, start:end], positions[row, end:] = counted[: end - start], end - start - 1
-        own[row, :length], versions[row, :length], scores[row, :length] = each.own, each.versions, each.log_probs
-        temperatures[row, : len(each.temperatures)] = each.temperatures
+        own[row, :length] = trajectory.own
+        versions[row, :length] = trajectory.versions
+        scores[row, :length] = trajectory.log_probs
+        temperatures[row, : len(trajectory.temperatures)] = trajectory.temperatures
     oldest = versions.view(np.uint64).min(1).view(np.int64)  # without sign, -1 is the greatest
     oldest[oldest < 0] = versions.max(initial=0)
     # numpy asks for huge pages, so that writing to new memory is several times faster than in torch's
     parts = {"prompts": ids[:, :prompt_length].copy(), "responses": ids[:, prompt_length:].copy(), "response_mask": own}
     parts |= {"input_ids": ids, "attention_mask": attended, "position_ids": positions}
     whole = {name: torch.from_numpy(column) for name, column in parts.items()}
-    whole["truncated"] = torch.tensor([each.ended == "length" for each in trajectories])
+    whole["truncated"] = torch.tensor([trajectory.ended == "length" for trajectory in trajectories])
     whole |= {"policy_version": torch.from_numpy(oldest), "token_versions": torch.from_numpy(versions)}
-    if all(len(each.temperatures) == len(each.tokens) for each in trajectories):
+    if all(len(trajectory.temperatures) == len(trajectory.tokens) for trajectory in trajectories):
         whole[TOKEN_TEMPERATURES] = torch.from_numpy(temperatures)
     if log_probs is not None:
         whole[log_probs] = torch.from_numpy(scores)
-    if any(each.experts for each in trajectories):
+    if any(trajectory.experts for trajectory in trajectories):
         whole[ROUTED_EXPERTS] = _experts(trajectories, prompt_length, response_length)
     return whole
 
 
 def _experts(trajectories: Sequence[Trajectory], prompt_length: int, response_length: int) -> Tensor:
     """Return the column ``routed_experts`` of whole responses; -1 for tokens that have none."""
-    one = next(each.experts[0] for each in trajectories if each.experts)
+    one = next(trajectory.experts[0] for trajectory in trajectories if trajectory.experts)
     column = one.new_full((len(trajectories), prompt_length + response_length, *one.shape[1:]), -1)
-    for row, each in enumerate(trajectories):
-        start = prompt_length - len(each.prompt)
-        for part in each.experts:
+    for row, trajectory in enumerate(trajectories):
+        start = prompt_length - len(trajectory.prompt)
+        for part in trajectory.experts:
             column[row, start : start + len(part)] = part
             start += len(part)
     return column

@@ -135,10 +135,10 @@ def _mini_batch_lines(config: RunConfig) -> Iterator[str]:
         if role is None or rows % (size := role.ppo_mini_batch_prompts * n or role.ppo_mini_batch_size) == 0:
             continue
         steps = -(-rows // size)
-        each = f"{rows // steps} or {-(-rows // steps)}" if rows % steps else str(rows // steps)
+        sizes = f"{rows // steps} or {-(-rows // steps)}" if rows % steps else str(rows // steps)
         yield (
             f"{key}: the {rows} responses of a step ({config.data.train_batch_size} problems x {n}) are divided into "
-            f"{steps} mini-batch{'es' if steps > 1 else ''} of {each}: ppo_mini_batch_size={size} does not divide them"
+            f"{steps} mini-batch{'es' if steps > 1 else ''} of {sizes}: ppo_mini_batch_size={size} does not divide them"
         )
 
 
@@ -298,20 +298,20 @@ def read_problems(config: RunConfig, errors: CollectedErrors) -> Problems:
     data, rollout, attempt = config.data, config.actor_rollout_ref.rollout, errors.attempt
     configured = data.training_sets() | data.held_out_sets()
     loaded = {key: attempt(partial(load_records, dataset, key)) for key, dataset in configured.items()}
-    records = {key: each for key, each in loaded.items() if each is not None}
+    records = {key: value for key, value in loaded.items() if value is not None}
     tokenizer = None
     if data.training_sets().keys() <= records.keys():
         tokenizer = attempt(lambda: make_tokenizer(config, [*records.values()]))
     prompts: dict[str, PromptRows] = {}
-    for key, each in records.items() if tokenizer is not None else ():
+    for key, record in records.items() if tokenizer is not None else ():
         assert tokenizer is not None
-        encoded = attempt(partial(PromptRows, each, data, tokenizer, rollout.prompt_length))
+        encoded = attempt(partial(PromptRows, record, data, tokenizer, rollout.prompt_length))
         if encoded is not None:
             prompts[key] = encoded
     train: PromptRows | Mixture | None = prompts.get("data.train")
     if data.mixture and data.training_sets().keys() <= prompts.keys():
         mixed = {name: prompts[f"data.mixture.{name}"] for name in data.mixture}
-        train = Mixture(mixed, {name: each.weight for name, each in data.mixture.items()})
+        train = Mixture(mixed, {name: part.weight for name, part in data.mixture.items()})
     generates = rollout if config.rollout is None else config.rollout.rollout
     attempt(partial(check_held_out_length, config.validation, generates, "validation"))
     evaluations = {}
@@ -344,7 +344,7 @@ def make_tokenizer(config: RunConfig, records: Sequence[Records]) -> TextTokeniz
         records: of all data sets, for a tokenizer that is made from their texts.
     """
     path = config.tokenizer.path or config.actor_rollout_ref.model.hf_path
-    data, rows = config.data, [row for each in records for row in each.rows]
+    data, rows = config.data, [row for record in records for row in record.rows]
 
     def texts() -> tuple[list[str], list[str]]:
         values = ((row.get(data.prompt_key) for row in rows), (answer_of(row, data.answer_key) for row in rows))

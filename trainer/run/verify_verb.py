@@ -86,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
     with ExitStack() as stack:
         saved = stack.enter_context(saved_by(arguments.against, _command(arguments))) if arguments.against else None
         found = _verified(parts, verifiers, arguments, given, saved)
-    different = [(part, each) for part, each in found if not each.equal]
+    different = [(part, outcome) for part, outcome in found if not outcome.equal]
     for part, outcome in different:
         title = f"{part.name} {outcome.layout}".strip()
         sys.stdout.write(f"\n{title}\n" + "".join(f"  {line}\n" for line in outcome.lines()))
@@ -99,7 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
         sys.stdout.write(f"fingerprint of one process{of}: {verifier.fingerprint}\n")
     if arguments.json:
         _write_json(arguments.json, dict(zip((part.name for part in parts), verifiers, strict=True)), found)
-    layouts = [(part, each.layout) for part, each in different if not each.layout.startswith("against ")]
+    layouts = [(part, outcome.layout) for part, outcome in different if not outcome.layout.startswith("against ")]
     if arguments.shrink and layouts:
         _write_test(arguments, *layouts[0])
     return 1 if different else 0
@@ -122,7 +122,7 @@ def _verified(
         if arguments.save:
             verifiers[-1].save(part.file(arguments.save))
         outcomes = _outcomes(part, verifiers[-1], arguments, given, saved)
-        found += [(part, each) for each in _printed(part.name, outcomes)]
+        found += [(part, outcome) for outcome in _printed(part.name, outcomes)]
     return found
 
 
@@ -173,12 +173,12 @@ def _outcomes(
 
 
 def _printed(name: str, outcomes: Iterable[Outcome]) -> Iterator[Outcome]:
-    for each in outcomes:
-        equal = ("-" if each.rounding else "yes") if each.equal else "NO"
-        figures = each.ranks, equal, f"{each.largest:.1e}", f"{each.seconds:.1f}"
-        sys.stdout.write(_COLUMNS.format(f"{name} {each.layout}".strip(), *figures, each.first()).rstrip() + "\n")
+    for outcome in outcomes:
+        equal = ("-" if outcome.rounding else "yes") if outcome.equal else "NO"
+        figures = outcome.ranks, equal, f"{outcome.largest:.1e}", f"{outcome.seconds:.1f}"
+        sys.stdout.write(_COLUMNS.format(f"{name} {outcome.layout}".strip(), *figures, outcome.first()).rstrip() + "\n")
         sys.stdout.flush()
-        yield each
+        yield outcome
 
 
 def _summary(count: int, different: int, in_bf16: bool) -> str:
@@ -194,7 +194,7 @@ def _write_json(path: Path, verifiers: dict[str, Verifier], outcomes: Sequence[t
         name: {
             "tolerance": verifier.tolerance,
             "fingerprint": verifier.fingerprint,
-            "layouts": [each.as_json() for part, each in outcomes if part.name == name],
+            "layouts": [outcome.as_json() for part, outcome in outcomes if part.name == name],
         }
         for name, verifier in verifiers.items()
     }

@@ -118,11 +118,11 @@ class _Step:
         before = self.places[group]
         if len(before) == len(places):
             return [[self.file(group, rank) for rank in range(len(places))]]
-        same = [[rank for rank, each in enumerate(before) if each == place] for place in places]
-        own = [sum(each == place for each in places[:rank]) for rank, place in enumerate(places)]
+        same = [[rank for rank, other in enumerate(before) if other == place] for place in places]
+        first = [sum(other == place for other in places[:rank]) for rank, place in enumerate(places)]
         return [
             [
-                self.file(group, ranks[(own[rank] + choice) % len(ranks)]) if choice < len(ranks) else None
+                self.file(group, ranks[(first[rank] + choice) % len(ranks)]) if choice < len(ranks) else None
                 for rank, ranks in enumerate(same)
             ]
             for choice in range(max(map(len, same)))
@@ -136,8 +136,8 @@ class _Step:
         return [
             self.file(group, rank)
             for group, nodes in self.nodes.items()
-            for rank, each in enumerate(nodes)
-            if node in (None, each)
+            for rank, rank_node in enumerate(nodes)
+            if node in (None, rank_node)
         ]
 
 
@@ -189,8 +189,8 @@ class MemoryCheckpoints:
         """
         self._finish_copies()
         self._free_others(self._steps[-1:])
-        nodes = {name: _nodes_of(each) for name, each in groups.items()}
-        places = {name: _places_of(each) for name, each in groups.items()}
+        nodes = {name: _nodes_of(group) for name, group in groups.items()}
+        places = {name: _places_of(group) for name, group in groups.items()}
         step = _Step(state.global_steps, pickle.dumps(state), nodes, places)
         paths: dict[str, str] = {}
         try:
@@ -246,34 +246,34 @@ class MemoryCheckpoints:
     def _find(self, step: _Step, name: str, group: WorkerGroup[Any]) -> dict[int, str | None]:
         """Return the path of a whole file for every rank on its node; None if there is none."""
         nodes = _nodes_of(group)
-        found: dict[int, str | None] = dict.fromkeys(range(len(nodes)))
+        paths: dict[int, str | None] = dict.fromkeys(range(len(nodes)))
         for choice in step.choices(name, _places_of(group)):
-            wanted = {rank: file for rank, file in enumerate(choice) if file is not None and found[rank] is None}
+            wanted = {rank: file for rank, file in enumerate(choice) if file is not None and paths[rank] is None}
             for node in dict.fromkeys(nodes):
-                found |= self._locate({rank: file for rank, file in wanted.items() if nodes[rank] == node}, node)
-        return found
+                paths |= self._locate({rank: file for rank, file in wanted.items() if nodes[rank] == node}, node)
+        return paths
 
     def _locate(self, wanted: Mapping[int, str], node: str) -> dict[int, str | None]:
         """Return the path of each file on a node, by rank, copied there if another node has it."""
-        found = dict(zip(wanted, self._whole(node, list(wanted.values())), strict=True))
+        paths = dict(zip(wanted, self._whole(node, list(wanted.values())), strict=True))
         for other in [other for other in self._holders if other != node]:
-            missing = [rank for rank, path in found.items() if path is None]
+            missing = [rank for rank, path in paths.items() if path is None]
             there = self._whole(other, [wanted[rank] for rank in missing])
             having = [rank for rank, path in zip(missing, there, strict=True) if path is not None]
             if having:
                 copied = [wanted[rank] for rank in having]
                 with _warning_of_copies():
                     self._value(self._begin(node, "pull", copied, source=other))
-                    found |= zip(having, self._whole(node, copied), strict=True)
-        return found
+                    paths |= zip(having, self._whole(node, copied), strict=True)
+        return paths
 
     def _whole(self, node: str, names: Sequence[str]) -> list[str | None]:
         try:
-            found: list[str | None] = self._value(self._begin(node, "whole", names)) if names else []
+            paths: list[str | None] = self._value(self._begin(node, "whole", names)) if names else []
         except RayError:
             self._lose(node)
             return [None] * len(names)
-        return found
+        return paths
 
     def _begin_copies(self, step: _Step) -> None:
         """Have another node copy the files of each node, and the node itself hash them."""
@@ -290,9 +290,9 @@ class MemoryCheckpoints:
     def _finish_copies(self) -> None:
         """Wait until the files of the last step are hashed and copied."""
         copying, self._copying = self._copying, []
-        for each in copying:
+        for copy in copying:
             with _warning_of_copies():
-                self._value(each)
+                self._value(copy)
 
     def _free_others(self, steps: Sequence[_Step]) -> None:
         self._steps = list(steps)
@@ -347,7 +347,9 @@ def _nodes_of(group: WorkerGroup[Any]) -> list[str]:
 def _places_of(group: WorkerGroup[Any]) -> list[tuple[Any, ...]]:
     """Return the place of every rank in its data-parallel replica: its other coordinates."""
     ranks = map(group.topology.coordinates, range(group.world_size))
-    return [tuple(sorted(each for each in rank.items() if each[0] not in OF_REPLICAS)) for rank in ranks]
+    return [
+        tuple(sorted(coordinate for coordinate in rank.items() if coordinate[0] not in OF_REPLICAS)) for rank in ranks
+    ]
 
 
 def _other_nodes(nodes: Sequence[str], lost: Collection[str]) -> list[str]:

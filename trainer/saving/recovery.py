@@ -146,15 +146,17 @@ class Recovery:
         return Failure(self._now(), step, kind, str(fields.get("role", "")), line, dict(fields))
 
     def _why_it_ends(self, cause: BaseException, failure: Failure) -> str | None:
-        own = isinstance(cause, WorkerError)
-        if own and (isinstance(cause, CallRejected) or failure.kind not in (*self._config.restart_on, *OF_ENGINES)):
+        is_workers = isinstance(cause, WorkerError)
+        if is_workers and (
+            isinstance(cause, CallRejected) or failure.kind not in (*self._config.restart_on, *OF_ENGINES)
+        ):
             return f"{failure.kind} is an exception of the worker's own code, and trainer.restart_on does not have it"
-        if not own and not isinstance(cause, WorkerDied | ConnectionLost | CallTimeout | ResourceError):
+        if not is_workers and not isinstance(cause, WorkerDied | ConnectionLost | CallTimeout | ResourceError):
             return f"{failure.kind} is not the failure of a process"
-        same = [each for each in self.failures if each.cause == failure.cause]
-        if sum(each.step == failure.step for each in same) >= SAME_FAILURE - 1:
+        same = [earlier for earlier in self.failures if earlier.cause == failure.cause]
+        if sum(earlier.step == failure.step for earlier in same) >= SAME_FAILURE - 1:
             return f"step {failure.step} has failed {SAME_FAILURE} times with the same cause"
-        limit, lately = self._config.max_restarts, [each for each in same if failure.time - each.time < HOUR_S]
+        limit, lately = self._config.max_restarts, [earlier for earlier in same if failure.time - earlier.time < HOUR_S]
         if len(lately) >= limit:
             return f"trainer.max_restarts={limit}, and {len(lately)} restarts in an hour had this cause"
         return None

@@ -1,4 +1,4 @@
-"""RestartableRun: the processes and the state of a run, and how it goes on after a failure or in another process.
+"""RunLifecycle: what happens to a run around its steps: parts, start, saves, recovery, pools of other sizes, end.
 
 ``RayPPOTrainer`` derives from it. Nothing in this file belongs to the algorithm.
 """
@@ -15,44 +15,34 @@ from typing import Any, Self
 from mcontroller.errors import CallRejected, ConfigError, GroupError, MControllerError, close_all
 from mcontroller.group import WorkerGroup
 from mcontroller.ray.resource_pool import ResourcePoolManager
+from mcontroller.ray.worker_group import MegatronRayWorkerGroup
 from mcontroller.trace.recorder import recorder, span
 from trainer.config import PPOConfig
-from trainer.data.stream import BatchStream
+from trainer.data.stream import BatchStream, Dataset, check_rows
 from trainer.data.tokenizers import Tokenizer
-from trainer.display import Callback, Display
+from trainer.display import Callback, Display, FailSafeDisplay
 from trainer.elastic import ElasticPools, PoolSizes, pools_text
 from trainer.groups import RunGroups
-from trainer.rewards.reward import RewardSources
-from trainer.roles import Role
+from trainer.rewards.reward import CombineRewards, RewardFunction, RewardSources
+from trainer.roles import Role, check_generates_alone, check_reference_sync, check_roles
 from trainer.rollout.generation import ProblemStream, RolloutFunction
 from trainer.saving.checkpoints import CLOSE_TIMEOUT_S, RunCheckpoints, RunState, Stateful
 from trainer.saving.memory import MemoryCheckpoints
 from trainer.saving.preemption import Preempted, Preemption
 from trainer.saving.recovery import Failure, Recovery
-from trainer.saving.run_record import BatchInFlight
+from trainer.saving.run_record import BatchInFlight, read_record
 from trainer.stages import SharedDevices, Stages
 from trainer.step import PPOStep
 from trainer.trackers import Tracker, rewind
+from trainer.validation import Evaluation, check_validation, evaluations_by_prefix
 
 _logger = logging.getLogger(__name__)
 
 
-class RestartableRun:
-    """A run that is started, saved, and restored: after a failure, in pools of other sizes, or in another process.
+class RunLifecycle:
+    """A run that is checked, started, saved, and restored: after a failure, in other pools, or in another process.
 
-    Args:
-        config: the configuration of the run.
-        tokenizer: its special tokens are passed to generation.
-        role_worker_mapping: the worker class of every role.
-        resource_pool_manager: the pools, and the pool of each role.
-        ray_worker_group_cls: called with ``(pool, class with arguments, name_prefix=...)`` to start a group.
-        rewards: the scores of responses.
-        rollout_fn: the program's own rollout loop. None: one call.
-        train_batches: the problems, in batches.
-        stateful: objects of the program whose state belongs to the run.
-        trackers: go back to the step that the run goes on from.
-        callbacks: get what happens.
-        display: shows what happens.
+    Args: see ``RayPPOTrainer``.
 
     Attributes:
         run_groups, groups: the groups of the run.
@@ -81,30 +71,50 @@ class RestartableRun:
         tokenizer: Tokenizer,
         role_worker_mapping: Mapping[Role, Any],
         resource_pool_manager: ResourcePoolManager,
-        ray_worker_group_cls: Callable[..., WorkerGroup],
-        rewards: RewardSources,
-        rollout_fn: RolloutFunction | None,
-        train_batches: BatchStream,
+        ray_worker_group_cls: Callable[..., WorkerGroup] = MegatronRayWorkerGroup,
+        reward_fn: RewardFunction | None = None,
+        val_reward_fn: RewardFunction | None = None,
+        train_dataset: Dataset | None = None,
+        val_dataset: Dataset | None = None,
         *,
-        stateful: Mapping[str, Stateful],
-        trackers: Sequence[Tracker],
-        callbacks: Sequence[Callback],
-        display: Display,
+        evaluations: Mapping[str, Evaluation] | None = None,
+        warm_up_dataset: Dataset | None = None,
+        combine_rewards: CombineRewards | None = None,
+        rollout_fn: RolloutFunction | None = None,
+        stateful: Mapping[str, Stateful] | None = None,
+        trackers: Sequence[Tracker] = (),
+        callbacks: Sequence[Callback] = (),
+        display: Display | None = None,
     ) -> None:
+        check_roles(config, role_worker_mapping, resource_pool_manager)
+        check_reference_sync(config, role_worker_mapping)
+        check_generates_alone(config, role_worker_mapping, resource_pool_manager, rollout_fn)
+        if train_dataset is None:
+            raise ConfigError("RayPPOTrainer needs a train_dataset", key="train_dataset")
+        rewards = RewardSources(reward_fn, val_reward_fn, Role.RewardModel in role_worker_mapping, combine_rewards)
+        if config.warm_up.steps and warm_up_dataset is None:
+            raise ConfigError(f"warm_up.steps is {config.warm_up.steps}, but warm_up_dataset is None", key="warm_up")
+        if config.trainer.resume:
+            read_record(Path(config.trainer.default_local_dir))
+        check_rows(train_dataset=train_dataset)
+        check_validation(config, is_validated=val_dataset is not None or bool(evaluations))
         self.config, self.tokenizer = config, tokenizer
-        self.role_worker_mapping = role_worker_mapping
-        self.resource_pool_manager = resource_pool_manager
-        self.train_batches = train_batches
-        self.stateful, self.trackers, self.callbacks, self.display = dict(stateful), trackers, callbacks, display
+        self.role_worker_mapping, self.resource_pool_manager = role_worker_mapping, resource_pool_manager
+        self.evaluations = evaluations_by_prefix(val_dataset, evaluations or {}, config.validation)
+        self.warm_up_dataset = warm_up_dataset
+        self.tokenizer_files: str | None = None  # the directory for an export; None: the one of model.hf_path
+        self.stateful, self.trackers, self.callbacks = dict(stateful or {}), trackers, callbacks
+        self.display: Display = FailSafeDisplay(display or Display())
+        self.train_batches = BatchStream(train_dataset, config.data.train_batch_size, config.data.seed)
         options = config.trainer
         devices = SharedDevices(options.offload, options.offload_communicators)
         self.stages = Stages(devices, options.patience, options.patience_factor)
         self.run_groups = RunGroups(
-            config, role_worker_mapping, resource_pool_manager, ray_worker_group_cls, self.stages, display
+            config, role_worker_mapping, resource_pool_manager, ray_worker_group_cls, self.stages, self.display
         )
         self.groups = self.run_groups.by_name
         self.step = PPOStep(config, tokenizer, self.run_groups, self.stages, rewards, rollout_fn)
-        self.problems = ProblemStream(train_batches, self.step.generations)
+        self.problems = ProblemStream(self.train_batches, self.step.generations)
         self.checkpoints = RunCheckpoints(options, devices)
         self.memory = MemoryCheckpoints(devices, self.run_groups.lost_nodes)
         self.elastic = ElasticPools(resource_pool_manager, self.run_groups.workers)
@@ -411,7 +421,7 @@ class RestartableRun:
         return self.recovery.resized(self.global_steps + 1, text, before=before, after=sizes)
 
 
-def restart_rollout(trainer: RestartableRun) -> None:
+def restart_rollout(trainer: RunLifecycle) -> None:
     """Restart the group of ``Role.Rollout``, with the weights of the actor.
 
     Call it after a step has raised an error of that group, such as an engine that died; the groups of the other roles
