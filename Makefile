@@ -98,7 +98,7 @@ types: $(STAMP)
 faults: $(STAMP)
 	$(BIN)/python benchmarks/faults.py $(ARGS)
 
-# Every benchmark of docs/performance.md, that beside TRL and the faults too: about two hours.
+# Every benchmark of docs/performance.md, with the environment of against-trl and the faults.
 bench: $(STAMP) $(TRL)/.installed
 	@for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
 
