@@ -41,14 +41,14 @@ def test_parity_of_a_layout_is_within_the_tolerance() -> None:
 
 
 @pytest.mark.simulated
-def test_a_model_loads_and_exports_equal_tensors_and_generates_the_tokens_of_transformers(tmp_path: Path) -> None:
+def test_a_model_loads_exports_and_generates_as_transformers_does(tmp_path: Path) -> None:
     load, export, log_probs, gradients, *packed, tokens = models.row(models.Reference("llama", tmp_path), "TP2 with SP")
     assert (load, export, tokens) == ("equal", "equal", "same tokens")
     assert all(float(difference) <= 1e-5 for difference in (log_probs, gradients, *packed))
 
 
 @pytest.mark.simulated
-def test_a_training_step_of_the_controllers_workers_is_that_of_the_plain_loop() -> None:
+def test_a_training_step_is_that_of_the_plain_loop() -> None:
     model = train_step_plain.model_of(hidden=64, layers=2, sequence=8)
     plain, controlled = (run_ranks(side, train_step_plain.WORLD_SIZE, model) for side in (plain_steps, steps_of_worker))
     for name in ("losses", "norms"):
@@ -82,7 +82,7 @@ def test_light_endpoints_answer_a_call() -> None:
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_a_transfer_of_weights_sends_the_least_bytes_and_keeps_two_buckets() -> None:
+def test_a_transfer_of_weights_sends_the_least_bytes() -> None:
     for report in weights.measure({}, {}, hidden=64, rounds=1):
         assert report.bytes_sent == report.least_bytes
         assert weights.buckets(report) <= 2
@@ -96,14 +96,14 @@ def test_loads_restore_the_weights_that_were_saved(tmp_path: Path) -> None:
     assert all(rank["written"] > 0 for rank in ranks)
 
 
-def test_steps_of_asynchronous_training_have_whole_groups_of_the_allowed_age() -> None:
+def test_steps_of_asynchronous_training_have_whole_batches() -> None:
     batches = asynchronous.controller(in_flight=64, steps=5)
     assert [len(batch) for batch in batches] == [16] * 5
     for batch in batches:
         assert bool((batch.batch["response_mask"].sum(1) > 0).all())
 
 
-def test_the_reward_of_both_sides_beside_trl_is_the_share_of_right_digits() -> None:
+def test_the_reward_beside_trl_is_the_share_of_right_digits() -> None:
     assert against_trl.answer("01234567") == "1234567823456789"
     assert against_trl.share_correct("01234567", "1234567800000000") == 0.5
     rows = against_trl.accuracy_table({"ours": [0.0, 1.0], "TRL": [1.0, 1.0]}, width=2).splitlines()
