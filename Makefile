@@ -57,8 +57,8 @@ test-manifests: $(STAMP)
 
 # GRPO next to TRL's, in an environment of its own: ARGS=--learning compares the accuracy over steps in place of speed.
 TRL := .venv-trl
-against-trl: $(TRL)/.installed
-	$(TRL)/bin/python benchmarks/against_trl.py $(ARGS)
+against-trl: $(STAMP) $(TRL)/.installed
+	$(BIN)/python benchmarks/against_trl.py $(ARGS)
 
 $(TRL)/.installed: pyproject.toml constraints/tested.txt constraints/trl.txt
 	test -x $(TRL)/bin/python || $(PYTHON) -m venv $(TRL)
@@ -95,15 +95,13 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
-# roundtrip_verl.py and against_verl.py run in verl's environment; see the first lines of roundtrip.py and against_verl.py.
-# make against-trl runs against_trl.py, which starts the other two.
-# train_step.py starts train_step_plain.py under torchrun, and calls train_step_unequal.py.
 # Faults at random moments of a running job, and what becomes of it: docs/reliability.md has the table.
 faults: $(STAMP)
 	$(BIN)/python benchmarks/faults.py $(ARGS)
 
-bench: $(STAMP)
-	@for file in $(filter-out benchmarks/faults.py benchmarks/faults_of_programs.py benchmarks/models_in_vllm.py benchmarks/roundtrip_floor.py benchmarks/roundtrip_verl.py benchmarks/train_step_plain.py benchmarks/train_step_unequal.py $(wildcard benchmarks/against_*.py),$(wildcard benchmarks/*.py)); do echo "== $$file"; $(BIN)/python $$file || exit 1; done
+# Every benchmark of docs/performance.md, with the environment of against-trl and the faults.
+bench: $(STAMP) $(TRL)/.installed
+	@for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
 
 # The environment is updated if one of these files is newer than the stamp.
 $(STAMP): pyproject.toml constraints/tested.txt

@@ -2,7 +2,7 @@
 
     make against-trl                         # speed and memory
     make against-trl ARGS=--learning         # accuracy over 120 steps
-    .venv-trl/bin/python benchmarks/against_trl.py [--learning [STEPS]] [--steps 4] [--rounds 6]
+    python benchmarks/against_trl.py [--learning [STEPS]] [--steps 4] [--rounds 6]
 
 A Llama model (hidden size 128, 4 layers, float32) continues 8 digits with 16 more, each the digit 8 tokens before plus
 one; the reward is the share of right digits. 32 prompts with 8 samples each make one optimizer step. Both sides start
@@ -20,19 +20,30 @@ import contextlib
 import dataclasses
 import json
 import os
+import random
 import socket
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from multiprocessing.connection import Connection
+import time
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Client, Connection
 from pathlib import Path
 
 import psutil
-from against_trl_task import PROMPTS, SAMPLES, Settings
 
-HERE = Path(__file__).parent
+ROOT = Path(__file__).resolve().parents[1]
+PARTS = ROOT / "benchmarks" / "parts"
+PYTHON = ROOT / ".venv-trl" / "bin" / "python"
+
+DIGITS = "0123456789"
+PAD, EOS = "<pad>", "<eos>"
+PROMPT, RESPONSE = 8, 16
+"""[tokens] Lengths of every prompt, and of every response."""
+PROMPTS, SAMPLES = 32, 8
+"""Prompts of a step, and responses to each."""
+
 CONFIGURATIONS: Mapping[str, tuple[int, int]] = {
     "one process, 2 threads": (1, 2),
     "one process, 1 thread": (1, 1),
@@ -45,6 +56,88 @@ WARM_UP = 3
 """[steps] Steps that are not counted."""
 Step = tuple[float, float]
 """Seconds and score."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """The settings of one side, as JSON in the only argument of its program."""
+
+    directory: str
+    """Directory with the initial model and tokenizer in ``model``, the prompts, and the socket of the parent."""
+    socket: str
+    """Socket on which the parent waits for this side."""
+    ranks: int
+    """Processes with a copy of the model each."""
+    threads: int
+    """Threads of each of them."""
+    steps: int
+    """Steps of the run, of one optimizer step each."""
+    micro_batch: int
+    """[rows] Rows of all ranks in one pass forward and backward."""
+    lr: float = 3e-4
+    """Learning rate of Adam, constant."""
+    seed: int = 0
+    """Seed of the order of the prompts, and of sampling."""
+
+    @classmethod
+    def parsed(cls, text: str) -> Settings:
+        return cls(**json.loads(text))
+
+    @property
+    def model(self) -> Path:
+        return Path(self.directory) / "model"
+
+    @property
+    def prompts(self) -> Path:
+        return Path(self.directory) / "prompts.jsonl"
+
+
+def random_prompt(numbers: random.Random) -> str:
+    return "".join(numbers.choices(DIGITS, k=PROMPT))
+
+
+def answer(prompt: str) -> str:
+    """Return the right response: every digit is the one ``PROMPT`` tokens before, plus one (mod 10)."""
+    text = prompt
+    while len(text) < PROMPT + RESPONSE:
+        text += DIGITS[(int(text[-PROMPT]) + 1) % 10]
+    return text[PROMPT:]
+
+
+def share_correct(prompt: str, response: str) -> float:
+    """Return the share of the digits of a response that are right, which is its reward."""
+    return sum(left == right for left, right in zip(response, answer(prompt), strict=False)) / RESPONSE
+
+
+class Blocks:
+    """Runs as many steps at a time as the parent asks for, and reports the seconds and the score of each.
+
+    Args:
+        socket: on which the parent listens. None on ranks that only follow.
+        agree: makes all ranks wait for rank 0, and returns its value on each of them.
+    """
+
+    def __init__(self, socket: str | None, agree: Callable[[int], int] = lambda value: value) -> None:
+        self.connection = None if socket is None else Client(socket)
+        self.agree = agree
+        self.left = 0
+        self.done: list[tuple[float, float]] = []
+        self.started = 0.0
+
+    def start(self) -> bool:
+        """Wait for the next block, and return whether there is one."""
+        if self.connection is not None:
+            self.connection.send(self.done)
+        self.left = self.agree(0 if self.connection is None else int(self.connection.recv()))
+        self.done, self.started = [], time.perf_counter()
+        return self.left > 0
+
+    def step_ended(self, score: float) -> bool:
+        """Record a step, and return whether there is another one."""
+        now = time.perf_counter()
+        self.done.append((now - self.started, score))
+        self.started, self.left = now, self.left - 1
+        return self.left > 0 or self.start()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,16 +163,16 @@ class Side:
 
     def __init__(self, name: str, settings: Settings) -> None:
         script = {"ours": "against_trl_ours.py", "TRL": "against_trl_peer.py"}[name]
-        start = [sys.executable]
+        start = [str(PYTHON)]
         if name == "TRL" and settings.ranks > 1:
             start += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={settings.ranks}"]
         environment = os.environ | {
             "OMP_NUM_THREADS": str(settings.threads),
-            "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE)]),
+            "PYTHONPATH": str(ROOT),
             "RAY_worker_niceness": "0",
             "TOKENIZERS_PARALLELISM": "false",
         }
-        command = [*start, str(HERE / script), json.dumps(dataclasses.asdict(settings))]
+        command = [*start, str(PARTS / script), json.dumps(dataclasses.asdict(settings))]
         self.log = Path(settings.socket).with_suffix(".log")
         with socket.socket(socket.AF_UNIX) as listener, self.log.open("w") as output:
             listener.bind(settings.socket)
@@ -203,10 +296,12 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=list(CONFIGURATIONS), choices=list(CONFIGURATIONS))
     parser.add_argument("--learning", type=int, nargs="?", const=120, default=0, help="accuracy over so many steps")
     arguments = parser.parse_args()
+    if not PYTHON.exists():
+        sys.exit(f"there is no {PYTHON}: make against-trl installs TRL there")
     with tempfile.TemporaryDirectory(prefix="against-trl-") as directory:
         base = Settings(directory=directory, socket="", ranks=1, threads=2, steps=400, micro_batch=PROMPTS * SAMPLES)
-        prepare = [sys.executable, str(HERE / "against_trl_peer.py"), "--prepare", json.dumps(dataclasses.asdict(base))]
-        subprocess.run(prepare, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        prepare = [str(PYTHON), str(PARTS / "against_trl_peer.py"), "--prepare", json.dumps(dataclasses.asdict(base))]
+        subprocess.run(prepare, check=True, env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)})
         if arguments.learning:
             learning(base, arguments.learning)
         else:

@@ -28,9 +28,8 @@ from typing import Any, ClassVar
 
 import ray
 import torch
-from one_step_off import SleepingPolicy
 
-from mcontroller import DataProto, Dispatch, RayWorkerGroup, register
+from mcontroller import DataProto, Dispatch, RayWorkerGroup, Worker, register
 from mcontroller.local import LocalWorkerGroup
 from mcontroller.ray import ResourcePoolManager
 from trainer import (
@@ -72,13 +71,44 @@ def length_of(seed: int, median: int) -> int:
     return max(1, min(LONGEST * median, round(median * math.exp(SIGMA * NormalDist().inv_cdf(chance)))))
 
 
-class SleepingEngine(SleepingPolicy):
-    """Sleeps as long as an engine would generate; the seed of a response has its length."""
+class NothingSent:
+    """A transfer of weights that takes no time."""
+
+    policy_version = 0
+
+    def run(self) -> NothingSent:
+        return self
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+    def close(self) -> None:
+        pass
+
+
+class SleepingEngine(Worker):
+    """Both roles: sleeps as long as an engine would generate; the seed of a response has its length."""
 
     busy: ClassVar[float] = 0.0
 
     def __init__(self, config: Sleeps, role: str) -> None:
         self.config, self.calls, self.lengths = config, 0, dict[int, int]()
+
+    @classmethod
+    def check_transfer(cls, *_: Any) -> None:
+        pass
+
+    @classmethod
+    def transfer_weights(cls, *_: Any, **__: Any) -> NothingSent:
+        return NothingSent()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        torch.set_num_threads(1)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def send_weights(self) -> None:
+        pass
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def generation_limits(self) -> dict[str, int]:
@@ -200,8 +230,12 @@ def report(arguments: argparse.Namespace) -> None:
         print(f"| {staleness} | {partial} | {times} | {line}", flush=True)
 
 
-def controller(in_flight: int) -> None:
-    """Print the CPU time of the controller for each trajectory, and the memory after each step."""
+def controller(in_flight: int, steps: int) -> list[DataProto]:
+    """Print the CPU time of the controller for each trajectory, and the memory after each step.
+
+    Returns:
+        The batch of each step.
+    """
     n, staleness, median = 4, 3, 128
     problems = in_flight // n // (staleness + 1)
     sleeps = Sleeps(Rollout(n, LONGEST * median), median)
@@ -212,20 +246,23 @@ def controller(in_flight: int) -> None:
     with trainer_of(sleeps, problems, staleness, local, slice_tokens=64, capacity=1024) as trainer:
         trainer.init_workers()
         generations = trainer.step.generations
-        each = []
-        for step in range(12):
+        microseconds, batches = list[float](), list[DataProto]()
+        for step in range(steps):
             before, busy, events = time.process_time(), SleepingEngine.busy, generations.log.count
             batch = generations.exchange(trainer.draw(), trainer.draw)[1]
             spent = time.process_time() - before - (SleepingEngine.busy - busy)
-            each.append(spent / len(batch) * 1e6)
+            microseconds.append(spent / len(batch) * 1e6)
+            batches.append(batch)
             tokens, memory = int(batch.batch["response_mask"].sum()), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
             print(
                 f"step {step + 1}: {len(batch)} trajectories, {tokens / len(batch):.0f} tokens each, "
-                f"{generations.log.count - events} events, {each[-1]:.0f} us of CPU each, "
+                f"{generations.log.count - events} events, {microseconds[-1]:.0f} us of CPU each, "
                 f"at most {memory / 1024:.0f} MiB in the process",
                 flush=True,
             )
-        print(f"mean of the steps after the queue was filled: {statistics.fmean(each[staleness:]):.0f} us of CPU each")
+        mean = statistics.fmean(microseconds[staleness:])
+        print(f"mean of the steps after the queue was filled: {mean:.0f} us of CPU each")
+    return batches
 
 
 def main() -> None:
@@ -239,7 +276,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     if arguments.controller:
-        controller(arguments.controller)
+        controller(arguments.controller, steps=12)
         return
     ray.init("local", num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="error")
     report(arguments)

@@ -2,10 +2,10 @@
 
     python benchmarks/checkpoints.py [--hidden 512] [--layers 8] [--distributed] [--directory DIR]
 
-Eight ranks are forked, one thread each. The seconds of a call are of the slowest rank, in the fastest round. Extra
-memory is the peak of the resident memory of a rank (VmHWM) during the call, less the memory before it; for an
-asynchronous save, the files that stay in memory until they are written are added, and for a save to memory nothing: the
-file is the other column. CPU seconds are of all ranks and of
+Eight ranks are forked, one thread each. What every load restores must equal what was saved, bit by bit. The seconds of
+a call are of the slowest rank, in the fastest round. Extra memory is the peak of the resident memory of a rank (VmHWM)
+during the call, less the memory before it; for an asynchronous save, the files that stay in memory until they are
+written are added, and for a save to memory nothing: the file is the other column. CPU seconds are of all ranks and of
 the processes that write, in the round with the least; a process that writes counts in the call in which it ends.
 "verify" is what a load adds to read and hash every file once before anything changes. The files are read from the cache
 of the system, so storage that is slower than SHA-256 hides more of it.
@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tests.forking import run_ranks
-from tests.workers.roles import actor, experience, own_shard
+from tests.workers.roles import actor, experience, largest_difference, own_shard, weights
 from workers.checkpoint.directories import read_manifest
 from workers.checkpoint.load import load_checkpoint, verify
 
@@ -60,18 +60,27 @@ def measured(call: Callable[[], object]) -> tuple[float, int, float]:
     return time.perf_counter() - started, memory("VmHWM") - before, cpu_seconds() - cpu
 
 
-def measure(path: str, model: dict[str, Any], distributed: bool) -> dict[str, Any]:
-    """Return what one rank measured: (seconds, bytes, CPU seconds) by call and round, and the bytes written."""
-    worker = actor(PARALLEL, "actor", model=model, optim={"distributed_optimizer": distributed}, ppo_epochs=1)
+def measure(
+    path: str, model: dict[str, Any], parallel: dict[str, int], rounds: int, distributed: bool
+) -> dict[str, Any]:
+    """Save and load in rounds.
+
+    Returns:
+        What one rank measured: (seconds, bytes, CPU seconds) by call and round, the bytes written, and the largest
+        difference of the weights that were restored from those that were saved.
+    """
+    worker = actor(parallel, "actor", model=model, optim={"distributed_optimizer": distributed}, ppo_epochs=1)
     batch = own_shard(experience(ROWS), worker)
     worker.update_actor(batch)
-    rounds: dict[str, list[tuple[float, int, float]]] = {}
+    calls: dict[str, list[tuple[float, int, float]]] = {}
+    difference = 0.0
 
     def add(name: str, call: Callable[[], object]) -> None:
-        rounds.setdefault(name, []).append(measured(call))
+        calls.setdefault(name, []).append(measured(call))
 
-    for step in range(ROUNDS):
+    for step in range(rounds):
         add("step", lambda: worker.update_actor(batch))
+        saved = weights(worker)
         add("save", lambda step=step: worker.save_checkpoint(f"{path}/at_once", step, 1))
         add("asynchronous save", lambda step=step: worker.save_checkpoint(f"{path}/later", step, 1, asynchronous=True))
         add("step during the save", lambda: worker.update_actor(batch))
@@ -79,7 +88,10 @@ def measure(path: str, model: dict[str, Any], distributed: bool) -> dict[str, An
         file = f"/proc/self/fd/{os.memfd_create('state')}"
         add("save to memory", lambda file=file: worker.save_to_memory(file))
         in_memory = os.stat(file).st_size
+        in_file = weights(worker)
+        worker.update_actor(batch)
         add("load from memory", lambda file=file: worker.load_from_memory(file))
+        difference = max(difference, largest_difference(weights(worker), in_file))
         os.close(int(file.rpartition("/")[2]))
         checkpoint = Path(path) / "at_once" / f"global_step_{step}"
         manifest = read_manifest(checkpoint)
@@ -88,8 +100,9 @@ def measure(path: str, model: dict[str, Any], distributed: bool) -> dict[str, An
             "load",
             lambda manifest=manifest, checkpoint=checkpoint: load_checkpoint(worker.state, checkpoint, manifest),
         )
+        difference = max(difference, largest_difference(weights(worker), saved))
     written = sum(file.stat().st_size for file in checkpoint.glob(f"__{dist.get_rank()}_*"))
-    return {"rounds": rounds, "written": written, "in memory": in_memory}
+    return {"rounds": calls, "written": written, "in memory": in_memory, "difference": difference}
 
 
 def main() -> None:
@@ -108,7 +121,10 @@ def main() -> None:
         "num_query_groups": 8,
     }
     with tempfile.TemporaryDirectory(dir=arguments.directory) as path:
-        ranks = run_ranks(measure, WORLD_SIZE, path, model, arguments.distributed, timeout_s=500)
+        options = (path, model, PARALLEL, ROUNDS, arguments.distributed)
+        ranks = run_ranks(measure, WORLD_SIZE, *options, timeout_s=500)
+    if difference := max(rank["difference"] for rank in ranks):
+        sys.exit(f"a load restored weights that differ by up to {difference:.1e} from those that were saved")
     show(ranks)
 
 

@@ -46,7 +46,7 @@ import torch
 from ray.cluster_utils import Cluster
 from rich.console import Console
 
-from benchmarks.faults_of_programs import OF_PROGRAMS, Trial, of_programs, total_steps, write_config
+from benchmarks.parts.faults_of_programs import OF_PROGRAMS, Trial, of_programs, total_steps, write_config
 from mcontroller import Dispatch, register
 from mcontroller.errors import MControllerError
 from trainer import Callback

@@ -232,7 +232,7 @@ def main() -> int:
 
 def with_part(page: str, written: str) -> str:
     """Return the page with one of its parts replaced; a part begins with its title."""
-    parts = re.split(r"(?m)^(?=## (?:Adapters|In vLLM|Through Megatron-Bridge)$)", page)
+    parts = re.split(r"(?m)^(?=## (?:Adapters|Through Megatron-Bridge)$)", page)
     title = written.partition("\n")[0]
     return "".join(written if part.partition("\n")[0] == title else part for part in parts)
 

@@ -1,6 +1,6 @@
 """The controller's cost of a call, from 8 to 16,384 ranks.
 
-    python benchmarks/scale.py [--actors 8 24] [--light 8 128 1024 4096 16384] [--relay 1024] [--docs docs/scale.md]
+    python benchmarks/scale.py [--actors 8 24] [--light 8 128 1024 4096 16384] [--docs docs/scale.md]
 
 Real Ray actors are compared with bare Ray, in alternation. Light endpoints are sockets of a few processes that answer
 every call at once, so that one machine holds thousands: the controller does the same work for them as for workers. The
@@ -56,8 +56,6 @@ memory, with Python {python}; the load of the machine was {load:.1f} at the star
   ends when the group has answered its first call; both import torch and tensordict.
 - **light**: sockets of a few processes that answer each call at once, which the controller reaches over ZeroMQ with
   CURVE as it does worker processes on other machines. `start` is the time until all are connected.
-- **behind relays**: the cost if a process on each node joined the answers of its ranks, at no cost itself. It is not
-  built: at 1,024 ranks it would save less than a second in an hour of steps of a minute.
 
 ```text
 {output}
@@ -162,16 +160,17 @@ def report_threshold(sizes: list[int], ranks: int) -> None:
 
 
 class LightProcess:
-    """A process that runs light endpoints, one batch after another. Created before Ray, because it is a fork."""
+    """A process that runs light endpoints, one batch after another."""
 
     def __init__(self) -> None:
-        self.pipe, there = multiprocessing.Pipe()
-        self.process = multiprocessing.Process(target=serve_light, args=(there,), daemon=True)
+        spawned = multiprocessing.get_context("spawn")  # a fork would copy the locks of Ray's threads
+        self.pipe, there = spawned.Pipe()
+        self.process = spawned.Process(target=serve_light, args=(there,), daemon=True)
         self.process.start()
 
-    def start(self, keys: ChannelKeys, count: int, answers: int = 1) -> None:
-        """Start ``count`` endpoints that answer each call ``answers`` times; end the earlier ones."""
-        self.pipe.send((keys, count, answers))
+    def start(self, keys: ChannelKeys, count: int) -> None:
+        """Start ``count`` endpoints; end the earlier ones."""
+        self.pipe.send((keys, count))
 
 
 def serve_light(pipe: Connection) -> None:
@@ -183,7 +182,7 @@ def serve_light(pipe: Connection) -> None:
     answer = pickle.dumps(None)
     sockets: list[zmq.Socket[Any]] = []
     while True:
-        keys, count, answers = pipe.recv()
+        keys, count = pipe.recv()
         for sock in sockets:
             sock.close()
         sockets = [light_socket(context, keys) for _ in range(count)]
@@ -196,15 +195,15 @@ def serve_light(pipe: Connection) -> None:
         while not pipe.poll():
             for descriptor, _ in poll.poll(maxevents=len(sockets) + 1):
                 if descriptor in of_descriptor:
-                    answer_calls(of_descriptor[descriptor], answer, answers)
+                    answer_calls(of_descriptor[descriptor], answer)
 
 
-def answer_calls(sock: zmq.Socket[Any], answer: bytes, answers: int) -> None:
+def answer_calls(sock: zmq.Socket[Any], answer: bytes) -> None:
     """Answer every call that has arrived."""
     while int(sock.get(zmq.EVENTS)) & int(zmq.POLLIN):
         caller, first, *_ = sock.recv_multipart()
         packed = pack_answer(unpack_call(first)[0].number, None, False, answer)
-        sock.send_multipart([caller, packed if answers == 1 else pickle.dumps([packed] * answers)])
+        sock.send_multipart([caller, packed])
 
 
 def light_socket(context: zmq.Context[Any], keys: ChannelKeys) -> zmq.Socket[Any]:
@@ -214,11 +213,11 @@ def light_socket(context: zmq.Context[Any], keys: ChannelKeys) -> zmq.Socket[Any
     return sock
 
 
-def start_light(processes: list[LightProcess], ranks: int, answers: int = 1) -> list[Address]:
+def start_light(processes: list[LightProcess], ranks: int) -> list[Address]:
     """Return the addresses of ``ranks`` endpoints, spread over the processes."""
     keys = ChannelKeys.generate()
     for index, process in enumerate(processes):
-        process.start(keys, ranks // len(processes) + (index < ranks % len(processes)), answers)
+        process.start(keys, ranks // len(processes) + (index < ranks % len(processes)))
     ports = [port for process in processes for port in process.pipe.recv()]
     return [Address("127.0.0.1", port, port, keys.server.public, keys.client) for port in ports]
 
@@ -248,73 +247,10 @@ def report_light(ranks: int, processes: list[LightProcess]) -> None:
     group.shutdown()
 
 
-def report_parts(ranks: int, processes: list[LightProcess]) -> None:
-    """Report what a call on light endpoints consists of: sockets, hub, and planning, pickling and bookkeeping."""
-    addresses = start_light(processes, ranks)
-    first = pack_call(CallHeader(0, 0, None, None, "empty"), b"x" * 100)
-    links, ids = Links(b"sockets"), [b"rank" + rank.to_bytes(4, "big") for rank in range(ranks)]
-    for link, address in zip(ids, addresses, strict=True):
-        links.connect(link, address.calls, address)
-
-    def over_sockets() -> None:
-        for link in ids:
-            links.socket.send_multipart([link, first])
-        for _ in ids:
-            links.socket.recv_multipart(copy=False)
-
-    missing = [0]
-
-    def deliver(rank: int, frames: list[Any]) -> None:
-        missing[0] -= 1
-
-    hub = Hub(b"hub", deliver, lambda rank, established: None)
-    hub.connect(addresses)
-
-    def over_hub() -> None:
-        missing[0] = ranks
-        hub.send((rank, [first]) for rank in range(ranks))
-        hub.wait(lambda: missing[0] == 0, None)
-
-    group = light_group(addresses)
-    taken = measure({"sockets": over_sockets, "hub": over_hub, "call": group.empty}, 1000)
-    (sockets, of_hub, of_call) = (taken[name][1] / ranks for name in ("sockets", "hub", "call"))
-    show(
-        f"parts of the controller's CPU time on {ranks} light endpoints, us a rank: ZeroMQ's sockets with CURVE "
-        f"{sockets:.0f}, hub {of_hub - sockets:.0f}, planning, pickling and bookkeeping {of_call - of_hub:.0f}"
-    )
-    links.close()
-    hub.close()
-    group.shutdown()
-
-
-def report_relay(ranks: int, per_relay: int, processes: list[LightProcess]) -> None:
-    """Report the controller's cost if a relay for each ``per_relay`` ranks joined their answers, at no cost itself."""
-    missing = [0]
-
-    def deliver(rank: int, frames: list[Any]) -> None:
-        for answer in pickle.loads(frames[0]):  # what remains to be done for every rank
-            pickle.loads(unpack_answer(answer)[-1])
-            missing[0] -= 1
-
-    hub = Hub(b"controller", deliver, lambda rank, established: None)
-    hub.connect(start_light(processes, ranks // per_relay, per_relay))
-
-    def call() -> None:
-        missing[0] = ranks
-        first = pack_call(CallHeader(0, 0, None, None, "empty"), b"x" * 100)
-        hub.send((relay, [first]) for relay in range(ranks // per_relay))
-        hub.wait(lambda: missing[0] == 0, None)
-
-    median, cpu = measure({"relay": call}, 50)["relay"]
-    show(f"{ranks:>6} behind relays of {per_relay}: {median:.2f} ms, {cpu / ranks:.0f} us a rank")
-    hub.close()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--actors", type=int, nargs="*", default=[8, 24])
     parser.add_argument("--light", type=int, nargs="*", default=[8, 128, 1024, 4096, 16384])
-    parser.add_argument("--relay", type=int, nargs="*", default=[1024])
     parser.add_argument("--threshold", type=int, nargs="*", default=[16, 64, 128, 256, 512, 1024, 4096], help="KiB")
     parser.add_argument("--processes", type=int, default=8, help="processes of light endpoints")
     parser.add_argument("--docs", type=Path, help="page to write the output to")
@@ -322,7 +258,7 @@ def main() -> None:
     load = os.getloadavg()[0]
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    processes = [LightProcess() for _ in range(options.processes if options.light or options.relay else 0)]
+    processes = [LightProcess() for _ in range(options.processes if options.light else 0)]
     cpus = max([8, *options.actors]) + 2
     ray.init("local", num_cpus=cpus, object_store_memory=1_000_000_000, include_dashboard=False, logging_level="ERROR")
     show("empty call: median ms, controller's CPU us a rank and call, start s (light: connections s, memory kB a rank)")
@@ -331,10 +267,6 @@ def main() -> None:
         report_actors(ranks)
     for ranks in options.light:
         report_light(ranks, processes)
-    if options.light:
-        report_parts(8, processes)
-    for ranks in options.relay:
-        report_relay(ranks, 64, processes)
     if options.threshold:
         report_threshold([size * 1024 for size in options.threshold], 4)
     ray.shutdown()

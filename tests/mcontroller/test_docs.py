@@ -114,7 +114,7 @@ def test_paths_that_are_named_exist(page: str) -> None:
     assert [path for path in paths if not any(ROOT.glob(path.rstrip("/"))) and not in_a_package(path)] == []
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page != "CHANGELOG.md"])  # which names what there was
+@pytest.mark.parametrize("page", PAGES)
 def test_modules_and_functions_that_are_named_exist(page: str) -> None:
     text = (ROOT / page).read_text()
     named = [name for name in CODE.findall(prose(page)) if NAME.fullmatch(name) and not name.endswith(".py")]
@@ -130,14 +130,6 @@ def test_make_targets_that_are_named_exist(page: str) -> None:
     }
     declared = set(re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert targets - declared == set()
-
-
-def test_the_picture_of_the_layers_shows_the_folders() -> None:
-    text = (ROOT / "CONTRIBUTING.md").read_text()
-    [picture] = [block for block in FENCED.findall(text) if "\nparallel_state/ " in block]
-    modules = [module.relative_to(ROOT) for package in PACKAGES for module in (ROOT / package).rglob("*.py")]
-    folders = {folder for module in modules for folder in module.parts[:-1][:4]}
-    assert set(re.findall(r"([a-z_]+)/", picture)) == folders
 
 
 def test_settings_that_recipes_are_translated_to_are_keys_of_a_run() -> None:

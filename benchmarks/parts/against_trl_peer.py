@@ -15,7 +15,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from against_trl_task import (
+from datasets import load_dataset
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    TrainerCallback,
+)
+from trl import GRPOConfig, GRPOTrainer
+
+from benchmarks.against_trl import (
     DIGITS,
     EOS,
     PAD,
@@ -29,17 +41,6 @@ from against_trl_task import (
     random_prompt,
     share_correct,
 )
-from datasets import load_dataset
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-    TrainerCallback,
-)
-from trl import GRPOConfig, GRPOTrainer
 
 WARM_UP_STEPS, WARM_UP_LR = 30, 1e-3
 """Supervised steps of the initial model, which then solves the task in part."""

@@ -52,11 +52,11 @@ def model_of(hidden: int, layers: int, sequence: int) -> ModelConfig:
 
 
 def batch_of(step: int, model: ModelConfig) -> dict[str, Tensor]:
-    """Return the rows ``[ROWS, seq]`` of one step; the loss excludes the first quarter of each row."""
+    """Return the rows ``[ROWS, seq]`` of one step; every token but the first is a target."""
     generator = torch.Generator().manual_seed(step)
     ids = torch.randint(0, model.vocab_size, (ROWS, model.max_sequence_length), generator=generator)
-    mask = (torch.arange(ids.size(1)) >= ids.size(1) // 4).long().repeat(ROWS, 1)
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "loss_mask": mask}
+    targets = (torch.arange(ids.size(1)) > 0).long().repeat(ROWS, 1)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "loss_mask": targets}
 
 
 class PlainLoop:

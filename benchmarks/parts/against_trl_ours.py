@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from against_trl_task import PROMPT, PROMPTS, RESPONSE, SAMPLES, Blocks, Settings, share_correct
 from rich.console import Console
 
+from benchmarks.against_trl import PROMPT, PROMPTS, RESPONSE, SAMPLES, Blocks, Settings, share_correct
 from mcontroller.config.load import load_config
 from trainer.display import Callback, RunningTrainer
 from trainer.run.config import RunConfig
