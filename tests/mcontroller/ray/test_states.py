@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from mcontroller.channel.options import ChannelOptions
 from mcontroller.errors import GroupError
+from mcontroller.ray import process_handles
+from mcontroller.ray.calls.executor import GroupProcesses, RayExecutor
 from mcontroller.ray.process_handles import GroupState, ProcessHandles
 
+SESSION = ("node", "job")
 FIRST, SECOND = GroupError("first"), GroupError("second")
 
 
@@ -37,3 +42,26 @@ def test_only_a_broken_group_restarts(handles: ProcessHandles) -> None:
     handles.enter(GroupState.READY)
     handles.enter(GroupState.RESTARTING)
     assert handles.state is GroupState.READY
+
+
+def test_a_restarted_group_knows_why_values_of_earlier_processes_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_handles, "session", lambda: SESSION)
+    monkeypatch.setattr(ProcessHandles, "_kill", lambda handles: [])
+    groups = []
+    for name in ("first", "second", "third"):
+        actor = SimpleNamespace(_actor_id=SimpleNamespace(hex=lambda name=name: name))
+        handles = ProcessHandles(lambda: None, ChannelOptions(), actors=[actor], _session=SESSION)
+        handles.enter(GroupState.READY)
+        groups.append(GroupProcesses("group", handles))
+    first, second, third = groups
+    first.launch_again, second.launch_again = lambda *_: second, lambda *_: third
+    executor = RayExecutor(first, "role")
+    executor.fail(FIRST)
+    executor.restart()
+    assert executor.processes is second and executor.broken is None
+    assert first.supervision.state is GroupState.ENDED
+    executor.restart()  # of a group that works
+    assert executor.processes is third and third.supervision.state is GroupState.READY
+    assert third.supervision.error_for("first") is FIRST
+    assert isinstance(third.supervision.error_for("second"), GroupError)
+    third.handles.end()
