@@ -220,7 +220,7 @@ class Nowhere:
         self.values = [self.answer for _ in returning]
         return self
 
-    def result(self, timeout: float | None = None, *, joined: bool = False) -> list[Any]:
+    def result(self, timeout: float | None = None) -> list[Any]:
         return self.values
 
     def fetch(self, handles: Any) -> list[Any]:

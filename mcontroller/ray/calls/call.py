@@ -129,7 +129,7 @@ class GroupCall:
 
     # ---- what its caller does with it --------------------------------------------------------------------------------
 
-    def result(self, timeout: float | None = None, *, joined: bool = False) -> list[Any]:
+    def result(self, timeout: float | None = None) -> list[Any]:
         """Wait for every rank and return the values; see ``InFlightCall.result``."""
         limit, began = self.timeout if timeout is None else timeout, time.monotonic()
         self.check(timeout)
@@ -138,7 +138,7 @@ class GroupCall:
                 raise self._ended()
             try:
                 left = None if limit is None else max(0.0, began + limit - time.monotonic())
-                self._values = self._read(joined, left)
+                self._values = self._read(left)
             except ValuesLate as late:
                 ids = self._handles.actor_ids
                 ranks = [ids.index(handle.actor) for handle in late.handles] or self.ranks
@@ -243,11 +243,11 @@ class GroupCall:
             return GroupError(text, role=self.role)
         return self._handles.broken_error(self.role) if self._is_complete() else cause
 
-    def _read(self, joined: bool, timeout: float | None) -> list[Any]:
+    def _read(self, timeout: float | None) -> list[Any]:
         if self.keep:
             return fetch(self.parts, timeout)
         try:
-            return decode([self._answers[rank] for rank in self.returning], joined, timeout)
+            return decode([self._answers[rank] for rank in self.returning], timeout)
         except GetTimeoutError:
             raise ValuesLate([self._handle(rank, outline=False) for rank in self._stored]) from None
 
