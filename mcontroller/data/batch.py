@@ -332,7 +332,9 @@ class DataProto(OutOfBand):
         rows, memo = range(begin, stop, stride), OffsetsMemo()
         batch = _map_columns(self.local_batch, lambda column: _slice(column, rows, memo), len(rows))
         arrays = {key: array[begin:stop:stride] for key, array in self.non_tensor_batch.items()}
-        return self.derive(batch, arrays, remote=[columns.take(np.array(rows)) for columns in self.remote])
+        return self.derive(
+            batch, arrays, remote=[columns.take(np.arange(begin, stop, stride)) for columns in self.remote]
+        )
 
     def select_idxs(self, idxs: Index) -> Self:
         """Return the selected rows as a copy.
