@@ -439,12 +439,8 @@ class DataProto(OutOfBand):
         index = _row_index(indices, len(self))
         distinct = len(np.unique(index))
         if len(index) != len(self) or distinct != len(self):
-            raise DataError(
-                f"reorder of {len(self)} rows by {len(index)} indices, {distinct} of them distinct: expected each row "
-                "once",
-                rows=len(self),
-                indices=len(index),
-            )
+            text = f"reorder of {len(self)} rows by {len(index)} indices, {distinct} of them distinct"
+            raise DataError(f"{text}: expected each row once", rows=len(self), indices=len(index))
         self._set_columns(self.select_idxs(index))
 
     def padding(self, padding_size: int, padding_candidate: str = "last") -> Self:
@@ -458,16 +454,11 @@ class DataProto(OutOfBand):
             DataError: if an argument is out of range, or the batch has no row to repeat.
         """
         if not isinstance(padding_candidate, str) or padding_candidate not in ("first", "last"):
-            raise DataError(
-                f"padding_candidate is {padding_candidate!r}: expected 'first' or 'last'",
-                padding_candidate=padding_candidate,
-            )
+            text = f"padding_candidate is {padding_candidate!r}: expected 'first' or 'last'"
+            raise DataError(text, padding_candidate=padding_candidate)
         padding_size = _count("padding_size", padding_size, 0)
         if padding_size > 0 and len(self) == 0:
-            raise DataError(
-                f"padding_size is {padding_size} for a batch of {len(self)} rows: expected 0",
-                rows=len(self),
-            )
+            raise DataError(f"padding_size is {padding_size} for a batch without rows: expected 0", rows=0)
         row = 0 if padding_candidate == "first" else len(self) - 1
         if padding_size:
             self._set_columns(self.select_idxs([*range(len(self)), *[row] * padding_size]))
@@ -481,9 +472,7 @@ class DataProto(OutOfBand):
         """
         pad_size = _count("pad_size", pad_size, 0)
         if pad_size > len(self):
-            raise DataError(
-                f"pad_size is {pad_size} for a batch of {len(self)} rows: expected 0 to {len(self)}", rows=len(self)
-            )
+            raise DataError(f"pad_size is {pad_size}: expected at most the {len(self)} rows", rows=len(self))
         return self.slice(0, len(self) - pad_size)
 
     def fold_batch_dim(self, new_batch_size: int) -> Self:
@@ -494,12 +483,12 @@ class DataProto(OutOfBand):
         """
         new_batch_size = _count("new_batch_size", new_batch_size, 1)
         if len(self) % new_batch_size:
-            raise DataError(
-                f"new_batch_size is {new_batch_size} for a batch of {len(self)} rows: expected a divisor of the rows",
-                rows=len(self),
-            )
+            text = f"new_batch_size is {new_batch_size} for a batch of {len(self)} rows: expected a divisor of the rows"
+            raise DataError(text, rows=len(self))
         shape = (new_batch_size, len(self) // new_batch_size)
-        batch = _reshape(self.batch, lambda column: column.view(*shape, *column.shape[1:]), new_batch_size)
+        batch = _map_columns(
+            self.batch, lambda column: column.view(*shape, *column.shape[1:]), new_batch_size, one_dim=True
+        )
         arrays = {key: array.reshape(*shape, *array.shape[1:]) for key, array in self.non_tensor_batch.items()}
         return self.derive(batch, arrays)
 
@@ -516,14 +505,10 @@ class DataProto(OutOfBand):
         columns: list[Any] = [*self.non_tensor_batch.values(), *_leaf_tensors(self.batch)]
         leading = [tuple(column.shape[:batch_dims]) for column in columns]
         if any(len(dims) < batch_dims or dims != leading[0] for dims in leading):
-            raise DataError(
-                f"cannot flatten the first {batch_dims} dims: columns {self.column_names()} begin with {leading}, and "
-                "they must be equal",
-                batch_dims=batch_dims,
-                dims=leading,
-            )
+            text = f"cannot flatten the first {batch_dims} dims of columns {self.column_names()}, which are {leading}"
+            raise DataError(f"{text}: they must be equal", batch_dims=batch_dims, dims=leading)
         count = int(np.prod(leading[0])) if leading else len(self)
-        batch = _reshape(self.batch, lambda column: column.flatten(0, batch_dims - 1), count)
+        batch = _map_columns(self.batch, lambda column: column.flatten(0, batch_dims - 1), count, one_dim=True)
         arrays = {key: array.reshape(count, *array.shape[batch_dims:]) for key, array in self.non_tensor_batch.items()}
         return self.derive(batch, arrays)
 
@@ -657,10 +642,8 @@ class DataProto(OutOfBand):
         if not isinstance(other, DataProto):
             raise DataError(f"union with {type(other).__name__}: expected a DataProto")
         if len(self) != len(other) and self.has_columns() and other.has_columns():
-            raise DataError(
-                f"union of {len(self)} rows with {len(other)} rows: both batches must have the same number of rows",
-                rows=(len(self), len(other)),
-            )
+            text = f"union of {len(self)} rows with {len(other)} rows: both batches must have the same number of rows"
+            raise DataError(text, rows=(len(self), len(other)))
         self._compare_remote(other)
         return self.derive(
             union_tensor_dict(self.local_batch, other.local_batch),
@@ -695,13 +678,9 @@ class DataProto(OutOfBand):
         batch_size = (len(self),) if batch is None else tuple(batch.batch_size)
         added = _make_batch(tensors, len(batch_size))
         if self.has_columns() and tuple(added.batch_size) != batch_size:
-            raise DataError(
-                f"tensors {list(tensors)} have batch dims {list(added.batch_size)}, the batch has {list(batch_size)}: "
-                "they must be equal",
-                columns=list(tensors),
-                found=tuple(added.batch_size),
-                expected=batch_size,
-            )
+            dims = tuple(added.batch_size)
+            text = f"tensors {list(tensors)} have batch dims {list(dims)}, the batch has {list(batch_size)}"
+            raise DataError(f"{text}: they must be equal", columns=list(tensors), found=dims, expected=batch_size)
         device = None if batch is None else batch.device
         joined = make_tensordict(self.local_tensors() | dict(added.items()), added.batch_size, device)
         kept = [name for name in self.tensor_names if name not in tensors]
@@ -1072,7 +1051,7 @@ def concat_batches(data: Sequence[AnyDataProto], *, keep_first: bool = False) ->
     if len(data) == 1:
         return first.derive(_shallow_copy(first.local_batch), dict(first.non_tensor_batch), info, first.remote)
     batches, remote = _joinable(data)
-    _check_same_columns([(batch, part.non_tensor_batch) for batch, part in zip(batches, data, strict=True)])
+    _check_same_columns(batches, data)
     joined = None if batches[0] is None else _join_rows([batch for batch in batches if batch is not None])
     arrays = {key: np.concatenate([part.non_tensor_batch[key] for part in data]) for key in first.non_tensor_batch}
     return first.derive(joined, arrays, info, remote)
@@ -1144,8 +1123,15 @@ def collate_fn(x: Sequence[DataProtoItem]) -> DataProto:
         DataError: if there are no rows, or rows differ in dtype or shape of a column; names the column and the row.
     """
     if not x:
-        raise DataError("collate_fn got no rows: expected at least one DataProtoItem")
-    batch = _stack_rows([item.batch for item in x])
+        raise DataError("collate_fn got no rows: expected at least one DataProtoItem", rows=0)
+    items = [item.batch for item in x]
+    for key, value in () if items[0] is None else items[0].items():
+        for position, item in enumerate(items):
+            given, expected = describe(None if item is None else item.get(key, None)), describe(value)
+            if given != expected:
+                text = f"column {key!r} of row {position} is {given}, of row 0 {expected}: they must be equal"
+                raise DataError(text, column=key, row=position)
+    batch: Any = None if items[0] is None else torch.stack(items).contiguous()  # type: ignore[arg-type]
     arrays = {key: _as_array([item.non_tensor_batch[key] for item in x]) for key in x[0].non_tensor_batch}
     return DataProto(batch, arrays, copy_meta(x[0].meta_info))
 
@@ -1185,12 +1171,10 @@ def union_numpy_dict(tensor_dict1: dict[str, np.ndarray], tensor_dict2: dict[str
 def _union(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
     for key in first.keys() & second.keys():
         if not same_value(first[key], second[key]):
-            raise DataError(
-                f"union: column {key!r} is in both batches and differs ({describe(first[key])} and "
-                f"{describe(second[key])}): pop or rename one of them",
-                column=key,
-            )
-    return {**second, **first} if not first else {**first, **{key: second[key] for key in second if key not in first}}
+            kinds = f"{describe(first[key])} and {describe(second[key])}"
+            text = f"union: column {key!r} is in both batches and differs ({kinds}): pop or rename one of them"
+            raise DataError(text, column=key)
+    return first | {key: value for key, value in second.items() if key not in first}
 
 
 def format_bytes(size: float) -> str:
@@ -1205,36 +1189,29 @@ def format_bytes(size: float) -> str:
 # ---- rows of columns -------------------------------------------------------------------------------------------------
 
 
-def _map_columns(batch: Any, change: Callable[[Tensor], Tensor], rows: int) -> TensorDict | None:
-    """Apply a function to every tensor, also of nested TensorDicts; the results have ``rows`` rows."""
-    if batch is None:
-        return None
-    columns = {
-        key: change(column) if isinstance(column, Tensor) else _map_columns(column, change, rows)
-        for key, column in batch.items()
-    }
-    return make_tensordict(columns, (rows, *batch.batch_size[1:]), batch.device)
+def _map_columns(batch: Any, change: Callable[[Tensor], Any], rows: int, *, one_dim: bool = False) -> TensorDict | None:
+    """Apply a function to every tensor, also of nested TensorDicts.
 
-
-def _reshape(batch: Any, change: Callable[[Tensor], Any], rows: int) -> TensorDict | None:
-    """Apply a function that changes the batch dims to every tensor; the results have one batch dim, ``rows`` rows."""
+    Args:
+        batch: the columns, or None.
+        change: the function.
+        rows: the number of rows of the results.
+        one_dim: whether the results share no other batch dims than the rows; jagged columns are then an error.
+    """
     if batch is None:
         return None
     columns: dict[str, Any] = {}
     for key, column in batch.items():
-        if is_jagged(column):
+        if one_dim and is_jagged(column):
             raise DataError(f"column {key!r} is jagged: its batch dims cannot be folded or unfolded", column=key)
-        columns[key] = change(column) if isinstance(column, Tensor) else _reshape(column, change, rows)
-    return make_tensordict(columns, (rows,), batch.device)
+        is_nested = not isinstance(column, Tensor)
+        columns[key] = _map_columns(column, change, rows, one_dim=one_dim) if is_nested else change(column)
+    return make_tensordict(columns, (rows, *(() if one_dim else batch.batch_size[1:])), batch.device)
 
 
-def _leaf_tensors(batch: Any) -> Iterator[Tensor]:
-    """Yield every tensor of a batch, also of nested TensorDicts."""
-    for column in () if batch is None else batch.values():
-        if isinstance(column, Tensor):
-            yield column
-        else:
-            yield from _leaf_tensors(column)
+def _leaf_tensors(batch: TensorDict | None) -> Iterable[Any]:
+    """Return every tensor of a batch, also of nested TensorDicts."""
+    return () if batch is None else batch.values(include_nested=True, leaves_only=True)
 
 
 def _nbytes(tensor: Tensor) -> int:
@@ -1371,26 +1348,6 @@ def _is_plain_memory(tensor: Tensor) -> bool:
     )
 
 
-def _stack_rows(items: Sequence[TensorDict | None]) -> TensorDict | None:
-    """Stack single rows, TensorDicts without a row dim, into one batch, as a copy."""
-    if items[0] is None:
-        return None
-    for key, value in items[0].items():
-        expected = describe(value)
-        for position, item in enumerate(items):
-            given = describe(None if item is None else item.get(key, None))
-            if given != expected:
-                raise DataError(
-                    f"column {key!r} of row {position} is {given}, of row 0 {expected}: "
-                    "rows of one batch must have the same dtype and shape",
-                    column=key,
-                    row=position,
-                )
-    stacked: Any = torch.stack(items)  # type: ignore[arg-type]
-    contiguous_rows: TensorDict = stacked.contiguous()
-    return contiguous_rows
-
-
 # ---- checks of arguments ---------------------------------------------------------------------------------------------
 
 
@@ -1417,12 +1374,8 @@ def _counts(argument: str, values: Any, rows: int) -> np.ndarray:
     """Return an argument that counts something for each row as an int64 array."""
     numbers = _numbers(values)
     if numbers.shape != (rows,) or (numbers.size and numbers.dtype.kind not in "iub") or (numbers < 0).any():
-        raise DataError(
-            f"{argument} has shape {numbers.shape} and dtype {numbers.dtype} for {rows} rows: "
-            "expected one integer per row, each at least 0",
-            shape=numbers.shape,
-            rows=rows,
-        )
+        text = f"{argument} has shape {numbers.shape} and dtype {numbers.dtype}: expected {rows} integers of at least 0"
+        raise DataError(text, shape=numbers.shape, rows=rows)
     return numbers.astype(np.int64)
 
 
@@ -1437,25 +1390,17 @@ def _numbers(values: Any) -> np.ndarray:
 def _row_index(idxs: Any, rows: int) -> np.ndarray:
     """Convert an index or a mask to row numbers between 0 and ``rows - 1``, int64."""
     if isinstance(idxs, str):
-        raise DataError(
-            f"row {idxs!r}: rows are selected by number; a column is batch.batch[{idxs!r}] or "
-            f"batch.non_tensor_batch[{idxs!r}]",
-            column=idxs,
-        )
+        text = f"row {idxs!r}: rows are selected by number; a column is batch.batch[{idxs!r}] or "
+        raise DataError(f"{text}batch.non_tensor_batch[{idxs!r}]", column=idxs)
     index = _numbers(idxs)
-    if index.dtype == bool:
-        if index.shape != (rows,):
-            raise DataError(
-                f"mask of shape {index.shape} for {rows} rows: expected one boolean per row",
-                shape=index.shape,
-                rows=rows,
-            )
+    if index.dtype == bool and index.shape == (rows,):
         return np.flatnonzero(index)
     if index.ndim != 1 or (index.size and index.dtype.kind not in "iu"):
         raise DataError(
-            f"rows selected by {index.dtype} of shape {index.shape}: expected a 1-D list, array or tensor of integers "
-            "or booleans",
+            f"rows selected by {index.dtype} of shape {index.shape}: expected a 1-D list, array or tensor of integers, "
+            f"or of {rows} booleans",
             shape=index.shape,
+            rows=rows,
         )
     index = index.astype(np.int64)
     outside = index[(index < -rows) | (index >= rows)]
@@ -1467,16 +1412,11 @@ def _row_index(idxs: Any, rows: int) -> np.ndarray:
 
 def _as_keys(keys: Keys | None, default: Iterable[str] = ()) -> list[str]:
     """Return names as a list: one name, several, or ``default`` for None."""
-    if keys is None:
-        return list(default)
-    if isinstance(keys, str):
-        return [keys]
-    if isinstance(keys, np.ndarray | Tensor) or not isinstance(keys, Iterable):
-        raise DataError(f"{type(keys).__name__} in place of names: expected a string or a list of strings")
-    names = list(keys)
-    for name in names:
-        if not isinstance(name, Hashable):
-            raise DataError(f"the list of names has {name!r}: names of columns are strings", name=name)
+    if keys is None or isinstance(keys, str):
+        return list(default) if keys is None else [keys]
+    names = list(keys) if isinstance(keys, Iterable) and not isinstance(keys, np.ndarray | Tensor) else [keys]
+    if not all(isinstance(name, Hashable) for name in names) or names == [keys]:
+        raise DataError(f"names are {keys!r:.80}: expected a string or a list of strings", names=keys)
     return names
 
 
@@ -1492,11 +1432,8 @@ def _as_array(value: Any, name: str = "a non-tensor column") -> np.ndarray:
     if isinstance(value, np.ndarray):
         return value
     if isinstance(value, str | bytes) or not isinstance(value, Sequence):
-        fix = "; pass tensors as tensors={...}" if isinstance(value, Tensor) else ""
-        raise DataError(
-            f"{name} is {type(value).__name__}: expected a numpy array or a list with one entry per row{fix}",
-            column=name,
-        )
+        text = f"{name} is {describe(value)}: expected an array or a list with one entry per row"
+        raise DataError(f"{text}; tensors are passed as tensors={{...}}", column=name)
     column = np.empty(len(value), dtype=object)
     for row, entry in enumerate(value):
         column[row] = entry
@@ -1505,71 +1442,49 @@ def _as_array(value: Any, name: str = "a non-tensor column") -> np.ndarray:
 
 def _make_batch(tensors: Mapping[str, Any], batch_dims: int) -> TensorDict:
     """Make a TensorDict of columns that must share their first ``batch_dims`` dims."""
-    first: str | None = None
+    expected: dict[str, tuple[int, ...]] = {}
     for key, value in tensors.items():
         if not (isinstance(value, Tensor) or is_tensordict(value)):
             raise DataError(
-                f"tensors[{key!r}] is {type(value).__name__}: expected a torch.Tensor; convert numbers with "
-                f"torch.tensor, pass strings and objects as non_tensors={{{key!r}: ...}}, and one value for the whole "
-                f"batch as meta_info={{{key!r}: ...}}",
+                f"tensors[{key!r}] is {describe(value)}: expected a torch.Tensor; convert numbers with torch.tensor, "
+                f"pass strings and objects as non_tensors={{{key!r}: ...}}, and one value for the whole batch as "
+                f"meta_info={{{key!r}: ...}}",
                 column=key,
                 type=type(value).__name__,
             )
-        if value.ndim < batch_dims:
-            raise DataError(
-                f"tensors[{key!r}] has {value.ndim} dims: expected at least {batch_dims}, dim 0 being the rows",
-                column=key,
-            )
-        first = key if first is None else first
-        dims, expected = tuple(value.shape[:batch_dims]), tuple(tensors[first].shape[:batch_dims])
-        if dims != expected:
-            raise DataError(
-                f"tensors[{key!r}] has batch dims {list(dims)}, tensors[{first!r}] has {list(expected)}: "
-                "all columns of a batch must have the same number of rows",
-                column=key,
-                found=dims,
-                expected=expected,
-            )
-    return make_tensordict(tensors, () if first is None else tensors[first].shape[:batch_dims])
+        dims = tuple(value.shape[:batch_dims])
+        if len(dims) < batch_dims:
+            text = f"tensors[{key!r}] has {value.ndim} dims: expected at least {batch_dims}, dim 0 being the rows"
+            raise DataError(text, column=key)
+        first, rows = next(iter((expected or {key: dims}).items()))
+        if dims != rows:
+            text = f"tensors[{key!r}] has batch dims {list(dims)}, tensors[{first!r}] has {list(rows)}"
+            raise DataError(f"{text}: all columns must have the same rows", column=key, found=dims, expected=rows)
+        expected[first] = rows
+    return make_tensordict(tensors, next(iter(expected.values()), ()))
 
 
 def _check_columns(batch: Any, arrays: Mapping[str, Any]) -> None:
     """Check the kind of every column, and that all have the same number of rows."""
     rows: int | None = None
     if batch is not None:
+        kind = type(batch).__name__
         if not is_tensordict(batch) or batch.batch_dims < 1:
-            raise DataError(
-                f"batch is {type(batch).__name__} of batch dims {list(getattr(batch, 'batch_size', ()))}: expected a "
-                "TensorDict of at least one batch dim; to make a batch from a dict of tensors, call "
-                "DataProto.from_dict",
-                type=type(batch).__name__,
-            )
+            text = f"batch is {kind}: expected a TensorDict with a row dim; for a dict, call DataProto.from_dict"
+            raise DataError(text, type=kind)
         rows = batch.batch_size[0]
-        for key, column in batch.items():
-            if is_tensordict(column) or is_jagged(column):
-                continue
-            if not isinstance(column, Tensor) or column.layout != torch.strided:
-                kind = f"of layout {column.layout}" if isinstance(column, Tensor) else type(column).__name__
-                raise DataError(
-                    f"batch[{key!r}] is {kind}: expected a dense or jagged tensor; put other values into "
-                    "non_tensor_batch",
-                    column=key,
-                )
+    for key, column in () if batch is None else batch.items():
+        layout = column.layout if isinstance(column, Tensor) else type(column).__name__
+        if layout not in (torch.strided, torch.jagged) and not is_tensordict(column):
+            raise DataError(f"batch[{key!r}] is {layout}: expected a dense or jagged tensor", column=key)
     for key, array in arrays.items():
+        name = f"non_tensor_batch[{key!r}]"
         if not isinstance(array, np.ndarray) or array.ndim == 0:
-            kind = "a 0-d numpy array" if isinstance(array, np.ndarray) else type(array).__name__
-            raise DataError(
-                f"non_tensor_batch[{key!r}] is {kind}: expected a numpy array with one entry per row", column=key
-            )
-        if rows is not None and array.shape[0] != rows:
-            raise DataError(
-                f"non_tensor_batch[{key!r}] has {array.shape[0]} rows, the batch has {rows}: "
-                "all columns of a batch must have the same number of rows",
-                column=key,
-                found=array.shape[0],
-                rows=rows,
-            )
-        rows = array.shape[0]
+            raise DataError(f"{name} is {describe(array)}: expected an array with one entry per row", column=key)
+        if rows is not None and len(array) != rows:
+            text = f"{name} has {len(array)} rows, the batch has {rows}: all columns must have the same number of rows"
+            raise DataError(text, column=key, found=len(array), rows=rows)
+        rows = len(array)
 
 
 def _check_parts(data: Any) -> None:
@@ -1578,24 +1493,17 @@ def _check_parts(data: Any) -> None:
         raise DataError(f"concat of a {type(data).__name__}: expected a list of DataProtos", type=type(data).__name__)
     others = [type(part).__name__ for part in data if not isinstance(part, DataProto)]
     if others or not data:
-        given = f"a list that contains a {others[0]}" if others else "an empty list"
-        raise DataError(f"concat of {given}: expected a list of at least one DataProto", types=others)
+        raise DataError(f"concat of {len(data)} parts, {others}: expected at least one DataProto", types=others)
 
 
-def _check_same_columns(parts: Sequence[tuple[TensorDict | None, Mapping[str, Any]]]) -> None:
+def _check_same_columns(batches: Sequence[Any], data: Sequence[DataProto]) -> None:
     """Check that parts agree in their non-tensor columns, and that all or none have tensors."""
-    first_batch, first_arrays = parts[0]
-    for position, (batch, arrays) in enumerate(parts):
-        if arrays.keys() != first_arrays.keys():
-            raise DataError(
-                f"non_tensor_batch of part {position} has columns {sorted(arrays)}, of part 0 "
-                f"{sorted(first_arrays)}: all parts must have the same columns",
-                part=position,
-                columns=sorted(arrays),
-                expected=sorted(first_arrays),
-            )
-        if (batch is None) is not (first_batch is None):
-            without, other = (position, 0) if batch is None else (0, position)
-            raise DataError(
-                f"part {without} has no tensors, part {other} has: all parts must have the same columns", part=position
-            )
+    expected = sorted(data[0].non_tensor_batch)
+    for position, (batch, part) in enumerate(zip(batches, data, strict=True)):
+        columns = sorted(part.non_tensor_batch)
+        if columns != expected:
+            text = f"non_tensor_batch of part {position} has columns {columns}, of part 0 {expected}"
+            raise DataError(f"{text}: they must be equal", part=position, columns=columns, expected=expected)
+        if (batch is None) is not (batches[0] is None):
+            text = f"of parts {position} and 0, one has tensors and the other has none: all parts must have the same"
+            raise DataError(f"{text} columns", part=position)
