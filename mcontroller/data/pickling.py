@@ -34,8 +34,8 @@ _NUMPY_DTYPES = frozenset(
 )
 
 
-class Packed:
-    """A value that is pickled as the call that rebuilds it."""
+class _Placeholder:
+    """Stands for a value in a pickle, and is unpickled as the call that rebuilds it."""
 
     def __init__(self, rebuild: Callable[..., Any], *args: Any) -> None:
         self.reduced: Reduced = rebuild, args
@@ -52,11 +52,11 @@ class OutOfBand:
     """
 
     def __getstate__(self) -> dict[str, Any]:
-        memo: dict[int, tuple[Packed, Any]] = {}
+        memo: dict[int, tuple[_Placeholder, Any]] = {}
         return {
-            name: {key: pack(item, f"{name}[{key!r}]", memo) for key, item in value.items()}
+            name: {key: _pack(item, f"{name}[{key!r}]", memo) for key, item in value.items()}
             if type(value) is dict
-            else pack(value, name, memo)
+            else _pack(value, name.removeprefix("local_"), memo)  # ``batch`` is the name that users know
             for name, value in self.__dict__.items()
         }
 
@@ -66,7 +66,7 @@ class OutOfBand:
         return new
 
 
-def pack(value: Any, location: str, memo: dict[int, tuple[Packed, Any]]) -> Any:
+def _pack(value: Any, location: str, memo: dict[int, tuple[_Placeholder, Any]]) -> Any:
     """Return the form of a tensor, TensorDict or numpy array that any pickler sends as ``reduce`` says.
 
     Args:
@@ -79,24 +79,23 @@ def pack(value: Any, location: str, memo: dict[int, tuple[Packed, Any]]) -> Any:
     if not (is_array or isinstance(value, Tensor) or is_tensordict(value)):
         return value
     if id(value) not in memo:
-        array = (np.ascontiguousarray(value).reshape(value.shape),) if is_array else ()
-        rebuild, args = (_private, array) if is_array else reduce(value, location)
+        rebuild, args = reduce(value, location)
         if is_tensordict(value):
-            args = ({key: pack(column, f"{location}[{key!r}]", memo) for key, column in args[0].items()}, *args[1:])
+            args = ({key: _pack(column, f"{location}[{key!r}]", memo) for key, column in args[0].items()}, *args[1:])
         elif is_jagged(value):
-            args = tuple(pack(part, location, memo) for part in args)
-        memo[id(value)] = Packed(rebuild, *args), value
+            args = tuple(_pack(part, location, memo) for part in args)
+        memo[id(value)] = _Placeholder(rebuild, *args), value
     return memo[id(value)][0]
 
 
-def reduce(value: Tensor | TensorDict, location: str = "a tensor") -> Reduced:
-    """Reduce one tensor or TensorDict for pickling, as a pickler's ``reducer_override`` returns it.
+def reduce(value: Tensor | TensorDict | np.ndarray, location: str = "a tensor") -> Reduced:
+    """Reduce a tensor, TensorDict or array for pickling, as a pickler's ``reducer_override`` returns it.
 
     A view sends its own elements alone. A tensor computed with a gradient arrives detached. A CUDA tensor arrives on
     the receiver's current CUDA device, or on the CPU if the receiver has none.
 
     Args:
-        value: the tensor or TensorDict.
+        value: the tensor, TensorDict or array without objects.
         location: name of the value in error messages.
 
     Returns:
@@ -105,6 +104,8 @@ def reduce(value: Tensor | TensorDict, location: str = "a tensor") -> Reduced:
     Raises:
         DataError: if it cannot be sent; see ``check_sendable``.
     """
+    if isinstance(value, np.ndarray):
+        return _private, (np.ascontiguousarray(value).reshape(value.shape),)
     if not isinstance(value, Tensor):
         return make_tensordict, (dict(value.items()), tuple(value.batch_size), _device_type(value.device))
     check_sendable(value, location)
