@@ -38,9 +38,8 @@ from mcontroller import (
     register,
 )
 from mcontroller.channel.address import Address, ChannelKeys
-from mcontroller.channel.controller import Hub, Links
 from mcontroller.channel.options import ChannelOptions
-from mcontroller.channel.wire import CallHeader, configure, pack_answer, pack_call, unpack_answer, unpack_call
+from mcontroller.channel.wire import configure, pack_answer, unpack_call
 from mcontroller.ray.calls.executor import GroupProcesses, RayExecutor
 from mcontroller.ray.node_processes import NodeProcess
 from mcontroller.ray.process import ProcessInfo

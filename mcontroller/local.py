@@ -115,7 +115,7 @@ class LocalCall:
         self.outlines = [LocalHandle(outline(value)) for value in values] if keep else []
         self._error = error
 
-    def result(self, timeout: float | None = None, *, joined: bool = False) -> list[Any]:
+    def result(self, timeout: float | None = None) -> list[Any]:
         """Return copies of the values, or raise the error of the call."""
         self.check()
         return [private_copy(part.value) for part in self.parts]

@@ -67,11 +67,6 @@ class Partition:
         return any(self.pads)
 
     @cached_property
-    def is_contiguous(self) -> bool:
-        """Whether every shard is a range, so that it can be a view of the batch."""
-        return all(isinstance(rows, range) for rows in self.shards)
-
-    @cached_property
     def order(self) -> tuple[int, ...] | None:
         """Position of each of the caller's rows in the joined shards without padding; None if they are in order."""
         if self._is_ordered():

@@ -99,15 +99,13 @@ class InFlightCall(Protocol):
     def is_read(self) -> bool:
         """Whether the values are in this process, so that ``result`` fetches nothing."""
 
-    def result(self, timeout: float | None = None, *, joined: bool = False) -> list[Any]:
+    def result(self, timeout: float | None = None) -> list[Any]:
         """Wait for *every* rank, returning or not, and return the values.
 
         A second call returns or raises the same.
 
         Args:
             timeout: seconds from now; can only shorten the deadline that the call was submitted with.
-            joined: whether the caller will join the batches among the values, which copies them. A transport may
-                then leave the copy to the caller.
 
         Raises:
             GroupError: the call failed; ``mcontroller.errors`` has the types of failures.

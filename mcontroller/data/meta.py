@@ -1,18 +1,17 @@
-"""How ``meta_info`` is copied, compared and merged."""
+"""The ``meta_info`` of a batch: its keys with a meaning, and how values are copied, compared, described and merged."""
 
 from __future__ import annotations
 
 import difflib
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from mcontroller.data.columns import describe_column, same_column, same_mapping
-from mcontroller.data.tensordicts import is_tensordict_base
+from mcontroller.data.pickling import is_jagged, is_tensordict, packed_parts, sizes
 from mcontroller.errors import ConfigError, DataError
 
 METRICS = "metrics"
@@ -22,8 +21,6 @@ ROWS_TOGETHER = "rows_together"
 """The key of how many consecutive rows stay in one micro-batch, on one data-parallel rank: 2 for pairs."""
 
 _logger = logging.getLogger(__name__)
-
-_ATOMS = frozenset({str, int, float, bool, bytes, type(None)})
 
 
 def check_near_names(info: Mapping[str, Any], names: Sequence[str], what: str) -> None:
@@ -53,7 +50,7 @@ def rows_together(info: Mapping[str, Any], rows: int) -> int:
 
     Args:
         info: the ``meta_info`` of the batch.
-        rows: of the batch.
+        rows: number of rows of the batch.
 
     Raises:
         DataError: it is not an integer above 0 that divides ``rows``.
@@ -70,11 +67,6 @@ def rows_together(info: Mapping[str, Any], rows: int) -> int:
     return int(size)
 
 
-def is_flat(info: Mapping[str, Any]) -> bool:
-    """Return whether every value is a plain number, string or None."""
-    return _ATOMS.issuperset(map(type, info.values()))
-
-
 def copy_meta(value: Any) -> Any:
     """Copy the dicts, lists, sets and tuples of a value; share everything else, such as tensors."""
     kind = type(value)
@@ -82,30 +74,27 @@ def copy_meta(value: Any) -> Any:
         return {key: copy_meta(item) for key, item in value.items()}
     if kind is list or kind is tuple:
         return kind(copy_meta(item) for item in value)
-    if kind is set:
-        return set(value)
-    return value
+    return set(value) if kind is set else value
 
 
-def meta_copier(info: dict[str, Any]) -> Callable[[], dict[str, Any]]:
-    """Return a function that copies ``info`` as ``copy_meta`` does; faster if many copies are needed."""
-    return info.copy if is_flat(info) else partial(copy_meta, info)
+# ---- comparison ------------------------------------------------------------------------------------------------------
 
 
 def same_value(left: Any, right: Any) -> bool:
-    """Return whether two values agree in type and content, also inside containers, arrays and tensors.
+    """Return whether two values agree in type and content, also inside containers, arrays, tensors and TensorDicts.
 
-    NaN equals NaN.
+    NaN equals NaN, and devices may differ.
     """
     if left is right:
         return True
-    kinds = _tensor_kind(left), _tensor_kind(right)
-    if any(kinds):
-        return kinds[0] == kinds[1] and same_column(left, right)
-    if isinstance(left, np.ndarray) or isinstance(right, np.ndarray):
-        return isinstance(left, np.ndarray) and isinstance(right, np.ndarray) and same_array(left, right)
-    if isinstance(left, Mapping) and isinstance(right, Mapping):
-        return same_mapping(left, right, same_value)
+    kinds: tuple[tuple[type, Callable[[Any, Any], bool]], ...] = (
+        (Tensor, _same_tensor),
+        (np.ndarray, _same_array),
+        (Mapping, _same_mapping),
+    )
+    for kind, same in kinds:
+        if isinstance(left, kind) or isinstance(right, kind):
+            return isinstance(left, kind) and isinstance(right, kind) and same(left, right)
     if isinstance(left, list | tuple) and type(left) is type(right):
         return len(left) == len(right) and all(map(same_value, left, right))
     if left != left and right != right:
@@ -113,15 +102,51 @@ def same_value(left: Any, right: Any) -> bool:
     return bool(left == right)
 
 
-def same_array(left: np.ndarray, right: np.ndarray) -> bool:
-    """Return whether two arrays agree in dtype, shape and every element. NaN equals NaN."""
-    if left is right:
-        return True
+def _same_tensor(left: Tensor, right: Tensor) -> bool:
+    if left.dtype != right.dtype or sizes(left) != sizes(right):
+        return False
+    if is_jagged(left) or is_jagged(right):
+        pairs = zip(packed_parts(left)[:2], packed_parts(right)[:2], strict=True)
+        return is_jagged(left) and is_jagged(right) and all(_same_tensor(*pair) for pair in pairs)
+    left, right = left.detach().cpu(), right.detach().cpu()
+    if left.dtype.is_floating_point and left.dtype.itemsize == 1:  # torch does not compare them
+        left, right = left.float(), right.float()
+    return torch.equal(left, right) or bool(((left == right) | ((left != left) & (right != right))).all())
+
+
+def _same_array(left: np.ndarray, right: np.ndarray) -> bool:
     if left.dtype != right.dtype or left.shape != right.shape:
         return False
     if left.dtype == object:
         return all(map(same_value, left.flat, right.flat))
     return bool(np.array_equal(left, right, equal_nan=left.dtype.kind in "fc"))
+
+
+def _same_mapping(left: Mapping[Any, Any], right: Mapping[Any, Any]) -> bool:
+    if getattr(left, "batch_size", None) != getattr(right, "batch_size", None):  # of TensorDicts
+        return False
+    keys = left.keys()  # a TensorDict iterates over its rows
+    return set(keys) == set(right.keys()) and all(same_value(left[key], right[key]) for key in keys)
+
+
+def describe(value: Any, limit: int = 80) -> str:
+    """Return dtype and shape of tensors and arrays, else the repr of the value, cut to ``limit`` characters.
+
+    Such as ``int64[8, 16]``, or ``float32[8, *] on cuda:0`` for a jagged column on a GPU.
+    """
+    if isinstance(value, Tensor):
+        shape = ", ".join("*" if size is None else str(size) for size in sizes(value))
+        device = "" if value.device.type == "cpu" else f" on {value.device}"
+        return f"{str(value.dtype).removeprefix('torch.')}[{shape}]{device}"
+    if isinstance(value, np.ndarray):
+        return f"{value.dtype}[{', '.join(map(str, value.shape))}]"
+    if is_tensordict(value):
+        return "{" + ", ".join(f"{key}: {describe(column)}" for key, column in value.items()) + "}"
+    text = repr(value)
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+# ---- merging ---------------------------------------------------------------------------------------------------------
 
 
 def merge_concat(parts: Sequence[Mapping[str, Any]], *, keep_first: bool = False) -> dict[str, Any]:
@@ -138,40 +163,24 @@ def merge_concat(parts: Sequence[Mapping[str, Any]], *, keep_first: bool = False
     Raises:
         DataError: if the values of another key differ, without ``keep_first``; names the key, the parts and the values.
     """
-    first = parts[0]
-    if all([_ATOMS.issuperset(map(type, part.values())) and part == first for part in parts]):
-        return dict(first)
     merged: dict[str, Any] = {}
     origin: dict[str, int] = {}
-    metrics: list[Mapping[str, Any]] = []
+    metrics: dict[str, list[Any]] = {}
     differing: set[str] = set()
     for position, part in enumerate(parts):
         for key, value in part.items():
             if key == METRICS and isinstance(value, Mapping):
-                metrics.append(value)
-            elif key not in merged:
-                merged[key], origin[key] = copy_meta(value), position
+                for name, number in value.items():
+                    metrics.setdefault(name, []).extend(number if isinstance(number, list | tuple) else [number])
+                value = metrics
+            if key not in merged:
+                merged[key], origin[key] = metrics if value is metrics else copy_meta(value), position
             elif not same_value(merged[key], value):
                 if not keep_first:
                     raise _conflict("concat", key, (origin[key], merged[key]), (position, value))
                 differing.add(key)
-    if metrics and METRICS in merged and not keep_first:
-        raise DataError(
-            f"meta_info['metrics'] is {short_repr(merged[METRICS])} in part {origin[METRICS]} and a dict in others: "
-            "expected a dict of name -> number or list in all parts",
-            key=METRICS,
-        )
     if differing:
         _logger.info("meta_info of the parts differs in %s: the value of the first part is kept", sorted(differing))
-    return merged | {METRICS: merge_metrics(metrics)} if metrics else merged
-
-
-def merge_metrics(parts: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Return name -> flat list of the values of every part that has the name; parts may differ in their names."""
-    merged: dict[str, list[Any]] = {}
-    for part in parts:
-        for name, value in part.items():
-            merged.setdefault(name, []).extend(value if isinstance(value, list | tuple) else [value])
     return merged
 
 
@@ -194,24 +203,12 @@ def merge_union(left: Mapping[str, Any], right: Mapping[str, Any]) -> dict[str, 
 
 def _conflict(operation: str, key: str, first: tuple[int, Any], second: tuple[int, Any]) -> DataError:
     return DataError(
-        f"meta_info[{key!r}] differs in {operation}: {short_repr(first[1])} in part {first[0]}, "
-        f"{short_repr(second[1])} in part {second[0]}; drop or rename the key, or put numbers per part under 'metrics'",
+        f"meta_info[{key!r}] differs in {operation}: {describe(first[1])} in part {first[0]}, {describe(second[1])} in "
+        f"part {second[0]}; drop or rename the key, or put numbers per part under 'metrics'",
         key=key,
         parts=(first[0], second[0]),
         values=(first[1], second[1]),
     )
-
-
-def _tensor_kind(value: Any) -> str | None:
-    return "tensor" if isinstance(value, Tensor) else "tensordict" if is_tensordict_base(value) else None
-
-
-def short_repr(value: Any, limit: int = 80) -> str:
-    """Return dtype and shape of a tensor or array, else the repr of the value, cut to ``limit`` characters."""
-    if _tensor_kind(value) or isinstance(value, np.ndarray):
-        return describe_column(value)
-    text = repr(value)
-    return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
 def united(*sources: Mapping[str, float]) -> dict[str, float]:
@@ -220,15 +217,15 @@ def united(*sources: Mapping[str, float]) -> dict[str, float]:
     Raises:
         DataError: two of them report a metric of the same name.
     """
-    whole: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for source in sources:
         for name in source:
-            if name in whole:
+            if name in metrics:
                 raise DataError(
-                    f"the metric {name!r} is reported twice, with the values {whole[name]} and {source[name]}: rename "
-                    "that of your worker class, reward, rollout_fn or callback",
+                    f"the metric {name!r} is reported twice, with the values {metrics[name]} and {source[name]}: "
+                    "rename that of your worker class, reward, rollout_fn or callback",
                     metric=name,
-                    values=(whole[name], source[name]),
+                    values=(metrics[name], source[name]),
                 )
-        whole |= source
-    return whole
+        metrics |= source
+    return metrics

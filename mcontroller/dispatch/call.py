@@ -16,7 +16,6 @@ import torch
 from mcontroller.data.batch import DataProto, concat_batches
 from mcontroller.data.meta import rows_together
 from mcontroller.data.remote import RemoteColumns
-from mcontroller.data.rows import concat_on_one_thread
 from mcontroller.dispatch.modes import RANK, DispatchSpec, Plan, RowRule
 from mcontroller.dispatch.registration import written_parameters
 from mcontroller.errors import DataError, DispatchError
@@ -60,13 +59,12 @@ class PreparedCall:
 
     def result(self, in_flight: InFlightCall, timeout: float | None = None) -> Any:
         """Wait for the ranks, and return the collected result; see ``InFlightCall.result`` and ``collect``."""
-        joined = self.plan.spec.result == "concat" and len(self.plan.collected) > 1
-        laps = start_laps(f"{self.group.name}.{self.method}", in_flight.number)
-        values = in_flight.result(timeout, joined=joined)
-        laps("wait")
+        timer = start_laps(f"{self.group.name}.{self.method}", in_flight.number)
+        values = in_flight.result(timeout)
+        timer("wait")
         result = self.collect(values)
-        laps("collect")
-        laps.end()
+        timer("collect")
+        timer.end()
         return result
 
     def kept(self, in_flight: InFlightCall) -> DataProto:
@@ -82,18 +80,17 @@ class PreparedCall:
             return whole
         names, batches = outlines[0][0], [batch for _, batch in outlines]
         starts = np.cumsum([0, *map(len, batches)])
+        if names:  # number the rows, to see in which order and with which of them the result is collected
+            rows = [torch.arange(start, stop) for start, stop in pairwise(starts)]
+            batches = [batch.with_tensors({_ROW: row}) for batch, row in zip(batches, rows, strict=True)]
+        joined: DataProto = self.collect(batches)
         if not names:
-            joined: DataProto = self.collect(batches)
             return joined
-        rows = [torch.arange(start, stop) for start, stop in pairwise(starts)]
-        numbered: DataProto = self.collect(
-            [batch.with_tensors({_ROW: row}) for batch, row in zip(batches, rows, strict=True)]
-        )
-        index = numbered.pop([_ROW]).tensors()[_ROW].numpy()
-        executor = self.group.executor
-        sources = {name: name for name in names}
+        index = joined.tensors([_ROW])[_ROW].numpy()
+        executor, sources = self.group.executor, {name: name for name in names}
         remote = RemoteColumns(sources, tuple(in_flight.parts), starts, index, executor.transport, executor.fetch)
-        return numbered.derive(None, numbered.non_tensor_batch, numbered.meta_info, [remote])
+        joined.batch = None
+        return joined.with_remote([remote])
 
     def collect(self, values: Sequence[Any]) -> Any:
         """Return the caller's result from the values of the returning ranks, in the order of the results.
@@ -133,8 +130,7 @@ class PreparedCall:
             rows = zip(values, keep, strict=True)
             values = [value if kept == len(value) else value.slice(0, kept) for value, kept in rows]
         try:
-            # On one thread, because the workers need the cores. A difference in meta_info must not discard their work.
-            joined = concat_batches(values, concat_on_one_thread, keep_first=True)
+            joined = concat_batches(values, keep_first=True)  # a difference in meta_info must not discard the work
         except DataError as error:
             parts = ", ".join(f"part {part} of rank {rank}" for part, rank in enumerate(self.plan.collected[:8]))
             fields = {**error.fields, "ranks": self.plan.collected}
@@ -198,30 +194,28 @@ class SentBatch(Deferred):
     """A batch as it is sent to a rank, which fetches the tensors that are kept on workers.
 
     Attributes:
-        here: the columns that are sent, and the ``meta_info``.
+        sent: the columns that are sent, and the ``meta_info``.
         remote: the tensors to fetch.
         lazy: whether they are fetched when the method reads them.
         loss_free: this many rows at the end do not count in a loss.
     """
 
-    here: DataProto
+    sent: DataProto
     remote: tuple[RemoteColumns, ...]
     lazy: bool = False
     loss_free: int = 0
 
     def handles(self) -> Sequence[Handle]:
         """Return the handles of the tensors to fetch."""
-        return [part for each in self.remote for part in each.parts]
+        return [part for columns in self.remote for part in columns.parts]
 
     def private(self, copy: Callable[[Any], Any]) -> SentBatch:
         """Return the same with a private copy of the columns that are sent."""
-        return replace(self, here=copy(self.here))
+        return replace(self, sent=copy(self.sent))
 
     def resolve(self, fetch: Fetch) -> DataProto:
         """Return the batch."""
-        here = self.here
-        remote = [replace(each, fetch=fetch) for each in self.remote]
-        batch = here.derive(here.stored_batch, here.non_tensor_batch, here.meta_info, remote)
+        batch = self.sent.with_remote([replace(columns, fetch=fetch) for columns in self.remote])
         batch = batch if self.lazy else batch.get()
         return without_loss(batch, self.loss_free) if self.loss_free else batch
 
@@ -307,9 +301,10 @@ def _check_signature(call: PreparedCall, args: Sequence[Any], kwargs: Mapping[st
     except TypeError as error:
         signature = _signature(worker_cls, call.method)
         assert signature is not None
-        taken = written_parameters(signature)
-        listed = ", ".join(str(each.replace(annotation=each.empty)) for each in taken)
-        raise call.error(f"{error}; it takes ({listed})", taken=tuple(each.name for each in taken)) from error
+        parameters = written_parameters(signature)
+        listed = ", ".join(str(parameter.replace(annotation=parameter.empty)) for parameter in parameters)
+        names = tuple(parameter.name for parameter in parameters)
+        raise call.error(f"{error}; it takes ({listed})", taken=names) from error
 
 
 @lru_cache(maxsize=1024)
@@ -343,7 +338,7 @@ def _sendable(value: Any, executor: Executor) -> Any:
     """Return what no transport, or another one, passes on as a local value; any other value unchanged."""
     if isinstance(value, Future):
         return value.get()
-    if isinstance(value, DataProto) and any(each.transport != executor.transport for each in value.remote):
+    if isinstance(value, DataProto) and any(columns.transport != executor.transport for columns in value.remote):
         return value.slice().get()
     return value
 
@@ -352,27 +347,27 @@ def _sent(value: Any, lazy: bool, loss_free: int = 0) -> Any:
     """Return the form in which a batch with tensors on workers is sent; any other value unchanged."""
     if not isinstance(value, DataProto) or not value.remote:
         return value
-    return SentBatch(_own(value), tuple(each.sent() for each in value.remote), lazy, loss_free)
+    remote = tuple(columns.sent() for columns in value.remote)
+    return SentBatch(_without_remote(value), remote, lazy, loss_free)
 
 
-def _own(batch: DataProto) -> DataProto:
-    """Return the columns of a batch that are on no worker."""
-    return batch.select([name for name in batch.tensors_here() if name not in batch.remote_names])
+def _without_remote(batch: DataProto) -> DataProto:
+    """Return the columns of a batch that are on no worker, without the copies of those that are."""
+    return batch.select([name for name in batch.local_tensors() if name not in batch.remote_names])
 
 
 def _shards(batch: DataProto, partition: Partition, lazy: bool) -> list[Any]:
     """Return the rows of each shard as they are sent."""
-    if batch.remote:  # without copies of what is on the workers
-        own = _own(batch)
-        batch = own.derive(own.stored_batch, own.non_tensor_batch, own.meta_info, batch.remote)
-    shards = []
+    if batch.remote:
+        batch = _without_remote(batch).with_remote(batch.remote)
+    shards: list[Any] = []
     for rows, pads in zip(partition.shards, partition.pads, strict=True):
-        taken = batch.slice(rows.start, rows.stop) if isinstance(rows, range) else batch.select_idxs(rows)
+        shard = batch.slice(rows.start, rows.stop) if isinstance(rows, range) else batch.select_idxs(rows)
         loss_free = pads if partition.zero_loss else 0
-        if taken.remote:
-            shards.append(_sent(taken, lazy, loss_free))
+        if shard.remote:
+            shards.append(_sent(shard, lazy, loss_free))
         else:
-            shards.append(without_loss(taken, loss_free) if loss_free else taken)
+            shards.append(without_loss(shard, loss_free) if loss_free else shard)
     return shards
 
 
@@ -481,8 +476,8 @@ def _with_column(call: PreparedCall, batches: Mapping[Key, DataProto], column: s
 
 def _labels(call: PreparedCall, batch: DataProto, column: str, several: bool = False) -> list[Hashable]:
     """Return the label of each row; with ``several``, a row of a tensor of two dims is a label."""
-    found = batch.non_tensor_batch if column in batch.non_tensor_batch else batch.tensors([column])
-    values: Any = found[column]
+    columns = batch.non_tensor_batch if column in batch.non_tensor_batch else batch.tensors([column])
+    values: Any = columns[column]
     labels: list[Any] = [tuple(row) if several and isinstance(row, list) else row for row in values.tolist()]
     wrong = next((label for label in labels if not isinstance(label, Hashable)), None)
     if wrong is not None:

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mcontroller.data.batch import DataProto
-from mcontroller.data.columns import format_bytes
+from mcontroller.data.batch import DataProto, format_bytes
 from mcontroller.dispatch.call import PreparedCall, SentBatch
 from mcontroller.dispatch.modes import Plan
 from mcontroller.locality import locality
@@ -136,7 +135,7 @@ def explain(call: PreparedCall) -> Explanation:
 def payload_bytes(value: Any) -> int:
     """Return the approximate size of a value when it is sent; 0 for a value that is still on the workers."""
     if isinstance(value, SentBatch):
-        return payload_bytes(value.here)
+        return payload_bytes(value.sent)
     if isinstance(value, Deferred):
         return 0
     if isinstance(value, DataProto):

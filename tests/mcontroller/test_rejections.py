@@ -183,24 +183,6 @@ def test_wrong_classes_and_layouts_are_rejected() -> None:
         mock_worker_group(Model, "8")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: numbered(2)["n"], r"rows are selected by number; a column is batch\.batch\['n'\]"),
-        (lambda: DataProto.concat(numbered(2)), "concat of a DataProto: expected a list"),
-        (lambda: DataProto.concat([numbered(2), None]), "concat of a list that contains a NoneType"),
-        (
-            lambda: DataProto.from_dict({"a": torch.ones(2)}, {"b": "ab"}),
-            "is str: expected a numpy array or a list",
-        ),
-        (lambda: DataProto.from_dict({"a": torch.ones(2)}, {"b": 3}), "is int: expected a numpy array or a list"),
-    ],
-)
-def test_wrong_uses_of_a_batch_are_rejected(make: Any, message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        make()
-
-
 def test_an_axis_with_a_name_close_to_megatrons_is_accepted_as_extra() -> None:
     topology = topology_of(4, order="tp-cp-ep-dp-pp-fsdp", extra={"fsdp": 2})
     assert plan(Dispatch.over("fsdp", extra=["fsdp"]), topology).shard_count == 2

@@ -64,10 +64,10 @@ def test_the_controller_has_columns_of_advantages_and_the_updates_get_all():
         batch, _, _ = experience(trainer)
         here = {"responses", "response_mask", "sequence_tokens", "prompt_numbers", "token_level_scores"}
         away = {"input_ids", "attention_mask", "old_log_probs", "entropys", "values"}
-        assert set(batch.tensors_here()) == here and set(batch.tensor_names) == here | away
+        assert set(batch.local_tensors()) == here and set(batch.tensor_names) == here | away
         batch, _ = trainer.step.advantages(batch)
         computed = {"token_level_rewards", "advantages", "returns"}
-        assert set(batch.tensors_here()) == here | computed | {"values"}
+        assert set(batch.local_tensors()) == here | computed | {"values"}
         trainer.train_step(trainer.draw())
     assert set(RECEIVED["actor"].tensors()) == set(RECEIVED["critic"].tensors()) == here | away | computed
     received = RECEIVED["actor"].batch
@@ -134,7 +134,7 @@ def test_the_experts_of_tokens_go_to_the_actor_alone():
         trainer.init_workers()
         batch, _, _ = experience(trainer)
         trainer.fit()
-    assert ROUTED_EXPERTS in batch.tensor_names and ROUTED_EXPERTS not in batch.tensors_here()
+    assert ROUTED_EXPERTS in batch.tensor_names and ROUTED_EXPERTS not in batch.local_tensors()
     assert ROUTED_EXPERTS in seen["log-probs"] and ROUTED_EXPERTS in RECEIVED["actor"].tensors()
     others = (seen["reference"], seen["values"], set(RECEIVED["critic"].tensors()), every.seen)
     assert all("responses" in columns and ROUTED_EXPERTS not in columns for columns in others)
@@ -159,7 +159,7 @@ def test_an_estimator_reads_any_column_and_fetches_those_that_it_reads(whole):
     @register_advantage_estimator(name, needs_critic=True)
     def of_entropy(data: DataProto, *, gamma: float, lam: float) -> tuple[torch.Tensor, torch.Tensor]:
         column = data.batch["entropys"] if whole else columns(data, "entropys")[0]
-        of_entropy.fetched = set(data.tensors_here())
+        of_entropy.fetched = set(data.local_tensors())
         return column, column
 
     rule = AlgorithmConfig(adv_estimator=name, use_kl_in_reward=False)

@@ -438,7 +438,7 @@ class GroupCall(SentCall):
                 self._stored.append(rank)
                 self._kept = self._kept or self._keep_values()
 
-    def result(self, timeout: float | None = None, *, joined: bool = False) -> list[Any]:
+    def result(self, timeout: float | None = None) -> list[Any]:
         """Wait for every rank and return the values; see ``InFlightCall.result``."""
         limit, began = self.timeout if timeout is None else timeout, time.monotonic()
         self.check(timeout)
@@ -447,7 +447,7 @@ class GroupCall(SentCall):
                 raise self.lost_with_group()
             try:
                 left = None if limit is None else max(0.0, began + limit - time.monotonic())
-                self._values = self._read(joined, left)
+                self._values = self._read(left)
             except ValuesLate as late:
                 ids = self._handles.actor_ids
                 ranks = [ids.index(handle.actor) for handle in late.handles] or self.ranks
@@ -457,11 +457,11 @@ class GroupCall(SentCall):
             self._kept = None
         return self._values
 
-    def _read(self, joined: bool, timeout: float | None) -> list[Any]:
+    def _read(self, timeout: float | None) -> list[Any]:
         if self.keep:
             return fetch(self.parts, timeout)
         try:
-            return decode([self._answers[rank] for rank in self.returning], joined, timeout)
+            return decode([self._answers[rank] for rank in self.returning], timeout)
         except GetTimeoutError:
             raise ValuesLate([self._handle(rank, outline=False) for rank in self._stored]) from None
 

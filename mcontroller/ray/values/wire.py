@@ -8,10 +8,11 @@ or actor alive until its owner ends.
 
 Large buffers of the object store are mapped again as private memory instead of being copied. The store is one file in
 shared memory, which every reader maps and none may write. In a private mapping of the same range, the kernel copies a
-page at the first write to it, so a page that is only read is not copied. Measured with 4 ranks that read a batch on 2
-cores, mapped against copied: 25 ms against 45 ms for 15 MB, and 32 ms against 319 ms for 120 MB; if the method reads
-every element, 29 ms against 62 ms, and 73 ms against 235 ms. Each rank uses 15 MB and 103 MB less memory. A buffer is
-copied if it is small, outside the store, or the file cannot be opened (another platform, a raylet of another user).
+page at the first write to it, so a page that is only read is not copied. Measured with 4 ranks on 2 busy cores in one
+run, mapped against copied, medians of a call with 120 MB: 43 ms against 179 ms if its method reads one column of four,
+and 184 ms against 214 ms if it reads every element (minima: 36 and 110, 98 and 117 ms); with 15 MB, 25 ms against 32
+ms, and 38 ms against 40 ms. Each rank uses 103 MB less memory for the 120 MB. A buffer is copied if it
+is small, outside the store, or the file cannot be opened (another platform, a raylet of another user).
 """
 
 from __future__ import annotations
@@ -35,7 +36,6 @@ import ray
 from ray import cloudpickle
 from typing_extensions import Buffer
 
-from mcontroller.data.tensordicts import is_tensordict_itself
 from mcontroller.errors import DataError
 from mcontroller.ray.values.references import WrittenReference, read_reference, write_reference
 from mcontroller.transport import Arguments
@@ -73,10 +73,10 @@ class Packed(NamedTuple):
         """Return whether the value travels through the object store, if messages take ``inline_bytes``."""
         return self.nbytes > max(inline_bytes, LEAST_STORED_BYTES)
 
-    def unpack(self, shared: bool = False) -> Any:
-        """Return the value in private memory; ``shared`` leaves the columns of batches ``Unread``."""
+    def unpack(self) -> Any:
+        """Return the value in private memory."""
         views = [memoryview(buffer).toreadonly() for buffer in self.buffers]
-        return pickle.loads(self.data, buffers=views if shared else private_copies(views))
+        return pickle.loads(self.data, buffers=private_copies(views))
 
 
 class Encoded(NamedTuple):
@@ -106,10 +106,8 @@ def encode(value: Any, inline_bytes: int) -> Encoded:
     return Encoded(packed.data, [bytes(memoryview(buffer)) for buffer in packed.buffers])  # the caller may write later
 
 
-def decode(
-    messages: Sequence[tuple[Buffer, Sequence[Buffer]]], shared: bool = False, timeout: float | None = None
-) -> list[Any]:
-    """Return the values of messages, given as data and frames, in private memory; ``shared`` as in ``unpack``.
+def decode(messages: Sequence[tuple[Buffer, Sequence[Buffer]]], timeout: float | None = None) -> list[Any]:
+    """Return the values of messages, given as data and frames, in private memory.
 
     Raises:
         GetTimeoutError: one that is in the store has not arrived in ``timeout`` seconds (Ray's exception).
@@ -124,7 +122,7 @@ def decode(
         return values
     objects = iter(ray.get(references, timeout=timeout))
     try:
-        return [next(objects).unpack(shared) if isinstance(value, WrittenReference) else value for value in values]
+        return [next(objects).unpack() if isinstance(value, WrittenReference) else value for value in values]
     except Exception as error:
         raise _unreadable(error) from error
 
@@ -167,9 +165,9 @@ class _Pickler(cloudpickle.Pickler):
             content: Any = np.ascontiguousarray(obj).reshape(-1).view(np.uint8)
             return _array, (pickle.PickleBuffer(content), obj.dtype, obj.shape)
         if _holds_tensors(obj):
-            from mcontroller.data import serialization  # loads torch, which is loaded already if there is a tensor
+            from mcontroller.data.pickling import reduce  # loads torch, which is loaded already if there is a tensor
 
-            return serialization.reduce(obj)
+            return reduce(obj)
         return base.reducer_override(obj)
 
 
@@ -185,8 +183,9 @@ _OWN = "mcontroller."
 
 
 def _holds_tensors(obj: Any) -> bool:
-    torch = sys.modules.get("torch")
-    return (torch is not None and isinstance(obj, torch.Tensor)) or is_tensordict_itself(obj)
+    torch, tensordict = sys.modules.get("torch"), sys.modules.get("tensordict")
+    is_tensor = torch is not None and isinstance(obj, torch.Tensor)
+    return is_tensor or (tensordict is not None and type(obj) is tensordict.TensorDict)
 
 
 def _array(content: Any, dtype: Any, shape: tuple[int, ...]) -> np.ndarray:

@@ -61,7 +61,7 @@ class Model(Worker):
 
     @register(Dispatch.MEGATRON_COMPUTE_PROTO, materialize_futures=False)
     def later(self, batch: Any) -> DataProto:
-        assert isinstance(batch, DataProtoFuture) and batch.tensors_here() == {}
+        assert isinstance(batch, DataProtoFuture) and batch.local_tensors() == {}
         return batch.get()
 
     @register(Dispatch.RANK_ZERO)

@@ -53,11 +53,11 @@ def rows_of(batch: DataProto, keep: int | None = None) -> dict[str, list[Any]]:
 
 def test_only_the_tensors_that_are_read_are_here_and_the_batch_has_all():
     batch = generated()
-    assert len(batch) == ROWS and set(batch.tensor_names) == NAMES and batch.tensors_here() == {}
+    assert len(batch) == ROWS and set(batch.tensor_names) == NAMES and batch.local_tensors() == {}
     assert batch.non_tensor_batch["text"].tolist() == [f"text {n}" for n in range(ROWS)]
     assert batch.meta_info == {"rank": 0}
     assert batch.tensors(["lengths"])["lengths"].tolist() == rows_of(whole())["lengths"]
-    assert list(batch.tensors_here()) == ["lengths"] and batch.remote_names == NAMES
+    assert list(batch.local_tensors()) == ["lengths"] and batch.remote_names == NAMES
     assert rows_of(batch) == rows_of(whole())
     with pytest.raises(DataError, match=r"no tensor column \['absent'\]; existing"):
         batch.tensors(["absent"])
@@ -114,7 +114,7 @@ def test_an_operation_returns_what_it_returns_for_columns_that_are_here(operatio
 
 def test_selected_and_renamed_rows_are_not_fetched():
     batch = generated().select_idxs([4, 1]).select(["lengths", "responses"]).rename("lengths", "sizes")
-    assert batch.tensors_here() == {} and batch.tensors(["sizes"])["sizes"].tolist() == [1, 2]
+    assert batch.local_tensors() == {} and batch.tensors(["sizes"])["sizes"].tolist() == [1, 2]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
@@ -148,7 +148,7 @@ def test_joined_rows_of_several_calls_are_an_index_on_the_workers_columns():
     index = torch.tensor([12, 3, 0, 7, 7])
     first, second = generated(2, 4).prefetch(["lengths"]), generated(3)
     joined = DataProto.concat([first, second]).select_idxs(index)
-    assert joined.tensors_here() == {}
+    assert joined.local_tensors() == {}
     expected = DataProto.concat([whole(4), whole()]).select_idxs(index)
     group = group_on(2)
     method(group, "identity", Dispatch.DP_COMPUTE_PROTO)(joined)
@@ -181,7 +181,7 @@ def test_columns_of_several_calls_are_united():
 
 def test_a_column_of_two_calls_must_have_the_same_values():
     same = generated()
-    assert same.union(same).tensors_here() == {}
+    assert same.union(same).local_tensors() == {}
     with pytest.raises(DataError, match="column 'lengths' is in both batches and differs"):
         generated().select(["lengths"], []).union(generated().select_idxs(np.arange(ROWS)[::-1]))
     with pytest.raises(DataError, match="column 'lengths' is in both batches and differs"):

@@ -92,24 +92,22 @@ class Opaque:
 
 
 @pytest.mark.parametrize(
-    ("batch", "message"),
+    ("batch", "location"),
     [
-        (DataProto.from_dict({}, {"uid": ["a", Opaque()]}), r"non_tensor_batch\['uid'\]\[1\], which is Opaque"),
-        (DataProto.from_dict({}, {"s": [{1, 2}]}), r"non_tensor_batch\['s'\]\[0\], which is set"),
-        (DataProto(meta_info={"a": {"f": len}}), r"meta_info\['a'\]\['f'\], which is builtin_function"),
-        (DataProto(meta_info={"b": b"x"}), r"meta_info\['b'\], which is bytes"),
-        (DataProto(meta_info={"d": np.array(["2020"], "M8[s]")}), r"meta_info\['d'\], which is an array of datetime64"),
-        (
-            DataProto.from_dict({"c": torch.zeros(2, dtype=torch.complex128)}),
-            r"batch\['c'\]: .* no dtype torch.complex128",
-        ),
+        (DataProto.from_dict({}, {"uid": ["a", Opaque()]}), "non_tensor_batch['uid'][1]"),
+        (DataProto.from_dict({}, {"s": [{1, 2}]}), "non_tensor_batch['s'][0]"),
+        (DataProto(meta_info={"a": {"f": len}}), "meta_info['a']['f']"),
+        (DataProto(meta_info={"b": b"x"}), "meta_info['b']"),
+        (DataProto(meta_info={"d": np.array(["2020"], "M8[s]")}), "meta_info['d']"),
+        (DataProto.from_dict({"c": torch.zeros(2, dtype=torch.complex128)}), "batch['c']"),
     ],
 )
 def test_values_that_cannot_be_saved_are_named_in_the_error_and_leave_no_file(
-    batch: DataProto, message: str, tmp_path: Path
+    batch: DataProto, location: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(DataError) as raised:
         batch.save_to_disk(tmp_path / "batch")
+    assert raised.value.location == location
     assert list(tmp_path.iterdir()) == []
 
 
@@ -127,7 +125,7 @@ class Bomb:
 def test_a_pickle_in_place_of_the_file_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("batch").write_bytes(pickle.dumps(Bomb()))
-    with pytest.raises(DataError, match="batch is not a safetensors file"):
+    with pytest.raises(DataError):
         DataProto.load_from_disk("batch")
     assert not Path("exploded").exists()
 
@@ -140,15 +138,36 @@ def described(path: Path, description: object) -> Path:
 
 def test_files_of_another_kind_or_version_are_rejected(tmp_path: Path) -> None:
     save_file({"weight": torch.zeros(2)}, tmp_path / "model")
-    with pytest.raises(DataError, match="is not a saved DataProto"):
-        DataProto.load_from_disk(tmp_path / "model")
-    newer = described(tmp_path / "newer", {"format": "mcontroller.DataProto", "version": 9})
-    with pytest.raises(DataError, match=r"'mcontroller.DataProto' version 9: expected .* version 1"):
-        DataProto.load_from_disk(newer)
-    unknown = {"format": "mcontroller.DataProto", "version": 1, "batch": None, "non_tensor_batch": {}}
-    odd = described(tmp_path / "odd", {**unknown, "meta_info": {"x": {"$call": ["os.system", "true"]}}})
-    with pytest.raises(DataError, match=r"'\$call'"):
-        DataProto.load_from_disk(odd)
+    described(tmp_path / "newer", {"format": "mcontroller.DataProto", "version": 9})
+    known = {"format": "mcontroller.DataProto", "version": 1, "batch": None, "non_tensor_batch": {}}
+    described(tmp_path / "calls", {**known, "meta_info": {"x": {"$call": ["os.system", "true"]}}})
+    for name, fields in (
+        ("model", {"path": tmp_path / "model"}),
+        ("newer", {"path": tmp_path / "newer"}),
+        ("calls", {"kind": "$call"}),
+    ):
+        with pytest.raises(DataError) as raised:
+            DataProto.load_from_disk(tmp_path / name)
+        assert raised.value.fields == fields
+
+
+def test_a_file_that_an_earlier_release_wrote_is_loaded(tmp_path: Path) -> None:
+    """Written by hand as the format says; ``$jagged`` are values, offsets and ragged dim."""
+    columns = {"n": {"$tensor": "0"}, "j": {"$jagged": [{"$tensor": "1"}, {"$tensor": "2"}, 1]}}
+    text = {
+        "format": "mcontroller.DataProto",
+        "version": 1,
+        "batch": {"$tensordict": [columns, [2]]},
+        "non_tensor_batch": {"uid": {"$objects": [["a", {"$tuple": [1]}], [2], "|O"]}, "level": {"$array": "0"}},
+        "meta_info": {"lr": {"$number": {"$array": "3"}}, "by_step": {"$dict": [[1, "x"]]}},
+    }
+    tensors = {"0": torch.arange(2), "1": torch.arange(3.0), "2": torch.tensor([0, 1, 3]), "3": torch.tensor(0.5)}
+    tensors["description"] = torch.frombuffer(bytearray(json.dumps(text).encode()), dtype=torch.uint8)
+    save_file(tensors, tmp_path / "batch")
+    jagged = torch.nested.nested_tensor_from_jagged(tensors["1"], tensors["2"])
+    expected = DataProto.from_dict({"n": torch.arange(2), "j": jagged}, {"uid": ["a", (1,)], "level": np.arange(2)})
+    expected.meta_info = {"lr": np.float32(0.5), "by_step": {1: "x"}}
+    assert DataProto.load_from_disk(tmp_path / "batch").difference(expected) is None
 
 
 def test_the_tensors_of_the_file_are_plain_safetensors(tmp_path: Path) -> None:

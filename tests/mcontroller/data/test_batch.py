@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
-from mcontroller.data.batch import DataProto, DataProtoConfig, DataProtoItem, RowIndexError, concat_batches
-from mcontroller.data.batch_ops import collate_fn, pad_dataproto_to_divisor
-from mcontroller.data.rows import concat_on_one_thread, concat_tensors, union_numpy_dict, union_tensor_dict
+from mcontroller.data.batch import (
+    DataProto,
+    DataProtoConfig,
+    DataProtoItem,
+    RowIndexError,
+    collate_fn,
+    pad_dataproto_to_divisor,
+    union_numpy_dict,
+    union_tensor_dict,
+)
 from mcontroller.errors import DataError
 from tests.mcontroller.batches import every_kind, jagged, numbered, numbers
 
@@ -22,19 +28,6 @@ def test_from_dict_makes_object_columns_of_lists_of_equal_length_too() -> None:
     batch = DataProto.from_dict({"a": torch.zeros(2, 3)}, {"pairs": [[1, 2], [3, 4]]})
     assert batch.non_tensor_batch["pairs"].shape == (2,)
     assert batch.non_tensor_batch["pairs"].tolist() == [[1, 2], [3, 4]]
-
-
-@pytest.mark.processes
-def test_a_batch_of_plain_columns_never_loads_tensordict() -> None:
-    code = (
-        "import pickle, sys, torch; from mcontroller import DataProto; "
-        "batch = DataProto.from_dict({'a': torch.arange(6)}, {'u': list('abcdef')}, {'step': 1}); "
-        "batch = DataProto.concat(pickle.loads(pickle.dumps(batch)).chunk(4)).select_idxs([5, 0]).to('cpu'); "
-        "batch = batch.union(DataProto.from_dict({'b': batch.tensors()['a'] + 1})).rename('b', 'c'); "
-        "print(batch.tensors(), 'tensordict' in sys.modules, type(batch.batch).__name__)"
-    )
-    printed = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
-    assert printed == "{'a': tensor([5, 0]), 'c': tensor([6, 1])} False TensorDict\n"
 
 
 def test_from_single_dict_separates_tensors_from_arrays() -> None:
@@ -77,44 +70,34 @@ def test_the_number_of_rows_is_that_of_the_columns() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("make", "fields"),
     [
-        (
-            lambda: DataProto.from_dict({"a": torch.zeros(2), "b": torch.zeros(3)}),
-            r"tensors\['b'\] has 3 rows, tensors\['a'\] has 2 rows",
-        ),
-        (lambda: DataProto.from_dict({"": torch.zeros(2), "b": torch.zeros(3)}), "'b'. has 3 rows, tensors.''. has 2"),
-        (lambda: DataProto.from_dict({"a": torch.zeros(2)}, {"u": ["x"]}), r"'u'\] has 1 rows, the batch has 2"),
-        (lambda: DataProto.from_dict({"a": torch.zeros(())}), "'a'.* 0 dims: expected at least 1"),
-        (lambda: DataProto.from_dict({"a": ["x", "y"]}), r"'a'\] is a list of str: .*non_tensors=\{'a': \.\.\.\}"),
-        (lambda: DataProto.from_dict({"a": [1, 2]}), "a list of numbers: .*torch.tensor, or .*non_tensors="),
-        (lambda: DataProto.from_dict({"a": np.array(["x"])}), "a numpy array of <U1: .*non_tensors="),
-        (lambda: DataProto.from_dict({"a": np.arange(2)}), "of int64: .*torch.from_numpy, or .*non_tensors="),
-        (lambda: DataProto.from_dict({"a": 3}), r"'a'\] is int: .*meta_info=\{'a'"),
-        (
-            lambda: DataProto.from_dict({}, {"u": "text"}),
-            r"non_tensors\['u'\] is str: expected a numpy array or a list",
-        ),
-        (lambda: DataProto.from_dict({}, {"u": torch.ones(2)}), r"non_tensors\['u'\] is Tensor: .* tensors="),
-        (lambda: DataProto.from_dict([torch.ones(2)]), "tensors is list: expected a dict"),
-        (lambda: DataProto.from_dict({"a": torch.ones(2)}, meta_info=3), "meta_info is int: expected a dict"),
-        (lambda: DataProto.from_dict({"a": torch.zeros(2, 3), "b": torch.zeros(2, 4)}, num_batch_dims=2), "batch dims"),
-        (lambda: DataProto.from_dict({"a": torch.zeros(2)}, num_batch_dims=0), "num_batch_dims is 0"),
-        (lambda: DataProto.from_dict({"a": torch.zeros(2, 2)}, {"u": [1, 2]}, None, 2), "with 1 non-tensor columns"),
-        (lambda: DataProto.from_single_dict({"a": "text"}), "'a' is str: .*meta_info="),
-        (lambda: DataProto(batch={"a": torch.zeros(2)}), "batch is dict"),
-        (
-            lambda: DataProto(batch=TensorDict({"a": torch.zeros(2)}, [])),
-            r"TensorDict of batch dims \[\]: .* one batch dim",
-        ),
-        (lambda: DataProto(non_tensor_batch={"u": ["x"]}), "'u'.* is list: expected a numpy array"),
-        (lambda: DataProto.from_dict({"s": torch.eye(2).to_sparse()}), "'s'.* layout torch.sparse_coo"),
-        (lambda: DataProto(TensorDict({"a": NonTensorData(1, batch_size=[2])}, [2])), "'a'.* into non_tensor_batch"),
+        (lambda: DataProto.from_dict({"a": torch.zeros(2), "b": torch.zeros(3)}), ("b", (3,), (2,))),
+        (lambda: DataProto.from_dict({"": torch.zeros(2), "b": torch.zeros(3)}), ("b", (3,), (2,))),
+        (lambda: DataProto.from_dict({"a": torch.zeros(2, 3), "b": torch.zeros(2, 4)}, None, None, 2), ("b", (2, 4))),
+        (lambda: DataProto.from_dict({"a": torch.zeros(2)}, {"u": ["x"]}), ("u", 1, 2)),
+        (lambda: DataProto.from_dict({"a": torch.zeros(())}), ("a",)),
+        (lambda: DataProto.from_dict({"a": ["x", "y"]}), ("a", "list")),
+        (lambda: DataProto.from_dict({"a": np.arange(2)}), ("a", "ndarray")),
+        (lambda: DataProto.from_dict({}, {"u": "text"}), ("non_tensors['u']",)),
+        (lambda: DataProto.from_dict({}, {"u": torch.ones(2)}), ("non_tensors['u']",)),
+        (lambda: DataProto.from_dict([torch.ones(2)]), ("tensors",)),
+        (lambda: DataProto.from_dict({3: torch.ones(2)}), ("tensors", 3)),
+        (lambda: DataProto.from_dict({"a": torch.ones(2)}, meta_info=3), ("meta_info",)),
+        (lambda: DataProto.from_dict({"a": torch.zeros(2)}, num_batch_dims=0), (0,)),
+        (lambda: DataProto.from_dict({"a": torch.zeros(2, 2)}, {"u": [1, 2]}, None, 2), (2,)),
+        (lambda: DataProto.from_single_dict({"a": "text"}), ("a",)),
+        (lambda: DataProto(batch={"a": torch.zeros(2)}), ("dict",)),
+        (lambda: DataProto(batch=TensorDict({"a": torch.zeros(2)}, [])), ("TensorDict",)),
+        (lambda: DataProto(non_tensor_batch={"u": ["x"]}), ("u",)),
+        (lambda: DataProto.from_dict({"s": torch.eye(2).to_sparse()}), ("s",)),
+        (lambda: DataProto(TensorDict({"a": NonTensorData(1, batch_size=[2])}, [2])), ("a",)),
     ],
 )
-def test_invalid_columns_are_rejected_with_their_name_numbers_and_the_fix(make, message: str) -> None:
-    with pytest.raises(DataError, match=message):
+def test_invalid_columns_are_rejected_with_their_name_and_numbers(make: Any, fields: tuple[Any, ...]) -> None:
+    with pytest.raises(DataError) as raised:
         make()
+    assert tuple(raised.value.fields.values())[: len(fields)] == fields
 
 
 def test_an_item_is_one_row_without_its_row_dim() -> None:
@@ -128,24 +111,17 @@ def test_an_item_is_one_row_without_its_row_dim() -> None:
 
 @pytest.mark.parametrize("wrong", [5, -6, [0, 5], torch.tensor([-6])])
 def test_a_row_that_does_not_exist_is_an_index_error_with_the_numbers(wrong) -> None:
-    with pytest.raises(RowIndexError, match="does not exist in a batch of 5 rows") as raised:
+    with pytest.raises(RowIndexError) as raised:
         numbered(5)[wrong]
     assert isinstance(raised.value, IndexError) and raised.value.rows == 5
     assert [item.batch["n"].item() for item in numbered(5)] == [0, 1, 2, 3, 4]
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ([True], r"mask of shape \(1,\) for 5 rows"),
-        ([0.5], "float64"),
-        ([[0]], r"\(1, 1\)"),
-        ("ab", "selected by number"),
-    ],
-)
-def test_an_invalid_index_is_rejected(wrong, message: str) -> None:
-    with pytest.raises(DataError, match=message):
+@pytest.mark.parametrize("wrong", [[True], [0.5], [[0]], "ab", [[0], [1, 2]]])
+def test_an_invalid_index_is_rejected(wrong: Any) -> None:
+    with pytest.raises(DataError) as raised:
         numbered(5).select_idxs(wrong)
+    assert raised.value.fields and not isinstance(raised.value, RowIndexError)
 
 
 def test_slices_and_selections_share_memory_and_index_lists_copy() -> None:
@@ -191,35 +167,36 @@ def test_rename_keeps_the_order_of_columns_and_returns_the_batch_itself() -> Non
 
 
 @pytest.mark.parametrize(
-    ("call", "message"),
+    ("call", "fields"),
     [
-        (lambda batch: batch.select("x"), r"no batch column \['x'\]; existing: \['n'\]"),
-        (lambda batch: batch.select(non_tensor_batch_keys="x"), r"no non-tensor column \['x'\]; existing: \['name'\]"),
-        (lambda batch: batch.pop(meta_info_keys=["x"]), r"no meta_info key \['x'\]; existing: \[\]"),
-        (lambda batch: batch.rename("x", "y"), r"no column \['x'\]; existing: \['n', 'name'\]"),
-        (lambda batch: batch.rename("n", "name"), "one new name per old name that no other column has"),
-        (lambda batch: batch.rename(["n", "name"], "a"), "one new name"),
-        (lambda batch: batch.row_lengths("x"), r"no tensor column \['x'\]"),
-        (lambda batch: batch.chunk(0), "chunks is 0: expected an integer of at least 1"),
-        (lambda batch: batch.split(0), "split_size is 0"),
-        (lambda batch: batch.repeat(-1), "repeat_times is -1"),
-        (lambda batch: batch.sample_level_repeat([1, 2]), r"shape \(2,\) and dtype int64 for 5 rows"),
-        (lambda batch: batch.reorder([0, 0, 1, 2, 3]), "5 rows by 5 indices, 4 of them distinct"),
-        (lambda batch: batch.reorder([0, 1]), "5 rows by 2 indices"),
-        (lambda batch: batch.padding(1, "middle"), "expected 'first' or 'last'"),
-        (lambda batch: batch.select_idxs([]).padding(1), "padding_size is 1 for a batch of 0 rows"),
-        (lambda batch: batch.unpad(6), "pad_size is 6 for a batch of 5 rows"),
-        (lambda batch: batch.fold_batch_dim(2), "new_batch_size is 2 for a batch of 5 rows"),
-        (lambda batch: batch.unfold_batch_dim(2), "first 2 dims"),
-        (lambda batch: batch.make_iterator(0, 1), "mini_batch_size is 0"),
-        (lambda batch: batch.union(numbered(4)), "5 rows with 4 rows"),
-        (lambda batch: pad_dataproto_to_divisor(batch, 0), "size_divisor is 0"),
+        (lambda batch: batch.select("x"), {"missing": ["x"], "present": ["n"]}),
+        (lambda batch: batch.select(non_tensor_batch_keys="x"), {"missing": ["x"], "present": ["name"]}),
+        (lambda batch: batch.pop(meta_info_keys=["x"]), {"missing": ["x"], "present": []}),
+        (lambda batch: batch.rename("x", "y"), {"missing": ["x"], "present": ["n", "name"]}),
+        (lambda batch: batch.rename("n", "name"), {"old": ["n"], "new": ["name"]}),
+        (lambda batch: batch.rename(["n", "name"], "a"), {"old": ["n", "name"], "new": ["a"]}),
+        (lambda batch: batch.row_lengths("x"), {"missing": ["x"], "present": ["n"]}),
+        (lambda batch: batch.chunk(0), {"chunks": 0}),
+        (lambda batch: batch.split(0), {"split_size": 0}),
+        (lambda batch: batch.repeat(-1), {"repeat_times": -1}),
+        (lambda batch: batch.sample_level_repeat([1, 2]), {"shape": (2,), "rows": 5}),
+        (lambda batch: batch.reorder([0, 0, 1, 2, 3]), {"rows": 5, "indices": 5}),
+        (lambda batch: batch.reorder([0, 1]), {"rows": 5, "indices": 2}),
+        (lambda batch: batch.padding(1, "middle"), {"padding_candidate": "middle"}),
+        (lambda batch: batch.select_idxs([]).padding(1), {"rows": 0}),
+        (lambda batch: batch.unpad(6), {"rows": 5}),
+        (lambda batch: batch.fold_batch_dim(2), {"rows": 5}),
+        (lambda batch: batch.unfold_batch_dim(2), {"batch_dims": 2, "dims": [(5,), (5,)]}),
+        (lambda batch: batch.make_iterator(0, 1), {"mini_batch_size": 0}),
+        (lambda batch: batch.union(numbered(4)), {"rows": (5, 4)}),
+        (lambda batch: pad_dataproto_to_divisor(batch, 0), {"size_divisor": 0}),
     ],
 )
-def test_invalid_arguments_are_rejected_and_change_nothing(call, message: str) -> None:
+def test_invalid_arguments_are_rejected_and_change_nothing(call: Any, fields: dict[str, Any]) -> None:
     batch = numbered(5)
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(DataError) as raised:
         call(batch)
+    assert raised.value.fields == fields
     assert batch == numbered(5)
 
 
@@ -236,33 +213,39 @@ def test_union_adds_columns_and_takes_equal_ones_once() -> None:
 
 def test_union_rejects_a_column_or_key_with_two_values() -> None:
     left = TensorDict({"a": torch.zeros(2)}, [2])
-    with pytest.raises(DataError, match="column 'a' is in both batches and differs") as raised:
-        union_tensor_dict(left, TensorDict({"a": torch.ones(2)}, [2]))
-    assert raised.value.column == "a"
-    with pytest.raises(DataError, match=r"batch dims \[2\] and \[3\]"):
-        union_tensor_dict(left, TensorDict({"b": torch.ones(3)}, [3]))
-    with pytest.raises(DataError, match="column 'u' is in both"):
-        union_numpy_dict({"u": np.array(["x"], object)}, {"u": np.array(["y"], object)})
-    with pytest.raises(DataError, match=r"meta_info\['a'\] differs in union: 1 in part 0, 2 in part 1"):
-        numbered(2, a=1).union(numbered(2, a=2))
+    rejected = [
+        (lambda: union_tensor_dict(left, TensorDict({"a": torch.ones(2)}, [2])), {"column": "a"}),
+        (lambda: union_tensor_dict(left, TensorDict({"b": torch.ones(3)}, [3])), {"batch_sizes": ([2], [3])}),
+        (lambda: union_numpy_dict({"u": np.array(["x"])}, {"u": np.array(["y"])}), {"column": "u"}),
+        (lambda: numbered(2, a=1).union(numbered(2, a=2)), {"key": "a", "parts": (0, 1), "values": (1, 2)}),
+    ]
+    for unite, fields in rejected:
+        with pytest.raises(DataError) as raised:
+            unite()
+        assert raised.value.fields == fields
 
 
 def test_concat_rejects_parts_that_differ_in_columns_shape_or_dtype() -> None:
     part = DataProto.from_dict({"a": torch.zeros(2, 3)}, {"u": [1, 2]})
-    with pytest.raises(DataError, match=r"batch of part 1 has columns \['b'\], of part 0 \['a'\]"):
-        DataProto.concat([part, DataProto.from_dict({"b": torch.zeros(2, 3)}, {"u": [1, 2]})])
-    with pytest.raises(DataError, match="non_tensor_batch of part 1"):
-        DataProto.concat([part, DataProto.from_dict({"a": torch.zeros(2, 3)})])
-    with pytest.raises(DataError, match=r"column 'a' of part 1 is float32\[2, 4\], of part 0 float32\[2, 3\]"):
-        DataProto.concat([part, DataProto.from_dict({"a": torch.zeros(2, 4)}, {"u": [1, 2]})])
-    with pytest.raises(DataError, match=r"column 'a' of part 1 is int64\[2, 3\]"):
-        DataProto.concat([part, DataProto.from_dict({"a": torch.zeros(2, 3, dtype=torch.int64)}, {"u": [1, 2]})])
-    with pytest.raises(DataError, match="concat of an empty list"):
-        DataProto.concat([])
-    with pytest.raises(DataError, match="concat of a DataProto: expected a list"):
-        DataProto.concat(part)
-    with pytest.raises(DataError, match="a list that contains a dict"):
-        DataProto.concat([part, {}])
+
+    def other(tensor: torch.Tensor, name: str = "a") -> DataProto:
+        return DataProto.from_dict({name: tensor}, {"u": [1, 2]})
+
+    rejected: list[tuple[Any, dict[str, Any]]] = [
+        ([part, other(torch.zeros(2, 3), "b")], {"part": 1, "columns": ["b"], "expected": ["a"]}),
+        ([part, DataProto.from_dict({"a": torch.zeros(2, 3)})], {"part": 1, "columns": [], "expected": ["u"]}),
+        ([part, DataProto.from_dict({}, {"u": [1, 2]})], {"part": 1}),
+        ([part, other(torch.zeros(2, 4))], {"column": "a", "part": 1, "found": "float32[2, 4]"}),
+        ([part, DataProto.from_dict({"a": torch.zeros(0, 4)}, {"u": []})], {"column": "a", "found": "float32[0, 4]"}),
+        ([part, other(torch.zeros(2, 3).long())], {"column": "a", "part": 1, "found": "int64[2, 3]"}),
+        ([], {"types": []}),
+        (part, {"type": "DataProto"}),
+        ([part, {}], {"types": ["dict"]}),
+    ]
+    for parts, fields in rejected:
+        with pytest.raises(DataError) as raised:
+            DataProto.concat(parts)
+        assert raised.value.fields.items() >= fields.items()
 
 
 def test_jagged_columns_still_share_their_offsets_after_rows_have_moved() -> None:
@@ -289,11 +272,9 @@ def test_jagged_columns_with_holes_and_with_their_ragged_dim_last_move_by_rows()
 
 def test_large_columns_are_joined_and_chosen_as_small_ones_are() -> None:
     column = torch.arange(3 << 20).reshape(-1, 1024)
-    batch = DataProto.from_dict(
-        {"ids": column, "float8": torch.ones(9 << 20, 1).to(torch.float8_e4m3fn)[: len(column)]}
-    )
-    for concat in (concat_tensors, concat_on_one_thread):
-        assert concat_batches(batch.chunk(5), concat) == batch
+    tensors = {"ids": column, "float8": torch.ones(9 << 20, 1).to(torch.float8_e4m3fn)[: len(column)]}
+    batch = DataProto.from_dict(tensors)
+    assert DataProto.concat(batch.chunk(5)) == batch
     order = torch.randperm(len(column), generator=torch.Generator().manual_seed(0))
     assert torch.equal(batch[order].batch["ids"], column[order])
 
@@ -334,9 +315,10 @@ def test_mini_batches_are_in_order_unless_shuffled_and_may_drop_the_last() -> No
 
 def test_items_of_different_shapes_are_not_collated() -> None:
     items = [DataProtoItem(TensorDict({"a": torch.zeros(n)}, [])) for n in (2, 3)]
-    with pytest.raises(DataError, match=r"column 'a' of row 1 is float32\[3\], of row 0 float32\[2\]"):
+    with pytest.raises(DataError) as raised:
         collate_fn(items)
-    with pytest.raises(DataError, match="got no rows"):
+    assert raised.value.fields == {"column": "a", "row": 1}
+    with pytest.raises(DataError):
         collate_fn([])
 
 
@@ -347,8 +329,9 @@ def test_with_tensors_adds_and_replaces_tensors_and_shares_the_rest() -> None:
     assert (changed.batch["n"].tolist(), changed.meta_info) == ([5, 6], {"a": 1})
     assert numbers(batch) == [0, 1]
     assert DataProto(meta_info={"a": 1}).with_tensors({"n": torch.ones(3)}).batch["n"].shape == (3,)
-    with pytest.raises(DataError, match=r"tensors \['n'\] have batch dims \[3\], the batch has \[2\]"):
+    with pytest.raises(DataError) as raised:
         batch.with_tensors({"n": torch.ones(3)})
+    assert raised.value.fields == {"columns": ["n"], "found": (3,), "expected": (2,)}
 
 
 def test_to_moves_the_batch_itself_and_leaves_batches_that_share_its_tensors() -> None:
@@ -380,8 +363,9 @@ def test_column_chunks_become_rows_and_other_columns_are_repeated() -> None:
     assert unfolded.non_tensor_batch["uid"].tolist() == ["a", "a", "b", "b"]
     assert unfolded.meta_info == {"step": 1}
     assert batch.unfold_column_chunks(2).batch["pair"].shape == (4, 4)
-    with pytest.raises(DataError, match=r"column 'pair' of shape \[2, 4\] cannot be split into 3"):
+    with pytest.raises(DataError) as raised:
         batch.unfold_column_chunks(3, ["pair"])
+    assert raised.value.fields == {"column": "pair", "n_split": 3}
 
 
 def test_equality_compares_all_of_a_batch_and_reports_the_difference() -> None:

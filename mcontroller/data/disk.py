@@ -16,13 +16,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mcontroller.data.columns import Columns, is_jagged, make_jagged, packed_parts
-from mcontroller.data.serialization import check_sendable
-from mcontroller.data.tensordicts import is_tensordict, make_tensordict
+from mcontroller.data.pickling import (
+    check_sendable,
+    is_jagged,
+    is_tensordict,
+    make_jagged,
+    make_tensordict,
+    packed_parts,
+)
 from mcontroller.errors import DataError
 
 if TYPE_CHECKING:
-    from mcontroller.data.columns import Batch
+    from tensordict import TensorDict
 
 _DESCRIPTION = "description"
 _FORMAT = "mcontroller.DataProto"
@@ -45,7 +50,7 @@ Parts = tuple[Any, dict[str, np.ndarray], dict[str, Any]]
 
 def save_batch(
     filepath: str | os.PathLike[str],
-    batch: Batch | None,
+    batch: TensorDict | None,
     non_tensor_batch: dict[str, np.ndarray],
     meta_info: dict[str, Any],
 ) -> None:
@@ -55,10 +60,10 @@ def save_batch(
         DataError: if a value cannot be stored in such a file; names the column or key, and the type.
         OSError: if the file cannot be written.
     """
-    writer = _Writer()
     from safetensors import SafetensorError
     from safetensors.torch import save_file  # on use: a program that saves no batch needs no safetensors
 
+    writer = _Writer()
     description = {
         "format": _FORMAT,
         "version": _VERSION,
@@ -113,10 +118,10 @@ def load_batch(filepath: str | os.PathLike[str]) -> Parts:
         if isinstance(error, DataError):
             raise
         raise _damaged(filepath, f"{type(error).__name__}: {error}") from error
-    for name, value, known in (("non_tensor_batch", arrays, np.ndarray), ("meta_info", info, object)):
-        if not isinstance(value, dict) or not all(isinstance(each, known) for each in value.values()):
+    for name, value, kind in (("non_tensor_batch", arrays, np.ndarray), ("meta_info", info, object)):
+        if not isinstance(value, dict) or not all(isinstance(item, kind) for item in value.values()):
             raise _damaged(filepath, f"{name} is {value!r:.100}, expected columns by name")
-    if batch is not None and not (is_tensordict(batch) or isinstance(batch, Columns)):
+    if batch is not None and not is_tensordict(batch):
         raise _damaged(filepath, f"batch is {type(batch).__name__}, expected tensors by name")
     return batch, arrays, info
 
@@ -141,7 +146,7 @@ class _Writer:
             return [self.encode(item, f"{location}[{index}]") for index, item in enumerate(value)]
         if type(value) is tuple:
             return {"$tuple": [self.encode(item, f"{location}[{index}]") for index, item in enumerate(value)]}
-        if is_tensordict(value) or isinstance(value, Columns):
+        if is_tensordict(value):
             return {"$tensordict": [self._dict(dict(value.items()), location), list(value.batch_size)]}
         if isinstance(value, Tensor):
             return self._tensor(value, location)

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcontroller.data.batch import DataProto
-from mcontroller.data.batch_ops import (
+from mcontroller.data.batch import (
+    DataProto,
     collate_fn,
     fold_batch_dim,
     pad_dataproto_to_divisor,
