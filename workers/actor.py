@@ -16,18 +16,15 @@ from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
 from mcontroller.errors import before_changes
 from parallel_state.agreement import all_gather_values
-from parallel_state.megatron import MegatronContext
 from workers.actor_roles import (
     check_engine,
     check_reference_moves,
-    check_rollout_layout,
     parsed_roles,
     require_role,
     serves_engine,
 )
 from workers.columns import TOKEN_TEMPERATURES
-from workers.config import ActorConfig, ParallelConfig
-from workers.config.fit import divided_for
+from workers.config import ActorConfig
 from workers.generate.engines import ROLLOUT_ENGINES
 from workers.generate.generator import Generator
 from workers.generate.rollout_protocol import Rollout
@@ -77,9 +74,8 @@ class ActorRolloutRefWorker(ModelWorker):
         router_replay: what records and replays the experts that routers choose.
 
     Raises:
-        ConfigError: an unknown role; a field that the rollout engine cannot run with; ``rollout.parallel`` in a
-            subclass that overrides ``build_model`` and not ``build_rollout_model``.
-        LayoutError: the axes, or the axes of the rollout, do not divide the world size.
+        ConfigError: an unknown role; a field that the rollout engine cannot run with.
+        LayoutError: the axes do not divide the world size.
     """
 
     components: ClassVar[Mapping[str, type]] = {
@@ -132,11 +128,6 @@ class ActorRolloutRefWorker(ModelWorker):
         engine_by_name = type(self).build_rollout is ActorRolloutRefWorker.build_rollout
         if "rollout" in self.roles:
             check_engine(engine_by_name, config, self.roles)
-            builds = ("build_model", "build_rollout_model", "build_rollout")
-            overridden = {
-                name for name in builds if getattr(type(self), name) is not getattr(ActorRolloutRefWorker, name)
-            }
-            check_rollout_layout(config, self.world_size, type(self).__name__, overridden)
         POLICY_LOSSES.get_or_raise(config.policy_loss)  # a custom one must be registered in this process as well
         KL_ESTIMATORS.get_or_raise(config.kl_loss_type, key="kl_loss_type")
         super().__init__(
@@ -161,26 +152,12 @@ class ActorRolloutRefWorker(ModelWorker):
     # ---- what a user overrides (see ModelWorker) ---------------------------------------------------------------------
 
     def build_model(self) -> list[nn.Module]:
-        """Return this rank's chunks of the policy. If you override this, override ``build_rollout_model`` too."""
+        """Return this rank's chunks of the policy."""
         return build_model(self.config.model, self.config.parallel, self.context)
 
     def build_rollout(self) -> Rollout:
         """Return the rollout of the engine that ``rollout.engine`` names (see ``workers.ROLLOUT_ENGINES``)."""
         return ROLLOUT_ENGINES.get_or_raise(self.config.rollout.engine).build(self)
-
-    def build_rollout_model(self, parallel: ParallelConfig, context: MegatronContext) -> list[nn.Module]:
-        """Return this rank's chunks of the copy of the policy that generates.
-
-        If you override ``build_model``, override this too. The weights need no values: the policy's are copied by name
-        before the first generation.
-
-        Args:
-            parallel: the axes ``rollout.parallel``.
-            context: their layout.
-        """
-        merged = replace(self.config.model, lora=None, freeze=[], train_only=[])
-        model = divided_for(merged, parallel, self.config.parallel)
-        return build_model(model, parallel, context, initialize=False)
 
     @takes_distinct_tokens
     def forward_step(self, model: nn.Module, rows: TokenBatch) -> Tensor:

@@ -89,7 +89,7 @@ def predict_run(actor: ActorConfig, world_size: int, step: StepRows, hardware: H
     fp8 = bool(actor.model.transformer.get("fp8"))
     update = step_time(actor.model, actor.parallel, world_size, count, micro, length, moved, hardware, fp8=fp8)
     again = 4 / 3 if actor.model.transformer.get("recompute_granularity") == "full" else 1.0
-    engine, prompt = actor.rollout.parallel or actor.parallel, length - step.targets
+    engine, prompt = actor.parallel, length - step.targets
     rollout = actor.model, engine, world_size, step.rows, length, length, hardware
     return RunPrediction(
         actor.parallel,
