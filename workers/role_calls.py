@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from workers.config import ActorConfig, CriticConfig, RewardConfig
-from workers.config.fit import divided_for
 from workers.config.roles import MicroBatchSize
 from workers.generate.engines import ROLLOUT_ENGINES
 from workers.memory.estimate import Batch, Memory, PlannedRole
@@ -112,12 +111,9 @@ class _OfRole:
         assert isinstance(config, ActorConfig)
         if not ROLLOUT_ENGINES.get_or_raise(config.rollout.engine).in_worker:
             return
-        parallel, model = config.rollout.parallel, config.model
-        if parallel is not None:
-            model = divided_for(config.model, parallel, config.parallel)
-        built = PlannedRole(model, parallel or config.parallel, self.world_size, fused=self.fused)
+        built = PlannedRole(config.model, config.parallel, self.world_size, fused=self.fused)
         rows = math.ceil(self.lengths.rows / built.layout.dp)
-        at_once = min(rows, config.rollout.max_rows or rows)
+        at_once = min(rows, config.rollout.max_rows)
         prompt, response = self.lengths.prompt, self.lengths.response
         stages = range(built.parallel.pp)
         memories = tuple(built.generate(stage, at_once, prompt, response) for stage in stages)

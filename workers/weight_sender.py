@@ -29,9 +29,7 @@ from workers.weights.transfer.plan import RankWeights, ServedEngine
 from workers.weights.transfer.transports import TRANSPORTS
 
 OF_AN_ENGINE = (
-    "parallel",
     "max_rows",
-    "memory_fraction",
     "engine",
     "vllm",
     "verify_weights",

@@ -83,11 +83,9 @@ CHOSEN: dict[str, tuple[str, ...]] = {
         "tests/workers/router_replay/test_layouts.py::test_replay_equals[pp2-vpp2-recompute-some]",
         "tests/workers/router_replay/test_generation.py::test_generation_records[tp2-pp2-ep2]",
     ),
-    "decoding: the cache, samples and masks on the device, and rows that fit into its memory": (
+    "decoding: the cache, samples and masks on the device": (
         "tests/workers/generate/test_generation.py::test_log_probs_of_samples_equal_those_of_scoring[tp2-pp2]",
-        "tests/workers/generate/test_rollout_layout.py::test_responses_equal_those_of_one_process[cp4-tp2]",
-        "tests/workers/generate/test_rollout_layout.py::test_rollout_weights_are_offloaded_and_reloaded",
-        "tests/workers/generate/test_row_limit.py",
+        "tests/workers/generate/test_passes.py",
         "tests/workers/generate/test_unequal_prompts.py",
     ),
     "engines share the device with a policy": (
@@ -98,7 +96,6 @@ CHOSEN: dict[str, tuple[str, ...]] = {
     ),
     "parts leave the device and come back, with page-locked memory and streams": (
         "tests/workers/test_colocated.py::test_training_with_offload[bfloat16, distributed optimizer]",
-        "tests/workers/test_colocated.py::test_training_with_offload[a copy that generates]",
         "tests/workers/test_colocated.py::test_offloaded_roles",
         "tests/workers/test_communicators.py",
         "tests/workers/test_distinct_gpus.py",

@@ -46,7 +46,7 @@ def test_cases_are_chosen_by_their_names() -> None:
 
 def test_a_case_that_has_another_name_is_found() -> None:
     colocated = "tests/workers/test_colocated.py::test_training_with_offload_equals_training_without_to_the_bit"
-    assert cases_that_do_not_exist([f"{colocated}[a copy that generates]"]) == [
+    assert cases_that_do_not_exist([f"{colocated}[float32]"]) == [
         "tests/workers/test_colocated.py::test_training_with_offload[bfloat16, distributed optimizer]"
     ]
     assert cases_that_do_not_exist([]) == []

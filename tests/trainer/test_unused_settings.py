@@ -101,7 +101,6 @@ def of_actor(**settings: Any) -> ActorConfig:
         (OptimConfig, {"min_lr": 1e-6}, "optim.min_lr", {"decay_style": "linear", "total_steps": 5}),
         (OptimConfig, {"wsd_decay_steps": 2}, "optim.wsd_decay_steps", {"decay_style": "WSD", "total_steps": 5}),
         (RolloutConfig, {"top_p": 0.5, "do_sample": False}, "rollout.top_p", {"do_sample": True}),
-        (RolloutConfig, {"max_rows": 5, "memory_fraction": 0.5}, "rollout.memory_fraction", {"max_rows": 0}),
         (of_actor, {"policy_loss": "gpg", "clip_ratio": 0.1}, "actor_rollout_ref.clip_ratio", {"policy_loss": "ppo"}),
         (
             of_actor,

@@ -19,7 +19,7 @@ HAS_GPU = torch.cuda.is_available()
 
 
 def trained(communicators: bool) -> dict[str, Any]:
-    worker = actor({"tp": 2}, rollout={"prompt_length": 10, "response_length": 6, "parallel": {"tp": 1}})
+    worker = actor({"tp": 2}, rollout={"prompt_length": 10, "response_length": 6})
     batch = own_shard(experience(8), worker)
     worker.update_actor(batch)
     freed, states, fails = [], [], []

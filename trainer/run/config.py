@@ -100,7 +100,7 @@ class RunConfig(PPOConfig):
     rollout: ActorConfig | None = None
     """The rollout in a separate group. None: the rollout is in the actor's workers.
 
-    In a file, values that are not given are taken from actor_rollout_ref, except ``rollout.parallel``; those of
+    In a file, values that are not given are taken from actor_rollout_ref; those of
     mappings, such as ``model.transformer``, by key. ``parallel`` is taken over as a whole: if it is given, axes without
     a size are 1.
     """

@@ -105,16 +105,12 @@ def check_layout(placed: PlacedLayout) -> None:
 
 
 def role_layouts(config: RunConfig) -> Iterator[PlacedLayout]:
-    """Yield the layout of every role, and of its generation if that has another."""
+    """Yield the layout of every role."""
     names, nodes = pool_names(config), pool_nodes(config)
     for role in ROLES:
         section, pool = getattr(config, role), names[role]
-        if section is None:
-            continue
-        yield PlacedLayout(role, section.parallel, pool, nodes[pool])
-        generation = section.rollout.parallel if role in ("actor_rollout_ref", "rollout") else None
-        if generation is not None:
-            yield PlacedLayout(f"{role}.rollout", generation, pool, nodes[pool])
+        if section is not None:
+            yield PlacedLayout(role, section.parallel, pool, nodes[pool])
 
 
 def _broken_rule(role: str, pool: str, groups: Collection[str], pool_of: Mapping[str, str], *, named: bool) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 from mcontroller.config.checks import check_at_least, check_one_of
@@ -77,56 +76,39 @@ _UNPACKED_ONLY: dict[str, tuple[tuple[object, ...], str]] = {
 }
 
 
-def check_fit(model: ModelConfig, parallel: ParallelConfig, at: str = "parallel") -> None:
+def check_fit(model: ModelConfig, parallel: ParallelConfig) -> None:
     """Check that the axes can divide the model, and that the model is supported.
 
     Args:
         model: the model.
         parallel: the axes.
-        at: the key of the axes in the configuration.
 
     Raises:
         ConfigError: a field of the model or of the axes does not fit; ``key`` names it.
     """
     _check_choices(model)
     _check_computed(model)
-    _check_sizes(model, parallel, at)
-    _check_attention(model, parallel, at)
-    _check_layers(model, parallel, at)
+    _check_sizes(model, parallel)
+    _check_attention(model, parallel)
+    _check_layers(model, parallel)
     if model.num_moe_experts is not None:
-        _check_experts(model.num_moe_experts, model, parallel, at)
+        _check_experts(model.num_moe_experts, model, parallel)
     elif parallel.ep > 1:
-        text = f"{at}.ep is {parallel.ep}, but the model has no experts"
-        raise ConfigError(text, key=f"{at}.ep", value=parallel.ep)
+        text = f"parallel.ep is {parallel.ep}, but the model has no experts"
+        raise ConfigError(text, key="parallel.ep", value=parallel.ep)
     check_precision(model, parallel)
     check_trained(model)
 
 
-def check_generation(parallel: ParallelConfig, at: str) -> None:
-    """Check that Megatron can generate in this layout.
-
-    Args:
-        parallel: the axes.
-        at: the key of the axes in the configuration.
-
-    Raises:
-        ConfigError: cp is more than 1.
-    """
+def check_generation(parallel: ParallelConfig) -> None:
+    """Raise ConfigError if Megatron cannot generate in this layout: cp is more than 1."""
     if parallel.cp > 1:
         raise ConfigError(
-            f"{at}.cp is {parallel.cp}: generation runs with cp=1; set rollout.parallel to a layout for "
-            "generation, or use a role without rollout",
-            key=f"{at}.cp",
+            f"parallel.cp is {parallel.cp}: Megatron generates with cp=1. Generate in a separate group (the section "
+            "rollout) or with rollout.engine=vllm, or use a role without rollout",
+            key="parallel.cp",
             value=parallel.cp,
         )
-
-
-def divided_for(model: ModelConfig, parallel: ParallelConfig, training: ParallelConfig) -> ModelConfig:
-    """Return the model for other axes than in training: without a custom split of layers over other stages."""
-    if (parallel.pp, parallel.vpp) == (training.pp, training.vpp):
-        return model
-    extra = {name: value for name, value in model.transformer.items() if name not in _CUSTOM_SPLIT}
-    return dataclasses.replace(model, transformer=extra)
 
 
 def check_local(model: ModelConfig, *, on_gpu: bool) -> None:
@@ -226,38 +208,38 @@ def _check_computed(model: ModelConfig) -> None:
             raise ConfigError(f"{key}={value!r} is not supported: {why}", key=key, value=value)
 
 
-def _check_sizes(model: ModelConfig, parallel: ParallelConfig, at: str) -> None:
+def _check_sizes(model: ModelConfig, parallel: ParallelConfig) -> None:
     sizes = ("vocab_size", "max_sequence_length", "num_layers", "hidden_size", "num_attention_heads")
     values = {f"model.{name}": getattr(model, name) for name in sizes}
-    values |= {f"{at}.{name}": getattr(parallel, name) for name in ("tp", "pp", "cp", "ep")}
+    values |= {f"parallel.{name}": getattr(parallel, name) for name in ("tp", "pp", "cp", "ep")}
     for key, value in values.items():
         check_at_least(key, value, 1)
     if parallel.sequence_parallel and parallel.tp == 1:
         raise ConfigError(
-            f"{at}.sequence_parallel divides sequences over tp, which is 1: set it to False",
-            key=f"{at}.sequence_parallel",
+            "parallel.sequence_parallel divides sequences over tp, which is 1: set it to False",
+            key="parallel.sequence_parallel",
             value=True,
         )
     pieces = length_multiple_of(model, parallel)
     if model.position_embedding_type == "learned_absolute" and model.max_sequence_length % pieces:
         raise ConfigError(
             f"model.max_sequence_length is {model.max_sequence_length}, but learned positions end there: it must be a "
-            f"multiple of {pieces}, to which {at}.cp={parallel.cp}, {at}.sequence_parallel="
+            f"multiple of {pieces}, to which parallel.cp={parallel.cp}, parallel.sequence_parallel="
             f"{parallel.sequence_parallel} and fp8 round the length of rows up",
-            key=_wrong_key("model.max_sequence_length", f"{at}.cp"),
+            key=_wrong_key("model.max_sequence_length", "parallel.cp"),
             value=model.max_sequence_length,
             divisor=pieces,
         )
 
 
-def _check_attention(model: ModelConfig, parallel: ParallelConfig, at: str) -> None:
+def _check_attention(model: ModelConfig, parallel: ParallelConfig) -> None:
     heads, groups = model.num_attention_heads, model.num_query_groups or model.num_attention_heads
     if model.kv_channels is None:
         _divides("model.hidden_size", model.hidden_size, "model.num_attention_heads", heads)
     _divides("model.num_attention_heads", heads, "model.num_query_groups", groups)
-    _divides("model.num_attention_heads", heads, f"{at}.tp", parallel.tp)
-    _divides("model.num_query_groups", groups, f"{at}.tp", parallel.tp)
-    _divides("model.ffn_hidden_size", model.ffn_hidden_size or 4 * model.hidden_size, f"{at}.tp", parallel.tp)
+    _divides("model.num_attention_heads", heads, "parallel.tp", parallel.tp)
+    _divides("model.num_query_groups", groups, "parallel.tp", parallel.tp)
+    _divides("model.ffn_hidden_size", model.ffn_hidden_size or 4 * model.hidden_size, "parallel.tp", parallel.tp)
     rotated = int((model.kv_channels or model.hidden_size // heads) * model.rotary_percent)
     if model.position_embedding_type == "rope" and rotated % 2:
         raise ConfigError(
@@ -268,19 +250,19 @@ def _check_attention(model: ModelConfig, parallel: ParallelConfig, at: str) -> N
         )
 
 
-def _check_layers(model: ModelConfig, parallel: ParallelConfig, at: str) -> None:
+def _check_layers(model: ModelConfig, parallel: ParallelConfig) -> None:
     if parallel.vpp is not None and parallel.pp == 1:
         raise ConfigError(
-            f"{at}.vpp is {parallel.vpp} with pp=1: chunks interleave the stages of a pipeline; leave vpp out",
-            key=f"{at}.vpp",
+            f"parallel.vpp is {parallel.vpp} with pp=1: chunks interleave the stages of a pipeline; leave vpp out",
+            key="parallel.vpp",
             value=parallel.vpp,
         )
     custom = [name for name in _CUSTOM_SPLIT if model.transformer.get(name)]
     if custom and parallel.pp == 1:
         key = f"model.transformer.{custom[0]}"
         raise ConfigError(
-            f"{key} splits the layers over pipeline stages, but {at}.pp is 1: only the layers of one stage would be "
-            "built; leave it out",
+            f"{key} splits the layers over pipeline stages, but parallel.pp is 1: only the layers of one stage would "
+            "be built; leave it out",
             key=key,
             value=model.transformer[custom[0]],
         )
@@ -289,23 +271,23 @@ def _check_layers(model: ModelConfig, parallel: ParallelConfig, at: str) -> None
         raise ConfigError(
             f"model.num_layers is {model.num_layers}, which does not divide by pp={parallel.pp} x "
             f"vpp={parallel.vpp or 1} = {chunks}: take {-(-model.num_layers // chunks) * chunks} layers or another "
-            f"{at}.pp",
-            key=_wrong_key("model.num_layers", f"{at}.pp"),
+            f"parallel.pp",
+            key=_wrong_key("model.num_layers", "parallel.pp"),
             value=model.num_layers,
         )
 
 
-def _check_experts(experts: int, model: ModelConfig, parallel: ParallelConfig, at: str) -> None:
-    _divides("model.num_moe_experts", experts, f"{at}.ep", parallel.ep)
+def _check_experts(experts: int, model: ModelConfig, parallel: ParallelConfig) -> None:
+    _divides("model.num_moe_experts", experts, "parallel.ep", parallel.ep)
     width = model.moe_ffn_hidden_size or model.ffn_hidden_size or 4 * model.hidden_size
-    _divides("model.moe_ffn_hidden_size", width, f"{at}.etp", parallel.etp or parallel.tp)
+    _divides("model.moe_ffn_hidden_size", width, "parallel.etp", parallel.etp or parallel.tp)
     if model.moe_router_topk > experts:
         raise ConfigError(
             f"model.moe_router_topk is {model.moe_router_topk}, more than the {experts} experts",
             key="model.moe_router_topk",
             value=model.moe_router_topk,
         )
-    _check_dispatch(model, parallel, at)
+    _check_dispatch(model, parallel)
     _check_capacity(experts, model)
     balancing = model.transformer.get("moe_router_load_balancing_type")
     if balancing == "sinkhorn":
@@ -318,8 +300,8 @@ def _check_experts(experts: int, model: ModelConfig, parallel: ParallelConfig, a
         )
     if parallel.tp > 1 and not parallel.sequence_parallel:
         raise ConfigError(
-            f"experts with tp={parallel.tp} need {at}.sequence_parallel=true (Megatron routes each token once)",
-            key=f"{at}.sequence_parallel",
+            f"experts with tp={parallel.tp} need parallel.sequence_parallel=true (Megatron routes each token once)",
+            key="parallel.sequence_parallel",
             value=False,
         )
 
@@ -341,7 +323,7 @@ def _check_capacity(experts: int, model: ModelConfig) -> None:
         )
 
 
-def _check_dispatch(model: ModelConfig, parallel: ParallelConfig, at: str) -> None:
+def _check_dispatch(model: ModelConfig, parallel: ParallelConfig) -> None:
     """Check that experts accept rows of different lengths: each rank's batch is as wide as its own longest row."""
     etp = parallel.etp or parallel.tp
     if parallel.ep == 1 and etp == parallel.tp:
@@ -351,7 +333,7 @@ def _check_dispatch(model: ModelConfig, parallel: ParallelConfig, at: str) -> No
         if value not in supported:
             key = f"model.transformer.{name}"
             raise ConfigError(
-                f"{key}={value!r} needs equally many tokens from every rank that shares experts, but with {at}.ep="
+                f"{key}={value!r} needs equally many tokens from every rank that shares experts, but with parallel.ep="
                 f"{parallel.ep}, etp={etp}, tp={parallel.tp} their rows differ; use {supported[0]!r}",
                 key=key,
                 value=value,

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from mcontroller.config.checks import check_above, check_at_least, check_one_of
 from mcontroller.config.fields import check_unused, strict_fields
 from mcontroller.errors import ConfigError
-from workers.config.fit import check_fit, check_generation, check_packing, divided_for
+from workers.config.fit import check_fit, check_packing
 from workers.config.model import ModelConfig
 from workers.config.optim import OptimConfig, check_ddp, check_loss_scale
 from workers.config.parallel import ParallelConfig
@@ -162,10 +162,6 @@ class ActorConfig(TrainedConfig):
 
     def __post_init__(self) -> None:
         self.check_training()
-        if self.rollout.parallel is not None:
-            copy = divided_for(self.model, self.rollout.parallel, self.parallel)
-            check_fit(copy, self.rollout.parallel, "rollout.parallel")
-            check_generation(self.rollout.parallel, "rollout.parallel")
         for name in ("log_prob_micro_batch_size", "log_prob_max_tokens_per_micro_batch"):
             check_at_least(name, getattr(self, name), 0)
         check_at_least("log_prob_chunk_tokens", self.log_prob_chunk_tokens, 1)

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from mcontroller.config.checks import check_above, check_at_least, check_between, check_one_of
 from mcontroller.config.fields import check_unused, strict_fields
 from mcontroller.errors import ConfigError
-from workers.config.parallel import ParallelConfig
 from workers.config.vllm import VllmConfig
 
 
@@ -39,15 +38,8 @@ class RolloutConfig:
     """[responses] Responses to each prompt; they are neighbors in the batch."""
     seed: int = 0
     """Seed of sampling; the same on every layout."""
-    max_rows: int = 0
-    """[rows] Most rows that a data-parallel rank generates at once. 0: as many as fit into the free memory."""
-    memory_fraction: float = 0.8
-    """[fraction] Part of the free memory for the rows generated at once, if max_rows is 0; above 0, at most 1.
-
-    The cached keys and values of a row are counted, what else it takes is estimated.
-    """
-    parallel: ParallelConfig | None = None
-    """Layout of generation, over the same ranks, with a copy of the weights. None: the layout of training, no copy."""
+    max_rows: int = 256
+    """[rows] Most rows that a data-parallel rank, or an engine of vLLM, generates at once."""
     engine: str = "megatron"
     """Engine that generates: megatron, vllm, or one registered in ``workers.ROLLOUT_ENGINES``."""
     vllm: VllmConfig = field(default_factory=VllmConfig)
@@ -63,10 +55,9 @@ class RolloutConfig:
     """Why the weights of the engine are not verified; required if verify_weights is never."""
 
     def __post_init__(self) -> None:
-        for name in ("prompt_length", "response_length", "n"):
+        for name in ("prompt_length", "response_length", "n", "max_rows"):
             check_at_least(f"rollout.{name}", getattr(self, name), 1)
         check_at_least("rollout.top_k", self.top_k, 0)
-        check_at_least("rollout.max_rows", self.max_rows, 0)
         check_above("rollout.temperature", self.temperature, 0.0)
         check_between("rollout.temperature", self.temperature, 1e-6, 1e6)
         check_between("rollout.seed", self.seed, -(1 << 63), (1 << 63) - 1)
@@ -74,13 +65,9 @@ class RolloutConfig:
         check_between("rollout.top_p", self.top_p, 0.0, 1.0)
         check_between("rollout.min_p", self.min_p, 0.0, 1.0)
         check_above("rollout.repetition_penalty", self.repetition_penalty, 0.0)
-        check_above("rollout.memory_fraction", self.memory_fraction, 0.0)
-        check_between("rollout.memory_fraction", self.memory_fraction, 0.0, 1.0)
         self._check_verify_weights()
         if not self.do_sample:
             check_unused(self, ("top_p", "top_k", "min_p"), "rollout.", "with rollout.do_sample=false")
-        if self.max_rows:
-            check_unused(self, ("memory_fraction",), "rollout.", "with rollout.max_rows, which is the number of rows")
 
     def _check_verify_weights(self) -> None:
         check_one_of("rollout.verify_weights", self.verify_weights, ("auto", "fingerprints", "never"))

@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from mcontroller.config.registry import Registry
-from parallel_state.megatron import MegatronContext
 from workers.config import ActorConfig
 from workers.config.fit import check_generation
-from workers.generate.megatron_rollout import MegatronRollout, ReshardedRollout
+from workers.generate.megatron_rollout import MegatronRollout
 from workers.generate.rollout_protocol import Rollout
 from workers.generate.vllm.checks import check_vllm
 from workers.generate.vllm.placement import gpus_used
@@ -53,19 +52,11 @@ ROLLOUT_ENGINES: Registry[RolloutEngine] = Registry("rollout engine", key="rollo
 
 
 def _check_megatron(config: ActorConfig) -> None:
-    if config.rollout.parallel is None:
-        check_generation(config.parallel, "parallel")
+    check_generation(config.parallel)
 
 
 def _build_megatron(worker: Any) -> Rollout:
-    """Return Megatron's rollout, with the trained model or with a copy in the layout ``rollout.parallel``."""
-    config, parallel = worker.config, worker.config.rollout.parallel
-    if parallel is None:
-        return MegatronRollout.of(config, worker.model, worker.context, worker.local_world_size)
-    context = MegatronContext(parallel.layout(worker.world_size), config.model.seed, timeout_s=config.timeout_s)
-    worker.offloader.contexts.append(context)
-    copy = worker.build_rollout_model(parallel, context)
-    return ReshardedRollout(MegatronRollout.of(config, copy, context, worker.local_world_size), worker.context)
+    return MegatronRollout(worker.config, worker.model, worker.context)
 
 
 ROLLOUT_ENGINES.add("megatron", RolloutEngine(_check_megatron, _build_megatron, in_worker=True, records_experts=True))

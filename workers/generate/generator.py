@@ -173,7 +173,7 @@ class Generator:
     def generation_limits(self) -> dict[str, Any]:
         """Return what ``generate_sequences`` accepts: the longest prompt and response, and the vocabulary.
 
-        ``max_rows`` is the most rows that are generated at once, 0 if the memory decides; ``n``, ``temperature``,
+        ``max_rows`` is the most rows that are generated at once; ``n``, ``temperature``,
         ``do_sample`` and ``seed`` are the defaults of a call.
         """
         rollout, vocab_size = self._config.rollout, self._config.model.vocab_size

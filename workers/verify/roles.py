@@ -68,7 +68,6 @@ class TrainedRole:
                 self.config.rollout,
                 prompt_length=_PROMPT,
                 response_length=_RESPONSE,
-                parallel=None,
                 engine="megatron",
             )
             changes |= {"rollout": rollout, "router_replay": "none", "sft_optim": None}

@@ -57,7 +57,7 @@ def test_every_role_is_in_its_pool_with_a_slot_for_each_role(config_file: Path) 
 
 def test_a_rollout_has_the_values_of_the_actor_that_it_does_not_set(config_file: Path) -> None:  # noqa: F811
     of_actor = ["actor_rollout_ref.rollout.temperature=0.5", "actor_rollout_ref.model.transformer={init_method: a}"]
-    of_actor += ["actor_rollout_ref.parallel={tp: 2, pp: 2}", "actor_rollout_ref.rollout.parallel.tp=4"]
+    of_actor += ["actor_rollout_ref.parallel={tp: 2, pp: 2}"]
     own = ["rollout.parallel.tp=4", "rollout.model.dtype=bfloat16", "rollout.rollout.max_rows=7"]
     config = read(config_file, *of_actor, *own)
     actor, rollout = config.actor_rollout_ref, config.rollout
@@ -65,7 +65,6 @@ def test_a_rollout_has_the_values_of_the_actor_that_it_does_not_set(config_file:
     assert (rollout.model.dtype, actor.model.dtype) == ("bfloat16", "float32")
     assert rollout.model.transformer == actor.model.transformer and rollout.model.num_layers == 2
     assert (rollout.rollout.n, rollout.rollout.temperature, rollout.rollout.max_rows) == (2, 0.5, 7)
-    assert rollout.rollout.parallel is None
     assert read(config_file, "rollout={}").rollout == read(config_file).actor_rollout_ref
     assert read(config_file, "rollout=null").rollout is None
 

@@ -19,8 +19,8 @@ from tests import forking
 from tests.ranks import run_ranks
 from tests.training import device
 from tests.workers.roles import EOS, GREEDY, PAD, PROMPT, RESPONSE, SAMPLED, VOCAB, actor, own_shard, prompts
-from workers.generate import decoding
-from workers.generate.rollout_protocol import Prompts
+from workers.generate import decoding, megatron_rollout
+from workers.generate.rollout_protocol import Generated, Prompts
 from workers.generate.sampling import Sampling
 from workers.model.local_modules import TELayerNormColumnParallelLinear
 
@@ -80,7 +80,11 @@ def drawn_apart(parallel: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> tu
     samples = prompts(ROWS, GREEDY).batch
     with worker.context.activate():
         asked = Prompts(samples["input_ids"], samples["attention_mask"], torch.zeros(ROWS, 1, dtype=torch.long))
-        responses = rollout.responses(asked, Sampling.of(worker.config.rollout, GREEDY)).responses
+        made: list[Generated] = []
+        generate = decoding.generate
+        monkeypatch.setattr(megatron_rollout, "generate", lambda *args: made.append(generate(*args)) or made[-1])
+        rollout.generate(asked, Sampling.of(worker.config.rollout, GREEDY))
+        responses = made[0].responses
     return responses.cpu(), [chunk.decoder.input_tensor for chunk in unwrap_model(worker.model)]
 
 

@@ -132,17 +132,6 @@ def test_parameters_stay_the_same_objects_with_megatrons_marks() -> None:
 
 
 @pytest.mark.simulated
-def test_the_copy_that_generates_is_placed_as_well() -> None:
-    def copied() -> tuple[Held, Held]:
-        model = MODEL | {"dtype": "bfloat16", "position_embedding_type": "learned_absolute"}
-        worker = actor({}, "actor_rollout", model=model, rollout={"parallel": {"tp": 2}})
-        return held(worker.rollout.rollout.chunks)
-
-    for params, _ in run_ranks(copied, 2):
-        assert {at for at, _ in params.values()} == {torch.bfloat16}, params
-
-
-@pytest.mark.simulated
 def test_a_config_that_contradicts_itself_is_rejected() -> None:
     def rejected() -> str:
         with pytest.raises(ConfigError) as caught:

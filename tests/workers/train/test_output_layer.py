@@ -10,11 +10,9 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
 
 from mcontroller.data.batch import DataProto
-from parallel_state.megatron import MegatronContext
 from tests.ranks import run_ranks
 from tests.workers.roles import VOCAB, actor, be_a_worker, largest_difference, weights
 from workers.actor import ActorRolloutRefWorker
-from workers.config import ParallelConfig
 
 pytestmark = pytest.mark.simulated
 
@@ -85,9 +83,6 @@ class Wrapped(nn.Module):
 class OfAnotherClass(ActorRolloutRefWorker):
     def build_model(self) -> list[nn.Module]:
         return [Wrapped(chunk) for chunk in super().build_model()]  # type: ignore[arg-type]
-
-    def build_rollout_model(self, parallel: ParallelConfig, context: MegatronContext) -> list[nn.Module]:
-        raise NotImplementedError
 
 
 def scores_and_weights(worker_class: type[ActorRolloutRefWorker], parallel: dict[str, Any]) -> dict[str, Tensor]:

@@ -183,9 +183,9 @@ def test_kimi_and_layers_that_predict_more_tokens(reference: Callable[[str], Ref
     assert exported["num_nextn_predict_layers"] == 0
 
 
-def generated_elsewhere_and_saved(path: Path, axes: dict[str, Any], checkpoint: Path) -> torch.Tensor | None:
-    """Generate with a copy of the weights in another layout, and save a checkpoint."""
-    settings = {"rollout": {"parallel": {"ep": 2}, "prompt_length": PROMPT, "response_length": RESPONSE}}
+def generated_and_saved(path: Path, axes: dict[str, Any], checkpoint: Path) -> torch.Tensor | None:
+    """Generate, and save a checkpoint."""
+    settings = {"rollout": {"prompt_length": PROMPT, "response_length": RESPONSE}}
     model = dataclasses.asdict(model_config_from_hf(path))
     worker = actor(axes, "actor_rollout", model=model, **settings)
     worker.save_checkpoint(str(checkpoint))
@@ -206,7 +206,7 @@ def test_biases_of_routers_move_between_layouts_and_into_checkpoints(
 ) -> None:
     of_model = reference("deepseek_v3")
     axes = {"tp": 2, "sequence_parallel": True, "pp": 2, "ep": 2, "etp": 1}
-    found = run_ranks(generated_elsewhere_and_saved, 4, of_model.path, axes, tmp_path)
+    found = run_ranks(generated_and_saved, 4, of_model.path, axes, tmp_path)
     returned = [tokens for tokens in found if tokens is not None]
     assert returned and all(torch.equal(tokens, of_model.computed["greedy"]) for tokens in returned)
     assert_equal(run_ranks(loaded, 1, of_model.path, tmp_path)[0], saved(of_model.path))

@@ -102,8 +102,8 @@ def test_a_method_brings_back_what_it_needs_and_no_more() -> None:
 
 
 def parts_for_checkpoints(path: str) -> dict[str, tuple[str, ...]]:
-    """Parts on the device after each call, of an actor with a copy of the weights that generates."""
-    worker = actor({}, rollout={"parallel": {}}, ppo_epochs=1)
+    """Parts on the device after each call, of an actor."""
+    worker = actor({}, ppo_epochs=1)
     worker.update_actor(experience(8))
     before = weights(worker)
     found = {}
@@ -117,7 +117,7 @@ def parts_for_checkpoints(path: str) -> dict[str, tuple[str, ...]]:
 
 
 @pytest.mark.simulated
-def test_checkpoints_and_exports_bring_back_neither_gradients_nor_the_rollout(tmp_path: Path) -> None:
+def test_checkpoints_and_exports_do_not_bring_back_gradients(tmp_path: Path) -> None:
     assert run_ranks(parts_for_checkpoints, 1, str(tmp_path)) == [
         {
             "save_checkpoint": ("params", "reference", "optimizer"),

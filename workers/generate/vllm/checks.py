@@ -69,13 +69,6 @@ def check_settings(config: ActorConfig, *, on_cpu: bool) -> None:
         ConfigError: ``key`` is the field that an engine cannot run with.
     """
     rollout, model = config.rollout, config.model
-    if rollout.parallel is not None:
-        raise ConfigError(
-            f"rollout.parallel is {rollout.parallel}, the layout of a copy for Megatron's generation, but "
-            "rollout.engine is 'vllm': remove it, and set rollout.vllm.tp",
-            key="rollout.parallel",
-            value=rollout.parallel,
-        )
     if "hf_overrides" in rollout.vllm.options:
         key = "rollout.vllm.options.hf_overrides"
         raise ConfigError(

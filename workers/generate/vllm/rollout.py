@@ -21,7 +21,6 @@ from mcontroller.errors import ConfigError, MControllerError
 from parallel_state.agreement import all_gather_values, raise_on_every_rank, wait_for_every_rank
 from parallel_state.megatron import MegatronContext
 from workers.config import ActorConfig
-from workers.generate.prompt_exchange import RankRole, ResponseExchange, consecutive, even_shares
 from workers.generate.rollout_protocol import Generated, HeldWeights, PolicyWeights, Prompts
 from workers.generate.sampling import Sampling
 from workers.generate.vllm.buckets import SharedBuckets
@@ -30,6 +29,7 @@ from workers.generate.vllm.engine_process import EngineError, EngineProcess
 from workers.generate.vllm.gpu_memory import GpuMemory, measured_memory, utilization
 from workers.generate.vllm.placement import engines_of_shards
 from workers.generate.vllm.requests import experts_of, prompt_tokens, responses_of, sampling_parameters
+from workers.generate.vllm.response_exchange import RankRole, ResponseExchange, consecutive, even_shares
 from workers.lora.peft_files import write_adapter
 from workers.weights.fingerprints import Fingerprint
 from workers.weights.hf.config import hf_config_of
@@ -37,7 +37,6 @@ from workers.weights.resharding_schedule import TensorInBucket
 
 logger = logging.getLogger(__name__)
 
-_DEFAULT_ROWS = 256
 _SHARED = "/dev/shm"
 
 # Of the worker: its own process group, and devices that are not the engine's.
@@ -369,7 +368,7 @@ def engine_arguments(config: ActorConfig, folder: str, share: float | None, *, n
         "generation_config": "vllm",
         "dtype": config.model.dtype,
         "max_model_len": rollout.prompt_length + rollout.response_length,
-        "max_num_seqs": rollout.max_rows or _DEFAULT_ROWS,
+        "max_num_seqs": rollout.max_rows,
         "tensor_parallel_size": rollout.vllm.tp,
         "kv_cache_memory_bytes": cache,
         "logprobs_mode": "raw_logprobs",

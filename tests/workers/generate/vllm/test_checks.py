@@ -38,7 +38,6 @@ ALONE = {"vllm": {"adapter_alone": True}}
     [
         ({"model": {"hidden_size": 96}}, True, "model.hidden_size", "a head has 24 channels"),
         ({"model": {"kv_channels": 48}}, True, "model.kv_channels", "computes heads of 32, 64, 80"),
-        ({"rollout": {"parallel": {"tp": 2}}}, True, "rollout.parallel", "set rollout.vllm.tp"),
         (
             {"parallel": {"tp": 2}, "rollout": {"vllm": {"tp": 4}}},
             False,

@@ -1,7 +1,4 @@
-"""Exchange of prompts and responses between two layouts of the same ranks.
-
-Prompts go from the data-parallel shards of one layout to even shares of another, and responses go back.
-"""
+"""Exchange of responses: from the ranks with the engines to the ranks that return them."""
 
 from __future__ import annotations
 
@@ -11,10 +8,9 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from megatron.core.process_groups_config import ProcessGroupCollection
 
 from parallel_state.agreement import all_gather_values
-from workers.generate.rollout_protocol import Generated, Prompts
+from workers.generate.rollout_protocol import Generated
 
 
 class RankRole(NamedTuple):
@@ -80,37 +76,6 @@ class ResponseExchange:
         return range(start, stop)
 
 
-class PromptExchange(ResponseExchange):
-    """Connects a layout whose data-parallel ranks have prompts and return responses to one that generates them.
-
-    Args:
-        requesting: the layout with the prompts.
-        generating: the layout that generates the responses.
-    """
-
-    def __init__(self, requesting: ProcessGroupCollection, generating: ProcessGroupCollection) -> None:
-        self._requesting = requesting
-        super().__init__(
-            RankRole(
-                requests_shard=requesting.dp.rank(),
-                receives=_on_last_stage(requesting),
-                generates_share=generating.dp.rank(),
-                sends=_on_last_stage(generating) and generating.tp.rank() == 0,
-            )
-        )
-
-    def gather(self, prompts: Prompts, pad_token_id: int) -> tuple[Prompts, list[int]]:
-        """Return the prompts of all shards in order, and the number of prompts of each shard."""
-        shards = all_gather_values(prompts, self._requesting.dp)
-        width = max(shard.ids.size(1) for shard in shards)
-        joined = Prompts(
-            torch.cat([_widened(shard.ids, width, pad_token_id) for shard in shards]),
-            torch.cat([_widened(shard.attention_mask, width, 0) for shard in shards]),
-            torch.cat([shard.seeds for shard in shards]),
-        )
-        return joined, [len(shard.ids) for shard in shards]
-
-
 def even_shares(rows: int, count: int) -> list[range]:
     """Divide ``rows`` consecutive rows into ``count`` shares whose lengths differ by at most one."""
     return [range(index * rows // count, (index + 1) * rows // count) for index in range(count)]
@@ -119,11 +84,3 @@ def even_shares(rows: int, count: int) -> list[range]:
 def consecutive(lengths: Sequence[int]) -> list[range]:
     """Return consecutive ranges of these lengths, from 0."""
     return [range(start, stop) for start, stop in pairwise(accumulate(lengths, initial=0))]
-
-
-def _on_last_stage(pg: ProcessGroupCollection) -> bool:
-    return pg.pp.rank() == pg.pp.size() - 1
-
-
-def _widened(column: torch.Tensor, width: int, value: int) -> torch.Tensor:
-    return torch.nn.functional.pad(column, (width - column.size(1), 0), value=value)
