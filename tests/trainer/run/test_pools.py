@@ -232,7 +232,8 @@ def test_memory_is_that_of_the_ranks_of_the_roles_own_pool(
 
     def cache(nodes: str) -> float:
         pool = f"pools.rollout.process_on_nodes={nodes}"
-        batch = ["data.train_batch_size=2", "actor_rollout_ref.rollout.n=1024"]
+        batch = ["data.train_batch_size=2"]
+        batch += ["actor_rollout_ref.rollout.n=1024", "actor_rollout_ref.rollout.max_rows=2048"]
         assert main(["check", str(config_file), *big, *batch, "rollout.parallel.tp=1", pool]) == 0
         lines = [line.split() for line in capsys.readouterr().out.splitlines()]
         header = next(line for line in lines if line[:2] == ["role", "call"])
