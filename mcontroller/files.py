@@ -84,7 +84,7 @@ def moved_path(path: str | os.PathLike[str], before: str | os.PathLike[str], now
         before: the absolute path of the directory when ``path`` was recorded.
         now: its path now.
     """
-    whole, root = (Path(os.path.normpath(Path(before, each))) for each in (path, "."))
+    whole, root = (Path(os.path.normpath(Path(before, part))) for part in (path, "."))
     return now / whole.relative_to(root) if whole.is_relative_to(root) else whole
 
 

@@ -371,7 +371,7 @@ class WorkerGroup(Generic[W_co]):
         """
         topology = self._megatron_topology()
         if rank is None:
-            return [topology.rank_info(each) for each in range(self.world_size)]
+            return [topology.rank_info(number) for number in range(self.world_size)]
         return topology.rank_info(rank)
 
     def get_megatron_global_info(self) -> DistGlobalInfo:

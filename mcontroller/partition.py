@@ -323,7 +323,7 @@ def _together(
     if n % size:
         raise DataError(f"{n} rows, of which every {size} stay together: expected a multiple of {size}", rows=n)
     sums = None if lengths is None else [sum(lengths[at : at + size]) for at in range(0, n, size)]
-    labels = [None if each is None else each[::size] for each in (groups, within)]
+    labels = [None if label is None else label[::size] for label in (groups, within)]
     units = split_rows(
         n // size, k, padding=padding, lengths=sums, groups=labels[0], equal_size=equal_size, within=labels[1]
     )

@@ -44,8 +44,8 @@ def draw_curves(directory: Path) -> Path:
     figure = Figure(figsize=(11, 4), layout="constrained")
     for axes, (label, names) in zip(figure.subplots(1, 2), CURVES.items(), strict=True):
         for name, legend in names.items():
-            with_value = [each for each in records if isinstance(each.get(name), int | float)]
-            points = dict(sorted((each["global_step"], each[name]) for each in with_value))
+            with_value = [record for record in records if isinstance(record.get(name), int | float)]
+            points = dict(sorted((record["global_step"], record[name]) for record in with_value))
             if points:
                 axes.plot(list(points), list(points.values()), label=legend, marker="." if len(points) < 20 else None)
         axes.set(xlabel="step", ylabel=label)

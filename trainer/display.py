@@ -243,7 +243,7 @@ def group_table(groups: Mapping[str, WorkerGroup]) -> Table:
     for name, group in groups.items():
         nodes = len(set(group.executor.nodes))
         processes = f"{group.world_size} on {nodes} node{'s' if nodes > 1 else ''}"
-        threads = sorted({each for each in group.executor.threads if each is not None})
+        threads = sorted({thread for thread in group.executor.threads if thread is not None})
         shown = " or ".join(map(str, threads)) or "default"
         table.add_row(name, group.worker_cls.__name__, layout_text(group.topology), processes, shown)
     return table

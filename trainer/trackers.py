@@ -157,8 +157,8 @@ class JsonlTracker:
 
     def rewind(self, step: int) -> None:
         """Remove the steps after this one."""
-        for each in (self._metrics, self._samples):
-            each.rewind(step)
+        for file in (self._metrics, self._samples):
+            file.rewind(step)
 
     def log(self, metrics: Mapping[str, float], step: int, phase: str = TRAIN) -> None:
         """Record metrics of a step."""

@@ -138,7 +138,7 @@ class DistinctTokens:
 
     def to(self, device: torch.device) -> DistinctTokens:
         """Return the indices on ``device``."""
-        source, position, of_row = (each.to(device) for each in (self.source, self.position, self.of_row))
+        source, position, of_row = (index.to(device) for index in (self.source, self.position, self.of_row))
         return DistinctTokens(source, position, of_row, self.to_rows.to(device))
 
     def params(self) -> RowsOfTokens:
@@ -293,4 +293,4 @@ def _computes(chunk: nn.Module) -> bool:
     of_adapters = getattr(getattr(chunk, "lora", None), "dropout", 0.0)
     if of_adapters or config.hidden_dropout or config.attention_dropout or config.context_parallel_size > 1:
         return False
-    return all(isinstance(each, AttentionOverRows) for each in _core_attentions(chunk))
+    return all(isinstance(attention, AttentionOverRows) for attention in _core_attentions(chunk))

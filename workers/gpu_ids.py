@@ -33,7 +33,7 @@ def check_distinct_gpus(device: torch.device) -> None:
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     store = c10d._get_default_store()
-    keys = [f"mcontroller/gpu/{each}" for each in range(world_size)]
+    keys = [f"mcontroller/gpu/{number}" for number in range(world_size)]
     store.set(keys[rank], f"{socket.gethostname()} {gpu_id(device)}")
     check_distinct([value.decode() for value in store.multi_get(keys)])
 

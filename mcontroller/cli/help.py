@@ -105,12 +105,16 @@ def _block(same: Sequence[FieldDoc], fields: Sequence[FieldDoc]) -> str:
     """Return the text about one field of a dataclass, under all keys at which the dataclass is used."""
     field = same[0]
     facts = [f"type: {field.annotation}", f"default: {field.default}", *([f"unit: {field.unit}"] if field.unit else [])]
-    lines = [*(each.key for each in same), f"  {', '.join(facts)}"]
+    lines = [*(alike.key for alike in same), f"  {', '.join(facts)}"]
     lines += textwrap.wrap(" ".join(field.meaning.split()), 100, initial_indent="  ", subsequent_indent="  ")
     if field.nested is not None:
         prefix = f"{field.key}."
-        inner = [each for each in fields if each.key.startswith(prefix) and "." not in each.key[len(prefix) :]]
-        lines += ["", f"  fields ({field.nested.__name__}):", *(f"    {_line(each)}" for each in inner)]
+        inner = [
+            inner_field
+            for inner_field in fields
+            if inner_field.key.startswith(prefix) and "." not in inner_field.key[len(prefix) :]
+        ]
+        lines += ["", f"  fields ({field.nested.__name__}):", *(f"    {_line(inner_field)}" for inner_field in inner)]
     return "\n".join(lines) + "\n"
 
 

@@ -52,24 +52,24 @@ def _events(trace: RunTrace) -> Iterator[dict[str, Any]]:
     for process, name in enumerate(("controller", *groups), 1):
         yield from _titles("process", process, 1, name)
     slices = [*_of_controllers(trace.controllers), *_of_ranks(trace.ranks, groups)]
-    for process, thread, title in dict.fromkeys((each.process, each.thread, each.title) for each in slices):
+    for process, thread, title in dict.fromkeys((part.process, part.thread, part.title) for part in slices):
         yield from _titles("thread", process, thread, title)
     sent: dict[tuple[str, int], list[_Slice]] = {}
     ran: dict[tuple[str, int], _Slice] = {}
-    for each in slices:
-        event, actor = each.event, each.lane.about.get("actor")
+    for part in slices:
+        event, actor = part.event, part.lane.about.get("actor")
         if event.name.startswith("send "):
-            sent.setdefault((event.name.removeprefix("send "), event.number), []).append(each)
+            sent.setdefault((event.name.removeprefix("send "), event.number), []).append(part)
         elif actor and "." in event.name and " " not in event.name:
-            ran[f"{DATA}{actor}", event.number] = each
+            ran[f"{DATA}{actor}", event.number] = part
     arrows = itertools.count(1)
-    for each in slices:
-        event, source = each.event, ran.get((each.event.name, each.event.number))
+    for part in slices:
+        event, source = part.event, ran.get((part.event.name, part.event.number))
         of = f"data of {source.lane.about['group']} {source.title}" if source is not None else event.name
-        yield _shown(each, of)
+        yield _shown(part, of)
         calls = sent.get((event.name, event.number), [])
         # A group that was restarted counts its calls from 0 again: the last call that was sent before is the one.
-        ahead = event.end + each.lane.clock_error
+        ahead = event.end + part.lane.clock_error
         found = bisect_right(calls, ahead, key=lambda call: call.event.begin) - 1
         if origin := calls[found] if found >= 0 else source:
             # Perfetto leads an arrow from the slice that has begun last, and to the one that is before it in the file.
@@ -77,10 +77,10 @@ def _events(trace: RunTrace) -> Iterator[dict[str, Any]]:
             begin = origin.event.begin + 0.001
             yield {**common, "ph": "s", "pid": origin.process, "tid": origin.thread, "ts": begin}
             end = max(event.begin, origin.event.begin)
-            yield {**common, "ph": "f", "bp": "e", "pid": each.process, "tid": each.thread, "ts": end}
+            yield {**common, "ph": "f", "bp": "e", "pid": part.process, "tid": part.thread, "ts": end}
     for lane in trace.ranks:
         process = groups.index(lane.about["group"]) + 2
-        for event in (each for each in lane.events if each.name == MEMORY):
+        for event in (candidate for candidate in lane.events if candidate.name == MEMORY):
             args = {"MB": event.number}
             yield {"ph": "C", "name": f"memory of {lane.label()}", "pid": process, "ts": event.end, "args": args}
 
@@ -121,12 +121,12 @@ def _titles(kind: str, process: int, thread: int, name: str) -> Iterator[dict[st
     yield {**where, "name": f"{kind}_sort_index", "args": {"sort_index": place}}
 
 
-def _shown(each: _Slice, name: str) -> dict[str, Any]:
-    event = each.event
+def _shown(piece: _Slice, name: str) -> dict[str, Any]:
+    event = piece.event
     category, _, rest = event.name.partition(" ")
     args = {"number": event.number} if event.number >= 0 else {}
     if event.waiting:
         args["waiting_us"] = event.waiting
     name = {"step": f"step {event.number}", "stage": rest}.get(category, name)
-    where = {"pid": each.process, "tid": each.thread, "ts": event.begin, "dur": event.took}
+    where = {"pid": piece.process, "tid": piece.thread, "ts": event.begin, "dur": event.took}
     return {"ph": "X", "name": name, "cat": category, **where, "args": args}

@@ -142,7 +142,7 @@ def read_trace(run_dir: Path | str, last: int | None = None) -> RunTrace:
 def _set_axes(ranks: list[TraceLane]) -> None:
     for group in {lane.about["group"] for lane in ranks}:
         lanes = [lane for lane in ranks if lane.about["group"] == group]
-        axes = frozenset(axis for each in lanes for axis, index in each.coordinates.items() if index) - DERIVED
+        axes = frozenset(axis for lane in lanes for axis, index in lane.coordinates.items() if index) - DERIVED
         for lane in lanes:
             lane.axes = axes
 

@@ -118,8 +118,8 @@ class TraceRecorder:
             resolve: add those that are not known yet, which may wait for a GPU.
         """
         with self._lock:
-            for each in self.deferred if resolve else ():
-                each()
+            for entry in self.deferred if resolve else ():
+                entry()
             if resolve:
                 self.deferred.clear()
             events = [self._events.popleft() for _ in range(len(self._events))]  # others may be added meanwhile
@@ -199,8 +199,8 @@ def recording(directory: Path | str) -> Iterator[TraceRecorder]:
         raise
     finally:
         ended.set()
-        for each in (made, *made.ranks.values()):
-            each.flush()
+        for entry in (made, *made.ranks.values()):
+            entry.flush()
         set_recorder(before)
 
 

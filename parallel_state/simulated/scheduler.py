@@ -162,10 +162,10 @@ class Scheduler:
         """Let ranks go on that wait for something that is done now."""
         self._idle_polls = 0
         for rank, done in ranks.items():
-            each = self.ranks[rank]
-            if each.waits_for is done and each is not self.current:
-                each.waits_for = None
-                self._ready.append(each)
+            thread = self.ranks[rank]
+            if thread.waits_for is done and thread is not self.current:
+                thread.waits_for = None
+                self._ready.append(thread)
 
     def _start(self, ranks: Sequence[RankThread], functions: Mapping[int, Callable[[], Any]]) -> None:
         """Start a thread for each rank, and let the first one run."""

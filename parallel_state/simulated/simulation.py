@@ -431,12 +431,12 @@ class _Ranks:
         self.describe = simulation.describe
 
     def activity(self, rank: int) -> str:
-        each = self._ranks[rank]
-        if each.error is not None:
-            return f"raised {type(each.error).__name__}: {str(each.error).partition(chr(10))[0]}"
-        if each.ended:
+        state = self._ranks[rank]
+        if state.error is not None:
+            return f"raised {type(state.error).__name__}: {str(state.error).partition(chr(10))[0]}"
+        if state.ended:
             return "has ended"
-        return "can go on" if each.waits_for is None else f"waits in {each.waits_for}"
+        return "can go on" if state.waits_for is None else f"waits in {state.waits_for}"
 
     def progress(self, waiting: int, other: int) -> list[str]:
         call = self._ranks[waiting].waits_for

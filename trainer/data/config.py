@@ -126,12 +126,12 @@ class ProblemsConfig(DataConfig):
 
     def training_sets(self) -> dict[str, DatasetConfig]:
         """Return the data sets to train on, by their keys in the configuration."""
-        return {f"data.mixture.{name}": each for name, each in self.mixture.items()} or {"data.train": self.train}
+        return {f"data.mixture.{name}": dataset for name, dataset in self.mixture.items()} or {"data.train": self.train}
 
     def held_out_sets(self) -> dict[str, DatasetConfig]:
         """Return the held-out data sets, by their keys in the configuration."""
         first = {} if self.val is None else {"data.val": self.val}
-        return first | {f"data.evaluations.{name}": each for name, each in self.evaluations.items()}
+        return first | {f"data.evaluations.{name}": evaluation for name, evaluation in self.evaluations.items()}
 
     def __post_init__(self) -> None:
         super(ProblemsConfig, self).__post_init__()

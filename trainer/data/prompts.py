@@ -174,7 +174,7 @@ def demonstrations_of(
         response_length: see ``Demonstrations``.
         demonstrate: see ``Demonstrations``.
     """
-    parts = {str(number): Demonstrations(each, response_length, demonstrate) for number, each in enumerate(prompts)}
+    parts = {str(number): Demonstrations(prompt, response_length, demonstrate) for number, prompt in enumerate(prompts)}
     return next(iter(parts.values())) if len(parts) == 1 else Mixture(parts, {})
 
 

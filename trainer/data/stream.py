@@ -62,7 +62,9 @@ class Mixture:
         self.datasets = list(datasets.values())
         self.starts = [0, *accumulate(map(len, self.datasets))]
         given = [weights.get(name) for name in datasets]
-        known = [len(each) if weight is None else weight for each, weight in zip(self.datasets, given, strict=True)]
+        known = [
+            len(dataset) if weight is None else weight for dataset, weight in zip(self.datasets, given, strict=True)
+        ]
         self._shares = [weight / sum(known) for weight in known]
         self._turns: list[tuple[int, int]] = []
         self._counts = [0] * len(self.datasets)

@@ -101,7 +101,7 @@ class RunFiles:
             "host": process.get("host"),
             "commit": process.get("commit"),
             "versions": ", ".join(f"{name} {version}" for name, version in (process.get("versions") or {}).items()),
-            "started": ", ".join(str(each.get("started")) for each in summary.get("processes", ())),
+            "started": ", ".join(str(process.get("started")) for process in summary.get("processes", ())),
             "running process": holder,
             "step": f"{last[-1]['global_step']} of {total or 'unknown'}" if last else "",
             "saved step": self.saved.get("global_steps"),
@@ -323,8 +323,8 @@ def measured_grids(grids: Sequence[Record], trace: RunTrace | None) -> list[Reco
         measured: list[Record] = []
         for role in (ROLE_OF.get(key, key) for key in grid["roles"].split(", ")):
             if by_method := times.get(role):
-                work, own = max(by_method.items(), key=lambda each: sum(map(sum, each[1].values())))
-                values = {rank: median(each) / 1e6 for rank, each in own.items()}
+                work, own = max(by_method.items(), key=lambda item: sum(map(sum, item[1].values())))
+                values = {rank: median(durations) / 1e6 for rank, durations in own.items()}
                 measured.append({"kind": "time", "what": work, "unit": "s", "values": values})
             if role in memory:
                 measured.append({"kind": "memory", "what": role, "unit": "MB", "values": memory[role]})

@@ -56,7 +56,7 @@ def write_page(directories: Sequence[Path], path: Path) -> Path:
         DataError: a directory is not one of a run, one of its files is damaged, or the page cannot be written.
     """
     runs = [_content(directory.resolve()) for directory in directories]
-    title = " and ".join(each["name"] for each in runs)
+    title = " and ".join(shown["name"] for shown in runs)
     content = {"written": time.strftime("%Y-%m-%d %H:%M:%S %z"), "runs": runs}
     data = json.dumps(content, separators=(",", ":"), default=str, allow_nan=False).replace("<", "\\u003c")
     template = (files("trainer.report") / "page.html").read_text(encoding="utf-8")
@@ -79,10 +79,10 @@ def _content(directory: Path) -> dict[str, Any]:
         "results": {name: _shown(value) for name, value in found.summary.get("results", {}).items()},
         "series": {name: few_points(*columns) for name, columns in metrics.items()},
         "stages": {name.removeprefix(TIMING): points for name, points in stages.items()},
-        "failures": [{key: _shown(each.get(key)) for key in FAILURE_KEYS} for each in found.failures],
+        "failures": [{key: _shown(failure.get(key)) for key in FAILURE_KEYS} for failure in found.failures],
         "samples": [
-            {key: _finite(value) if key == "tokens" else _shown(value) for key, value in each.items()}
-            for each in samples
+            {key: _finite(value) if key == "tokens" else _shown(value) for key, value in sample.items()}
+            for sample in samples
         ],
         "all_samples": complete,
         "trace": summary_lines(trace) if trace is not None else [],

@@ -120,7 +120,9 @@ class FunctionRewards:
 
         def call(name: str, tried: Sequence[Sample]) -> Sequence[ScoreOutcome]:
             if in_process:
-                return [each for part in self.functions[name].outcomes(tried, self.config.timeout_s) for each in part]
+                return [
+                    outcome for part in self.functions[name].outcomes(tried, self.config.timeout_s) for outcome in part
+                ]
             found = self.pool.run(self._tasks(name, self.functions[name], tried))[name]
             return [found[row] for row in range(len(tried))]
 
@@ -139,15 +141,15 @@ class FunctionRewards:
         reported: dict[str, Sequence[float]] = {}
         failed, applies = [0.0] * len(samples), [False] * len(samples)
         for name, found in outcomes.items():
-            each = [found[row] for row in range(len(samples))]
-            self._report(name, each, samples)
-            scores = [self.config.failed_score if one.error is not None else one.score for one in each]
+            of_rows = [found[row] for row in range(len(samples))]
+            self._report(name, of_rows, samples)
+            scores = [self.config.failed_score if one.error is not None else one.score for one in of_rows]
             weight = self.config.functions[name].weight
             total = [sum_ + weight * (score or 0.0) for sum_, score in zip(total, scores, strict=True)]
-            failed = [max(one, float(outcome.error is not None)) for one, outcome in zip(failed, each, strict=True)]
+            failed = [max(one, float(outcome.error is not None)) for one, outcome in zip(failed, of_rows, strict=True)]
             applies = [one or score is not None for one, score in zip(applies, scores, strict=True)]
             reported[name] = [math.nan if score is None else score for score in scores]
-            reported |= self._other_values(name, each)
+            reported |= self._other_values(name, of_rows)
         reported["reward_failed"] = failed
         lost = [one > 0 and self.config.failed_score is None for one in failed]
         scored = [any_applies and not one for any_applies, one in zip(applies, lost, strict=True)]

@@ -153,7 +153,7 @@ def joined(rewards: Sequence[Reward]) -> Reward:
     names = dict.fromkeys(name for reward in rewards for name in reward.columns)
     absent = [[math.nan] * len(reward.token_level_scores) for reward in rewards]
     parts = list(zip(rewards, absent, strict=True))
-    columns = {name: [each for one, nan in parts for each in one.columns.get(name, nan)] for name in names}
+    columns = {name: [value for one, nan in parts for value in one.columns.get(name, nan)] for name in names}
     samples = [sample for reward in rewards for sample in reward.samples]
     answers = None
     if all(reward.answers is not None for reward in rewards):

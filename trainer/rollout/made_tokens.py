@@ -87,7 +87,7 @@ class MadeTokens:
             if not found.own[position]:
                 position += 1
                 continue
-            until = next((each for each in range(position, length) if not found.own[each]), length)
+            until = next((number for number in range(position, length) if not found.own[number]), length)
             for turn in made.get(tuple(found.prompt + tokens[:position]), ()):
                 after = turn.trajectory
                 stop = min(until, len(after.tokens))

@@ -95,11 +95,11 @@ def saved_groups(
             found: list[tuple[int, int, Any, Trajectory]] = [(-1, 0, key, response)]
             turns = episodes.get(key, {}).items()
             found += [(request, turn.before, f"{key}/{request}", turn.trajectory) for request, turn in turns]
-            for request, before, name, each in found:
-                rows.append(each)
-                sizes = len(each.prompt), len(each.tokens), each.turn, each.turns
-                state.append((*of, request, before, places.get(name, -1), *sizes, ENDS.index(each.ended)))
-    seeds = torch.tensor([each.seed or 0 for each in rows])  # a response that has failed may have none
+            for request, before, name, expected in found:
+                rows.append(expected)
+                sizes = len(expected.prompt), len(expected.tokens), expected.turn, expected.turns
+                state.append((*of, request, before, places.get(name, -1), *sizes, ENDS.index(expected.ended)))
+    seeds = torch.tensor([row.seed or 0 for row in rows])  # a response that has failed may have none
     return rows, {STATE: torch.tensor(state), "sample_seed": seeds}
 
 

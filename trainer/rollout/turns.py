@@ -107,7 +107,7 @@ async def episode_of_turns(
     Raises:
         DataError: the environment returned another number of replies than one.
     """
-    asks, others = environment.stop_token_ids, {name: each for name, each in problem.items() if name != "prompt_ids"}
+    asks, others = environment.stop_token_ids, {name: value for name, value in problem.items() if name != "prompt_ids"}
     made = await rollout.submit(Trajectory(problem["prompt_ids"], others), stop_token_ids=asks)
     while made.ended == "turn":
         made.ended = "length"

@@ -169,9 +169,9 @@ class RunConfig(PPOConfig):
         data = dataclasses.replace(
             self.data,
             train=_with_absolute_path(self.data.train),
-            mixture={name: _with_absolute_path(each) for name, each in self.data.mixture.items()},
+            mixture={name: _with_absolute_path(dataset) for name, dataset in self.data.mixture.items()},
             val=None if self.data.val is None else _with_absolute_path(self.data.val),
-            evaluations={name: _with_absolute_path(each) for name, each in self.data.evaluations.items()},
+            evaluations={name: _with_absolute_path(evaluation) for name, evaluation in self.data.evaluations.items()},
         )
         functions = {
             name: dataclasses.replace(function, function=absolute_path_of(function.function))
@@ -225,7 +225,9 @@ def check_files(config: RunConfig) -> None:
     for key, dataset in (config.data.training_sets() | config.data.held_out_sets()).items():
         errors.attempt(partial(check_dataset, dataset, key))
     sections = {role: getattr(config, role) for role in ROLES}
-    directories = {f"{role}.model.hf_path": each.model.hf_path for role, each in sections.items() if each is not None}
+    directories = {
+        f"{role}.model.hf_path": section.model.hf_path for role, section in sections.items() if section is not None
+    }
     if config.tokenizer.kind == TokenizerConfig().kind:  # another kind may not read a directory
         directories["tokenizer.path"] = config.tokenizer.path
     for key, path in directories.items():
@@ -245,7 +247,7 @@ def _imports(given: Mapping[str, Any]) -> list[str]:
         return []
     if not isinstance(found, list):
         raise ConfigError(f"imports is {found!r}; expected a list of modules", key="imports", value=found)
-    return [str(each) for each in found]
+    return [str(path) for path in found]
 
 
 def _rollout_defaults(given: Mapping[str, Any]) -> dict[str, Any]:

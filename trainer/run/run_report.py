@@ -187,7 +187,7 @@ def rows_of(stages: Mapping[str, float], wall: float) -> list[tuple[str, float]]
 
 def _last_step(metrics: Path) -> int:
     """Return the last step in ``metrics.jsonl``; 0 if there is none."""
-    record = next((each for each in reversed(last_records(metrics))), {})
+    record = next((last for last in reversed(last_records(metrics))), {})
     return int(record["global_step"]) if record.get("phase") == TRAIN else 0
 
 

@@ -28,19 +28,19 @@ def role_programs(config: RunConfig, *, most_ranks: int = 8, shrinks: bool = Tru
         ConfigError: a worker cannot build the small model; the message names the field.
     """
     found = {}
-    for each in role_workers(_without_weights(config), roles_of(config)):
-        if each.role is Role.Rollout:
+    for worker in role_workers(_without_weights(config), roles_of(config)):
+        if worker.role is Role.Rollout:
             continue
-        key = CONFIG_KEYS[each.role]
-        section: Any = each.init.kwargs["config"]
+        key = CONFIG_KEYS[worker.role]
+        section: Any = worker.init.kwargs["config"]
         layout = section.parallel.layout(pool_size(config, key))
         layout = small_layout(layout, most_ranks) if shrinks else layout
         model = small_model(section.model, layout) if shrinks else section.model
         variant = variant_of(section, layout)
         section = replace(section, model=model, parallel=parallel_config(layout, variant.sequence_parallel))
-        roles = "_".join(part for part in str(each.init.kwargs.get("role", "")).split("_") if part != "rollout")
+        roles = "_".join(part for part in str(worker.init.kwargs.get("role", "")).split("_") if part != "rollout")
         count = 2 * layout.dp * (layout.pp if layout.vpp else 1)
-        found[key] = RoleProgram.of(TrainedRole(each.init.cls, section, roles, variant), max(count, 4))
+        found[key] = RoleProgram.of(TrainedRole(worker.init.cls, section, roles, variant), max(count, 4))
     return found
 
 

@@ -149,7 +149,7 @@ def _pickles(value: Any) -> Iterable[bytes]:
     if isinstance(value, io.BytesIO):
         return [value.getvalue()] if value.getvalue() else []
     values = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    return [found for each in values for found in _pickles(each)]
+    return [found for value in values for found in _pickles(value)]
 
 
 class _Unpickler(pickle.Unpickler):

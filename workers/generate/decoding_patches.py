@@ -54,7 +54,9 @@ def check_positions(chunks: Sequence[Any]) -> None:
     """
     for chunk in chunks:
         position, attentions = chunk.position_embedding_type, [m for m in chunk.modules() if isinstance(m, Attention)]
-        own = position in _ROTARY and all(isinstance(each, SelfAttention | MLASelfAttention) for each in attentions)
+        own = position in _ROTARY and all(
+            isinstance(attention, SelfAttention | MLASelfAttention) for attention in attentions
+        )
         if not own and position not in ("learned_absolute", "none"):
             names = sorted({type(attention).__name__ for attention in attentions})
             raise ConfigError(
@@ -239,14 +241,14 @@ class _Rotation:
         if config.rotary_interleaved or self.mscale != 1.0 or angles.size(-1) < heads[0].size(-1):
             options = {"config": config, "mscale": self.mscale, "cp_group": attention.pg_collection.cp}
             selected = self.tokens.select_angles(angles, start, length)
-            return [apply_rotary_pos_emb(each, selected, **options) for each in heads]
+            return [apply_rotary_pos_emb(head, selected, **options) for head in heads]
         if self.angles is not angles:
             sines = angles.sin().to(heads[0].dtype)
             self.angles, self.cosines = angles, angles.cos().to(heads[0].dtype)
             self.sines = torch.cat((-sines[..., : sines.size(-1) // 2], sines[..., sines.size(-1) // 2 :]), -1)
         cosines = self.tokens.select_angles(self.cosines, start, length)
         sines = self.tokens.select_angles(self.sines, start, length)
-        return [torch.addcmul(each * cosines, each.roll(each.size(-1) // 2, -1), sines) for each in heads]
+        return [torch.addcmul(head * cosines, head.roll(head.size(-1) // 2, -1), sines) for head in heads]
 
 
 def _empty_cache(first: Tensor, length: int) -> Tensor:

@@ -123,7 +123,7 @@ def _token_ids(name: str, value: Any) -> tuple[int, ...]:
     """One id or several, in a list, an array or a tensor."""
     plain = value.tolist() if hasattr(value, "tolist") else value
     several = plain if isinstance(plain, Sequence | Set) and not isinstance(plain, str) else (plain,)
-    return tuple(_token_id(name, each) for each in several)
+    return tuple(_token_id(name, token) for token in several)
 
 
 def _token_id(name: str, value: Any) -> int:

@@ -114,7 +114,9 @@ class Report:
             lines.append(" ".join(cells).rstrip() + (f" ({row.limit})" if row.limit else ""))
             lines += [f"   {row.reason}"] if row.reason else []
         counts = Counter(row.result for row in self.rows)
-        return "\n".join([*lines, f"{len(self.rows)} rows: {', '.join(f'{counts[each]} {each}' for each in Result)}"])
+        return "\n".join(
+            [*lines, f"{len(self.rows)} rows: {', '.join(f'{counts[result]} {result}' for result in Result)}"]
+        )
 
 
 def _short(value: Figure) -> str:

@@ -87,9 +87,9 @@ def adapter_tensors(chunks: Sequence[Any], *, wanted: Wanted | None = None) -> d
         else:
             experts.setdefault(of_expert[1], {}).setdefault(int(of_expert[2]), {})[of_expert[3]] = tensor
     for key, of_layer in experts.items():
-        each = [of_layer[number] for number in sorted(of_layer)]
-        found[f"{key}.lora_A.weight"] = torch.cat([factors["A"] for factors in each])
-        b = [torch.cat([factors[piece] for piece in sorted(factors) if piece != "A"]) for factors in each]
+        of_experts = [of_layer[number] for number in sorted(of_layer)]
+        found[f"{key}.lora_A.weight"] = torch.cat([factors["A"] for factors in of_experts])
+        b = [torch.cat([factors[piece] for piece in sorted(factors) if piece != "A"]) for factors in of_experts]
         found[f"{key}.lora_B.weight"] = torch.stack(b, -1).flatten(1)  # the experts last
     return found
 

@@ -244,8 +244,8 @@ class TokenLoss:
 
 def _distillation(rows: TokenBatch, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     teacher = rows.columns["top_log_probs"]
-    each = (teacher.exp() * (teacher - output[2:].movedim(0, -1))).sum(-1)
-    return masked_sum(each, rows.mask), rows.mask.sum(), {"entropy": masked_sum(output[1], rows.mask)}
+    divergence = (teacher.exp() * (teacher - output[2:].movedim(0, -1))).sum(-1)
+    return masked_sum(divergence, rows.mask), rows.mask.sum(), {"entropy": masked_sum(output[1], rows.mask)}
 
 
 SFT = TokenLoss("sft", sft_loss, metrics={"entropy": Rule.TOKEN_MEAN}, supervised=True)

@@ -140,7 +140,7 @@ def first_nonfinite_gradient(
                 compute(micro_batches[start : start + size])
             for index, chunk in enumerate(chunks):
                 found = _first_of(chunk, part, _chunks_after(index, len(chunks), pg), outputs.of_chunk[index])
-                first = min((each for each in (first, found) if each is not None), default=None)
+                first = min((place for place in (first, found) if place is not None), default=None)
     return first
 
 

@@ -283,8 +283,8 @@ def check_schedule_unit(base: type, worker: Any, scheduler: OptimizerParamSchedu
     if unit not in ("steps", "samples"):
         raise ConfigError(f"{name}.schedule_unit is {unit!r}; it must be 'steps' or 'samples'", key="schedule_unit")
     below = worker.__mro__[: worker.__mro__.index(base)]
-    overriding = [index for index, each in enumerate(below) if "build_optimizer" in vars(each)]
-    if not overriding or any("schedule_unit" in vars(each) for each in below[: overriding[0] + 1]):
+    overriding = [index for index, cls in enumerate(below) if "build_optimizer" in vars(cls)]
+    if not overriding or any("schedule_unit" in vars(cls) for cls in below[: overriding[0] + 1]):
         return
     for field, configured in _shape_of_schedule(config).items():
         built = getattr(scheduler, field)

@@ -94,10 +94,10 @@ class _TokenRouter(TopKRouter):
         weight = self.config.moe_z_loss_coeff
         if weight is None or not self.training or not torch.is_grad_enabled():
             return logits
-        each = torch.logsumexp(logits.float(), dim=-1).square()
+        losses = torch.logsumexp(logits.float(), dim=-1).square()
         if padding_mask is not None:
-            each = each * ~padding_mask
-        return self._attached(logits, _Z_LOSS, weight, each.sum())
+            losses = losses * ~padding_mask
+        return self._attached(logits, _Z_LOSS, weight, losses.sum())
 
     def _apply_aux_loss(self, probs: Tensor, scores: Tensor, routed: Tensor, **unused: Any) -> Tensor:
         counts = _summed(routed.sum(0), self.tp_cp_group)
@@ -106,9 +106,9 @@ class _TokenRouter(TopKRouter):
     def _apply_seq_aux_loss(
         self, probs: Tensor, scores: Tensor, routed: Tensor, seq_length: int, bsz: int, **unused: Any
     ) -> Tensor:
-        each = (seq_length, bsz, self.config.num_moe_experts)
-        counts = _summed(routed.view(each).sum(0), self.tp_cp_group)
-        return self._balanced(probs, "seq_aux_loss", scores.view(each).sum(0), counts)
+        shape = (seq_length, bsz, self.config.num_moe_experts)
+        counts = _summed(routed.view(shape).sum(0), self.tp_cp_group)
+        return self._balanced(probs, "seq_aux_loss", scores.view(shape).sum(0), counts)
 
     def _apply_global_aux_loss(self, probs: Tensor, scores: Tensor, routed: Tensor, **unused: Any) -> Tensor:
         if not self.get_aux_loss_coeff("global_aux_loss"):

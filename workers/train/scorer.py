@@ -45,7 +45,7 @@ class Scorer:
         batcher, pg = self._batcher, self._batcher.pg
         most = max(batcher.of_every_shard(len(rows)))
         batches = batcher.divide(rows, torch.arange(len(rows)), most, size)
-        on_device = batcher.on_device(model, (each.batch for each in batches))
+        on_device = batcher.on_device(model, (divided.batch for divided in batches))
         outputs = run_for_scores(model, on_device, forward or self._forward, pg)
         if not outputs:
             return None

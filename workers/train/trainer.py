@@ -116,7 +116,7 @@ class Gradients:
         return [self, *self._earlier]
 
     def _buffers(self) -> list[Any]:
-        return [each for chunk in self._state.model for each in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+        return [buffer for chunk in self._state.model for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
 
     def _computed(self) -> tuple[list[dict[str, Tensor]], Tensor]:
         """Return the reports of the loss, and what it counts on all ranks of the model, or 1 if that is nothing."""
@@ -169,7 +169,7 @@ class Gradients:
             set_random_state(part._random)
             found.append(first_nonfinite_gradient(self._state.model, part._batches, part._compute, self._pg))
         set_random_state(random)
-        return next((each for each in found if each is not None), None)
+        return next((result for result in found if result is not None), None)
 
 
 BuildOptimizer = Callable[[Sequence[Any], OptimConfig], tuple[MegatronOptimizer, OptimizerParamScheduler]]
@@ -349,7 +349,7 @@ class Trainer:
         return united(gradients.routers.means(), step_metrics([step]))
 
     def _divided(self, rows: TokenBatch, index: Tensor, most: int, size: MicroBatchSize) -> list[TokenBatch]:
-        return [each.batch for each in self._batcher.divide(rows, index, most, size)]
+        return [divided.batch for divided in self._batcher.divide(rows, index, most, size)]
 
     def _applied(self, gradients: Gradients) -> AppliedStep:
         skips = self.phases[self._state.counters["phase"]].on_nonfinite != "raise"

@@ -79,7 +79,7 @@ def _sum_of(values: Tensor, first: int, dim: int | None, dtype: torch.dtype, key
     tensor = values.detach()
     if tensor.dim() == 0:
         tensor = tensor.reshape(1)
-    return sum_of_bits(tensor, [first if each == dim else 0 for each in range(tensor.dim())], dtype, keys)
+    return sum_of_bits(tensor, [first if number == dim else 0 for number in range(tensor.dim())], dtype, keys)
 
 
 def whole_fingerprints(of_ranks: Sequence[Sequence[Fingerprint]]) -> dict[tuple[str, str], dict[int, set[int]]]:

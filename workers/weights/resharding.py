@@ -178,7 +178,7 @@ class WholeTensors:
                 first.setdefault(tensor.name, rank)
         whole = whole_tensors(sources)
         targets = [
-            [each for each in whole if wanted == "all" or (wanted == "first" and first[each.name] == rank)]
+            [tensor for tensor in whole if wanted == "all" or (wanted == "first" and first[tensor.name] == rank)]
             for rank, (_, wanted) in enumerate(of_ranks)
         ]
         self._wanted, self._planned_for = targets[dist.get_rank()], mine

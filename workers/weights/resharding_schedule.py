@@ -105,9 +105,9 @@ def spans_of(length: int, pieces: int, size: int, index: int, limit: int) -> tup
         index: the rank among them.
         limit: indices of the whole from this one on are padding and are left out.
     """
-    each = length // pieces
-    starts = [piece * each * size + index * each for piece in range(pieces)]
-    spans = [Span(start, min(start + each, limit), piece * each) for piece, start in enumerate(starts)]
+    share = length // pieces
+    starts = [piece * share * size + index * share for piece in range(pieces)]
+    spans = [Span(start, min(start + share, limit), piece * share) for piece, start in enumerate(starts)]
     return tuple(span for span in spans if span.stop > span.start)
 
 
@@ -319,7 +319,7 @@ def interleaved(moves: Sequence[Sequence[Move]]) -> list[Move]:
     """
     world_size = len(moves)
     ordered = [sorted(own, key=lambda move: (move.source_rank - move.target_rank) % world_size) for own in moves]
-    return [move for each in zip_longest(*ordered) for move in each if move is not None]
+    return [move for round_of_moves in zip_longest(*ordered) for move in round_of_moves if move is not None]
 
 
 def in_buckets(moves: Sequence[Move], limit: int) -> Iterator[tuple[Move, ...]]:

@@ -41,8 +41,8 @@ def dtypes_by_name(of_ranks: Sequence[Sequence[Fingerprint]]) -> dict[str, list[
     """Return by name the dtypes in which ranks hold the tensor."""
     dtypes: dict[str, set[str]] = defaultdict(set)
     for fingerprints in of_ranks:
-        for each in fingerprints:
-            dtypes[each.name].add(each.dtype)
+        for fingerprint in fingerprints:
+            dtypes[fingerprint.name].add(fingerprint.dtype)
     return {name: sorted(found) for name, found in dtypes.items()}
 
 

@@ -225,7 +225,7 @@ class VllmRollout:
             if in_flight:
                 self.engine.result()
             of_processes, in_flight = self.engine.call("finish_update"), False
-            self._arrived = [Fingerprint(*each) for of_process in of_processes for each in of_process]
+            self._arrived = [Fingerprint(*fields) for of_process in of_processes for fields in of_process]
             self.engine.call("drop_prefixes")
         except EngineError:
             for _ in arriving:  # the other ranks send the rest, and wait for this one
@@ -286,7 +286,7 @@ def vllm_rollout(config: ActorConfig, context: MegatronContext, *, trained: bool
     shards = engines_of_shards([place.shard for place in places], [place.node for place in places], tp)
     engines = [ranks for of_shard in shards for ranks in of_shard]
     own = next((number for number, ranks in enumerate(engines) if ranks[0] == rank), None)
-    mine = [] if own is None else [places[each] for each in engines[own]]
+    mine = [] if own is None else [places[rank] for rank in engines[own]]
     engine = raise_on_every_rank(lambda: _started_everywhere(config, mine, own))
     return VllmRollout(config, context, engine, EngineMap(list(map(len, shards)), own, places[rank].memory is not None))
 
@@ -351,7 +351,7 @@ def engine_arguments(config: ActorConfig, folder: str, share: float | None, *, n
     cache = rollout.vllm.kv_cache_bytes or (None if on_gpu else CPU_CACHE_BYTES)
     lora, adapter = config.model.lora, dict[str, Any]()
     if rollout.vllm.adapter_alone and lora is not None:
-        rank = next(each for each in LORA_RANKS if each >= lora.rank)
+        rank = next(size for size in LORA_RANKS if size >= lora.rank)
         adapter = {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
     experts = {"enable_return_routed_experts": True} if config.router_replay == "rollout" else {}
     return {

@@ -122,7 +122,7 @@ def hf_config_of(model: Any, value_head: bool = False) -> dict[str, Any]:
         config = {key: value for key, value in read_config(str(model.hf_path)).items() if key != "quantization_config"}
         config |= {key: model.dtype for key in config.keys() & {"dtype", "torch_dtype"}}
         config["architectures"] = [
-            each.replace("ForSequenceClassification", "ForCausalLM") for each in config["architectures"]
+            architecture.replace("ForSequenceClassification", "ForCausalLM") for architecture in config["architectures"]
         ]
         prefix = config["architectures"][0].partition("For")[0]
     else:

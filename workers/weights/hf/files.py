@@ -113,7 +113,7 @@ class WeightFiles:
         values = self._slice(name, dim, start, stop)
         if name + _SCALE not in self._file_of:
             return values
-        offsets = [start if each == dim else 0 for each in (0, 1)]
+        offsets = [start if axis == dim else 0 for axis in (0, 1)]
         of_block = [
             (torch.arange(size) + offset) // block
             for size, offset, block in zip(values.shape, offsets, self.block, strict=True)

@@ -124,7 +124,7 @@ class CheckpointTensors:
         """Iterate over the buckets; see ``WholeTensors.buckets``."""
         bucket: dict[str, torch.Tensor] = {}
         for name, tensor in self._tensors() if wanted != "none" else ():
-            if bucket and sum(each.nbytes for each in bucket.values()) + tensor.nbytes > self._bucket_bytes:
+            if bucket and sum(held.nbytes for held in bucket.values()) + tensor.nbytes > self._bucket_bytes:
                 yield _filled(bucket, memory)
                 bucket = {}
             bucket[name] = tensor

@@ -74,7 +74,7 @@ def names_of(family: ModelFamily | None) -> Mapping[str, tuple[str, ...]]:
     """Return the names of a family's weights (see ``ModelFamily.names``); for None, of all families together."""
     if family is not None:
         return family.names
-    return {name: theirs for each in reversed([*MODEL_FAMILIES.values()]) for name, theirs in each.names.items()}
+    return {name: theirs for family in reversed([*MODEL_FAMILIES.values()]) for name, theirs in family.names.items()}
 
 
 def _parts(shard: WeightShard, family: ModelFamily | None, config: Any) -> Iterator[WeightShard]:

@@ -85,16 +85,16 @@ def verify_load(chunks: Sequence[nn.Module], model: Any, context: MegatronContex
         with_experts = config.num_moe_experts is not None
         reference = _Reference(Path(local_directory(path)), kind, names_of(family), config.params_dtype, with_experts)
         found = [each for part in recorded if (each := _compared(reference, part)) is not None]
-    everywhere = sorted(each for of_rank in all_gather_values(found) for each in of_rank)
-    for each in everywhere:
-        if each.differs:
+    everywhere = sorted(difference for of_rank in all_gather_values(found) for difference in of_rank)
+    for difference in everywhere:
+        if difference.differs:
             raise DataError(
-                f"{each.name} of the model at {model.hf_path} differs from transformers: {each.share:.0%} of "
-                f"{_TOKENS} tokens by more than rounding, by up to {each.relative:.1e} of their length. Its weights or "
-                "its configuration are read wrongly: report it, or set model.verify_load=off",
-                layer=each.name,
+                f"{difference.name} of the model at {model.hf_path} differs from transformers: {difference.share:.0%} "
+                f"of {_TOKENS} tokens by more than rounding, by up to {difference.relative:.1e} of their length. Its "
+                "weights or its configuration are read wrongly: report it, or set model.verify_load=off",
+                layer=difference.name,
             )
-    largest, seconds = max(each.relative for each in everywhere), time.perf_counter() - started
+    largest, seconds = max(difference.relative for difference in everywhere), time.perf_counter() - started
     return (
         f"model.verify_load: {len(everywhere)} parts of the model are transformers', largest relative difference "
         f"{largest:.1e}; {seconds:.1f} s"
@@ -302,7 +302,7 @@ class _Reference:
         experts, stacked = 0, []
         while templates[0].format(layer=number, expert=experts) in self.files.names:
             names = [template.format(layer=number, expert=experts) for template in templates]
-            stacked.append(torch.cat([self.files.read(each, None, 0, 0) for each in names]))
+            stacked.append(torch.cat([self.files.read(hf_name, None, 0, 0) for hf_name in names]))
             experts += 1
         return torch.stack(stacked)
 
@@ -316,7 +316,7 @@ def _compared(reference: _Reference, part: _Part) -> _Difference | None:
     both = reference.in_both(part)
     if both is None:
         return None
-    narrow, wide = (each.double() for each in both)
+    narrow, wide = (tensor.double() for tensor in both)
     length = wide.norm(dim=-1).clamp(min=1e-30)
     error = (part.returned[:, : wide.size(-1)].double() - wide).norm(dim=-1) / length
     rounding = (narrow - wide).norm(dim=-1) / length
