@@ -2,6 +2,6 @@
 
 Status: run on one H100.
 
-Parts a to c of ``python -m mcontroller gpucheck`` need torch and megatron-core alone. ``docs/gpu.md`` explains every
-row. ``cases`` has what the parity tests compare too.
+``cases`` is the table that the parity tests share. Parts a to c of ``python -m mcontroller gpucheck`` need torch,
+tensordict and megatron-core alone. ``docs/gpu.md`` explains every row.
 """

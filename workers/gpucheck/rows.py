@@ -5,21 +5,12 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
-from enum import StrEnum
 from typing import TextIO
 
+PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 Figure = float | int | str
-
-
-class Result(StrEnum):
-    """Result of a row."""
-
-    PASSED = "passed"
-    FAILED = "failed"
-    SKIPPED = "skipped"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +21,7 @@ class Row:
         name: what was checked.
         figures: what was measured, by name; the names end in units.
         limit: what the figures are compared with; empty if they are only reported.
-        result: of the comparison.
+        result: of the comparison: ``passed``, ``failed`` or ``skipped``.
         reason: why the row was skipped or failed, and what to do.
         part: the part that it belongs to.
         seconds: since the row before.
@@ -39,7 +30,7 @@ class Row:
     name: str
     figures: dict[str, Figure] = field(default_factory=dict)
     limit: str = ""
-    result: Result = Result.PASSED
+    result: str = PASSED
     reason: str = ""
     part: str = ""
     seconds: float = 0.0
@@ -47,7 +38,7 @@ class Row:
 
 def judged(name: str, passed: bool, limit: str, advice: str, **figures: Figure) -> Row:
     """Return a row that passed or failed; ``advice`` is its reason if it failed."""
-    return Row(name, figures, limit, Result.PASSED if passed else Result.FAILED, "" if passed else advice)
+    return Row(name, figures, limit, PASSED if passed else FAILED, "" if passed else advice)
 
 
 def at_most(name: str, value: float, limit: float, advice: str, **figures: Figure) -> Row:
@@ -56,19 +47,9 @@ def at_most(name: str, value: float, limit: float, advice: str, **figures: Figur
     return judged(name, passed, f"at most {limit:g}", advice, value=value, **figures)
 
 
-def measured(name: str, **figures: Figure) -> Row:
-    """Return a row of figures that are compared with nothing."""
-    return Row(name, figures)
-
-
 def skipped(name: str, reason: str) -> Row:
     """Return a row that was not checked."""
-    return Row(name, result=Result.SKIPPED, reason=reason)
-
-
-def raised(name: str, error: Exception) -> Row:
-    """Return the failed row of a check that raised, with the first line of the error."""
-    return Row(name, result=Result.FAILED, reason=f"{type(error).__name__}: {error}".partition("\n")[0][:400])
+    return Row(name, result=SKIPPED, reason=reason)
 
 
 class Report:
@@ -80,8 +61,7 @@ class Report:
 
     def __init__(self, output: TextIO) -> None:
         self.rows: list[Row] = []
-        self._output = output
-        self._last = time.monotonic()
+        self._output, self._last = output, time.monotonic()
 
     def add_all(self, part: str, name: str, rows: Iterable[Row]) -> None:
         """Add the rows of a check; an exception is a failed row, and the checks after it still run."""
@@ -89,35 +69,30 @@ class Report:
             for row in rows:
                 self._add(part, row)
         except Exception as error:  # what else is broken matters as much
-            self._add(part, raised(name, error))
+            reason = f"{type(error).__name__}: {error}".partition("\n")[0][:400]
+            self._add(part, Row(name, result=FAILED, reason=reason))
 
     def _add(self, part: str, row: Row) -> None:
         now = time.monotonic()
-        row = replace(row, part=part, seconds=round(now - self._last, 2))
+        self.rows.append(replace(row, part=part, seconds=round(now - self._last, 2)))
         self._last = now
-        self.rows.append(row)
-        self._output.write(json.dumps(asdict(row)) + "\n")
-        self._output.flush()
+        print(json.dumps(asdict(self.rows[-1])), file=self._output, flush=True)
 
     @property
     def status(self) -> int:
         """1 if a row failed or nothing was checked, otherwise 0."""
         results = {row.result for row in self.rows}
-        return int(Result.FAILED in results or Result.PASSED not in results)
+        return int(FAILED in results or PASSED not in results)
 
     def table(self) -> str:
         """Return the rows as a table, with the reason below a row, and the number of rows by result."""
         lines = []
         for row in self.rows:
-            figures = ", ".join(f"{name} {_short(value)}" for name, value in row.figures.items())
-            cells = (row.part.ljust(2), row.result.ljust(8), row.name.ljust(40), figures)
-            lines.append(" ".join(cells).rstrip() + (f" ({row.limit})" if row.limit else ""))
+            values = [(name, f"{x:.3g}" if isinstance(x, float) else x) for name, x in row.figures.items()]
+            figures = ", ".join(f"{name} {value}" for name, value in values)
+            limit = f" ({row.limit})" if row.limit else ""
+            lines.append(f"{row.part:2} {row.result:8} {row.name:40} {figures}".rstrip() + limit)
             lines += [f"   {row.reason}"] if row.reason else []
-        counts = Counter(row.result for row in self.rows)
-        return "\n".join(
-            [*lines, f"{len(self.rows)} rows: {', '.join(f'{counts[result]} {result}' for result in Result)}"]
-        )
-
-
-def _short(value: Figure) -> str:
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
+        results = [row.result for row in self.rows]
+        counts = ", ".join(f"{results.count(result)} {result}" for result in (PASSED, FAILED, SKIPPED))
+        return "\n".join([*lines, f"{len(self.rows)} rows: {counts}"])

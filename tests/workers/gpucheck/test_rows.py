@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from workers.gpucheck.case_run import CaseRun
-from workers.gpucheck.equality import case_rows
-from workers.gpucheck.rows import Report, Result, Row, at_most, measured, skipped
-from workers.gpucheck.size import offload_rows
+from workers.gpucheck.parity import CaseRun, case_rows
+from workers.gpucheck.rows import FAILED, Report, Row, at_most, skipped
+from workers.gpucheck.size import freed_row
 
 FLOAT32, BFLOAT16 = CaseRun("dense"), CaseRun("dense", "bfloat16")
 SCORES, TOKENS = -torch.linspace(1, 6, 16 * 16).view(16, 16), torch.arange(16 * 16).view(16, 16)
@@ -26,7 +25,7 @@ RIGHT: dict[str, Any] = {
     "weights": {"weight": torch.ones(4, 4)},
     "after": SCORES + 0.1,
 }
-PASS = {"freed_gb": 30.0, "allocator_gb": 30.0, "driver_gb": 29.9, "held_gb": 31.0, "host_available_gb": 90.0}
+FREED = {"freed_gb": 30.0, "allocator_gb": 30.0, "driver_gb": 29.9}
 
 
 def changed(tensor: torch.Tensor, by: float) -> torch.Tensor:
@@ -39,8 +38,8 @@ def case_with(run: CaseRun, **changes: Any) -> Callable[[], Iterable[Row]]:
     return lambda: case_rows(run, RIGHT | changes, RIGHT)
 
 
-def passes(**last: float) -> Callable[[], Iterable[Row]]:
-    return lambda: offload_rows([PASS, PASS, PASS | last])
+def freed(**changes: float) -> Callable[[], Iterable[Row]]:
+    return lambda: [freed_row(1, **FREED | changes)]
 
 
 KINDS: dict[str, tuple[Callable[[], Iterable[Row]], Callable[[], Iterable[Row]]]] = {
@@ -56,11 +55,9 @@ KINDS: dict[str, tuple[Callable[[], Iterable[Row]], Callable[[], Iterable[Row]]]
     "weights": (case_with(FLOAT32), case_with(FLOAT32, weights={"weight": torch.ones(4, 4) + 0.01})),
     "weights without a common name": (case_with(FLOAT32), case_with(FLOAT32, weights={"other": torch.ones(4, 4)})),
     "after": (case_with(FLOAT32), case_with(FLOAT32, after=changed(RIGHT["after"], 0.1))),
-    "freed in the allocator": (passes(allocator_gb=30.4), passes(allocator_gb=27.0)),
-    "freed in the driver": (passes(driver_gb=29.0), passes(driver_gb=24.0)),
-    "nothing freed": (passes(), passes(freed_gb=0.0, allocator_gb=0.0)),
-    "GPU bytes that grow": (passes(), passes(held_gb=31.1)),
-    "host bytes that grow": (passes(host_available_gb=85.0), passes(host_available_gb=74.0)),
+    "freed in the allocator": (freed(allocator_gb=30.4), freed(allocator_gb=27.0)),
+    "freed in the driver": (freed(driver_gb=29.0), freed(driver_gb=24.0)),
+    "nothing freed": (freed(), freed(freed_gb=0.0, allocator_gb=0.0)),
 }
 
 
@@ -71,13 +68,13 @@ def test_a_wrong_value_fails_its_row_and_the_run(
     for rows, failed, status in ((right, 0, 0), (wrong, 1, 1)):
         report = Report(io.StringIO())
         report.add_all("a", "check", rows())
-        assert sum(row.result is Result.FAILED for row in report.rows) == failed and report.status == status
-        assert all(row.reason for row in report.rows if row.result is Result.FAILED)
+        assert sum(row.result == FAILED for row in report.rows) == failed and report.status == status
+        assert all(row.reason for row in report.rows if row.result == FAILED)
 
 
 def test_an_error_is_a_failed_row_after_those_before_it_and_others_follow() -> None:
     def check() -> Iterator[Row]:
-        yield measured("first", seconds=1.5)
+        yield Row("first", {"seconds": 1.5})
         raise RuntimeError("CUDA error: out of memory\nCompile with ...")
 
     written = io.StringIO()
