@@ -29,7 +29,7 @@ from typing import Any, ClassVar
 import ray
 import torch
 
-from mcontroller import DataProto, Dispatch, RayWorkerGroup, Worker, register
+from mcontroller import DataProto, Dispatch, RayWorkerGroup, register
 from mcontroller.local import LocalWorkerGroup
 from mcontroller.ray import ResourcePoolManager
 from trainer import (
@@ -43,6 +43,7 @@ from trainer import (
     TrainerConfig,
 )
 from trainer.rewards.reward import Reward, outcome_scores
+from workers.role_worker import RoleWorker
 
 PROMPT, SIGMA, LONGEST = 16, 0.99, 16
 STOP, PAD, TOKEN = 1, 0, 7
@@ -86,7 +87,7 @@ class NothingSent:
         pass
 
 
-class SleepingEngine(Worker):
+class SleepingEngine(RoleWorker):
     """Both roles: sleeps as long as an engine would generate; the seed of a response has its length."""
 
     busy: ClassVar[float] = 0.0
@@ -99,7 +100,7 @@ class SleepingEngine(Worker):
         pass
 
     @classmethod
-    def transfer_weights(cls, *_: Any, **__: Any) -> NothingSent:
+    def open_transfer(cls, *_: Any, **__: Any) -> NothingSent:
         return NothingSent()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

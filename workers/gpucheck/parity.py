@@ -188,7 +188,7 @@ def run_in_process(run: CaseRun, folder: Path) -> dict[str, Any]:
     """Return the results of ``run_case`` in this process, and ``weights`` by name; save into ``folder``."""
     with Policy(actor_config(run.settings())) as policy:
         results = run_case(policy.call, lambda: CAN_SAVE and policy.call("save_checkpoint", str(folder / str(run)), 1))
-        named = [each for chunk in policy.worker.model for each in unwrap_model(chunk).named_parameters()]
+        named = [parameter for chunk in policy.worker.model for parameter in unwrap_model(chunk).named_parameters()]
         return results | {"weights": {name: parameter.detach().float().cpu() for name, parameter in named}}
 
 
