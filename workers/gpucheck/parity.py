@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import multiprocessing
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, replace
@@ -59,7 +60,7 @@ class Session:
 
 def cpu_process() -> ProcessPoolExecutor:
     """Start a process that sees no GPU."""
-    pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+    pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _end_with_parent)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     pool.submit(os.getpid)  # starts the process, which inherits the variable
@@ -68,6 +69,18 @@ def cpu_process() -> ProcessPoolExecutor:
     else:
         os.environ["CUDA_VISIBLE_DEVICES"] = visible
     return pool
+
+
+def _end_with_parent() -> None:
+    """End this process when its parent has ended, also if that was killed."""
+    parent = multiprocessing.parent_process()
+
+    def watch() -> None:
+        if parent is not None:
+            parent.join()
+            os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _dumped(function: Callable[..., Any], *arguments: Any) -> bytes:
@@ -178,9 +191,15 @@ def run_case(call: Callable[..., Any], save: Callable[[], Any] = lambda: None) -
         "sampled": call("generate_sequences", prompts).batch["responses"],
         "drift": float(((scored - greedy.batch["rollout_log_probs"]) * mask).abs().sum() / mask.sum()),
     }
-    metrics = [call("update_actor", batch).meta_info["metrics"]]
+
+    def update() -> dict[str, float]:
+        metrics = call("update_actor", batch).meta_info["metrics"]
+        # A group returns a list with the value of each data-parallel rank, all of them the same.
+        return {name: value[0] if isinstance(value, list) else value for name, value in metrics.items()}
+
+    metrics = [update()]
     save()
-    metrics += [call("update_actor", batch).meta_info["metrics"] for _ in range(STEPS - 1)]
+    metrics += [update() for _ in range(STEPS - 1)]
     return results | {"metrics": metrics, "after": call("compute_log_prob", batch).batch["old_log_probs"]}
 
 
