@@ -233,7 +233,9 @@ class PlannedRole:
             rows * prompt, rows * prompt, self.size, self.fused
         )  # the first step, without sequence parallel
         mask = rows * prompt * prompt  # for prompts of unequal length
-        sent = 0 if pp_rank == self.parallel.pp - 1 else tokens.size * tokens.local * shape.hidden
+        # With vpp, other stages follow the first chunks of the last one.
+        is_end = pp_rank == self.parallel.pp - 1 and not self.parallel.vpp
+        sent = 0 if is_end else tokens.size * tokens.local * shape.hidden
         passing = (
             sent
             + mask
