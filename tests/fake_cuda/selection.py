@@ -8,9 +8,6 @@ NOT_ON_A_GPU = {
     "tests/workers/train/test_gradient_fusion.py": (
         "linear layers in plain PyTorch fuse gradients on a CPU only; on a GPU Transformer Engine does"
     ),
-    "tests/workers/generate/test_generation.py::test_reordered_weights_generate_the_same": (
-        "oneDNN's memory layout of weights is for CPUs"
-    ),
     "tests/workers/config/test_optim.py::test_an_optimizer_in_host_memory_needs_cuda": (
         "it rejects a machine without CUDA"
     ),

@@ -166,10 +166,10 @@ def waits_of_generation(length: int) -> tuple[int, int]:
     return traffic.synchronisations, int(mask.sum(1).max())
 
 
-def test_generation_waits_once_for_each_token_and_five_times_for_a_batch() -> None:
-    """Of the five, three copy the results to the host."""
+def test_generation_waits_once_for_each_token_and_four_times_for_a_batch() -> None:
+    """Of the four, three copy the results to the host."""
     for length in (2, 9):
-        assert run_ranks(waits_of_generation, 1, length) == [(length + 5, length)]
+        assert run_ranks(waits_of_generation, 1, length) == [(length + 4, length)]
 
 
 def waits_of_training(epochs: int) -> tuple[int, int]:
