@@ -67,7 +67,7 @@ class Saver:
 
     def __init__(self) -> None:
         self._save: _Save | None = None
-        self._thread: ThreadPoolExecutor | None = None
+        self._finishes_at_exit = False
 
     def start(
         self, training: TrainingState, path: str | os.PathLike[str], step: int, keep: int | None, reshardable: bool
@@ -107,10 +107,13 @@ class Saver:
         return target
 
     def _writing(self, files: dict[str, io.BytesIO], directory: Path) -> Future[dict[str, FileEntry]]:
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "checkpoint")
+        if not self._finishes_at_exit:
+            self._finishes_at_exit = True
             atexit.register(self.finish)
-        return self._thread.submit(_write_files, files, directory)
+        thread = ThreadPoolExecutor(1, "checkpoint")
+        written = thread.submit(_write_files, files, directory)
+        thread.shutdown(wait=False)  # the thread ends with this save
+        return written
 
     def finish_if_written(self) -> None:
         """Finish the save in flight, if there is one and every rank has written its part.
