@@ -280,7 +280,7 @@ def rejected_layout(parallel: dict[str, Any]) -> str:
     [
         ({"tp": 2, "pp": 2}, "= 4 does not divide world_size 2"),
         ({"pp": 3}, "which does not divide by"),
-        ({"cp": 2}, "generation runs with cp=1"),
+        ({"cp": 2}, "Megatron generates with cp=1"),
     ],
 )
 def test_axes_that_do_not_divide_are_rejected_with_the_numbers(parallel: dict[str, Any], text: str) -> None:
