@@ -40,4 +40,4 @@ def test_a_rollout_in_another_layout_generates_with_the_weights_of_the_actor() -
     program = "from examples.two_layouts_one_pool import main; assert main() > 0.9"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "actor (2 ranks) -> rollout (2 ranks) by shared_memory" in done.stdout
+    assert "actor (2 ranks) -> rollout (2 ranks) by process_group" in done.stdout
