@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from workers.weights.verification import WeightsNotArrived
 
 VOCAB, PROMPT, RESPONSE = 131, 160, 12  # prompts of more than one block of vLLM's cache
 EOS, PAD = 2, 0
+PYTHON = str(Path(__file__).parents[2] / ".venv-vllm/bin/python")  # has vLLM, and nothing of this project
 SIZES = {
     "vocab_size": VOCAB,
     "max_sequence_length": 256,
@@ -137,6 +139,7 @@ def actor_config(policy: str, **changes: Any) -> ActorConfig:
             "response_length": RESPONSE,
             "seed": 3,
             "vllm": {
+                "python": PYTHON,
                 "tp": chosen.get("engine_tp", 1),
                 "kv_cache_bytes": 128 << 20,
                 "bucket_bytes": 1 << 16,

@@ -32,6 +32,11 @@ _SET_ELSEWHERE = {
 class VllmConfig:
     """Engines of vLLM, as many as fit the ranks of a data-parallel shard; read if ``rollout.engine`` is vllm."""
 
+    python: str | None = None
+    """Python interpreter that engines run with, such as that of an environment for vLLM alone; None: the worker's.
+
+    It needs vLLM and nothing of this package, and is a path on the workers' nodes, or a name in their PATH.
+    """
     tp: int = 1
     """[ranks] Tensor parallelism inside an engine, at most tp x pp x cp of training; it uses GPUs of these ranks."""
     kv_cache_bytes: int = 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -157,9 +156,9 @@ def test_a_timeout_of_collectives_ends_no_start_of_an_engine(config_file):
     assert read_run_config(config_file, short[:1]).actor_rollout_ref.timeout_s == 7200
 
 
-def test_a_run_of_other_machines_is_checked_without_weights_and_packages(config_file, tmp_path, capsys, monkeypatch):
+@pytest.mark.processes
+def test_a_run_of_other_machines_is_checked_without_weights_and_packages(config_file, tmp_path, capsys):
     """A model of 30e9 parameters by its config.json, engines of vLLM and layers of Transformer Engine, on no GPU."""
-    monkeypatch.setattr("importlib.util.find_spec", lambda name, *_: None if name == "vllm" else find_spec(name))
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(QWEN_3_CODER))

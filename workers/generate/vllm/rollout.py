@@ -24,9 +24,10 @@ from workers.config import ActorConfig
 from workers.generate.rollout_protocol import Generated, HeldWeights, PolicyWeights, Prompts
 from workers.generate.sampling import Sampling
 from workers.generate.vllm.buckets import SharedBuckets
-from workers.generate.vllm.checks import CPU_CACHE_BYTES, LORA_RANKS
+from workers.generate.vllm.checks import CPU_CACHE_BYTES, LORA_RANKS, check_installed
 from workers.generate.vllm.engine_process import EngineError, EngineProcess
 from workers.generate.vllm.gpu_memory import GpuMemory, measured_memory, utilization
+from workers.generate.vllm.interpreter import interpreter_of
 from workers.generate.vllm.placement import engines_of_shards
 from workers.generate.vllm.requests import experts_of, prompt_tokens, responses_of, sampling_parameters
 from workers.generate.vllm.response_exchange import RankRole, ResponseExchange, consecutive, even_shares
@@ -39,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 _SHARED = "/dev/shm"
 
-# Of the worker: its own process group, and devices that are not the engine's.
+# The worker's process group, and its one hardware queue, which would serialize the streams of an engine.
 _OF_A_RANK = (
     "RANK",
     "LOCAL_RANK",
@@ -49,6 +50,7 @@ _OF_A_RANK = (
     "MASTER_PORT",
     "GROUP_RANK",
     "TORCHELASTIC_RUN_ID",
+    "CUDA_DEVICE_MAX_CONNECTIONS",
 )
 
 
@@ -312,6 +314,7 @@ def _started_everywhere(config: ActorConfig, places: Sequence[_Place], number: i
 
 def _started(config: ActorConfig, places: Sequence[_Place], *, number: int) -> EngineProcess:
     """An engine, built from a ``config.json`` of the policy that it reads while it starts; without its weights."""
+    check_installed(config)
     settings = config.rollout.vllm
     share = None
     gpus = [place.memory for place in places if place.memory is not None]
@@ -326,6 +329,7 @@ def _started(config: ActorConfig, places: Sequence[_Place], *, number: int) -> E
             engine_environment([place.device for place in places if place.memory is not None]),
             start_timeout_s=settings.start_timeout_s,
             silence_timeout_s=settings.silence_timeout_s,
+            python=interpreter_of(config),
         )
     if engine.facts["vocab_size"] != config.model.vocab_size:
         engine.close()

@@ -1,4 +1,6 @@
-"""Serve one engine of vLLM on a connection: ``python -P serve_engine.py DESCRIPTOR``.
+"""Serve one engine of vLLM on a connection: ``python serve_engine.py DESCRIPTOR FOLDER...``.
+
+The folders have the other files that the engine imports.
 
 Messages are pickled tuples. The first one to arrive contains the arguments of ``vllm.LLM``, later ones a method of
 ``Served`` and its arguments. Each is answered with ``("result", value)`` or ``("error", text, traceback)``. In between,
@@ -24,6 +26,8 @@ _TAGS = ("weights", "kv_cache")  # of vLLM's memory
 def serve_engine() -> None:
     """Answer calls until the worker closes the connection."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # end with the worker, however it ends
+    # Not PYTHONPATH: the interpreter may be a script that sets it. Spawned processes start with this process's path.
+    sys.path[:0] = sys.argv[2:]
     connection = Connection(int(sys.argv[1]))
     served: Served | None = None
     while True:
