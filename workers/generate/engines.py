@@ -64,7 +64,8 @@ ROLLOUT_ENGINES.add("megatron", RolloutEngine(_check_megatron, _build_megatron, 
 
 def _build_vllm(worker: Any) -> Rollout:
     trained, models = worker.state.optimizer is not None, len(worker.state.models)
-    return vllm_rollout(worker.config, worker.context, trained=trained, models=models)
+    resident = "params" not in worker.offloader.offloaded.parts
+    return vllm_rollout(worker.config, worker.context, trained=trained, models=models, resident=resident)
 
 
 ROLLOUT_ENGINES.add("vllm", RolloutEngine(check_vllm, _build_vllm, records_experts=True, gpus_used=gpus_used))

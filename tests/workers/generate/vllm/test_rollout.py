@@ -206,3 +206,19 @@ def test_the_experts_of_vllm_are_those_of_each_token_and_are_replayed(monkeypatc
     wanted = (batch["input_ids"][:, :, None, None] + layers + chosen) % EXPERTS
     assert torch.equal(batch["routed_experts"], torch.where(fed[:, :, None, None] == 1, wanted, -1).to(torch.int8))
     assert batch["old_log_probs"][batch["response_mask"] == 1].max() < 0
+
+
+def folders(parallel: dict[str, int], **model: Any) -> list[str]:
+    settings = config(parallel=parallel, model=model)
+    context = MegatronContext(settings.parallel.layout(1), 0)
+    with context.activate():
+        for _ in range(2):
+            module.vllm_rollout(settings, context, trained=True, models=1)
+    return [llm.arguments["model"] for llm in StandInLLM.started]
+
+
+def test_engines_with_one_policy_read_it_from_one_folder_at_every_start() -> None:
+    with standing_in():  # the compilation cache of vLLM is keyed by the folder
+        [(first, second)] = simulated.run_ranks(1, folders, {})
+        [(*_, other, _)] = simulated.run_ranks(1, lambda parallel: folders(parallel, num_layers=1), {})
+    assert first == second != other
