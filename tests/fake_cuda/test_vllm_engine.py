@@ -14,7 +14,9 @@ from tests.forking import RankFailure
 from tests.ranks import run_ranks
 from tests.workers.generate.vllm.stand_in import WEIGHTS_BYTES, Gpu, standing_in
 from tests.workers.roles import SAMPLED, actor, experience, own_shard, prompts
+from workers import ActorConfig, load_config
 from workers.generate.vllm.buckets import SharedBuckets
+from workers.generate.vllm.gpu_memory import measured_memory
 from workers.weights.fingerprints import tensor_fingerprints
 from workers.weights.resharding import tensor_in
 
@@ -39,12 +41,12 @@ class RankGpu(Gpu):
         self._memory.outside += value - self.used
 
 
-def beside_others(options: dict[str, Any]) -> dict[str, Any]:
+def beside_others(options: dict[str, Any], **vllm: Any) -> dict[str, Any]:
     """An actor whose GPU another process uses too: generate, train, generate."""
     for each in memory.values():
         each.outside += OF_OTHERS
     with standing_in(RankGpu):
-        worker = actor({"tp": 2}, "actor_rollout", rollout={"engine": "vllm", "vllm": {"options": options}})
+        worker = actor({"tp": 2}, "actor_rollout", rollout={"engine": "vllm", "vllm": {"options": options, **vllm}})
         llm = worker.rollout.engine.llm
         found = {"share": llm.arguments["gpu_memory_utilization"], "started": RankGpu().used}
         batch = own_shard(prompts(4, SAMPLED), worker)
@@ -67,6 +69,25 @@ def test_an_engine_fits_beside_others_and_sleeps_while_the_actor_trains() -> Non
         assert found["events"] == ["sleep 2", *update] * 2
         most, left = found["pinned"]
         assert most >= 64 << 20 and left > 0  # the buckets stay registered for the next update
+
+
+def test_an_engine_leaves_what_other_roles_will_take() -> None:
+    for found in run_ranks(lambda: beside_others({}, reserved_bytes=OF_OTHERS + 10 * GB), 2):
+        assert found["share"] == pytest.approx((40 - 10 - 5.9) / 140, abs=0.01)
+        assert found["generating"] < OF_OTHERS + 26 * GB
+
+
+def due(resident: bool) -> int:
+    sizes = {"vocab_size": 128_000, "hidden_size": 4096, "ffn_hidden_size": 14336, "num_layers": 8}
+    heads = {"num_attention_heads": 32, "num_query_groups": 8, "max_sequence_length": 64, "dtype": "bfloat16"}
+    config = load_config(ActorConfig, {"model": sizes | heads})
+    return measured_memory(config, 1, 0, trained=True, models=1, resident=resident).due
+
+
+def test_a_policy_that_is_offloaded_while_the_engine_generates_is_not_counted() -> None:
+    [kept] = run_ranks(due, 1, True)
+    assert kept > 18 * 2.7e9  # weights, gradients and optimizer of 2.8e9 parameters
+    assert run_ranks(due, 1, False) == [0]
 
 
 def test_the_users_own_share_wins_and_vllm_refuses_it() -> None:

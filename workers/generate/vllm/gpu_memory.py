@@ -20,6 +20,9 @@ from workers.memory.estimate import PlannedRole
 
 logger = logging.getLogger(__name__)
 
+CUDA_CONTEXT_BYTES = 1 << 29
+"""Memory of a GPU that a process takes before its first tensor; a guess."""
+
 LARGEST_SHARE = 0.92
 """The most of a GPU that an engine gets: vLLM's own default."""
 
@@ -32,7 +35,7 @@ class GpuMemory(NamedTuple):
     Attributes:
         free: what the driver reports.
         total: of the GPU.
-        due: what the role of this process will allocate later, and keep while the engine generates.
+        due: what this process and others will allocate later, and keep while the engine generates.
     """
 
     free: int
@@ -55,16 +58,18 @@ def measured_memory(
     """
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
+    of_others = max(0, total - free - torch.cuda.memory_reserved() - CUDA_CONTEXT_BYTES)
+    due = max(0, config.rollout.vllm.reserved_bytes - of_others)
     if models == 0:
-        return GpuMemory(free, total, 0)
+        return GpuMemory(free, total, due)
     try:
         role = PlannedRole(config.model, config.parallel, world_size, config.optim if trained else None, ddp=config.ddp)
         idle = role.idle(pp_rank)
     except ConfigError as error:
         logger.warning("no memory is kept free for the optimizer next to vLLM's engine: %s", error)
-        return GpuMemory(free, total, 0)
+        return GpuMemory(free, total, due)
     kept = idle.total + (models - 1) * idle.parameters if resident else idle.nccl
-    return GpuMemory(free, total, max(0, kept - torch.cuda.memory_allocated()))
+    return GpuMemory(free, total, due + max(0, kept - torch.cuda.memory_allocated()))
 
 
 def margin(total: int, tp: int) -> int:
@@ -95,7 +100,7 @@ def utilization(config: ActorConfig, gpus: Sequence[GpuMemory]) -> float:
         raise ConfigError(
             f"an engine of vLLM needs {needed / _GB:.2f} GB on each of its {tp} GPUs ({weights / _GB:.2f} of weights, "
             f"the rest for keys and values), and beside the policy there is room for {max(0, left) / _GB:.2f}: of "
-            f"{gpu.total / _GB:.2f} GB are {gpu.free / _GB:.2f} free, the role will take another {gpu.due / _GB:.2f}, "
+            f"{gpu.total / _GB:.2f} GB are {gpu.free / _GB:.2f} free, roles will take another {gpu.due / _GB:.2f}, "
             f"and {margin(gpu.total, tp) / _GB:.2f} stay free. Raise rollout.vllm.tp, divide the policy over more GPUs "
             "(parallel, optim.distributed_optimizer), or set rollout.vllm.options.gpu_memory_utilization",
             key="rollout.vllm.tp",

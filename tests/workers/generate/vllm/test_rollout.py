@@ -16,7 +16,7 @@ from tests.workers.generate.vllm.test_checks import config
 from tests.workers.roles import MODEL, PROMPT, SAMPLED, VOCAB, actor, experience, own_shard, weights
 from tests.workers.roles import prompts as random_prompts
 from tests.workers.router_replay.setup import EXPERTS, LAYERS, NO_BALANCE, TOPK, policy
-from workers import Generated, Prompts, Sampling
+from workers import ActorRolloutRefWorker, Generated, Prompts, Sampling
 from workers.generate.vllm import rollout as module
 from workers.generate.vllm.engine_process import EngineError
 from workers.generate.vllm.rollout import vllm_rollout
@@ -156,6 +156,36 @@ def test_all_engines_of_an_actor_hold_its_weights_after_every_update() -> None:
     assert found[2][1] > 10_000
     for _, _, events in found:  # four engines of one rank each
         assert events.count("finish_policy_update") == events.count("generate") == 2
+
+
+class TakesTurns(ActorRolloutRefWorker):
+    """An actor whose GPU other groups use in turns, as ``SharedDevices`` tells it before every call."""
+
+    def init_model(self) -> None:
+        self.offloader.offload(keep_for="init_model")
+        super().init_model()
+        self.parts_at_start = self.offloader.offloaded.parts
+
+
+def started_in_turns(parallel: dict[str, int]) -> dict[str, Any]:
+    worker = actor(parallel, "actor_rollout_ref", TakesTurns, rollout={"engine": "vllm"})
+    generated = worker.generate_sequences(own_shard(random_prompts(4, SAMPLED), worker))
+    generating = set(worker.offloader.offloaded.parts)
+    worker.reload()
+    held, base = worker.rollout.engine.llm.weights["model.norm.weight"], weights(worker)
+    return {
+        "at_start": set(worker.parts_at_start),
+        "generating": generating,
+        "equal": torch.equal(held, base["decoder.final_layernorm.weight"]),
+        "rows": len(generated),
+    }
+
+
+def test_an_engine_starts_beside_what_is_on_the_device_when_it_generates() -> None:
+    with standing_in():
+        [found] = run_ranks(started_in_turns, 1, {})
+    moved = {"params", "reference", "grads", "optimizer"}
+    assert found == {"at_start": moved, "generating": moved, "equal": True, "rows": 4}
 
 
 def adapted(parallel: dict[str, int]) -> dict[str, Any]:
