@@ -22,7 +22,7 @@ from mcontroller.errors import ConfigError, MControllerError
 from parallel_state.agreement import all_gather_values, raise_on_every_rank, wait_for_every_rank
 from parallel_state.megatron import MegatronContext
 from workers.config import ActorConfig
-from workers.generate.rollout_protocol import Generated, HeldWeights, PolicyWeights, Prompts
+from workers.generate.rollout_protocol import Generated, HeldWeights, PolicyWeights, Prompts, Rollout
 from workers.generate.sampling import Sampling
 from workers.generate.vllm.buckets import SharedBuckets
 from workers.generate.vllm.checks import CPU_CACHE_BYTES, LORA_RANKS, check_installed
@@ -77,7 +77,7 @@ class EngineMap(NamedTuple):
         ]
 
 
-class VllmRollout:
+class VllmRollout(Rollout):
     """Generates with as many engines as fit the ranks of a data-parallel shard, each with a part of the shard's rows.
 
     The first of an engine's ranks starts and calls it, and puts the weights together for it.
