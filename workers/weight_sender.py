@@ -101,7 +101,7 @@ class WeightSender:
         shards, engine = self._shards(hf_names), None
         if self._generator.serves_engine:
             verify = verify and isinstance(self._generator.rollout, ReadableRollout)
-            if getattr(self._generator.rollout, "receives_weights", True):
+            if self._generator.rollout.receives_weights:
                 dtype = self._config.model.dtype
                 engine = ServedEngine(dtype, getattr(torch, dtype).itemsize, self._config.rollout.vllm.bucket_bytes)
         described = tuple(shard.described() for shard in shards)

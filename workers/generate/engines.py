@@ -63,8 +63,11 @@ ROLLOUT_ENGINES.add("megatron", RolloutEngine(_check_megatron, _build_megatron, 
 
 
 def _build_vllm(worker: Any) -> Rollout:
-    trained, models = worker.state.optimizer is not None, len(worker.state.models)
-    return vllm_rollout(worker.config, worker.context, trained=trained, models=models)
+    trained, models, offloader = worker.state.optimizer is not None, len(worker.state.models), worker.offloader
+    if offloader.takes_turns:  # the engine starts beside what is on the device when it generates
+        offloader.offload(keep_for="generate_sequences")
+    resident = not offloader.takes_turns
+    return vllm_rollout(worker.config, worker.context, trained=trained, models=models, resident=resident)
 
 
 ROLLOUT_ENGINES.add("vllm", RolloutEngine(check_vllm, _build_vllm, records_experts=True, gpus_used=gpus_used))

@@ -144,10 +144,20 @@ class PolicyWeights:
 
 
 class Rollout(Protocol):
-    """An engine that generates responses.
+    """An engine that generates responses: derive from it.
 
     Every rank of the worker has one, and every method is called on every rank.
     """
+
+    @property
+    def receives_weights(self) -> bool:
+        """Whether the whole tensors of an update are put together on this rank."""
+        return True
+
+    @property
+    def sleeps_beside_training(self) -> bool:
+        """Whether the engine must sleep while the policy computes, since it has the rest of the memory of its GPUs."""
+        return False
 
     @property
     def holds_weights(self) -> bool:

@@ -45,6 +45,7 @@ class Offloader:
         contexts: the layouts whose communicators can be freed, in the same order on every rank.
         sleepers: by name, parts that free their memory themselves, such as an engine that generates.
         alone: names of parts that are offloaded before any method that computes with other parts only.
+        takes_turns: whether the role shares its device in time: ``offload`` was called for a next method.
     """
 
     def __init__(self, state: TrainingState, needs: Mapping[str, tuple[str, ...]]) -> None:
@@ -56,6 +57,7 @@ class Offloader:
         self.contexts = [state.context]
         self.sleepers: dict[str, Sleepable] = {}
         self.alone: set[str] = set()
+        self.takes_turns = False
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def offload(
@@ -80,6 +82,7 @@ class Offloader:
         available = self.parts()
         chosen = tuple(available) if parts is None else parts
         if keep_for is not None:
+            self.takes_turns = True
             kept = self.needs.get(keep_for)
             chosen = () if kept is None else tuple(part for part in chosen if part not in kept)
         for chunks in self._state.models.values():

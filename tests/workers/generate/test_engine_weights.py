@@ -14,7 +14,7 @@ from tests.workers.roles import actor, experience, own_shard
 from workers.actor import ActorRolloutRefWorker
 from workers.config import RolloutConfig
 from workers.generate.engine_weights import EngineWeights
-from workers.generate.rollout_protocol import HeldWeights, PolicyWeights
+from workers.generate.rollout_protocol import HeldWeights, PolicyWeights, Rollout
 from workers.weights.fingerprints import tensor_fingerprints
 from workers.weights.verification import WeightsNotArrived
 
@@ -32,7 +32,7 @@ Tensors = dict[str, torch.Tensor]
 Fault = Callable[[Tensors, Tensors], None]  # gets the tensors that the engine holds, and the old ones
 
 
-class FaultyCopies:
+class FaultyCopies(Rollout):
     """An engine with whole tensors in float32 and Hugging Face names; it has a packed copy of the output layer."""
 
     holds_weights = True

@@ -56,9 +56,8 @@ def check_installed(config: ActorConfig) -> None:
     if installed is None:
         key, value = ("rollout.engine", "vllm") if chosen is None else ("rollout.vllm.python", chosen)
         raise ConfigError(
-            f"rollout.engine is 'vllm', which is not installed for {python}: install vllm, or on a CPU mcontroller[vllm] "
-            "with constraints/vllm.txt, in a separate environment (docs/install.md), and set rollout.vllm.python to "
-            "its interpreter",
+            f"rollout.engine is 'vllm', which is not installed for {python}: install it in a separate environment "
+            "(docs/install.md), and set rollout.vllm.python to its interpreter",
             key=key,
             value=value,
         )

@@ -11,11 +11,13 @@ import importlib.machinery
 import json
 import math
 import sys
+import tempfile
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -224,9 +226,23 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             module.LLM, module.SamplingParams = StandInLLM, _SamplingParams  # type: ignore[attr-defined]
         if name == "vllm.lora.request":
             module.LoRARequest = _LoRARequest  # type: ignore[attr-defined]
+        if name == "vllm.config":
+            module.current, module.set_current_vllm_config = None, _current_config(module)  # type: ignore[attr-defined]
         return module
 
     def exec_module(self, module: types.ModuleType) -> None: ...
+
+
+def _current_config(module: Any) -> Any:
+    @contextmanager
+    def set_current_vllm_config(config: Any) -> Iterator[None]:
+        module.current, before = config, module.current
+        try:
+            yield
+        finally:
+            module.current = before
+
+    return set_current_vllm_config
 
 
 class EngineInProcess:
@@ -276,7 +292,8 @@ def standing_in(gpu: Callable[[], Gpu] | None = None) -> Iterator[type[StandInLL
     checks.installed_vllm = lambda python: InstalledVllm(cpu_build=False)
     StandInLLM.gpu, StandInLLM.started = gpu, []
     try:
-        yield StandInLLM
+        with tempfile.TemporaryDirectory() as caches, mock.patch.dict("os.environ", XDG_CACHE_HOME=caches):
+            yield StandInLLM
     finally:
         rollout.EngineProcess, checks.installed_vllm = process, installed  # type: ignore[misc]
         StandInLLM.gpu = None

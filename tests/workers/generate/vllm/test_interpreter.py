@@ -45,6 +45,7 @@ class LLM:
     def collective_rpc(self, method, args=()):
         return [0]
 
+module("vllm.config", set_current_vllm_config=None)
 inside = "vllm.model_executor"
 module(f"{inside}.layers.vocab_parallel_embedding", ParallelLMHead=None)
 module(f"{inside}.model_loader.reload.layerwise", finalize_layerwise_reload=None, initialize_layerwise_reload=None)

@@ -16,7 +16,7 @@ from tests.workers.generate.vllm.test_checks import config
 from tests.workers.roles import MODEL, PROMPT, SAMPLED, VOCAB, actor, experience, own_shard, weights
 from tests.workers.roles import prompts as random_prompts
 from tests.workers.router_replay.setup import EXPERTS, LAYERS, NO_BALANCE, TOPK, policy
-from workers import Generated, Prompts, Sampling
+from workers import ActorRolloutRefWorker, Generated, Prompts, Sampling
 from workers.generate.vllm import rollout as module
 from workers.generate.vllm.engine_process import EngineError
 from workers.generate.vllm.rollout import vllm_rollout
@@ -158,6 +158,36 @@ def test_all_engines_of_an_actor_hold_its_weights_after_every_update() -> None:
         assert events.count("finish_policy_update") == events.count("generate") == 2
 
 
+class TakesTurns(ActorRolloutRefWorker):
+    """An actor whose GPU other groups use in turns, as ``SharedDevices`` tells it before every call."""
+
+    def init_model(self) -> None:
+        self.offloader.offload(keep_for="init_model")
+        super().init_model()
+        self.parts_at_start = self.offloader.offloaded.parts
+
+
+def started_in_turns(parallel: dict[str, int]) -> dict[str, Any]:
+    worker = actor(parallel, "actor_rollout_ref", TakesTurns, rollout={"engine": "vllm"})
+    generated = worker.generate_sequences(own_shard(random_prompts(4, SAMPLED), worker))
+    generating = set(worker.offloader.offloaded.parts)
+    worker.reload()
+    held, base = worker.rollout.engine.llm.weights["model.norm.weight"], weights(worker)
+    return {
+        "at_start": set(worker.parts_at_start),
+        "generating": generating,
+        "equal": torch.equal(held, base["decoder.final_layernorm.weight"]),
+        "rows": len(generated),
+    }
+
+
+def test_an_engine_starts_beside_what_is_on_the_device_when_it_generates() -> None:
+    with standing_in():
+        [found] = run_ranks(started_in_turns, 1, {})
+    moved = {"params", "reference", "grads", "optimizer"}
+    assert found == {"at_start": moved, "generating": moved, "equal": True, "rows": 4}
+
+
 def adapted(parallel: dict[str, int]) -> dict[str, Any]:
     """Train an adapter between three generations of an engine that computes it; offload the engine before the last."""
     alone = {"engine": "vllm", "vllm": {"adapter_alone": True}}
@@ -206,3 +236,19 @@ def test_the_experts_of_vllm_are_those_of_each_token_and_are_replayed(monkeypatc
     wanted = (batch["input_ids"][:, :, None, None] + layers + chosen) % EXPERTS
     assert torch.equal(batch["routed_experts"], torch.where(fed[:, :, None, None] == 1, wanted, -1).to(torch.int8))
     assert batch["old_log_probs"][batch["response_mask"] == 1].max() < 0
+
+
+def folders(parallel: dict[str, int], **model: Any) -> list[str]:
+    settings = config(parallel=parallel, model=model)
+    context = MegatronContext(settings.parallel.layout(1), 0)
+    with context.activate():
+        for _ in range(2):
+            module.vllm_rollout(settings, context, trained=True, models=1)
+    return [llm.arguments["model"] for llm in StandInLLM.started]
+
+
+def test_engines_with_one_policy_read_it_from_one_folder_at_every_start() -> None:
+    with standing_in():  # the compilation cache of vLLM is keyed by the folder
+        [(first, second)] = simulated.run_ranks(1, folders, {})
+        [(*_, other, _)] = simulated.run_ranks(1, lambda parallel: folders(parallel, num_layers=1), {})
+    assert first == second != other

@@ -60,7 +60,6 @@ class Served:
         self._requests = 0
         self._adapter: Any = None
         self._asleep: frozenset[str] = frozenset()
-        self.sleep()  # until the first weights arrive, the memory is free for other groups that are built
         self._reported = time.monotonic()
 
     def start(self) -> dict[str, Any]:
@@ -103,13 +102,14 @@ class Served:
             self._report_progress()
         return [answers[number] for number in range(first, self._requests)]
 
-    def begin_update(self, hashes: bool = True) -> None:
+    def begin_update(self, hashes: bool = True, beside_policy: bool = True) -> None:
         """Start an update of the weights, which are hashed as they arrive if ``hashes``.
 
-        On a GPU, only the engine's weights get memory until ``generate``: the cache would not fit beside the policy's
-        weights and the tensors in flight.
+        On a GPU, ``beside_policy``, only the engine's weights get memory until ``generate``: the cache would not fit
+        beside the policy's weights and the tensors in flight.
         """
-        self.sleep()
+        if beside_policy:
+            self.sleep()
         self._wake("weights")
         self._llm.collective_rpc("begin_policy_update", args=(hashes,))
 
