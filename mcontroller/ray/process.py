@@ -30,7 +30,8 @@ from mcontroller.ray.rank_logs import RankLog
 from mcontroller.ray.threads import chosen_threads, keep_freed_memory, set_threads, usable_cores
 from mcontroller.ray.values.handles import ArgumentFailed, ArgumentLost, fetch
 from mcontroller.ray.values.wire import Encoded, Packed, decode, encode
-from mcontroller.trace.recorder import TraceRecorder, boot_id, recorder, set_recorder, start_laps
+from mcontroller.machine import boot_id
+from mcontroller.trace.recorder import TraceRecorder, recorder, set_recorder, start_laps
 from mcontroller.transport import call_context, complete, finish, outline, reported_coordinates, resolve
 from parallel_state.hangs.lines import calling_position, source_line
 from parallel_state.hangs.record import RankRecord, RecordMemory, read_rank_record

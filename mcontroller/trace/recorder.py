@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from mcontroller.machine import boot_id
 from parallel_state.hangs.waits import waited
 
 FOLDER = "trace"
@@ -306,8 +307,3 @@ def clock_offset(ask: Callable[[], tuple[str, int] | None], rounds: int = 5) -> 
         if boot not in found or error < found[boot][1]:
             found[boot] = (there - (before + after) / 2) / 1000, error
     return found
-
-
-def boot_id() -> str:
-    """Return what all processes with the same monotonic clock have in common: the boot of their machine."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

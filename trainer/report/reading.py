@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import socket
 from array import array
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ import yaml
 
 from mcontroller.errors import DataError
 from mcontroller.files import moved_path
+from mcontroller.machine import machine_id
 from mcontroller.trace.reading import RunTrace
 from mcontroller.trace.recorder import MEMORY
 from mcontroller.trace.summary import calls_of
@@ -94,7 +94,7 @@ class RunFiles:
         total = (self.config.get("trainer") or {}).get("total_training_steps")
         last = last_records(self.directory / "metrics.jsonl")
         holder = "{pid} on {host} since {since}".format_map(self.holder) if self.holder else ""
-        if holder and self.holder["host"] == socket.gethostname() and not psutil.pid_exists(self.holder["pid"]):
+        if holder and self.holder.get("machine") == machine_id() and not psutil.pid_exists(self.holder["pid"]):
             holder += ", which was killed"
         facts = {
             "command": process.get("command"),

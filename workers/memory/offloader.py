@@ -22,6 +22,7 @@ from workers.weights.offload import (
     Sleepable,
     buffer_tensors,
     drop_cached_tables,
+    drop_fp8_weights,
     gradient_tensors,
     model_tensors,
     optimizer_tensors,
@@ -85,11 +86,14 @@ class Offloader:
             self.takes_turns = True
             kept = self.needs.get(keep_for)
             chosen = () if kept is None else tuple(part for part in chosen if part not in kept)
-        for chunks in self._state.models.values():
+        freed = 0
+        for name, chunks in self._state.models.items():
             drop_cached_tables(chunks)
+            if _part_of_model(name) in chosen:
+                freed += drop_fp8_weights(chunks)
         if "grads" in chosen:
             self._state.gradients = None
-        freed = self.offloaded.offload(available, chosen, discard=("grads",))
+        freed += self.offloaded.offload(available, chosen, discard=("grads",))
         if communicators:
             groups = [group for context in self.contexts for group in context.groups()]
             freed += self.offloaded.offload({COMMUNICATORS: Communicators(groups)}, (COMMUNICATORS,))
@@ -116,7 +120,7 @@ class Offloader:
         for name, chunks in state.models.items():
             copies = [value for chunk in state.float32.get(name, ()) for value in chunk.values()]
             tensors = itertools.chain(model_tensors(chunks), buffer_tensors(chunks), copies)
-            parts["params" if name == "model" else name] = tensors
+            parts[_part_of_model(name)] = tensors
         if state.optimizer is not None:
             parts |= {"grads": gradient_tensors(state.model), "optimizer": optimizer_tensors(state.optimizer)}
         return parts | self.sleepers
@@ -151,6 +155,10 @@ class Offloader:
         if leaving:
             self.offloaded.offload(self.parts(), tuple(leaving))
         self.offloaded.reload((COMMUNICATORS, *needed) if needed else needed)
+
+
+def _part_of_model(name: str) -> str:
+    return "params" if name == "model" else name
 
 
 class MemoryUse:

@@ -7,7 +7,6 @@ import json
 import logging
 import math
 import os
-import socket
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +31,7 @@ from workers.generate.vllm.interpreter import interpreter_of
 from workers.generate.vllm.placement import engines_of_shards
 from workers.generate.vllm.requests import experts_of, prompt_tokens, responses_of, sampling_parameters
 from workers.generate.vllm.response_exchange import RankRole, ResponseExchange, consecutive, even_shares
+from workers.gpu_ids import node_id
 from workers.lora.peft_files import write_adapter
 from workers.weights.fingerprints import Fingerprint
 from workers.weights.hf.config import hf_config_of
@@ -312,7 +312,7 @@ def vllm_rollout(
 
 
 def _place(context: MegatronContext, measured: Callable[[], GpuMemory]) -> _Place:
-    shard, node = context.pg.dp.rank(), socket.gethostname()
+    shard, node = context.pg.dp.rank(), node_id()
     if not torch.cuda.is_available():
         return _Place(shard, node, "", None)
     visible, index = os.environ.get("CUDA_VISIBLE_DEVICES"), torch.cuda.current_device()
