@@ -16,7 +16,7 @@ from tests.workers.generate.vllm.stand_in import WEIGHTS_BYTES, Gpu, standing_in
 from tests.workers.roles import SAMPLED, actor, experience, own_shard, prompts
 from workers.generate.vllm.buckets import SharedBuckets
 from workers.weights.fingerprints import tensor_fingerprints
-from workers.weights.resharding import tensor_in
+from workers.weights.whole_tensors import tensor_in
 
 pytestmark = pytest.mark.processes
 

@@ -18,9 +18,9 @@ from parallel_state.agreement import all_gather_values, raise_on_every_rank
 from workers.config.model import ModelConfig
 from workers.lora.adapters import Adapter, adapters_of, changed_beside_adapters
 from workers.lora.base import base_hash, tensor_headers
-from workers.weights.resharding import Wanted, WholeTensors, tensors_in
-from workers.weights.resharding_schedule import Span
+from workers.weights.moves import Span
 from workers.weights.shards import WeightShard
+from workers.weights.whole_tensors import Wanted, WholeTensors, tensors_in
 
 _FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."

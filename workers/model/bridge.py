@@ -43,9 +43,9 @@ from workers.weights.hf.files import WeightFiles
 from workers.weights.hf.hub import local_directory
 from workers.weights.hf.model import CheckpointTensors
 from workers.weights.hf.names import OUTPUT_LAYER
-from workers.weights.resharding import BucketMemory, Wanted
-from workers.weights.resharding_schedule import TensorInBucket
+from workers.weights.moves import TensorInBucket
 from workers.weights.shards import WeightShard
+from workers.weights.whole_tensors import BucketMemory, Wanted
 
 # What Bridge turns on for training on GPUs with Transformer Engine, and this project's layers and losses do without.
 _WITHOUT_ENGINE = {

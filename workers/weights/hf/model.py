@@ -25,9 +25,9 @@ from workers.weights.hf.family import ModelFamily
 from workers.weights.hf.files import WeightFiles, WeightWriter, files_left_out, finish_export, start_export
 from workers.weights.hf.hub import local_directory
 from workers.weights.hf.names import OUTPUT_LAYER, bridge_of, hf_shards, model_family, names_of
-from workers.weights.resharding import BucketMemory, Wanted, WholeTensors, tensor_in, tensors_in
-from workers.weights.resharding_schedule import TensorInBucket, places_in_bucket
+from workers.weights.moves import TensorInBucket, places_in_bucket
 from workers.weights.shards import WeightShard, named_shards
+from workers.weights.whole_tensors import BucketMemory, Wanted, WholeTensors, tensor_in, tensors_in
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from megatron.core.utils import get_model_config, unwrap_model
 from mcontroller.errors import DataError
 from parallel_state.megatron import MegatronContext
 from workers.weights.hf.family import MODEL_FAMILIES, ModelFamily, hf_names_of, matching_family
-from workers.weights.resharding_schedule import Span
+from workers.weights.moves import Span
 from workers.weights.shards import WeightShard, named_buffers, named_shards
 
 OUTPUT_LAYER = "output_layer.weight"

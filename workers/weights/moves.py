@@ -1,7 +1,7 @@
-"""Schedule which rank sends which slices to which rank, to copy the weights of one layout to another.
+"""Plan which rank sends which slices to which rank, so that every rank gets the parts of tensors that it needs.
 
-Pure: the same on every rank, without tensors or processes. ``workers.weights.resharding`` runs a schedule in the ranks
-of one group, and ``workers.weights.transfer`` between two groups.
+Pure: the same on every rank, without tensors or processes. ``workers.weights.whole_tensors`` puts whole tensors
+together in the ranks of one group, and ``workers.weights.transfer`` sends parts from one group to another.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain, groupby, zip_longest
 from math import inf, prod
 from typing import NamedTuple
@@ -78,23 +77,6 @@ class Move(NamedTuple):
     target_start: int
 
 
-@dataclass(frozen=True)
-class ReshardingSchedule:
-    """All moves of a resharding.
-
-    Attributes:
-        copies: moves from a rank to itself.
-        buckets: moves from rank to rank, of one dtype each. In one bucket no rank sends or receives more than the
-            limit of ``schedule_resharding``.
-        least_bytes: over all ranks, the bytes of their target parts that their source parts lack. No schedule sends
-            less.
-    """
-
-    copies: tuple[Move, ...]
-    buckets: tuple[tuple[Move, ...], ...]
-    least_bytes: int
-
-
 def spans_of(length: int, pieces: int, size: int, index: int, limit: int) -> tuple[Span, ...]:
     """Return the indices of the whole that one rank has.
 
@@ -109,27 +91,6 @@ def spans_of(length: int, pieces: int, size: int, index: int, limit: int) -> tup
     starts = [piece * share * size + index * share for piece in range(pieces)]
     spans = [Span(start, min(start + share, limit), piece * share) for piece, start in enumerate(starts)]
     return tuple(span for span in spans if span.stop > span.start)
-
-
-def schedule_resharding(
-    sources: Sequence[Sequence[LocalTensor]], targets: Sequence[Sequence[LocalTensor]], bucket_bytes: int
-) -> ReshardingSchedule:
-    """Return the moves that fill every target from the sources, in buckets.
-
-    Args:
-        sources: by rank, its tensors in the layout that weights come from; a slot is an index into that list.
-        targets: by rank, its tensors in the layout that weights go to.
-        bucket_bytes: most bytes that a rank sends, and most that it receives, at once; one index of a tensor's dim is
-            never divided.
-
-    Raises:
-        DataError: the two are not the same model, or no source has a part of a tensor; with the names.
-    """
-    moves = plan_moves(sources, targets)
-    copies = [move for of_rank in moves for move in of_rank if move.source_rank == move.target_rank]
-    sent = [[move for move in of_rank if move.source_rank != move.target_rank] for of_rank in moves]
-    least = sum(move.nbytes for move in chain(*sent))
-    return ReshardingSchedule(tuple(copies), tuple(in_buckets(interleaved(sent), bucket_bytes)), least)
 
 
 def plan_moves(
