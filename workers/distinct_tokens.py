@@ -17,6 +17,10 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
+_WORTH = 0.9
+"""The share of the padded rows' tokens below which distinct tokens are cheaper: the copies for attention cost too."""
+_POSITIONS = ("none", "rope", "learned_absolute")
+
 
 @dataclass(frozen=True)
 class Spread:
@@ -108,10 +112,6 @@ class _Spreading(torch.autograd.Function):
         return spread.sum_of_each(gradients[0]), None
 
 
-_WORTH = 0.9
-"""The share of the padded rows' tokens below which distinct tokens are cheaper: the copies for attention cost too."""
-
-
 @dataclass(frozen=True)
 class DistinctTokens:
     """The tokens of ``[rows, seq]`` that go through the model, as one sequence ``[1, total]``.
@@ -195,9 +195,6 @@ def repeats_prompt(tokens: Tensor, lengths: Tensor) -> Tensor:
     repeats = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
     repeats[1:] = ((tokens[1:] == tokens[:-1]) | behind).all(1) & (lengths[1:] == lengths[:-1])
     return repeats
-
-
-_POSITIONS = ("none", "rope", "learned_absolute")
 
 
 @dataclass

@@ -32,7 +32,7 @@ class Policy(RoleWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def generation_limits(self):
-        return {"prompt_length": PROMPT, "response_length": RESPONSE, "vocab_size": 100, "max_rows": 0, "n": 1} | {
+        return {"prompt_length": PROMPT, "response_length": RESPONSE, "vocab_size": 100, "max_rows": 256, "n": 1} | {
             "temperature": 0.7
         }
 

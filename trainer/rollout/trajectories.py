@@ -104,7 +104,7 @@ class TrajectoryRollout:
             ``generation_limits``.
         slice_tokens: the most tokens by which a slice continues a trajectory.
         capacity: the most rows of a slice; the others wait in the order in which they were submitted. None: the
-            engine's ``rollout.max_rows``, or 256.
+            engine's ``rollout.max_rows``.
         driven: whether the program calls ``advance``, or ``start`` and ``take``; otherwise whoever waits for a
             trajectory makes the slices.
         trained: whether all responses are to be trained on, so that one that asks for the most probable tokens is
@@ -133,7 +133,7 @@ class TrajectoryRollout:
         self.group, self.sampling, self.driven, self.trained = group, sampling, driven, trained
         self.limits: Mapping[str, Any] = group.generation_limits()[0]
         self.slice_tokens = slice_tokens
-        self.capacity = capacity or self.limits["max_rows"] or 256
+        self.capacity = capacity or self.limits["max_rows"]
         self.submissions, self.some_cancelled = 0, False
         self._sampled_before: int | None = None
         self.log_probs: str | None = LOG_PROBS[0]

@@ -122,7 +122,7 @@ class RunParts:
 
 
 def chosen_lines(config: RunConfig) -> list[str]:
-    """Return what follows from defaults: the policy loss, the mini-batches, and when a run is saved, with the keys."""
+    """Return a line each for the policy loss with its limits, for uneven mini-batches, and for when a run is saved."""
     return [policy_loss_line(config.actor_rollout_ref), *_mini_batch_lines(config), _saving_line(config.trainer)]
 
 

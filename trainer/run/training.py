@@ -39,6 +39,7 @@ INTERRUPTED = 130
 
 CONNECT_S = 10.0
 """[s] Time to reach a cluster: Ray itself would try for two minutes, and print every attempt."""
+_new_sessions = threading.Event()
 
 
 def until_interrupted(action: Callable[[], object]) -> int:
@@ -183,7 +184,6 @@ def connect_to(address: str) -> None:
         ) from error
 
 
-_new_sessions = threading.Event()
 os.register_at_fork(after_in_child=lambda: os.setsid() if _new_sessions.is_set() else None)
 
 

@@ -42,6 +42,7 @@ from workers.generate.request_settings import SETTINGS, checked_setting
 
 _BLOCK = 64  # token ids in a block
 _GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)  # of SplitMix64, as int64
+_SETTINGS = tuple(name for name in SETTINGS if name != "max_tokens")
 
 
 @dataclass(frozen=True)
@@ -103,9 +104,6 @@ class Sampling:
             key, value, most = "response_length", sampling.response_length, config.response_length
             raise ConfigError(f"meta_info[{key!r}] is {value}; it must be 1 to {most}", key=key, value=value)
         return sampling
-
-
-_SETTINGS = tuple(name for name in SETTINGS if name != "max_tokens")
 
 
 def _setting(name: str, value: Any) -> Any:

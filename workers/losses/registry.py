@@ -25,6 +25,11 @@ from mcontroller.config.registry import Registry
 if TYPE_CHECKING:
     from torch import Tensor
 
+AGGREGATIONS: Registry[Aggregation] = Registry("aggregation of the loss", key="loss_agg_mode")
+"""Modes by the name that ``ActorConfig.loss_agg_mode`` takes."""
+POLICY_LOSSES: Registry[RegisteredPolicyLoss] = Registry("policy loss", key="policy_loss")
+"""Policy losses by the name that ``ActorConfig.policy_loss`` takes."""
+
 
 @dataclass(frozen=True, slots=True)
 class Weights:
@@ -45,9 +50,6 @@ Aggregation = Callable[["Tensor", "Tensor", int], Weights]
 Both masks are float ``[rows, response]``. They differ under context parallelism, where ranks share the tokens of a
 response. A response is counted on the rank that has its first token.
 """
-
-AGGREGATIONS: Registry[Aggregation] = Registry("aggregation of the loss", key="loss_agg_mode")
-"""Modes by the name that ``ActorConfig.loss_agg_mode`` takes."""
 
 
 @AGGREGATIONS.register("token-mean")
@@ -144,9 +146,6 @@ class RegisteredPolicyLoss:
     clip_high: float = 0.2
     unused: tuple[str, ...] = ()
 
-
-POLICY_LOSSES: Registry[RegisteredPolicyLoss] = Registry("policy loss", key="policy_loss")
-"""Policy losses by the name that ``ActorConfig.policy_loss`` takes."""
 
 F = TypeVar("F", bound=Callable[..., PolicyLoss])
 

@@ -21,6 +21,13 @@ from workers.losses.registry import AGGREGATIONS, POLICY_LOSSES, PolicyLoss, Wei
 from workers.train.batches import TokenBatch
 from workers.train.metrics import TOKENS, Rule
 
+MISMATCH: Mapping[str, Rule] = {
+    "training/rollout_probs_diff_mean": Rule.TOKEN_MEAN,
+    "training/rollout_probs_diff_max": Rule.MAX,
+    "training/rollout_kl": Rule.TOKEN_MEAN,
+}
+"""Differences between rollout and policy, as in ``mismatch_metrics``, if the batch has ``rollout_log_probs``."""
+
 
 class ValueLoss(NamedTuple):
     """The value loss of every token; both tensors are float ``[rows, response]``.
@@ -73,14 +80,6 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: flo
     bounded = (old_values + change.clamp(-clip, clip) - returns).square()
     clipped = (change.abs() > clip) & (bounded > free)
     return ValueLoss(0.5 * torch.where(clipped, bounded, free), clipped.to(free.dtype))
-
-
-MISMATCH: Mapping[str, Rule] = {
-    "training/rollout_probs_diff_mean": Rule.TOKEN_MEAN,
-    "training/rollout_probs_diff_max": Rule.MAX,
-    "training/rollout_kl": Rule.TOKEN_MEAN,
-}
-"""Differences between rollout and policy, as in ``mismatch_metrics``, if the batch has ``rollout_log_probs``."""
 
 
 def columns_of_update(config: ActorConfig, present: set[str]) -> list[str]:

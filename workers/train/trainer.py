@@ -32,6 +32,8 @@ from workers.train.pipeline import Count, Forward, Loss, run_for_gradients
 from workers.train.router_losses import RouterLosses, move_expert_bias, reset_token_counts
 from workers.train.state import TrainingState, random_state, set_random_state
 
+BuildOptimizer = Callable[[Sequence[Any], OptimConfig], tuple[MegatronOptimizer, OptimizerParamScheduler]]
+
 
 class AppliedStep(NamedTuple):
     """An optimizer step.
@@ -170,9 +172,6 @@ class Gradients:
             found.append(first_nonfinite_gradient(self._state.model, part._batches, part._compute, self._pg))
         set_random_state(random)
         return next((result for result in found if result is not None), None)
-
-
-BuildOptimizer = Callable[[Sequence[Any], OptimConfig], tuple[MegatronOptimizer, OptimizerParamScheduler]]
 
 
 class Trainer:

@@ -57,6 +57,7 @@ _FIXED = {
     "pipeline_model_parallel_layout": None, "moe_permute_fusion": False, "moe_router_fusion": False,
     "apply_rope_fusion": False, "ckpt_format": "torch_dist", "use_precision_aware_optimizer": False,
 }  # fmt: skip
+_VPP = "virtual_pipeline_model_parallel_size"
 
 
 class _Called(BaseException):
@@ -168,9 +169,6 @@ class _Script:
         if self.given.create_attention_mask_in_dataloader:
             found["attention_mask"] = torch.ones(1, 1, length, length).triu(1).bool()
         return found
-
-
-_VPP = "virtual_pipeline_model_parallel_size"
 
 
 def script_program(path: str, arguments: Sequence[str], *, shrinks: bool = True) -> tuple[Program, Variant]:

@@ -17,6 +17,8 @@ from mcontroller.errors import DataError
 
 _ALIGNMENT = 64  # [bytes] of a tensor in a bucket
 _LAYER = re.compile(r"(?:^|\.)(\d+)\.")
+TensorInBucket = tuple[str, str, tuple[int, ...], int]
+"""Name, name of the dtype, shape, and first byte in the bucket: plain values, which processes of engines unpickle."""
 
 
 class Span(NamedTuple):
@@ -182,10 +184,6 @@ def plan_whole(
         buckets[-1] += tensor
         nbytes += added
     return tuple(map(tuple, buckets))
-
-
-TensorInBucket = tuple[str, str, tuple[int, ...], int]
-"""Name, name of the dtype, shape, and first byte in the bucket: plain values, which processes of engines unpickle."""
 
 
 def places_in_bucket(tensors: Iterable[LocalTensor]) -> tuple[list[TensorInBucket], int]:

@@ -25,6 +25,8 @@ from mcontroller.errors import ConfigError
 
 _LAYER = re.compile(r"(decoder\.layers\.)(\d+)(\..*)")
 _EXPERT = re.compile(r"(.*\.experts\.linear_fc[12]\.(?:weight|bias))(\d+)")
+MODEL_FAMILIES: Registry[ModelFamily] = Registry("model family", key="model_type")
+"""Every registered family by its ``model_type``."""
 
 
 class ModelFamily(ABC):
@@ -114,9 +116,6 @@ class ModelFamily(ABC):
             value=value,
         )
 
-
-MODEL_FAMILIES: Registry[ModelFamily] = Registry("model family", key="model_type")
-"""Every registered family by its ``model_type``."""
 
 Family = TypeVar("Family", bound=type[ModelFamily])
 

@@ -63,7 +63,7 @@ class Agent(Formula):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def generation_limits(self) -> dict[str, int]:
-        return {"prompt_length": 600, "response_length": 200, "vocab_size": 2 * SHIFT, "max_rows": 0}
+        return {"prompt_length": 600, "response_length": 200, "vocab_size": 2 * SHIFT, "max_rows": 256}
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, changes_rows=True)
     def generate_sequences(self, prompts: DataProto) -> DataProto:
