@@ -99,7 +99,7 @@ def _reduced(rule: MetricRule, parts: Sequence[tuple[float, float]]) -> float:
     return sum(value * weight for value, weight in parts) / sum(weight for _, weight in parts)
 
 
-def of_ranks(metrics: Mapping[str, float | Sequence[float]]) -> dict[str, float]:
+def over_ranks(metrics: Mapping[str, float | Sequence[float]]) -> dict[str, float]:
     """Return the metrics that data-parallel ranks report, ``meta_info["metrics"]`` of a result, as one number each.
 
     A rank reports a number of all ranks, so that equal values are not added: the result is the largest of ``MAX``, the
@@ -108,8 +108,8 @@ def of_ranks(metrics: Mapping[str, float | Sequence[float]]) -> dict[str, float]
     reduced = {}
     for name, values in metrics.items():
         rule = rule_of(name) if rule_of(name) in (MetricRule.MAX, MetricRule.MIN) else MetricRule.MEAN
-        of_each = [values] if isinstance(values, int | float) else values
-        reduced[name] = _reduced(rule, [(float(value), 1.0) for value in of_each])
+        numbers = [values] if isinstance(values, int | float) else values
+        reduced[name] = _reduced(rule, [(float(value), 1.0) for value in numbers])
     return reduced
 
 

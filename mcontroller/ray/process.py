@@ -30,7 +30,7 @@ from mcontroller.ray.rank_logs import RankLog
 from mcontroller.ray.threads import chosen_threads, keep_freed_memory, set_threads, usable_cores
 from mcontroller.ray.values.handles import ArgumentFailed, ArgumentLost, fetch
 from mcontroller.ray.values.wire import Encoded, Packed, decode, encode
-from mcontroller.trace.recorder import TraceRecorder, boot_id, recorder, set_recorder, start_laps
+from mcontroller.trace.recorder import TraceRecorder, boot_id, recorder, set_recorder, start_timer
 from mcontroller.transport import call_context, complete, finish, outline, reported_coordinates, resolve
 from parallel_state.hangs.lines import calling_position, source_line
 from parallel_state.hangs.record import RankRecord, RecordMemory, read_rank_record
@@ -160,7 +160,7 @@ class WorkerProcess:
             keep = header.keep and self._identity.rank in header.returning
             error, outlined, encoded = None, _NOTHING, _NOTHING
             inputs: Any = None
-            timer = start_laps(number=header.number)
+            timer = start_timer(number=header.number)
             if self._endpoint.cancellation.start(caller, header.number):
                 self._running = header.method
                 self._record_calls()

@@ -230,4 +230,4 @@ def test_a_conversation_knows_its_last_turn():
     conversation.replied([90])
     conversation.sampled([32], [-3.0])
     assert conversation.last_turn == [32] and conversation.turns == 2
-    assert conversation.own.tolist() == [1, 1, 0, 1] and conversation.log_probs.tolist() == [-1.0, -2.0, 0.0, -3.0]
+    assert conversation.mask.tolist() == [1, 1, 0, 1] and conversation.log_probs.tolist() == [-1.0, -2.0, 0.0, -3.0]

@@ -123,8 +123,8 @@ def _parsed(text: str, plain_numbers: str | None = None) -> list[Any]:
     if plain_numbers is not None:
         targets.append(library.ExprExtractionConfig())
     mode = plain_numbers or "first_match"
-    found: list[Any] = library.parse(text, targets, extraction_mode=mode, parsing_timeout=None)
-    return found
+    expressions: list[Any] = library.parse(text, targets, extraction_mode=mode, parsing_timeout=None)
+    return expressions
 
 
 def _is_equal(gold: list[Any], given: list[Any]) -> float:

@@ -265,8 +265,8 @@ def _resource_lines(config: RunConfig) -> list[str]:
         connect_to(config.cluster.address)
         total = ray.cluster_resources()
         ray.shutdown()
-        found = f"cluster {config.cluster.address}: {total.get('CPU', 0):g} CPUs, {total.get('GPU', 0):g} GPUs, "
-        lines.append(found + f"{total.get('memory', 0) / _GB:.1f} GB of memory")
+        line = f"cluster {config.cluster.address}: {total.get('CPU', 0):g} CPUs, {total.get('GPU', 0):g} GPUs, "
+        lines.append(line + f"{total.get('memory', 0) / _GB:.1f} GB of memory")
     keys = ", ".join(["pool.process_on_nodes", *(f"pools.{name}.process_on_nodes" for name in config.pools)])
     what = "pools need" if config.pools else "pool needs"
     lacks = [resource for resource in needed if total.get(resource, 0) < needed[resource]]

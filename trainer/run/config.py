@@ -242,12 +242,12 @@ def check_files(config: RunConfig) -> None:
 
 
 def _imports(given: Mapping[str, Any]) -> list[str]:
-    found = given.get("imports")
-    if found is None:
+    imports = given.get("imports")
+    if imports is None:
         return []
-    if not isinstance(found, list):
-        raise ConfigError(f"imports is {found!r}; expected a list of modules", key="imports", value=found)
-    return [str(path) for path in found]
+    if not isinstance(imports, list):
+        raise ConfigError(f"imports is {imports!r}; expected a list of modules", key="imports", value=imports)
+    return [str(path) for path in imports]
 
 
 def _rollout_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -276,15 +276,15 @@ def _interpolations(cls: type | None, given: Mapping[str, Any], values: Mapping[
         values: of the section.
         at: its key.
     """
-    found: dict[str, Any] = {}
+    interpolations: dict[str, Any] = {}
     for name in values if cls is None else [item.name for item in dataclasses.fields(cls)]:
         nested = None if cls is None else nested_config(cls, name)
         below = values.get(name)
         if name not in given:
-            found[name] = f"${{{at}.{name}}}"
+            interpolations[name] = f"${{{at}.{name}}}"
         elif nested is not ParallelConfig and isinstance(given[name], Mapping) and (nested or isinstance(below, dict)):
-            found[name] = _interpolations(nested, given[name], below or {}, f"{at}.{name}")
-    return found
+            interpolations[name] = _interpolations(nested, given[name], below or {}, f"{at}.{name}")
+    return interpolations
 
 
 def _check_nodes(key: str, counts: list[int]) -> None:

@@ -84,17 +84,17 @@ class LoraConfig:
         if self.path is None:
             return
         for name, value in peft_fields(self.path).items():
-            own = getattr(self, name)
+            configured = getattr(self, name)
             if name == "exclude":  # whether the adapter has what is left, its tensors tell
-                differs = not set(value) <= set(own)
+                differs = not set(value) <= set(configured)
             else:
-                differs = sorted(own) != sorted(value) if isinstance(value, list) else own != value
+                differs = sorted(configured) != sorted(value) if isinstance(value, list) else configured != value
             if differs:
                 raise ConfigError(
-                    f"model.lora.{name} is {own!r}, and the adapter at {self.path!r} has {value!r}: leave "
+                    f"model.lora.{name} is {configured!r}, and the adapter at {self.path!r} has {value!r}: leave "
                     f"model.lora.{name} out, or set the same",
                     key=f"model.lora.{name}",
-                    value=own,
+                    value=configured,
                 )
 
     @property

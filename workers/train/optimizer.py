@@ -338,8 +338,8 @@ def guarded_step(optimizer: MegatronOptimizer) -> Step:
     optimizer.get_grad_norm = finite_norm
     try:
         made, norm, _ = optimizer.step()
-    except _NotFinite as found:
-        return Step(made=False, grad_norm=found.norm)
+    except _NotFinite as not_finite:
+        return Step(made=False, grad_norm=not_finite.norm)
     finally:
         del optimizer.get_grad_norm  # the method of the class is visible again
     return Step(made=False, grad_norm=math.inf, overflow=True) if norm is None else Step(bool(made), norm)

@@ -22,7 +22,7 @@ from workers.config import OptimConfig
 from workers.config.roles import MicroBatchSize
 from workers.model.utilization import model_flops_utilization
 from workers.train.batches import TokenBatch
-from workers.train.forward import loss_of_own_targets
+from workers.train.forward import loss_of_local_targets
 from workers.train.metrics import LOSS_COUNT, Rule, reduce_reports
 from workers.train.micro_batches import MicroBatcher
 from workers.train.mini_batches import Division, counted_sizes, mini_batches_of_update
@@ -92,8 +92,8 @@ class Gradients:
         earlier: Gradients | None = None,
     ) -> None:
         pg = self._pg = batcher.pg
-        own_loss = functools.partial(loss_of_own_targets, loss, pg)
-        self._compute = functools.partial(run_for_gradients, state.model, forward=forward, loss=own_loss, pg=pg)
+        loss_of_rank = functools.partial(loss_of_local_targets, loss, pg)
+        self._compute = functools.partial(run_for_gradients, state.model, forward=forward, loss=loss_of_rank, pg=pg)
         self._method, self._state, self.routers = method, state, routers
         self.samples: int = samples + (earlier.samples if earlier else 0)
         self._earlier: list[Gradients] = earlier.parts if earlier else []
@@ -282,11 +282,11 @@ class Trainer:
         division = division or Division()
         started = time.perf_counter()
         counted = rows.counted.nonzero().flatten()
-        taken = mini_batches_of_update(method, rows, division, state.counters["updates"], pg.dp, device)
+        division_of_rank = mini_batches_of_update(method, rows, division, state.counters["updates"], pg.dp, device)
         state.weights_version += 1
         reports, steps = list[dict[str, Tensor]](), list[AppliedStep]()
         routers = RouterLosses(state.model, pg, device, count or self._loss_count)
-        for index, most, total in taken:
+        for index, most, total in division_of_rank:
             batches = self._divided(rows, counted[index], most, micro_batch_size)
             gradients = Gradients(method, state, self._batcher, batches, self._forward, loss, routers, total)
             steps.append(self._applied(gradients))

@@ -133,7 +133,7 @@ def whole_tensors(sources: Sequence[Sequence[LocalTensor]]) -> list[LocalTensor]
     Args:
         sources: by rank, its tensors in the order of its model.
     """
-    found: dict[str, tuple[float, LocalTensor]] = {}
+    by_name: dict[str, tuple[float, LocalTensor]] = {}
     for local in sources:
         layer = -1.0  # before the layers
         for tensor in local:
@@ -141,8 +141,8 @@ def whole_tensors(sources: Sequence[Sequence[LocalTensor]]) -> list[LocalTensor]
                 layer = float(numbered[1])
             elif layer >= 0:
                 layer = inf  # after them
-            found.setdefault(tensor.name, (layer, tensor._replace(dim=None, spans=())))
-    return [tensor for _, tensor in sorted(found.values(), key=lambda pair: pair[0])]
+            by_name.setdefault(tensor.name, (layer, tensor._replace(dim=None, spans=())))
+    return [tensor for _, tensor in sorted(by_name.values(), key=lambda pair: pair[0])]
 
 
 def plan_whole(
@@ -227,7 +227,7 @@ def _parts(sources: Sequence[Sequence[LocalTensor]], dims: Mapping[str, int]) ->
             for start, stop, offset in source.along(dim):
                 new = _Part(start, stop, dim, source.dtype, weight, {})
                 parts[source.name].setdefault((start, stop), new).holders[rank] = (slot, offset)
-    return {name: sorted(found.values(), key=lambda part: part.start) for name, found in parts.items()}
+    return {name: sorted(by_span.values(), key=lambda part: part.start) for name, by_span in parts.items()}
 
 
 def _into(
@@ -277,7 +277,9 @@ def interleaved(moves: Sequence[Sequence[Move]]) -> list[Move]:
     Every rank receives from the rank after it first, and from the rank before it last.
     """
     world_size = len(moves)
-    ordered = [sorted(own, key=lambda move: (move.source_rank - move.target_rank) % world_size) for own in moves]
+    ordered = [
+        sorted(of_target, key=lambda move: (move.source_rank - move.target_rank) % world_size) for of_target in moves
+    ]
     return [move for round_of_moves in zip_longest(*ordered) for move in round_of_moves if move is not None]
 
 
@@ -303,9 +305,9 @@ def _add(move: Move, buckets: list[list[Move]], outbound: list[int], inbound: li
         for filled in (outbound, inbound):
             filled += [0] * (index + 1 - len(filled))
         buckets += [[] for _ in range(index + 1 - len(buckets))]
-        taken = max(outbound[index], inbound[index])
-        length = min((limit - taken) // per_index, move.length - done)
-        if length <= 0 and taken == 0:
+        filled_bytes = max(outbound[index], inbound[index])
+        length = min((limit - filled_bytes) // per_index, move.length - done)
+        if length <= 0 and filled_bytes == 0:
             length = 1  # one index alone has more bytes than the limit
         if length > 0:
             part = move._replace(
@@ -326,13 +328,13 @@ def _dims(tensors: Iterable[LocalTensor]) -> dict[str, int]:
     dims: dict[str, set[int]] = defaultdict(set)
     for tensor in tensors:
         dims[tensor.name] |= set() if tensor.dim is None else {tensor.dim}
-    for name, found in dims.items():
-        if len(found) > 1:
+    for name, used in dims.items():
+        if len(used) > 1:
             raise DataError(
-                f"{name} is divided along dims {sorted(found)}; expected one dim on all ranks",
+                f"{name} is divided along dims {sorted(used)}; expected one dim on all ranks",
                 name=name,
             )
-    return {name: min(found, default=0) for name, found in dims.items()}
+    return {name: min(used, default=0) for name, used in dims.items()}
 
 
 def _check_same_model(sources: Sequence[Sequence[LocalTensor]], targets: Sequence[Sequence[LocalTensor]]) -> None:

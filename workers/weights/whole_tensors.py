@@ -83,8 +83,8 @@ class WholeTensors:
         return tensors_in(self.buckets, self._shards()[0].param.device)
 
     def _make_schedule(self, mine: tuple[list[LocalTensor], Wanted]) -> None:
-        of_ranks = all_gather_values(mine)
-        sources = [tensors for tensors, _ in of_ranks]
+        by_rank = all_gather_values(mine)
+        sources = [tensors for tensors, _ in by_rank]
         first: dict[str, int] = {}
         for rank, tensors in enumerate(sources):
             for tensor in tensors:
@@ -92,7 +92,7 @@ class WholeTensors:
         whole = whole_tensors(sources)
         targets = [
             [tensor for tensor in whole if wanted == "all" or (wanted == "first" and first[tensor.name] == rank)]
-            for rank, (_, wanted) in enumerate(of_ranks)
+            for rank, (_, wanted) in enumerate(by_rank)
         ]
         self._wanted, self._planned_for = targets[dist.get_rank()], mine
         self._buckets = plan_whole(sources, targets, self._bucket_bytes) if any(targets) else ()

@@ -96,7 +96,7 @@ class Tools:
             made.tokens[-1] = 3 + made.tokens[-1] % 40
         if kind == "claims":
             made.replied([7])
-            made.own[-1] = 1
+            made.mask[-1] = 1
         if kind == "endless":
             made.replied([7] * RESPONSE)
         if kind == "text":

@@ -39,7 +39,7 @@ SETTINGS: list[dict[Any, Any]] = [
 ]
 PROMPTS: list[Any] = [
     *([], [1.5], [-1], [VOCAB], [2**63], [HUGE], ["a"], "text", None, [[1]], [None], {"a": 1}, 7),
-    *([1] * (PROMPT + 1), Trajectory([VOCAB]), Trajectory([1], tokens=[3], own=[1]), Trajectory([1], tokens=[3])),
+    *([1] * (PROMPT + 1), Trajectory([VOCAB]), Trajectory([1], tokens=[3], mask=[1]), Trajectory([1], tokens=[3])),
 ]
 
 
@@ -186,11 +186,11 @@ def sends(*values: Any) -> Callable[[Any], Any]:
     return ask
 
 
-MADE = Trajectory(GOOD, tokens=[3], own=[0], log_probs=[0.0], versions=[-1])
+MADE = Trajectory(GOOD, tokens=[3], mask=[0], log_probs=[0.0], versions=[-1])
 BEHAVIORS: dict[str, Callable[[Any], Any]] = {
     "tokens are floats": changed(tokens=array("d", [1.5])),
     "tokens are text": changed(tokens="abc"),
-    "own is 7": changed(own=array("b", [7] * 3), tokens=array("q", [3] * 3)),
+    "mask is 7": changed(mask=array("b", [7] * 3), tokens=array("q", [3] * 3)),
     "prompt is None": changed(prompt=None),
     "turns is text": changed(turns="many"),
     "turns is huge": changed(turns=2**70),
@@ -220,7 +220,7 @@ BEHAVIORS: dict[str, Callable[[Any], Any]] = {
     "cancel a list": sends("cancel", [1]),
     "end with nothing": sends("end"),
     "end with a number": sends("end", 7),
-    "end with others' tokens": sends("end", dataclasses.replace(MADE, own=[1])),
+    "end with others' tokens": sends("end", dataclasses.replace(MADE, mask=[1])),
     "raised nothing": sends("raised"),
     "stopped": sends("stopped"),
 }

@@ -245,7 +245,7 @@ def loading_error(config: ActorConfig) -> tuple[str, list[str]]:
     worker = callable_directly(ActorRolloutRefWorker(config, "rollout"))
     with pytest.raises(DataError) as caught:
         worker.init_model()
-    return caught.value.tensor, getattr(caught.value, "unread", [])
+    return caught.value.tensor, getattr(caught.value, "unused", [])
 
 
 @pytest.mark.simulated

@@ -203,7 +203,7 @@ def dropped(parallel: dict[str, Any]) -> dict[str, Any]:
     worker = adapted(parallel, "actor", model=EXPERTS | {"lora": DROPOUT})
     sums: dict[str, list[list[float]]] = {"linear_fc1": [], "linear_fc2": []}
     with torch.no_grad(), worker.context.activate():
-        for adapter in adapters_of(worker.model)[0].each():
+        for adapter in adapters_of(worker.model)[0]:
             if adapter.target.experts:
                 adapter.train()
                 for factor in adapter.parameters():

@@ -69,21 +69,21 @@ def model_fields_from_hf(path: str | os.PathLike[str], provider: str = "native")
             value=model_type,
         )
     check_config_keys(config, MODEL_FAMILIES[model_type])
-    found = {"provider": provider, "family": model_type, "hf_path": local_directory(path)}
-    return MODEL_FAMILIES[model_type].fields_from(config) | found
+    fields = {"provider": provider, "family": model_type, "hf_path": local_directory(path)}
+    return MODEL_FAMILIES[model_type].fields_from(config) | fields
 
 
 def _sizes_of(config: dict[str, Any]) -> dict[str, Any]:
     """The sizes in ``config.json`` of any family; of a model with images, those of its text."""
     source = config | (config.get("text_config") or {})
-    found = {
+    fields = {
         name: next(source[key] for key in keys if source.get(key) is not None)
         for name, keys in _SIZES.items()
         if any(source.get(key) is not None for key in keys)
     }
-    if "num_moe_experts" not in found:
-        found.pop("moe_ffn_hidden_size", None)
-    return found
+    if "num_moe_experts" not in fields:
+        fields.pop("moe_ffn_hidden_size", None)
+    return fields
 
 
 def describes_model(path: str | os.PathLike[str]) -> bool:

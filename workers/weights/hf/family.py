@@ -97,9 +97,9 @@ class ModelFamily(ABC):
         Args:
             fields: fields of ``ModelConfig`` or of Megatron's ``TransformerConfig``.
         """
-        own: dict[str, Any] = {"add_qkv_bias": self.add_qkv_bias, "qk_layernorm": self.qk_layernorm}
+        flags: dict[str, Any] = {"add_qkv_bias": self.add_qkv_bias, "qk_layernorm": self.qk_layernorm}
         differing: dict[str, Any] = {
-            name: value for name, value in own.items() if value not in (None, fields.get(name))
+            name: value for name, value in flags.items() if value not in (None, fields.get(name))
         }
         if (fields.get("num_moe_experts") is not None) != self.has_experts:
             differing["num_moe_experts"] = "a number" if self.has_experts else None

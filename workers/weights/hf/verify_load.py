@@ -154,14 +154,14 @@ def _recorded(chunks: Sequence[Any], context: MegatronContext) -> list[_Part]:
     whole = -(-_TOKENS // multiple) * multiple
     ids = torch.nn.functional.pad(_ids(chunks[0].unpadded_vocab_size), (0, whole - _TOKENS)).to(device)
     positions = zigzag_positions(whole, pg.cp.size(), pg.cp.rank(), device)[None]
-    seen: dict[int, tuple[Tensor, Tensor]] = {}
+    hidden_states: dict[int, tuple[Tensor, Tensor]] = {}
     outputs: list[Tensor] = []
 
     def record(layer: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
         given = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
         returned = output[0] if isinstance(output, tuple) else output
         # Copies: after a stage has sent its output, the schedule frees the memory.
-        seen.setdefault(layer.layer_number - 1, (given.clone(), returned.clone()))
+        hidden_states.setdefault(layer.layer_number - 1, (given.clone(), returned.clone()))
 
     def step(_: Any, chunk: Any) -> tuple[Tensor, Callable[..., Any]]:
         output = chunk(ids.gather(1, positions), positions, None, runtime_gather_output=True)
@@ -195,7 +195,7 @@ def _recorded(chunks: Sequence[Any], context: MegatronContext) -> list[_Part]:
     for hook in hooks:
         hook.remove()
     joined = functools.partial(_joined, context=context, divided=config.sequence_parallel)
-    hidden = {number: (joined(given), joined(returned)) for number, (given, returned) in sorted(seen.items())}
+    hidden = {number: (joined(given), joined(returned)) for number, (given, returned) in sorted(hidden_states.items())}
     parts = [_Part(number, f"model.layers.{number}", *both) for number, both in hidden.items()]
     if chunks[0].pre_process:
         parts.insert(0, _Part(-1, "model.embed_tokens", None, hidden[0][0]))

@@ -130,7 +130,7 @@ def test_an_agent_with_a_tool_is_one_trajectory_of_exact_tokens(
     turns = [[SHIFT + ord(each) for each in text] + [END] for text in (CALL, "It is 5.")]
     reply = tokenizer.encode(f"\n[tool]5{chr(END)}\n[assistant]")
     assert made.tokens.tolist() == turns[0] + reply + turns[1]
-    assert made.own.tolist() == [1] * len(turns[0]) + [0] * len(reply) + [1] * len(turns[1])
+    assert made.mask.tolist() == [1] * len(turns[0]) + [0] * len(reply) + [1] * len(turns[1])
     assert made.versions.tolist() == [0] * len(turns[0]) + [-1] * len(reply) + [1] * len(turns[1])
     assert made.log_probs[-2] == pytest.approx(made.tokens[-2] / -100)
 
@@ -160,7 +160,7 @@ def test_sessions_at_once_record_their_own_tokens(serve: Callable[..., ChatServe
     with ThreadPoolExecutor(16) as agents:
         for number, made in enumerate(agents.map(converse, range(16))):
             assert f"[user]{number} + 3?" in Characters().decode(made.prompt) and made.seed == number
-            reply = [token for token, own in zip(made.tokens, made.own, strict=True) if not own]
+            reply = [token for token, sampled in zip(made.tokens, made.mask, strict=True) if not sampled]
             assert reply == Characters().encode(f"\n[tool]{number}{chr(END)}\n[assistant]")
 
 
@@ -187,7 +187,7 @@ def test_no_text_of_a_tool_changes_which_tokens_are_recorded(serve: Callable[...
     said = ask(messages=ASK)["message"]
     ask(messages=[*ASK, said, {"role": "tool", "tool_call_id": said["tool_calls"][0]["id"], "content": text}])
     (made,) = session.close()
-    reply = [token for token, own in zip(made.tokens, made.own, strict=True) if not own]
+    reply = [token for token, sampled in zip(made.tokens, made.mask, strict=True) if not sampled]
     assert reply == Characters().encode(f"\n[tool]{text}{chr(END)}\n[assistant]")
 
 
@@ -319,7 +319,7 @@ def test_a_turn_that_a_client_cuts_off_goes_on_with_the_end_of_the_message(serve
     assert (first["message"]["content"], first["finish_reason"]) == (CALL[:5], "length")
     ask(messages=[*ASK, first["message"], {"role": "user", "content": "Go on."}])
     (made,) = session.close()
-    reply = [token for token, own in zip(made.tokens, made.own, strict=True) if not own]
+    reply = [token for token, sampled in zip(made.tokens, made.mask, strict=True) if not sampled]
     assert made.tokens[:5].tolist() == [SHIFT + ord(letter) for letter in CALL[:5]]
     assert reply == Characters().encode(f"{chr(END)}\n[user]Go on.{chr(END)}\n[assistant]")
 
@@ -462,8 +462,8 @@ def test_an_agent_of_a_public_library_trains_unchanged() -> None:
     pytest.importorskip("agents.models.openai_chatcompletions", reason="openai-agents is not installed")
     (made,) = run_agent("adder_of_openai_agents", "")
     assert isinstance(made, Trajectory) and (made.turns, made.ended) == (2, "stop")
-    own = [token for token, mark in zip(made.tokens, made.own, strict=True) if mark]
-    assert own == [SHIFT + ord(each) for each in CALL] + [END] + [SHIFT + ord(each) for each in "It is 5."] + [END]
+    sampled = [token for token, mark in zip(made.tokens, made.mask, strict=True) if mark]
+    assert sampled == [SHIFT + ord(each) for each in CALL] + [END] + [SHIFT + ord(each) for each in "It is 5."] + [END]
 
 
 @pytest.mark.parametrize(("agent", "text"), [("with_urllib", "which is not async"), ("nothing", "nothing")])
