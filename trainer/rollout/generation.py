@@ -99,11 +99,7 @@ class RolloutWeights:
         return version
 
     def update(self) -> None:
-        """Send the weights now, if the policy has changed; first wait for the generation in flight.
-
-        Raises:
-            GroupError: the generation failed.
-        """
+        """Send the weights now, if the policy has changed; first wait for the generation in flight."""
         if self._groups is None or not (self._stale or self._are_lost(self._groups[1])):
             return
         if self._generating is not None:
@@ -270,7 +266,6 @@ class Generations:
         Raises:
             ConfigError: no group generates yet.
             DataError: the batch has another size than those in flight.
-            GroupError: a batch could not be generated.
         """
         self._start(problems)
         while len(self._queue) <= self._ahead:
@@ -328,7 +323,6 @@ class Generations:
         """Wait for the batches in flight; return them with all their columns, and the state of the group's sampling.
 
         Raises:
-            GroupError: the group failed.
             DataError: a batch was not drawn from the data set of the run, which has to draw its problems again.
         """
         return self._generated(), self._sampling_state()

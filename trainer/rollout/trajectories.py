@@ -84,7 +84,6 @@ class Submitted(Future[Trajectory]):
 
         Raises:
             CancelledError: it was cancelled.
-            GroupError: the group that generates failed.
         """
         while not self.done() and not self._rollout.driven:
             self._rollout.advance()

@@ -46,7 +46,7 @@ def role_programs(config: RunConfig, *, most_ranks: int = 8, shrinks: bool = Tru
 
 def _without_weights(config: RunConfig) -> RunConfig:
     """Return the run with random weights: a directory of Hugging Face may have its ``config.json`` alone."""
-    sections = {name: getattr(config, name) for name in CONFIG_KEYS.values()}
-    with_model = {name: section for name, section in sections.items() if hasattr(section, "model")}
-    models = {name: replace(section.model, hf_path=None) for name, section in with_model.items()}
-    return replace(config, **{name: replace(section, model=models[name]) for name, section in with_model.items()})
+    sections: dict[str, Any] = {
+        key: replace(section, model=replace(section.model, hf_path=None)) for key, section in config.sections().items()
+    }
+    return replace(config, **sections)

@@ -105,7 +105,7 @@ class ModelConfig:
     auto is bridge for a model that is as its config.json says, where Bridge and Transformer Engine are installed.
     """
     verify_load: str = "auto"
-    """Compare every layer with transformers on the CPU after loading: layers, off, or auto (files up to 1 GiB).
+    """Compare every layer with transformers after a load and an export: layers, off, or auto (files up to 1 GiB).
 
     With provider=bridge, auto is layers.
     """

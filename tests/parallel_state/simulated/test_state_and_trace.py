@@ -99,7 +99,7 @@ def test_a_trace_has_every_transfer_by_axis_operation_bytes_and_line() -> None:
 
 
 def test_schedules_are_checked() -> None:
-    with pytest.raises(ParallelStateError, match="or 'random' with one"):
+    with pytest.raises(ParallelStateError):
         run_ranks(2, dist.barrier, schedule="random")
 
 

@@ -1,4 +1,4 @@
-"""Compare a loaded model with transformers, layer by layer: a model that computes something else is an error.
+"""Compare a model with transformers, layer by layer, after a load and after an export: a difference is an error.
 
 A few fixed tokens go through the parallel model. Each pipeline stage then computes its own layers once more on the
 CPU, with transformers, from the same files: every layer from the hidden states that the parallel model gave it, so that
@@ -48,7 +48,7 @@ _STACKED = {
 
 
 def verify_load(chunks: Sequence[nn.Module], model: Any, context: MegatronContext) -> str:
-    """Compare a model that was loaded from ``model.hf_path`` with transformers (a collective).
+    """Compare a model with what transformers computes from the files at ``model.hf_path`` (a collective).
 
     Args:
         chunks: this rank's model chunks, not wrapped.
@@ -91,7 +91,7 @@ def verify_load(chunks: Sequence[nn.Module], model: Any, context: MegatronContex
             raise DataError(
                 f"{difference.name} of the model at {model.hf_path} differs from transformers: {difference.share:.0%} "
                 f"of {_TOKENS} tokens by more than rounding, by up to {difference.relative:.1e} of their length. Its "
-                "weights or its configuration are read wrongly: report it, or set model.verify_load=off",
+                "weights or its configuration are read or written wrongly: report it, or set model.verify_load=off",
                 layer=difference.name,
             )
     largest, seconds = max(difference.relative for difference in everywhere), time.perf_counter() - started

@@ -241,11 +241,12 @@ def test_tool_calls_are_the_objects_with_a_name(text: str, rest: str | None, cal
 def test_sessions_end_with_an_error_that_names_them(serve: Callable[..., ChatServer]) -> None:
     server = serve()
     session = server.open("a")
-    with pytest.raises(DataError, match="session 'used' has no trajectory: no request has arrived") as caught:
+    with pytest.raises(DataError) as caught:
         server.open("used").close()
     assert caught.value.session == "used"
-    with pytest.raises(DataError, match="session 'a' is open: give each trajectory a session of its own"):
+    with pytest.raises(DataError) as caught:
         server.open("a")
+    assert caught.value.session == "a"
     with pytest.raises(DataError):
         server.open("a/b")
     with_urllib(server.url_of(session), "another key", messages=ASK)
@@ -274,8 +275,9 @@ def test_a_group_that_fails_ends_the_session_and_not_the_server(serve: Callable[
     session.rollout = Broken()
     with pytest.raises(ValueError, match="WorkerDied: rank 3 has died"):
         with_urllib(server.base_url, session.api_key, messages=ASK)
-    with pytest.raises(DataError, match="session 'a' has no trajectory: WorkerDied"):
+    with pytest.raises(DataError) as caught:
         session.close()
+    assert caught.value.session == "a"
     assert with_urllib(server.base_url, other.api_key, messages=ASK)["finish_reason"] == "tool_calls"
 
 
@@ -343,8 +345,9 @@ def test_what_clients_send_without_a_meaning_here_is_accepted(serve: Callable[..
 def test_a_server_without_its_packages_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     monkeypatch.delitem(sys.modules, http_server.__name__)
-    with pytest.raises(ConfigError, match=r"'uvicorn': pip install 'mcontroller\[agents\]'"):
+    with pytest.raises(ConfigError) as caught:
         ChatServer(None, Characters())
+    assert (caught.value.key, caught.value.value) == ("multi_turn.episode", "agents")
 
 
 @pytest.mark.parametrize("sent", [0, 10, -5], ids=["nothing", "half of a header", "half of a body"])
@@ -378,8 +381,9 @@ def test_a_client_that_disconnects_cancels_its_trajectory(serve: Callable[..., C
     assert ended.wait(30) and submitted.cancelled() and not server.rollout.start()
     while session.in_use:
         time.sleep(0.01)
-    with pytest.raises(DataError, match="has no trajectory: its client has disconnected in the middle of a request"):
+    with pytest.raises(DataError) as caught:
         session.close()
+    assert caught.value.session == "a"
 
 
 def test_a_session_that_is_closed_cancels_its_request(serve: Callable[..., ChatServer]) -> None:
@@ -391,8 +395,9 @@ def test_a_session_that_is_closed_cancels_its_request(serve: Callable[..., ChatS
         while session.submitted is None and time.monotonic() < until:
             time.sleep(0.01)
         (submitted,) = server.rollout.live
-        with pytest.raises(DataError, match="session 'a' has no trajectory: a request is running"):
+        with pytest.raises(DataError) as caught:
             session.close()
+        assert caught.value.session == "a"
         assert client.recv(12) == b"HTTP/1.1 400" and submitted.cancelled()
 
 
@@ -466,8 +471,8 @@ def test_an_agent_of_a_public_library_trains_unchanged() -> None:
     assert sampled == [SHIFT + ord(each) for each in CALL] + [END] + [SHIFT + ord(each) for each in "It is 5."] + [END]
 
 
-@pytest.mark.parametrize(("agent", "text"), [("with_urllib", "which is not async"), ("nothing", "nothing")])
-def test_an_agent_that_cannot_run_is_rejected_with_its_field(agent: str, text: str) -> None:
-    with pytest.raises(ConfigError, match=text) as caught:
+@pytest.mark.parametrize("agent", ["with_urllib", "nothing"])
+def test_an_agent_that_cannot_run_is_rejected_with_its_field(agent: str) -> None:
+    with pytest.raises(ConfigError) as caught:
         run_agent(agent)
     assert caught.value.key == "multi_turn.options.agent"
