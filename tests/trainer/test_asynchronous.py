@@ -151,9 +151,9 @@ def test_a_run_that_is_killed_anywhere_resumes_to_the_same_weights(tmp_path: Pat
 
     settings = {"save_freq": 2}
     whole, lines = run(sliced_config(STEPS, tmp_path / "run", 2, settings, **options), callbacks=[Copies()])
-    found = sorted(copies.iterdir())
-    assert len(found) == 3
-    for directory in found:
+    actual = sorted(copies.iterdir())
+    assert len(actual) == 3
+    for directory in actual:
         config = sliced_config(STEPS, directory, 2, {**settings, "resume": True}, **options)
         resumed, again = run(config)
         # a live run is free after the events that it finds; the replay of its log is the test of that
@@ -265,9 +265,9 @@ def test_a_race_in_a_callback_is_a_seed_that_fails_each_time(tmp_path: Path) -> 
                 continue
             yield "fails"
 
-    found = {seed: [*outcomes(seed)] for seed in range(5)}
-    assert all(len(set(each)) == 1 for each in found.values())
-    assert ["fails"] * 3 in found.values()
+    actual = {seed: [*outcomes(seed)] for seed in range(5)}
+    assert all(len(set(each)) == 1 for each in actual.values())
+    assert ["fails"] * 3 in actual.values()
 
 
 def test_the_shares_of_time_name_the_pool_that_is_too_slow(tmp_path: Path) -> None:

@@ -265,13 +265,13 @@ def test_importance_weights_are_the_trained_policy_over_the_generating_one() -> 
         def batch_ready(self, trainer: Any, batch: DataProto) -> None:
             policy = ToyActor._log_probs(trainer.actor.workers[0].table, batch)
             ratio = torch.exp(policy - batch.batch["rollout_log_probs"]).clamp(max=2.0)
-            found.append((batch.batch["importance_weights"], ratio))
+            actual.append((batch.batch["importance_weights"], ratio))
 
-    found: list[tuple[torch.Tensor, torch.Tensor]] = []
+    actual: list[tuple[torch.Tensor, torch.Tensor]] = []
     run(off_policy(4), callbacks=[Weights()])
-    for weights, expected in found:
+    for weights, expected in actual:
         torch.testing.assert_close(weights, expected, rtol=0, atol=1e-6)
-    assert bool((found[0][0] == 1.0).all()) and all(bool((weights != 1.0).any()) for weights, _ in found[1:])
+    assert bool((actual[0][0] == 1.0).all()) and all(bool((weights != 1.0).any()) for weights, _ in actual[1:])
 
 
 @pytest.mark.parametrize("staleness", [0, 1])

@@ -573,12 +573,12 @@ def test_the_reference_follows_the_policy_as_scheduled():
 
 
 def test_truncated_responses_are_left_out_of_the_losses():
-    seen = []
+    recorded = []
 
     class Masked(ToyActor):
         @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
         def update_actor(self, data):
-            seen.append(data.batch["response_mask"].clone())
+            recorded.append(data.batch["response_mask"].clone())
             return super().update_actor(data)
 
     class StopsAtZero(ToyTokenizer):
@@ -590,5 +590,5 @@ def test_truncated_responses_are_left_out_of_the_losses():
     others = {"val_dataset": None, "tokenizer": StopsAtZero(), "trackers": [records]}
     with started(toy_trainer(config, {Role.ActorRolloutRef: Masked}, **others)) as trainer:
         trainer.fit()
-    kept = float(seen[0].float().mean())
+    kept = float(recorded[0].float().mean())
     assert 0 < kept < 0.5 and records.of("response/truncated") == [(1, pytest.approx(1 - kept))]

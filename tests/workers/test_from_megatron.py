@@ -145,8 +145,8 @@ def test_field_that_changes_what_is_computed_is_not_read_over(name: str, value: 
         with pytest.raises(ConfigError) as caught:
             model_config_from_megatron(source, **sizes)
         assert (caught.value.key, caught.value.value) == (f"model.{name}", value)
-        found = model_config_from_megatron(source, **sizes, transformer={name: value})
-        assert found.transformer == {name: value}
+        actual = model_config_from_megatron(source, **sizes, transformer={name: value})
+        assert actual.transformer == {name: value}
 
 
 def test_router_of_other_experts_is_not_read_over() -> None:

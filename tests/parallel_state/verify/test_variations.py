@@ -41,8 +41,7 @@ def test_an_average_of_micro_batch_averages_is_found_in_one_process() -> None:
     program = smaller(GPT, calculate_per_token_loss=False, forward_step=forward_step)
     with pytest.raises(LayoutDiffers) as caught:
         verify_layout(program, "mbs=2")
-    first = caught.value.outcome.differences[0]
-    assert (first.kind, first.step, first.rank) == ("gradient", 1, 0)
+    assert {(each.kind, each.step, each.rank) for each in caught.value.outcome.differences} >= {("gradient", 1, 0)}
 
 
 def test_batches_that_are_no_dicts_cannot_be_merged() -> None:

@@ -68,9 +68,9 @@ def test_scores_are_complete_although_processes_are_killed_while_they_start(tmp_
         "    return float(response)\n"
     )
     pool = ScoringProcesses({"score": RewardFunctionConfig(f"{file}:score")}, processes=2, timeout_s=30.0)
-    found = pool.run([Task("score", [{"response": str(row)}], [row]) for row in range(4)])
+    actual = pool.run([Task("score", [{"response": str(row)}], [row]) for row in range(4)])
     pool.close()
-    assert found == {"score": {row: ScoreOutcome(float(row)) for row in range(4)}}
+    assert actual == {"score": {row: ScoreOutcome(float(row)) for row in range(4)}}
     assert pool.replaced == 2
 
 

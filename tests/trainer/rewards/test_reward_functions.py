@@ -46,7 +46,7 @@ def test_an_async_reward_function_is_awaited():
         ("good", {"value": "good"}),
         ({"score": 1.0}, {"value": {"score": 1.0}}),
         ([1.0, "good", 0.0], {"row": 1, "value": "good"}),
-        ([1.0, 0.0, float("inf")], {"row": 2, "value": float("inf")}),
+        ([1.0, 0.0, float("nan")], {"row": 2}),
     ],
 )
 def test_scores_that_do_not_fit_are_rejected_with_the_response(result, fields):

@@ -58,11 +58,11 @@ def run(episode: Callable[..., Any], **options: Any) -> tuple[Any, dict[str, flo
         problems = [{"prompt_ids": GOOD, "hostile": hostile} for hostile in (False, True, False)]
         futures = [episodes.start(problem, seed=row) for row, problem in enumerate(problems)]
         episodes.run()
-        found: list[Any] = [each.exception() or each.result() for each in futures]
+        actual: list[Any] = [each.exception() or each.result() for each in futures]
         for seed in (0, 2):
-            assert isinstance(found[seed], Trajectory) and found[seed].tokens.tolist() == of_tools(seed)
-        failed = [Trajectory([1], ended=each.kind) if isinstance(each, EpisodeError) else each for each in found]
-        return found[1], episodes.take_metrics(failed)
+            assert isinstance(actual[seed], Trajectory) and actual[seed].tokens.tolist() == of_tools(seed)
+        failed = [Trajectory([1], ended=each.kind) if isinstance(each, EpisodeError) else each for each in actual]
+        return actual[1], episodes.take_metrics(failed)
     finally:
         episodes.close()
 

@@ -54,10 +54,10 @@ def test_a_field_of_the_optimizer_without_effect_is_rejected(optim: dict[str, An
 
 
 def test_the_optimizer_is_distributed_by_default_over_several_ranks_on_a_gpu() -> None:
-    found = [
+    actual = [
         OptimConfig().resolved(ranks, on_gpu=gpu).distributed_optimizer for ranks in (1, 2) for gpu in (False, True)
     ]
-    assert found == [False, False, False, True]
+    assert actual == [False, False, False, True]
     chosen = OptimConfig(distributed_optimizer=False).resolved(2, on_gpu=True)
     assert (chosen.distributed_optimizer, OptimConfig(optimizer="sgd").resolved(2, on_gpu=True)) == (
         False,

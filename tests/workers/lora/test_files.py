@@ -109,9 +109,9 @@ def test_names_of_megatron_select_what_those_of_peft_do() -> None:
     for target, names in (("linear_qkv", ["q_proj", "k_proj", "v_proj"]), ("linear_proj", ["o_proj"])):
         ours, theirs = (LoraConfig(rank=4, alpha=8.0, targets=each) for each in ([target], names))
         for layer, (name, hf_names) in layers.items():
-            found = adapter_target(ours, name, hf_names)
-            assert found == adapter_target(theirs, name, hf_names)
-            assert (found is None) == (layer != target)
+            actual = adapter_target(ours, name, hf_names)
+            assert actual == adapter_target(theirs, name, hf_names)
+            assert (actual is None) == (layer != target)
 
 
 @pytest.mark.parametrize(

@@ -121,12 +121,12 @@ def test_checkpoints_of_adapters_resume_and_move(source: str, target: str, same:
     world_size, parallel, optim, model = LAYOUTS[source]
     expected = run_ranks(saved, world_size, parallel, optim, model, tmp_path)[0]
     world_size, parallel, optim, _ = LAYOUTS[target] if target != "one" else (1, {}, {}, {})
-    found = run_ranks(resumed, world_size, parallel, optim, model, tmp_path)[0]
-    assert largest_difference(expected["factors"], found) <= (0.0 if same else 1e-5)
+    actual = run_ranks(resumed, world_size, parallel, optim, model, tmp_path)[0]
+    assert largest_difference(expected["factors"], actual) <= (0.0 if same else 1e-5)
     manifest = json.loads((Path(expected["directory"]) / "manifest.json").read_text())
     shapes = manifest["weights"]["model"]
     assert all(name.startswith("lora.") for name in shapes)
-    assert sum(math.prod(shape) for shape in shapes.values()) == sum(each.numel() for each in found.values())
+    assert sum(math.prod(shape) for shape in shapes.values()) == sum(each.numel() for each in actual.values())
 
 
 def rejected(changes: dict[str, Any], path: Path) -> str:

@@ -162,9 +162,9 @@ def test_logits_are_transformers_and_the_export_is_bit_exact(
     ranks = run_ranks(imported, world_size(axes), checkpoints[family], axes, tmp_path / "out")
     expected = of_transformers(checkpoints[family])
     assert expected.std() > 0.3
-    found = [rank["logits"] for rank in ranks if rank["logits"] is not None]
-    assert len(found) == len(ranks) // axes.get("pp", 1)
-    for logits in found:
+    actual = [rank["logits"] for rank in ranks if rank["logits"] is not None]
+    assert len(actual) == len(ranks) // axes.get("pp", 1)
+    for logits in actual:
         torch.testing.assert_close(logits[..., :VOCAB], expected, atol=1e-4, rtol=0)
         assert (logits[..., VOCAB:] < -1e4).all()  # what pads the vocabulary is never sampled
     original = weights_at(checkpoints[family])
@@ -253,9 +253,9 @@ def in_its_own_dtype(path: Path) -> dict[str, torch.Tensor]:
 def test_bfloat16_weights_stay_as_they_are(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(checkpoints["qwen2"], dtype=torch.bfloat16)
     model.save_pretrained(tmp_path)
-    found = run_ranks(in_its_own_dtype, 2, tmp_path)[1]
-    assert {tensor.dtype for tensor in found.values()} == {torch.bfloat16}
-    assert_equal(found, weights_at(tmp_path))
+    actual = run_ranks(in_its_own_dtype, 2, tmp_path)[1]
+    assert {tensor.dtype for tensor in actual.values()} == {torch.bfloat16}
+    assert_equal(actual, weights_at(tmp_path))
 
 
 # ---- configurations --------------------------------------------------------------------------------------------------

@@ -67,10 +67,10 @@ def test_scores_gradients_and_tokens_are_those_of_transformers(
 ) -> None:
     of_model = reference(name)
     assert max(float(gradient.abs().max()) for gradient in of_model.computed["gradients"].values()) > 0.1
-    found = of_model.differences(LAYOUTS[layout], packed)
-    exact = {quantity: found.pop(quantity) for quantity in ("load", "export", "generation") if quantity in found}
+    actual = of_model.differences(LAYOUTS[layout], packed)
+    exact = {quantity: actual.pop(quantity) for quantity in ("load", "export", "generation") if quantity in actual}
     assert set(exact.values()) == {0.0}
-    assert max(found.values()) < 1e-5, found
+    assert max(actual.values()) < 1e-5, actual
 
 
 @pytest.mark.parametrize("name", NAMES)
