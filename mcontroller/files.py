@@ -27,6 +27,7 @@ _WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 _held: dict[Path, int] = {}
 """The descriptors of the locks that this process holds, by path."""
+_logger = logging.getLogger(__name__)
 
 
 def _close_inherited() -> None:
@@ -36,8 +37,6 @@ def _close_inherited() -> None:
 
 
 os.register_at_fork(after_in_child=_close_inherited)
-
-_logger = logging.getLogger(__name__)
 
 
 def replace_text(path: Path, text: str) -> None:

@@ -18,7 +18,7 @@ from workers import ActorConfig, load_config
 from workers.generate.vllm.buckets import SharedBuckets
 from workers.generate.vllm.gpu_memory import measured_memory
 from workers.weights.fingerprints import tensor_fingerprints
-from workers.weights.resharding import tensor_in
+from workers.weights.whole_tensors import tensor_in
 
 pytestmark = pytest.mark.processes
 

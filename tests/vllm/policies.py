@@ -16,9 +16,9 @@ from mcontroller.dispatch.registration import register
 from workers import ActorConfig, ActorRolloutRefWorker, load_config
 from workers.generate.rollout_protocol import PolicyWeights
 from workers.generate.vllm.rollout import VllmRollout
-from workers.weights.resharding import BucketMemory, Wanted, tensor_in
-from workers.weights.resharding_schedule import TensorInBucket
+from workers.weights.moves import TensorInBucket
 from workers.weights.verification import WeightsNotArrived
+from workers.weights.whole_tensors import BucketMemory, Wanted, tensor_in
 
 VOCAB, PROMPT, RESPONSE = 131, 160, 12  # prompts of more than one block of vLLM's cache
 EOS, PAD = 2, 0

@@ -22,6 +22,9 @@ from workers.generate.vllm.checks import check_vllm
 from workers.generate.vllm.placement import gpus_used
 from workers.generate.vllm.rollout import vllm_rollout
 
+ROLLOUT_ENGINES: Registry[RolloutEngine] = Registry("rollout engine", key="rollout.engine")
+"""Every registered engine by its name."""
+
 
 @dataclass(frozen=True)
 class RolloutEngine:
@@ -45,10 +48,6 @@ class RolloutEngine:
     in_worker: bool = False
     records_experts: bool = False
     gpus_used: Callable[[ActorConfig, Sequence[int], Sequence[str]], int] = lambda config, shards, nodes: len(nodes)
-
-
-ROLLOUT_ENGINES: Registry[RolloutEngine] = Registry("rollout engine", key="rollout.engine")
-"""Every registered engine by its name."""
 
 
 def _check_megatron(config: ActorConfig) -> None:

@@ -14,9 +14,9 @@ from workers.generate.sampling import Sampling
 from workers.weights.fingerprints import Fingerprint, shard_fingerprints
 from workers.weights.hf.model import CheckpointTensors, hf_whole_tensors
 from workers.weights.hf.names import hf_shards, model_family
-from workers.weights.resharding import BucketMemory, InBuckets, Wanted, tensors_in
-from workers.weights.resharding_schedule import TensorInBucket
+from workers.weights.moves import TensorInBucket
 from workers.weights.shards import model_shards
+from workers.weights.whole_tensors import BucketMemory, InBuckets, Wanted, tensors_in
 
 
 class Prompts(NamedTuple):

@@ -11,7 +11,7 @@ from megatron.core.utils import unwrap_model
 from parallel_state.simulated import CommunicationTrace, run_ranks
 from tests.workers.roles import actor
 from workers.weights.hf.model import hf_whole_tensors
-from workers.weights.resharding import tensor_in
+from workers.weights.whole_tensors import tensor_in
 
 MODELS: dict[str, dict[str, Any]] = {
     "dense": {},
@@ -69,7 +69,7 @@ def test_a_rank_gets_what_it_lacks_in_one_exchange_and_others_get_nothing(model:
     assert not none and not any(others)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-    exchanges = trace.select(rank=1, line="weights/resharding.py")
+    exchanges = trace.select(rank=1, line="weights/whole_tensors.py")
     assert len(exchanges) == 1  # a bucket of 1 MiB has the whole model
 
 

@@ -35,7 +35,7 @@ from workers.gpu_ids import node_id
 from workers.lora.peft_files import write_adapter
 from workers.weights.fingerprints import Fingerprint
 from workers.weights.hf.config import hf_config_of
-from workers.weights.resharding_schedule import TensorInBucket
+from workers.weights.moves import TensorInBucket
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ import torch
 from tests.workers.generate.vllm.stand_in import WEIGHTS_BYTES, EngineInProcess, Gpu, StandInLLM, standing_in
 from workers.generate.vllm.buckets import SharedBuckets
 from workers.generate.vllm.engine_process import EngineError
-from workers.weights.resharding import tensor_in
+from workers.weights.whole_tensors import tensor_in
 
 GB = 1 << 30
 WEIGHT = ("weight", "float32", (3,), 0)
