@@ -158,17 +158,23 @@ class _Pickler(cloudpickle.Pickler):
         base.__init__(sink, protocol=5, buffer_callback=partial(_keep_in_stream, self.buffers))
 
     def reducer_override(self, obj: Any) -> Any:
-        kind, base = type(obj), cast(Any, super())
-        if kind is FunctionType or kind is type:  # nearly always one of this project, which is pickled as its name
-            return NotImplemented if obj.__module__.startswith(_OWN) else base.reducer_override(obj)
+        kind = type(obj)
+        if kind is FunctionType or issubclass(kind, type):
+            # nearly always one of this project, which is pickled as its name
+            return NotImplemented if obj.__module__.startswith(_OWN) else cast(Any, super()).reducer_override(obj)
         if kind is np.ndarray and not obj.dtype.hasobject:
             content: Any = np.ascontiguousarray(obj).reshape(-1).view(np.uint8)
-            return _array, (pickle.PickleBuffer(content), obj.dtype, obj.shape)
+            return _array, (
+                pickle.PickleBuffer(content),
+                obj.dtype.str if obj.dtype.isbuiltin else obj.dtype,
+                obj.shape,
+            )
         if _holds_tensors(obj):
             from mcontroller.data.pickling import reduce  # loads torch, which is loaded already if there is a tensor
 
             return reduce(obj)
-        return base.reducer_override(obj)
+        # An answer spares the lookup in Ray's table of reducers, which costs more than a small column.
+        return obj.__reduce_ex__(5) if kind.__module__.startswith(_OWN) else NotImplemented
 
 
 def _keep_in_stream(buffers: list[Any], buffer: pickle.PickleBuffer) -> bool:
