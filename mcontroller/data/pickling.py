@@ -155,7 +155,9 @@ def _is_memory_mapped(tensor: Tensor) -> bool:
 
 def _tensor(array: np.ndarray, dtype: torch.dtype, device: str, requires_grad: bool, parameter: bool) -> Tensor:
     tensor = torch.from_numpy(_private(array)) if array.size else torch.empty(array.shape, dtype=dtype)
-    tensor = tensor.view(dtype).to(local_device(device))
+    tensor = tensor.view(dtype)
+    if device != "cpu":
+        tensor = tensor.to(local_device(device))
     if parameter:
         return torch.nn.Parameter(tensor, requires_grad)
     return tensor.requires_grad_() if requires_grad else tensor
