@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.utils.checkpoint
 
+from tests.fake_cuda import streams
+from tests.fake_cuda.pinned import runtime
 from tests.fake_cuda.reserved import limit_bytes, reserved_by_all
 from tests.fake_cuda.tags import (
     GPUS,
@@ -29,61 +30,6 @@ from tests.fake_cuda.tags import (
 MEMORY_BYTES = 140 << 30
 
 
-class Stream:
-    """A stream on which everything has run already."""
-
-    cuda_stream = 0
-    priority = 0
-    device = property(lambda self: gpu())
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def query(self) -> bool:
-        return True
-
-    def wait_stream(self, stream: Any) -> None: ...
-
-    def wait_event(self, event: Any) -> None: ...
-
-    def record_event(self, event: Event | None = None) -> Event:
-        event = event or Event()
-        event.record()
-        return event
-
-    def __enter__(self) -> Stream:
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Stream)
-
-    def __hash__(self) -> int:
-        return 0
-
-
-class Event:
-    """An event with the time of the host."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.time = 0.0
-
-    def record(self, stream: Any = None) -> None:
-        self.time = time.perf_counter()
-
-    def elapsed_time(self, later: Event) -> float:
-        return (later.time - self.time) * 1e3
-
-    def query(self) -> bool:
-        return True
-
-    def wait(self, stream: Any = None) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-
 class Properties:
     """The properties that Megatron and torch ask for."""
 
@@ -95,36 +41,6 @@ class Properties:
     def __init__(self, index: int) -> None:
         visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
         self.uuid = f"GPU-{visible[index] if visible else index}"
-
-
-class Runtime:
-    """The functions of ``torch.cuda.cudart()`` that pin memory which exists already.
-
-    Attributes:
-        registered: bytes by address.
-        most: the most bytes at one time.
-        count: how often memory was registered.
-    """
-
-    def __init__(self) -> None:
-        self.registered: dict[int, int] = {}
-        self.most = self.count = 0
-
-    def cudaHostRegister(self, pointer: int, size: int, flags: int) -> int:
-        """Register memory; 712 is cudaErrorHostMemoryAlreadyRegistered."""
-        if pointer in self.registered:
-            return 712
-        self.registered[pointer] = size
-        self.count += 1
-        self.most = max(self.most, sum(self.registered.values()))
-        return 0
-
-    def cudaHostUnregister(self, pointer: int) -> int:
-        """Release memory; 713 is cudaErrorHostMemoryNotRegistered."""
-        return 0 if self.registered.pop(pointer, None) is not None else 713
-
-
-runtime = Runtime()
 
 
 def _check_error(result: int) -> None:
@@ -152,11 +68,10 @@ def _current_index() -> int:
 
 def answers() -> dict[str, Any]:
     """Each name of ``torch.cuda`` that is replaced, with what replaces it."""
-    stream = Stream()
     seed = torch.default_generator.manual_seed
-    nothing = {"set_stream", "synchronize", "_lazy_init", "init"}
     return {
-        **{name: _using(_returns(None)) for name in nothing},
+        "_lazy_init": _using(_returns(None)),
+        "init": _using(_returns(None)),
         **_memory_answers(),
         "is_available": _returns(True),
         "is_initialized": lambda: initialization.pid == os.getpid(),
@@ -167,14 +82,16 @@ def answers() -> dict[str, Any]:
         "_exchange_device": _using(_exchange),
         "_maybe_exchange_device": _using(_exchange),
         "device_count": gpu_count,
-        "current_stream": _using(_returns(stream)),
-        "default_stream": _using(_returns(stream)),
+        "synchronize": _using(streams.synchronize),
+        "set_stream": _using(streams.set_stream),
+        "current_stream": _using(streams.current_stream),
+        "default_stream": _using(_returns(streams.DEFAULT_STREAM)),
         "cudart": _using(_returns(runtime)),
         "check_error": _check_error,
-        "stream": lambda chosen: contextlib.nullcontext(chosen),
-        "Stream": Stream,
-        "ExternalStream": Stream,
-        "Event": Event,
+        "stream": lambda stream: stream or contextlib.nullcontext(),
+        "Stream": streams.Stream,
+        "ExternalStream": streams.Stream,
+        "Event": streams.Event,
         "get_rng_state": lambda device=None: torch.get_rng_state(),
         "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
         "manual_seed": seed,

@@ -7,7 +7,7 @@ import sys
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -153,6 +153,7 @@ class Traffic:
         places: the same, with the line of code outside torch that caused it; filled while ``trace`` is set.
         trace: whether to record lines.
         warn: whether a synchronisation warns, as after ``torch.cuda.set_sync_debug_mode("warn")``.
+        wait: waits for the current stream.
     """
 
     def __init__(self) -> None:
@@ -160,6 +161,7 @@ class Traffic:
         self.places: Counter[tuple[str, str]] = Counter()
         self.trace = False
         self.warn = False
+        self.wait: Callable[[], None] = lambda: None
 
     def set_sync_debug_mode(self, mode: str | int) -> None:
         """Warn of synchronisations, or no longer: torch's function of the same name."""
@@ -168,6 +170,8 @@ class Traffic:
     def add(self, kind: str) -> None:
         """Count one event of this kind."""
         self.counts[kind] += 1
+        if kind.startswith("sync:"):
+            self.wait()
         if self.warn and _waits(kind):
             place, _, _ = _line_of_caller().partition(" in ")
             filename, _, line = place.rpartition(":")
@@ -175,10 +179,12 @@ class Traffic:
         if self.trace:
             self.places[kind, _line_of_caller()] += 1
 
-    def add_copy(self, source: torch.device, destination: torch.device) -> None:
+    def add_copy(self, source: torch.device, destination: torch.device, asynchronous: bool = False) -> None:
         """Count one copy between two devices."""
         names = ["host" if device.type == "cpu" else "device" for device in (source, destination)]
-        self.add("_to_".join(names))
+        self.add("_to_".join(names) + ("_asynchronously" if asynchronous else ""))
+        if "host" in names and not asynchronous:
+            self.wait()
 
     @property
     def synchronisations(self) -> int:
