@@ -78,9 +78,9 @@ def answers() -> dict[str, Any]:
         "is_bf16_supported": _returns(True),
         "is_current_stream_capturing": _returns(False),
         "current_device": _using(_current_index),
-        "set_device": _using(lambda device: _exchange(_index(device)) and None),
+        "set_device": lambda device: _exchange(_index(device)) and None,
         "_exchange_device": _using(_exchange),
-        "_maybe_exchange_device": _using(_exchange),
+        "_maybe_exchange_device": _using(_exchange_without_context),
         "device_count": gpu_count,
         "synchronize": _using(streams.synchronize),
         "set_stream": _using(streams.set_stream),
@@ -113,6 +113,12 @@ def _index(device: Any = None) -> int:
 
 def _exchange(index: int) -> int:
     """Set the current device unless the index is negative, as torch does; return the index of the last one."""
+    if index >= 0:
+        memory[gpu(index)].open()
+    return _exchange_without_context(index)
+
+
+def _exchange_without_context(index: int) -> int:
     last = current.index
     if index >= 0:
         current.index = gpu(index).index
@@ -125,7 +131,7 @@ def _memory_of(device: Any = None) -> Memory:
 
 def _free(of: Memory) -> int:
     limit = limit_bytes()
-    return MEMORY_BYTES - of.reserved - of.outside if limit is None else limit - reserved_by_all(of.index) - of.outside
+    return MEMORY_BYTES - of.used if limit is None else limit - reserved_by_all(of.index)
 
 
 def _empty_all() -> None:
@@ -142,7 +148,7 @@ def _memory_answers() -> dict[str, Any]:
         "max_memory_reserved": lambda device=None: _memory_of(device).peak_reserved,
         "reset_peak_memory_stats": lambda device=None: _memory_of(device).reset_peak(),
         "empty_cache": _empty_all,
-        "mem_get_info": _using(lambda device=None: (_free(_memory_of(device)), limit_bytes() or MEMORY_BYTES)),
+        "mem_get_info": _using(lambda device=None: (_free(_memory_of(device).open()), limit_bytes() or MEMORY_BYTES)),
         "memory_stats": lambda device=None: _statistics(_memory_of(device)),
     }
 

@@ -28,6 +28,9 @@ from workers.generate.vllm.engine_process import EngineError
 
 TAGS = frozenset(("weights", "kv_cache"))
 WEIGHTS_BYTES = 1 << 30
+CONTEXT_BYTES = 512 << 20
+NCCL_BYTES = 512 << 20
+"""The context of an engine's process, and the communicators of several: both exist before vLLM measures the GPU."""
 
 
 class Gpu:
@@ -81,6 +84,7 @@ class StandInLLM:
 
     def _admit(self, gpu: Gpu, share: float) -> None:
         """``request_memory`` of vLLM, and the size of the cache that follows from it."""
+        gpu.take(CONTEXT_BYTES + NCCL_BYTES * (self.arguments.get("tensor_parallel_size", 1) > 1))
         requested = math.ceil(gpu.total * share)
         if gpu.free() < requested:
             raise ValueError(
