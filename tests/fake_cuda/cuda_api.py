@@ -193,6 +193,7 @@ def install() -> None:
         setattr(torch.cuda, name, answer)
     for name in _memory_answers():
         setattr(torch.cuda.memory, name, getattr(torch.cuda, name))
+    torch.Tensor.record_stream = _returns(None)  # parses its argument before a mode sees the call
     torch.UntypedStorage.clone = _marking(torch.UntypedStorage.clone)
     torch.UntypedStorage.resize_ = _measuring(torch.UntypedStorage.resize_)
     for name in ("get_rng_state", "set_rng_state", "manual_seed"):

@@ -325,7 +325,6 @@ _METHODS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.get_device: lambda tensor: device_of(tensor).index if on_device(tensor) else -1,
     torch.Tensor.pin_memory: lambda tensor, *args: pinned.allocate(tensor.clone()),
     torch.Tensor.is_pinned: lambda tensor, *args: is_pinned(tensor),
-    torch.Tensor.record_stream: lambda tensor, stream: None,
     torch.Tensor.numpy: _numpy,
     torch.Tensor.__array__: _array,
     torch.Tensor.tolist: _tolist,
