@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.workers.generate.vllm.signatures import SIGNATURES, argument_names, check_arguments
 from tests.workers.generate.vllm.stand_in import (
     CONTEXT_BYTES,
     WEIGHTS_BYTES,
@@ -99,6 +101,21 @@ def test_the_stand_in_refuses_a_share_that_leaves_no_room_for_its_process(gpu: G
     assert caught.value.method == "start"
     gpu.used = 30 * GB  # the process has ended
     engine(folder, gpu_memory_utilization=free - CONTEXT_BYTES / gpu.total)
+
+
+def test_the_stand_in_takes_the_arguments_of_vllm_only(folder: Path) -> None:
+    with standing_in():
+        with pytest.raises(TypeError):
+            engine(folder, no_such_argument=1)
+        with pytest.raises(TypeError):
+            engine(folder).call("generate", prompts=[[3]], parameters=[{"no_such_argument": 1}], temperature=1.0)
+        llm = engine(folder).llm
+        lora_request = importlib.import_module("vllm.lora.request").LoRARequest
+    named = {"LoRARequest": lora_request}
+    for owner, value in (("LLM", llm), ("LLMEngine", llm.llm_engine)):
+        named |= {name: getattr(value, name.partition(".")[2]) for name in SIGNATURES if name.startswith(f"{owner}.")}
+    for name, function in named.items():
+        check_arguments(name, argument_names(function))
 
 
 def test_the_stand_in_asserts_on_memory_that_is_asleep(gpu: Gpu, folder: Path) -> None:
