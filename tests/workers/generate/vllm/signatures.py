@@ -40,11 +40,7 @@ def installed_signatures() -> dict[str, list[str]]:
         "LLM": sorted({*argument_names(LLM), *engine} - {"kwargs"}),
         "SamplingParams": argument_names(SamplingParams),
         "LoRARequest": argument_names(LoRARequest),
-        **{
-            f"{owner.__name__}.{name}": argument_names(getattr(owner, name))
-            for owner in methods
-            for name in methods[owner]
-        },
+        **{method.__qualname__: argument_names(method) for method in methods},
     }
 
 
