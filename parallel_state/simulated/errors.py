@@ -23,6 +23,16 @@ class CollectiveMismatch(SimulationError):
     """Ranks made calls that do not fit together: the message has both."""
 
 
+class GroupOrderError(SimulationError):
+    """Ranks called collectives of several groups in different orders, with which NCCL may hang.
+
+    Attributes:
+        groups: the labels of the groups.
+    """
+
+    groups: tuple[str, ...]
+
+
 class NonMemberError(SimulationError):
     """A rank called a collective of a group that it is not a member of."""
 

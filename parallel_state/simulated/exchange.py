@@ -13,6 +13,7 @@ import torch
 from parallel_state.simulated.calls import Call, SharedGroup
 from parallel_state.simulated.collectives import compute, contradiction, mismatch, transfer
 from parallel_state.simulated.errors import AsyncAccessError, CollectiveMismatch, SimulationError
+from parallel_state.simulated.order import CollectiveOrder
 
 _Route = tuple[SharedGroup, int | None, int | None, int]
 
@@ -31,12 +32,14 @@ class Exchange:
         self._collectives: dict[tuple[SharedGroup, int], dict[int, Call]] = {}
         self._sends: dict[_Route, list[Call]] = {}
         self._receives: dict[_Route, list[Call]] = {}
+        self._order = CollectiveOrder(describe)
 
     def match(self, call: Call) -> list[Call]:
         """Match a call, compute what it completes, and return the completed calls.
 
         Raises:
             CollectiveMismatch: the call does not fit to those of other ranks.
+            GroupOrderError: ranks called collectives of several groups in different orders.
             AsyncAccessError: a tensor of a completed call has changed since the call.
         """
         if call.is_async and self._check_async:
@@ -84,12 +87,14 @@ class Exchange:
             if reason is not None:
                 raise self._mismatch(reason, [other, call])
         meeting[call.index] = call
+        self._order.add(call)
         if len(meeting) < len(call.group.ranks):
             return []
         del self._collectives[call.group, call.number]
         calls = [meeting[index] for index in range(len(call.group.ranks))]
         for member in calls:
             self.check_unchanged(member)
+        self._order.complete(call)
         check = call.options.get("check")
         if check is not None:
             check(calls, self._describe)

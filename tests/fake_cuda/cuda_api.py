@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.utils.checkpoint
 
+from tests.fake_cuda import streams
+from tests.fake_cuda.pinned import runtime
 from tests.fake_cuda.reserved import limit_bytes, reserved_by_all
 from tests.fake_cuda.tags import (
     GPUS,
@@ -29,61 +30,6 @@ from tests.fake_cuda.tags import (
 MEMORY_BYTES = 140 << 30
 
 
-class Stream:
-    """A stream on which everything has run already."""
-
-    cuda_stream = 0
-    priority = 0
-    device = property(lambda self: gpu())
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def query(self) -> bool:
-        return True
-
-    def wait_stream(self, stream: Any) -> None: ...
-
-    def wait_event(self, event: Any) -> None: ...
-
-    def record_event(self, event: Event | None = None) -> Event:
-        event = event or Event()
-        event.record()
-        return event
-
-    def __enter__(self) -> Stream:
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Stream)
-
-    def __hash__(self) -> int:
-        return 0
-
-
-class Event:
-    """An event with the time of the host."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.time = 0.0
-
-    def record(self, stream: Any = None) -> None:
-        self.time = time.perf_counter()
-
-    def elapsed_time(self, later: Event) -> float:
-        return (later.time - self.time) * 1e3
-
-    def query(self) -> bool:
-        return True
-
-    def wait(self, stream: Any = None) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-
 class Properties:
     """The properties that Megatron and torch ask for."""
 
@@ -95,36 +41,6 @@ class Properties:
     def __init__(self, index: int) -> None:
         visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
         self.uuid = f"GPU-{visible[index] if visible else index}"
-
-
-class Runtime:
-    """The functions of ``torch.cuda.cudart()`` that pin memory which exists already.
-
-    Attributes:
-        registered: bytes by address.
-        most: the most bytes at one time.
-        count: how often memory was registered.
-    """
-
-    def __init__(self) -> None:
-        self.registered: dict[int, int] = {}
-        self.most = self.count = 0
-
-    def cudaHostRegister(self, pointer: int, size: int, flags: int) -> int:
-        """Register memory; 712 is cudaErrorHostMemoryAlreadyRegistered."""
-        if pointer in self.registered:
-            return 712
-        self.registered[pointer] = size
-        self.count += 1
-        self.most = max(self.most, sum(self.registered.values()))
-        return 0
-
-    def cudaHostUnregister(self, pointer: int) -> int:
-        """Release memory; 713 is cudaErrorHostMemoryNotRegistered."""
-        return 0 if self.registered.pop(pointer, None) is not None else 713
-
-
-runtime = Runtime()
 
 
 def _check_error(result: int) -> None:
@@ -152,29 +68,30 @@ def _current_index() -> int:
 
 def answers() -> dict[str, Any]:
     """Each name of ``torch.cuda`` that is replaced, with what replaces it."""
-    stream = Stream()
     seed = torch.default_generator.manual_seed
-    nothing = {"set_stream", "synchronize", "_lazy_init", "init"}
     return {
-        **{name: _using(_returns(None)) for name in nothing},
+        "_lazy_init": _using(_returns(None)),
+        "init": _using(_returns(None)),
         **_memory_answers(),
         "is_available": _returns(True),
         "is_initialized": lambda: initialization.pid == os.getpid(),
         "is_bf16_supported": _returns(True),
         "is_current_stream_capturing": _returns(False),
         "current_device": _using(_current_index),
-        "set_device": _using(lambda device: _exchange(_index(device)) and None),
+        "set_device": lambda device: _exchange(_index(device)) and None,
         "_exchange_device": _using(_exchange),
-        "_maybe_exchange_device": _using(_exchange),
+        "_maybe_exchange_device": _using(_exchange_without_context),
         "device_count": gpu_count,
-        "current_stream": _using(_returns(stream)),
-        "default_stream": _using(_returns(stream)),
+        "synchronize": _using(streams.synchronize),
+        "set_stream": _using(streams.set_stream),
+        "current_stream": _using(streams.current_stream),
+        "default_stream": _using(_returns(streams.DEFAULT_STREAM)),
         "cudart": _using(_returns(runtime)),
         "check_error": _check_error,
-        "stream": lambda chosen: contextlib.nullcontext(chosen),
-        "Stream": Stream,
-        "ExternalStream": Stream,
-        "Event": Event,
+        "stream": lambda stream: stream or contextlib.nullcontext(),
+        "Stream": streams.Stream,
+        "ExternalStream": streams.Stream,
+        "Event": streams.Event,
         "get_rng_state": lambda device=None: torch.get_rng_state(),
         "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
         "manual_seed": seed,
@@ -196,6 +113,12 @@ def _index(device: Any = None) -> int:
 
 def _exchange(index: int) -> int:
     """Set the current device unless the index is negative, as torch does; return the index of the last one."""
+    if index >= 0:
+        memory[gpu(index)].open()
+    return _exchange_without_context(index)
+
+
+def _exchange_without_context(index: int) -> int:
     last = current.index
     if index >= 0:
         current.index = gpu(index).index
@@ -208,7 +131,7 @@ def _memory_of(device: Any = None) -> Memory:
 
 def _free(of: Memory) -> int:
     limit = limit_bytes()
-    return MEMORY_BYTES - of.reserved - of.outside if limit is None else limit - reserved_by_all(of.index) - of.outside
+    return MEMORY_BYTES - of.used if limit is None else limit - reserved_by_all(of.index)
 
 
 def _empty_all() -> None:
@@ -225,7 +148,7 @@ def _memory_answers() -> dict[str, Any]:
         "max_memory_reserved": lambda device=None: _memory_of(device).peak_reserved,
         "reset_peak_memory_stats": lambda device=None: _memory_of(device).reset_peak(),
         "empty_cache": _empty_all,
-        "mem_get_info": _using(lambda device=None: (_free(_memory_of(device)), limit_bytes() or MEMORY_BYTES)),
+        "mem_get_info": _using(lambda device=None: (_free(_memory_of(device).open()), limit_bytes() or MEMORY_BYTES)),
         "memory_stats": lambda device=None: _statistics(_memory_of(device)),
     }
 
@@ -270,6 +193,7 @@ def install() -> None:
         setattr(torch.cuda, name, answer)
     for name in _memory_answers():
         setattr(torch.cuda.memory, name, getattr(torch.cuda, name))
+    torch.Tensor.record_stream = _returns(None)  # parses its argument before a mode sees the call
     torch.UntypedStorage.clone = _marking(torch.UntypedStorage.clone)
     torch.UntypedStorage.resize_ = _measuring(torch.UntypedStorage.resize_)
     for name in ("get_rng_state", "set_rng_state", "manual_seed"):

@@ -15,7 +15,8 @@ import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.fake_cuda.pinned import pinned
+from tests.fake_cuda.pinned import is_pinned, pinned
+from tests.fake_cuda.streams import in_flight
 from tests.fake_cuda.tags import CPU, device_of, gpu, measure, on_device, put, tensors_in, traffic
 
 _COPIES = {"_to_copy", "copy", "_copy_from"}
@@ -55,17 +56,19 @@ class DeviceOperations(TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        operands = list(tensors_in([args, kwargs]))
+        devices = [device_of(operand) for operand in operands]
+        if in_flight.copies:
+            in_flight.use([operand for operand, device in zip(operands, devices, strict=True) if device is not CPU])
         if func.namespace == "c10d":
             return func(*args, **kwargs)
         name = func._schema.name.rpartition("::")[2]
-        operands = list(tensors_in([args, kwargs]))
-        devices = [device_of(operand) for operand in operands]
         if name == "copy_":
             if len(devices) > 1 and devices[0] != devices[1]:
-                traffic.add_copy(devices[1], devices[0])
+                return _copied_into(func, args, kwargs, operands)
             return func(*args, **kwargs)
         if name in _COPIES:
-            return _copied(func(*args, **kwargs), operands[0], devices[0])
+            return _copied(func, args, kwargs, operands[0])
         on_gpu = next((device for device in devices if device is not CPU), CPU)
         if on_gpu is not CPU:
             _count_waiting(name, operands, kwargs)
@@ -90,13 +93,39 @@ class DeviceOperations(TorchDispatchMode):
                     put(made, device)
 
 
-def _copied(copy: torch.Tensor, source: torch.Tensor, origin: torch.device) -> torch.Tensor:
+def _copied_into(func: Any, args: Sequence[Any], kwargs: dict[str, Any], operands: Sequence[torch.Tensor]) -> Any:
+    target, source = operands
+    host = source if on_device(target) else target
+    same = host is target or target.dtype == source.dtype
+    non_blocking = kwargs.get("non_blocking", len(args) > 2 and args[2])
+    asynchronous = non_blocking and same and host.is_contiguous() and is_pinned(host)
+    traffic.add_copy(device_of(source), device_of(target), asynchronous)
+    if asynchronous:
+        in_flight.use([source])
+    result = func(*args, **kwargs)
+    if asynchronous:
+        in_flight.start(target, source)
+    return result
+
+
+def _copied(func: Any, args: Sequence[Any], kwargs: dict[str, Any], source: torch.Tensor) -> torch.Tensor:
+    """Copy a tensor to the device that is wanted; torch takes page-locked memory for a copy that is not waited for."""
     wanted, named = _wanted[-1]
+    origin = device_of(source)
     device = wanted if named and wanted is not None else origin
+    non_blocking = kwargs.get("non_blocking", False)
+    asynchronous = False
     if device != origin:
-        traffic.add_copy(origin, device)
+        same = kwargs.get("dtype", source.dtype) == source.dtype
+        asynchronous = non_blocking and (device is CPU or (same and source.is_contiguous() and is_pinned(source)))
+        traffic.add_copy(origin, device, asynchronous)
+    if asynchronous:
+        in_flight.use([source])
+    copy: torch.Tensor = func(*args, **kwargs)
     if copy.untyped_storage()._cdata != source.untyped_storage()._cdata:
         put(copy, device)
+    if asynchronous:
+        in_flight.start(pinned.allocate(copy) if device is CPU else copy, source)
     return copy
 
 
@@ -160,7 +189,8 @@ class DeviceFunctions(TorchFunctionMode):
             return pinned.allocate(result) if locked else result
         args = tuple(CPU if isinstance(arg, torch.device) and arg.type == "cuda" else arg for arg in args)
         with _creating_on(_gpu_of([args, kwargs])):
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+        return pinned.allocate(result) if locked else result
 
 
 def _gpu_of(value: Any) -> torch.device | None:
@@ -190,18 +220,14 @@ _ATTRIBUTES: dict[Any, Callable[[torch.Tensor], Any]] = {
 }
 
 
-def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def _moved(tensor: torch.Tensor, device: torch.device, non_blocking: bool = False) -> torch.Tensor:
     """The tensor on this device: itself if it is there, otherwise a copy."""
-    origin = device_of(tensor)
-    if origin == device:
-        return tensor
-    traffic.add_copy(origin, device)
     with _creating_on(device, named=True):
-        return put(torch.Tensor.clone(tensor), device)
+        return torch.Tensor.to(tensor, tensor.dtype, non_blocking, copy=device_of(tensor) != device)
 
 
-def _cuda(tensor: torch.Tensor, device: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
-    return _moved(tensor, gpu() if device is None else _as_device(device) or gpu())
+def _cuda(tensor: torch.Tensor, device: Any = None, non_blocking: bool = False, **kwargs: Any) -> torch.Tensor:
+    return _moved(tensor, gpu() if device is None else _as_device(device) or gpu(), non_blocking)
 
 
 def _to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -219,12 +245,13 @@ def _to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     if device is not None and device.type == "meta":
         return torch.Tensor.to(tensor, "meta", dtype)
     flags = [arg for arg in args if isinstance(arg, bool)]
+    non_blocking = kwargs.get("non_blocking", flags[0] if flags else False)
     copy = kwargs.get("copy", flags[1] if len(flags) > 1 else False)
     target = device or _device_of(tensor)
     with _creating_on(target, named=True):
         options = {"memory_format": kwargs["memory_format"]} if "memory_format" in kwargs else {}
-        cast = torch.Tensor.to(tensor, dtype or tensor.dtype, copy=copy, **options)
-    return cast if cast is not tensor else _moved(tensor, target)
+        copy = copy or _device_of(tensor) != target
+        return torch.Tensor.to(tensor, dtype or tensor.dtype, non_blocking, copy=copy, **options)
 
 
 def _type(tensor: torch.Tensor, name: Any = None, **kwargs: Any) -> Any:
@@ -277,6 +304,7 @@ class _RmsNorm(torch.autograd.Function):
 def _rms_norm(
     tensor: torch.Tensor, shape: Sequence[int], weight: torch.Tensor | None = None, eps: float | None = None
 ) -> torch.Tensor:
+    in_flight.use([tensor])
     if not on_device(tensor):
         return _rms_norm_of_cpu(tensor, weight, (shape, eps))
     result = _RmsNorm.apply(tensor, weight, (shape, eps))
@@ -296,8 +324,7 @@ _METHODS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.type: _type,
     torch.Tensor.get_device: lambda tensor: device_of(tensor).index if on_device(tensor) else -1,
     torch.Tensor.pin_memory: lambda tensor, *args: pinned.allocate(tensor.clone()),
-    torch.Tensor.is_pinned: lambda tensor, *args: False,
-    torch.Tensor.record_stream: lambda tensor, stream: None,
+    torch.Tensor.is_pinned: lambda tensor, *args: is_pinned(tensor),
     torch.Tensor.numpy: _numpy,
     torch.Tensor.__array__: _array,
     torch.Tensor.tolist: _tolist,

@@ -83,7 +83,7 @@ class Communicator:
             self._hold(BUFFER_BYTES * len(self.used))
 
     def _hold(self, size: int) -> None:
-        memory[gpu()].outside += size - self.held
+        memory[gpu()].hold(size - self.held)
         self.held = size
 
 

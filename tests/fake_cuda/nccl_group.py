@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.fake_cuda.streams import in_flight
 from tests.fake_cuda.tags import on_device
 
 _NEVER = datetime.timedelta(days=1)
@@ -98,6 +99,7 @@ class ProcessGroupNCCL:
     def _start(self, operation: str, tensors: list[torch.Tensor], peer: int, tag: int) -> Work:
         if not all(on_device(tensor) and tensor.is_contiguous() for tensor in tensors):
             raise RuntimeError(f"{operation}: NCCL takes contiguous tensors on a GPU")
+        in_flight.use(tensors)
         low, high = sorted((self._rank, peer))
         if peer not in self._pairs:
             store = dist.PrefixStore(f"{low}:{high}", self._store)

@@ -2,9 +2,11 @@
 
 The real, unpatched GPU path of the packages and of Megatron-Core runs with real values. Storages carry the tag "on the
 device"; operations that mix devices are rejected as CUDA rejects them, and collectives as NCCL rejects them; copies
-between host and device and host synchronisations are counted.
+between host and device and host synchronisations are counted. A copy that the host does not wait for lands as late as
+CUDA allows (``streams.py``), and a process has a context on every GPU that it uses (``tags.py``).
 
-It cannot show what kernels compute, hangs of NCCL, races between streams, what the allocator wastes, or speed.
+It cannot show what kernels compute, hangs of NCCL, races between kernels, what the allocator wastes, or speed. Groups
+that ranks use in different orders are an error of simulated ranks.
 
 Run tests under it with ``python -m pytest -p tests.fake_cuda.plugin tests/workers``. ``tests/fake_cuda/selection.py``
 chooses what runs; with ``--all`` every test runs, and tests that must fail on a GPU must fail.

@@ -1,4 +1,4 @@
-"""Reserved bytes of each fake CUDA device, shared by all processes, and a limit that raises ``OutOfMemoryError``.
+"""Used bytes of each fake CUDA device, shared by all processes, and a limit that raises ``OutOfMemoryError``.
 
 The processes share a file that the environment variable ``FAKE_CUDA_RESERVED`` names together with the limit. Without
 the variable there is no limit, and nothing is shared.
@@ -44,7 +44,7 @@ def limit_bytes() -> int | None:
 
 
 def reserve(gpu: int, size: int) -> None:
-    """Set the bytes that this process has reserved on a GPU.
+    """Set the bytes that this process has of a GPU: those that torch reserves, and others.
 
     Raises:
         OutOfMemoryError: all processes together would have more than the limit; nothing has changed.
@@ -63,7 +63,7 @@ def reserve(gpu: int, size: int) -> None:
 
 
 def reserved_by_all(gpu: int) -> int:
-    """Return the bytes that all processes have reserved on a GPU."""
+    """Return the bytes that all processes have of a GPU."""
     with _table() as (table, _):
         return int(table[:, 1 + gpu].sum())
 

@@ -42,6 +42,7 @@ CHOSEN: dict[str, tuple[str, ...]] = {
         "tests/fake_cuda/test_memory.py",
         "tests/fake_cuda/test_nccl_transfer.py",
         "tests/fake_cuda/test_process_groups.py",
+        "tests/fake_cuda/test_races.py",
         "tests/fake_cuda/test_selection.py",
         "tests/fake_cuda/test_synchronisations.py",
         "tests/fake_cuda/test_vllm_engine.py",

@@ -7,7 +7,7 @@ import sys
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -37,16 +37,18 @@ class _Initialization:
     Attributes:
         pid: the process that has; None for none.
         variables: its environment then.
+        contexts: the GPUs on which it has a context.
     """
 
     def __init__(self) -> None:
         self.pid: int | None = None
         self.variables: dict[str, str] = {}
+        self.contexts: set[int] = set()
 
     def use(self) -> None:
         """Initialize CUDA at the first use; raise torch's error in a process that was forked after it."""
         if self.pid is None:
-            self.pid, self.variables = os.getpid(), dict(os.environ)
+            self.pid, self.variables, self.contexts = os.getpid(), dict(os.environ), set()
         elif self.pid != os.getpid():
             raise RuntimeError(
                 "Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you must use the "
@@ -55,7 +57,7 @@ class _Initialization:
 
     def forget(self) -> None:
         """Begin as a process that has not used CUDA."""
-        self.pid = None
+        self.pid, self.contexts = None, set()
 
 
 initialization = _Initialization()
@@ -78,8 +80,12 @@ def gpu(index: int | None = None) -> torch.device:
     return GPUS[index]
 
 
+CONTEXT_BYTES = 512 << 20
+"""Bytes of the context that a process opens on every GPU that it uses, also to map memory of another process."""
+
+
 class Memory:
-    """Bytes of the live storages of one GPU.
+    """Bytes of the live storages of one GPU, and those beside them.
 
     Attributes:
         allocated: bytes now.
@@ -87,13 +93,31 @@ class Memory:
         reserved: bytes that a caching allocator would keep: the most since ``empty``.
         peak_reserved: the most reserved so far.
         changes: how often bytes were added.
-        outside: bytes that other libraries than torch hold, such as the buffers of NCCL.
+        beside: bytes that other libraries than torch hold, such as the buffers of NCCL.
     """
 
     def __init__(self, index: int = 0) -> None:
         self.index = index
-        self.changes = self.outside = 0
+        self.changes = self.beside = 0
         self.allocated = self.peak = self.reserved = self.peak_reserved = 0
+
+    @property
+    def used(self) -> int:
+        """The bytes that this process has of the GPU: reserved ones, its context, and those of other libraries."""
+        return self.reserved + self._outside()
+
+    def open(self) -> Memory:
+        """Open the context of this process, if it has none on this GPU; return this object."""
+        initialization.use()
+        if self.index not in initialization.contexts:
+            initialization.contexts.add(self.index)
+            reserve(self.index, self.used)
+        return self
+
+    def hold(self, size: int) -> None:
+        """Add bytes of another library than torch, or remove them; raise OutOfMemoryError if the GPU is full."""
+        reserve(self.index, self.open().used + size)
+        self.beside += size
 
     def add(self, size: int) -> None:
         """Count a storage of this size; raise OutOfMemoryError if the GPU is full."""
@@ -107,15 +131,18 @@ class Memory:
 
     def _reserve(self, size: int) -> None:
         try:
-            reserve(self.index, size)
+            reserve(self.index, size + self._outside())
         except torch.OutOfMemoryError:
             self.empty()  # as a caching allocator does before it gives up
-            reserve(self.index, size)
+            reserve(self.index, size + self._outside())
+
+    def _outside(self) -> int:
+        return self.beside + CONTEXT_BYTES * (self.index in initialization.contexts)
 
     def empty(self) -> None:
         """Return what is reserved and not allocated."""
         self.reserved = self.allocated
-        reserve(self.index, self.reserved)
+        reserve(self.index, self.used)
 
     def reset_peak(self) -> None:
         """Forget the largest figures so far."""
@@ -128,16 +155,15 @@ memory = {device: Memory(device.index) for device in GPUS}
 class _Block:
     """The mark of a storage on a GPU. It is an attribute of the storage, and ends with it."""
 
-    __slots__ = ("device", "memory", "size")
+    __slots__ = ("device", "fixed", "memory", "size")
 
-    def __init__(self, device: torch.device, size: int) -> None:
-        initialization.use()
-        self.device, self.memory, self.size = device, memory[device], 0
+    def __init__(self, device: torch.device, size: int, fixed: bool) -> None:
+        self.device, self.memory, self.size = device, memory[device].open(), 0
         self.memory.add(size)
-        self.size = size
+        self.size, self.fixed = size, fixed
 
     def resize(self, size: int) -> None:
-        if size != self.size:
+        if size != self.size and not self.fixed:
             self.memory.add(size - self.size)
             self.size = size
 
@@ -153,6 +179,7 @@ class Traffic:
         places: the same, with the line of code outside torch that caused it; filled while ``trace`` is set.
         trace: whether to record lines.
         warn: whether a synchronisation warns, as after ``torch.cuda.set_sync_debug_mode("warn")``.
+        wait: waits for the current stream.
     """
 
     def __init__(self) -> None:
@@ -160,6 +187,7 @@ class Traffic:
         self.places: Counter[tuple[str, str]] = Counter()
         self.trace = False
         self.warn = False
+        self.wait: Callable[[], None] = lambda: None
 
     def set_sync_debug_mode(self, mode: str | int) -> None:
         """Warn of synchronisations, or no longer: torch's function of the same name."""
@@ -168,6 +196,8 @@ class Traffic:
     def add(self, kind: str) -> None:
         """Count one event of this kind."""
         self.counts[kind] += 1
+        if kind.startswith("sync:"):
+            self.wait()
         if self.warn and _waits(kind):
             place, _, _ = _line_of_caller().partition(" in ")
             filename, _, line = place.rpartition(":")
@@ -175,10 +205,12 @@ class Traffic:
         if self.trace:
             self.places[kind, _line_of_caller()] += 1
 
-    def add_copy(self, source: torch.device, destination: torch.device) -> None:
+    def add_copy(self, source: torch.device, destination: torch.device, asynchronous: bool = False) -> None:
         """Count one copy between two devices."""
         names = ["host" if device.type == "cpu" else "device" for device in (source, destination)]
-        self.add("_to_".join(names))
+        self.add("_to_".join(names) + ("_asynchronously" if asynchronous else ""))
+        if "host" in names and not asynchronous:
+            self.wait()
 
     @property
     def synchronisations(self) -> int:
@@ -218,15 +250,15 @@ def put(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def mark(storage: Any, device: torch.device, size: int | None = None) -> None:
-    """Mark a storage as on this GPU, or on the host; it counts as so many bytes, by default its size."""
+    """Mark a storage as on this GPU, or on the host; it counts as so many bytes for ever, by default as its size."""
     block: _Block | None = getattr(storage, "_block", None)
     if device.type != "cuda":
         if block is not None:
             del storage._block
     elif block is not None and block.device == device:
-        block.resize(storage.nbytes() if size is None else size)
+        block.resize(storage.nbytes())
     elif storage.device.type != "meta":
-        storage._block = _Block(device, storage.nbytes() if size is None else size)
+        storage._block = _Block(device, storage.nbytes() if size is None else size, fixed=size is not None)
 
 
 def measure(storage: Any) -> None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.multiprocessing import reductions
 
 from mcontroller.errors import WorkerError
 from tests.fake_cuda.reserved import limited, reserved_by_all
+from tests.fake_cuda.tags import CONTEXT_BYTES
 from tests.forking import run_ranks
 from tests.workers.memory.counted import BF16, SHARDED
 from tests.workers.roles import MODEL, PROMPT, RESPONSE, actor, experience, own_shard
@@ -92,31 +94,51 @@ def test_every_gpu_has_bytes_of_its_own(counted_from_here: int) -> None:
     assert torch.cuda.memory_allocated() == counted_from_here
 
 
-IN_ANOTHER_PROCESS = """
-import torch
-from tests.fake_cuda.plugin import enable
-enable()
-kept = torch.ones(100, device="cuda")
-print(torch.cuda.mem_get_info(), flush=True)
-input()
-"""
+def fill_beside_another_process(limit: int) -> None:
+    with torch.cuda.device(0):
+        if dist.get_rank() == 1:
+            kept = torch.ones(100, device="cuda")
+        dist.barrier()
+        if dist.get_rank() == 0:
+            assert torch.cuda.mem_get_info() == (600, limit)
+            kept = torch.ones(150, device="cuda")
+            before = torch.cuda.memory_allocated()
+            with pytest.raises(torch.OutOfMemoryError):
+                torch.ones(1, device="cuda")
+            assert torch.cuda.memory_allocated() == before
+        dist.barrier()
+        del kept
 
 
 def test_processes_share_the_bytes_of_a_gpu_up_to_its_limit(counted_from_here: int, tmp_path: Path) -> None:
-    limit = counted_from_here + 1000
+    limit = 2 * (CONTEXT_BYTES + counted_from_here) + 1000
     with limited(tmp_path / "reserved", limit):
-        torch.cuda.empty_cache()  # counts what this process has
-        command = [sys.executable, "-c", IN_ANOTHER_PROCESS]
-        other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert other.stdin is not None and other.stdout is not None
-        assert other.stdout.readline().strip() == str((600, limit))
-        kept = torch.ones(150, device="cuda")
-        with pytest.raises(torch.OutOfMemoryError, match="which other processes have reserved 400"):
-            torch.ones(1, device="cuda")
-        assert torch.cuda.memory_allocated() == counted_from_here + 600
-        other.communicate("\n", timeout=60)
-        assert reserved_by_all(0) == counted_from_here + 600
-        del kept
+        run_ranks(fill_beside_another_process, 2, limit)
+        assert reserved_by_all(0) == 0
+
+
+def used_around_a_mapping() -> list[int]:
+    """Return the bytes of GPU 0 that all processes have, before and after rank 1, on GPU 1, maps memory of rank 0."""
+    handles: list[Any] = [None]
+    if dist.get_rank() == 0:
+        kept = torch.zeros(8, dtype=torch.uint8, device="cuda")
+        handles = [reductions.reduce_tensor(kept)]
+    dist.broadcast_object_list(handles, 0)
+    used = [reserved_by_all(0)]
+    dist.barrier()
+    if dist.get_rank() == 1:
+        rebuild, arguments = handles[0]
+        mapped = rebuild(*arguments)
+        assert mapped.device == torch.device("cuda", 0)
+    dist.barrier()
+    return [*used, reserved_by_all(0)]
+
+
+def test_a_process_that_maps_memory_of_another_gpu_has_a_context_there(tmp_path: Path) -> None:
+    with limited(tmp_path / "reserved", 1 << 34):
+        for before, after in run_ranks(used_around_a_mapping, 2):
+            assert before > CONTEXT_BYTES
+            assert after - before == CONTEXT_BYTES
 
 
 def saved_and_updated(directory: str, limit: int) -> list[str]:
@@ -138,7 +160,7 @@ def test_a_periodic_save_and_an_update_fit_in_1_3_times_the_estimate(tmp_path: P
     model = load_config(ModelConfig, MODEL | BF16 | {"hidden_size": 256})
     planned = PlannedRole(model, ParallelConfig(), 2, load_config(OptimConfig, SHARDED))
     estimate = planned.train(0, Batch(rows=2, length=16, targets=6))
-    limit = int(1.3 * (estimate.total - estimate.nccl))
+    limit = CONTEXT_BYTES + estimate.nccl + int(1.3 * (estimate.total - estimate.nccl))
     assert run_ranks(saved_and_updated, 2, str(tmp_path), limit) == [["reshardable=True"]] * 2
 
 
@@ -163,7 +185,7 @@ def steps_of_ppo(directory: str, limit: int, offload: str) -> list[str]:
 
 def test_colocated_roles_fit_in_1_3_times_the_estimate_of_the_largest_call(tmp_path: Path) -> None:
     (counted,) = run_ranks(largest_call, 1)
-    limit = int(1.3 * counted)
+    limit = CONTEXT_BYTES + int(1.3 * counted)
     assert run_ranks(steps_of_ppo, 1, str(tmp_path), limit, "auto") == [["start", "step 0", "step 1"]]
     assert run_ranks(steps_of_ppo, 1, str(tmp_path), limit, "never") == [["start", "out of memory"]]
 

@@ -100,8 +100,7 @@ def after_each_change(distributed: bool, dtype: str, directory: Path) -> list[se
     return [*found, described(again)]
 
 
-@pytest.mark.parametrize("distributed", [False, True], ids=["optimizer", "distributed-optimizer"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("dtype", "distributed"), [("float32", False), ("bfloat16", True)])
 def test_every_number_of_training_is_on_the_gpu_of_its_rank_in_its_dtype(
     dtype: str, distributed: bool, tmp_path: Path
 ) -> None:

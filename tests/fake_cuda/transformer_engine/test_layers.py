@@ -93,8 +93,9 @@ def trained(model: dict[str, Any], packed: bool, implementation: str) -> tuple[A
     return scores, tokens.batch["responses"], weights(worker)
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    ("variant", "packed"), [*((variant, False) for variant in VARIANTS), ("dense", True), ("experts", True)]
+)
 def test_both_implementations_score_sample_and_train_alike(variant: str, packed: bool) -> None:
     [(scores, tokens, new)] = run_ranks(trained, 1, VARIANTS[variant], packed, "transformer_engine")
     [(local_scores, local_tokens, local_new)] = run_ranks(trained, 1, VARIANTS[variant], packed, "local")
@@ -149,5 +150,11 @@ def test_rotary_positions_of_packed_rows_do_not_wait_for_the_device() -> None:
     assert fused == unfused < layers
 
 
+@pytest.mark.parametrize("layer", [te.pytorch.Linear, te.pytorch.LayerNormLinear, te.pytorch.GroupedLinear])
+def test_arguments_that_transformer_engine_has_not_are_rejected(layer: Any) -> None:
+    with pytest.raises(TypeError):
+        layer(1, 16, 16, no_such_argument=True)
+
+
 def test_te_module_is_the_stand_in() -> None:
-    assert te.__file__.endswith("site-packages/transformer_engine/__init__.py") and te.__version__ == "2.9.0"
+    assert te.__file__.endswith("site-packages/transformer_engine/__init__.py") and te.__version__ == "2.20.2"

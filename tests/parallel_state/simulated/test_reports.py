@@ -20,6 +20,7 @@ from parallel_state.simulated import (
     CollectiveMismatch,
     Deadlock,
     Disagreement,
+    GroupOrderError,
     NonMemberError,
     SimulationError,
     UnfinishedCalls,
@@ -197,6 +198,31 @@ def test_a_tensor_that_changes_before_the_wait_is_reported_in_every_order(seed: 
 
     assert "all_reduce(float32[3], op=SUM)" in str(report(AsyncAccessError, 3, compute, schedule="random", seed=seed))
     run_ranks(3, compute, check_async=False)
+
+
+def start_in_order(members: list[list[int]], order: dict[int, list[int]]) -> None:
+    """Create groups, start a collective of each in the order of this rank, and wait for all of them."""
+    groups = [dist.new_group(ranks, group_desc=str(index)) for index, ranks in enumerate(members)]
+    tensors = [torch.ones(2) for _ in groups]
+    mine = order[dist.get_rank()]
+    works = [dist.all_reduce(tensors[index], group=groups[index], async_op=True) for index in mine]
+    for work in works:
+        work.wait()
+    assert all(tensors[index].tolist() == [2, 2] for index in mine)
+
+
+RING = [[0, 1], [1, 2], [0, 2]]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_groups_that_ranks_use_in_orders_that_contradict_each_other_are_reported(seed: int) -> None:
+    options = {"schedule": "random", "seed": seed}
+    pair = [[0, 1], [0, 1]]
+    error = report(GroupOrderError, 2, lambda: start_in_order(pair, {0: [0, 1], 1: [1, 0]}), **options)
+    assert (sorted(error.ranks), sorted(error.groups)) == ([0, 1], ["0", "1"])
+    error = report(GroupOrderError, 3, lambda: start_in_order(RING, {0: [2, 0], 1: [0, 1], 2: [1, 2]}), **options)
+    assert (sorted(error.ranks), sorted(error.groups)) == ([0, 1, 2], ["0", "1", "2"])
+    run_ranks(3, start_in_order, RING, {0: [2, 0], 1: [0, 1], 2: [2, 1]}, **options)
 
 
 def test_values_that_must_agree_and_do_not_are_reported() -> None:

@@ -25,12 +25,16 @@ from safetensors.torch import load_file
 
 import workers.generate.vllm.in_engine as in_engine
 import workers.weights.hashing as hashing
+from tests.workers.generate.vllm.signatures import check_arguments
 from workers.generate.vllm import checks, rollout
 from workers.generate.vllm.engine_process import EngineError
 from workers.generate.vllm.interpreter import InstalledVllm
 
 TAGS = frozenset(("weights", "kv_cache"))
 WEIGHTS_BYTES = 1 << 30
+CONTEXT_BYTES = 512 << 20
+NCCL_BYTES = 512 << 20
+"""The context of an engine's process, and the communicators of several: both exist before vLLM measures the GPU."""
 
 
 class Gpu:
@@ -68,6 +72,7 @@ class StandInLLM:
     started: list[StandInLLM] = []  # noqa: RUF012  # emptied by ``standing_in``
 
     def __init__(self, **arguments: Any) -> None:
+        check_arguments("LLM", arguments)
         self.arguments = arguments
         self.asleep: set[str] = set()
         self.events: list[str] = []
@@ -84,6 +89,7 @@ class StandInLLM:
 
     def _admit(self, gpu: Gpu, share: float) -> None:
         """``request_memory`` of vLLM, and the size of the cache that follows from it."""
+        gpu.take(CONTEXT_BYTES + NCCL_BYTES * (self.arguments.get("tensor_parallel_size", 1) > 1))
         requested = math.ceil(gpu.total * share)
         if gpu.free() < requested:
             raise ValueError(
@@ -152,17 +158,19 @@ class _Engine:
         model = types.SimpleNamespace(get_vocab_size=lambda: size, max_model_len=llm.arguments["max_model_len"])
         self.vllm_config = types.SimpleNamespace(model_config=model)
 
-    def add_lora(self, request: Any) -> bool:
-        assert self._llm.arguments["enable_lora"] and request.load_inplace
-        self._llm.adapters.append(load_file(Path(request.path) / "adapter_model.safetensors"))
+    def add_lora(self, lora_request: Any) -> bool:
+        assert self._llm.arguments["enable_lora"] and lora_request.load_inplace
+        self._llm.adapters.append(load_file(Path(lora_request.path) / "adapter_model.safetensors"))
         return True
 
-    def add_request(self, name: str, prompt: Mapping[str, list[int]], sampling: Any, lora_request: Any = None) -> None:
+    def add_request(
+        self, request_id: str, prompt: Mapping[str, list[int]], params: Any, lora_request: Any = None
+    ) -> None:
         assert (lora_request is not None) == bool(self._llm.adapters)
         assert not self._llm.asleep, f"generate while {sorted(self._llm.asleep)} are asleep"
-        self._llm.parameters.append(sampling.values)
+        self._llm.parameters.append(params.values)
         self._llm.prompts.append(prompt["prompt_token_ids"])
-        self._requests.append((name, prompt["prompt_token_ids"]))
+        self._requests.append((request_id, prompt["prompt_token_ids"]))
 
     def has_unfinished_requests(self) -> bool:
         return bool(self._requests)
@@ -189,12 +197,13 @@ class _Engine:
 
 
 class _LoRARequest:
-    def __init__(self, name: str, number: int, path: str, load_inplace: bool = False) -> None:
-        self.path, self.load_inplace = path, load_inplace
+    def __init__(self, lora_name: str, lora_int_id: int, lora_path: str, load_inplace: bool = False) -> None:
+        self.path, self.load_inplace = lora_path, load_inplace
 
 
 class _SamplingParams:
     def __init__(self, **values: Any) -> None:
+        check_arguments("SamplingParams", values)
         self.values = values
 
 

@@ -35,7 +35,6 @@ def test_an_engine_starts_beside_a_policy_and_leaves_what_the_policy_needs(used:
     settings, gpu = config(), Gpu(80 * GB, used * GB)
     share = utilization(settings, [GpuMemory(gpu.free(), gpu.total, due * GB)])
     with standing_in(lambda: gpu):
-        gpu.used += GB  # a context of CUDA in the engine's process
         EngineInProcess(engine_arguments(settings, str(tmp_path), share), {})
     assert share == pytest.approx(min(0.92, (80 - used - due - 3.2 - 0.3) / 80), abs=1e-4)
 

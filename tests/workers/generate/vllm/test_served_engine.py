@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from tests.workers.generate.vllm.stand_in import WEIGHTS_BYTES, EngineInProcess, Gpu, StandInLLM, standing_in
+from tests.workers.generate.vllm.signatures import SIGNATURES, argument_names, check_arguments
+from tests.workers.generate.vllm.stand_in import (
+    CONTEXT_BYTES,
+    WEIGHTS_BYTES,
+    EngineInProcess,
+    Gpu,
+    StandInLLM,
+    standing_in,
+)
 from workers.generate.vllm.buckets import SharedBuckets
 from workers.generate.vllm.engine_process import EngineError
 from workers.weights.whole_tensors import tensor_in
@@ -54,12 +63,13 @@ def generate(served: EngineInProcess) -> Any:
 def test_weights_wake_before_the_update_and_the_cache_with_the_next_generation(gpu: Gpu, folder: Path) -> None:
     served = engine(folder, gpu_memory_utilization=0.5)
     served.call("sleep")
-    assert gpu.used == 30 * GB
+    before = 30 * GB + CONTEXT_BYTES
+    assert gpu.used == before  # an engine without weights has no memory
     for _ in range(2):
         update(served)
-        assert gpu.used == 30 * GB + WEIGHTS_BYTES
+        assert gpu.used == before + WEIGHTS_BYTES
         assert generate(served) == [([7, 2], [-7.0, -2.0], None)]
-        assert gpu.used == 70 * GB
+        assert gpu.used == before + 40 * GB
     weights = ["wake weights", "begin_policy_update", "receive_policy_bucket", "finish_policy_update"]
     once = ["sleep 2", *weights, "wake kv_cache", "generate"]
     assert served.llm.events == [*once, *once]  # the second update begins with a sleep
@@ -84,7 +94,7 @@ def test_sleep_frees_weights_and_cache_once_whatever_is_awake(gpu: Gpu, folder: 
     update(served)
     generate(served)
     assert served.call("sleep") == 40 * GB and served.call("sleep") == 0
-    assert gpu.used == 30 * GB
+    assert gpu.used == 30 * GB + CONTEXT_BYTES
 
 
 def test_an_engine_on_a_cpu_never_sleeps(folder: Path) -> None:
@@ -96,10 +106,28 @@ def test_an_engine_on_a_cpu_never_sleeps(folder: Path) -> None:
         assert "sleep 2" not in served.llm.events and "wake weights" not in served.llm.events
 
 
-def test_the_stand_in_refuses_to_start_as_vllm_does(gpu: Gpu, folder: Path) -> None:
+def test_the_stand_in_refuses_a_share_that_leaves_no_room_for_its_process(gpu: Gpu, folder: Path) -> None:
+    free = 50 / 80
     with pytest.raises(EngineError) as caught:
-        engine(folder)
+        engine(folder, gpu_memory_utilization=free)
     assert caught.value.method == "start"
+    gpu.used = 30 * GB  # the process has ended
+    engine(folder, gpu_memory_utilization=free - CONTEXT_BYTES / gpu.total)
+
+
+def test_the_stand_in_takes_the_arguments_of_vllm_only(folder: Path) -> None:
+    with standing_in():
+        with pytest.raises(TypeError):
+            engine(folder, no_such_argument=1)
+        with pytest.raises(TypeError):
+            engine(folder).call("generate", prompts=[[3]], parameters=[{"no_such_argument": 1}], temperature=1.0)
+        llm = engine(folder).llm
+        lora_request = importlib.import_module("vllm.lora.request").LoRARequest
+    named = {"LoRARequest": lora_request}
+    for owner, value in (("LLM", llm), ("LLMEngine", llm.llm_engine)):
+        named |= {name: getattr(value, name.partition(".")[2]) for name in SIGNATURES if name.startswith(f"{owner}.")}
+    for name, function in named.items():
+        check_arguments(name, argument_names(function))
 
 
 def test_the_stand_in_asserts_on_memory_that_is_asleep(gpu: Gpu, folder: Path) -> None:

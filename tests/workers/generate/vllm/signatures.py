@@ -1,0 +1,54 @@
+"""The arguments of vLLM's functions that engines call, of the version in ``constraints/vllm.txt``.
+
+``signatures.json`` has them for tests without vLLM. To write it again, in the environment of ``make test-vllm``::
+
+    python -m tests.workers.generate.vllm.signatures
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+_FILE = Path(__file__).with_suffix(".json")
+SIGNATURES: dict[str, list[str]] = json.loads(_FILE.read_text())
+"""Function -> the names of its arguments."""
+
+
+def check_arguments(function: str, names: Iterable[str]) -> None:
+    """Raise TypeError if vLLM's function has no argument of one of these names."""
+    unknown = sorted(set(names) - set(SIGNATURES[function]))
+    if unknown:
+        raise TypeError(f"vLLM's {function} has no argument {', '.join(unknown)}")
+
+
+def installed_signatures() -> dict[str, list[str]]:
+    """Return ``SIGNATURES`` of the installed vLLM."""
+    from vllm import LLM, SamplingParams
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.lora.request import LoRARequest
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    methods = [LLM.sleep, LLM.wake_up, LLM.collective_rpc, LLM.reset_prefix_cache]
+    methods += [LLMEngine.add_request, LLMEngine.add_lora, LLMEngine.has_unfinished_requests, LLMEngine.step]
+    engine = [field.name for field in dataclasses.fields(EngineArgs)]  # LLM passes its other arguments to these
+    return {
+        "LLM": sorted({*argument_names(LLM), *engine} - {"kwargs"}),
+        "SamplingParams": argument_names(SamplingParams),
+        "LoRARequest": argument_names(LoRARequest),
+        **{method.__qualname__: argument_names(method) for method in methods},
+    }
+
+
+def argument_names(function: Callable[..., Any]) -> list[str]:
+    """Return the names of the arguments of a function, a method or a class."""
+    return sorted(set(inspect.signature(function).parameters) - {"self"})
+
+
+if __name__ == "__main__":
+    lines = (f"  {json.dumps(name)}: {json.dumps(names)}" for name, names in installed_signatures().items())
+    _FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
