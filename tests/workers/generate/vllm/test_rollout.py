@@ -158,6 +158,9 @@ def test_all_engines_of_an_actor_hold_its_weights_after_every_update() -> None:
         assert events.count("finish_policy_update") == events.count("generate") == 2
 
 
+WORKERS: list[ActorRolloutRefWorker] = []
+
+
 class TakesTurns(ActorRolloutRefWorker):
     """An actor whose GPU other groups use in turns, as ``SharedDevices`` tells it before every call."""
 
@@ -165,6 +168,7 @@ class TakesTurns(ActorRolloutRefWorker):
         self.offloader.offload(keep_for="init_model")
         super().init_model()
         self.parts_at_start = self.offloader.offloaded.parts
+        WORKERS.append(self)
 
 
 def started_in_turns(parallel: dict[str, int]) -> dict[str, Any]:
@@ -186,6 +190,26 @@ def test_an_engine_starts_beside_what_is_on_the_device_when_it_generates() -> No
         [found] = run_ranks(started_in_turns, 1, {})
     moved = {"params", "reference", "grads", "optimizer"}
     assert found == {"at_start": moved, "generating": moved, "equal": True, "rows": 4}
+
+
+def generated_in_turns(parallel: dict[str, int]) -> None:
+    sizes = {"num_attention_heads": 4, "num_query_groups": 4}
+    worker = actor(parallel, "actor_rollout", TakesTurns, model=sizes, rollout={"engine": "vllm", "vllm": {"tp": 2}})
+    worker.generate_sequences(own_shard(random_prompts(4, SAMPLED), worker))
+
+
+def test_an_engine_generates_when_all_its_ranks_have_left_their_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    left = []
+
+    def answer(prompt: Any) -> list[int]:
+        left.append(["params" in worker.offloader.offloaded.parts for worker in WORKERS])
+        return [7, EOS]
+
+    WORKERS.clear()
+    monkeypatch.setattr(StandInLLM, "answer", staticmethod(answer))
+    with standing_in():
+        simulated.run_ranks(2, generated_in_turns, {"tp": 2}, schedule="random", seed=1)
+    assert left == [[True, True]] * 4
 
 
 def adapted(parallel: dict[str, int]) -> dict[str, Any]:
