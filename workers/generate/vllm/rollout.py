@@ -138,6 +138,8 @@ class VllmRollout(Rollout):
         Raises:
             EngineError: on every rank, if an engine fails.
         """
+        if self._config.rollout.vllm.tp > 1:
+            all_gather_values(None)  # what other ranks of the engine offload has left its GPUs
         samples = prompts.samples()
         shards = consecutive(all_gather_values(len(samples.ids), self._pg.dp))
         shares, first = self._engines.shares(shards), shards[self._pg.dp.rank()].start
