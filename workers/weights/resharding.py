@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from parallel_state.agreement import all_gather_values
 from parallel_state.megatron import MegatronContext
+from workers.gpu_ids import node_id
 from workers.weights.resharding_schedule import (
     LocalTensor,
     Move,
@@ -170,8 +171,9 @@ class WholeTensors:
         return tensors_in(self.buckets, self._shards()[0].param.device)
 
     def _make_schedule(self, mine: tuple[list[LocalTensor], Wanted]) -> None:
-        of_ranks = all_gather_values(mine)
-        sources = [tensors for tensors, _ in of_ranks]
+        of_ranks = all_gather_values((*mine, node_id()))
+        sources = [tensors for tensors, _, _ in of_ranks]
+        nodes = [node for _, _, node in of_ranks]
         first: dict[str, int] = {}
         for rank, tensors in enumerate(sources):
             for tensor in tensors:
@@ -179,10 +181,14 @@ class WholeTensors:
         whole = whole_tensors(sources)
         targets = [
             [tensor for tensor in whole if wanted == "all" or (wanted == "first" and first[tensor.name] == rank)]
-            for rank, (_, wanted) in enumerate(of_ranks)
+            for rank, (_, wanted, _) in enumerate(of_ranks)
         ]
         self._wanted, self._planned_for = targets[dist.get_rank()], mine
-        self._buckets = plan_whole(sources, targets, self._bucket_bytes) if any(targets) else ()
+        self._buckets = ()
+        if any(targets):
+            self._buckets = plan_whole(
+                sources, targets, self._bucket_bytes, lambda source, target: int(nodes[source] != nodes[target])
+            )
 
 
 def filled_bucket(

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from megatron.core.utils import unwrap_model
 
 from parallel_state.simulated import CommunicationTrace, run_ranks
 from tests.workers.roles import actor
+from workers.weights import resharding
 from workers.weights.hf.model import hf_whole_tensors
 from workers.weights.resharding import tensor_in
+from workers.weights.resharding_schedule import Move
+from workers.weights.shards import SliceReader
 
 MODELS: dict[str, dict[str, Any]] = {
     "dense": {},
@@ -47,6 +52,21 @@ def test_buckets_of_any_size_have_the_tensors_of_one_process(model: str, paralle
         for [found] in run_ranks(4, streamed, model, parallel, bucket_bytes, 1):
             assert found.keys() == expected.keys()
             assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_tensors_come_from_the_replica_of_the_same_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks 0 and 1 have the whole model, and are on one node; ranks 2 and 3 have it too, on another."""
+    pairs: set[tuple[int, int]] = set()
+    exchanged = resharding._exchanged
+
+    def recorded(bucket: Sequence[Move], sources: SliceReader) -> list[tuple[Move, torch.Tensor]]:
+        pairs.update((move.source_rank, move.target_rank) for move in bucket)
+        return exchanged(bucket, sources)
+
+    monkeypatch.setattr(resharding, "node_id", lambda: f"node{dist.get_rank() // 2}")
+    monkeypatch.setattr(resharding, "_exchanged", recorded)
+    run_ranks(4, streamed, "dense", {"tp": 2}, 1 << 20, 1)
+    assert pairs == {(0, 1), (1, 0), (2, 3), (3, 2)}
 
 
 def on_one_rank(model: str, parallel: dict[str, Any]) -> dict[str, torch.Tensor]:
