@@ -17,11 +17,8 @@ from tests.workers.generate.vllm.stand_in import WEIGHTS_BYTES, Gpu, standing_in
 from tests.workers.roles import SAMPLED, actor, experience, own_shard, prompts
 from workers import ActorConfig, load_config
 from workers.generate.vllm.buckets import SharedBuckets
-<<<<<<< HEAD
-from workers.generate.vllm.gpu_memory import measured_memory
-=======
 from workers.generate.vllm.engine_process import EngineError
->>>>>>> teeth
+from workers.generate.vllm.gpu_memory import measured_memory
 from workers.weights.fingerprints import tensor_fingerprints
 from workers.weights.whole_tensors import tensor_in
 
@@ -66,18 +63,11 @@ def beside_others(options: dict[str, Any], **vllm: Any) -> dict[str, Any]:
 
 def test_an_engine_fits_beside_others_and_sleeps_while_the_actor_trains() -> None:
     for found in run_ranks(beside_others, 2, {}):
-<<<<<<< HEAD
-        assert found["share"] == pytest.approx((40 - 5.9) / 140, abs=0.01)  # 4% and 0.3 GB stay free
-        assert found["started"] < OF_OTHERS + WEIGHTS_BYTES
-        assert found["generating"] > OF_OTHERS + 32 * GB
-        assert found["trained"] < OF_OTHERS + WEIGHTS_BYTES
-=======
         started = found["started"]
-        assert 30 / 140 < found["share"] < 39 / 140
+        assert found["share"] == pytest.approx((40 - 5.9) / 140, abs=0.03)  # 4% and 0.3 GB stay free
         assert started < OF_OTHERS + 3 * GB  # contexts and communicators of two processes
         assert found["generating"] - started > 30 * GB
         assert found["trained"] - started < WEIGHTS_BYTES
->>>>>>> teeth
         update = ["wake weights", "begin_policy_update", "finish_policy_update", "wake kv_cache", "generate"]
         assert found["events"] == ["sleep 2", *update] * 2
         most, left = found["pinned"]
@@ -104,11 +94,7 @@ def test_a_policy_that_is_offloaded_while_the_engine_generates_is_not_counted() 
 
 
 def test_the_users_own_share_wins_and_vllm_refuses_it() -> None:
-<<<<<<< HEAD
-    with pytest.raises(RankFailure):
-=======
     with pytest.raises(RankFailure) as caught:
->>>>>>> teeth
         run_ranks(beside_others, 2, {"gpu_memory_utilization": 0.9})
     assert EngineError.__name__ in str(caught.value)
 
@@ -145,25 +131,15 @@ def through_buckets(waits: bool) -> dict[str, Any]:
             assert receiver.finish_policy_update() == [each[:3] for each in tensor_fingerprints(weights.items())]
         most, count = runtime.most, runtime.count
         buckets.close()
-<<<<<<< HEAD
-    equal = all(torch.equal(loaded[name], tensor) and loaded[name].is_cuda for name, tensor in weights.items())
-    return {"equal": equal, "count": count, "most": most, "left": len(runtime.registered)}
-
-
-def test_both_sides_register_each_of_two_buckets_once_for_all_updates() -> None:
-    assert run_ranks(through_buckets, 1) == [{"equal": True, "count": 4, "most": 4 * 128, "left": 2}]
-=======
-        assert arrived == [each[:3] for each in tensor_fingerprints(weights.items())]
     equal = all(torch.equal(loaded[name].cpu(), tensor) and loaded[name].is_cuda for name, tensor in weights.items())
     return {"equal": equal, "count": count, "most": most, "left": len(runtime.registered)}
 
 
-def test_both_sides_register_each_of_two_buckets_once_in_an_update() -> None:
-    assert run_ranks(through_buckets, 1, True) == [{"equal": True, "count": 4, "most": 4 * 128, "left": 0}]
+def test_both_sides_register_each_of_two_buckets_once_for_all_updates() -> None:
+    assert run_ranks(through_buckets, 1, True) == [{"equal": True, "count": 4, "most": 4 * 128, "left": 2}]
 
 
 def test_a_receiver_that_does_not_wait_before_a_bucket_is_filled_again_is_caught() -> None:
     with pytest.raises(RankFailure) as caught:
         run_ranks(through_buckets, 1, False)
     assert HostMemoryRace.__name__ in str(caught.value)
->>>>>>> teeth

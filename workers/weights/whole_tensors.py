@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel_state.agreement import all_gather_values
+from workers.gpu_ids import node_id
 from workers.weights.moves import (
     LocalTensor,
     Move,
@@ -83,8 +84,9 @@ class WholeTensors:
         return tensors_in(self.buckets, self._shards()[0].param.device)
 
     def _make_schedule(self, mine: tuple[list[LocalTensor], Wanted]) -> None:
-        by_rank = all_gather_values(mine)
-        sources = [tensors for tensors, _ in by_rank]
+        by_rank = all_gather_values((*mine, node_id()))
+        sources = [tensors for tensors, _, _ in by_rank]
+        nodes = [node for _, _, node in by_rank]
         first: dict[str, int] = {}
         for rank, tensors in enumerate(sources):
             for tensor in tensors:
@@ -92,10 +94,14 @@ class WholeTensors:
         whole = whole_tensors(sources)
         targets = [
             [tensor for tensor in whole if wanted == "all" or (wanted == "first" and first[tensor.name] == rank)]
-            for rank, (_, wanted) in enumerate(by_rank)
+            for rank, (_, wanted, _) in enumerate(by_rank)
         ]
         self._wanted, self._planned_for = targets[dist.get_rank()], mine
-        self._buckets = plan_whole(sources, targets, self._bucket_bytes) if any(targets) else ()
+        self._buckets = ()
+        if any(targets):
+            self._buckets = plan_whole(
+                sources, targets, self._bucket_bytes, lambda source, target: int(nodes[source] != nodes[target])
+            )
 
 
 def filled_bucket(
