@@ -11,13 +11,13 @@ float32 copy of them. Step by step, as on a CPU, a vocabulary of 152,000 moves 2
 from __future__ import annotations
 
 import functools
+import importlib.util
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._triton import has_triton
 from torch.utils.checkpoint import checkpoint
 
 _PADDING_LOGIT = -1e30  # finite, so that 0 * logit stays 0 in the entropy
@@ -48,7 +48,7 @@ def log_probs_and_entropy(
 
     def one_chunk(hidden: Tensor, targets: Tensor, divisor: float | Tensor) -> tuple[Tensor, Tensor]:
         logits = project(hidden)
-        if targets.dim() == 1 and logits.is_cuda and has_triton():
+        if targets.dim() == 1 and logits.is_cuda and _has_triton():
             divisor = torch.as_tensor(divisor, dtype=torch.float32, device=logits.device)
             scores: tuple[Tensor, Tensor] = FusedLogProbs.apply(logits, divisor, targets, group, vocab_size)
             return scores
@@ -186,6 +186,16 @@ class FusedLogProbs(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, divisor: Tensor, targets: Tensor, group: dist.ProcessGroup | None, vocab_size: int
     ) -> tuple[Tensor, Tensor]:
+        """Return log-probabilities and entropies, float32 ``[tokens]``.
+
+        Args:
+            ctx: of torch.
+            logits: this rank's ``[tokens, vocab / tp]``, in the dtype of the model.
+            divisor: the temperature, float32, of all tokens or ``[tokens, 1]``.
+            targets: ``[tokens]`` int64, ids in the whole vocabulary.
+            group: the ranks that the vocabulary is divided over; None if this rank has all of it.
+            vocab_size: ids from this one on are padding of the vocabulary and have probability 0.
+        """
         width = logits.size(-1)
         first = 0 if group is None else group.rank() * width
         valid = min(max(vocab_size - first, 0), width)
@@ -206,7 +216,13 @@ class FusedLogProbs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        """Return the gradient of the logits, in their dtype."""
         return _compiled(_gradient_of)(*ctx.saved_tensors, *grads, ctx.valid), None, None, None, None
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 @functools.cache

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from workers.weights.resharding import tensor_in
+from workers.weights.whole_tensors import tensor_in
 
 from tests.workers.generate.vllm.stand_in import standing_in
 from workers.generate.vllm.buckets import SharedBuckets
