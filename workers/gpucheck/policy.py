@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 
@@ -14,6 +14,7 @@ from workers.actor import ActorRolloutRefWorker
 from workers.config import ActorConfig, ModelConfig, OptimConfig, ParallelConfig, RolloutConfig
 from workers.gpucheck.cases import prompt_columns
 
+_Config = TypeVar("_Config")
 TOKENS = {"eos_token_id": 1, "pad_token_id": 0}
 """The ids that sampling needs."""
 GB = 2**30
@@ -25,9 +26,14 @@ def actor_config(settings: Mapping[str, Any]) -> ActorConfig:
     Args:
         settings: fields of ActorConfig, such as ``Case.settings`` returns, with ``rollout``.
     """
-    types = {"model": ModelConfig, "parallel": ParallelConfig, "optim": OptimConfig, "rollout": RolloutConfig}
-    nested: dict[str, Any] = {name: made(**settings.get(name, {})) for name, made in types.items()}
-    return ActorConfig(**{"clip_ratio": 100.0, **settings, **nested})
+    rollout = RolloutConfig(**settings.get("rollout", {}))
+    return role_config(ActorConfig, {"clip_ratio": 100.0, **settings, "rollout": rollout})
+
+
+def role_config(kind: type[_Config], settings: Mapping[str, Any]) -> _Config:
+    """Return a configuration of this kind from nested fields, without omegaconf."""
+    types = {"model": ModelConfig, "parallel": ParallelConfig, "optim": OptimConfig}
+    return kind(**{**settings, **{name: made(**settings.get(name, {})) for name, made in types.items()}})
 
 
 @dataclass(frozen=True)
