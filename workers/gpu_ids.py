@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 from collections.abc import Sequence
@@ -33,6 +34,8 @@ def visible_gpus() -> tuple[str, ...]:
 def check_distinct_gpus(device: torch.device) -> None:
     """Raise ResourceError on every rank if two ranks of the default group are on one GPU.
 
+    A process with a ``NCCL_HOSTID`` of its own is on another node for NCCL, which then takes two ranks on one GPU.
+
     Ranks exchange the ids of their GPUs through the store of the rendezvous: no collective is needed, which NCCL would
     reject with "Duplicate GPU detected", or never finish.
 
@@ -42,7 +45,7 @@ def check_distinct_gpus(device: torch.device) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     store = c10d._get_default_store()
     keys = [f"mcontroller/gpu/{number}" for number in range(world_size)]
-    store.set(keys[rank], f"{socket.gethostname()} {gpu_id(device)}")
+    store.set(keys[rank], f"{os.environ.get('NCCL_HOSTID') or socket.gethostname()} {gpu_id(device)}")
     check_distinct([value.decode() for value in store.multi_get(keys)])
 
 

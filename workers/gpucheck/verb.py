@@ -1,4 +1,4 @@
-"""Check GPUs, first of all on a new machine: equality with the CPU, speed and memory, saves, groups on Ray.
+"""Check GPUs, first of all on a new machine: equality with the CPU, speed and memory, saves, groups on Ray, NCCL.
 
 Prints a line of JSON for each row as soon as it is known, and at the end a table on standard error. The status is 0 if
 no row failed, 1 if one did or nothing was checked, and 2 if there is no GPU that torch can use.
@@ -6,7 +6,8 @@ no row failed, 1 if one did or nothing was checked, and 2 if there is no GPU tha
 part a: versions, and scores, tokens, updates and checkpoints of the parity cases against the CPU
 part b: peak memory and speed of an update, and of decoding, with a model of the shape of a 1.7B model
 part c: offload and reload, save and load, with the same model
-part d: groups on Ray: worker processes, two groups on one GPU, engines, NCCL; parts a to c do without Ray
+part d: groups on Ray: worker processes, two groups on one GPU, engines, NCCL; the other parts do without Ray
+part e: layouts over NCCL against one process, also with several ranks on one GPU; checkpoints between layouts
 
 examples: python -m mcontroller gpucheck > rows.jsonl
           python -m mcontroller gpucheck --part a --part b      (needs no Ray)
@@ -27,7 +28,7 @@ from pathlib import Path
 
 import torch
 
-from workers.gpucheck import machine, parity, size
+from workers.gpucheck import machine, nccl, parity, size
 from workers.gpucheck.parity import Session, cpu_process
 from workers.gpucheck.rows import Report, Row, skipped
 
@@ -38,7 +39,7 @@ Check = Callable[[Session], Iterator[Row]]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the verb."""
-    parser.add_argument("--part", action="append", choices="abcd", help="run only this part; may be repeated")
+    parser.add_argument("--part", action="append", choices="abcde", help="run only this part; may be repeated")
     parser.add_argument("--scale", choices=("full", "tiny"), default="full", help="tiny: the smallest sizes")
     parser.add_argument(
         "--folder", type=Path, help="where part c saves about 30 GB; default: the directory of temporary files"
@@ -58,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
         cpu = cpu_process()
         try:
             session = Session(arguments.scale == "tiny", folder, cpu)
-            for part in sorted(set(arguments.part or "abcd")):
+            for part in sorted(set(arguments.part or "abcde")):
                 _run_part(part, session, report)
         finally:
             cpu.shutdown(cancel_futures=True)
@@ -75,6 +76,7 @@ _CHECKS: dict[str, tuple[Check, ...]] = {
     "a": (machine.versions, parity.parity),
     "b": (size.memory, size.decoding),
     "c": (size.offload, size.saves),
+    "e": (nccl.layouts,),
 }
 
 

@@ -86,6 +86,7 @@ class PlannedRole:
         ddp: other fields of Megatron's DistributedDataParallelConfig.
         value_head: whether the model ends in a value head.
         fused: whether the layers are Transformer Engine's.
+        compiled: whether log-probabilities are compiled, as on every GPU with Triton; None: as ``fused``.
 
     Raises:
         LayoutError: the axes do not divide the world size.
@@ -102,8 +103,10 @@ class PlannedRole:
         ddp: Mapping[str, Any] | None = None,
         value_head: bool = False,
         fused: bool = False,
+        compiled: bool | None = None,
     ) -> None:
         self.model, self.parallel = model, parallel
+        self.compiled = fused if compiled is None else compiled
         self.layout: ParallelLayout = parallel.layout(world_size)
         self.optim = None if optim is None else optim.resolved(self.layout.dp * self.layout.cp, on_gpu=True)
         self.shape = Shape(model, parallel)
@@ -286,7 +289,12 @@ class PlannedRole:
         chosen = self.size * targets * shape.hidden
         chunks = (self.parallel.vpp or 0) + 1  # whose inputs the stage holds, and the next one's
         received = tokens.size * tokens.local * shape.hidden * chunks if self.parallel.pp > 1 and not backward else 0
-        return norm + received + gathered + chosen, 3 * _FLOAT * at_once * shape.vocabulary
+        logits = 3 * _FLOAT * at_once * shape.vocabulary
+        if self.compiled:
+            logits = self.size * at_once * shape.vocabulary * (2 if backward else 1)
+            if backward:  # gradients of the output layer's weight, of one chunk and of those before it
+                logits += self.size * shape.vocabulary * shape.hidden * (2 if at_once < targets else 1)
+        return norm + received + gathered + chosen, logits
 
 
 def _with(idle: Memory, activations: int, logits: int) -> Memory:

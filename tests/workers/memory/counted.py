@@ -119,10 +119,14 @@ def estimates(
     fused = config.transformer_impl == "transformer_engine"
     dp = axes.layout(2).dp
     batch = Batch(MICRO, PROMPT + RESPONSE, RESPONSE, count=ROWS // MICRO // dp, chunk_tokens=4096)
-    policy, value = (PlannedRole(config, axes, 2, trained, value_head=head, fused=fused) for head in (False, True))
+    policy, value = (
+        PlannedRole(config, axes, 2, trained, value_head=head, fused=fused, compiled=False) for head in (False, True)
+    )
     generating = ParallelConfig(**_axes_of("rollout", parallel))
-    rollout = PlannedRole(config, generating, 2, fused=fused)
-    frozen, reward = (PlannedRole(config, axes, 2, value_head=head, fused=fused) for head in (False, True))
+    rollout = PlannedRole(config, generating, 2, fused=fused, compiled=False)
+    frozen, reward = (
+        PlannedRole(config, axes, 2, value_head=head, fused=fused, compiled=False) for head in (False, True)
+    )
     return {
         "update_actor": policy.train(pp_rank, batch),
         "compute_log_prob": policy.score(pp_rank, batch),

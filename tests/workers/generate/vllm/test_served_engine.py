@@ -80,7 +80,7 @@ def test_an_engine_without_a_policy_beside_it_keeps_its_memory_in_updates(gpu: G
     for _ in range(2):
         update(served, beside_policy=False)
         generate(served)
-    assert "sleep 2" not in served.llm.events and gpu.used == 70 * GB
+    assert "sleep 2" not in served.llm.events and gpu.used == 70 * GB + CONTEXT_BYTES
     served.call("sleep")  # another group uses the GPU
     update(served, beside_policy=False)
     assert gpu.used == 30 * GB + WEIGHTS_BYTES
