@@ -20,7 +20,7 @@ from workers.generate.megatron_rollout import MegatronRollout
 from workers.generate.rollout_protocol import Rollout
 from workers.generate.vllm.checks import check_vllm
 from workers.generate.vllm.placement import gpus_used
-from workers.generate.vllm.rollout import vllm_rollout
+from workers.generate.vllm.start import vllm_rollout
 
 ROLLOUT_ENGINES: Registry[RolloutEngine] = Registry("rollout engine", key="rollout.engine")
 """Every registered engine by its name."""

@@ -5,6 +5,8 @@ Status: tested on a CPU by hand (make test-vllm).
 - ``checks``: what an engine cannot run, before any process starts.
 - ``placement``: which ranks' GPUs an engine uses.
 - ``gpu_memory``: how much of a GPU an engine may take beside the policy.
+- ``interpreter``: the interpreter that engines run with, and which vLLM it has.
+- ``start``: start the engines of all shards.
 - ``rollout``: the ``Rollout`` of the workers.
 - ``requests``: prompts and sampling as requests of vLLM, and its answers as responses.
 - ``buckets``: weights in shared memory.

@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 import workers.generate.vllm.in_engine as in_engine
 import workers.weights.hashing as hashing
 from tests.workers.generate.vllm.signatures import check_arguments
-from workers.generate.vllm import checks, rollout
+from workers.generate.vllm import checks, start
 from workers.generate.vllm.engine_process import EngineError
 from workers.generate.vllm.interpreter import InstalledVllm
 
@@ -293,18 +293,18 @@ class EngineInProcess:
 def standing_in(gpu: Callable[[], Gpu] | None = None) -> Iterator[type[StandInLLM]]:
     """Let engines be stand-ins in this process, on GPUs that ``gpu`` makes, or on a CPU."""
     folders = [*in_engine.__path__, *hashing.__path__]
-    finder, process, installed = _Finder(), rollout.EngineProcess, checks.installed_vllm
+    finder, process, installed = _Finder(), start.EngineProcess, checks.installed_vllm
     known = set(sys.modules)
     sys.meta_path.insert(0, finder)
     sys.path[:0] = folders
-    rollout.EngineProcess = EngineInProcess  # type: ignore[misc,assignment]
+    start.EngineProcess = EngineInProcess  # type: ignore[misc,assignment]
     checks.installed_vllm = lambda python: InstalledVllm(cpu_build=False)
     StandInLLM.gpu, StandInLLM.started = gpu, []
     try:
         with tempfile.TemporaryDirectory() as caches, mock.patch.dict("os.environ", XDG_CACHE_HOME=caches):
             yield StandInLLM
     finally:
-        rollout.EngineProcess, checks.installed_vllm = process, installed  # type: ignore[misc]
+        start.EngineProcess, checks.installed_vllm = process, installed  # type: ignore[misc]
         StandInLLM.gpu = None
         sys.meta_path.remove(finder)
         sys.path[:] = [path for path in sys.path if path not in folders]

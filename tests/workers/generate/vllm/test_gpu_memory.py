@@ -11,7 +11,7 @@ from mcontroller.errors import ConfigError
 from tests.workers.generate.vllm.stand_in import EngineInProcess, Gpu, standing_in
 from workers import ActorConfig, load_config
 from workers.generate.vllm.gpu_memory import GpuMemory, utilization
-from workers.generate.vllm.rollout import engine_arguments
+from workers.generate.vllm.start import engine_arguments
 
 GB = 1 << 30
 MODEL = {

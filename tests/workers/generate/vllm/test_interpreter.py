@@ -14,7 +14,7 @@ from tests.workers.generate.vllm.test_checks import config
 from workers import ActorRolloutRefWorker
 from workers.generate.vllm.checks import check_installed, check_vllm
 from workers.generate.vllm.engine_process import EngineProcess
-from workers.generate.vllm.rollout import engine_environment
+from workers.generate.vllm.start import engine_environment
 from workers.planning import planning
 
 pytestmark = pytest.mark.processes

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from workers.weights.whole_tensors import tensor_in
 
 from tests.workers.generate.vllm.stand_in import standing_in
 from workers.generate.vllm.buckets import SharedBuckets
+from workers.weights.whole_tensors import tensor_in
 
 
 @pytest.fixture

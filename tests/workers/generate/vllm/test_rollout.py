@@ -17,9 +17,8 @@ from tests.workers.roles import MODEL, PROMPT, SAMPLED, VOCAB, actor, experience
 from tests.workers.roles import prompts as random_prompts
 from tests.workers.router_replay.setup import EXPERTS, LAYERS, NO_BALANCE, TOPK, policy
 from workers import ActorRolloutRefWorker, Generated, Prompts, Sampling
-from workers.generate.vllm import rollout as module
 from workers.generate.vllm.engine_process import EngineError
-from workers.generate.vllm.rollout import vllm_rollout
+from workers.generate.vllm.start import vllm_rollout
 
 pytestmark = pytest.mark.simulated
 
@@ -124,7 +123,7 @@ def seeded(vllm: dict[str, Any]) -> list[bool]:
     settings = config(rollout={"vllm": vllm})
     context = MegatronContext(settings.parallel.layout(1), 0)
     with context.activate():
-        rollout = module.vllm_rollout(settings, context, trained=True, models=1)
+        rollout = vllm_rollout(settings, context, trained=True, models=1)
         rollout.generate(prompts_of(0, 2, 2), sampling(2))
     return ["seed" in parameters for parameters in StandInLLM.started[-1].parameters]
 
@@ -267,7 +266,7 @@ def folders(parallel: dict[str, int], **model: Any) -> list[str]:
     context = MegatronContext(settings.parallel.layout(1), 0)
     with context.activate():
         for _ in range(2):
-            module.vllm_rollout(settings, context, trained=True, models=1)
+            vllm_rollout(settings, context, trained=True, models=1)
     return [llm.arguments["model"] for llm in StandInLLM.started]
 
 
