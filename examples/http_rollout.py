@@ -25,6 +25,7 @@ from workers import (
     LogProbBasis,
     PolicyWeights,
     Prompts,
+    Rollout,
     Sampling,
     export_hf,
 )
@@ -55,7 +56,7 @@ def reload_vllm(server: Server, path: str) -> None:
     server.post("/reset_prefix_cache", {})
 
 
-class HttpRollout:
+class HttpRollout(Rollout):
     """Every data-parallel shard sends its prompts from the rank that returns results."""
 
     holds_weights = True

@@ -66,6 +66,9 @@ NODE_NAME=$name NODE_ADDRESS=$address "$LAUNCH_DIR/ray_node.sh" head </dev/null 
 started+=($!)
 echo "export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$RAY_AUTH_TOKEN_PATH RAY_ADDRESS=$HEAD" >"$JOB_DIR/attach.sh"
 
+# What the ranks of every machine read as they start: a variable, or all with this prefix. Not the GPUs of this machine.
+forwarded='NCCL_|GLOO_|TORCH_|PYTORCH_|NVTE_|VLLM_|UCX_|CUDA_DEVICE_MAX_CONNECTIONS$|LD_LIBRARY_PATH$|HF_HOME$|HF_HUB_OFFLINE$'
+mapfile -t forwarded < <(compgen -e | grep -E "^($forwarded)")
 # The settings are part of the remote command; the token is not: it goes through standard input, which stays open.
 for host in "${hosts[@]:1}"; do
   read -r name address <<<"$host"
@@ -73,10 +76,10 @@ for host in "${hosts[@]:1}"; do
   remote="cd $(printf %q "$PWD") && exec env"
   for variable in "NODE_NAME=$name" "NODE_ADDRESS=$address" JOB_DIR= "PATH=$PATH" "PYTHONPATH=${PYTHONPATH:-}" \
     "VENV=$VENV" "INTERFACE=$INTERFACE" "RAY_TEMP_DIR=$RAY_TEMP_DIR" "RAY_PORTS=$RAY_PORTS" "HEAD=$HEAD" \
-    "NCCL_DEBUG=$NCCL_DEBUG" "NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-}" \
-    "GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-}" "OMP_NUM_THREADS=$OMP_NUM_THREADS"; do
+    "OMP_NUM_THREADS=$OMP_NUM_THREADS"; do
     [ -z "${variable#*=}" ] || remote+=" $(printf %q "$variable")"
   done
+  for variable in "${forwarded[@]}"; do remote+=" $variable=$(printf %q "${!variable}")"; done
   remote+=" $(printf %q "$LAUNCH_DIR/ray_node.sh") worker-on-stdin"
   # shellcheck disable=SC2086  # SSH is a command with its options
   exec {connection}> >(without_connections $SSH "$name" "$remote" >"$JOB_DIR/ray-$name.log" 2>&1)

@@ -20,12 +20,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mcontroller.errors import DataError
+from mcontroller.machine import machine_id
 
 _WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 """The errors of file systems that have no locks."""
 
 _held: dict[Path, int] = {}
 """The descriptors of the locks that this process holds, by path."""
+_logger = logging.getLogger(__name__)
 
 
 def _close_inherited() -> None:
@@ -35,8 +37,6 @@ def _close_inherited() -> None:
 
 
 os.register_at_fork(after_in_child=_close_inherited)
-
-_logger = logging.getLogger(__name__)
 
 
 def replace_text(path: Path, text: str) -> None:
@@ -114,6 +114,7 @@ class _Holder(NamedTuple):
     """The process that holds a lock; ``started`` is in clock ticks since the boot, ``since`` when it got the lock."""
 
     host: str
+    machine: str
     pid: int
     started: int
     since: str
@@ -133,7 +134,7 @@ def acquire_lock(path: Path, what: str) -> None:
         what: what it protects, for messages, such as ``the run in /runs/first``.
 
     Raises:
-        DataError: another process holds the lock; fields: ``path``, ``host``, ``pid``, ``since``.
+        DataError: another process holds the lock; fields: ``path``, ``host``, ``machine``, ``pid``, ``since``.
         OSError: the file cannot be written.
     """
     path = _lock_path(path)
@@ -178,9 +179,9 @@ def _lock(descriptor: int, path: Path, what: str) -> None:
         if error.errno not in (errno.EACCES, errno.EAGAIN, *_WITHOUT_LOCKS):
             raise
         enforced, free = error.errno not in _WITHOUT_LOCKS, error.errno in _WITHOUT_LOCKS
-    holder, here = _read_holder(descriptor), socket.gethostname()
+    holder, here = _read_holder(descriptor), machine_id()
     if holder is not None and free:
-        free = _start_of(holder.pid) != holder.started if holder.host == here else enforced
+        free = _start_of(holder.pid) != holder.started if holder.machine == here else enforced
     if not free:
         remedy = "" if enforced else f"; if that process has ended, delete {path}"
         text = f"{what} is in use by {holder or 'another process'}: wait for its end, or use another directory{remedy}"
@@ -189,7 +190,8 @@ def _lock(descriptor: int, path: Path, what: str) -> None:
     if holder is not None:
         _logger.warning("%s was in use by %s, which has ended without releasing it", what, holder)
     os.ftruncate(descriptor, 0)
-    this = _Holder(here, os.getpid(), _start_of(os.getpid()) or 0, time.strftime("%Y-%m-%d %H:%M:%S %z"))
+    since = time.strftime("%Y-%m-%d %H:%M:%S %z")
+    this = _Holder(socket.gethostname(), here, os.getpid(), _start_of(os.getpid()) or 0, since)
     os.pwrite(descriptor, json.dumps(this._asdict()).encode(), 0)
     os.fsync(descriptor)
 
@@ -198,7 +200,13 @@ def _read_holder(descriptor: int) -> _Holder | None:
     """Return the process that a lock file names; None if it names none, because it is new or was cut off."""
     try:
         content = json.loads(os.pread(descriptor, 10_000, 0))
-        return _Holder(str(content["host"]), int(content["pid"]), int(content["started"]), str(content["since"]))
+        return _Holder(
+            host=str(content["host"]),
+            machine=str(content["machine"]),
+            pid=int(content["pid"]),
+            started=int(content["started"]),
+            since=str(content["since"]),
+        )
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
 

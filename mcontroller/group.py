@@ -18,7 +18,7 @@ from mcontroller.dispatch.modes import Dispatch, DispatchSpec, Execute, Plan, pl
 from mcontroller.dispatch.registration import Registration, registrations
 from mcontroller.errors import DispatchError, MControllerError, TopologyError
 from mcontroller.partition import Padding
-from mcontroller.trace.recorder import start_laps
+from mcontroller.trace.recorder import start_timer
 from mcontroller.transport import Executor, Future
 from mcontroller.worker import W_co
 from parallel_state.axes import DENSE_AXES
@@ -81,17 +81,17 @@ class GroupMethod(Generic[P, Result_co, Future_co]):
             GroupError: the call failed: WorkerError, WorkerDied, CallTimeout or GroupBroken.
         """
         group, rule = self.group, self.registration
-        laps = start_laps(f"{group.name}.{self.name}")
+        timer = start_timer(f"{group.name}.{self.name}")
         call = PreparedCall(group, self.name, self.plan(), changes_rows=rule.changes_rows)
-        laps("plan")
+        timer("plan")
         call = dispatch(call, args, kwargs, rule.rows, materialize=rule.materialize_futures)
-        laps("split")
+        timer("split")
         keep = not rule.blocking and call.plan.spec.result == "concat"
         timeout = group.timeout if rule.timeout is None else rule.timeout
         returning = call.plan.collected
         in_flight = group.executor.submit(self.name, call.arguments, returning, timeout=timeout, keep=keep)
-        laps.number = in_flight.number
-        laps("send")
+        timer.number = in_flight.number
+        timer("send")
         if rule.blocking:
             return call.result(in_flight)  # type: ignore[no-any-return]
         future: Any = Future(in_flight, partial(call.result, in_flight))

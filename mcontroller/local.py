@@ -30,7 +30,7 @@ from mcontroller.errors import (
     is_before_changes,
 )
 from mcontroller.group import WorkerGroup
-from mcontroller.trace.recorder import on_rank, start_laps
+from mcontroller.trace.recorder import on_rank, start_timer
 from mcontroller.transport import (
     Arguments,
     Deferred,
@@ -297,7 +297,7 @@ class LocalExecutor:
         """Run ``method`` on one rank with copies of the arguments; return its value."""
         worker = self.workers[rank]
         with on_rank(self.role, rank, self.coordinates[rank] if self.coordinates else {}):
-            timer = start_laps(number=self._number)
+            timer = start_timer(number=self._number)
             args, kwargs = resolve(private_arguments(arguments), self.fetch)
             timer("fetch")
             try:

@@ -36,6 +36,12 @@ from megatron.core import parallel_state as mpu  # install() comes first
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import random as megatron_random
 
+EXPERT_INPUT_RNG = "expert-input-rng"
+"""Name of the random state, in Megatron's tracker, for inputs of experts that all ranks of etp have: the same on them.
+
+Megatron's own state of experts differs over etp, as inputs do that etp divides.
+"""
+
 
 def initialize_distributed(
     backend: str | None = None,
@@ -76,13 +82,6 @@ def initialize_distributed(
         world_size=-1 if world_size is None else world_size,
         timeout=datetime.timedelta(seconds=timeout_s),
     )
-
-
-EXPERT_INPUT_RNG = "expert-input-rng"
-"""Name of the random state, in Megatron's tracker, for inputs of experts that all ranks of etp have: the same on them.
-
-Megatron's own state of experts differs over etp, as inputs do that etp divides.
-"""
 
 
 class MegatronContext:

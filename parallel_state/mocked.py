@@ -132,7 +132,7 @@ class _Groups:
         of_rank: the group of every rank, by rank: global rank -> rank within the group.
     """
 
-    of_rank: Sequence[Mapping[int, int]]
+    by_rank: Sequence[Mapping[int, int]]
 
     @classmethod
     def over(cls, topology: Topology, axes: Sequence[str]) -> _Groups:
@@ -198,12 +198,12 @@ class MockedRanks:
         if self._megatron is None:
             return {}
         values: dict[str, Any] = {
-            name: _group(span, self._groups[span].of_rank[rank], rank)
+            name: _group(span, self._groups[span].by_rank[rank], rank)
             for name, span in _GROUPS.items()
             if self._has(span)
         }
         values |= {
-            name: list(self._groups[span].of_rank[rank]) for name, span in _RANK_LISTS.items() if self._has(span)
+            name: list(self._groups[span].by_rank[rank]) for name, span in _RANK_LISTS.items() if self._has(span)
         }
         stages = values["_PIPELINE_GLOBAL_RANKS"]
         values["_EMBEDDING_GLOBAL_RANKS"] = sorted({stages[0], stages[-1]})

@@ -39,10 +39,10 @@ def require(*modules: str) -> None:
     """
     for module in modules:
         try:
-            found = importlib.util.find_spec(module) is not None
+            installed = importlib.util.find_spec(module) is not None
         except ModuleNotFoundError:  # the parent package of a dotted name is missing
-            found = False
-        if not found:
+            installed = False
+        if not installed:
             raise missing_package(module)
 
 

@@ -96,16 +96,18 @@ def test_description_of_a_saved_batch(tmp_path: Path, content: dict[str, Any], c
 @pytest.mark.parametrize("text", [b"[", b"[]", b"null", b"[" * 100_000, b"\xff"])
 def test_damaged_description_of_a_saved_batch(tmp_path: Path, text: bytes) -> None:
     save_description(tmp_path / "batch", text)
-    with pytest.raises(MControllerError, match="is a damaged file of a DataProto: its description is"):
+    with pytest.raises(MControllerError) as caught:
         DataProto.load_from_disk(tmp_path / "batch")
+    assert caught.value.path == tmp_path / "batch"
 
 
 def test_array_of_strings_that_would_take_all_memory(tmp_path: Path) -> None:
     array = {"$objects": [["x"], [1], "<U500000000"]}
     parts = {"batch": None, "non_tensor_batch": {"a": array}, "meta_info": {}}
     save_description(tmp_path / "batch", json.dumps({"format": "mcontroller.DataProto", "version": 1} | parts).encode())
-    with pytest.raises(MControllerError, match="<U500000000"):
+    with pytest.raises(MControllerError) as caught:
         DataProto.load_from_disk(tmp_path / "batch")
+    assert caught.value.dtype == "<U500000000"
 
 
 @fuzz

@@ -32,6 +32,8 @@ TOKENS = "sequence_tokens"
 
 PROMPTS = "prompt_numbers"
 """Column of the number of each row's prompt in the run, int64 ``[rows]``."""
+_WHOLE = ("input_ids", "attention_mask", "position_ids", ROUTED_EXPERTS)
+"""Columns ``[rows, prompt + response, ...]`` of responses; ``prompts`` is ``[rows, prompt]``."""
 
 
 def columns(batch: DataProto, *names: str) -> list[Tensor]:
@@ -90,10 +92,6 @@ def with_tokens(batch: DataProto, problems: DataProto) -> DataProto:
 def tokens_of(batch: DataProto) -> int:
     """Return the number of tokens of a batch, after ``with_tokens``."""
     return int(columns(batch, TOKENS)[0].sum())
-
-
-_WHOLE = ("input_ids", "attention_mask", "position_ids", ROUTED_EXPERTS)
-"""Columns ``[rows, prompt + response, ...]`` of responses; ``prompts`` is ``[rows, prompt]``."""
 
 
 def of_equal_width(batches: Sequence[DataProto], pad_token_id: int) -> list[DataProto]:

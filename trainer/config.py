@@ -29,6 +29,10 @@ OFFLOAD_CHOICES = ("auto", "always", "never")
 
 SCORE = "score"
 """The metric that stands for the scores to train on."""
+TAKES = ("completed", "in_order")
+STALE = ("finish", "drop")
+PARTIAL = ("continue", "finish", "stop")
+SCHEDULES = ("live", "simulated")
 
 
 @strict_fields
@@ -338,12 +342,6 @@ class WarmUpConfig:
             check_unused(self, ("batch_size",), "warm_up.", "with warm_up.steps=0")
 
 
-TAKES = ("completed", "in_order")
-STALE = ("finish", "drop")
-PARTIAL = ("continue", "finish", "stop")
-SCHEDULES = ("live", "simulated")
-
-
 @strict_fields
 @dataclass(frozen=True, slots=True)
 class AsynchronousConfig:
@@ -360,7 +358,7 @@ class AsynchronousConfig:
     slice_tokens: int = 64
     """[tokens] Most tokens by which a call of the rollout continues each response; the weights move between calls."""
     capacity: int = 0
-    """[responses] Most responses of a call; the others wait. 0: ``rollout.max_rows``, or 256."""
+    """[responses] Most responses of a call; the others wait. 0: ``rollout.max_rows``."""
     schedule: str = "live"
     """Order of events: live (as they happen), or simulated (a random legal order, the same for one seed)."""
     seed: int = 0

@@ -20,6 +20,23 @@ from parallel_state.topology import Topology
 from trainer.saving.recovery import Failure
 
 _logger = logging.getLogger(__name__)
+MAX_RANKS = 32
+"""Ranks that the table of ranks shows."""
+WIDE = 100
+"""Width in characters from which the bar shows the elapsed time too."""
+LINES_PER_PHASE = 8
+"""Lines that replace the bar if the output is not a terminal."""
+SHOWN_SAMPLES = 2
+SHOWN_CHARACTERS = 100
+"""Longest part of a text that a line of a sample shows: its end."""
+SHOWN: Mapping[str, tuple[str, str]] = {
+    "sft/loss": ("loss", ".3f"),
+    "train/score": ("reward", ".3f"),
+    "train/accuracy": ("accuracy", ".3f"),
+    "actor/reward_kl_penalty": ("KL", ".4f"),
+    "perf/tokens_per_s": ("tokens/s", ",.0f"),
+}
+"""Metrics that the bar shows if a step has them: label and format."""
 
 
 class Display:
@@ -89,25 +106,6 @@ class Callback:
 
     def ended(self, trainer: RunningTrainer) -> None:
         """Run after the last step; not after an error."""
-
-
-MAX_RANKS = 32
-"""Ranks that the table of ranks shows."""
-WIDE = 100
-"""Width in characters from which the bar shows the elapsed time too."""
-LINES_PER_PHASE = 8
-"""Lines that replace the bar if the output is not a terminal."""
-SHOWN_SAMPLES = 2
-SHOWN_CHARACTERS = 100
-"""Longest part of a text that a line of a sample shows: its end."""
-SHOWN: Mapping[str, tuple[str, str]] = {
-    "sft/loss": ("loss", ".3f"),
-    "train/score": ("reward", ".3f"),
-    "train/accuracy": ("accuracy", ".3f"),
-    "actor/reward_kl_penalty": ("KL", ".4f"),
-    "perf/tokens_per_s": ("tokens/s", ",.0f"),
-}
-"""Metrics that the bar shows if a step has them: label and format."""
 
 
 class ProgressDisplay(Display):

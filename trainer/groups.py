@@ -18,6 +18,7 @@ from mcontroller.ray.resource_pool import ResourcePoolManager
 from trainer.columns import PROMPTS, STAGE_COLUMNS, TOKENS, columns
 from trainer.config import PPOConfig
 from trainer.display import Display
+from trainer.reserved_memory import reserved_for_others
 from trainer.roles import GroupSpec, Role, reads_reference, role_workers
 from trainer.stages import Stages
 from workers.columns import MINI_BATCHES
@@ -52,7 +53,7 @@ class RunGroups:
         stages: Stages,
         display: Display,
     ) -> None:
-        self.workers = role_workers(config, mapping)
+        self.workers = reserved_for_others(role_workers(config, mapping), pools, config.trainer.offload)
         self.by_name: dict[str, WorkerGroup] = {}
         self._pools, self._group_cls, self._stages, self._display = pools, group_cls, stages, display
         self.mapping, self._config, self._options = mapping, config, config.trainer
@@ -68,9 +69,7 @@ class RunGroups:
         self._pools.create_resource_pool()
         for worker in self.workers:
             self._start_group(worker)
-        for group in self.by_name.values():
-            with self._stages("start", group.init_model):
-                group.init_model()
+        self._build_models(self.by_name.values())
         self._display.groups(self.by_name)
 
     def restart(self, names: Iterable[str]) -> None:
@@ -85,7 +84,11 @@ class RunGroups:
             for group in groups:
                 self._display.starting(f"restarting {group.name}")
                 group.restart()
-        for group in groups:
+        self._build_models(groups)
+
+    def _build_models(self, groups: Iterable[WorkerGroup]) -> None:
+        """Build the models of groups; last, those of the group that generates: an engine takes what others leave."""
+        for group in sorted(groups, key=lambda group: group is self.rollout):
             with self._stages("start", group.init_model):
                 group.init_model()
 

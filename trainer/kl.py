@@ -23,6 +23,11 @@ else:
     torch = Lazy("torch")
     DataProto, columns = Lazy("mcontroller.data.batch", "DataProto"), Lazy("trainer.columns", "columns")
 
+KL_CONTROLLERS: Registry[Callable[[KLControlConfig], KLController]] = Registry(
+    "KL controller", key="algorithm.kl_ctrl.type"
+)
+"""Controllers by the name that ``algorithm.kl_ctrl.type`` takes; ``KL_CONTROLLERS.register`` adds one."""
+
 
 def apply_kl_penalty(
     data: DataProto, kl_ctrl: KLController | None, kl_penalty: str = "k1", clip: float | None = None
@@ -73,12 +78,6 @@ class KLController(Protocol):
 
     def resume(self, value: float) -> None:
         """Continue from the weight of a saved run."""
-
-
-KL_CONTROLLERS: Registry[Callable[[KLControlConfig], KLController]] = Registry(
-    "KL controller", key="algorithm.kl_ctrl.type"
-)
-"""Controllers by the name that ``algorithm.kl_ctrl.type`` takes; ``KL_CONTROLLERS.register`` adds one."""
 
 
 @strict_fields

@@ -13,7 +13,7 @@ from trainer.columns import tokens_of
 from trainer.data.stream import BatchStream
 from trainer.data.tokenizers import stop_tokens
 from trainer.lifecycle import RunLifecycle
-from trainer.metrics import Metrics, of_ranks
+from trainer.metrics import Metrics, over_ranks
 from trainer.mismatch import MISMATCH_METRICS
 from trainer.rewards.reward import Reward
 from trainer.summary import experience_metrics, sample_tokens
@@ -156,7 +156,7 @@ class RayPPOTrainer(RunLifecycle):
         for step in range(warm_up.steps):
             self.stop_if_preempted()
             with self.stages("warm-up", self.actor.update_sft):
-                metrics = of_ranks(self.actor.update_sft(batches[step]).meta_info["metrics"])
+                metrics = over_ranks(self.actor.update_sft(batches[step]).meta_info["metrics"])
             self.step.weights.changed()
             self.display.step(metrics)
             self.log(metrics, step + 1, WARM_UP)

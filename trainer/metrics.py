@@ -13,6 +13,17 @@ from fnmatch import fnmatchcase
 
 from mcontroller.config.registry import Registry
 
+METRIC_RULES: Registry[MetricRule] = Registry("rule of a metric", key="metrics")
+"""Rules by the name of a metric, or by a pattern such as ``mine/*``.
+
+``METRIC_RULES.add("mine/failures", MetricRule.SUM)`` sets that of a metric that a program reports.
+"""
+_SCORES = ("score", "score_std", "score_min", "score_max", "score_clipped", "unscored", "overlong_penalty")
+_PROGRESS = ("prompts", "n", "num_tokens", "epoch", "restarts", "processes", "frac_reward_zero_std")
+RESERVED = frozenset({*_SCORES, *_PROGRESS})
+"""Names that the trainer reports under ``train/`` and ``held_out/``: no column of a reward can have one."""
+_RESERVED_OF_SAMPLES = re.compile(r"(mean|best|maj)_at_\d+")
+
 
 class MetricRule(enum.Enum):
     """A rule that reduces the values of one metric to one number."""
@@ -24,11 +35,6 @@ class MetricRule(enum.Enum):
     LAST = "last"
 
 
-METRIC_RULES: Registry[MetricRule] = Registry("rule of a metric", key="metrics")
-"""Rules by the name of a metric, or by a pattern such as ``mine/*``.
-
-``METRIC_RULES.add("mine/failures", MetricRule.SUM)`` sets that of a metric that a program reports.
-"""
 for _names, _rule in {
     ("episodes/*",): MetricRule.SUM,
     ("rollout/*seconds", "rollout/*bytes*", "weights/*seconds", "weights/*bytes*"): MetricRule.SUM,
@@ -93,7 +99,7 @@ def _reduced(rule: MetricRule, parts: Sequence[tuple[float, float]]) -> float:
     return sum(value * weight for value, weight in parts) / sum(weight for _, weight in parts)
 
 
-def of_ranks(metrics: Mapping[str, float | Sequence[float]]) -> dict[str, float]:
+def over_ranks(metrics: Mapping[str, float | Sequence[float]]) -> dict[str, float]:
     """Return the metrics that data-parallel ranks report, ``meta_info["metrics"]`` of a result, as one number each.
 
     A rank reports a number of all ranks, so that equal values are not added: the result is the largest of ``MAX``, the
@@ -102,16 +108,9 @@ def of_ranks(metrics: Mapping[str, float | Sequence[float]]) -> dict[str, float]
     reduced = {}
     for name, values in metrics.items():
         rule = rule_of(name) if rule_of(name) in (MetricRule.MAX, MetricRule.MIN) else MetricRule.MEAN
-        of_each = [values] if isinstance(values, int | float) else values
-        reduced[name] = _reduced(rule, [(float(value), 1.0) for value in of_each])
+        numbers = [values] if isinstance(values, int | float) else values
+        reduced[name] = _reduced(rule, [(float(value), 1.0) for value in numbers])
     return reduced
-
-
-_SCORES = ("score", "score_std", "score_min", "score_max", "score_clipped", "unscored", "overlong_penalty")
-_PROGRESS = ("prompts", "n", "num_tokens", "epoch", "restarts", "processes", "frac_reward_zero_std")
-RESERVED = frozenset({*_SCORES, *_PROGRESS})
-"""Names that the trainer reports under ``train/`` and ``held_out/``: no column of a reward can have one."""
-_RESERVED_OF_SAMPLES = re.compile(r"(mean|best|maj)_at_\d+")
 
 
 def name_conflict(names: Collection[str], reserved: Iterable[str] = ()) -> tuple[str, str] | None:

@@ -107,11 +107,7 @@ class StageCall:
         self._started = 0.0
 
     def get(self) -> Any:
-        """Wait for the stage and return its result; the tensors of a batch stay on the workers.
-
-        Raises:
-            GroupError: the first error of any of the stages that run at the same time.
-        """
+        """Wait for the stage and return its result; the tensors of a batch stay on the workers."""
         self._stages.wait_for(self)
         return self._result.get() if isinstance(self._result, Future) else self._result
 
@@ -175,9 +171,6 @@ class OverlappingStages:
 
         Returns:
             The stage; ``get`` returns the result of the method.
-
-        Raises:
-            GroupError: a stage that was started before has failed.
         """
         stage = StageCall(self, name, method, arguments)
         self._waiting.append(stage)
@@ -190,20 +183,12 @@ class OverlappingStages:
             self._advance()
 
     def wait_for(self, stage: StageCall) -> None:
-        """Return when a stage has ended.
-
-        Raises:
-            GroupError: the first error of any stage.
-        """
+        """Return when a stage has ended."""
         while stage in self._waiting or stage in self._running:
             self._advance()
 
     def finish(self) -> None:
-        """Return when every stage has ended.
-
-        Raises:
-            GroupError: the first error of any stage.
-        """
+        """Return when every stage has ended."""
         while self._waiting or self._running:
             self._advance()
 

@@ -15,7 +15,7 @@ from trainer.estimators.clips import clipped_advantages, clipped_scores
 from trainer.estimators.registry import ADVANTAGE_ESTIMATORS, compute_advantage
 from trainer.groups import RunGroups, TokenBalance
 from trainer.kl import apply_kl_penalty, make_kl_controller
-from trainer.metrics import of_ranks
+from trainer.metrics import over_ranks
 from trainer.mismatch import TOKEN_VERSIONS, importance_weights, mismatch_metrics, version_metrics
 from trainer.rewards.reward import Reward, RewardSources, Scores
 from trainer.roles import response_limit
@@ -92,7 +92,7 @@ class PPOStep:
         rule, batch, problem_columns = self.config.algorithm, generated.responses, generated.problem_columns
         started = self.rewards.start(batch, problem_columns)
         groups.metrics.add(generated.memory)
-        groups.metrics.add(of_ranks(batch.meta_info.pop("metrics", {})), weight=len(batch))
+        groups.metrics.add(over_ranks(batch.meta_info.pop("metrics", {})), weight=len(batch))
         batch = with_tokens(batch, problem_columns)
         with self.stages.overlapping() as start:
             policies = [] if rule.filter_groups.enable else self.score_policies(batch, start)
@@ -188,7 +188,7 @@ class PPOStep:
                     start("update actor", *self.balance.split_update(self.groups.actor.update_actor, rows, update))
                 )
                 self.weights.changed()
-        return united(*(of_ranks(call.get().meta_info["metrics"]) for call in calls))
+        return united(*(over_ranks(call.get().meta_info["metrics"]) for call in calls))
 
     def synchronize_reference(self, step: int) -> None:
         """Move the reference towards the policy if ``trainer.ref_sync_steps`` say so.

@@ -115,13 +115,13 @@ def sample_tokens(batch: DataProto, tokenizer: Any, count: int) -> list[dict[str
     if {"old_log_probs", "rollout_log_probs"} <= set(batch.tensor_names):
         policy, engine = columns(some, "old_log_probs", "rollout_log_probs")
         values["mismatch"] = policy - engine
-    found = []
+    samples = []
     for row, of_policy in enumerate(mask.bool()):
         length = min(len(of_policy) - int(of_policy.flip(0).int().argmax()), MOST_TOKENS)
         tokens = ids[row, :length].tolist() if of_policy.any() else []
         # A token is what it adds to the text of the one before: some tokenizers drop the space before the first.
         texts = [decode(tokens[:1]), *(decode([*pair]).removeprefix(decode([pair[0]])) for pair in pairwise(tokens))]
-        found.append(
+        samples.append(
             {"text": texts[: len(tokens)]}
             | {
                 name: [
@@ -131,7 +131,7 @@ def sample_tokens(batch: DataProto, tokenizer: Any, count: int) -> list[dict[str
                 for name, column in values.items()
             }
         )
-    return found
+    return samples
 
 
 def group_metrics(groups: GroupFilter) -> dict[str, float]:

@@ -17,6 +17,22 @@ from mcontroller.config.registry import Registry
 from mcontroller.files import replace_text
 from mcontroller.output import Output
 
+TRAIN = "train"
+"""The phase of the steps that are counted from 1 to the end of the run."""
+Samples = Sequence[Mapping[str, Any]]
+"""Rows of a table, as mappings of texts and numbers by column."""
+_PRINTED_SAMPLES = 2
+WORTH_READING = (
+    *("sft/loss", "train/score", "train/accuracy", "held_out/score", "held_out/accuracy"),
+    *("actor/reward_kl_penalty", "actor/kl_loss", "actor/entropy", "actor/grad_norm", "critic/explained_variance"),
+    *("response/length", "response/truncated", "perf/tokens_per_s", "timing_s/step"),
+)
+"""The metrics that the console shows."""
+TRACKERS: Registry[Callable[[Run], Tracker]] = Registry("tracker", key="trackers")
+"""Trackers by the name that a configuration uses; ``TRACKERS.register`` adds one."""
+METRICS_BYTES, SAMPLES_BYTES = 256_000_000, 16_000_000
+"""Most bytes of the files of ``JsonlTracker``."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Run:
@@ -39,13 +55,6 @@ class Run:
         if self.resumed_at is None or not path.is_file():
             path.write_text(new(), encoding="utf-8")
         return path.read_text(encoding="utf-8")
-
-
-TRAIN = "train"
-"""The phase of the steps that are counted from 1 to the end of the run."""
-
-Samples = Sequence[Mapping[str, Any]]
-"""Rows of a table, as mappings of texts and numbers by column."""
 
 
 class Tracker(Protocol):
@@ -80,22 +89,6 @@ def rewind(trackers: Iterable[Tracker], step: int) -> None:
     for tracker in trackers:
         if isinstance(tracker, Rewinds):
             tracker.rewind(step)
-
-
-_PRINTED_SAMPLES = 2
-WORTH_READING = (
-    *("sft/loss", "train/score", "train/accuracy", "held_out/score", "held_out/accuracy"),
-    *("actor/reward_kl_penalty", "actor/kl_loss", "actor/entropy", "actor/grad_norm", "critic/explained_variance"),
-    *("response/length", "response/truncated", "perf/tokens_per_s", "timing_s/step"),
-)
-"""The metrics that the console shows."""
-
-TRACKERS: Registry[Callable[[Run], Tracker]] = Registry("tracker", key="trackers")
-"""Trackers by the name that a configuration uses; ``TRACKERS.register`` adds one."""
-
-
-METRICS_BYTES, SAMPLES_BYTES = 256_000_000, 16_000_000
-"""Most bytes of the files of ``JsonlTracker``."""
 
 
 class _StepLines:

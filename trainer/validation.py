@@ -12,7 +12,7 @@ from mcontroller.config.fields import check_unused
 from mcontroller.data.meta import united
 from trainer.config import PPOConfig, ValidationConfig
 from trainer.data.stream import Dataset, check_rows, in_order
-from trainer.metrics import Metrics, of_ranks
+from trainer.metrics import Metrics, over_ranks
 from trainer.rewards.reward import Reward, joined
 from trainer.step import PPOStep
 from trainer.summary import reward_metrics
@@ -80,7 +80,7 @@ def validate(step: PPOStep, evaluations: Mapping[str, Evaluation]) -> dict[str, 
                 responses, problem_columns = step.generate(
                     batch, **evaluation.sampling.sampling(), **{HELD_OUT_BATCH: number}
                 )
-            generation.add(of_ranks(responses.meta_info.pop("metrics", {})), weight=len(responses))
+            generation.add(over_ranks(responses.meta_info.pop("metrics", {})), weight=len(responses))
             with step.stages.overlapping() as start:
                 rewards.append(step.scored(responses, problem_columns, start, held_out=True)[1])
         metrics = united(metrics, validation_metrics(joined(rewards), evaluation.sampling.n, prefix))

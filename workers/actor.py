@@ -462,7 +462,7 @@ class ActorRolloutRefWorker(ModelWorker):
         if loss is None:
             rows, rules = self._update(data, "forward_backward")
         else:
-            function, rules = functools.partial(loss.of_rank, self.context.pg.cp), loss.rules
+            function, rules = functools.partial(loss.on_rank, self.context.pg.cp), loss.rules
             rows = self._supervised(data) if loss.supervised else self._rows(data, "forward_backward", loss.columns)
         self.trainer.use_phase("ppo")
         metrics = self.trainer.compute_gradients(

@@ -17,6 +17,10 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
+_WORTH = 0.9
+"""The share of the padded rows' tokens below which distinct tokens are cheaper: the copies for attention cost too."""
+_POSITIONS = ("none", "rope", "learned_absolute")
+
 
 @dataclass(frozen=True)
 class Spread:
@@ -82,18 +86,18 @@ def spread_of(index: Tensor, sources: int, counted: Tensor | None = None) -> Spr
     places = torch.arange(len(index)) if counted is None else counted.nonzero().flatten()
     by_source, order = index[places].sort(stable=True)
     places = places[order]
-    found, times = by_source.unique_consecutive(return_counts=True)
+    read, times = by_source.unique_consecutive(return_counts=True)
     starts = times.cumsum(0) - times
     place = torch.zeros(sources, dtype=torch.long)
-    place[found] = places[starts]
+    place[read] = places[starts]
     absent = torch.ones(sources, dtype=torch.bool)
-    absent[found] = False
+    absent[read] = False
     several = times > 1
     extra = torch.arange(1, int(times.max()) if len(times) else 1)
     inside = extra < times[several, None]
     others = places[starts[several, None] + extra * inside]
     weights = None if bool(inside.all()) else inside.float()
-    return Spread(index, place, absent.nonzero().flatten(), found[several], others, weights)
+    return Spread(index, place, absent.nonzero().flatten(), read[several], others, weights)
 
 
 class _Spreading(torch.autograd.Function):
@@ -106,10 +110,6 @@ class _Spreading(torch.autograd.Function):
     def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         spread: Spread = context.spread
         return spread.sum_of_each(gradients[0]), None
-
-
-_WORTH = 0.9
-"""The share of the padded rows' tokens below which distinct tokens are cheaper: the copies for attention cost too."""
 
 
 @dataclass(frozen=True)
@@ -166,22 +166,24 @@ def distinct_tokens(tokens: Tensor, predictors: Tensor, mask: Tensor, multiple: 
         return None
     prompts = torch.minimum(predictors[:, 0] + 1, needed)[counted]
     repeats = repeats_prompt(tokens[counted], prompts)
-    own = needed[counted] - prompts
-    of_prompt, of_own = prompts[~repeats], own
-    used = int(of_prompt.sum() + of_own.sum())
+    responses = needed[counted] - prompts
+    of_prompt, of_response = prompts[~repeats], responses
+    used = int(of_prompt.sum() + of_response.sum())
     total = -(-used // multiple) * multiple
     if total > _WORTH * tokens.numel():
         return None
     prompt_start = (of_prompt.cumsum(0) - of_prompt)[(~repeats).cumsum(0) - 1]
-    own_start = of_prompt.sum() + of_own.cumsum(0) - of_own
+    response_start = of_prompt.sum() + of_response.cumsum(0) - of_response
     before = columns < prompts[:, None]
-    of_counted = torch.where(before, prompt_start[:, None] + columns, own_start[:, None] + columns - prompts[:, None])
+    of_counted = torch.where(
+        before, prompt_start[:, None] + columns, response_start[:, None] + columns - prompts[:, None]
+    )
     inside = columns < needed[counted, None]
-    of_row, taken = torch.zeros_like(tokens), torch.zeros_like(tokens, dtype=torch.bool)
-    of_row[counted], taken[counted] = of_counted * inside, inside
+    of_row, counts = torch.zeros_like(tokens), torch.zeros_like(tokens, dtype=torch.bool)
+    of_row[counted], counts[counted] = of_counted * inside, inside
     source = torch.zeros(total, dtype=torch.long)
-    source[of_row[taken]] = taken.flatten().nonzero().flatten()  # of equal entries, any one
-    return DistinctTokens(source, source % width, of_row, spread_of(of_row.T.flatten(), total, taken.T.flatten()))
+    source[of_row[counts]] = counts.flatten().nonzero().flatten()  # of equal entries, any one
+    return DistinctTokens(source, source % width, of_row, spread_of(of_row.T.flatten(), total, counts.T.flatten()))
 
 
 def repeats_prompt(tokens: Tensor, lengths: Tensor) -> Tensor:
@@ -195,9 +197,6 @@ def repeats_prompt(tokens: Tensor, lengths: Tensor) -> Tensor:
     repeats = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
     repeats[1:] = ((tokens[1:] == tokens[:-1]) | behind).all(1) & (lengths[1:] == lengths[:-1])
     return repeats
-
-
-_POSITIONS = ("none", "rope", "learned_absolute")
 
 
 @dataclass

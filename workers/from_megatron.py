@@ -103,8 +103,8 @@ def model_config_from_megatron(
 
 
 def _value(source: Any, name: str, default: Any = None) -> Any:
-    found = getattr(source, name, None)
-    return default if found is None else found
+    value = getattr(source, name, None)
+    return default if value is None else value
 
 
 def _is_grouped(source: Any) -> bool:

@@ -1,8 +1,9 @@
-"""The unique ids of GPUs, which are the same in all processes, as their indices are not; and a check with them."""
+"""The unique ids of nodes and GPUs, which are the same in all processes, and a check with them."""
 
 from __future__ import annotations
 
 import socket
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -10,6 +11,13 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from mcontroller.errors import ResourceError
+from mcontroller.machine import machine_id
+
+
+def node_id() -> str:
+    """Return the id of this node: Ray's, or the machine's in a process without Ray."""
+    ray = sys.modules.get("ray")
+    return machine_id() if ray is None or not ray.is_initialized() else ray.get_runtime_context().get_node_id()
 
 
 def gpu_id(device: torch.device | int) -> str:

@@ -6,12 +6,10 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from workers.config import ActorConfig, CriticConfig, RewardConfig
+from workers.config import ActorConfig, CriticConfig, RewardConfig, RoleConfig
 from workers.config.roles import MicroBatchSize
 from workers.generate.engines import ROLLOUT_ENGINES
 from workers.memory.estimate import Batch, Memory, PlannedRole
-
-RoleConfig = ActorConfig | CriticConfig | RewardConfig
 
 
 @dataclass(frozen=True)

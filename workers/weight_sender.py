@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import socket
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,7 +16,7 @@ from mcontroller.errors import ConfigError, DataError, before_changes
 from workers.config import ActorConfig
 from workers.generate.generator import Generator
 from workers.generate.rollout_protocol import PolicyWeights, ReadableRollout
-from workers.gpu_ids import gpu_id, visible_gpus
+from workers.gpu_ids import gpu_id, node_id, visible_gpus
 from workers.lora.adapters import adapters_of
 from workers.same_policy import differing_fields
 from workers.train.state import TrainingState
@@ -101,12 +100,12 @@ class WeightSender:
         shards, engine = self._shards(hf_names), None
         if self._generator.serves_engine:
             verify = verify and isinstance(self._generator.rollout, ReadableRollout)
-            if getattr(self._generator.rollout, "receives_weights", True):
+            if self._generator.rollout.receives_weights:
                 dtype = self._config.model.dtype
                 engine = ServedEngine(dtype, getattr(torch, dtype).itemsize, self._config.rollout.vllm.bucket_bytes)
         described = tuple(shard.described() for shard in shards)
         unknown = () if hf_names else tuple(unknown_positions(shards))
-        return RankWeights(described, unknown, _node()[0], os.getpid(), gpu, verify, visible_gpus(), engine)
+        return RankWeights(described, unknown, node_id(), os.getpid(), gpu, verify, visible_gpus(), engine)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def weight_fingerprints(
@@ -144,7 +143,7 @@ class WeightSender:
         for adapters in () if schedule.sends else adapters_of(self._state.model):
             adapters.enabled = False
         endpoint = TransferEndpoint(
-            schedule, self._shards(schedule.hf_names and schedule.sends), self._device, _node()[1]
+            schedule, self._shards(schedule.hf_names and schedule.sends), self._device, _address()
         )
         self._endpoints[schedule.transfer] = endpoint
         return endpoint.listen()
@@ -191,12 +190,10 @@ class WeightSender:
             endpoint.close()
 
 
-def _node() -> tuple[str, str]:
-    """Return the id of this node, and its address for other nodes."""
+def _address() -> str:
+    """Return the address of this node for other nodes."""
     ray = sys.modules.get("ray")  # parts a to c of gpucheck run without Ray
-    if ray is None or not ray.is_initialized():
-        return socket.gethostname(), "127.0.0.1"
-    return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
+    return "127.0.0.1" if ray is None or not ray.is_initialized() else ray.util.get_node_ip_address()
 
 
 def _raise_differing(section: str, differing: Mapping[str, tuple[Any, Any]]) -> None:

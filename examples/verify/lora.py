@@ -22,7 +22,7 @@ def model_provider(config, pre_process, post_process, vp_stage=None):
     chunk = gpt.model_provider(config, pre_process, post_process, vp_stage)
     context = SimpleNamespace(pg=ProcessGroupCollection.use_mpu_process_groups())
     choose_trained_weights([chunk], MODEL, context)
-    for adapter in chunk.lora.each():
+    for adapter in chunk.lora:
         for name, factor in adapter.named_parameters():
             divided = adapter.divided == name[0]
             with get_cuda_rng_tracker().fork() if divided else contextlib.nullcontext():

@@ -60,15 +60,15 @@ def fields_of(cls: type, prefix: str = "", parts: Mapping[str, type] | None = No
         prefix: the dotted key of ``cls``, with a dot at the end.
         parts: the dataclasses of fields that are declared as ``Any``, by key.
     """
-    found = []
+    docs = []
     for field in dataclasses.fields(cls):
         owner = next(base for base in cls.__mro__ if field.name in vars(base).get("__annotations__", {}))
         annotation, text = _declarations(owner)[field.name]
         unit, meaning = _unit_and_meaning(text)
         key = f"{prefix}{field.name}"
         nested = nested_config(cls, field.name) or (parts or {}).get(key)
-        found.append(FieldDoc(key, owner, field.name, annotation, unit, _default(field), meaning, nested))
-    return found
+        docs.append(FieldDoc(key, owner, field.name, annotation, unit, _default(field), meaning, nested))
+    return docs
 
 
 def fields_under(cls: type, prefix: str = "", parts: Mapping[str, type] | None = None) -> Iterator[FieldDoc]:

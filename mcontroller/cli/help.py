@@ -78,10 +78,10 @@ def roots(paths: Iterable[str] = ()) -> tuple[list[type], dict[str, type]]:
 
 def all_fields(classes: Iterable[type], parts: dict[str, type]) -> list[FieldDoc]:
     """Return every field under the roots and under the registered parts that no root contains."""
-    found = [field for cls in classes for field in fields_under(cls, parts=parts)]
-    keys = {field.key for field in found}
+    fields = [field for cls in classes for field in fields_under(cls, parts=parts)]
+    keys = {field.key for field in fields}
     others = [(name, cls) for name, cls in parts.items() if name not in keys]
-    return _unique(found + [field for name, cls in others for field in fields_under(cls, f"{name}.", parts)])
+    return _unique(fields + [field for name, cls in others for field in fields_under(cls, f"{name}.", parts)])
 
 
 def explanation_of(key: str, fields: Sequence[FieldDoc]) -> str:

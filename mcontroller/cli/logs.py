@@ -71,12 +71,12 @@ def _is_chosen(log: RankLog, arguments: argparse.Namespace) -> bool:
     )
 
 
-def _elsewhere(directory: Path, found: list[RankLog], arguments: argparse.Namespace) -> Iterator[str]:
+def _elsewhere(directory: Path, logs: list[RankLog], arguments: argparse.Namespace) -> Iterator[str]:
     """Yield a line for each rank whose file is on another node."""
-    here = {(log.role, log.rank) for log in found}
+    local = {(log.role, log.rank) for log in logs}
     for path in sorted(directory.glob(f"*{PLACES}")):
         role = path.name.removesuffix(PLACES)
         for rank, node in enumerate(json.loads(path.read_text())):
-            if (role, rank) not in here and arguments.role in (None, role) and arguments.rank in (None, rank):
+            if (role, rank) not in local and arguments.role in (None, role) and arguments.rank in (None, rank):
                 text = f"{role} rank {rank}: its file is on {node}, which does not share {directory.resolve()} with"
                 yield f"{text} this machine: run this command there\n"

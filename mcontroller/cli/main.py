@@ -112,8 +112,8 @@ def entry_points(group: str, checkout: Path | None = None) -> dict[str, EntryPoi
     root = checkout or Path(mcontroller.__file__).resolve().parent.parent
     project = root / "pyproject.toml"
     installed = list(importlib.metadata.entry_points(group=group))
-    if project.is_file() and (own := _declared(project, group)) is not None:
-        installed = [entry for entry in installed if entry.dist is None or entry.dist.name != DISTRIBUTION] + own
+    if project.is_file() and (declared := _declared(project, group)) is not None:
+        installed = [entry for entry in installed if entry.dist is None or entry.dist.name != DISTRIBUTION] + declared
     return {entry.name: entry for entry in sorted(installed, key=lambda entry: entry.name)}
 
 

@@ -45,8 +45,8 @@ def run(arguments: argparse.Namespace) -> int:
     nodes = None if per_node is None else nodes_of(arguments.world_size, per_node)
     topology = Topology.from_layout(layout, nodes=nodes)
     blocks = [topology.describe(by=arguments.by, max_rows=arguments.max_rows)]
-    if found := locality(topology):
-        blocks.append("\n".join(found.lines()))
+    if shared := locality(topology):
+        blocks.append("\n".join(shared.lines()))
     if arguments.mode is not None:
         blocks.append(plan(mode_named(arguments.mode), topology).describe(arguments.max_rows))
     sys.stdout.write("\n\n".join(blocks) + "\n")

@@ -106,15 +106,15 @@ def changed_fields(config: Any, usual: Any = None, prefix: str = "") -> dict[str
         usual: the default of ``config`` as a whole; None: the defaults of its class.
         prefix: the dotted key of ``config``, with a dot at the end.
     """
-    found: dict[str, Any] = {}
+    changes: dict[str, Any] = {}
     for field in dataclasses.fields(config):
         default = _default_of(field) if usual is None else getattr(usual, field.name)
         value, key = getattr(config, field.name), f"{prefix}{field.name}"
         if dataclasses.is_dataclass(value):
-            found |= changed_fields(value, default if type(default) is type(value) else None, f"{key}.")
+            changes |= changed_fields(value, default if type(default) is type(value) else None, f"{key}.")
         elif (list(value) if isinstance(value, tuple) else value) != (default := _plain(default)):
-            found[key] = default
-    return found
+            changes[key] = default
+    return changes
 
 
 def check_unused(config: Any, names: Iterable[str], prefix: str, reason: str) -> None:

@@ -38,12 +38,12 @@ def import_object(path: str, key: str) -> Any:
 
 def import_class(path: str, key: str) -> type:
     """Return a class of a module, with the arguments and errors of ``import_object``."""
-    found = import_object(path, key)
-    if not isinstance(found, type):
+    imported = import_object(path, key)
+    if not isinstance(imported, type):
         raise ConfigError(
-            f"{key} is {path!r}, which is a {type(found).__name__}; expected a class", key=key, value=path
+            f"{key} is {path!r}, which is a {type(imported).__name__}; expected a class", key=key, value=path
         )
-    return found
+    return imported
 
 
 def import_module(path: str, key: str) -> ModuleType:

@@ -150,8 +150,8 @@ def _built(cls: type[C], layers: Sequence[DictConfig]) -> C:
 def _merged(cls: type[Any], layers: Sequence[DictConfig]) -> DictConfig:
     """Return the values of all layers, with those that ``find_fields`` supplies."""
     config = typing.cast(DictConfig, OmegaConf.merge(OmegaConf.structured(cls), *layers))
-    if found := _found_fields(cls, config, ""):
-        config = typing.cast(DictConfig, OmegaConf.merge(OmegaConf.structured(cls), found, *layers))
+    if fields := _found_fields(cls, config, ""):
+        config = typing.cast(DictConfig, OmegaConf.merge(OmegaConf.structured(cls), fields, *layers))
     return config
 
 
@@ -209,8 +209,8 @@ def read_yaml(path: str | Path) -> DictConfig:
     """
     path = Path(path)
     if not path.is_file():
-        found = "is not a file" if path.exists() else "does not exist"
-        raise ConfigError(f"configuration file {str(path)!r} {found}; pass a YAML file", key=str(path), value=None)
+        problem = "is not a file" if path.exists() else "does not exist"
+        raise ConfigError(f"configuration file {str(path)!r} {problem}; pass a YAML file", key=str(path), value=None)
     loaded = _parsed(path.read_bytes(), f"the configuration file {str(path)!r}", str(path))
     return _mapping(loaded, path)
 
@@ -250,16 +250,16 @@ def _line(error: Exception) -> str:
 def _found_fields(cls: type[Any], config: DictConfig, prefix: str) -> dict[str, Any]:
     """Return the values that ``find_fields`` of ``cls`` and of its nested dataclasses supply."""
     missing = [item.name for item in dataclasses.fields(cls) if OmegaConf.is_missing(config, item.name)]
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     present = [item.name for item in dataclasses.fields(cls) if item.name not in missing]
     for name in present:
         nested = nested_config(cls, name)
         if nested is not None and isinstance(config[name], DictConfig):
             below = _found_fields(nested, config[name], f"{prefix}{name}.")
-            found |= {name: below} if below else {}
+            fields |= {name: below} if below else {}
     if hasattr(cls, "find_fields"):
-        found |= cls.find_fields(dict(_known_values(config, present)), missing, prefix)
-    return found
+        fields |= cls.find_fields(dict(_known_values(config, present)), missing, prefix)
+    return fields
 
 
 def _known_values(config: DictConfig, names: Iterable[str]) -> Iterator[tuple[str, Any]]:

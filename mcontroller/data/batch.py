@@ -9,16 +9,14 @@ The result of a call with ``blocking=False`` is a DataProto too, whose tensors s
 Reading one waits for the call and fetches the tensor; passing the batch to a call passes it by reference; selecting
 rows moves an index.
 
-The file has the class, the functions over batches, the rows of one column, and the checks of arguments. A column of
-``batch`` is a tensor, a jagged nested tensor, or a nested TensorDict.
+A column of ``batch`` is a tensor, a jagged nested tensor, or a nested TensorDict; see ``columns``.
 """
 
 from __future__ import annotations
 
 import copy
-import operator
 import sys
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
@@ -27,18 +25,36 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mcontroller.data.disk import load_batch, save_batch
-from mcontroller.data.meta import copy_meta, describe, merge_concat, merge_union, same_value
-from mcontroller.data.pickling import (
-    INTEGER_OF_SIZE,
-    OutOfBand,
+from mcontroller.data.checks import (
+    Keys,
+    as_array,
+    as_count,
+    as_counts,
+    as_keys,
+    check_columns,
+    check_keys,
+    check_mapping,
+    make_batch,
+    row_index,
+)
+from mcontroller.data.columns import (
+    OffsetsMemo,
+    describe,
     is_jagged,
     is_tensordict,
-    make_jagged,
+    join_rows,
+    leaf_tensors,
     make_tensordict,
+    map_columns,
     packed_parts,
-    sizes,
+    shallow_copy,
+    slice_rows,
+    take_rows,
+    tensor_bytes,
 )
+from mcontroller.data.disk import load_batch, save_batch
+from mcontroller.data.meta import copy_meta, merge_concat, merge_union, same_value
+from mcontroller.data.pickling import OutOfBand
 from mcontroller.data.remote import RemoteColumns
 from mcontroller.errors import DataError
 from mcontroller.partition import contiguous
@@ -53,29 +69,7 @@ AnyDataProto = TypeVar("AnyDataProto", bound="DataProto")
 Index = Sequence[int] | Sequence[bool] | np.ndarray | Tensor
 """Row numbers (negative: from the end) or a mask with one boolean per row."""
 
-Keys = str | Sequence[str]
-"""One name or several."""
-
-OffsetsMemo = dict[Any, tuple[Tensor, Any]]
-"""New offsets of jagged columns by the identity of the old ones, which are kept too, so that their ids stay valid.
-
-torch allows arithmetic only between jagged tensors with the same offsets object. An operation passes one memo to all
-columns, so that columns that share their offsets still do afterwards."""
-
-LARGE_BYTES = 4 << 20
-"""From this size on, torch concatenates with several threads."""
-
 _FIELDS = ("local_batch", "non_tensor_batch", "meta_info", "remote")
-
-_SELECTABLE = frozenset(
-    {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16}
-    | {torch.float32, torch.float64, torch.complex64, torch.complex128}
-)
-"""Dtypes of which every release of torch selects rows; others are selected as integers of the same size."""
-
-
-class RowIndexError(DataError, IndexError):
-    """A row that the batch does not have; fields ``index`` and ``rows``."""
 
 
 class DataProtoConfig:
@@ -190,16 +184,16 @@ class DataProto(OutOfBand):
             ... )
         """
         for name, value in (("tensors", tensors), ("non_tensors", non_tensors), ("meta_info", meta_info)):
-            _check_mapping(name, value)
-        num_batch_dims = _count("num_batch_dims", num_batch_dims, 1)
+            check_mapping(name, value)
+        num_batch_dims = as_count("num_batch_dims", num_batch_dims, 1)
         if num_batch_dims > 1 and non_tensors:
             raise DataError(
                 f"num_batch_dims is {num_batch_dims}, with {len(non_tensors or {})} non-tensor columns: "
                 "expected 1 if there are non-tensor columns",
                 num_batch_dims=num_batch_dims,
             )
-        batch = _make_batch(tensors, num_batch_dims) if tensors else None
-        arrays = {key: _as_array(value, f"non_tensors[{key!r}]") for key, value in (non_tensors or {}).items()}
+        batch = make_batch(tensors, num_batch_dims) if tensors else None
+        arrays = {key: as_array(value, f"non_tensors[{key!r}]") for key, value in (non_tensors or {}).items()}
         info = copy_meta(dict(meta_info or {}))
         if auto_padding:
             info[DataProtoConfig.auto_padding_key] = True
@@ -219,7 +213,7 @@ class DataProto(OutOfBand):
         Raises:
             DataError: if columns differ in their number of rows, or are of the wrong type; names the column.
         """
-        _check_mapping("data", data)
+        check_mapping("data", data)
         tensors = {key: value for key, value in data.items() if isinstance(value, Tensor) or is_tensordict(value)}
         others = {key: value for key, value in data.items() if key not in tensors}
         for key, value in others.items():
@@ -254,7 +248,7 @@ class DataProto(OutOfBand):
         tensors, arrays, info = {}, {}, dict(meta_info or {})
         for key, value in {} if tensor_dict is None else tensor_dict.items():
             if isinstance(value, NonTensorStack):
-                arrays[key] = _as_array(value.tolist())
+                arrays[key] = as_array(value.tolist())
             elif isinstance(value, NonTensorData):
                 info[key] = value.data
             else:
@@ -314,7 +308,7 @@ class DataProto(OutOfBand):
             return self.slice(item.start, item.stop, item.step)
         if not isinstance(item, int | np.integer):
             return self.select_idxs(item)
-        row = int(_row_index([item], len(self))[0])
+        row = int(row_index([item], len(self))[0])
         batch = None if self.batch is None else self.batch[row]
         arrays = {key: array[row] for key, array in self.non_tensor_batch.items()}
         return DataProtoItem(batch, arrays, copy_meta(self.meta_info))
@@ -330,7 +324,7 @@ class DataProto(OutOfBand):
             return self.select_idxs(np.arange(begin, stop, stride))
         stop = max(begin, stop)
         rows, memo = range(begin, stop, stride), OffsetsMemo()
-        batch = _map_columns(self.local_batch, lambda column: _slice(column, rows, memo), len(rows))
+        batch = map_columns(self.local_batch, lambda column: slice_rows(column, rows, memo), len(rows))
         arrays = {key: array[begin:stop:stride] for key, array in self.non_tensor_batch.items()}
         return self.derive(
             batch, arrays, remote=[columns.take(np.arange(begin, stop, stride)) for columns in self.remote]
@@ -346,9 +340,9 @@ class DataProto(OutOfBand):
             RowIndexError: if a row does not exist.
             DataError: if the index is of another type or shape.
         """
-        index = _row_index(idxs, len(self))
+        index = row_index(idxs, len(self))
         rows, memo = torch.from_numpy(index), OffsetsMemo()
-        batch = _map_columns(self.local_batch, lambda column: _take(column, rows, memo), len(index))
+        batch = map_columns(self.local_batch, lambda column: take_rows(column, rows, memo), len(index))
         arrays = {key: array[index] for key, array in self.non_tensor_batch.items()}
         return self.derive(batch, arrays, remote=[columns.take(index) for columns in self.remote])
 
@@ -369,7 +363,7 @@ class DataProto(OutOfBand):
         Raises:
             DataError: if ``chunks`` is less than 1.
         """
-        parts = contiguous(len(self), _count("chunks", chunks, 1))
+        parts = contiguous(len(self), as_count("chunks", chunks, 1))
         return [self.slice(shard.start, shard.stop) for shard in parts.shards if isinstance(shard, range)]
 
     def split(self, split_size: int) -> list[Self]:
@@ -378,7 +372,7 @@ class DataProto(OutOfBand):
         Raises:
             DataError: if ``split_size`` is less than 1.
         """
-        split_size = _count("split_size", split_size, 1)
+        split_size = as_count("split_size", split_size, 1)
         return [self.slice(start, start + split_size) for start in range(0, len(self), split_size)]
 
     @staticmethod
@@ -411,7 +405,7 @@ class DataProto(OutOfBand):
         Raises:
             DataError: if ``repeat_times`` is negative.
         """
-        repeat_times = _count("repeat_times", repeat_times, 0)
+        repeat_times = as_count("repeat_times", repeat_times, 0)
         index = np.arange(len(self))
         return self.select_idxs(index.repeat(repeat_times) if interleave else np.tile(index, repeat_times))
 
@@ -424,7 +418,7 @@ class DataProto(OutOfBand):
         Raises:
             DataError: if their number is not the number of rows, or one is negative.
         """
-        times = _counts("repeat_times", repeat_times, len(self))
+        times = as_counts("repeat_times", repeat_times, len(self))
         return self.select_idxs(np.arange(len(self)).repeat(times))
 
     def reorder(self, indices: Index) -> None:
@@ -436,7 +430,7 @@ class DataProto(OutOfBand):
         Raises:
             DataError: if a row occurs twice or not at all.
         """
-        index = _row_index(indices, len(self))
+        index = row_index(indices, len(self))
         distinct = len(np.unique(index))
         if len(index) != len(self) or distinct != len(self):
             text = f"reorder of {len(self)} rows by {len(index)} indices, {distinct} of them distinct"
@@ -456,7 +450,7 @@ class DataProto(OutOfBand):
         if not isinstance(padding_candidate, str) or padding_candidate not in ("first", "last"):
             text = f"padding_candidate is {padding_candidate!r}: expected 'first' or 'last'"
             raise DataError(text, padding_candidate=padding_candidate)
-        padding_size = _count("padding_size", padding_size, 0)
+        padding_size = as_count("padding_size", padding_size, 0)
         if padding_size > 0 and len(self) == 0:
             raise DataError(f"padding_size is {padding_size} for a batch without rows: expected 0", rows=0)
         row = 0 if padding_candidate == "first" else len(self) - 1
@@ -470,7 +464,7 @@ class DataProto(OutOfBand):
         Raises:
             DataError: if the batch has fewer rows.
         """
-        pad_size = _count("pad_size", pad_size, 0)
+        pad_size = as_count("pad_size", pad_size, 0)
         if pad_size > len(self):
             raise DataError(f"pad_size is {pad_size}: expected at most the {len(self)} rows", rows=len(self))
         return self.slice(0, len(self) - pad_size)
@@ -481,12 +475,12 @@ class DataProto(OutOfBand):
         Raises:
             DataError: if ``new_batch_size`` does not divide the rows, or a column is jagged.
         """
-        new_batch_size = _count("new_batch_size", new_batch_size, 1)
+        new_batch_size = as_count("new_batch_size", new_batch_size, 1)
         if len(self) % new_batch_size:
             text = f"new_batch_size is {new_batch_size} for a batch of {len(self)} rows: expected a divisor of the rows"
             raise DataError(text, rows=len(self))
         shape = (new_batch_size, len(self) // new_batch_size)
-        batch = _map_columns(
+        batch = map_columns(
             self.batch, lambda column: column.view(*shape, *column.shape[1:]), new_batch_size, one_dim=True
         )
         arrays = {key: array.reshape(*shape, *array.shape[1:]) for key, array in self.non_tensor_batch.items()}
@@ -501,14 +495,14 @@ class DataProto(OutOfBand):
         Raises:
             DataError: if the columns do not agree in these dims, or one is jagged.
         """
-        batch_dims = _count("batch_dims", batch_dims, 1)
-        columns: list[Any] = [*self.non_tensor_batch.values(), *_leaf_tensors(self.batch)]
+        batch_dims = as_count("batch_dims", batch_dims, 1)
+        columns: list[Any] = [*self.non_tensor_batch.values(), *leaf_tensors(self.batch)]
         leading = [tuple(column.shape[:batch_dims]) for column in columns]
         if any(len(dims) < batch_dims or dims != leading[0] for dims in leading):
             text = f"cannot flatten the first {batch_dims} dims of columns {self.column_names()}, which are {leading}"
             raise DataError(f"{text}: they must be equal", batch_dims=batch_dims, dims=leading)
         count = int(np.prod(leading[0])) if leading else len(self)
-        batch = _map_columns(self.batch, lambda column: column.flatten(0, batch_dims - 1), count, one_dim=True)
+        batch = map_columns(self.batch, lambda column: column.flatten(0, batch_dims - 1), count, one_dim=True)
         arrays = {key: array.reshape(count, *array.shape[batch_dims:]) for key, array in self.non_tensor_batch.items()}
         return self.derive(batch, arrays)
 
@@ -523,9 +517,9 @@ class DataProto(OutOfBand):
         Raises:
             DataError: if a column does not exist, or ``n_split`` does not divide its dim 1.
         """
-        n_split = _count("n_split", n_split, 1)
-        names = [] if split_keys is None else _as_keys(split_keys)
-        _check_keys("column", names, self.column_names())
+        n_split = as_count("n_split", n_split, 1)
+        names = [] if split_keys is None else as_keys(split_keys)
+        check_keys("column", names, self.column_names())
         columns: dict[str, Any] = {key: {**self.tensors(), **self.non_tensor_batch}[key] for key in names}
         for key, column in columns.items():
             if column.ndim < 2 or column.shape[1] % n_split:
@@ -563,12 +557,12 @@ class DataProto(OutOfBand):
         Raises:
             DataError: if a name does not exist.
         """
-        names = _as_keys(batch_keys, self.tensor_names)
-        arrays = _as_keys(non_tensor_batch_keys, self.non_tensor_batch)
-        info = _as_keys(meta_info_keys, self.meta_info)
-        _check_keys("batch column", names, self.tensor_names)
-        _check_keys("non-tensor column", arrays, self.non_tensor_batch)
-        _check_keys("meta_info key", info, self.meta_info)
+        names = as_keys(batch_keys, self.tensor_names)
+        arrays = as_keys(non_tensor_batch_keys, self.non_tensor_batch)
+        info = as_keys(meta_info_keys, self.meta_info)
+        check_keys("batch column", names, self.tensor_names)
+        check_keys("non-tensor column", arrays, self.non_tensor_batch)
+        check_keys("meta_info key", info, self.meta_info)
         local = self.local_tensors()
         new = self.derive(
             self._with_rows({key: local[key] for key in names if key in local}),
@@ -594,7 +588,7 @@ class DataProto(OutOfBand):
         Raises:
             DataError: if a name does not exist.
         """
-        wanted = [_as_keys(keys) for keys in (batch_keys, non_tensor_batch_keys, meta_info_keys)]
+        wanted = [as_keys(keys) for keys in (batch_keys, non_tensor_batch_keys, meta_info_keys)]
         popped = self.select(wanted[0], wanted[1], wanted[2])
         present = (self.tensor_names, self.non_tensor_batch, self.meta_info)
         left = [[key for key in existing if key not in keys] for existing, keys in zip(present, wanted, strict=True)]
@@ -611,8 +605,8 @@ class DataProto(OutOfBand):
         Raises:
             DataError: if a name does not exist, or a new name is taken.
         """
-        old, new = _as_keys(old_keys), _as_keys(new_keys)
-        _check_keys("column", old, self.column_names())
+        old, new = as_keys(old_keys), as_keys(new_keys)
+        check_keys("column", old, self.column_names())
         renamed = dict(zip(old, new, strict=False))
         names = [renamed.get(key, key) for key in self.column_names()]
         if len(old) != len(new) or len(set(old)) != len(old) or len(set(names)) != len(names):
@@ -676,7 +670,7 @@ class DataProto(OutOfBand):
         """
         batch = self.local_batch
         batch_size = (len(self),) if batch is None else tuple(batch.batch_size)
-        added = _make_batch(tensors, len(batch_size))
+        added = make_batch(tensors, len(batch_size))
         if self.has_columns() and tuple(added.batch_size) != batch_size:
             dims = tuple(added.batch_size)
             text = f"tensors {list(tensors)} have batch dims {list(dims)}, the batch has {list(batch_size)}"
@@ -728,8 +722,8 @@ class DataProto(OutOfBand):
         Raises:
             DataError: if ``mini_batch_size`` is less than 1, or ``epochs`` is negative.
         """
-        mini_batch_size = _count("mini_batch_size", mini_batch_size, 1)
-        epochs = _count("epochs", epochs, 0)
+        mini_batch_size = as_count("mini_batch_size", mini_batch_size, 1)
+        epochs = as_count("epochs", epochs, 0)
         generator = None if seed is None else torch.Generator().manual_seed(seed)
         options: dict[str, Any] = {"generator": generator, "collate_fn": _identity, **(dataloader_kwargs or {})}
         loader: Any = torch.utils.data.DataLoader(self, batch_size=mini_batch_size, **options)  # type: ignore[arg-type]
@@ -856,7 +850,7 @@ class DataProto(OutOfBand):
         Raises:
             DataError: if a column has another number of rows, or is of a kind that cannot be split; names the column.
         """
-        _check_columns(self.local_batch, self.non_tensor_batch)
+        check_columns(self.local_batch, self.non_tensor_batch)
 
     def has_columns(self) -> bool:
         """Return whether the batch has columns, and not only ``meta_info``."""
@@ -890,7 +884,7 @@ class DataProto(OutOfBand):
         local = self.prefetch(names).local_tensors()
         if names is None:
             return local
-        _check_keys("tensor column", names, local)
+        check_keys("tensor column", names, local)
         return {name: local[name] for name in names}
 
     def local_tensors(self) -> dict[str, Any]:
@@ -910,7 +904,7 @@ class DataProto(OutOfBand):
         Raises:
             DataError: if there is no such tensor.
         """
-        _check_keys("tensor column", [key], self.tensor_names)
+        check_keys("tensor column", [key], self.tensor_names)
         column = self.tensors([key])[key]
         if is_jagged(column):
             lengths = packed_parts(column)[1].diff()
@@ -923,7 +917,7 @@ class DataProto(OutOfBand):
         return sum(self._sizes())
 
     def _sizes(self) -> tuple[int, int]:
-        tensors = sum(map(_nbytes, _leaf_tensors(self.local_batch)))
+        tensors = sum(map(tensor_bytes, leaf_tensors(self.local_batch)))
         return tensors, sum(array.nbytes for array in self.non_tensor_batch.values())
 
     def summary(self) -> str:
@@ -985,17 +979,17 @@ class DataProto(OutOfBand):
         """Return whether ``difference`` finds none."""
         return self.difference(other) is None if isinstance(other, DataProto) else NotImplemented
 
-    # ---- copies and files (pickling: serialization.OutOfBand) -------------------------------------------------------
+    # ---- copies and files (pickling: OutOfBand) ----------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
         self.prefetch()
         return {**super().__getstate__(), "remote": ()}
 
     def __copy__(self) -> Self:
-        return self.derive(_shallow_copy(self.local_batch), dict(self.non_tensor_batch), remote=self.remote)
+        return self.derive(shallow_copy(self.local_batch), dict(self.non_tensor_batch), remote=self.remote)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        batch = _map_columns(self.prefetch().local_batch, torch.clone, len(self))
+        batch = map_columns(self.prefetch().local_batch, torch.clone, len(self))
         return self.derive(batch, copy.deepcopy(self.non_tensor_batch, memo), copy.deepcopy(self.meta_info, memo))
 
     def save_to_disk(self, filepath: str | PathLike[str]) -> None:
@@ -1049,12 +1043,34 @@ def concat_batches(data: Sequence[AnyDataProto], *, keep_first: bool = False) ->
     first = data[0]
     info = merge_concat([part.meta_info for part in data], keep_first=keep_first)
     if len(data) == 1:
-        return first.derive(_shallow_copy(first.local_batch), dict(first.non_tensor_batch), info, first.remote)
+        return first.derive(shallow_copy(first.local_batch), dict(first.non_tensor_batch), info, first.remote)
     batches, remote = _joinable(data)
     _check_same_columns(batches, data)
-    joined = None if batches[0] is None else _join_rows([batch for batch in batches if batch is not None])
+    joined = None if batches[0] is None else join_rows([batch for batch in batches if batch is not None])
     arrays = {key: np.concatenate([part.non_tensor_batch[key] for part in data]) for key in first.non_tensor_batch}
     return first.derive(joined, arrays, info, remote)
+
+
+def _check_parts(data: Any) -> None:
+    """Check that the argument of ``concat`` is a list of at least one batch."""
+    if isinstance(data, DataProto) or not isinstance(data, Sequence):
+        raise DataError(f"concat of a {type(data).__name__}: expected a list of DataProtos", type=type(data).__name__)
+    others = [type(part).__name__ for part in data if not isinstance(part, DataProto)]
+    if others or not data:
+        raise DataError(f"concat of {len(data)} parts, {others}: expected at least one DataProto", types=others)
+
+
+def _check_same_columns(batches: Sequence[Any], data: Sequence[DataProto]) -> None:
+    """Check that parts agree in their non-tensor columns, and that all or none have tensors."""
+    expected = sorted(data[0].non_tensor_batch)
+    for position, (batch, part) in enumerate(zip(batches, data, strict=True)):
+        columns = sorted(part.non_tensor_batch)
+        if columns != expected:
+            text = f"non_tensor_batch of part {position} has columns {columns}, of part 0 {expected}"
+            raise DataError(f"{text}: they must be equal", part=position, columns=columns, expected=expected)
+        if (batch is None) is not (batches[0] is None):
+            text = f"of parts {position} and 0, one has tensors and the other has none: all parts must have the same"
+            raise DataError(f"{text} columns", part=position)
 
 
 def _joinable(data: Sequence[DataProto]) -> tuple[list[TensorDict | None], list[RemoteColumns]]:
@@ -1132,7 +1148,7 @@ def collate_fn(x: Sequence[DataProtoItem]) -> DataProto:
                 text = f"column {key!r} of row {position} is {given}, of row 0 {expected}: they must be equal"
                 raise DataError(text, column=key, row=position)
     batch: Any = None if items[0] is None else torch.stack(items).contiguous()  # type: ignore[arg-type]
-    arrays = {key: _as_array([item.non_tensor_batch[key] for item in x]) for key in x[0].non_tensor_batch}
+    arrays = {key: as_array([item.non_tensor_batch[key] for item in x]) for key in x[0].non_tensor_batch}
     return DataProto(batch, arrays, copy_meta(x[0].meta_info))
 
 
@@ -1147,7 +1163,7 @@ def union_tensor_dict(tensor_dict1: TensorDict | None, tensor_dict2: TensorDict 
         DataError: if the batch dims differ, or a column of both differs in dtype, shape or values.
     """
     if tensor_dict1 is None or tensor_dict2 is None:
-        return _shallow_copy(tensor_dict2 if tensor_dict1 is None else tensor_dict1)
+        return shallow_copy(tensor_dict2 if tensor_dict1 is None else tensor_dict1)
     if tensor_dict1.batch_size != tensor_dict2.batch_size:
         dims = (list(tensor_dict1.batch_size), list(tensor_dict2.batch_size))
         raise DataError(f"union of batch dims {dims[0]} and {dims[1]}: they must be equal", batch_sizes=dims)
@@ -1184,326 +1200,3 @@ def format_bytes(size: float) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1000
     return f"{size:.1f} TB"
-
-
-# ---- rows of columns -------------------------------------------------------------------------------------------------
-
-
-def _map_columns(batch: Any, change: Callable[[Tensor], Any], rows: int, *, one_dim: bool = False) -> TensorDict | None:
-    """Apply a function to every tensor, also of nested TensorDicts.
-
-    Args:
-        batch: the columns, or None.
-        change: the function.
-        rows: the number of rows of the results.
-        one_dim: whether the results share no other batch dims than the rows; jagged columns are then an error.
-    """
-    if batch is None:
-        return None
-    columns: dict[str, Any] = {}
-    for key, column in batch.items():
-        if one_dim and is_jagged(column):
-            raise DataError(f"column {key!r} is jagged: its batch dims cannot be folded or unfolded", column=key)
-        is_nested = not isinstance(column, Tensor)
-        columns[key] = _map_columns(column, change, rows, one_dim=one_dim) if is_nested else change(column)
-    return make_tensordict(columns, (rows, *(() if one_dim else batch.batch_size[1:])), batch.device)
-
-
-def _leaf_tensors(batch: TensorDict | None) -> Iterable[Any]:
-    """Return every tensor of a batch, also of nested TensorDicts."""
-    return () if batch is None else batch.values(include_nested=True, leaves_only=True)
-
-
-def _nbytes(tensor: Tensor) -> int:
-    """Return the bytes of a tensor's elements, also if it is a view of a larger storage."""
-    if is_jagged(tensor):
-        values, offsets, _ = packed_parts(tensor)
-        return values.nbytes + offsets.nbytes
-    return int(tensor.nbytes)
-
-
-def _shallow_copy(batch: TensorDict | None) -> TensorDict | None:
-    """Return a batch with the same tensors, to which columns can be added without changing the original."""
-    return None if batch is None else batch.copy()
-
-
-def _slice(column: Tensor, rows: range, memo: OffsetsMemo) -> Tensor:
-    """Return rows as a view; those of a jagged column are a copy unless the step is 1."""
-    if not is_jagged(column):
-        return column[rows.start : rows.stop : rows.step]
-    if rows.step != 1:
-        return _take(column, torch.tensor(rows, dtype=torch.int64), memo)
-    values, offsets, ragged = packed_parts(column)
-    begin, end = int(offsets[rows.start]), int(offsets[rows.stop])
-    if id(offsets) not in memo:
-        memo[id(offsets)] = offsets[rows.start : rows.stop + 1] - begin, offsets
-    return make_jagged(values.narrow(ragged - 1, begin, end - begin), memo[id(offsets)][0], ragged)
-
-
-def _take(column: Tensor, index: Tensor, memo: OffsetsMemo) -> Tensor:
-    """Return the rows at an index (int64 ``[rows]``) as a copy."""
-    if not is_jagged(column):
-        return _index_select(column, 0, index)
-    values, offsets, ragged = packed_parts(column)
-    index = index.to(offsets.device)
-    lengths = offsets.diff()[index]
-    if id(offsets) not in memo:
-        memo[id(offsets)] = _offsets(lengths), offsets
-    new_offsets = memo[id(offsets)][0]
-    shift = (offsets[:-1][index] - new_offsets[:-1]).repeat_interleave(lengths)
-    elements = shift + torch.arange(len(shift), device=shift.device)
-    return make_jagged(_index_select(values, ragged - 1, elements), new_offsets, ragged)
-
-
-def _index_select(tensor: Tensor, dim: int, index: Tensor) -> Tensor:
-    if tensor.dtype not in _SELECTABLE:
-        return _index_select(tensor.view(INTEGER_OF_SIZE[tensor.dtype.itemsize]), dim, index).view(tensor.dtype)
-    return tensor.index_select(dim, index.to(tensor.device))
-
-
-def _join_rows(parts: Sequence[TensorDict], name: str = "", memo: OffsetsMemo | None = None) -> TensorDict:
-    """Concatenate the rows of all parts, as a copy.
-
-    Args:
-        parts: at least one batch; all must have the same columns, which may differ in dim 0 only.
-        name: name of the parts in error messages, if they are nested in a column.
-        memo: offsets of jagged columns.
-
-    Raises:
-        DataError: if parts differ in columns, dtypes or shapes; names the column and the part.
-    """
-    first, memo = parts[0], {} if memo is None else memo
-    for position, part in enumerate(parts):
-        if part.keys() != first.keys():
-            raise DataError(
-                f"{name or 'batch'} of part {position} has columns {sorted(part.keys())}, of part 0 "
-                f"{sorted(first.keys())}: all parts must have the same columns",
-                column=name,
-                part=position,
-                columns=sorted(part.keys()),
-                expected=sorted(first.keys()),
-            )
-    prefix = f"{name}." if name else ""
-    columns = {str(key): _join([part[key] for part in parts], f"{prefix}{key}", memo) for key, _ in first.items()}
-    return make_tensordict(columns, (sum(map(len, parts)), *first.batch_size[1:]), first.device)
-
-
-def _join(columns: Sequence[Any], name: str, memo: OffsetsMemo) -> Any:
-    kind = _kind(columns[0])
-    for position, column in enumerate(columns):
-        if _kind(column) != kind:  # torch.cat promotes dtypes, and accepts an empty column of any shape
-            given, expected = describe(column), describe(columns[0])
-            raise DataError(
-                f"column {name!r} of part {position} is {given}, of part 0 {expected}: only dim 0 may differ",
-                column=name,
-                part=position,
-                found=given,
-                expected=expected,
-            )
-    if not isinstance(columns[0], Tensor):
-        return _join_rows(columns, name, memo)
-    if not is_jagged(columns[0]):
-        return _concat(columns)
-    values, offsets, ragged = zip(*map(packed_parts, columns), strict=True)
-    key = tuple(map(id, offsets))
-    if key not in memo:
-        memo[key] = _offsets(torch.cat([part.diff() for part in offsets])), offsets
-    return make_jagged(_concat(values, ragged[0] - 1), memo[key][0], ragged[0])
-
-
-def _kind(column: Any) -> tuple[Any, ...]:
-    """Return what columns must have in common to be joined: dtype, device, shape without dim 0, with the ragged dim."""
-    if isinstance(column, Tensor):
-        return column.dtype, column.device, sizes(column)[1:]
-    return (type(column),)
-
-
-def _offsets(lengths: Tensor) -> Tensor:
-    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-
-
-def _concat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
-    """Concatenate tensors; large ones on the CPU on one thread, because the workers need the cores.
-
-    The threads of ``torch.cat`` wait for each other, and spin for milliseconds after it. Measured on 2 cores, medians,
-    four columns in 8 parts, one thread against torch's threads: while other processes keep the cores busy, 15 MB take
-    4.2 ms against 109 ms, and 120 MB 27 ms against 189 ms; on idle cores 120 MB take 28 ms in both. Below
-    ``LARGE_BYTES``, torch is as fast or faster.
-    """
-    first = tensors[0]
-    if first.nbytes * len(tensors) < LARGE_BYTES or not all(map(_is_plain_memory, tensors)):
-        return torch.cat(list(tensors), dim)
-    parts = [tensor.view(INTEGER_OF_SIZE[first.dtype.itemsize]).numpy() for tensor in tensors]
-    shape = list(first.shape)
-    shape[dim] = sum(tensor.shape[dim] for tensor in tensors)
-    return torch.from_numpy(np.concatenate(parts, dim, out=np.empty(shape, parts[0].dtype))).view(first.dtype)
-
-
-def _is_plain_memory(tensor: Tensor) -> bool:
-    """Return whether numpy can copy the tensor as integers, without losing anything."""
-    return (
-        tensor.device.type == "cpu"
-        and tensor.dtype.itemsize in INTEGER_OF_SIZE
-        and not (tensor.requires_grad or tensor.is_conj() or tensor.is_neg())
-    )
-
-
-# ---- checks of arguments ---------------------------------------------------------------------------------------------
-
-
-def _check_mapping(argument: str, value: object) -> None:
-    if not (value is None or isinstance(value, Mapping)):
-        raise DataError(f"{argument} is {type(value).__name__}: expected a dict of name -> value", argument=argument)
-    for name in () if value is None else value.keys():
-        if not isinstance(name, str) and argument != "meta_info":
-            raise DataError(f"{argument} has {name!r}: names of columns are strings", argument=argument, name=name)
-
-
-def _count(argument: str, value: Any, least: int) -> int:
-    """Return an argument that counts something as an int."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = least - 1
-    if isinstance(value, bool) or not least <= number <= sys.maxsize:
-        raise DataError(f"{argument} is {value!r}: expected an integer of at least {least}", **{argument: value})
-    return number
-
-
-def _counts(argument: str, values: Any, rows: int) -> np.ndarray:
-    """Return an argument that counts something for each row as an int64 array."""
-    numbers = _numbers(values)
-    if numbers.shape != (rows,) or (numbers.size and numbers.dtype.kind not in "iub") or (numbers < 0).any():
-        text = f"{argument} has shape {numbers.shape} and dtype {numbers.dtype}: expected {rows} integers of at least 0"
-        raise DataError(text, shape=numbers.shape, rows=rows)
-    return numbers.astype(np.int64)
-
-
-def _numbers(values: Any) -> np.ndarray:
-    """Return a list, array or tensor as an array on the CPU; one of objects if its entries are not numbers."""
-    try:
-        return np.asarray(values.detach().cpu() if isinstance(values, Tensor) else values)
-    except (ValueError, TypeError):  # rows of different lengths, or a sparse tensor
-        return np.array([None], dtype=object)
-
-
-def _row_index(idxs: Any, rows: int) -> np.ndarray:
-    """Convert an index or a mask to row numbers between 0 and ``rows - 1``, int64."""
-    if isinstance(idxs, str):
-        text = f"row {idxs!r}: rows are selected by number; a column is batch.batch[{idxs!r}] or "
-        raise DataError(f"{text}batch.non_tensor_batch[{idxs!r}]", column=idxs)
-    index = _numbers(idxs)
-    if index.dtype == bool and index.shape == (rows,):
-        return np.flatnonzero(index)
-    if index.ndim != 1 or (index.size and index.dtype.kind not in "iu"):
-        raise DataError(
-            f"rows selected by {index.dtype} of shape {index.shape}: expected a 1-D list, array or tensor of integers, "
-            f"or of {rows} booleans",
-            shape=index.shape,
-            rows=rows,
-        )
-    index = index.astype(np.int64)
-    outside = index[(index < -rows) | (index >= rows)]
-    if outside.size:
-        row = int(outside[0])
-        raise RowIndexError(f"row {row} does not exist in a batch of {rows} rows", index=row, rows=rows)
-    return np.where(index < 0, index + rows, index)
-
-
-def _as_keys(keys: Keys | None, default: Iterable[str] = ()) -> list[str]:
-    """Return names as a list: one name, several, or ``default`` for None."""
-    if keys is None or isinstance(keys, str):
-        return list(default) if keys is None else [keys]
-    names = list(keys) if isinstance(keys, Iterable) and not isinstance(keys, np.ndarray | Tensor) else [keys]
-    if not all(isinstance(name, Hashable) for name in names) or names == [keys]:
-        raise DataError(f"names are {keys!r:.80}: expected a string or a list of strings", names=keys)
-    return names
-
-
-def _check_keys(kind: str, wanted: Iterable[str], present: Iterable[str]) -> None:
-    existing = list(present)
-    missing = [key for key in wanted if key not in existing]
-    if missing:
-        raise DataError(f"no {kind} {missing}; existing: {sorted(existing)}", missing=missing, present=sorted(existing))
-
-
-def _as_array(value: Any, name: str = "a non-tensor column") -> np.ndarray:
-    """Return an array unchanged, and a list as a 1-D object array of its entries, whatever they are."""
-    if isinstance(value, np.ndarray):
-        return value
-    if isinstance(value, str | bytes) or not isinstance(value, Sequence):
-        text = f"{name} is {describe(value)}: expected an array or a list with one entry per row"
-        raise DataError(f"{text}; tensors are passed as tensors={{...}}", column=name)
-    column = np.empty(len(value), dtype=object)
-    for row, entry in enumerate(value):
-        column[row] = entry
-    return column
-
-
-def _make_batch(tensors: Mapping[str, Any], batch_dims: int) -> TensorDict:
-    """Make a TensorDict of columns that must share their first ``batch_dims`` dims."""
-    expected: dict[str, tuple[int, ...]] = {}
-    for key, value in tensors.items():
-        if not (isinstance(value, Tensor) or is_tensordict(value)):
-            raise DataError(
-                f"tensors[{key!r}] is {describe(value)}: expected a torch.Tensor; convert numbers with torch.tensor, "
-                f"pass strings and objects as non_tensors={{{key!r}: ...}}, and one value for the whole batch as "
-                f"meta_info={{{key!r}: ...}}",
-                column=key,
-                type=type(value).__name__,
-            )
-        dims = tuple(value.shape[:batch_dims])
-        if len(dims) < batch_dims:
-            text = f"tensors[{key!r}] has {value.ndim} dims: expected at least {batch_dims}, dim 0 being the rows"
-            raise DataError(text, column=key)
-        first, rows = next(iter((expected or {key: dims}).items()))
-        if dims != rows:
-            text = f"tensors[{key!r}] has batch dims {list(dims)}, tensors[{first!r}] has {list(rows)}"
-            raise DataError(f"{text}: all columns must have the same rows", column=key, found=dims, expected=rows)
-        expected[first] = rows
-    return make_tensordict(tensors, next(iter(expected.values()), ()))
-
-
-def _check_columns(batch: Any, arrays: Mapping[str, Any]) -> None:
-    """Check the kind of every column, and that all have the same number of rows."""
-    rows: int | None = None
-    if batch is not None:
-        kind = type(batch).__name__
-        if not is_tensordict(batch) or batch.batch_dims < 1:
-            text = f"batch is {kind}: expected a TensorDict with a row dim; for a dict, call DataProto.from_dict"
-            raise DataError(text, type=kind)
-        rows = batch.batch_size[0]
-    for key, column in () if batch is None else batch.items():
-        layout = column.layout if isinstance(column, Tensor) else type(column).__name__
-        if layout not in (torch.strided, torch.jagged) and not is_tensordict(column):
-            raise DataError(f"batch[{key!r}] is {layout}: expected a dense or jagged tensor", column=key)
-    for key, array in arrays.items():
-        name = f"non_tensor_batch[{key!r}]"
-        if not isinstance(array, np.ndarray) or array.ndim == 0:
-            raise DataError(f"{name} is {describe(array)}: expected an array with one entry per row", column=key)
-        if rows is not None and len(array) != rows:
-            text = f"{name} has {len(array)} rows, the batch has {rows}: all columns must have the same number of rows"
-            raise DataError(text, column=key, found=len(array), rows=rows)
-        rows = len(array)
-
-
-def _check_parts(data: Any) -> None:
-    """Check that the argument of ``concat`` is a list of at least one batch."""
-    if isinstance(data, DataProto) or not isinstance(data, Sequence):
-        raise DataError(f"concat of a {type(data).__name__}: expected a list of DataProtos", type=type(data).__name__)
-    others = [type(part).__name__ for part in data if not isinstance(part, DataProto)]
-    if others or not data:
-        raise DataError(f"concat of {len(data)} parts, {others}: expected at least one DataProto", types=others)
-
-
-def _check_same_columns(batches: Sequence[Any], data: Sequence[DataProto]) -> None:
-    """Check that parts agree in their non-tensor columns, and that all or none have tensors."""
-    expected = sorted(data[0].non_tensor_batch)
-    for position, (batch, part) in enumerate(zip(batches, data, strict=True)):
-        columns = sorted(part.non_tensor_batch)
-        if columns != expected:
-            text = f"non_tensor_batch of part {position} has columns {columns}, of part 0 {expected}"
-            raise DataError(f"{text}: they must be equal", part=position, columns=columns, expected=expected)
-        if (batch is None) is not (batches[0] is None):
-            text = f"of parts {position} and 0, one has tensors and the other has none: all parts must have the same"
-            raise DataError(f"{text} columns", part=position)

@@ -16,14 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mcontroller.data.pickling import (
-    check_sendable,
-    is_jagged,
-    is_tensordict,
-    make_jagged,
-    make_tensordict,
-    packed_parts,
-)
+from mcontroller.data.columns import is_jagged, is_tensordict, make_jagged, make_tensordict, packed_parts
+from mcontroller.data.pickling import check_sendable
 from mcontroller.errors import DataError
 
 if TYPE_CHECKING:

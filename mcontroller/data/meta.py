@@ -1,4 +1,4 @@
-"""The ``meta_info`` of a batch: its keys with a meaning, and how values are copied, compared, described and merged."""
+"""The ``meta_info`` of a batch: its keys with a meaning, and how values are copied, compared and merged."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mcontroller.data.pickling import is_jagged, is_tensordict, packed_parts, sizes
+from mcontroller.data.columns import describe, is_jagged, packed_parts, sizes
 from mcontroller.errors import ConfigError, DataError
 
 METRICS = "metrics"
@@ -127,23 +127,6 @@ def _same_mapping(left: Mapping[Any, Any], right: Mapping[Any, Any]) -> bool:
         return False
     keys = left.keys()  # a TensorDict iterates over its rows
     return set(keys) == set(right.keys()) and all(same_value(left[key], right[key]) for key in keys)
-
-
-def describe(value: Any, limit: int = 80) -> str:
-    """Return dtype and shape of tensors and arrays, else the repr of the value, cut to ``limit`` characters.
-
-    Such as ``int64[8, 16]``, or ``float32[8, *] on cuda:0`` for a jagged column on a GPU.
-    """
-    if isinstance(value, Tensor):
-        shape = ", ".join("*" if size is None else str(size) for size in sizes(value))
-        device = "" if value.device.type == "cpu" else f" on {value.device}"
-        return f"{str(value.dtype).removeprefix('torch.')}[{shape}]{device}"
-    if isinstance(value, np.ndarray):
-        return f"{value.dtype}[{', '.join(map(str, value.shape))}]"
-    if is_tensordict(value):
-        return "{" + ", ".join(f"{key}: {describe(column)}" for key, column in value.items()) + "}"
-    text = repr(value)
-    return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
 # ---- merging ---------------------------------------------------------------------------------------------------------

@@ -9,24 +9,29 @@ columns are writable and private.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self, TypeGuard
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from mcontroller.data.columns import (
+    INTEGER_OF_SIZE,
+    is_jagged,
+    is_tensordict,
+    local_device,
+    make_jagged,
+    make_tensordict,
+    packed_parts,
+)
 from mcontroller.errors import DataError
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
-    from typing_extensions import TypeIs
 
 Reduced = tuple[Callable[..., Any], tuple[Any, ...]]
 """A function and its arguments, as ``__reduce__`` returns them."""
-
-INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""The integer dtype of each element size in bytes: numpy and torch support it where they lack a dtype of that size."""
 
 _NUMPY_DTYPES = frozenset(
     {torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32}
@@ -113,7 +118,7 @@ def reduce(value: Tensor | TensorDict | np.ndarray, location: str = "a tensor") 
         return make_jagged, packed_parts(value.detach())
     dense = value.detach().as_subclass(Tensor).resolve_conj().resolve_neg().cpu().contiguous()
     bits = dense if dense.dtype in _NUMPY_DTYPES else dense.view(INTEGER_OF_SIZE[dense.dtype.itemsize])
-    requires_grad, parameter = value.requires_grad and value.is_leaf, isinstance(value, torch.nn.Parameter)
+    requires_grad, parameter = value.requires_grad and value.is_leaf, type(value) is torch.nn.Parameter
     return _tensor, (bits.numpy(), dense.dtype, _device_type(value.device), requires_grad, parameter)
 
 
@@ -148,15 +153,11 @@ def _is_memory_mapped(tensor: Tensor) -> bool:
     return package is not None and type(tensor) is package.MemoryMappedTensor
 
 
-def is_tensordict(value: object) -> TypeIs[TensorDict]:
-    """Return whether a value is a TensorDict; without the package imported, none is."""
-    package = sys.modules.get("tensordict")
-    return package is not None and isinstance(value, package.TensorDict)
-
-
 def _tensor(array: np.ndarray, dtype: torch.dtype, device: str, requires_grad: bool, parameter: bool) -> Tensor:
     tensor = torch.from_numpy(_private(array)) if array.size else torch.empty(array.shape, dtype=dtype)
-    tensor = tensor.view(dtype).to(local_device(device))
+    tensor = tensor.view(dtype)
+    if device != "cpu":
+        tensor = tensor.to(local_device(device))
     if parameter:
         return torch.nn.Parameter(tensor, requires_grad)
     return tensor.requires_grad_() if requires_grad else tensor
@@ -166,65 +167,5 @@ def _private(array: np.ndarray) -> np.ndarray:
     return array if array.flags.writeable and array.flags.aligned else array.copy()
 
 
-def make_tensordict(
-    columns: Mapping[str, Any], batch_size: Sequence[int], device: torch.device | str | None = None
-) -> TensorDict:
-    """Make a TensorDict.
-
-    Args:
-        columns: tensors and TensorDicts by name, which begin with ``batch_size``.
-        batch_size: the leading dims of all columns.
-        device: where all columns are or are moved; of a device type, the local device. None: where they are.
-    """
-    # On use: importing it takes a second, and checks of Megatron alone run without it.
-    from tensordict import TensorDict
-
-    return TensorDict(dict(columns), tuple(batch_size), local_device(device) if isinstance(device, str) else device)
-
-
 def _device_type(device: torch.device | None) -> str | None:
     return None if device is None else device.type
-
-
-def local_device(device: str) -> torch.device:
-    """Return this process's current device of a type such as "cuda", or the CPU if it has none."""
-    module = getattr(torch, device, None)
-    return torch.device(device if module is not None and module.is_available() else "cpu")
-
-
-# ---- jagged columns --------------------------------------------------------------------------------------------------
-
-
-def is_jagged(column: object) -> TypeGuard[Tensor]:
-    """Return whether a column is a nested tensor of layout ``torch.jagged``."""
-    return isinstance(column, Tensor) and column.is_nested and column.layout == torch.jagged
-
-
-def sizes(tensor: Tensor) -> tuple[int | None, ...]:
-    """Return the shape of a tensor, with None for a dim whose size differs between rows."""
-    return tuple([None if isinstance(size, torch.SymInt) else size for size in tensor.shape])
-
-
-def packed_parts(column: Tensor) -> tuple[Tensor, Tensor, int]:
-    """Return the parts of a jagged column, without unused elements.
-
-    Returns:
-        The values of all rows next to each other, the offsets ``[batch + 1]`` from 0 to the number of values, and the
-        ragged dim.
-    """
-    if column.lengths() is not None:  # type: ignore[attr-defined]
-        column = column.contiguous()
-    values: Tensor = column.values()
-    offsets: Tensor = column.offsets()  # type: ignore[attr-defined]
-    ragged = sizes(column).index(None)
-    begin, end = int(offsets[0]), int(offsets[-1])
-    if begin:
-        offsets = offsets - begin
-    if end - begin != values.shape[ragged - 1]:
-        values = values.narrow(ragged - 1, begin, end - begin)
-    return values, offsets, ragged
-
-
-def make_jagged(values: Tensor, offsets: Tensor, ragged: int) -> Tensor:
-    """Make a jagged column from the parts that ``packed_parts`` returned."""
-    return torch.nested.nested_tensor_from_jagged(values, offsets, jagged_dim=ragged)

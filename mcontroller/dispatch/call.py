@@ -20,7 +20,7 @@ from mcontroller.dispatch.modes import RANK, DispatchSpec, Plan, RowRule
 from mcontroller.dispatch.registration import written_parameters
 from mcontroller.errors import DataError, DispatchError
 from mcontroller.partition import Partition, Restoration, split_rows
-from mcontroller.trace.recorder import start_laps
+from mcontroller.trace.recorder import start_timer
 from mcontroller.transport import Arguments, Deferred, Executor, Fetch, Future, Handle, InFlightCall
 
 _ROW = "the row in the results of the ranks"
@@ -59,7 +59,7 @@ class PreparedCall:
 
     def result(self, in_flight: InFlightCall, timeout: float | None = None) -> Any:
         """Wait for the ranks, and return the collected result; see ``InFlightCall.result`` and ``collect``."""
-        timer = start_laps(f"{self.group.name}.{self.method}", in_flight.number)
+        timer = start_timer(f"{self.group.name}.{self.method}", in_flight.number)
         values = in_flight.result(timeout)
         timer("wait")
         result = self.collect(values)

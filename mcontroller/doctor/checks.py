@@ -26,14 +26,14 @@ class Finding:
         check: name of the check.
         node: address of the node, or ``"all"``.
         verdict: of the check.
-        found: what was found.
+        facts: what was compared.
         advice: what to do about it, if the verdict is not ok.
     """
 
     check: str
     node: str
     verdict: str
-    found: str
+    facts: str
     advice: str = ""
 
 
@@ -46,7 +46,7 @@ def table(findings: Sequence[Finding]) -> str:
     """Return the findings as a table, each with its advice in the next line, and the number of each verdict."""
     lines = []
     for finding in findings:
-        cells = f"{finding.verdict:8} {finding.node:16} {finding.check:20} {finding.found}"
+        cells = f"{finding.verdict:8} {finding.node:16} {finding.check:20} {finding.facts}"
         lines += [cells.rstrip()] + ([f"    -> {finding.advice}"] if finding.advice else [])
     verdicts = [finding.verdict for finding in findings]
     counts = ", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in (OK, WARNING, FAILURE))
@@ -61,17 +61,15 @@ def check_node(node: NodeFacts, ranks: int | None) -> Iterator[Finding]:
         ranks: ranks of a run on the node; None for one for each GPU.
     """
 
-    def judged(check: str, found: str, verdict: str, advice: str) -> Finding:
-        return Finding(check, node.address, verdict, found, "" if verdict == OK else advice)
+    def judged(check: str, facts: str, verdict: str, advice: str) -> Finding:
+        return Finding(check, node.address, verdict, facts, "" if verdict == OK else advice)
 
     missing = [name for name in ("torch", "megatron-core", "tensordict") if name not in node.versions]
     broken = [f"{name} {text}" for name, text in node.versions.items() if text.startswith("broken")]
     versions = ", ".join(f"{name} {version}" for name, version in node.versions.items())
-    found = "; ".join([*broken, *(f"{name} is not installed" for name in missing)])
-    advice = (
-        "pip install 'mcontroller[gpu]', or put builds for this driver on PYTHONPATH of the raylets (docs/install.md)"
-    )
-    yield judged("packages", found or versions, FAILURE if found else OK, advice)
+    wrong = "; ".join([*broken, *(f"{name} is not installed" for name in missing)])
+    advice = "pip install 'mcontroller[gpu]', or put builds for this driver on PYTHONPATH of the raylets"
+    yield judged("packages", wrong or versions, FAILURE if wrong else OK, advice)
     yield judged("gpus", *_gpus(node))
     shared = f"/dev/shm {node.shared_memory / _GIB:.1f} GiB, object store {node.object_store / _GIB:.1f} GiB"
     too_small = node.shared_memory < _GIB and bool(node.driver_gpus or node.torch_gpus)
@@ -90,11 +88,6 @@ def check_node(node: NodeFacts, ranks: int | None) -> Iterator[Finding]:
             exists = interfaces_named(value if prefixes else f"={value}", node.interfaces)
             advice = f"no such interface; the node has {', '.join(node.interfaces)}"
             yield judged("interfaces", f"{variable}={value}", OK if exists else FAILURE, advice)
-    for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        value = node.variables.get(variable, "")
-        if "expandable_segments:true" in value.lower().replace(" ", ""):
-            advice = "leave expandable_segments out: CUDA IPC between groups and the sleep of vLLM do not work with it"
-            yield judged("allocator", f"{variable}={value}", WARNING, advice)
     for path, free in node.free.items():
         text = free if isinstance(free, str) else f"{free / _GIB:.1f} GiB free"
         verdict = FAILURE if isinstance(free, str) or free < _GIB else WARNING if free < 10 * _GIB else OK
@@ -105,29 +98,25 @@ def _gpus(node: NodeFacts) -> tuple[str, str, str]:
     """Compare the GPUs of the driver with the GPUs that torch can use, and that Ray counts."""
     driver, torch, ray = len(node.driver_gpus), node.torch_gpus, node.ray_gpus
     visible = node.variables.get("CUDA_VISIBLE_DEVICES")
-    found = f"driver {driver}, torch {torch}, Ray {ray}, CUDA_VISIBLE_DEVICES={visible}"
+    facts = f"driver {driver}, torch {torch}, Ray {ray}, CUDA_VISIBLE_DEVICES={visible}"
     if driver and not torch and visible is None:
-        return found, FAILURE, "torch cannot use them: install a CUDA build that the driver supports"
+        return facts, FAILURE, "torch cannot use them: install a CUDA build that the driver supports"
     if ray is not None and ray > max(torch, driver):
-        return found, FAILURE, "Ray counts GPUs that are not there: start the raylet with --num-gpus of the real number"
+        return facts, FAILURE, "Ray counts GPUs that are not there: start the raylet with --num-gpus of the real number"
     if (ray is not None and ray < torch) or (visible is None and torch < driver):
-        return found, WARNING, "some GPUs are not used: compare nvidia-smi with --num-gpus of the raylet"
-    return found, OK, ""
+        return facts, WARNING, "some GPUs are not used: compare nvidia-smi with --num-gpus of the raylet"
+    return facts, OK, ""
 
 
 def _threads(node: NodeFacts, ranks: int) -> tuple[str, str, str]:
     """Compare the OpenMP threads of all ranks with the cores; Ray sets 1 unless the raylet's variable is set."""
     text = node.variables.get("OMP_NUM_THREADS", "1" if node.ray_gpus is not None else str(node.cores)).split(",")[0]
-    found = f"OMP_NUM_THREADS={text}, {ranks} ranks, {node.cores} cores"
+    facts = f"OMP_NUM_THREADS={text}, {ranks} ranks, {node.cores} cores"
     if not text.isdigit() or (int(text) > 1 and int(text) * ranks > node.cores):
         best = max(1, node.cores // ranks)
-        return (
-            found,
-            FAILURE,
-            f"set OMP_NUM_THREADS={best} for the raylet: threads that share a core wait for each other",
-        )
+        return facts, FAILURE, f"set OMP_NUM_THREADS={best} for the raylet: threads that share a core wait"
     advice = f"{ranks} ranks share {node.cores} cores: ask for more cores, or start fewer ranks"
-    return found, WARNING if ranks > node.cores else OK, advice
+    return facts, WARNING if ranks > node.cores else OK, advice
 
 
 def interfaces_named(value: str, existing: Sequence[str]) -> list[str]:
@@ -143,18 +132,15 @@ def interfaces_named(value: str, existing: Sequence[str]) -> list[str]:
 
 def check_versions(nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
     """Yield a finding for every version that differs between nodes, or one that they are equal."""
-    names = dict.fromkeys(name for node in nodes for name in node.versions)
-    columns: dict[str, dict[str, str]] = {
-        name: {node.address: node.versions.get(name, "not installed") for node in nodes} for name in names
-    }
-    columns["GPU"] = {node.address: ", ".join(sorted(set(node.driver_gpus))) for node in nodes}
-    different = {name: column for name, column in columns.items() if len(set(column.values())) > 1}
-    for name, column in different.items():
-        found = "; ".join(f"{version} on {address}" for address, version in column.items())
+    by_node = {node.address: {**node.versions, "GPU": ", ".join(sorted(set(node.driver_gpus)))} for node in nodes}
+    names = dict.fromkeys(name for versions in by_node.values() for name in versions)
+    different = [name for name in names if len({versions.get(name) for versions in by_node.values()}) > 1]
+    for name in different:
+        facts = "; ".join(f"{versions.get(name, 'not installed')} on {node}" for node, versions in by_node.items())
         advice = f"use one image for all nodes: ranks with different versions of {name} fail or hang in a collective"
-        yield Finding(f"versions {name}", "all", WARNING if name in ("driver", "GPU") else FAILURE, found, advice)
+        yield Finding(f"versions {name}", "all", WARNING if name in ("driver", "GPU") else FAILURE, facts, advice)
     if not different:
-        yield Finding("versions", "all", OK, f"{len(names)} packages are equal on {len(nodes)} nodes")
+        yield Finding("versions", "all", OK, f"{len(names) - 1} packages are equal on {len(nodes)} nodes")
 
 
 def check_clock(address: str, skew_s: float, uncertainty_s: float) -> Finding:
@@ -165,20 +151,10 @@ def check_clock(address: str, skew_s: float, uncertainty_s: float) -> Finding:
     return Finding("clock", address, verdict, f"{skew_s:+.3f} s (+-{uncertainty_s:.3f})", advice)
 
 
-def check_shared_directory(path: str, seen: Mapping[str, bool]) -> Finding:
-    """Judge whether all nodes see a file that one of them wrote; ``seen`` has the answer by address."""
-    blind = [address for address, sees in seen.items() if not sees]
-    if not blind:
-        return Finding("shared checkpoints", "all", OK, f"{path} is the same on {len(seen)} nodes")
+def check_shared_directory(path: str, visible: Mapping[str, bool]) -> Finding:
+    """Judge whether a file that one node wrote is visible on all; ``visible`` says so by address."""
+    others = [address for address, exists in visible.items() if not exists]
+    if not others:
+        return Finding("shared checkpoints", "all", OK, f"{path} is the same on {len(visible)} nodes")
     advice = "checkpoints need a file system that all nodes mount at the same path (NFS, Lustre, a shared volume)"
-    return Finding("shared checkpoints", "all", FAILURE, f"{path} is another on {', '.join(blind)}", advice)
-
-
-def check_gpucheck(address: str, status: int, output: str) -> Finding:
-    """Judge the exit status and the output of ``gpucheck --part a --scale tiny`` on a node."""
-    lines = [" ".join(line.split()) for line in output.strip().splitlines()] or ["it printed nothing"]
-    if status == 0:
-        return Finding("gpucheck", address, OK, lines[-1])
-    failed = next((line for line in lines if line.split()[1:2] == ["failed"]), lines[-1])
-    advice = "run python -m mcontroller gpucheck on the node; docs/gpu.md explains its rows"
-    return Finding("gpucheck", address, FAILURE, f"status {status}: {failed}", advice)
+    return Finding("shared checkpoints", "all", FAILURE, f"{path} is another on {', '.join(others)}", advice)

@@ -9,9 +9,7 @@ import resource
 import shutil
 import socket
 import subprocess
-import sys
 import tempfile
-import threading
 import time
 import uuid
 from collections.abc import Mapping
@@ -30,8 +28,7 @@ _PACKAGES = {
     "tensordict": "tensordict",
 }
 _LIMITS = {"nofile": resource.RLIMIT_NOFILE, "memlock": resource.RLIMIT_MEMLOCK, "nproc": resource.RLIMIT_NPROC}
-_VARIABLES = ("OMP_", "CUDA_VISIBLE", "NCCL_SOCKET", "GLOO_SOCKET", "PYTORCH_")
-_GREETING = b"doctor"
+_VARIABLES = ("OMP_", "CUDA_VISIBLE", "NCCL_SOCKET", "GLOO_SOCKET")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +82,11 @@ class NodeAgent:
         """Return the facts of the node; ``checkpoints`` is the directory of checkpoints, if a run has one."""
         gpus, versions = _driver()
         torch_gpus, torch_versions = _torch()
-        installed = {name: found for name, module in _PACKAGES.items() if (found := _version(name, module)) is not None}
+        packages = {name: text for name, module in _PACKAGES.items() if (text := _version(name, module)) is not None}
         resources = self._resources or {}
         return NodeFacts(
             address=self.address,
-            versions={"python": platform.python_version()} | installed | torch_versions | versions,
+            versions={"python": platform.python_version()} | packages | torch_versions | versions,
             driver_gpus=gpus,
             torch_gpus=torch_gpus,
             ray_gpus=None if self._resources is None else int(resources.get("GPU", 0)),
@@ -107,27 +104,24 @@ class NodeAgent:
         return time.time()
 
     def listen(self) -> int:
-        """Listen on an ephemeral port, and return it; every connection gets its bytes back, until the process ends."""
-        server = socket.create_server(("", 0), backlog=64)
-        threading.Thread(target=_echo, args=(server,), daemon=True).start()
-        port: int = server.getsockname()[1]
+        """Listen on an ephemeral port until the process ends, and return it."""
+        self._listening = socket.create_server(("", 0), backlog=64)
+        port: int = self._listening.getsockname()[1]
         return port
 
     def connect(self, address: str, port: int, timeout_s: float = 5.0) -> str | None:
-        """Send a few bytes to a listening agent; return None if they come back, otherwise why not."""
+        """Connect to a listening agent; return None, or why it cannot be reached."""
         try:
-            with socket.create_connection((address, port), timeout=timeout_s) as connection:
-                connection.sendall(_GREETING)
-                answer = connection.recv(len(_GREETING), socket.MSG_WAITALL)
+            socket.create_connection((address, port), timeout=timeout_s).close()
         except OSError as error:
             return "no answer in time" if isinstance(error, TimeoutError) else (error.strerror or str(error))
-        return None if answer == _GREETING else f"another program answers on port {port}"
+        return None
 
     def write(self, path: str) -> None:
         """Create an empty file."""
         Path(path).touch()
 
-    def sees(self, path: str) -> bool:
+    def has(self, path: str) -> bool:
         """Return whether a file exists; listing its directory refreshes the cache of a network file system."""
         directory = Path(path).parent
         return directory.is_dir() and Path(path).name in os.listdir(directory)
@@ -135,20 +129,6 @@ class NodeAgent:
     def remove(self, path: str) -> None:
         """Delete a file."""
         Path(path).unlink(missing_ok=True)
-
-    def gpucheck(self, timeout_s: float = 280.0) -> tuple[int, str]:
-        """Run the smallest part of gpucheck in a new process, and return its exit status and what it printed."""
-        command = [sys.executable, "-m", "mcontroller", "gpucheck", "--part", "a", "--scale", "tiny"]
-        kept = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
-        visible = {name: value for name, value in self._variables.items() if name == "CUDA_VISIBLE_DEVICES"}
-        environment = kept | visible  # Ray hides all GPUs from a process that asks for none
-        try:
-            done = subprocess.run(
-                command, env=environment, capture_output=True, text=True, check=False, timeout=timeout_s
-            )
-        except subprocess.TimeoutExpired:
-            return 124, f"gpucheck did not end in {timeout_s:g} s"
-        return done.returncode, done.stdout + done.stderr
 
 
 def free_bytes(directory: str) -> int | str:
@@ -163,17 +143,6 @@ def free_bytes(directory: str) -> int | str:
         return f"{type(error).__name__}: {error.strerror}"
 
 
-def _echo(server: socket.socket) -> None:
-    while True:
-        connection, _ = server.accept()
-        with connection:
-            connection.settimeout(10.0)
-            try:
-                connection.sendall(connection.recv(len(_GREETING), socket.MSG_WAITALL))
-            except OSError:
-                continue  # the other side reports what went wrong
-
-
 def _version(distribution: str, module: str) -> str | None:
     """Return the version of a package, or the folder of one on PYTHONPATH; None if there is neither."""
     try:
@@ -182,8 +151,8 @@ def _version(distribution: str, module: str) -> str | None:
         folder, _, _ = module.rpartition(".")
         if folder and importlib.util.find_spec(folder) is None:
             return None
-        found = importlib.util.find_spec(module)
-        return None if found is None or found.origin is None else f"of {Path(found.origin).parent}"
+        spec = importlib.util.find_spec(module)
+        return None if spec is None or spec.origin is None else f"of {Path(spec.origin).parent}"
 
 
 def _driver() -> tuple[tuple[str, ...], dict[str, str]]:

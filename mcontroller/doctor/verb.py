@@ -1,8 +1,8 @@
 """Check all nodes of the Ray cluster, or this machine: versions, GPUs, network, memory, limits, clocks, paths.
 
-Run this before a run on a new cluster. It looks for a running cluster (--address, RAY_ADDRESS, or the local one), and
-checks this machine only if there is none. Every line has a verdict, and what to do about it. The exit status is 0
-without failures, 1 with one, and 2 if the cluster of --address cannot be reached. docs/gpu.md explains the checks.
+Run this before a run on a new cluster, and gpucheck on a node of every kind. It looks for a running cluster (--address,
+RAY_ADDRESS, or the local one), and checks this machine only if there is none. Every line has a verdict, and what to do
+about it. The exit status is 0 without failures, 1 with one, and 2 if the cluster of --address cannot be reached.
 
 examples: mcontroller doctor
           mcontroller doctor --address 10.0.0.1:6379 --checkpoints /shared/checkpoints --json doctor.json
@@ -30,7 +30,6 @@ from mcontroller.doctor.checks import (
     OK,
     Finding,
     check_clock,
-    check_gpucheck,
     check_node,
     check_shared_directory,
     check_versions,
@@ -53,7 +52,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--local", action="store_true", help="check this machine only")
     parser.add_argument("--checkpoints", metavar="PATH", help="directory of checkpoints, which all nodes must share")
     parser.add_argument("--ranks-per-node", type=int, metavar="N", help="ranks on a node; default: its GPUs")
-    parser.add_argument("--no-gpucheck", action="store_true", help="leave out gpucheck on nodes with GPUs")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the findings to a file")
 
 
@@ -135,9 +133,6 @@ def _findings(nodes: dict[str, Ask], arguments: argparse.Namespace) -> Iterator[
             yield check_clock(address, there - (before + after) / 2, (after - before) / 2)
         if arguments.checkpoints is not None:
             yield _shared(nodes, arguments.checkpoints)
-    for address, node in facts.items() if not arguments.no_gpucheck else ():
-        if node.driver_gpus or node.torch_gpus:
-            yield check_gpucheck(address, *nodes[address]("gpucheck"))
 
 
 def _connections(nodes: dict[str, Ask]) -> Iterator[Finding]:
@@ -164,7 +159,7 @@ def _shared(nodes: dict[str, Ask], checkpoints: str) -> Finding:
     first = next(iter(nodes.values()))
     try:
         first("write", path)
-        return check_shared_directory(checkpoints, {address: ask("sees", path) for address, ask in nodes.items()})
+        return check_shared_directory(checkpoints, {address: ask("has", path) for address, ask in nodes.items()})
     except Exception as error:  # an OSError of the node, in an error of Ray
         reason = str(error).strip().rpartition("\n")[2]
         return Finding("shared checkpoints", "all", FAILURE, reason, "make the directory writable")

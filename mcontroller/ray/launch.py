@@ -148,7 +148,7 @@ def _start(
     warm: Collection[str],
 ) -> list[Any]:
     """Start the processes; return a reference of the ``ProcessInfo`` of each."""
-    share = {"num_cpus": 1, "num_gpus": 1 / pool.max_colocate_count if pool.use_gpu else 0, **options}
+    share = {"num_cpus": 1, "num_gpus": pool.gpu_share, **options}
     common = with_warm_start(share, warm) if pool.warm_start else share
     keys = ChannelKeys.generate()
     for rank, bundle in enumerate(lease.bundles):

@@ -25,12 +25,13 @@ from mcontroller.channel.server import Reply, reserve_port
 from mcontroller.channel.worker import Endpoint, KeptResults
 from mcontroller.devices import check_torch_without_gpu, compute_capability, device_of_rank
 from mcontroller.errors import CallRejected, GroupError, WorkerError, is_before_changes
+from mcontroller.machine import boot_id
 from mcontroller.ray.node_processes import NodeProcess
 from mcontroller.ray.rank_logs import RankLog
 from mcontroller.ray.threads import chosen_threads, keep_freed_memory, set_threads, usable_cores
 from mcontroller.ray.values.handles import ArgumentFailed, ArgumentLost, fetch
 from mcontroller.ray.values.wire import Encoded, Packed, decode, encode
-from mcontroller.trace.recorder import TraceRecorder, boot_id, recorder, set_recorder, start_laps
+from mcontroller.trace.recorder import TraceRecorder, recorder, set_recorder, start_timer
 from mcontroller.transport import call_context, complete, finish, outline, reported_coordinates, resolve
 from parallel_state.hangs.lines import calling_position, source_line
 from parallel_state.hangs.record import RankRecord, RecordMemory, read_rank_record
@@ -160,7 +161,7 @@ class WorkerProcess:
             keep = header.keep and self._identity.rank in header.returning
             error, outlined, encoded = None, _NOTHING, _NOTHING
             inputs: Any = None
-            timer = start_laps(number=header.number)
+            timer = start_timer(number=header.number)
             if self._endpoint.cancellation.start(caller, header.number):
                 self._running = header.method
                 self._record_calls()

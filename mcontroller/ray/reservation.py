@@ -99,7 +99,7 @@ class Reservation:
         self.name = name
         self.detached = detached
         self.spare = spare
-        self.pinned = detached or spare > 0
+        self.pinned = spare > 0
         self._bundles: list[Bundle] = []
         self._spares: list[Bundle] = []
         self._groups: list[PlacementGroup] = []
@@ -177,7 +177,7 @@ class Reservation:
             _remove(self._groups)
         self._groups.clear()
         self._bundles, self._spares = [], []
-        self.pinned = self.detached or self.spare > 0
+        self.pinned = self.spare > 0
 
 
 def _remove(groups: Sequence[PlacementGroup]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -61,7 +62,7 @@ class ResourcePool:
 class RayResourcePool(ResourcePool):
     """GPUs, or CPUs, of a Ray cluster: ``process_on_nodes[i]`` bundles on the i-th node.
 
-    A group leases one slot of every bundle, with ``1/max_colocate_count`` of its GPU. The pool is reserved in the
+    A group leases one slot of every bundle, with ``gpu_share`` of its GPU. The pool is reserved in the
     cluster when the first group starts or ``reserve`` is called, and released when the last group ends or ``shutdown``
     is called. Ranks are ordered by node address, then by GPU index (UUIDs of GPUs or MIG devices: alphabetically).
 
@@ -138,6 +139,11 @@ class RayResourcePool(ResourcePool):
         if self.accelerator_type is not None:
             bundle[f"accelerator_type:{self.accelerator_type}"] = 0.001
         return [NodeShape(count, tuple(bundle.items())) for count in self._store]
+
+    @property
+    def gpu_share(self) -> float:
+        """The part of a GPU that a process reserves; Ray counts in 1/10,000, and rounds 1/6 and 1/7 up."""
+        return math.floor(10_000 / self.max_colocate_count) / 10_000 if self.use_gpu else 0
 
     # ---- bundles ---------------------------------------------------------------------------------------------------
 

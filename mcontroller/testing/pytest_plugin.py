@@ -121,10 +121,10 @@ def layout_fixture() -> LayoutFixture:
         from parallel_state.verify.program import load_program  # as above
         from parallel_state.verify.verifier import Verifier
 
-        found = load_program(program) if isinstance(program, str) else program
-        key = found, steps, exact
+        loaded = load_program(program) if isinstance(program, str) else program
+        key = loaded, steps, exact
         if key not in verifiers:
-            verifiers[key] = Verifier(found, steps=steps, exact=exact)
+            verifiers[key] = Verifier(loaded, steps=steps, exact=exact)
         outcome = verifiers[key].verify(layout)
         if not outcome.equal:
             pytest.fail(outcome.report(), pytrace=False)

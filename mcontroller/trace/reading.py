@@ -40,7 +40,7 @@ class TraceEvent(NamedTuple):
         return self.begin + self.took
 
     @property
-    def own(self) -> int:
+    def busy(self) -> int:
         """[us] without those in which it waited for other ranks."""
         return self.took - self.waiting
 

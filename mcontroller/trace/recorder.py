@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from mcontroller.machine import boot_id
 from parallel_state.hangs.waits import waited
 
 FOLDER = "trace"
@@ -227,7 +228,7 @@ def on_rank(role: str, rank: int, coordinates: Mapping[str, int]) -> Iterator[No
         made.flush_if_due()
 
 
-class Laps:
+class PhaseTimer:
     """The parts of one operation that follow each other: each call adds the time since the call before as an event.
 
     ``start_laps`` makes them.
@@ -265,23 +266,23 @@ class Laps:
             self._recorder.flush_if_due()
 
 
-_SILENT = Laps(None, "", -1)
+_SILENT = PhaseTimer(None, "", -1)
 
 
-def start_laps(what: str = "", number: int = -1) -> Laps:
+def start_timer(what: str = "", number: int = -1) -> PhaseTimer:
     """Return the laps of an operation that begins now; if nothing is recorded, the same object for all operations."""
     recorder = _current.recorder
-    return _SILENT if recorder is None else Laps(recorder, what, number)
+    return _SILENT if recorder is None else PhaseTimer(recorder, what, number)
 
 
 @contextlib.contextmanager
 def span(name: str, number: int = -1) -> Iterator[None]:
     """Add an event with the time of the block, also if it raises."""
-    laps = start_laps(number=number)
+    timer = start_timer(number=number)
     try:
         yield
     finally:
-        laps(name)
+        timer(name)
 
 
 def clock_offset(ask: Callable[[], tuple[str, int] | None], rounds: int = 5) -> dict[str, tuple[float, float]]:
@@ -294,7 +295,7 @@ def clock_offset(ask: Callable[[], tuple[str, int] | None], rounds: int = 5) -> 
         ask: returns the ``boot_id`` and the nanoseconds of the other clock; None if it has no answer.
         rounds: number of questions.
     """
-    found: dict[str, tuple[float, float]] = {}
+    offsets: dict[str, tuple[float, float]] = {}
     for _ in range(rounds):
         before = now()
         answer = ask()
@@ -303,11 +304,6 @@ def clock_offset(ask: Callable[[], tuple[str, int] | None], rounds: int = 5) -> 
             break
         boot, there = answer
         error = (after - before) / 2000
-        if boot not in found or error < found[boot][1]:
-            found[boot] = (there - (before + after) / 2) / 1000, error
-    return found
-
-
-def boot_id() -> str:
-    """Return what all processes with the same monotonic clock have in common: the boot of their machine."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        if boot not in offsets or error < offsets[boot][1]:
+            offsets[boot] = (there - (before + after) / 2) / 1000, error
+    return offsets

@@ -14,7 +14,7 @@ from typing import Any, Self
 
 import torch
 
-from mcontroller.trace.recorder import TraceRecorder, recorder, start_laps
+from mcontroller.trace.recorder import TraceRecorder, recorder, start_timer
 
 _cuda: Any = torch.cuda  # its events have no types
 
@@ -57,11 +57,11 @@ class _HostTimer:
         self._name, self._count = name, 0
 
     def start(self, barrier: bool = False) -> Self:
-        self._laps = start_laps(number=self._count)
+        self._timer = start_timer(number=self._count)
         return self
 
     def stop(self, barrier: bool = False) -> None:
-        self._laps(self._name)
+        self._timer(self._name)
         self._count += 1
 
 

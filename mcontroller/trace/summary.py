@@ -192,11 +192,11 @@ def _work(lane: TraceLane) -> Iterator[tuple[str, tuple[str, int], int]]:
     """Yield (work, call, microseconds without waiting) of each method that ran, and of the parts in it."""
     for call, inside in calls_of(lane):
         key = call.name, call.number
-        yield call.name, key, call.own
+        yield call.name, key, call.busy
         parts = Counter[str]()
         for event in inside:
             if event.name in COMPUTING:
-                parts[event.name] += event.own
+                parts[event.name] += event.busy
         for part, took in parts.items():
             yield f"{part} of {call.name}", key, took
 
@@ -340,7 +340,7 @@ def critical_path(trace: RunTrace) -> list[PathPart]:
                 continue
             took["controller"] += at - call.end
             took[call.name] += call.took
-            busy = [event.own for event, _ in ends[call]]
+            busy = [event.busy for event, _ in ends[call]]
             uneven[call.name] += max(busy) - int(mean(busy))
             last[call.name][next(lane for event, lane in ends[call] if event == call).label()] += 1
             at = call.begin

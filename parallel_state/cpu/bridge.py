@@ -23,13 +23,13 @@ def stand_in_for_engine() -> None:
 
 
 class _WithStandIn(ImportHook):
-    def loader(self, found: Any) -> Any:
-        execute = found.exec_module
+    def loader(self, spec: Any) -> Any:
+        execute = spec.exec_module
 
         def execute_with_stand_in(module: ModuleType) -> None:
-            found = {name: sys.modules.pop(name) for name in _ENGINE if name in sys.modules}
-            if found.get(_ENGINE[0]) or (not found and importlib.util.find_spec(_ENGINE[0])):
-                sys.modules.update(found)
+            spec = {name: sys.modules.pop(name) for name in _ENGINE if name in sys.modules}
+            if spec.get(_ENGINE[0]) or (not spec and importlib.util.find_spec(_ENGINE[0])):
+                sys.modules.update(spec)
                 execute(module)
                 return
             package, pytorch = (ModuleType(name) for name in _ENGINE)
@@ -41,10 +41,10 @@ class _WithStandIn(ImportHook):
             finally:
                 for name in _ENGINE:
                     del sys.modules[name]
-                sys.modules.update(found)
+                sys.modules.update(spec)
 
-        found.exec_module = execute_with_stand_in
-        return found
+        spec.exec_module = execute_with_stand_in
+        return spec
 
 
 class _Nothing:

@@ -61,8 +61,8 @@ def is_rewritten(fullname: str) -> bool:
 
 
 class _RewritingHook(ImportHook):
-    def loader(self, found: Any) -> Any:
-        return _Loader(found.name, found.path) if type(found) is SourceFileLoader else found
+    def loader(self, spec: Any) -> Any:
+        return _Loader(spec.name, spec.path) if type(spec) is SourceFileLoader else spec
 
 
 class _Loader(SourceFileLoader):

@@ -31,6 +31,7 @@ AXIS_OF_DESCRIPTION = {
 
 _Place = tuple[CodeType, int]
 """A code object, and the offset of the last instruction that it ran."""
+_kinds: dict[str, int] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +84,6 @@ def source_line(program: _Place | None, megatron: _Place | None) -> SourceLine:
     if program is None:
         return SourceLine(inner or "(unknown)")
     return SourceLine(_text(program[0].co_filename, *program), inner)
-
-
-_kinds: dict[str, int] = {}
 
 
 def _kind(filename: str) -> int:

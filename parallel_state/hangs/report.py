@@ -151,8 +151,8 @@ class RecordedRanks:
         if not self._positions:
             return "", ""
         mismatch = self._mismatch()
-        found = cause_of(self, self._positions)
-        cause = mismatch or (found[0] if found else "no rank is missing: all members have made the calls")
+        causes = cause_of(self, self._positions)
+        cause = mismatch or (causes[0] if causes else "no rank is missing: all members have made the calls")
         return cause, stories(self, self._positions)
 
     def describe(self, rank: int) -> str:

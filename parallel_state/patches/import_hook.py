@@ -65,9 +65,9 @@ class ImportHook(importlib.abc.MetaPathFinder):
         self._wanted, self._loaded = wanted, loaded
         self._finding: set[str] = set()
 
-    def loader(self, found: Any) -> Any:
+    def loader(self, spec: Any) -> Any:
         """Return the loader to use in place of the one that was found; by default that one."""
-        return found
+        return spec
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -77,8 +77,8 @@ class ImportHook(importlib.abc.MetaPathFinder):
             return None
         self._finding.add(fullname)
         try:
-            found = (finder.find_spec(fullname, path, target) for finder in sys.meta_path if finder is not self)
-            spec = next((candidate for candidate in found if candidate is not None), None)
+            specs = (finder.find_spec(fullname, path, target) for finder in sys.meta_path if finder is not self)
+            spec = next((candidate for candidate in specs if candidate is not None), None)
         finally:
             self._finding.remove(fullname)
         if spec is not None and spec.loader is not None:

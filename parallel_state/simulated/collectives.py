@@ -12,6 +12,17 @@ from torch.distributed import ReduceOp
 from parallel_state.simulated.calls import Call
 
 _REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
+_KEY_NAMES = ("dtypes", "shapes", "reductions or roots")
+_REDUCE: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "SUM": torch.Tensor.add_,
+    "AVG": torch.Tensor.add_,
+    "PRODUCT": torch.Tensor.mul_,
+    "MIN": lambda result, other: result.copy_(torch.minimum(result, other)),
+    "MAX": lambda result, other: result.copy_(torch.maximum(result, other)),
+    "BAND": torch.Tensor.bitwise_and_,
+    "BOR": torch.Tensor.bitwise_or_,
+    "BXOR": torch.Tensor.bitwise_xor_,
+}
 
 
 def reduction_name(op: Any) -> str:
@@ -52,9 +63,6 @@ def mismatch(first: Call, other: Call) -> str | None:
     if first.operation == "all_to_all_single":
         return _split_mismatch(first, other, [*first.options["sends"], *other.options["sends"]], "rows")
     return None
-
-
-_KEY_NAMES = ("dtypes", "shapes", "reductions or roots")
 
 
 def _split_mismatch(first: Call, other: Call, sends: list[int], unit: str) -> str | None:
@@ -131,18 +139,6 @@ def _ring_chunk(size: int, elements: int, element_size: int) -> int:
     segments = max(math.ceil(nbytes / (1 << 20)), 2 * size)
     per_rank = math.ceil(segments / size)
     return per_rank * math.ceil(math.ceil(nbytes / (per_rank * size)) / element_size)
-
-
-_REDUCE: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
-    "SUM": torch.Tensor.add_,
-    "AVG": torch.Tensor.add_,
-    "PRODUCT": torch.Tensor.mul_,
-    "MIN": lambda result, other: result.copy_(torch.minimum(result, other)),
-    "MAX": lambda result, other: result.copy_(torch.maximum(result, other)),
-    "BAND": torch.Tensor.bitwise_and_,
-    "BOR": torch.Tensor.bitwise_or_,
-    "BXOR": torch.Tensor.bitwise_xor_,
-}
 
 
 def _copy(destination: torch.Tensor, source: torch.Tensor) -> None:

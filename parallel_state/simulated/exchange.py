@@ -105,7 +105,7 @@ class Exchange:
     def _transfer(self, call: Call) -> list[Call]:
         tag = call.options.get("tag", 0)
         sends = call.operation == "send"
-        own, others = (self._sends, self._receives) if sends else (self._receives, self._sends)
+        mine, others = (self._sends, self._receives) if sends else (self._receives, self._sends)
         source, destination = (call.rank, call.peer) if sends else (call.peer, call.rank)
         for route in _routes(call, source, destination, tag):
             waiting = others.get(route)
@@ -115,7 +115,7 @@ class Exchange:
                     del others[route]
                 break
         else:
-            own.setdefault((call.group, source, destination, tag), []).append(call)
+            mine.setdefault((call.group, source, destination, tag), []).append(call)
             return []
         sending, receiving = (call, other) if sends else (other, call)
         if sending.key != receiving.key:

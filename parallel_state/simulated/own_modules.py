@@ -77,8 +77,8 @@ class OwnModules:
         """Return the running rank's function of the same name, if the function is global in one of the modules."""
         if not isinstance(function, FunctionType) or not self.has(function.__module__):
             return function
-        found: Any = getattr(sys.modules[function.__module__], function.__qualname__, function)
-        return found  # type: ignore[no-any-return]
+        current: Any = getattr(sys.modules[function.__module__], function.__qualname__, function)
+        return current  # type: ignore[no-any-return]
 
     def _add_imported(self) -> None:
         self._objects.update((name, module) for name, module in list(sys.modules.items()) if self.has(name))
@@ -91,8 +91,8 @@ class _SameObjects(ImportHook):
         super().__init__(wanted, lambda module: None)
         self._objects = objects
 
-    def loader(self, found: Any) -> Any:
-        create = found.create_module
+    def loader(self, spec: Any) -> Any:
+        create = spec.create_module
 
         def same_object(spec: Any) -> ModuleType:
             module = self._objects.get(spec.name)
@@ -101,5 +101,5 @@ class _SameObjects(ImportHook):
             vars(module).clear()
             return module
 
-        found.create_module = same_object
-        return found
+        spec.create_module = same_object
+        return spec

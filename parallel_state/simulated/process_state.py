@@ -188,12 +188,12 @@ def _own(value: Any) -> Any:
 @functools.cache
 def _rebound(module: ModuleType) -> list[str]:
     """Return the names that functions of a module rebind with ``global``, and those that are changed in place."""
-    found = set(_CHANGED_IN_PLACE.get(module.__name__, ()))
+    names = set(_CHANGED_IN_PLACE.get(module.__name__, ()))
     for code in {code for function in _functions(module) for code in _codes(function.__code__)}:
-        found.update(
+        names.update(
             instruction.argval for instruction in dis.get_instructions(code) if instruction.opname == "STORE_GLOBAL"
         )
-    return sorted(name for name in found if name in vars(module))
+    return sorted(name for name in names if name in vars(module))
 
 
 def _functions(module: ModuleType) -> Iterator[FunctionType]:

@@ -70,11 +70,11 @@ def run_ranks(
 
             contexts[rank] = MegatronContext(layout)
 
-    def run(rank: int, own: tuple[Any, ...]) -> T:
+    def run(rank: int, args: tuple[Any, ...]) -> T:
         if contexts[rank] is None:
-            return function(*own)
+            return function(*args)
         with contexts[rank].activate():
-            return function(*own)
+            return function(*args)
 
     try:
         simulation.run({rank: lambda rank=rank: initialize(rank) for rank in range(world_size)})  # type: ignore[misc]

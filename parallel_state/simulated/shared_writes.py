@@ -97,13 +97,13 @@ def _name(owner: Any) -> str:
 
 def _reached(function: Callable[..., Any], is_own: Callable[[str], bool]) -> Iterator[Any]:
     """Yield the user's modules that a function reaches, and the classes that they define."""
-    pending, seen = [*_modules_in(_closure(function))], set()
+    pending, visited = [*_modules_in(_closure(function))], set()
     while pending:
         name = pending.pop()
         module = sys.modules.get(name)
-        if name in seen or module is None or is_own(name) or not _is_users(module):
+        if name in visited or module is None or is_own(name) or not _is_users(module):
             continue
-        seen.add(name)
+        visited.add(name)
         yield module
         values = list(vars(module).values())
         yield from (value for value in values if isinstance(value, type) and value.__module__ == name)

@@ -118,13 +118,13 @@ def error_between(mine: torch.Tensor, true: torch.Tensor, floor: float = 0.0) ->
     return off / scale if scale else (math.inf if off else 0.0)
 
 
-def here(variant: Variant) -> tuple[int, dict[str, int]]:
+def rank_and_coordinates(variant: Variant) -> tuple[int, dict[str, int]]:
     """Return the running rank, and its index on every axis of more than one rank."""
     rank = torch.distributed.get_rank()
-    found = variant.layout.coordinates(rank)
+    coordinates = variant.layout.coordinates(rank)
     shown = [axis for axis in variant.layout.dense_axes if variant.layout.sizes[axis] > 1]
     shown += [axis for axis in ("ep", "etp") if variant.layout.ep > 1 and variant.layout.sizes[axis] > 1]
-    return rank, {axis: found[axis] for axis in shown}
+    return rank, {axis: coordinates[axis] for axis in shown}
 
 
 def train_reference(program: Program, dtype: torch.dtype, steps: int, start: ModelTensors | None = None) -> OneProcess:
@@ -199,7 +199,7 @@ def compare_rank(
     """
     training = training_of(program, variant, dtype, reference.start)
     _check_divided(variant, _elements(training.named), reference.elements)
-    report = RankReport(*here(variant), initial=training.initial)
+    report = RankReport(*rank_and_coordinates(variant), initial=training.initial)
     for name, note in wrong_marks(training.named, variant):
         report.differences.append(Difference("mark", name, 1, report.rank, report.coordinates, math.inf, note))
     for name in training.moved if program.seeded else ():

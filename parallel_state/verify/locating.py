@@ -12,7 +12,7 @@ import torch
 
 from parallel_state.simulated import CommunicationTrace, Transfer, run_ranks
 from parallel_state.simulated.trace import LinesOfOperations
-from parallel_state.verify.comparing import OneProcess, error_between, here, tolerance
+from parallel_state.verify.comparing import OneProcess, error_between, rank_and_coordinates, tolerance
 from parallel_state.verify.layouts import ONE_PROCESS, Variant
 from parallel_state.verify.marks import missing_mark
 from parallel_state.verify.outcome import Difference, DifferingModule
@@ -123,7 +123,7 @@ def _record_rank(
     own = training.micro_batches(step - 1)
     first, count = own[0] - program.micro_batches * (step - 1), len(own) // variant.merged
     positions = [] if program.positions is None else [program.positions(index) for index in own]
-    found = _Recorded(*here(variant), first, count, record_step(training.models, trace), positions)
+    found = _Recorded(*rank_and_coordinates(variant), first, count, record_step(training.models, trace), positions)
     ranks.append(found)
     with LinesOfOperations():
         values = training.forward_backward(step - 1)

@@ -128,21 +128,21 @@ class Outcome:
 
     def lines(self) -> list[str]:
         """Return the error or the differences, one line for each kind, and the place."""
-        found = [] if self.failure is None else self.failure.splitlines()
+        lines = [] if self.failure is None else self.failure.splitlines()
         for kind in dict.fromkeys(difference.kind for difference in self.differences):
             of_kind = [difference for difference in self.differences if difference.kind == kind]
             names = list(dict.fromkeys(difference.name for difference in of_kind))
             worst = max(of_kind, key=lambda difference: difference.error)
             more = f"; {len(names)} in all: {', '.join(names[:4])}{', ...' if len(names) > 4 else ''}"
-            found.append(f"{worst}{more if len(names) > 1 else ''}")
+            lines.append(f"{worst}{more if len(names) > 1 else ''}")
         if self.place is None:
             ran = "\n  ".join(self.finalized_by)
-            return [*found, f"after the backward pass: {ran}"] if ran else found
+            return [*lines, f"after the backward pass: {ran}"] if ran else lines
         ran = "\n  ".join(self.place.collectives) or "no collective"
         if self.place.direction == "forward":
-            return [*found, str(self.place), f"in it: {ran}"]
+            return [*lines, str(self.place), f"in it: {ran}"]
         by = "\n  ".join(self.place.computed_by) or "the loss or another stage"
-        return [*found, str(self.place), f"computed by {by}", f"since the last gradient that is right: {ran}"]
+        return [*lines, str(self.place), f"computed by {by}", f"since the last gradient that is right: {ran}"]
 
     def report(self) -> str:
         """Return the differences, as an error or a failing test shows them."""
@@ -160,8 +160,8 @@ class LayoutDiffers(MControllerError, AssertionError):
     outcome: Outcome
 
 
-def _rounding_text(kind: str, from_half: float, from_single: float, own: float) -> str:
-    times = f" ({from_single / own:.1f})" if own else ""
+def _rounding_text(kind: str, from_half: float, from_single: float, in_bf16: float) -> str:
+    times = f" ({from_single / in_bf16:.1f})" if in_bf16 else ""
     return f"{kind} {from_half:.1e}, {from_single:.1e}{times}"
 
 

@@ -24,8 +24,8 @@ def in_float64() -> Iterator[None]:
     before, type_of = torch.get_default_dtype(), torch.Tensor.type
 
     def type_name(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        found = type_of(self, *args, **kwargs)
-        return found.replace("Double", "Float") if isinstance(found, str) else found
+        name = type_of(self, *args, **kwargs)
+        return name.replace("Double", "Float") if isinstance(name, str) else name
 
     names = mock.patch.multiple(torch, float32=double, float=double)
     methods = mock.patch.multiple(torch.Tensor, float=torch.Tensor.double, type=type_name)

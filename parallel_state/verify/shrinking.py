@@ -46,13 +46,13 @@ def shrink(program: Program, layout: str, steps: int) -> Shrunk | None:
         layout: the text of a layout in which it differs.
         steps: training steps.
     """
-    found = _differing(program, Shrunk(layout, {}, steps, Outcome(layout, 0)))
-    smaller = found
+    smallest = _differing(program, Shrunk(layout, {}, steps, Outcome(layout, 0)))
+    smaller = smallest
     while smaller is not None:
-        found = smaller
-        candidates = (_differing(program, smaller) for smaller in _smaller(program, found))
+        smallest = smaller
+        candidates = (_differing(program, smaller) for smaller in _smaller(program, smallest))
         smaller = next((candidate for candidate in candidates if candidate is not None), None)
-    return found
+    return smallest
 
 
 def source_of_test(imports: str, expression: str, shrunk: Shrunk) -> str:

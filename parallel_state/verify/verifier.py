@@ -62,7 +62,7 @@ class _InBf16:
 
     single: OneProcess
     half: OneProcess
-    own: dict[str, float]
+    errors: dict[str, float]
 
 
 class Verifier:
@@ -194,15 +194,15 @@ class Verifier:
         if self._in_bf16 is None:
             start = {name: value.bfloat16().to(value.dtype) for name, value in self.reference.start.items()}
             single, half = self._one_process(start), self._one_process(start, torch.bfloat16)
-            (own,) = self._ranks(ONE_PROCESS, single, torch.bfloat16, _FINITE)
-            self._in_bf16 = _InBf16(single, half, own.errors)
+            (alone,) = self._ranks(ONE_PROCESS, single, torch.bfloat16, _FINITE)
+            self._in_bf16 = _InBf16(single, half, alone.errors)
         known = self._in_bf16
         reports = self._ranks(variant, known.half, torch.bfloat16, _FINITE)
         self._found(reports, outcome)
         if not outcome.differences:
             from_single = _largest(self._ranks(variant, known.single, torch.bfloat16, _FINITE))
             from_half = _largest(reports)
-            outcome.rounding = {kind: (from_half[kind], from_single[kind], known.own[kind]) for kind in known.own}
+            outcome.rounding = {kind: (from_half[kind], from_single[kind], known.errors[kind]) for kind in known.errors}
 
     def _ranks(self, variant: Variant, reference: OneProcess, dtype: torch.dtype, allowed: float) -> list[RankReport]:
         return run_ranks(variant.layout, lambda: compare_rank(self.program, variant, reference, dtype, allowed))
@@ -288,8 +288,12 @@ def _failure_text(error: Exception) -> str:
     """Return an error with its line, the module that ran, and its notes."""
     notes = "\n".join(getattr(error, "__notes__", ()))
     frames = list(traceback.walk_tb(error.__traceback__))
-    own = [candidate for candidate in frames if not candidate[0].f_code.co_filename.startswith(_NOT_OF_A_PROGRAM)]
-    where = "".join(f"\nat {path_text(f.f_code.co_filename)}:{line} in {f.f_code.co_name}" for f, line in own[-1:])
+    of_program = [
+        candidate for candidate in frames if not candidate[0].f_code.co_filename.startswith(_NOT_OF_A_PROGRAM)
+    ]
+    where = "".join(
+        f"\nat {path_text(f.f_code.co_filename)}:{line} in {f.f_code.co_name}" for f, line in of_program[-1:]
+    )
     owners = [frame.f_locals.get("self") for frame, _ in frames]
     modules = [owner for owner in owners if isinstance(owner, torch.nn.Module)]
     if modules:

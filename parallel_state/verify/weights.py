@@ -87,7 +87,7 @@ def named_tensors(models: Sequence[torch.nn.Module]) -> list[NamedTensor]:
     Raises:
         VerifyError: ``sharded_state_dict`` leaves one out.
     """
-    found = []
+    tensors = []
     for model in models:
         leaves = [NamedTensor(leaf.data, leaf) for leaf in _leaves(model.sharded_state_dict())]  # type: ignore[operator]
         known = {id(leaf.tensor) for leaf in leaves}
@@ -98,8 +98,8 @@ def named_tensors(models: Sequence[torch.nn.Module]) -> list[NamedTensor]:
                     "leaves it out; define sharded_state_dict in its module, which distributed checkpoints need too",
                     key=name,
                 )
-        found += leaves
-    return found
+        tensors += leaves
+    return tensors
 
 
 def assemble(named: Sequence[NamedTensor], values: Sequence[torch.Tensor]) -> ModelTensors:

@@ -124,12 +124,12 @@ def test_keys_that_bridge_does_not_read_are_named(tmp_path: Path) -> None:
     path = save_model(PLAIN["qwen3"], tmp_path)
     (path / "config.json").write_text((path / "config.json").read_text().replace("{", '{"new_gate": 2,', 1))
 
-    def unread() -> list[str]:
+    def unused_keys() -> list[str]:
         model, parallel = model_config_from_hf(path, provider="bridge"), ParallelConfig()
         context = new_context(parallel)
-        return BridgeModel(model, parallel, context, value_head=False).unread
+        return BridgeModel(model, parallel, context, value_head=False).unused_keys
 
-    [names] = run_ranks(unread, 1)
+    [names] = run_ranks(unused_keys, 1)
     assert "new_gate" in names and not {"hidden_size", "rope_parameters", "vocab_size"} & {*names}
     with pytest.raises(ConfigError, match=re.escape("set model.hf_path")):
         model_config_from_hf(path, provider="bridge", hf_path=None)

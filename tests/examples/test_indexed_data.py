@@ -37,7 +37,7 @@ def test_ranks_that_read_their_own_rows_have_the_losses_of_one_process(
     prefix, sent = str(tmp_path / "data"), []
     indexed_data.write_dataset(prefix)
     expected = trained(simulated_group, prefix, 1, sent)
-    found = trained(simulated_group, prefix, world_size, sent, **axes)
-    assert found == pytest.approx(expected, abs=2e-5)
+    actual = trained(simulated_group, prefix, world_size, sent, **axes)
+    assert actual == pytest.approx(expected, abs=2e-5)
     assert expected[-1] < expected[0] - 0.1
     assert sent == [8 * 8] * 10  # a number for each row: no tokens pass through the controller

@@ -33,8 +33,9 @@ def test_decoding_ends_at_the_end_token_and_shows_ids_that_are_no_text():
 
 
 def test_a_text_with_something_unknown_is_rejected_with_its_name():
-    with pytest.raises(DataError, match=r"does not know \[' \* '\] in '12 \* 3'"):
+    with pytest.raises(DataError) as caught:
         CharTokenizer.of(QUESTIONS, ANSWERS).encode("12 * 3")
+    assert caught.value.unknown == [" * "]
 
 
 def test_a_saved_vocabulary_has_the_same_ids(tmp_path):

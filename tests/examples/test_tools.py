@@ -89,7 +89,7 @@ def test_a_value_that_the_tokenizer_cannot_write_is_an_error():
 def test_a_demonstration_is_trained_on_except_for_the_output():
     shown = Calculator(TOKENIZER).demonstrate({"prompt": QUESTION, "answer": "12"})
     assert TOKENIZER.decode(shown.tokens) == "<7 - 4 + 9>12;12"
-    assert shown.own == [1] * 7 + [0] * 3 + [1] * 2
+    assert shown.mask == [1] * 7 + [0] * 3 + [1] * 2
 
 
 def test_marks_of_several_tokens_are_rejected():

@@ -24,7 +24,7 @@ def test_faults_of_the_loss_are_found_and_located(capsys: pytest.CaptureFixture[
 
 
 def test_every_place_is_changed_in_three_ways() -> None:
-    found = list(mutations.mutations("megatron.core.distributed.finalize_model_grads"))
-    assert {each.how for each in found} == {"remove", "double", "move"} and len(found) > 12
+    actual = list(mutations.mutations("megatron.core.distributed.finalize_model_grads"))
+    assert {each.how for each in actual} == {"remove", "double", "move"} and len(actual) > 12
     text = "_allreduce_embedding_grad: remove collective torch.distributed.all_reduce(grad"
-    assert any(text in str(each) for each in found)
+    assert any(text in str(each) for each in actual)

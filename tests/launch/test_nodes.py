@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -58,3 +59,19 @@ def test_a_node_without_an_address_is_reported(settings: dict[str, str], named: 
 def address_of(**settings: str) -> subprocess.CompletedProcess[str]:
     command = [ROOT / "launch" / "ray_node.sh", "address"]
     return subprocess.run(command, env={**os.environ, **settings}, capture_output=True, text=True, timeout=30)
+
+
+@pytest.mark.processes
+def test_other_machines_get_the_settings_of_nccl_and_no_token(tmp_path: Path) -> None:
+    """The daemons are replaced by nothing, and ssh by a program that prints the remote command."""
+    (tmp_path / "ray_node.sh").write_text("#!/bin/sh\necho 127.0.0.1\n")
+    (tmp_path / "ray_nodes.py").write_text("")
+    (tmp_path / "ray_node.sh").chmod(0o755)
+    (tmp_path / "hosts.txt").write_text("first\nsecond\n")
+    given = {"NCCL_IB_HCA": "mlx5_0:1", "NCCL_IB_GID_INDEX": "3", "GLOO_SOCKET_IFNAME": "bond0", "HF_TOKEN": "secret"}
+    settings = {"LAUNCH_DIR": str(tmp_path), "JOB_DIR": str(tmp_path / "job"), "SSH": "echo", **given}
+    command = [ROOT / "launch" / "ssh.sh", tmp_path / "hosts.txt", "true"]
+    subprocess.run(command, env={**os.environ, **settings}, check=True, timeout=60)
+    remote = (tmp_path / "job" / "ray-second.log").read_text().split()
+    assert {f"{name}={value}" for name, value in given.items() if name != "HF_TOKEN"} <= set(remote)
+    assert not any("secret" in word for word in remote)

@@ -17,6 +17,7 @@ import pytest
 
 from mcontroller.errors import DataError
 from mcontroller.files import acquire_lock, release_lock
+from mcontroller.machine import machine_id
 
 WHAT = "the run in /runs/first"
 HERE = socket.gethostname()
@@ -102,7 +103,8 @@ def test_the_lock_of_a_process_that_has_ended_is_taken_over(tmp_path: Path, capl
 def held(path: Path, **changes: Any) -> None:
     """Write a lock file as the process with id 1 of this machine writes it, with other values."""
     started = int(Path("/proc/1/stat").read_text().rpartition(")")[2].split()[19])
-    path.write_text(json.dumps({"host": HERE, "pid": 1, "started": started, "since": "noon"} | changes))
+    holder = {"host": HERE, "machine": machine_id(), "pid": 1, "started": started, "since": "noon"}
+    path.write_text(json.dumps(holder | changes))
 
 
 def refuse_locks(descriptor: int, operation: int) -> None:
@@ -120,11 +122,12 @@ def refuse_locks(descriptor: int, operation: int) -> None:
         ),
         ({"started": 0}, True, ""),
         ({"started": 0}, False, ""),
-        ({"host": "elsewhere"}, True, ""),
-        (
-            {"host": "elsewhere"},
+        ({"machine": "another"}, True, ""),
+        ({"machine": "another"}, False, "by process 1 on .* since noon: .*; if that process has ended, delete "),
+        (  # a machine with the same host name, on which no such process runs here
+            {"machine": "another", "started": 0},
             False,
-            "by process 1 on elsewhere since noon: .*; if that process has ended, delete ",
+            "by process 1 on .* since noon: .*; if that process has ended, delete ",
         ),
     ],
 )

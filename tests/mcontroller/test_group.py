@@ -173,8 +173,9 @@ def test_zero_loss_padding_rows_have_no_loss_mask() -> None:
     group.compute.options(padding="zero_loss")(batch)
     masks = [worker.seen[0][0].batch["response_mask"].sum(1).tolist() for worker in group.executor.workers]
     assert masks == [[2, 0]] * 2 + [[2, 2]] * 2 + [[2, 0]] * 2 + [[2, 2]] * 2
-    with pytest.raises(DispatchError, match="response_mask or loss_mask"):
+    with pytest.raises(DispatchError) as raised:
         group.compute.options(padding="zero_loss")(numbered(3))
+    assert "response_mask" not in raised.value.columns
 
 
 def test_no_rank_is_left_without_a_row_when_there_are_fewer_rows_than_shards() -> None:
@@ -215,14 +216,14 @@ def test_rows_may_be_dropped_by_a_method_when_nothing_has_to_be_undone() -> None
 
 
 def test_rows_that_cannot_be_distinguished_from_padding_are_an_error() -> None:
-    with pytest.raises(DispatchError, match=r"actor.keep_even .*returned 1: return a multiple of") as raised:
+    with pytest.raises(DispatchError) as raised:
         group_of().keep_even.options(padding="repeat")(numbered(3))
     assert (raised.value.role, raised.value.method, raised.value.shard) == ("actor", "keep_even", 0)
 
 
 def test_batches_of_different_lengths_are_rejected_with_their_lengths() -> None:
     group = group_of()
-    with pytest.raises(DispatchError, match="argument 0 has 4, argument 'other' has 3") as raised:
+    with pytest.raises(DispatchError) as raised:
         group.compute(numbered(4), other=numbered(3))
     assert raised.value.lengths == {0: 4, "other": 3}
     assert not hasattr(group.executor, "last_arguments")
@@ -235,22 +236,18 @@ def test_one_to_all_with_execute_rank_zero_returns_the_value_itself() -> None:
 
 
 def test_a_tuple_is_one_value_of_a_rank_and_entries_of_shards() -> None:
-    with pytest.raises(DispatchError, match="argument 0 is tuple; expected a list of 8 entries"):
+    with pytest.raises(DispatchError) as raised:
         group_of().each(tuple("abcdefgh"))
+    assert (raised.value.argument, raised.value.expected) == (0, 8)
     group = group_on(topology_of(4, tp=2))
     assert method(group, "rank_and_arguments", Dispatch.MEGATRON_COMPUTE)(("a", "b"))[1] == (2, ("b",), {})
 
 
-@pytest.mark.parametrize(("value", "message"), [("path", "is str; expected a list of 8"), ([1, 2], "has 2 entries")])
-def test_anything_but_a_list_of_one_entry_per_rank_is_rejected(value: Any, message: str) -> None:
-    with pytest.raises(DispatchError, match=message) as raised:
+@pytest.mark.parametrize("value", ["path", [1, 2], numbered(8)])
+def test_anything_but_a_list_of_one_entry_per_rank_is_rejected(value: Any) -> None:
+    with pytest.raises(DispatchError) as raised:
         group_of().each(value)
     assert raised.value.argument == 0 and raised.value.expected == 8
-
-
-def test_a_batch_in_place_of_a_list_is_rejected_with_the_advice_to_chunk_it() -> None:
-    with pytest.raises(DispatchError, match=r"split it with chunk\(\)"):
-        group_of().each(numbered(8))
 
 
 def test_modes_work_with_keyword_arguments_only_and_with_none() -> None:
@@ -268,13 +265,15 @@ def test_pp_only_lists_one_value_of_each_stage() -> None:
 
 def test_a_leading_function_goes_to_every_rank() -> None:
     assert numbers(group_of().apply(lambda batch: batch[:1], numbered(8))) == list(range(8))
-    with pytest.raises(DispatchError, match="expected a function"):
+    with pytest.raises(DispatchError) as raised:
         group_of().apply(numbered(8))
+    assert (raised.value.method, raised.value.argument) == ("apply", 0)
 
 
 def test_a_direct_rollout_method_is_never_dispatched() -> None:
-    with pytest.raises(DispatchError, match="the rollout engine calls it on the worker itself"):
+    with pytest.raises(DispatchError) as raised:
         group_of().generate()
+    assert (raised.value.method, raised.value.mode) == ("generate", "DIRECT_ROLLOUT_METHOD")
 
 
 def test_async_methods_are_awaited_on_their_worker() -> None:
@@ -305,8 +304,9 @@ def test_balance_splits_tokens_evenly_and_keeps_the_callers_order() -> None:
     assert numbers(group.compute.options(balance="attention_mask")(batch)) == list(range(8))
     tokens = {int(worker.seen[0][0].batch["attention_mask"].sum()) for worker in group.executor.workers}
     assert tokens == {16}
-    with pytest.raises(DispatchError, match="column 'lengths', which no batch of the call has"):
+    with pytest.raises(DispatchError) as raised:
         group.compute.options(balance="lengths")(batch)
+    assert raised.value.column == "lengths"
 
 
 def test_rows_of_one_label_stay_in_one_shard() -> None:
@@ -316,8 +316,9 @@ def test_rows_of_one_label_stay_in_one_shard() -> None:
     shards = {tuple(numbers(worker.seen[0][0])) for worker in group.executor.workers}
     assert shards == {(0, 3, 5), (1, 2, 4)}
     batch.batch["prompt"] = torch.zeros(6, 2)
-    with pytest.raises(DispatchError, match=r"has \[0.0, 0.0\] as the label of a row"):
+    with pytest.raises(DispatchError) as raised:
         group.compute.options(group_by="prompt")(batch)
+    assert raised.value.column == "prompt"
 
 
 def test_rows_of_each_label_are_balanced_by_themselves() -> None:
@@ -329,14 +330,10 @@ def test_rows_of_each_label_are_balanced_by_themselves() -> None:
     assert shards == {(0, 3, 4, 7), (1, 2, 5, 6)}
 
 
-def test_calling_an_unregistered_method_explains_how_to_register_it() -> None:
+def test_a_group_has_the_registered_methods_alone() -> None:
     group = group_of()
-    with pytest.raises(AttributeError, match=r"decorate it with @register\(\.\.\.\)"):
-        group.unregistered(1)
-    with pytest.raises(AttributeError, match=r"has no method 'unheard'; it has .*compute"):
-        group.unheard()
-    with pytest.raises(AttributeError, match="did you mean 'compute'"):
-        group.compuet()
+    for name in ("unregistered", "unheard"):
+        assert not hasattr(group, name) and name not in dir(group)
     assert "compute" in dir(group)
 
 
@@ -345,8 +342,9 @@ def test_a_method_with_the_name_of_a_group_member_is_rejected() -> None:
         @register(Dispatch.ONE_TO_ALL)
         def shutdown(self) -> None: ...
 
-    with pytest.raises(DispatchError, match=r"Clash\.shutdown has the name of a member of WorkerGroup: rename"):
+    with pytest.raises(DispatchError) as raised:
         group_of(Clash)
+    assert raised.value.methods == ["shutdown"]
 
 
 def test_execute_all_and_rank_zero_call_any_method() -> None:
@@ -356,8 +354,9 @@ def test_execute_all_and_rank_zero_call_any_method() -> None:
     assert group.execute_all("unregistered", value=2).get() == group.execute_all_async("unregistered", 2).get()
     assert group.execute_rank_zero_sync("where", [1]) == (0, ([1],), {})
     assert group.execute_rank_zero("where").get() == group.execute_rank_zero_async("where").get() == (0, (), {})
-    with pytest.raises(DispatchError, match="Model has no method 'unheard'"):
+    with pytest.raises(DispatchError) as raised:
         group.execute_all("unheard")
+    assert raised.value.method == "unheard"
 
 
 class Reporting(Worker):
@@ -399,17 +398,16 @@ def test_ranks_that_form_no_grid_are_an_error_before_the_first_call() -> None:
             return DistRankInfo(tp_rank=0, dp_rank=0, pp_rank=0)
 
     group: Any = WorkerGroup(Twice, LocalExecutor(ClassWithInitArgs(Twice), 4, "actor"), "actor")
-    with pytest.raises(TopologyError, match="rank"):
+    with pytest.raises(TopologyError):
         group.entry(["a", "b"])
 
 
-def test_a_mode_with_axes_needs_workers_with_coordinates_and_says_so() -> None:
+def test_a_mode_with_axes_needs_workers_with_coordinates() -> None:
     group: Any = WorkerGroup(Model, LocalExecutor(ClassWithInitArgs(Model), 4, "actor"), "actor")
     assert len(group.where()) == 4
-    with pytest.raises(
-        TopologyError, match=r"group actor: mode MEGATRON_COMPUTE_PROTO .* Model reports no coordinates"
-    ):
+    with pytest.raises(TopologyError) as raised:
         group.compute(numbered(4))
+    assert raised.value.mode == "MEGATRON_COMPUTE_PROTO"
 
 
 def test_a_group_is_gone_when_its_last_reference_is() -> None:

@@ -114,8 +114,9 @@ def test_every_rank_of_a_large_layout_runs() -> None:
 
 def test_a_rank_that_raises_is_a_worker_error_and_breaks_the_group() -> None:
     group: Any = mock_worker_group(StageModel, LAYOUT, name="actor", failures={3: raises(ValueError("loss is nan"))})
-    with pytest.raises(WorkerError, match=r"actor rank 3 \(tp=1 cp=0 dp=1 pp=0.* failed in update: Val") as raised:
+    with pytest.raises(WorkerError) as raised:
         group.update(numbered(4))
+    assert (raised.value.role, raised.value.rank) == ("actor", 3)
     assert raised.value.rank == 3 and raised.value.coordinates["dp"] == 1
     with pytest.raises(GroupBroken):
         group.coordinates()
@@ -124,14 +125,16 @@ def test_a_rank_that_raises_is_a_worker_error_and_breaks_the_group() -> None:
 def test_a_failure_can_be_limited_to_one_method() -> None:
     group: Any = mock_worker_group(StageModel, LAYOUT, failures={3: raises("no", method="update")})
     group.coordinates()
-    with pytest.raises(WorkerError, match="RuntimeError: no"):
+    with pytest.raises(WorkerError) as caught:
         group.update(numbered(4))
+    assert (caught.value.role, caught.value.rank) == ("mock", 3)
 
 
 def test_a_rank_that_dies_is_a_worker_died_with_its_exit_cause() -> None:
     group: Any = mock_worker_group(StageModel, LAYOUT, name="actor", failures={5: dies("out of memory")})
-    with pytest.raises(WorkerDied, match="actor rank 5 died in update: out of memory") as raised:
+    with pytest.raises(WorkerDied) as raised:
         group.update(numbered(4))
+    assert (raised.value.role, raised.value.rank) == ("actor", 5)
     assert (raised.value.rank, raised.value.exit_cause) == (5, "out of memory")
 
 
@@ -139,8 +142,9 @@ def test_late_ranks_are_a_call_timeout_that_names_them_without_waiting() -> None
     late: dict[int, Any] = {2: is_late(30), 7: is_late(11), 4: is_late(9)}
     group: Any = mock_worker_group(StageModel, LAYOUT, name="actor", failures=late)
     group.coordinates()  # it has no deadline
-    with pytest.raises(CallTimeout, match=r"actor\.update: after 10 s no answer from actor ranks 2 and 7") as raised:
+    with pytest.raises(CallTimeout) as raised:
         group.update(numbered(4))
+    assert (raised.value.role, raised.value.method, raised.value.timeout) == ("actor", "update", 10)
     assert (raised.value.ranks, raised.value.timeout) == ((2, 7), 10)
     patient: Any = mock_worker_group(StageModel, LAYOUT, failures=late)
     assert numbers(patient.update.options(timeout=60)(numbered(4))) == [0, 1, 2, 3]
@@ -150,31 +154,34 @@ def test_failures_can_be_changed_between_calls() -> None:
     group: Any = mock_worker_group(StageModel, LAYOUT)
     group.coordinates()
     group.failures[0] = raises("now")
-    with pytest.raises(WorkerError, match="now"):
+    with pytest.raises(WorkerError) as caught:
         group.coordinates()
+    assert (caught.value.role, caught.value.rank) == ("mock", 0)
 
 
 def test_failures_of_ranks_that_do_not_exist_are_rejected() -> None:
-    with pytest.raises(DispatchError, match="failures has rank 8, but the layout has 8 ranks"):
+    with pytest.raises(DispatchError) as caught:
         mock_worker_group(StageModel, LAYOUT, failures={8: dies()})
+    assert (caught.value.ranks, caught.value.world_size) == ([8], 8)
 
 
 def test_failures_of_methods_that_do_not_exist_are_rejected_with_those_that_do() -> None:
-    message = r"failures\[1\]: StageModel has no method 'updat'; it has compute, .*; did you mean 'update'\?"
-    with pytest.raises(DispatchError, match=message) as raised:
+    with pytest.raises(DispatchError) as raised:
         mock_worker_group(StageModel, LAYOUT, failures={1: raises("no", method="updat")})
     assert raised.value.method == "updat"
 
 
 def test_failures_of_methods_called_on_every_rank_by_name_are_accepted() -> None:
     group: Any = mock_worker_group(StageModel, LAYOUT, failures={1: raises("no", method="get_master_addr_port")})
-    with pytest.raises(WorkerError, match="RuntimeError: no"):
+    with pytest.raises(WorkerError) as caught:
         group.execute_all_sync("get_master_addr_port")
+    assert (caught.value.role, caught.value.rank) == ("mock", 1)
 
 
 def test_arguments_next_to_a_class_with_init_args_are_rejected() -> None:
-    with pytest.raises(DispatchError, match=r"ClassWithInitArgs\(StageModel, 2\) has its arguments; .*: 3, scale"):
+    with pytest.raises(DispatchError) as caught:
         mock_worker_group(ClassWithInitArgs(StageModel, 2), LAYOUT, 3, scale=4)
+    assert caught.value.arguments == (3, "scale")
 
 
 def test_a_plain_function_can_be_tested_on_one_rank() -> None:
@@ -188,8 +195,9 @@ def test_a_plain_function_can_be_tested_on_one_rank() -> None:
 
 
 def test_a_rank_that_the_layout_does_not_have_cannot_be_mocked() -> None:
-    with pytest.raises(TopologyError, match="rank 8 is out of range for 8 ranks"), mocked_rank(LAYOUT, 8):
+    with pytest.raises(TopologyError) as caught, mocked_rank(LAYOUT, 8):
         pass
+    assert caught.value.rank == 8
 
 
 USERS_TEST = """

@@ -193,29 +193,31 @@ def test_results_of_any_length_are_accepted_without_padding_and_in_order() -> No
 
 
 def test_results_that_cannot_be_restored_are_rejected_with_the_numbers() -> None:
-    with pytest.raises(DataError, match="shard 0 got 3 rows, 1 of them padding, and returned 2") as raised:
+    with pytest.raises(DataError) as raised:
         split_rows(5, 2, padding="repeat").restore([2, 3])
     assert (raised.value.shard, raised.value.sent, raised.value.returned) == (0, 3, 2)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "fields"),
     [
-        ({"n": -1, "k": 2}, "-1 rows over 2 shards"),
-        ({"n": 4, "k": 0}, "4 rows over 0 shards"),
-        ({"n": 4, "k": 0, "padding": "repeat"}, "4 rows over 0 shards"),
-        ({"n": 4, "k": 2, "padding": "wrap"}, "padding is 'wrap': expected one of spread, repeat, zero_loss, none"),
-        ({"n": 4, "k": 2, "lengths": [1, 2, 3]}, "3 lengths for 4 rows"),
-        ({"n": 3, "k": 2, "lengths": [1, -2, 3]}, "row 1 has length -2"),
-        ({"n": 3, "k": 2, "groups": ["a", "b"]}, "2 group labels for 3 rows"),
-        ({"n": 3, "k": 2, "groups": ["a", "b", "b"], "equal_size": True}, "groups of 1 to 2 rows"),
+        ({"n": -1, "k": 2}, {"rows": -1, "shards": 2}),
+        ({"n": 4, "k": 0}, {"rows": 4, "shards": 0}),
+        ({"n": 4, "k": 0, "padding": "repeat"}, {"rows": 4, "shards": 0}),
+        ({"n": 4, "k": 2, "padding": "wrap"}, {"padding": "wrap"}),
+        ({"n": 4, "k": 2, "lengths": [1, 2, 3]}, {"lengths": 3, "rows": 4}),
+        ({"n": 3, "k": 2, "lengths": [1, -2, 3]}, {"row": 1, "length": -2}),
+        ({"n": 3, "k": 2, "groups": ["a", "b"]}, {"groups": 2, "rows": 3}),
+        ({"n": 3, "k": 2, "groups": ["a", "b", "b"], "equal_size": True}, {"sizes": [1, 2]}),
     ],
 )
-def test_numbers_that_do_not_agree_are_rejected(arguments: dict, message: str) -> None:
-    with pytest.raises(DataError, match=message):
+def test_numbers_that_do_not_agree_are_rejected(arguments: dict, fields: dict) -> None:
+    with pytest.raises(DataError) as raised:
         split_rows(**arguments)
-    with pytest.raises(DataError, match="3 results for 2 shards"):
+    assert raised.value.fields == fields
+    with pytest.raises(DataError) as raised:
         contiguous(4, 2).restore([1, 2, 1])
+    assert raised.value.fields == {"lengths": (1, 2, 1), "shards": 2}
 
 
 def test_rows_over_2048_shards_are_ranges_and_results_need_no_order() -> None:

@@ -101,16 +101,16 @@ def test_a_process_joins_torch_distributed_as_one_rank_only() -> None:
 def test_the_globals_are_restored_after_the_block() -> None:
     def sizes() -> list[object]:
         one, other = MegatronContext(TP2_PP2), MegatronContext(TP4)
-        seen: list[object] = [mpu.model_parallel_is_initialized()]
+        recorded: list[object] = [mpu.model_parallel_is_initialized()]
         with one.activate():
-            seen.append(mpu.get_tensor_model_parallel_world_size())
+            recorded.append(mpu.get_tensor_model_parallel_world_size())
             with other.activate():
-                seen.append(mpu.get_tensor_model_parallel_world_size())
+                recorded.append(mpu.get_tensor_model_parallel_world_size())
                 with one.activate(), one.activate():
-                    seen.append(mpu.get_pipeline_model_parallel_world_size())
-                seen.append(mpu.get_pipeline_model_parallel_world_size())
-            seen.append(mpu.get_tensor_model_parallel_world_size())
-        return [*seen, mpu.model_parallel_is_initialized()]
+                    recorded.append(mpu.get_pipeline_model_parallel_world_size())
+                recorded.append(mpu.get_pipeline_model_parallel_world_size())
+            recorded.append(mpu.get_tensor_model_parallel_world_size())
+        return [*recorded, mpu.model_parallel_is_initialized()]
 
     assert run_ranks(sizes, 4)[3] == [False, 2, 4, 2, 1, 2, False]
 
@@ -143,19 +143,19 @@ def test_globals_set_inside_a_context_belong_to_it() -> None:
 def test_threads_in_different_contexts_take_turns() -> None:
     def sizes_seen_by_threads() -> dict[int, set[int]]:
         contexts = {2: MegatronContext(TP2_PP2), 4: MegatronContext(TP4)}
-        seen: dict[int, set[int]] = {2: set(), 4: set()}
+        recorded: dict[int, set[int]] = {2: set(), 4: set()}
 
         def look(tp: int) -> None:
             for _ in range(200):
                 with contexts[tp].activate():
-                    seen[tp] |= {mpu.get_tensor_model_parallel_world_size() for _ in range(20)}
+                    recorded[tp] |= {mpu.get_tensor_model_parallel_world_size() for _ in range(20)}
 
         threads = [threading.Thread(target=look, args=(tp,)) for tp in contexts]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        return seen
+        return recorded
 
     assert run_ranks(sizes_seen_by_threads, 4)[0] == {2: {2}, 4: {4}}
 

@@ -72,8 +72,8 @@ def test_every_getter_returns_megatrons_value_on_every_rank() -> None:
 def test_the_neighbours_in_the_pipeline_are_those_of_the_rank() -> None:
     with MockedRanks(Topology.from_layout(ParallelLayout(8, tp=2, pp=4))).activate(5):
         stages = mpu()
-        found = [getattr(stages, f"get_pipeline_model_parallel_{which}_rank")() for which in WHICH]
-        assert found == [1, 3, 7, 7]
+        actual = [getattr(stages, f"get_pipeline_model_parallel_{which}_rank")() for which in WHICH]
+        assert actual == [1, 3, 7, 7]
         assert not stages.is_pipeline_first_stage() and not stages.is_pipeline_last_stage()
         assert stages.get_tensor_model_parallel_src_rank() == 4
         assert not stages.is_rank_in_embedding_group()

@@ -95,14 +95,14 @@ def test_coordinates_are_those_of_each_rank_in_any_order_of_ranks(layout: Parall
 def test_select_finds_each_rank_once_over_all_indices(topology: Topology, data: st.DataObject) -> None:
     grid = data.draw(st.sampled_from([topology.dense_axes, topology.expert_axes]))
     axes = data.draw(st.lists(st.sampled_from(grid), unique=True))
-    found: list[int] = []
+    actual: list[int] = []
     for indices in itertools.product(*(range(topology.size(axis)) for axis in axes)):
         selected = topology.select(**dict(zip(axes, indices, strict=True)))
         from_end = {axis: index - topology.size(axis) for axis, index in zip(axes, indices, strict=True)}
         assert topology.select(**from_end) == selected
         assert len(selected) == topology.world_size // topology.shard_count(axes)
-        found += selected
-    assert sorted(found) == list(range(topology.world_size))
+        actual += selected
+    assert sorted(actual) == list(range(topology.world_size))
 
 
 @unhurried

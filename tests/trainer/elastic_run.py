@@ -48,8 +48,8 @@ def main(directory: str) -> None:
         trainer.init_workers()
         trainer.fit()
     events = [json.loads(line) for line in (Path(directory) / FAILURES).read_text().splitlines()]
-    seen = {"steps": loss.steps, "events": [[each["kind"], each["message"]] for each in events]}
-    sys.stdout.write(json.dumps(seen) + "\n")
+    recorded = {"steps": loss.steps, "events": [[each["kind"], each["message"]] for each in events]}
+    sys.stdout.write(json.dumps(recorded) + "\n")
     sys.stdout.flush()
     ray.shutdown()
     cluster.shutdown()

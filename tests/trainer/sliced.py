@@ -43,7 +43,7 @@ class SlicedActor(SeparateActor):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def generation_limits(self) -> dict[str, int]:
-        return {"prompt_length": 1, "response_length": LONGEST, "max_rows": 0, "vocab_size": LETTERS + 2, "n": 2}
+        return {"prompt_length": 1, "response_length": LONGEST, "max_rows": 256, "vocab_size": LETTERS + 2, "n": 2}
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, changes_rows=True)
     def generate_sequences(self, prompts: DataProto) -> DataProto:

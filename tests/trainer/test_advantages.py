@@ -153,8 +153,9 @@ def test_grpo_scales_by_the_group_by_the_batch_or_not_at_all():
         by_batch = per_row(batch, "grpo", GRPOOptions(scale="batch", ddof=ddof))
         assert by_batch == pytest.approx(centered / np.std(totals, ddof=ddof), abs=1e-5)
     assert per_row(batch, "grpo", GRPOOptions(scale="none")) == pytest.approx(centered)
-    with pytest.raises(ConfigError, match=r"algorithm.grpo.scale is 'std'; possible: group, batch, none"):
+    with pytest.raises(ConfigError) as caught:
         GRPOOptions(scale="std")
+    assert (caught.value.key, caught.value.value) == ("algorithm.grpo.scale", "std")
 
 
 def test_rloo_subtracts_the_mean_of_the_others():
@@ -191,8 +192,9 @@ def test_remax_subtracts_the_score_of_the_greedy_response():
     batch = scored([1.0, 3.0], ["a", "b"], [2, 1])
     batch = batch.union(DataProto.from_dict({"greedy_scores": torch.tensor([0.25, 5.0])}))
     assert per_row(batch, "remax") == [0.75, -2.0]
-    with pytest.raises(DataError, match="greedy_scores"):
+    with pytest.raises(DataError) as caught:
         compute_advantage(scored([1.0], ["a"]), "remax")
+    assert caught.value.columns == ["greedy_scores"]
 
 
 @pytest.mark.parametrize("name", ["grpo", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline"])
@@ -222,10 +224,12 @@ def test_the_kl_penalty_is_in_the_reward_only_if_the_estimator_allows_it():
     assert kept == {"gae", "reinforce_plus_plus"}
     assert AlgorithmConfig("rloo", use_kl_in_reward=True).kl_in_reward
     assert ADVANTAGE_ESTIMATORS["grpo"].kl_in_reward is KLInReward.REJECTED
-    with pytest.raises(ConfigError, match=r"adv_estimator=grpo.*actor_rollout_ref.use_kl_loss=true"):
+    with pytest.raises(ConfigError) as caught:
         AlgorithmConfig("grpo", use_kl_in_reward=True)
-    with pytest.raises(ConfigError, match=r"normalize_advantages.*set algorithm.gae.normalize"):
+    assert (caught.value.key, caught.value.value) == ("algorithm.use_kl_in_reward", True)
+    with pytest.raises(ConfigError) as caught:
         AlgorithmConfig(normalize_advantages=False)
+    assert (caught.value.key, caught.value.value) == ("normalize_advantages", None)
 
 
 def test_rloo_can_divide_by_the_deviation_of_the_other_responses():
@@ -271,12 +275,15 @@ def test_options_are_those_of_the_chosen_estimator():
         "advantages"
     ].tolist() == [[3.0] * 3]
     assert AlgorithmConfig("grpo", grpo=GRPOOptions(scale="none")).options() == GRPOOptions(scale="none")
-    with pytest.raises(ConfigError, match=r"no field 'factr' \(key algorithm.custom.factr\); did you mean"):
+    with pytest.raises(ConfigError) as caught:
         AlgorithmConfig("factor_for_this_test", custom={"factr": 3.0})
-    with pytest.raises(ConfigError, match=r"algorithm.custom has scale; adv_estimator=grpo reads no custom options"):
+    assert (caught.value.key, caught.value.value) == ("algorithm.custom.factr", None)
+    with pytest.raises(ConfigError) as caught:
         AlgorithmConfig("grpo", custom={"scale": "none"})
-    with pytest.raises(ConfigError, match="options of type GAEOptions; expected GRPOOptions"):
+    assert (caught.value.key, caught.value.value) == ("algorithm.custom", {"scale": "none"})
+    with pytest.raises(ConfigError) as caught:
         compute_advantage(scored([1.0], ["a"]), "grpo", options=GAEOptions())
+    assert caught.value.key == "options"
 
 
 def test_a_custom_estimator_is_chosen_by_its_name():
@@ -289,20 +296,22 @@ def test_a_custom_estimator_is_chosen_by_its_name():
     result = compute_advantage(scored([1.0, 2.0], ["a", "b"]), "constant_for_this_test", 0.5, 0.25)
     assert result.batch["advantages"].unique().tolist() == [0.5]
     assert result.batch["returns"].unique().tolist() == [0.25]
-    with pytest.raises(ConfigError, match="already"):
+    with pytest.raises(ConfigError) as caught:
         register_advantage_estimator("constant_for_this_test")(lambda data, *, gamma, lam: None)
+    assert caught.value.key == "constant_for_this_test"
 
 
 def test_an_unknown_estimator_is_rejected_with_the_registered_ones():
-    with pytest.raises(
-        ConfigError, match=r"'gea', and there is no such advantage estimator: did you mean gae.*gae, grpo, rloo"
-    ):
+    with pytest.raises(ConfigError) as caught:
         compute_advantage(scored([1.0], ["a"]), "gea")
+    assert (caught.value.key, caught.value.value) == ("algorithm.adv_estimator", "gea")
 
 
 def test_a_missing_column_is_named_with_the_present_ones():
-    with pytest.raises(DataError, match=r"lacks column.* values; it has token_level_rewards, response_mask") as caught:
+    with pytest.raises(DataError) as caught:
         compute_advantage(scored([1.0], ["a"]), "gae")
     assert caught.value.columns == ["values"]
-    with pytest.raises(DataError, match="uid"):
+    assert caught.value.columns == ["values"]
+    with pytest.raises(DataError) as caught:
         compute_advantage(scored([1.0], ["a"]).select(non_tensor_batch_keys=[]), "grpo")
+    assert caught.value.columns == ["uid"]

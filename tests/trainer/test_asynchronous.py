@@ -151,9 +151,9 @@ def test_a_run_that_is_killed_anywhere_resumes_to_the_same_weights(tmp_path: Pat
 
     settings = {"save_freq": 2}
     whole, lines = run(sliced_config(STEPS, tmp_path / "run", 2, settings, **options), callbacks=[Copies()])
-    found = sorted(copies.iterdir())
-    assert len(found) == 3
-    for directory in found:
+    actual = sorted(copies.iterdir())
+    assert len(actual) == 3
+    for directory in actual:
         config = sliced_config(STEPS, directory, 2, {**settings, "resume": True}, **options)
         resumed, again = run(config)
         # a live run is free after the events that it finds; the replay of its log is the test of that
@@ -172,18 +172,21 @@ def test_a_replay_that_differs_names_the_first_event(tmp_path: Path) -> None:
     run(sliced_config(2, tmp_path / "run"))
     config = sliced_config(2, tmp_path / "replay", replay=str(tmp_path / "run"))
     other = dataclasses.replace(config, data=dataclasses.replace(config.data, seed=1))
-    with pytest.raises(DataError, match=r"event 4 of the replay is .*the recorded run has .*slice"):
+    with pytest.raises(DataError) as caught:
         run(other)
-    with pytest.raises(DataError, match=r"has 0 files events.jsonl, expected one"):
+    assert caught.value.event == 4
+    with pytest.raises(DataError) as caught:
         sliced_trainer(sliced_config(2, tmp_path / "other", replay=str(tmp_path / "none")))
+    assert caught.value.path == str(tmp_path / "none")
 
 
 def test_a_damaged_log_of_events_is_reported(tmp_path: Path) -> None:
     run(sliced_config(2, tmp_path, trainer={"save_freq": 1}))
     content = (tmp_path / EVENTS).read_bytes()
     (tmp_path / EVENTS).write_bytes(content.replace(b"weights", b"wEights", 1))
-    with pytest.raises(DataError, match="are not those of the checkpoint"):
+    with pytest.raises(DataError) as caught:
         run(sliced_config(3, tmp_path, trainer={"resume": True}))
+    assert caught.value.path == str(tmp_path / EVENTS)
 
 
 def test_events_that_do_not_fit_a_changed_configuration_are_dropped(
@@ -203,9 +206,10 @@ def test_a_checkpoint_of_a_greater_staleness_is_rejected(tmp_path: Path, stalene
     fewer = sliced_config(4, tmp_path, 3, {"resume": True})
     options = {"asynchronous": AsynchronousConfig()} if staleness < 2 else {}
     fewer = dataclasses.replace(fewer, trainer=dataclasses.replace(fewer.trainer, max_staleness=staleness, **options))
-    with pytest.raises(ConfigError, match=f"trainer.max_staleness is {staleness}, and the checkpoint has .* of 3"):
+    with pytest.raises(ConfigError) as caught:
         trainer, _ = sliced_trainer(fewer)
         trainer.load_checkpoint()
+    assert (caught.value.key, caught.value.value) == ("trainer.max_staleness", staleness)
     more, _ = run(sliced_config(3, tmp_path, 4, {"resume": True}))
     assert more.drawn_batches == 7
 
@@ -261,9 +265,9 @@ def test_a_race_in_a_callback_is_a_seed_that_fails_each_time(tmp_path: Path) -> 
                 continue
             yield "fails"
 
-    found = {seed: [*outcomes(seed)] for seed in range(5)}
-    assert all(len(set(each)) == 1 for each in found.values())
-    assert ["fails"] * 3 in found.values()
+    actual = {seed: [*outcomes(seed)] for seed in range(5)}
+    assert all(len(set(each)) == 1 for each in actual.values())
+    assert ["fails"] * 3 in actual.values()
 
 
 def test_the_shares_of_time_name_the_pool_that_is_too_slow(tmp_path: Path) -> None:

@@ -58,8 +58,9 @@ def test_a_stream_that_resumes_with_its_batch_size_is_the_same(stopped_at):
 
 
 def test_a_data_set_of_less_than_a_batch_is_rejected_with_both_numbers():
-    with pytest.raises(DataError, match="warm_up_dataset has 3 rows, less than one batch of 4"):
+    with pytest.raises(DataError) as caught:
         BatchStream(rows(3), 4, seed=0, name="warm_up_dataset")
+    assert (caught.value.rows, caught.value.batch_size) == (3, 4)
 
 
 def test_in_order_yields_all_rows_once_and_the_rest_as_last_batch():
@@ -68,14 +69,15 @@ def test_in_order_yields_all_rows_once_and_the_rest_as_last_batch():
 
 
 @pytest.mark.parametrize(
-    ("row", "message"),
+    ("row", "fields"),
     [
-        ("a plain string", "val_dataset: row 0 is 'a plain string' of type str; expected a mapping with input_ids"),
-        ({"question": "1 + 1"}, "val_dataset: row 0 has question, and no tensor 'input_ids'"),
-        ({"input_ids": [1, 2], "attention_mask": [1, 1]}, "and no tensor 'input_ids'"),
+        ("a plain string", {"row": 0}),
+        ({"question": "1 + 1"}, {"column": "input_ids"}),
+        ({"input_ids": [1, 2], "attention_mask": [1, 1]}, {"column": "input_ids"}),
     ],
 )
-def test_rows_that_are_no_prompts_are_rejected_with_what_they_are(row, message):
+def test_rows_that_are_no_prompts_are_rejected_with_what_they_are(row, fields):
     prompt = {"input_ids": torch.tensor([1]), "attention_mask": torch.tensor([1])}
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(DataError) as caught:
         check_rows(train_dataset=[prompt], val_dataset=[row])
+    assert caught.value.fields == fields

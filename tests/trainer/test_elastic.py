@@ -48,8 +48,8 @@ SIZE = {"vocab_size": 16, "max_sequence_length": 8, "num_layers": 1, "hidden_siz
 def test_the_largest_pool_of_whole_replicas_is_chosen(
     declared: list[int], replica: int, room: int, chosen: list[int] | None
 ) -> None:
-    found = largest({"pool": declared}, lambda _, ranks: ranks % replica == 0, lambda it: sum(it["pool"]) <= room)
-    assert (found or {}).get("pool") == chosen
+    actual = largest({"pool": declared}, lambda _, ranks: ranks % replica == 0, lambda it: sum(it["pool"]) <= room)
+    assert (actual or {}).get("pool") == chosen
 
 
 def test_a_layout_of_generation_counts_too() -> None:

@@ -34,7 +34,7 @@ def test_rows_that_are_not_those_of_their_problems_are_rejected(name):
 
     with toy_trainer(toy_config(1), rollout_fn=rollout_fn, train_dataset=different(96), val_dataset=None) as trainer:
         trainer.init_workers()
-        with pytest.raises(DataError, match=rf"rollout_fn returned \d+ rows for 48 problems, and row {row} ") as caught:
+        with pytest.raises(DataError) as caught:
             trainer.train_step(trainer.draw())
     assert caught.value.row == row
 

@@ -60,8 +60,9 @@ def test_straight_through_estimators_have_value_and_gradient_of_the_divergence(n
 def test_an_estimator_without_a_gradient_in_expectation_cannot_be_a_loss():
     *_, of_k1 = expected_gradient("k1")
     assert of_k1.abs().max().item() < 1e-15
-    with pytest.raises(ConfigError, match=r"kl_loss_type is 'k1', which has no effect as a loss.* Use k1\+") as caught:
+    with pytest.raises(ConfigError) as caught:
         check_kl_loss("k1")
+    assert (caught.value.key, caught.value.value) == ("kl_loss_type", "k1")
     assert "algorithm.kl_penalty=k1" in str(caught.value)
     assert AlgorithmConfig(kl_penalty="k1").kl_penalty == "k1"
     for name in ("k1+", "k2", "k3", "k3+", "abs"):
@@ -110,12 +111,15 @@ def test_the_penalty_is_subtracted_from_scores_and_updates_the_controller():
 
 
 def test_unknown_names_are_rejected_with_the_registered_ones():
-    with pytest.raises(ConfigError, match=r"'k4'.*k1, k2, k3, abs"):
+    with pytest.raises(ConfigError) as caught:
         estimate_kl(torch.zeros(1), torch.zeros(1), "k4")
-    with pytest.raises(ConfigError, match=r"'adaptiv'.*fixed, adaptive"):
+    assert (caught.value.key, caught.value.value) == ("kl_penalty", "k4")
+    with pytest.raises(ConfigError) as caught:
         KLControlConfig(type="adaptiv")
-    with pytest.raises(ConfigError, match="target_kl"):
+    assert (caught.value.key, caught.value.value) == ("algorithm.kl_ctrl.type", "adaptiv")
+    with pytest.raises(ConfigError) as caught:
         KLControlConfig(type="adaptive", target_kl=0.0)
+    assert (caught.value.key, caught.value.value) == ("algorithm.kl_ctrl.target_kl", 0.0)
 
 
 def test_a_custom_estimator_is_chosen_by_its_name():
@@ -125,8 +129,9 @@ def test_a_custom_estimator_is_chosen_by_its_name():
 
     assert AlgorithmConfig(kl_penalty="twice_for_this_test").kl_penalty in KL_ESTIMATORS
     assert estimate_kl(torch.ones(1), torch.zeros(1), "twice_for_this_test").item() == 2.0
-    with pytest.raises(ConfigError, match="KL estimator 'twice_for_this_test' is registered already"):
+    with pytest.raises(ConfigError) as caught:
         register_kl_estimator("twice_for_this_test")(lambda log_ratio: log_ratio)
+    assert caught.value.key == "twice_for_this_test"
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

@@ -119,7 +119,7 @@ def test_a_copy_from_a_lost_node_is_not_waited_for(ray_cluster: None) -> None:
     lost.add("a")
     memory._finish_copies()
     assert memory._whole("b", ["actor.0.1"]) == [None]
-    with pytest.raises(RayError, match="node a is lost"):
+    with pytest.raises(RayError):
         memory._begin("b", "pull", ["actor.0.1"], source="a")
     os.kill(pid, signal.SIGCONT)
     memory.close()

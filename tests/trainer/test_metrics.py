@@ -17,7 +17,7 @@ from mcontroller.errors import ConfigError, DataError
 from tests.trainer.sliced import sliced_config, sliced_trainer
 from tests.trainer.toy import ToyActor, next_letter, toy_config, toy_trainer
 from trainer import AlgorithmConfig, FilterGroupsConfig, PPOConfig, Reward, RewardsConfig, Role, sum_of_rewards
-from trainer.metrics import METRIC_RULES, MetricRule, Metrics, of_ranks, rule_of
+from trainer.metrics import METRIC_RULES, MetricRule, Metrics, over_ranks, rule_of
 from trainer.rewards.config import RewardFunctionConfig
 from trainer.rewards.configured import check_reported
 from trainer.rewards.processes import LoadedFunction
@@ -127,7 +127,7 @@ def test_equal_numbers_of_ranks_are_not_added() -> None:
         "b": [1.0, 2.0],
         "c": 5,
     }
-    assert of_ranks(metrics) == {"episodes/failed": 3.0, "actor/ratio_max": 4.0, "a_min": 1.0, "b": 1.5, "c": 5.0}
+    assert over_ranks(metrics) == {"episodes/failed": 3.0, "actor/ratio_max": 4.0, "a_min": 1.0, "b": 1.5, "c": 5.0}
 
 
 def test_a_metric_of_two_sources_is_an_error_of_both_values() -> None:

@@ -97,7 +97,7 @@ def test_an_update_gets_no_column_that_its_worker_class_does_not_read():
 
 def test_the_experts_of_tokens_go_to_the_actor_alone():
     """The largest column of a mixture of experts is sent to the calls that replay them, and not to the controller."""
-    seen: dict[str, set[str]] = {}
+    recorded: dict[str, set[str]] = {}
 
     class Routed(Actor):
         columns_read = reads("advantages", "old_log_probs", ROUTED_EXPERTS)
@@ -110,12 +110,12 @@ def test_the_experts_of_tokens_go_to_the_actor_alone():
 
         @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
         def compute_log_prob(self, data: DataProto) -> DataProto:
-            seen["log-probs"] = set(data.tensors())
+            recorded["log-probs"] = set(data.tensors())
             return super().compute_log_prob(data)
 
         @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
         def compute_ref_log_prob(self, data: DataProto) -> DataProto:
-            seen["reference"] = set(data.tensors())
+            recorded["reference"] = set(data.tensors())
             return super().compute_ref_log_prob(data)
 
     class ReadingCritic(Critic):
@@ -123,7 +123,7 @@ def test_the_experts_of_tokens_go_to_the_actor_alone():
 
         @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
         def compute_values(self, data: DataProto) -> DataProto:
-            seen["values"] = set(data.tensors())
+            recorded["values"] = set(data.tensors())
             return super().compute_values(data)
 
     every = reading()
@@ -135,8 +135,8 @@ def test_the_experts_of_tokens_go_to_the_actor_alone():
         batch, _, _ = experience(trainer)
         trainer.fit()
     assert ROUTED_EXPERTS in batch.tensor_names and ROUTED_EXPERTS not in batch.local_tensors()
-    assert ROUTED_EXPERTS in seen["log-probs"] and ROUTED_EXPERTS in RECEIVED["actor"].tensors()
-    others = (seen["reference"], seen["values"], set(RECEIVED["critic"].tensors()), every.seen)
+    assert ROUTED_EXPERTS in recorded["log-probs"] and ROUTED_EXPERTS in RECEIVED["actor"].tensors()
+    others = (recorded["reference"], recorded["values"], set(RECEIVED["critic"].tensors()), every.seen)
     assert all("responses" in columns and ROUTED_EXPERTS not in columns for columns in others)
 
 
@@ -190,5 +190,6 @@ def test_responses_without_an_attention_mask_are_rejected():
     roles = {Role.ActorRolloutRef: Without, Role.Critic: Critic}
     with toy_trainer(toy_config(1), roles, val_dataset=None, reward_fn=reading("responses")) as trainer:
         trainer.init_workers()
-        with pytest.raises(DataError, match=r"the batch lacks column\(s\) attention_mask"):
+        with pytest.raises(DataError) as caught:
             trainer.fit()
+        assert caught.value.columns == ["attention_mask"]

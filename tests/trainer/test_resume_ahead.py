@@ -166,8 +166,9 @@ def test_a_damaged_batch_in_flight_takes_all_groups_to_the_step_before(
 def test_a_damaged_record_of_batches_in_flight_is_reported(tmp_path: Path, content: Any) -> None:
     record = {"global_steps": 1, "kl_coef": 0.0, "groups": {"actor": "actor/global_step_1"}, "in_flight": content}
     (tmp_path / "trainer.json").write_text(json.dumps(record))
-    with pytest.raises(DataError, match=r"is damaged: .*in_flight .* expected a list of|expected counts below 2"):
+    with pytest.raises(DataError) as caught:
         read_record(tmp_path)
+    assert caught.value.path == str(tmp_path / "trainer.json")
 
 
 def test_the_position_in_the_data_of_an_earlier_version_is_read() -> None:
@@ -227,8 +228,9 @@ def test_a_step_is_saved_without_a_batch_in_flight_that_failed(
 
     roles = {**SEPARATE, Role.Rollout: Failing}
     trainer, _ = started(config_of(tmp_path, ADAPTIVE, 5), roles, val_dataset=None, callbacks=[Saves()])
-    with pytest.raises(WorkerError, match="out of memory"), caplog.at_level(logging.WARNING):
+    with pytest.raises(WorkerError) as caught, caplog.at_level(logging.WARNING):
         trainer.fit()
+    assert (caught.value.role, caught.value.rank, caught.value.coordinates) == ("rollout", 0, {})
     assert "the checkpoint is saved without the responses in flight" in caplog.text
     last = read_record(tmp_path).last
     assert (last.global_steps, last.drawn_batches, last.in_flight) == (2, 2, ())
@@ -242,5 +244,5 @@ def test_problems_that_were_not_drawn_cannot_be_in_flight_in_a_checkpoint(tmp_pa
     first = trainer.train_batches[0]
     trainer.train_step(trainer.draw())
     trainer.train_step(first)
-    with pytest.raises(DataError, match="were not drawn with draw"):
+    with pytest.raises(DataError):
         trainer.save_checkpoint()

@@ -51,9 +51,10 @@ def test_a_run_goes_on_with_a_new_group_and_generates_batches_in_flight_again(st
         trainer.train_step(trainer.draw())
         FailingActor.fails = True
         try:
-            with pytest.raises(GroupError, match="the engine has died"):
+            with pytest.raises(GroupError) as caught:
                 for _ in range(staleness + 1):
                     trainer.train_step(trainer.draw())
+            assert (caught.value.role, caught.value.rank, caught.value.coordinates) == ("rollout", 0, {})
         finally:
             FailingActor.fails = False
         actor, rollout, before = trainer.actor, trainer.rollout, len(versions.seen)
@@ -70,5 +71,6 @@ def test_a_run_goes_on_with_a_new_group_and_generates_batches_in_flight_again(st
 def test_one_group_for_actor_and_rollout_is_rejected() -> None:
     with toy_trainer(toy_config(1)) as trainer:
         trainer.init_workers()
-        with pytest.raises(ConfigError, match=r"a group for Role\.Rollout alone"):
+        with pytest.raises(ConfigError) as caught:
             restart_rollout(trainer)
+        assert caught.value.key == "role_worker_mapping"

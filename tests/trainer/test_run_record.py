@@ -176,8 +176,9 @@ def test_without_a_whole_save_metrics_stay_as_they_are(tmp_path: Path) -> None:
     resumed = make_trackers(["jsonl"], Run(tmp_path, resumed_at=2))
     with toy_trainer(toy_config(4, default_local_dir=str(saves), resume=True), trackers=resumed) as trainer:
         trainer.init_workers()
-        with pytest.raises(DataError, match="is whole"):
+        with pytest.raises(DataError) as caught:
             trainer.fit()
+        assert caught.value.path == str(saves)
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
 
 
@@ -187,8 +188,9 @@ def test_without_a_whole_checkpoint_nothing_is_loaded(tmp_path: Path) -> None:
         state.unlink()
     trainer = resumable(tmp_path)
     before = trainer.groups["actor"].workers[0].table.clone()
-    with pytest.raises(DataError, match=r"no checkpoint in .* is whole: step 2: critic: .*; step 1: critic: "):
+    with pytest.raises(DataError) as caught:
         trainer.load_checkpoint()
+    assert list(caught.value.damaged) == [2, 1]
     assert trainer.groups["actor"].workers[0].table.equal(before)
 
 
@@ -245,14 +247,16 @@ def test_a_link_out_of_the_run_is_rejected_and_nothing_there_is_deleted(tmp_path
     paths = record["groups"] | {"actor": place}
     record[key] = [place] if key == "obsolete" else paths
     (run / "trainer.json").write_text(json.dumps(record))
-    with pytest.raises(DataError, match=rf"{key} has '{place}', which leads to {outside}.*, outside of the run's dir"):
+    with pytest.raises(DataError) as caught:
         trained(run, 2, save_freq=1, resume=True)
+    assert caught.value.path == str(run / "trainer.json")
     assert [found.name for found in outside.rglob("*")] == ["kept", "files"]
 
 
 def test_a_group_that_saves_through_a_link_out_of_the_run_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "critic").symlink_to(tmp_path)
-    with pytest.raises(DataError, match=r"run/critic leads to .*, outside of the run's directory: links to another"):
+    with pytest.raises(DataError) as caught:
         trained(tmp_path / "run", 1, save_freq=1)
+    assert caught.value.path == str(tmp_path)
     assert list((tmp_path / "run").iterdir()) == [tmp_path / "run" / "critic"]

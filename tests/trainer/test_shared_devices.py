@@ -22,8 +22,18 @@ class MovingActor(ToyActor):
     def take_memory_use(self):
         return {"generate_sequences": {"allocated_gb": 2.0}, "update_actor": {"allocated_gb": 7.0}}
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self):
+        CALLS.append("actor is built")
+        super().init_model()
+
 
 class MovingCritic(ToyCritic):
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self):
+        CALLS.append("critic is built")
+        super().init_model()
+
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def offload(self, parts=None, keep_for=None, communicators=False):
         CALLS.append(f"critic offloads{' with communicators' * communicators}, keeps for {keep_for}")
@@ -60,6 +70,19 @@ def test_every_stage_frees_the_memory_that_its_call_does_not_need():
     assert len(moves) == 12 and metrics["timing_s/offload"] > 0
     assert metrics["memory/actor/generate/allocated_gb"] == 2.0
     assert metrics["memory/actor/update_actor/allocated_gb"] == 7.0
+
+
+def test_the_group_that_generates_is_built_last_when_the_others_have_left():
+    CALLS.clear()
+    manager = ResourcePoolManager({"pool": [1]}, dict.fromkeys(ROLES, "pool"), True)
+    with toy_trainer(toy_config(1, offload="auto"), ROLES, resource_pool_manager=manager) as trainer:
+        trainer.init_workers()
+    assert CALLS[2:6] == [
+        "critic is built",
+        "critic offloads, keeps for None",
+        "actor offloads, keeps for init_model",
+        "actor is built",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -107,5 +130,6 @@ def test_groups_start_with_the_axes_that_are_accepted_across_nodes():
         with toy_trainer(toy_config(1, axes_across_nodes=axes), ray_worker_group_cls=start) as trainer:
             trainer.init_workers()
     assert received == [(), (), ("cp", "tp"), ("cp", "tp")]
-    with pytest.raises(ConfigError, match=r"trainer\.axes_across_nodes is \('dp',\); expected a list with any of tp"):
+    with pytest.raises(ConfigError) as caught:
         TrainerConfig(axes_across_nodes=("dp",))
+    assert (caught.value.key, caught.value.value) == ("trainer.axes_across_nodes", ("dp",))

@@ -98,12 +98,14 @@ def test_a_resumed_run_continues_the_run_of_its_service(tmp_path, monkeypatch):
 def test_a_service_that_is_not_installed_is_rejected_with_the_extra_to_install(tmp_path, monkeypatch):
     for name in ("wandb", "mlflow", "trackio"):
         monkeypatch.setitem(sys.modules, name, None)
-        with pytest.raises(ConfigError, match=rf"pip install 'mcontroller\[{name}\]'"):
+        with pytest.raises(ConfigError) as caught:
             make_trackers([name], Run(tmp_path))
+        assert (caught.value.key, caught.value.value) == ("trackers", name)
     monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace())
     monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(ConfigError, match=r"trackers needs the module 'pandas': pip install 'mcontroller\[trackio\]'"):
+    with pytest.raises(ConfigError) as caught:
         make_trackers(["trackio"], Run(tmp_path))
+    assert (caught.value.key, caught.value.value) == ("trackers", "trackio")
 
 
 def test_mlflow_gets_the_configuration_under_dotted_names(tmp_path, monkeypatch):
@@ -122,7 +124,7 @@ def test_mlflow_gets_the_configuration_under_dotted_names(tmp_path, monkeypatch)
 def test_an_unknown_tracker_is_rejected_before_any_is_created(tmp_path):
     with pytest.raises(
         ConfigError,
-        match="trackers is 'jsonlines', and there is no such tracker: did you mean jsonl",
-    ):
+    ) as caught:
         make_trackers(["jsonl", "jsonlines"], Run(tmp_path / "run"))
+    assert (caught.value.key, caught.value.value) == ("trackers", "jsonlines")
     assert not (tmp_path / "run").exists()

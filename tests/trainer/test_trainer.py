@@ -198,8 +198,9 @@ def test_the_state_of_a_program_is_saved_and_loaded_with_the_run(tmp_path):
     with_loader(second, resume=True).fit()
     assert second.position == 7
     first.position = object()
-    with pytest.raises(DataError, match=r"the state_dict\(\) of stateful\['loader'\] cannot be saved as JSON"):
+    with pytest.raises(DataError) as caught:
         with_loader(first).save_checkpoint()
+    assert caught.value.key == "loader"
 
 
 def test_a_reward_that_can_start_early_starts_before_the_other_stages():
@@ -219,12 +220,14 @@ def test_a_reward_that_can_start_early_starts_before_the_other_stages():
 
 def test_resuming_without_a_checkpoint_or_with_one_of_other_roles_is_rejected(tmp_path):
     config = toy_config(1, save_freq=0, default_local_dir=str(tmp_path))
-    with pytest.raises(DataError, match="no checkpoint to resume from"):
+    with pytest.raises(DataError) as caught:
         toy_trainer(toy_config(1, resume=True, default_local_dir=str(tmp_path)))
+    assert caught.value.path == str(tmp_path / "trainer.json")
     started(toy_trainer(config)).fit()
     without_critic = dataclasses.replace(config, algorithm=AlgorithmConfig(adv_estimator="grpo"))
-    with pytest.raises(DataError, match=r"groups \['actor', 'critic'\]; this one has \['actor'\]"):
+    with pytest.raises(DataError) as caught:
         started(toy_trainer(without_critic)).load_checkpoint()
+    assert (caught.value.saved, caught.value.groups) == (["actor", "critic"], ["actor"])
 
 
 def test_leaving_the_block_ends_groups_and_trackers_after_a_failure_too():
@@ -238,23 +241,25 @@ def test_leaving_the_block_ends_groups_and_trackers_after_a_failure_too():
         trainer.init_workers()
         trainer.fit()
     assert closed == ["display"] and records.closed
-    with pytest.raises(Exception, match="actor"):
+    with pytest.raises(Exception) as caught:
         trainer.actor.init_model()
+    assert (caught.value.role, caught.value.first_cause) == ("actor", None)
 
 
 @pytest.mark.parametrize(
-    ("roles", "message"),
+    ("roles", "key"),
     [
-        ({Role.Critic: ToyCritic}, "map one of Role.ActorRolloutRef and Role.ActorRollout"),
-        ({Role.ActorRolloutRef: ToyActor}, "adv_estimator=gae needs Role.Critic"),
-        ({Role.ActorRollout: ToyActor, Role.Critic: ToyCritic}, "use_kl_in_reward needs"),
-        (TOYS | {Role.RewardModel: ToyCritic}, "RewardModel has no configuration: set reward_model"),
+        ({Role.Critic: ToyCritic}, "role_worker_mapping"),
+        ({Role.ActorRolloutRef: ToyActor}, "role_worker_mapping"),
+        ({Role.ActorRollout: ToyActor, Role.Critic: ToyCritic}, "role_worker_mapping"),
+        (TOYS | {Role.RewardModel: ToyCritic}, "role_worker_mapping"),
     ],
 )
-def test_roles_that_do_not_fit_the_configuration_are_rejected_at_the_start(roles, message):
+def test_roles_that_do_not_fit_the_configuration_are_rejected_at_the_start(roles, key):
     CALLS.clear()
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError) as caught:
         toy_trainer(toy_config(), roles, combine_rewards=rule_only)
+    assert caught.value.key == key
     assert CALLS == []
 
 
@@ -265,16 +270,19 @@ def test_a_configuration_that_a_class_rejects_is_rejected_at_the_start():
             raise ConfigError(f"{config} is not a configuration", key="config")
 
     CALLS.clear()
-    with pytest.raises(ConfigError, match=r"0\.01 is not a configuration"):
+    with pytest.raises(ConfigError) as caught:
         toy_trainer(toy_config(), TOYS | {Role.Critic: Strict})
+    assert caught.value.key == "config"
     assert CALLS == []
 
 
 def test_a_warm_up_without_demonstrations_or_data_is_rejected():
-    with pytest.raises(ConfigError, match="warm_up_dataset"):
+    with pytest.raises(ConfigError) as caught:
         toy_trainer(dataclasses.replace(toy_config(), warm_up=WarmUpConfig(steps=1)))
-    with pytest.raises(DataError, match="train_dataset has 10 rows, less than one batch of 48"):
+    assert caught.value.key == "warm_up"
+    with pytest.raises(DataError) as caught:
         toy_trainer(toy_config(), train_dataset=problems(10))
+    assert (caught.value.rows, caught.value.batch_size) == (10, 48)
 
 
 def test_the_seconds_of_a_step_are_reported_by_stage_and_add_up():
@@ -336,8 +344,9 @@ def test_without_a_critic_the_kl_is_in_the_loss_by_default():
         False,
     )
     assert seen(Role.ActorRolloutRef, group_config("rloo", use_kl_in_reward=True)) == ("use_kl_loss=False", True)
-    with pytest.raises(ConfigError, match=r"actor_rollout_ref.use_kl_loss needs Role.ActorRolloutRef"):
+    with pytest.raises(ConfigError) as caught:
         toy_trainer(group_config("grpo", GroupConfig(use_kl_loss=True)), {Role.ActorRollout: Group})
+    assert (caught.value.key, caught.value.value) == ("role_worker_mapping", "Role.ActorRollout")
 
 
 def test_a_reference_that_nothing_reads_is_not_built():
@@ -351,8 +360,9 @@ def test_a_reference_that_nothing_reads_is_not_built():
         trainer.init_workers()
         assert list(trainer.groups) == ["actor"]
     moved = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, ref_sync_steps=1))
-    with pytest.raises(ConfigError, match=r"trainer.ref_sync_steps=1 moves a reference that nothing reads"):
+    with pytest.raises(ConfigError) as caught:
         toy_trainer(moved, {Role.ActorRolloutRef: Group})
+    assert (caught.value.key, caught.value.value) == ("trainer.ref_sync_steps", 1)
 
 
 def test_the_lengths_of_an_actor_are_checked_before_any_process_starts():
@@ -377,8 +387,9 @@ def test_a_worker_class_that_is_no_role_worker_is_rejected():
 
 @pytest.mark.parametrize("name", ["grpo", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline"])
 def test_one_response_per_prompt_is_rejected_by_estimators_that_compare_them(name):
-    with pytest.raises(ConfigError, match=rf"rollout.n is 1 with algorithm.adv_estimator={name}.*such as 8"):
+    with pytest.raises(ConfigError) as caught:
         toy_trainer(group_config(name, GroupConfig(RolloutOfGroup(1))), {Role.ActorRolloutRef: Group})
+    assert (caught.value.key, caught.value.value) == ("actor_rollout_ref.rollout.n", 1)
 
 
 def test_remax_learns_from_the_difference_to_the_greedy_response():
@@ -411,8 +422,9 @@ def test_validation_with_several_samples_reports_their_mean_and_the_best():
     with started(toy_trainer(config)) as trainer:
         metrics = trainer.validate()
     assert metrics["held_out/best_at_40"] == 1.0 and metrics["held_out/score"] < 0.5
-    with pytest.raises(ConfigError, match=r"validation.n is 4 with validation.do_sample=false"):
+    with pytest.raises(ConfigError) as caught:
         ValidationConfig(n=4)
+    assert (caught.value.key, caught.value.value) == ("validation.n", 4)
 
 
 def test_a_resumed_run_keeps_the_configured_weight_of_a_fixed_penalty(tmp_path):
@@ -507,8 +519,9 @@ def test_the_pass_for_old_log_probabilities_is_made_if_something_reads_them(choi
     assert trained(old_log_probs="auto", importance=ImportanceConfig(level="token"))[1] == 2
     _, calls, metrics = trained(old_log_probs="auto", importance=ImportanceConfig(off_policy_mask=0.1))
     assert calls == 2 and metrics["training/off_policy_masked_fraction"] == 0.0
-    with pytest.raises(ConfigError, match="every weight would be 1"):
+    with pytest.raises(ConfigError) as caught:
         AlgorithmConfig(old_log_probs="rollout", importance=ImportanceConfig(level="token"))
+    assert (caught.value.key, caught.value.value) == ("algorithm.old_log_probs", "rollout")
 
 
 def test_callbacks_see_every_event_and_can_stop_the_run(tmp_path):
@@ -550,18 +563,22 @@ def test_the_reference_follows_the_policy_as_scheduled():
     with started(toy_trainer(config, TOYS | {Role.ActorRolloutRef: Followed}, val_dataset=None)) as trainer:
         trainer.fit()
     assert mixes == [None, 0.6, 0.6]
-    with pytest.raises(ConfigError, match=r"trainer\.ref_sync_steps=2 copies the policy"):
+    with pytest.raises(ConfigError) as caught:
         roles = {Role.ActorRollout: ToyActor, Role.RefPolicy: ToyActor, Role.Critic: ToyCritic}
         toy_trainer(dataclasses.replace(config, ref=0.5), roles)
+    assert (caught.value.key, caught.value.value) == (
+        "role_worker_mapping",
+        "Role.ActorRollout, Role.RefPolicy, Role.Critic",
+    )
 
 
 def test_truncated_responses_are_left_out_of_the_losses():
-    seen = []
+    recorded = []
 
     class Masked(ToyActor):
         @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
         def update_actor(self, data):
-            seen.append(data.batch["response_mask"].clone())
+            recorded.append(data.batch["response_mask"].clone())
             return super().update_actor(data)
 
     class StopsAtZero(ToyTokenizer):
@@ -573,5 +590,5 @@ def test_truncated_responses_are_left_out_of_the_losses():
     others = {"val_dataset": None, "tokenizer": StopsAtZero(), "trackers": [records]}
     with started(toy_trainer(config, {Role.ActorRolloutRef: Masked}, **others)) as trainer:
         trainer.fit()
-    kept = float(seen[0].float().mean())
+    kept = float(recorded[0].float().mean())
     assert 0 < kept < 0.5 and records.of("response/truncated") == [(1, pytest.approx(1 - kept))]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,12 +16,13 @@ from mcontroller.dispatch.registration import register
 from workers import ActorConfig, ActorRolloutRefWorker, load_config
 from workers.generate.rollout_protocol import PolicyWeights
 from workers.generate.vllm.rollout import VllmRollout
-from workers.weights.resharding import BucketMemory, Wanted, tensor_in
-from workers.weights.resharding_schedule import TensorInBucket
+from workers.weights.moves import TensorInBucket
 from workers.weights.verification import WeightsNotArrived
+from workers.weights.whole_tensors import BucketMemory, Wanted, tensor_in
 
 VOCAB, PROMPT, RESPONSE = 131, 160, 12  # prompts of more than one block of vLLM's cache
 EOS, PAD = 2, 0
+PYTHON = str(Path(__file__).parents[2] / ".venv-vllm/bin/python")  # has vLLM, and nothing of this project
 SIZES = {
     "vocab_size": VOCAB,
     "max_sequence_length": 256,
@@ -137,6 +139,7 @@ def actor_config(policy: str, **changes: Any) -> ActorConfig:
             "response_length": RESPONSE,
             "seed": 3,
             "vllm": {
+                "python": PYTHON,
                 "tp": chosen.get("engine_tp", 1),
                 "kv_cache_bytes": 128 << 20,
                 "bucket_bytes": 1 << 16,

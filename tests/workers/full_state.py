@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from parallel_state.megatron import MegatronContext
-from workers.weights.resharding import WholeTensors
 from workers.weights.shards import named_shards
+from workers.weights.whole_tensors import WholeTensors
 
 __all__ = ["full_state_dict", "load_full_state_dict"]
 

@@ -53,8 +53,8 @@ def updated_unevenly_in_one_process() -> dict[str, torch.Tensor]:
 )
 def test_mini_batches_do_not_depend_on_the_sizes_of_the_shards(pp: int, filled_at: list[int]) -> None:
     expected = updated_unevenly_in_one_process()
-    found = run_ranks(updated_unevenly, 4 * pp, {"pp": pp}, filled_at)
-    assert largest_difference(expected, found[0]) < TOLERANCE
+    actual = run_ranks(updated_unevenly, 4 * pp, {"pp": pp}, filled_at)
+    assert largest_difference(expected, actual[0]) < TOLERANCE
 
 
 def updated_on_three_rows(parallel: dict[str, Any]) -> dict[str, torch.Tensor]:

@@ -22,5 +22,5 @@ MODEL = {
 )
 def test_generation_is_estimated_for_engines_in_the_worker(engine: str, calls: list[str]) -> None:
     config = load_config(ActorConfig, {"model": MODEL, "rollout": {"engine": engine}})
-    found = calls_of_run({KEY: config}, {KEY: 1}, Lengths(prompt=16, response=16, rows=4), fused=False)
-    assert [call.call for call in found] == calls
+    actual = calls_of_run({KEY: config}, {KEY: 1}, Lengths(prompt=16, response=16, rows=4), fused=False)
+    assert [call.call for call in actual] == calls

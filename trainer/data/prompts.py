@@ -90,11 +90,11 @@ class Demonstration:
 
     Attributes:
         tokens: its token ids.
-        own: for each token, 1 if the policy is trained on it, 0 if it is not the policy's, such as a tool's.
+        mask: for each token, 1 if the policy is trained on it, 0 if it is not the policy's, such as a tool's.
     """
 
     tokens: Sequence[int]
-    own: Sequence[int]
+    mask: Sequence[int]
 
 
 class Demonstrations:
@@ -137,9 +137,9 @@ class Demonstrations:
         prompt, tokenizer = self.prompts[index], self.prompts.tokenizer
         response = self.demonstrate(prompt)
         stop = tokenizer.eos_token_id
-        ids, own = [*response.tokens, stop if isinstance(stop, int) else stop[0]], [*response.own, 1]
+        ids, trained_on = [*response.tokens, stop if isinstance(stop, int) else stop[0]], [*response.mask, 1]
         row, mask = _padded(torch.tensor(ids), self.response_length, tokenizer.pad_token_id, left=False)
-        trained, _ = _padded(torch.tensor(own), self.response_length, 0, left=False)
+        trained, _ = _padded(torch.tensor(trained_on), self.response_length, 0, left=False)
         return {
             "input_ids": torch.cat((prompt["input_ids"], row)),
             "attention_mask": torch.cat((prompt["attention_mask"], mask)),

@@ -16,6 +16,13 @@ from mcontroller.files import is_lfs_pointer
 from trainer.data.config import DatasetConfig
 from trainer.rewards.functions import import_reasoning_gym
 
+DATASET_SOURCES: Registry[Callable[[DatasetConfig], Records]] = Registry("source of problems", key="source")
+"""Readers of data sets by the name that a configuration uses. ``skip`` and ``size`` are applied to their result,
+except by a reader that makes as many problems as needed."""
+SEED_DISTANCE = 10_000_019
+"""Distance of seeds: reasoning-gym draws problem i from ``seed + i``, so seeds this far apart share no draw."""
+SUFFIXES = {".jsonl": "jsonl", ".parquet": "parquet"}
+
 
 @dataclass(frozen=True)
 class Records:
@@ -65,11 +72,6 @@ class Records:
         return Records(self.name, self.rows[skip:end], self.locations[skip:end], self.names[skip:end])
 
 
-DATASET_SOURCES: Registry[Callable[[DatasetConfig], Records]] = Registry("source of problems", key="source")
-"""Readers of data sets by the name that a configuration uses. ``skip`` and ``size`` are applied to their result,
-except by a reader that makes as many problems as needed."""
-
-
 def checked_record(value: Any, location: str) -> Mapping[str, Any]:
     """Return ``value`` if it is a mapping with column names.
 
@@ -84,10 +86,6 @@ def checked_record(value: Any, location: str) -> Mapping[str, Any]:
             location=location,
         )
     return value
-
-
-SEED_DISTANCE = 10_000_019
-"""Distance of seeds: reasoning-gym draws problem i from ``seed + i``, so seeds this far apart share no draw."""
 
 
 @DATASET_SOURCES.register("reasoning_gym")
@@ -135,9 +133,6 @@ def _task(config: DatasetConfig, size: int) -> Any:
                 key=f"options.{name}",
             )
     return gym.create_dataset(config.task, seed=config.seed * SEED_DISTANCE, size=size, **config.options)
-
-
-SUFFIXES = {".jsonl": "jsonl", ".parquet": "parquet"}
 
 
 def source_of_path(path: Path) -> str:

@@ -13,6 +13,8 @@ from mcontroller.errors import ConfigError
 
 Message = Mapping[str, Any]
 """A chat message: ``{"role": "user", "content": "..."}``; a message of the assistant may have ``tool_calls``."""
+TOKENIZERS: Registry[Callable[[TokenizerSource], TextTokenizer]] = Registry("tokenizer", key="tokenizer.kind")
+"""Tokenizers by the name that a configuration uses; ``TOKENIZERS.register`` adds one."""
 
 
 class TextTokenizer(Protocol):
@@ -103,10 +105,6 @@ class TokenizerSource:
     path: str | None
     texts: Callable[[], tuple[Iterable[str], Iterable[str]]]
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
-
-
-TOKENIZERS: Registry[Callable[[TokenizerSource], TextTokenizer]] = Registry("tokenizer", key="tokenizer.kind")
-"""Tokenizers by the name that a configuration uses; ``TOKENIZERS.register`` adds one."""
 
 
 class Tokenizer(Protocol):

@@ -14,9 +14,9 @@ FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.js
 """A directory with one of these has a tokenizer."""
 
 
-def has_tokenizer(path: str | None) -> bool:
+def has_tokenizer(path: str) -> bool:
     """Return whether there is a tokenizer in the directory of a model."""
-    return path is not None and any(Path(path, name).is_file() for name in FILES)
+    return any(Path(path, name).is_file() for name in FILES)
 
 
 def check_tokens(path: str, key: str, policy: TextTokenizer, texts: Iterable[str]) -> None:

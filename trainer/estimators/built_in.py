@@ -29,6 +29,9 @@ BLOCK = 64
 
 CACHED = 1 << 20
 """Elements of a block of rows: its temporary tensors stay in the cache of a core."""
+SCALES = ("group", "batch", "none")
+EPSILON = 1e-6
+"""Added to a standard deviation before a division."""
 
 
 def row_blocks(shape: Sequence[int]) -> list[slice]:
@@ -245,11 +248,6 @@ def gae(data: DataProto, *, gamma: float, lam: float, options: GAEOptions) -> tu
 
 
 # ---- relative to the responses to the same prompt --------------------------------------------------------------------
-
-
-SCALES = ("group", "batch", "none")
-EPSILON = 1e-6
-"""Added to a standard deviation before a division."""
 
 
 @strict_fields

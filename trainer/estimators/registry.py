@@ -34,6 +34,10 @@ else:
     torch = Lazy("torch")
     DataProto, columns = Lazy("mcontroller.data.batch", "DataProto"), Lazy("trainer.columns", "columns")
 
+ADVANTAGE_ESTIMATORS: Registry[AdvantageEstimator] = Registry("advantage estimator", key="algorithm.adv_estimator")
+"""Advantage estimators by the name that ``algorithm.adv_estimator`` takes."""
+F = TypeVar("F", bound=Callable[..., "tuple[Tensor, Tensor]"])
+
 
 class AdvantageFunction(Protocol):
     """The function of an advantage estimator. It also gets ``options`` if it was registered with a class of options."""
@@ -79,12 +83,6 @@ class AdvantageEstimator:
     kl_in_reward: KLInReward = KLInReward.ALLOWED
     options: type | None = None
     reads: tuple[str, ...] = ("gamma", "lam")
-
-
-ADVANTAGE_ESTIMATORS: Registry[AdvantageEstimator] = Registry("advantage estimator", key="algorithm.adv_estimator")
-"""Advantage estimators by the name that ``algorithm.adv_estimator`` takes."""
-
-F = TypeVar("F", bound=Callable[..., "tuple[Tensor, Tensor]"])
 
 
 def register_advantage_estimator(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import socket
 from array import array
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ import yaml
 
 from mcontroller.errors import DataError
 from mcontroller.files import moved_path
+from mcontroller.machine import machine_id
 from mcontroller.trace.reading import RunTrace
 from mcontroller.trace.recorder import MEMORY
 from mcontroller.trace.summary import calls_of
@@ -94,7 +94,7 @@ class RunFiles:
         total = (self.config.get("trainer") or {}).get("total_training_steps")
         last = last_records(self.directory / "metrics.jsonl")
         holder = "{pid} on {host} since {since}".format_map(self.holder) if self.holder else ""
-        if holder and self.holder["host"] == socket.gethostname() and not psutil.pid_exists(self.holder["pid"]):
+        if holder and self.holder.get("machine") == machine_id() and not psutil.pid_exists(self.holder["pid"]):
             holder += ", which was killed"
         facts = {
             "command": process.get("command"),
@@ -141,9 +141,9 @@ def _holder(path: Path) -> Record:
     """Return the process that a lock names; empty if it names none, because it is free, or just being written."""
     if not path.is_file():
         return {}
-    found = next(records_of(path.read_bytes().replace(b"\n", b" ")), {})
-    known = all(isinstance(found.get(name), kind) for name, kind in {"host": str, "pid": int, "since": str}.items())
-    return found if known and found["pid"] > 0 else {}
+    holder = next(records_of(path.read_bytes().replace(b"\n", b" ")), {})
+    known = all(isinstance(holder.get(name), kind) for name, kind in {"host": str, "pid": int, "since": str}.items())
+    return holder if known and holder["pid"] > 0 else {}
 
 
 def read_summary(directory: Path) -> Record:
@@ -161,11 +161,11 @@ def _object(path: Path, shape: FileShape) -> Record:
         return {}
     try:
         text = path.read_text(encoding="utf-8")
-        found = (yaml.safe_load if path.suffix == ".yaml" else _loads)(text) if text else {}
+        content = (yaml.safe_load if path.suffix == ".yaml" else _loads)(text) if text else {}
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise _damaged(path, " ".join(str(error).split())) from error
-    _check(path, "", found, shape)
-    return dict(found)
+    _check(path, "", content, shape)
+    return dict(content)
 
 
 def _check(path: Path, name: str, value: Any, shape: FileShape) -> None:
@@ -201,21 +201,21 @@ def records_of(lines: bytes) -> Iterator[Record]:
     """Yield the objects of JSON lines; the last line of a run that goes on may be incomplete."""
     for line in lines.splitlines():
         try:
-            found = _loads(line)
+            record = _loads(line)
         except (ValueError, RecursionError):
             continue
-        if isinstance(found, dict):
-            yield found
+        if isinstance(record, dict):
+            yield record
 
 
 def _failures(path: Path) -> list[Record]:
     """Return the lines of a file of failures."""
-    found = list(records_of(path.read_bytes())) if path.is_file() else []
-    for record in found:
+    failures = list(records_of(path.read_bytes())) if path.is_file() else []
+    for record in failures:
         _check(path, "", record, FAILURE)
         if not abs(record.get("time") or 0.0) < LAST_TIME:
             raise _damaged(path, f"time is {record['time']}, expected seconds since 1970")
-    return found
+    return failures
 
 
 def last_records(path: Path, size: int = 1 << 17) -> list[Record]:
@@ -232,7 +232,7 @@ def read_metrics(path: Path) -> Curves:
 
     Of more than about ``MOST_LINES`` lines, evenly spread ones and those with held-out metrics are read.
     """
-    found: Curves = {}
+    curves: Curves = {}
     if path.is_file():
         with open(path, "rb") as file:
             every = 1 + path.stat().st_size // MOST_LINES // max(1, len(file.readline()))
@@ -242,10 +242,10 @@ def read_metrics(path: Path) -> Curves:
                 step, _ = record.pop("global_step", None), record.pop("time", None)
                 for name, value in record.items() if isinstance(step, int) else ():
                     if isinstance(value, int | float):
-                        steps, values = found.setdefault(name, (array("d"), array("d")))
+                        steps, values = curves.setdefault(name, (array("d"), array("d")))
                         steps.append(step)
                         values.append(value)
-    return found
+    return curves
 
 
 def few_points(steps: Sequence[float], values: Sequence[float], most: int = POINTS) -> dict[str, list[float | None]]:
@@ -263,8 +263,8 @@ def few_points(steps: Sequence[float], values: Sequence[float], most: int = POIN
     for begin in range(0, len(values), size):
         part = [value for value in values[begin : begin + size] if math.isfinite(value)]
         x.append(int(steps[begin]))
-        found = (sum(part) / len(part), min(part), max(part)) if part else (None, None, None)
-        for points, value in zip((y, lo, hi), found, strict=True):
+        point = (sum(part) / len(part), min(part), max(part)) if part else (None, None, None)
+        for points, value in zip((y, lo, hi), point, strict=True):
             points.append(value if value is None or size == 1 else float(f"{value:.6g}"))
     return {"x": x, "y": y} | ({"lo": lo, "hi": hi} if size > 1 else {})
 
@@ -315,21 +315,21 @@ def measured_grids(grids: Sequence[Record], trace: RunTrace | None) -> list[Reco
     for lane in trace.ranks if trace is not None else ():
         role, rank = next(iter(lane.about["roles"])), lane.about["rank"]
         for call, _ in calls_of(lane):
-            times[role][call.name][rank].append(call.own)
+            times[role][call.name][rank].append(call.busy)
         if used := [event.number for event in lane.events if event.name == MEMORY]:
             memory[role][rank] = max(used)
-    found = []
+    grids_with_times = []
     for grid in grids:
         measured: list[Record] = []
         for role in (ROLE_OF.get(key, key) for key in grid["roles"].split(", ")):
             if by_method := times.get(role):
-                work, own = max(by_method.items(), key=lambda item: sum(map(sum, item[1].values())))
-                values = {rank: median(durations) / 1e6 for rank, durations in own.items()}
+                work, durations_by_rank = max(by_method.items(), key=lambda item: sum(map(sum, item[1].values())))
+                values = {rank: median(durations) / 1e6 for rank, durations in durations_by_rank.items()}
                 measured.append({"kind": "time", "what": work, "unit": "s", "values": values})
             if role in memory:
                 measured.append({"kind": "memory", "what": role, "unit": "MB", "values": memory[role]})
-        found.append({**grid, "measured": measured})
-    return found
+        grids_with_times.append({**grid, "measured": measured})
+    return grids_with_times
 
 
 def _grid(roles: str, pool: str, nodes: Sequence[int], parallel: Mapping[str, Any]) -> dict[str, Any]:

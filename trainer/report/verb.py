@@ -69,27 +69,27 @@ def write_page(directories: Sequence[Path], path: Path) -> Path:
 
 def _content(directory: Path) -> dict[str, Any]:
     """Return what the page shows of a run."""
-    found, metrics = read_run(directory), read_metrics(directory / "metrics.jsonl")
+    run_files, metrics = read_run(directory), read_metrics(directory / "metrics.jsonl")
     samples, complete = read_samples(directory / "samples.jsonl")
     trace = read_trace(directory, TRACE_LINES) if (directory / FOLDER).is_dir() else None
     stages = {name: few_points(*metrics[name], BARS) for name in metrics if name.startswith(TIMING)}
     return {
         "name": directory.name,
-        "facts": [("directory", str(directory)), *found.facts()],
-        "results": {name: _shown(value) for name, value in found.summary.get("results", {}).items()},
+        "facts": [("directory", str(directory)), *run_files.facts()],
+        "results": {name: _shown(value) for name, value in run_files.summary.get("results", {}).items()},
         "series": {name: few_points(*columns) for name, columns in metrics.items()},
         "stages": {name.removeprefix(TIMING): points for name, points in stages.items()},
-        "failures": [{key: _shown(failure.get(key)) for key in FAILURE_KEYS} for failure in found.failures],
+        "failures": [{key: _shown(failure.get(key)) for key in FAILURE_KEYS} for failure in run_files.failures],
         "samples": [
             {key: _finite(value) if key == "tokens" else _shown(value) for key, value in sample.items()}
             for sample in samples
         ],
         "all_samples": complete,
         "trace": summary_lines(trace) if trace is not None else [],
-        "grids": measured_grids(role_grids(found.config), trace),
-        "config": {key: _text(value) for key, value in _leaves(found.config)},
+        "grids": measured_grids(role_grids(run_files.config), trace),
+        "config": {key: _text(value) for key, value in _leaves(run_files.config)},
         "changes": {key: _text(usual) for key, usual in changes.items()}
-        if (changes := found.process().get("changes")) is not None
+        if (changes := run_files.process().get("changes")) is not None
         else None,
     }
 

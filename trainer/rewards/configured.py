@@ -123,8 +123,8 @@ class FunctionRewards:
                 return [
                     outcome for part in self.functions[name].outcomes(tried, self.config.timeout_s) for outcome in part
                 ]
-            found = self.pool.run(self._tasks(name, self.functions[name], tried))[name]
-            return [found[row] for row in range(len(tried))]
+            outcomes = self.pool.run(self._tasks(name, self.functions[name], tried))[name]
+            return [outcomes[row] for row in range(len(tried))]
 
         return try_functions(self.functions, training, call, held_out=held_out, must_apply=must_apply)
 
@@ -140,16 +140,16 @@ class FunctionRewards:
         total = [0.0] * len(samples)
         reported: dict[str, Sequence[float]] = {}
         failed, applies = [0.0] * len(samples), [False] * len(samples)
-        for name, found in outcomes.items():
-            of_rows = [found[row] for row in range(len(samples))]
-            self._report(name, of_rows, samples)
-            scores = [self.config.failed_score if one.error is not None else one.score for one in of_rows]
+        for name, of_function in outcomes.items():
+            by_row = [of_function[row] for row in range(len(samples))]
+            self._report(name, by_row, samples)
+            scores = [self.config.failed_score if one.error is not None else one.score for one in by_row]
             weight = self.config.functions[name].weight
             total = [sum_ + weight * (score or 0.0) for sum_, score in zip(total, scores, strict=True)]
-            failed = [max(one, float(outcome.error is not None)) for one, outcome in zip(failed, of_rows, strict=True)]
+            failed = [max(one, float(outcome.error is not None)) for one, outcome in zip(failed, by_row, strict=True)]
             applies = [one or score is not None for one, score in zip(applies, scores, strict=True)]
             reported[name] = [math.nan if score is None else score for score in scores]
-            reported |= self._other_values(name, of_rows)
+            reported |= self._other_values(name, by_row)
         reported["reward_failed"] = failed
         lost = [one > 0 and self.config.failed_score is None for one in failed]
         scored = [any_applies and not one for any_applies, one in zip(applies, lost, strict=True)]

@@ -16,6 +16,17 @@ from typing import Any
 from mcontroller.config.imports import import_extra
 from mcontroller.errors import DataError
 
+DECIMAL = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,4})?", re.ASCII)
+DELIMITED = re.compile(r"\\boxed|\\\(|\\\[|(?<!\\)\$[^$]+(?<!\\)\$")
+BOX = re.compile(r"(\}\$?\s*(?:,\s*(?:and\b|or\b)?|and\b|or\b)\s*\$?)?\\boxed")
+"""A box; with a group if it continues a list of boxes, such as ``\\boxed{3}, \\boxed{4}``."""
+WORDS = re.compile(r"[A-Za-z]{3,}[A-Za-z ]*")
+"""Words, which LaTeX reads as products of letters: ``odd`` would be equal to ``dod``."""
+GLUED = re.compile(r"[^\s=]*[A-Za-z\\_{}][^\s=]*")
+"""Words, and expressions of which a search for numbers would read a part, such as ``3`` of ``3\\sqrt{13}``."""
+BASE = re.compile(r"\d_\{?(\d+)")
+"""The base of a number, which math-verify drops."""
+
 
 def reasoning_gym(response: str, entry: Mapping[str, Any]) -> dict[str, float]:
     """Return the score of reasoning-gym's scorer, and ``accuracy``, which is 1 for a full score.
@@ -100,18 +111,6 @@ def math_verify(response: str, answer: Any) -> float:
     return _is_equal(gold, _parsed(GLUED.sub(" _ ", response), "any_match"))
 
 
-DECIMAL = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,4})?", re.ASCII)
-DELIMITED = re.compile(r"\\boxed|\\\(|\\\[|(?<!\\)\$[^$]+(?<!\\)\$")
-BOX = re.compile(r"(\}\$?\s*(?:,\s*(?:and\b|or\b)?|and\b|or\b)\s*\$?)?\\boxed")
-"""A box; with a group if it continues a list of boxes, such as ``\\boxed{3}, \\boxed{4}``."""
-WORDS = re.compile(r"[A-Za-z]{3,}[A-Za-z ]*")
-"""Words, which LaTeX reads as products of letters: ``odd`` would be equal to ``dod``."""
-GLUED = re.compile(r"[^\s=]*[A-Za-z\\_{}][^\s=]*")
-"""Words, and expressions of which a search for numbers would read a part, such as ``3`` of ``3\\sqrt{13}``."""
-BASE = re.compile(r"\d_\{?(\d+)")
-"""The base of a number, which math-verify drops."""
-
-
 def _parsed(text: str, plain_numbers: str | None = None) -> list[Any]:
     """Return the last expression in a text, parsed if it can be, and as text; empty if there is none.
 
@@ -124,8 +123,8 @@ def _parsed(text: str, plain_numbers: str | None = None) -> list[Any]:
     if plain_numbers is not None:
         targets.append(library.ExprExtractionConfig())
     mode = plain_numbers or "first_match"
-    found: list[Any] = library.parse(text, targets, extraction_mode=mode, parsing_timeout=None)
-    return found
+    expressions: list[Any] = library.parse(text, targets, extraction_mode=mode, parsing_timeout=None)
+    return expressions
 
 
 def _is_equal(gold: list[Any], given: list[Any]) -> float:

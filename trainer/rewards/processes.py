@@ -29,6 +29,8 @@ MOMENT_S = 0.02
 
 Sample = Mapping[str, Any]
 """The arguments of a reward function for one response, by name."""
+SERVER = "import sys; from trainer.rewards.processes import serve_descriptor; serve_descriptor(int(sys.argv[1]))"
+_Arrived: TypeAlias = "SimpleQueue[tuple[HelperProcess, list[ScoreOutcome]]]"
 
 
 @dataclass(frozen=True)
@@ -201,9 +203,6 @@ def _failed(error: BaseException) -> ScoreOutcome:
     return ScoreOutcome(error=f"{type(error).__name__}: {error}{line}")
 
 
-SERVER = "import sys; from trainer.rewards.processes import serve_descriptor; serve_descriptor(int(sys.argv[1]))"
-
-
 @dataclass(frozen=True)
 class Task:
     """Samples that are sent to one process in one message.
@@ -231,9 +230,6 @@ class _Running:
     exchange: threading.Thread
     deadline: float
     returned: int = 0
-
-
-_Arrived: TypeAlias = "SimpleQueue[tuple[HelperProcess, list[ScoreOutcome]]]"
 
 
 class ScoringProcesses:

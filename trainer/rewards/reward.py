@@ -19,6 +19,12 @@ from trainer.columns import columns, without
 from trainer.metrics import name_conflict
 from workers.columns import ROUTED_EXPERTS
 
+CombineRewards = Callable[[Tensor, Tensor], Tensor]
+"""Maps the scores of the reward function and of the reward model to the scores to train on.
+
+All three are float32 ``[rows, response]``. A row without a score of the reward function has none afterwards either.
+"""
+
 
 @dataclass(frozen=True)
 class Reward:
@@ -78,13 +84,6 @@ class StartableReward(Protocol):
 
     def start(self, batch: DataProto) -> Callable[[], Scores]:
         """Start to score a batch, without ``rm_scores``; return a function that waits for its scores."""
-
-
-CombineRewards = Callable[[Tensor, Tensor], Tensor]
-"""Maps the scores of the reward function and of the reward model to the scores to train on.
-
-All three are float32 ``[rows, response]``. A row without a score of the reward function has none afterwards either.
-"""
 
 
 def weighted_sum(rule: float = 1.0, model: float = 1.0) -> CombineRewards:

@@ -107,7 +107,7 @@ class EpisodeLoop:
                 try:
                     for name, part in added.items():
                         getattr(trajectory, name).extend(part)
-                    trajectory.own.extend([1] * len(added["tokens"]))
+                    trajectory.mask.extend([1] * len(added["tokens"]))
                 except Exception as error:  # the episode has changed the trajectory meanwhile
                     future.set_exception(error)
                 else:
@@ -172,13 +172,13 @@ def load_episode(function: str | Callable[..., Any], options: Mapping[str, Any])
     Raises:
         ConfigError: it cannot be imported, does not take the options, or is not async.
     """
-    found: Any = import_object(function, "multi_turn.episode") if isinstance(function, str) else function
+    given: Any = import_object(function, "multi_turn.episode") if isinstance(function, str) else function
     try:
-        episode: Any = found(**options) if inspect.isclass(found) else partial(found, **options)
+        episode: Any = given(**options) if inspect.isclass(given) else partial(given, **options)
         inspect.signature(episode).bind(None, None)
     except TypeError as error:
         raise ConfigError(f"multi_turn.options do not fit {function!r}: {error}", key="multi_turn.options") from error
-    called = found.__call__ if inspect.isclass(found) or not inspect.isroutine(found) else found
+    called = given.__call__ if inspect.isclass(given) or not inspect.isroutine(given) else given
     if not inspect.iscoroutinefunction(called):
         raise ConfigError(
             f"multi_turn.episode is {function!r}, which is not async; expected async def episode(rollout, problem), or "

@@ -321,7 +321,7 @@ class Episodes:
         restarted, self.restarted = self.restarted, 0
         replaced, self.replaced = self.replaced, 0
         kinds, turns = Counter(trajectory.ended for trajectory in made), [trajectory.turns for trajectory in made]
-        replies = sum(len(trajectory.own) - sum(trajectory.own) for trajectory in made)
+        replies = sum(len(trajectory.mask) - sum(trajectory.mask) for trajectory in made)
         counts = {kind: kinds[kind] for kind in FAILURE_KINDS}
         counts |= {"failed": sum(counts.values()), "restarted": restarted, "replaced_processes": replaced}
         return {f"episodes/{name}": float(count) for name, count in counts.items()} | {
@@ -434,7 +434,7 @@ class Episodes:
                 self.cancel(turn.submitted)
         elif kind == "end":
             made = running.made.checked(values[0], self._connected().limits)
-            if not any(made.own):
+            if not any(made.mask):
                 raise EpisodeError("its response has no token of the policy", kind="invalid")
             made.ended = made.ended if made.ended in ("stop", "length") else "environment"
             self._drop(running)
@@ -473,7 +473,7 @@ class Episodes:
     def _turn(running: _Running, request: int, trajectory: Trajectory) -> Turn:
         """Return the turn of a request, with a seed that no other prompt or branch of the episode has."""
         turn = Turn(trajectory, len(trajectory.tokens))
-        if not any(trajectory.own):
+        if not any(trajectory.mask):
             trajectory.seed = running.seed
             if running.prompts:
                 trajectory.seed = seed_of(running.seed, "prompt", running.prompts)

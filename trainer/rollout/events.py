@@ -83,11 +83,11 @@ class EventLog:
         self._next = None
         self._count, self._size, self._crc32 = self._count + 1, self._size + len(line), zlib.crc32(line, self._crc32)
 
-    def diverge(self, found: str) -> None:
+    def diverge(self, event: str) -> None:
         """Follow the recorded events no more: this run has come to another one.
 
         Args:
-            found: what this run does, in place of the next event.
+            event: what this run does, in place of the next event.
 
         Raises:
             DataError: the run replays another one, whose weights it would not get.
@@ -95,11 +95,11 @@ class EventLog:
         expected = self._ahead[0].decode().strip()
         if self._replayed is not None:
             raise DataError(
-                f"event {self._count} of the replay is {found:.300}; the recorded run has {expected:.300}: replay with "
+                f"event {self._count} of the replay is {event:.300}; the recorded run has {expected:.300}: replay with "
                 "the same configuration, data and version, on the same kind of processor",
                 event=self._count,
             )
-        _logger.warning("event %d is %.200s; before the interruption it was %.200s", self._count, found, expected)
+        _logger.warning("event %d is %.200s; before the interruption it was %.200s", self._count, event, expected)
         assert self._file is not None
         self._ahead.clear()
         self._next = None
@@ -153,14 +153,14 @@ class EventLog:
 
 def _events_in(directory: Path) -> bytes:
     """Return the content of the file of events in the directory of a run, or of its checkpoints."""
-    found = sorted({*directory.glob(EVENTS), *directory.glob(f"*/{EVENTS}")})
-    if len(found) != 1:
+    files = sorted({*directory.glob(EVENTS), *directory.glob(f"*/{EVENTS}")})
+    if len(files) != 1:
         raise DataError(
-            f"{directory} has {len(found)} files {EVENTS}, expected one: give the directory of a run with "
+            f"{directory} has {len(files)} files {EVENTS}, expected one: give the directory of a run with "
             "trainer.max_staleness of 2 or more, or of 1 with responses of several turns",
             path=str(directory),
         )
-    return found[0].read_bytes()
+    return files[0].read_bytes()
 
 
 def _lines(content: bytes) -> list[bytes]:

@@ -34,6 +34,17 @@ ASYNCHRONOUS = "asynchronous"
 
 VERSION = "policy_version"
 """Column of the version of the policy that generated each row, int64 ``[rows]``."""
+GenerateSequences = Callable[[DataProto], DataProto]
+"""``generate_sequences`` of the rollout's group."""
+RolloutFunction = Callable[[DataProto, GenerateSequences], DataProto]
+"""A program's own rollout loop: generates the responses to problems with calls of the rollout.
+
+It gets problems: ``input_ids`` and ``attention_mask`` ``[rows, prompt]``, the other columns of the data set, and the
+``meta_info`` of ``generate_sequences``. It returns a batch with the columns of ``generate_sequences``, ``n`` rows for
+each problem next to each other, in the order of the problems. ``response_mask`` is 1 for the tokens that the policy
+sampled, which are trained on; ``attention_mask`` is 1 for all tokens of a response. It may add ``truncated``, bool
+``[rows]``: whether a response was cut off; without it, those are the responses that do not end with a stop token.
+"""
 
 
 class RolloutWeights:
@@ -88,11 +99,7 @@ class RolloutWeights:
         return version
 
     def update(self) -> None:
-        """Send the weights now, if the policy has changed; first wait for the generation in flight.
-
-        Raises:
-            GroupError: the generation failed.
-        """
+        """Send the weights now, if the policy has changed; first wait for the generation in flight."""
         if self._groups is None or not (self._stale or self._are_lost(self._groups[1])):
             return
         if self._generating is not None:
@@ -122,20 +129,6 @@ class RolloutWeights:
         """End the connections between the groups."""
         if self._transfer is not None:
             self._transfer.close()
-
-
-GenerateSequences = Callable[[DataProto], DataProto]
-"""``generate_sequences`` of the rollout's group."""
-
-RolloutFunction = Callable[[DataProto, GenerateSequences], DataProto]
-"""A program's own rollout loop: generates the responses to problems with calls of the rollout.
-
-It gets problems: ``input_ids`` and ``attention_mask`` ``[rows, prompt]``, the other columns of the data set, and the
-``meta_info`` of ``generate_sequences``. It returns a batch with the columns of ``generate_sequences``, ``n`` rows for
-each problem next to each other, in the order of the problems. ``response_mask`` is 1 for the tokens that the policy
-sampled, which are trained on; ``attention_mask`` is 1 for all tokens of a response. It may add ``truncated``, bool
-``[rows]``: whether a response was cut off; without it, those are the responses that do not end with a stop token.
-"""
 
 
 def prompts_of(problems: DataProto, sampling: Mapping[str, Any]) -> DataProto:
@@ -273,7 +266,6 @@ class Generations:
         Raises:
             ConfigError: no group generates yet.
             DataError: the batch has another size than those in flight.
-            GroupError: a batch could not be generated.
         """
         self._start(problems)
         while len(self._queue) <= self._ahead:
@@ -331,7 +323,6 @@ class Generations:
         """Wait for the batches in flight; return them with all their columns, and the state of the group's sampling.
 
         Raises:
-            GroupError: the group failed.
             DataError: a batch was not drawn from the data set of the run, which has to draw its problems again.
         """
         return self._generated(), self._sampling_state()

@@ -52,31 +52,31 @@ class MadeTokens:
     def __init__(self, turns: Mapping[int, Turn]) -> None:
         self.turns = dict(turns)
 
-    def checked(self, found: Any, limits: Mapping[str, Any]) -> Trajectory:
+    def checked(self, returned: Any, limits: Mapping[str, Any]) -> Trajectory:
         """Return the trajectory with log-probabilities, versions, temperatures and experts of the engine.
 
         Args:
-            found: what an episode returned or submitted. It may leave out the last tokens of a turn.
+            returned: what an episode returned or submitted. It may leave out the last tokens of a turn.
             limits: of the rollout: ``response_length`` and ``vocab_size``.
 
         Raises:
             EpisodeError: it is no trajectory, it is too long, it has something else than token ids, or the engine did
                 not make a token that is marked as the policy's.
         """
-        if not isinstance(found, Trajectory):
-            raise EpisodeError(f"it returned {found}; expected a Trajectory", kind="invalid")
-        length, limit = len(found.tokens), limits["response_length"]
-        self._check_values(found, limits["vocab_size"])
-        if length > limit or len(found.own) != length:
+        if not isinstance(returned, Trajectory):
+            raise EpisodeError(f"it returned {returned}; expected a Trajectory", kind="invalid")
+        length, limit = len(returned.tokens), limits["response_length"]
+        self._check_values(returned, limits["vocab_size"])
+        if length > limit or len(returned.mask) != length:
             raise EpisodeError(
-                f"its response has {length} tokens and {len(found.own)} marks in own; expected equally many, and at "
+                f"its response has {length} tokens and its mask {len(returned.mask)}; expected equally many, and at "
                 f"most {limit}, which is rollout.response_length",
                 kind="invalid",
             )
         log_probs, versions = array("d", [0.0]) * length, array("q", [-1]) * length
         is_known = all(turn.trajectory.temperatures for turn in self.turns.values() if turn.trajectory.tokens)
         temperatures = array("d", [1.0]) * (length if is_known else 0)
-        checked = replace(found, log_probs=log_probs, versions=versions, temperatures=temperatures, experts=[])
+        checked = replace(returned, log_probs=log_probs, versions=versions, temperatures=temperatures, experts=[])
         tokens = checked.tokens
         made: dict[tuple[int, ...], list[Turn]] = {}
         for turn in self.turns.values():
@@ -84,11 +84,11 @@ class MadeTokens:
                 made.setdefault(turn.context(), []).append(turn)
         position = 0
         while position < length:
-            if not found.own[position]:
+            if not returned.mask[position]:
                 position += 1
                 continue
-            until = next((number for number in range(position, length) if not found.own[number]), length)
-            for turn in made.get(tuple(found.prompt + tokens[:position]), ()):
+            until = next((number for number in range(position, length) if not returned.mask[number]), length)
+            for turn in made.get(tuple(returned.prompt + tokens[:position]), ()):
                 after = turn.trajectory
                 stop = min(until, len(after.tokens))
                 if tokens[position:stop] == after.tokens[position:stop]:
@@ -109,17 +109,17 @@ class MadeTokens:
         return checked
 
     @staticmethod
-    def _check_values(found: Trajectory, vocab_size: int) -> None:
+    def _check_values(returned: Trajectory, vocab_size: int) -> None:
         """Raise EpisodeError unless tokens, marks and counts have the types and ranges of a trajectory."""
-        for name, end in (("prompt", 1 << 63), ("tokens", vocab_size), ("own", 2)):  # submit checks the prompt further
-            column = getattr(found, name)
+        for name, end in (("prompt", 1 << 63), ("tokens", vocab_size), ("mask", 2)):  # submit checks the prompt further
+            column = getattr(returned, name)
             is_array = isinstance(column, array) and column.typecode == ARRAYS[name]
             if not is_array or not (name == "prompt" or 0 <= min(column, default=0) <= max(column, default=0) < end):
                 shown = f"{min(column)} to {max(column)}" if is_array else type(column).__name__
                 raise EpisodeError(f"its {name} has {shown}; expected integers from 0 to {end - 1}", kind="invalid")
-        length = len(found.tokens)
+        length = len(returned.tokens)
         for name, least, most in (("turn", 0, length), ("turns", 1, length + 1)):
-            value = getattr(found, name)
+            value = getattr(returned, name)
             if type(value) is not int or not least <= value <= most:
                 raise EpisodeError(
                     f"its {name} is of {type(value).__name__}, or not from {least} to {most}; return the Trajectory of "

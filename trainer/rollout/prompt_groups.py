@@ -92,10 +92,10 @@ def saved_groups(
         for index, response in enumerate(group.responses):
             key = group.number * n + index
             of = group.number, group.row, group.version, group.attempt, group.completed, index, order.get(key, -1)
-            found: list[tuple[int, int, Any, Trajectory]] = [(-1, 0, key, response)]
+            responses: list[tuple[int, int, Any, Trajectory]] = [(-1, 0, key, response)]
             turns = episodes.get(key, {}).items()
-            found += [(request, turn.before, f"{key}/{request}", turn.trajectory) for request, turn in turns]
-            for request, before, name, expected in found:
+            responses += [(request, turn.before, f"{key}/{request}", turn.trajectory) for request, turn in turns]
+            for request, before, name, expected in responses:
                 rows.append(expected)
                 sizes = len(expected.prompt), len(expected.tokens), expected.turn, expected.turns
                 state.append((*of, request, before, places.get(name, -1), *sizes, ENDS.index(expected.ended)))
@@ -151,16 +151,16 @@ def _rows(batch: DataProto, problems: DataProto) -> Iterator[tuple[list[int], Tr
     for row, (state, seed) in enumerate(zip(states, seeds, strict=True)):
         prompt, length, turn, turns, ended = state[-5:]
         start = len(prompts[row]) - prompt
-        tokens, own, log_probs, versions = (column[row, :length].tolist() for column in made)
+        tokens, mask, log_probs, versions = (column[row, :length].tolist() for column in made)
         others = other_columns(problems, state[1])
-        found = Trajectory(prompts[row][start:], others, tokens, own, log_probs, versions)  # type: ignore[arg-type]
-        found.seed, found.turn, found.turns, found.ended = seed or None, turn, turns, ENDS[ended]
+        trajectory = Trajectory(prompts[row][start:], others, tokens, mask, log_probs, versions)  # type: ignore[arg-type]
+        trajectory.seed, trajectory.turn, trajectory.turns, trajectory.ended = seed or None, turn, turns, ENDS[ended]
         if temperatures is not None:
-            found.temperatures = array("d", temperatures[row, :length].tolist())
+            trajectory.temperatures = array("d", temperatures[row, :length].tolist())
         if experts is not None:
             known = experts[row, start:]
-            found.experts = [known[(known >= 0).flatten(1).all(1)]] if bool((known >= 0).any()) else []
-        yield state, found
+            trajectory.experts = [known[(known >= 0).flatten(1).all(1)]] if bool((known >= 0).any()) else []
+        yield state, trajectory
 
 
 def other_columns(problems: DataProto, row: int) -> dict[str, Any]:

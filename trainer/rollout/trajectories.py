@@ -84,7 +84,6 @@ class Submitted(Future[Trajectory]):
 
         Raises:
             CancelledError: it was cancelled.
-            GroupError: the group that generates failed.
         """
         while not self.done() and not self._rollout.driven:
             self._rollout.advance()
@@ -104,7 +103,7 @@ class TrajectoryRollout:
             ``generation_limits``.
         slice_tokens: the most tokens by which a slice continues a trajectory.
         capacity: the most rows of a slice; the others wait in the order in which they were submitted. None: the
-            engine's ``rollout.max_rows``, or 256.
+            engine's ``rollout.max_rows``.
         driven: whether the program calls ``advance``, or ``start`` and ``take``; otherwise whoever waits for a
             trajectory makes the slices.
         trained: whether all responses are to be trained on, so that one that asks for the most probable tokens is
@@ -133,7 +132,7 @@ class TrajectoryRollout:
         self.group, self.sampling, self.driven, self.trained = group, sampling, driven, trained
         self.limits: Mapping[str, Any] = group.generation_limits()[0]
         self.slice_tokens = slice_tokens
-        self.capacity = capacity or self.limits["max_rows"] or 256
+        self.capacity = capacity or self.limits["max_rows"]
         self.submissions, self.some_cancelled = 0, False
         self._sampled_before: int | None = None
         self.log_probs: str | None = LOG_PROBS[0]
@@ -375,7 +374,7 @@ class TrajectoryRollout:
                 f"submit: the prompt has {length} tokens, expected 1 to rollout.prompt_length, which is {most}",
                 length=length,
             )
-        lengths = {name: len(getattr(trajectory, name)) for name in ("tokens", "own", "log_probs", "versions")}
+        lengths = {name: len(getattr(trajectory, name)) for name in ("tokens", "mask", "log_probs", "versions")}
         if len({*lengths.values()}) > 1:
             raise DataError(f"submit: the trajectory has {lengths}; expected one of each for every token", **lengths)
         if len(trajectory.tokens) >= limit:
@@ -491,7 +490,7 @@ def trajectory_batch(
     rows = len(trajectories)
     ids = np.full((rows, prompt_length + response_length), pad_token_id)
     attended, positions = np.zeros(ids.shape, np.int64), np.zeros(ids.shape, np.int64)
-    own, versions = np.zeros((rows, response_length), np.int64), np.full((rows, response_length), -1)
+    mask, versions = np.zeros((rows, response_length), np.int64), np.full((rows, response_length), -1)
     scores, counted = np.zeros((rows, response_length), np.float32), np.arange(ids.shape[1])
     temperatures = np.ones((rows, response_length), np.float32)
     for row, trajectory in enumerate(trajectories):
@@ -500,14 +499,18 @@ def trajectory_batch(
         ids[row, start:prompt_length], ids[row, prompt_length:end] = trajectory.prompt, trajectory.tokens
         attended[row, start:end] = 1
         positions[row, start:end], positions[row, end:] = counted[: end - start], end - start - 1
-        own[row, :length] = trajectory.own
+        mask[row, :length] = trajectory.mask
         versions[row, :length] = trajectory.versions
         scores[row, :length] = trajectory.log_probs
         temperatures[row, : len(trajectory.temperatures)] = trajectory.temperatures
     oldest = versions.view(np.uint64).min(1).view(np.int64)  # without sign, -1 is the greatest
     oldest[oldest < 0] = versions.max(initial=0)
     # numpy asks for huge pages, so that writing to new memory is several times faster than in torch's
-    parts = {"prompts": ids[:, :prompt_length].copy(), "responses": ids[:, prompt_length:].copy(), "response_mask": own}
+    parts = {
+        "prompts": ids[:, :prompt_length].copy(),
+        "responses": ids[:, prompt_length:].copy(),
+        "response_mask": mask,
+    }
     parts |= {"input_ids": ids, "attention_mask": attended, "position_ids": positions}
     whole = {name: torch.from_numpy(column) for name, column in parts.items()}
     whole["truncated"] = torch.tensor([trajectory.ended == "length" for trajectory in trajectories])

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ARRAYS = {"prompt": "q", "tokens": "q", "own": "b", "log_probs": "d", "versions": "q", "temperatures": "d"}
+ARRAYS = {"prompt": "q", "tokens": "q", "mask": "b", "log_probs": "d", "versions": "q", "temperatures": "d"}
 """The type codes of the arrays of a trajectory."""
 
 
@@ -25,7 +25,7 @@ class Trajectory:
         prompt: token ids of the prompt, without padding.
         problem: the other columns of the problem, such as ``answer`` and ``record``.
         tokens: token ids of the response.
-        own: for each token, 1 if the policy sampled it, 0 if it is the environment's.
+        mask: for each token, 1 if the policy sampled it, 0 if it is the environment's.
         log_probs: for each token, that of the policy when it sampled it; 0 for the environment's.
         versions: for each token, the version of the policy that sampled it; -1 for the environment's.
         experts: the experts of the first tokens of prompt and response, in parts ``[tokens, layers, experts]``, if the
@@ -44,7 +44,7 @@ class Trajectory:
     prompt: array[int]
     problem: Mapping[str, Any] = field(default_factory=dict)
     tokens: array[int] = field(default_factory=lambda: array("q"))
-    own: array[int] = field(default_factory=lambda: array("b"))
+    mask: array[int] = field(default_factory=lambda: array("b"))
     log_probs: array[float] = field(default_factory=lambda: array("d"))
     versions: array[int] = field(default_factory=lambda: array("q"))
     experts: list[Tensor] = field(default_factory=list)
@@ -78,7 +78,7 @@ class Trajectory:
         self.tokens.extend(tokens)
         self.log_probs.extend(log_probs)
         self.versions.extend(array("q", (version,)) * len(tokens))
-        self.own.extend(array("b", (1,)) * len(tokens))
+        self.mask.extend(array("b", (1,)) * len(tokens))
 
     def replied(self, tokens: Sequence[int]) -> None:
         """Append the environment's tokens, and begin the policy's next turn."""
@@ -87,5 +87,5 @@ class Trajectory:
         self.tokens.extend(tokens)
         self.log_probs.extend(array("d", (0.0,)) * len(tokens))
         self.versions.extend(array("q", (-1,)) * len(tokens))
-        self.own.extend(array("b", (0,)) * len(tokens))
+        self.mask.extend(array("b", (0,)) * len(tokens))
         self.turn, self.turns, self.ended = len(self.tokens), self.turns + 1, ""

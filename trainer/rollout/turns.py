@@ -17,6 +17,9 @@ from trainer.rollout.episode_loop import EpisodeRollout
 from trainer.rollout.episodes import Episodes
 from trainer.rollout.trajectory import Trajectory
 
+ENVIRONMENTS: Registry[Callable[..., TurnEnvironment]] = Registry("environment", key="multi_turn.environment")
+"""Functions from the tokenizer and the options of ``multi_turn`` to an environment, by name."""
+
 
 class TurnEnvironment(Protocol):
     """The other side of responses of several turns: tools, a simulated world or a user."""
@@ -46,10 +49,6 @@ class Demonstrating(Protocol):
         Args:
             problem: ``prompt``, ``answer`` and ``record`` of the problem.
         """
-
-
-ENVIRONMENTS: Registry[Callable[..., TurnEnvironment]] = Registry("environment", key="multi_turn.environment")
-"""Functions from the tokenizer and the options of ``multi_turn`` to an environment, by name."""
 
 
 def make_environment(config: MultiTurnConfig, tokenizer: TextTokenizer) -> TurnEnvironment | None:

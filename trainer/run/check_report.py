@@ -23,13 +23,13 @@ from trainer.run.config import MAIN_POOL, RunConfig, read_run_config
 from trainer.run.parts import chosen_lines, make_parts, models_without_weights, roles_of
 from trainer.run.pools import pool_names, pool_nodes, pools_of, role_layouts
 from trainer.run.training import connect_to
-from workers.config import ActorConfig, CriticConfig, RewardConfig
+from workers.config import ActorConfig, CriticConfig, RewardConfig, RoleConfig
 from workers.config.trained_weights import base_is_frozen
 from workers.generate.engines import ROLLOUT_ENGINES
 from workers.layout_search import search_layouts
 from workers.memory.estimate import Memory, host_memory
 from workers.model.gpu_defaults import max_connections
-from workers.role_calls import CallMemory, Lengths, RoleConfig, calls_of_run
+from workers.role_calls import CallMemory, Lengths, calls_of_run
 
 _GB = 2**30
 _COLUMNS = tuple(field.name for field in dataclasses.fields(Memory))
@@ -265,8 +265,8 @@ def _resource_lines(config: RunConfig) -> list[str]:
         connect_to(config.cluster.address)
         total = ray.cluster_resources()
         ray.shutdown()
-        found = f"cluster {config.cluster.address}: {total.get('CPU', 0):g} CPUs, {total.get('GPU', 0):g} GPUs, "
-        lines.append(found + f"{total.get('memory', 0) / _GB:.1f} GB of memory")
+        line = f"cluster {config.cluster.address}: {total.get('CPU', 0):g} CPUs, {total.get('GPU', 0):g} GPUs, "
+        lines.append(line + f"{total.get('memory', 0) / _GB:.1f} GB of memory")
     keys = ", ".join(["pool.process_on_nodes", *(f"pools.{name}.process_on_nodes" for name in config.pools)])
     what = "pools need" if config.pools else "pool needs"
     lacks = [resource for resource in needed if total.get(resource, 0) < needed[resource]]

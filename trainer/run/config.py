@@ -19,7 +19,7 @@ from trainer.data.config import DatasetConfig, ProblemsConfig
 from trainer.data.sources import check_dataset
 from trainer.data.tokenizers import TokenizerConfig
 from trainer.rewards.config import RewardsConfig
-from workers.config import ActorConfig, CriticConfig, ModelConfig, ParallelConfig, RewardConfig
+from workers.config import ActorConfig, CriticConfig, ModelConfig, ParallelConfig, RewardConfig, RoleConfig
 from workers.weights.hf.hub import is_hub_name, local_directory
 
 D = TypeVar("D", bound=DatasetConfig)
@@ -159,6 +159,17 @@ class RunConfig(PPOConfig):
                 value=self.pool.spare_bundles,
             )
 
+    def sections(self) -> dict[str, RoleConfig]:
+        """Return the configuration of every role that has one, by its key."""
+        sections: dict[str, RoleConfig | None] = {
+            "actor_rollout_ref": self.actor_rollout_ref,
+            "rollout": self.rollout,
+            "critic": self.critic,
+            "ref": self.ref,
+            "reward_model": self.reward_model,
+        }
+        return {key: section for key, section in sections.items() if section is not None}
+
     def within(self, directory: Path) -> RunConfig:
         """Return a copy with the checkpoints inside the run's directory, and all paths absolute."""
         trainer = dataclasses.replace(
@@ -173,6 +184,7 @@ class RunConfig(PPOConfig):
             val=None if self.data.val is None else _with_absolute_path(self.data.val),
             evaluations={name: _with_absolute_path(evaluation) for name, evaluation in self.data.evaluations.items()},
         )
+        roles: dict[str, Any] = {key: _with_absolute_hf_path(section) for key, section in self.sections().items()}
         functions = {
             name: dataclasses.replace(function, function=absolute_path_of(function.function))
             for name, function in self.rewards.functions.items()
@@ -185,7 +197,7 @@ class RunConfig(PPOConfig):
             rewards=dataclasses.replace(self.rewards, functions=functions),
             imports=[absolute_path_of(path) for path in self.imports],
             tokenizer=dataclasses.replace(self.tokenizer, path=_downloaded(self.tokenizer.path, "tokenizer.path")),
-            **{role: _with_absolute_hf_path(getattr(self, role)) for role in ROLES},
+            **roles,
         )
 
 
@@ -224,10 +236,7 @@ def check_files(config: RunConfig) -> None:
     errors = CollectedErrors()
     for key, dataset in (config.data.training_sets() | config.data.held_out_sets()).items():
         errors.attempt(partial(check_dataset, dataset, key))
-    sections = {role: getattr(config, role) for role in ROLES}
-    directories = {
-        f"{role}.model.hf_path": section.model.hf_path for role, section in sections.items() if section is not None
-    }
+    directories = {f"{key}.model.hf_path": section.model.hf_path for key, section in config.sections().items()}
     if config.tokenizer.kind == TokenizerConfig().kind:  # another kind may not read a directory
         directories["tokenizer.path"] = config.tokenizer.path
     for key, path in directories.items():
@@ -242,12 +251,12 @@ def check_files(config: RunConfig) -> None:
 
 
 def _imports(given: Mapping[str, Any]) -> list[str]:
-    found = given.get("imports")
-    if found is None:
+    imports = given.get("imports")
+    if imports is None:
         return []
-    if not isinstance(found, list):
-        raise ConfigError(f"imports is {found!r}; expected a list of modules", key="imports", value=found)
-    return [str(path) for path in found]
+    if not isinstance(imports, list):
+        raise ConfigError(f"imports is {imports!r}; expected a list of modules", key="imports", value=imports)
+    return [str(path) for path in imports]
 
 
 def _rollout_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -276,15 +285,15 @@ def _interpolations(cls: type | None, given: Mapping[str, Any], values: Mapping[
         values: of the section.
         at: its key.
     """
-    found: dict[str, Any] = {}
+    interpolations: dict[str, Any] = {}
     for name in values if cls is None else [item.name for item in dataclasses.fields(cls)]:
         nested = None if cls is None else nested_config(cls, name)
         below = values.get(name)
         if name not in given:
-            found[name] = f"${{{at}.{name}}}"
+            interpolations[name] = f"${{{at}.{name}}}"
         elif nested is not ParallelConfig and isinstance(given[name], Mapping) and (nested or isinstance(below, dict)):
-            found[name] = _interpolations(nested, given[name], below or {}, f"{at}.{name}")
-    return found
+            interpolations[name] = _interpolations(nested, given[name], below or {}, f"{at}.{name}")
+    return interpolations
 
 
 def _check_nodes(key: str, counts: list[int]) -> None:
@@ -300,9 +309,7 @@ def _with_absolute_path(dataset: D) -> D:
     return dataclasses.replace(dataset, path=paths if len(paths) > 1 else paths[0])
 
 
-def _with_absolute_hf_path(section: Any) -> Any:
-    if section is None:
-        return None
+def _with_absolute_hf_path(section: RoleConfig) -> RoleConfig:
     model = dataclasses.replace(section.model, hf_path=_downloaded(section.model.hf_path, "hf_path"))
     if model.lora is not None:
         model = dataclasses.replace(model, lora=dataclasses.replace(model.lora, path=_absolute(model.lora.path)))

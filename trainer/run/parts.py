@@ -122,7 +122,7 @@ class RunParts:
 
 
 def chosen_lines(config: RunConfig) -> list[str]:
-    """Return what follows from defaults: the policy loss, the mini-batches, and when a run is saved, with the keys."""
+    """Return a line each for the policy loss with its limits, for uneven mini-batches, and for when a run is saved."""
     return [policy_loss_line(config.actor_rollout_ref), *_mini_batch_lines(config), _saving_line(config.trainer)]
 
 
@@ -166,9 +166,7 @@ def policy_loss_line(config: ActorConfig) -> str:
 
 def models_without_weights(config: RunConfig) -> dict[str, str]:
     """Return the directories of models that have no weights on this machine, by the key of the role."""
-    roles = ("actor_rollout_ref", "critic", "ref", "reward_model")
-    sections = {key: getattr(config, key) for key in roles}
-    paths = {key: section.model.hf_path for key, section in sections.items() if section is not None}
+    paths = {key: section.model.hf_path for key, section in config.sections().items() if key != "rollout"}
     return {key: path for key, path in paths.items() if path and Path(path).is_dir() and not has_weights(Path(path))}
 
 
@@ -365,10 +363,7 @@ def check_vocabulary(config: RunConfig, tokenizer: TextTokenizer, texts: Sequenc
         texts: prompts to compare vocabularies by.
     """
     policy = config.actor_rollout_ref.model
-    for role in ("actor_rollout_ref", "rollout", "critic", "ref", "reward_model"):
-        section = getattr(config, role)
-        if section is None:
-            continue
+    for role, section in config.sections().items():
         key, size, path = f"{role}.model.vocab_size", section.model.vocab_size, section.model.hf_path
         if size < tokenizer.vocab_size:
             raise ConfigError(
@@ -379,7 +374,7 @@ def check_vocabulary(config: RunConfig, tokenizer: TextTokenizer, texts: Sequenc
             )
         if role == "actor_rollout_ref" or (path is not None and path in (config.tokenizer.path, policy.hf_path)):
             continue
-        if has_tokenizer(path):
+        if path is not None and has_tokenizer(path):
             check_tokens(path, f"{role}.model.hf_path", tokenizer, texts)
         elif role in ("ref", "reward_model") and size not in (policy.vocab_size, tokenizer.vocab_size):
             raise ConfigError(

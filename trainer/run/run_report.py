@@ -152,10 +152,10 @@ class RunReport:
 
     def log(self, metrics: Mapping[str, float], step: int, phase: str = TRAIN) -> None:
         """Keep the results; record the first value of each with its step: 0 is before the first update of PPO."""
-        found = without_zeros({name: value for name, value in metrics.items() if name.startswith(RESULTS)})
-        self._results |= found
+        results = without_zeros({name: value for name, value in metrics.items() if name.startswith(RESULTS)})
+        self._results |= results
         known = self._first
-        if new := {name: {"global_step": step, "value": value} for name, value in found.items() if name not in known}:
+        if new := {name: {"global_step": step, "value": value} for name, value in results.items() if name not in known}:
             self._first |= new
             self._write({**self._before(), "first_results": self._first})
 
@@ -202,10 +202,10 @@ def _commit() -> str | None:
 
 
 def _versions() -> dict[str, str]:
-    found: dict[str, str] = {}
+    versions: dict[str, str] = {}
     for name in PACKAGES:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return versions

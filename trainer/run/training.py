@@ -39,6 +39,7 @@ INTERRUPTED = 130
 
 CONNECT_S = 10.0
 """[s] Time to reach a cluster: Ray itself would try for two minutes, and print every attempt."""
+_new_sessions = threading.Event()
 
 
 def until_interrupted(action: Callable[[], object]) -> int:
@@ -183,7 +184,6 @@ def connect_to(address: str) -> None:
         ) from error
 
 
-_new_sessions = threading.Event()
 os.register_at_fork(after_in_child=lambda: os.setsid() if _new_sessions.is_set() else None)
 
 
@@ -241,9 +241,9 @@ def _has_no_step(directory: Path, config: RunConfig) -> bool:
         return True
     if not (directory / CONFIG_FILE).exists() or (checkpoints / RECORD).exists():
         return False
-    found = sorted(f"{save.parent.name}/{save.name}" for save in checkpoints.glob("*/global_step_*"))
-    if found:
-        text = f"has {', '.join(found)}, and no {RECORD}, which says which of them belong together: restore that file"
+    saves = sorted(f"{save.parent.name}/{save.name}" for save in checkpoints.glob("*/global_step_*"))
+    if saves:
+        text = f"has {', '.join(saves)}, and no {RECORD}, which says which of them belong together: restore that file"
     elif not checkpoints.is_dir():
         text = (
             "does not exist, and a run creates it when it starts: pass trainer.default_local_dir=DIRECTORY with its "
@@ -252,7 +252,7 @@ def _has_no_step(directory: Path, config: RunConfig) -> bool:
     else:
         return True
     text = f"the run in {directory} cannot be resumed: its directory of saves {checkpoints} {text}"
-    raise DataError(text, path=str(checkpoints / RECORD), saves=found)
+    raise DataError(text, path=str(checkpoints / RECORD), saves=saves)
 
 
 def _check_unused(directory: Path, checkpoints: Path) -> None:

@@ -27,7 +27,7 @@ def role_programs(config: RunConfig, *, most_ranks: int = 8, shrinks: bool = Tru
         LayoutError: the axes of a role do not divide its pool.
         ConfigError: a worker cannot build the small model; the message names the field.
     """
-    found = {}
+    programs = {}
     for worker in role_workers(_without_weights(config), roles_of(config)):
         if worker.role is Role.Rollout:
             continue
@@ -40,13 +40,13 @@ def role_programs(config: RunConfig, *, most_ranks: int = 8, shrinks: bool = Tru
         section = replace(section, model=model, parallel=parallel_config(layout, variant.sequence_parallel))
         roles = "_".join(part for part in str(worker.init.kwargs.get("role", "")).split("_") if part != "rollout")
         count = 2 * layout.dp * (layout.pp if layout.vpp else 1)
-        found[key] = RoleProgram.of(TrainedRole(worker.init.cls, section, roles, variant), max(count, 4))
-    return found
+        programs[key] = RoleProgram.of(TrainedRole(worker.init.cls, section, roles, variant), max(count, 4))
+    return programs
 
 
 def _without_weights(config: RunConfig) -> RunConfig:
     """Return the run with random weights: a directory of Hugging Face may have its ``config.json`` alone."""
-    sections = {name: getattr(config, name) for name in CONFIG_KEYS.values()}
-    found = {name: section for name, section in sections.items() if hasattr(section, "model")}
-    models = {name: replace(section.model, hf_path=None) for name, section in found.items()}
-    return replace(config, **{name: replace(section, model=models[name]) for name, section in found.items()})
+    sections: dict[str, Any] = {
+        key: replace(section, model=replace(section.model, hf_path=None)) for key, section in config.sections().items()
+    }
+    return replace(config, **sections)

@@ -85,20 +85,20 @@ def run(arguments: argparse.Namespace) -> int:
     began = time.perf_counter()
     with ExitStack() as stack:
         saved = stack.enter_context(saved_by(arguments.against, _command(arguments))) if arguments.against else None
-        found = _verified(parts, verifiers, arguments, given, saved)
-    different = [(part, outcome) for part, outcome in found if not outcome.equal]
+        outcomes = _verified(parts, verifiers, arguments, given, saved)
+    different = [(part, outcome) for part, outcome in outcomes if not outcome.equal]
     for part, outcome in different:
         title = f"{part.name} {outcome.layout}".strip()
         sys.stdout.write(f"\n{title}\n" + "".join(f"  {line}\n" for line in outcome.lines()))
     sys.stdout.write(
-        f"\n{_summary(len(found), len(different), arguments.bf16)} in {time.perf_counter() - began:.1f} s\n"
+        f"\n{_summary(len(outcomes), len(different), arguments.bf16)} in {time.perf_counter() - began:.1f} s\n"
     )
     for part, verifier in zip(parts, verifiers, strict=True):
         of = f" of {part.name}" if part.name else ""
         sys.stdout.write(f"rounding{of}: below {verifier.tolerance:.1e} of the largest value of a tensor\n")
         sys.stdout.write(f"fingerprint of one process{of}: {verifier.fingerprint}\n")
     if arguments.json:
-        _write_json(arguments.json, dict(zip((part.name for part in parts), verifiers, strict=True)), found)
+        _write_json(arguments.json, dict(zip((part.name for part in parts), verifiers, strict=True)), outcomes)
     layouts = [(part, outcome.layout) for part, outcome in different if not outcome.layout.startswith("against ")]
     if arguments.shrink and layouts:
         _write_test(arguments, *layouts[0])
@@ -113,7 +113,7 @@ def _verified(
     saved: Path | None,
 ) -> list[tuple[_Part, Outcome]]:
     """Add a verifier for each part, and print and return the outcomes of its layouts."""
-    found: list[tuple[_Part, Outcome]] = []
+    verified: list[tuple[_Part, Outcome]] = []
     for index, part in enumerate(parts):
         verifiers.append(Verifier(part.program, steps=arguments.steps, exact=arguments.exact))
         if not index:
@@ -122,8 +122,8 @@ def _verified(
         if arguments.save:
             verifiers[-1].save(part.file(arguments.save))
         outcomes = _outcomes(part, verifiers[-1], arguments, given, saved)
-        found += [(part, outcome) for outcome in _printed(part.name, outcomes)]
-    return found
+        verified += [(part, outcome) for outcome in _printed(part.name, outcomes)]
+    return verified
 
 
 def _command(arguments: argparse.Namespace) -> list[str]:
@@ -168,8 +168,8 @@ def _outcomes(
     if given or (part.layouts and not arguments.all):
         yield from map(verify, given or part.layouts)
     else:
-        found = verifier.all_layouts(arguments.ranks) if arguments.all else verifier.default_layouts()
-        yield from map(verify, found)
+        variants = verifier.all_layouts(arguments.ranks) if arguments.all else verifier.default_layouts()
+        yield from map(verify, variants)
 
 
 def _printed(name: str, outcomes: Iterable[Outcome]) -> Iterator[Outcome]:

@@ -183,9 +183,6 @@ class MemoryCheckpoints:
         Args:
             groups: the groups to save, by name.
             state: the controller's own state.
-
-        Raises:
-            GroupError: a rank failed. The state before it is still there.
         """
         self._finish_copies()
         self._free_others(self._steps[-1:])
@@ -217,7 +214,6 @@ class MemoryCheckpoints:
 
         Raises:
             CallRejected: the state depends on the number of replicas, which differs; some groups may have loaded it.
-            GroupError: a rank failed.
         """
         self._finish_copies()
         for place, step in reversed(list(enumerate(self._steps))):

@@ -19,7 +19,7 @@ import hashlib
 import io
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -68,6 +68,7 @@ class Saver:
     def __init__(self) -> None:
         self._save: _Save | None = None
         self._finishes_at_exit = False
+        self._strategies: dict[Hashable, FullyParallelSaveStrategyWrapper] = {}
 
     def start(
         self, training: TrainingState, path: str | os.PathLike[str], step: int, keep: int | None, reshardable: bool
@@ -100,8 +101,13 @@ class Saver:
         buckets = None if reshardable or training.optimizer is None else buckets_to_save(training.optimizer)
         state = sharded_state(training, loading=False, in_buckets=buckets is not None)
         manifest = _manifest(training, state, step, buckets)
+        structure = (*manifest["parts"], reshardable)
+        strategy = self._strategies.get(structure) or FullyParallelSaveStrategyWrapper(
+            get_default_save_sharded_strategy(), training.context.pg.dp_cp, do_cache_distribution=True
+        )
         with _deleted_if_it_fails(target):
-            files = _files_in_memory(state, step, target, training.context.pg.dp_cp)
+            files = _files_in_memory(state, step, target, strategy, is_new=structure not in self._strategies)
+        self._strategies[structure] = strategy
         nbytes = sum(file.getbuffer().nbytes for file in files.values())
         self._save = _Save(target, manifest, keep, nbytes, self._writing(files, partial_path(target)))
         return target
@@ -201,7 +207,7 @@ def _deleted_if_it_fails(target: Path) -> Iterator[None]:
 
 
 def _files_in_memory(
-    state: dict[str, Any], step: int, target: Path, replicas: dist.ProcessGroup
+    state: dict[str, Any], step: int, target: Path, strategy: FullyParallelSaveStrategyWrapper, *, is_new: bool
 ) -> dict[str, io.BytesIO]:
     """Return the content of this rank's files, by name (a collective).
 
@@ -209,15 +215,17 @@ def _files_in_memory(
         state: Megatron's sharded tensors and objects.
         step: the number of the checkpoint.
         target: its directory.
-        replicas: the ranks that have the same tensors; the writing is divided over them.
+        strategy: divides the writing over the ranks that have the same tensors.
+        is_new: whether Megatron checks that the shards of all ranks make whole tensors, which takes a third of the
+            time; a state of the same structure need not be checked again.
 
     Raises:
         DataError: on every rank, if one of them fails.
     """
-    sharded, common = save_preprocess(state | {"iteration": step, "checkpoint_version": 3.0})  # what Megatron-LM reads
-    strategy = get_default_save_sharded_strategy()
-    if dist.get_world_size(replicas) > 1:
-        FullyParallelSaveStrategyWrapper(strategy, replicas).apply_saving_parallelization(sharded)
+    read_by_megatron_lm = {"iteration": step, "checkpoint_version": 3.0}
+    sharded, common = save_preprocess(state | read_by_megatron_lm, validate_access_integrity=is_new)
+    if dist.get_world_size(strategy.parallelization_group) > 1:
+        strategy.apply_saving_parallelization(sharded)
     by_key: dict[str, list[ShardedBase]] = {}
     for entry in nested_values(sharded):
         if is_main_replica(entry.replica_id):

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from workers.config.roles import ActorConfig as ActorConfig
     from workers.config.roles import CriticConfig as CriticConfig
     from workers.config.roles import RewardConfig as RewardConfig
+    from workers.config.roles import RoleConfig as RoleConfig
     from workers.config.rollout import RolloutConfig as RolloutConfig
     from workers.config.vllm import VllmConfig as VllmConfig
 else:

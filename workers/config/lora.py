@@ -12,6 +12,32 @@ from mcontroller.config.checks import check_above, check_at_least
 from mcontroller.config.fields import strict_fields
 from mcontroller.errors import ConfigError
 
+_READ = frozenset(("r", "lora_alpha", "use_rslora", "target_modules", "target_parameters", "exclude_modules"))
+"""Keys of ``adapter_config.json`` from which ``peft_fields`` makes fields."""
+_INERT = frozenset(
+    (
+        *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "task_type"),
+        *("lora_dropout", "eva_config", "runtime_config"),  # of training
+        *("megatron_core", "qalora_group_size"),  # of features that are off
+    )
+)
+"""Keys that change nothing that a loaded adapter computes."""
+_ONLY: Mapping[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none", None),
+    "init_lora_weights": (
+        True,
+        False,
+        None,
+        "gaussian",
+        "orthogonal",
+        "eva",
+    ),  # others change the base as PEFT loads it
+}
+"""Keys with the values at which the adapter is what this project computes."""
+_OFF: tuple[Any, ...] = (None, False, "", [], {})
+"""PEFT's defaults of all other keys, also of ones that it does not have yet: the feature is off."""
+
 
 @strict_fields
 @dataclass(frozen=True, slots=True)
@@ -58,17 +84,17 @@ class LoraConfig:
         if self.path is None:
             return
         for name, value in peft_fields(self.path).items():
-            own = getattr(self, name)
+            configured = getattr(self, name)
             if name == "exclude":  # whether the adapter has what is left, its tensors tell
-                differs = not set(value) <= set(own)
+                differs = not set(value) <= set(configured)
             else:
-                differs = sorted(own) != sorted(value) if isinstance(value, list) else own != value
+                differs = sorted(configured) != sorted(value) if isinstance(value, list) else configured != value
             if differs:
                 raise ConfigError(
-                    f"model.lora.{name} is {own!r}, and the adapter at {self.path!r} has {value!r}: leave "
+                    f"model.lora.{name} is {configured!r}, and the adapter at {self.path!r} has {value!r}: leave "
                     f"model.lora.{name} out, or set the same",
                     key=f"model.lora.{name}",
-                    value=own,
+                    value=configured,
                 )
 
     @property
@@ -89,36 +115,6 @@ class LoraConfig:
             text = f"{', '.join(key + name for name in missing)} is not set: set it, or {key}path of an adapter"
             raise ConfigError(text, key=f"{key}{missing[0]}", missing=list(missing))
         return peft_fields(fields["path"])
-
-
-_READ = frozenset(("r", "lora_alpha", "use_rslora", "target_modules", "target_parameters", "exclude_modules"))
-"""Keys of ``adapter_config.json`` from which ``peft_fields`` makes fields."""
-
-_INERT = frozenset(
-    (
-        *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "task_type"),
-        *("lora_dropout", "eva_config", "runtime_config"),  # of training
-        *("megatron_core", "qalora_group_size"),  # of features that are off
-    )
-)
-"""Keys that change nothing that a loaded adapter computes."""
-
-_ONLY: Mapping[str, tuple[Any, ...]] = {
-    "peft_type": ("LORA",),
-    "bias": ("none", None),
-    "init_lora_weights": (
-        True,
-        False,
-        None,
-        "gaussian",
-        "orthogonal",
-        "eva",
-    ),  # others change the base as PEFT loads it
-}
-"""Keys with the values at which the adapter is what this project computes."""
-
-_OFF: tuple[Any, ...] = (None, False, "", [], {})
-"""PEFT's defaults of all other keys, also of ones that it does not have yet: the feature is off."""
 
 
 def peft_fields(path: str) -> dict[str, Any]:

@@ -14,6 +14,20 @@ from workers.weights.hf.config import describes_model, has_bridge, model_fields_
 
 MOST_LAYERS = 10_000
 """Layers above which a configuration is a mistake: building and estimating them would not end."""
+# Fields that only a native model reads: Bridge has them from config.json.
+_NATIVE = {
+    "normalization",
+    "gated_linear_unit",
+    "activation",
+    "add_bias_linear",
+    "add_qkv_bias",
+    "qk_layernorm",
+    "position_embedding_type",
+    "rotary_base",
+    "rotary_percent",
+    "rope_scaling_factor",
+    "transformer_impl",
+}
 
 
 @strict_fields
@@ -91,7 +105,7 @@ class ModelConfig:
     auto is bridge for a model that is as its config.json says, where Bridge and Transformer Engine are installed.
     """
     verify_load: str = "auto"
-    """Compare every layer with transformers on the CPU after loading: layers, off, or auto (files up to 1 GiB).
+    """Compare every layer with transformers after a load and an export: layers, off, or auto (files up to 1 GiB).
 
     With provider=bridge, auto is layers.
     """
@@ -149,22 +163,6 @@ class ModelConfig:
             )
         provider = automatic_provider(fields) if fields["provider"] == "auto" else fields["provider"]
         return model_fields_from_hf(fields["hf_path"], provider)
-
-
-# Fields that only a native model reads: Bridge has them from config.json.
-_NATIVE = {
-    "normalization",
-    "gated_linear_unit",
-    "activation",
-    "add_bias_linear",
-    "add_qkv_bias",
-    "qk_layernorm",
-    "position_embedding_type",
-    "rotary_base",
-    "rotary_percent",
-    "rope_scaling_factor",
-    "transformer_impl",
-}
 
 
 def automatic_provider(given: Mapping[str, Any]) -> str:

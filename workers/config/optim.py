@@ -71,6 +71,45 @@ _NEEDS = {
     "decoupled_min_lr": "decoupled_lr",
 }
 _DYNAMIC_SCALE = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+DDP_SET_ELSEWHERE = {
+    "use_distributed_optimizer": "optim.distributed_optimizer",
+    "overlap_grad_reduce": "optim.overlap_grad_reduce",
+    "overlap_param_gather": "optim.overlap_param_gather",
+}
+"""Fields of DistributedDataParallelConfig that other keys of a role's configuration set, and these keys."""
+DDP_DEFAULTS: dict[str, Any] = {"grad_reduce_in_fp32": True, "average_in_collective": False}
+"""Fields of DistributedDataParallelConfig whose defaults differ from Megatron's."""
+_FSDP = (
+    "Megatron's FSDP keeps weights as DTensors, which checkpoints, resharding and offload of this package cannot move"
+)
+_FP8_WEIGHTS = "weights are stored in model.dtype, from which they are resharded and exported"
+_NOT_FINITE = "optim.on_nonfinite checks the gradients of every step"
+_DDP_NOT_COMPUTED: dict[str, tuple[object, str]] = {
+    "average_in_collective": (False, "gradients are sums over tokens, divided by their number after the reduction"),
+    "num_distributed_optimizer_instances": (1, "no process groups are created for it"),
+    "check_for_nan_in_grad": (False, _NOT_FINITE),
+    "check_for_large_grads": (False, _NOT_FINITE),
+    "delay_wgrad_compute": (False, "its schedule needs Megatron-LM's own forward step"),
+    "fp8_param_gather": (False, _FP8_WEIGHTS),
+    "fp4_param_gather": (False, _FP8_WEIGHTS),
+    "reuse_grad_buf_for_mxfp8_param_ag": (False, _FP8_WEIGHTS),
+    "keep_fp8_transpose_cache": (False, _FP8_WEIGHTS),
+    "use_megatron_fsdp": (False, _FSDP),
+    "use_custom_fsdp": (False, _FSDP),
+    "data_parallel_sharding_strategy": ("no_shard", _FSDP),
+    "outer_dp_sharding_strategy": ("no_shard", _FSDP),
+    "gradient_reduce_div_fusion": (True, _FSDP),
+    "suggested_communication_unit_size": (None, _FSDP),
+    "preserve_fp32_weights": (True, _FSDP),
+}
+_FSDP_PREFIXES = ("fsdp_", "megatron_fsdp_")
+_DDP_NEEDS: dict[str, str] = {
+    "bucket_size": "overlap_grad_reduce",
+    "num_buckets": "overlap_grad_reduce",
+    "align_param_gather": "overlap_param_gather",
+    "pad_buckets_for_high_nccl_busbw": "distributed_optimizer",
+    "reduce_scatter_with_fp32_accumulation": "distributed_optimizer",
+}
 
 
 @strict_fields
@@ -221,48 +260,6 @@ def check_loss_scale(optim: OptimConfig, dtype: str, at: str) -> None:
                 "a constant loss_scale is set" if dtype == "float16" else f"model.dtype is {dtype!r}, not 'float16'"
             )
             raise ConfigError(f"{key} has no effect: {reason}; leave it out", key=key, value=fields[name])
-
-
-DDP_SET_ELSEWHERE = {
-    "use_distributed_optimizer": "optim.distributed_optimizer",
-    "overlap_grad_reduce": "optim.overlap_grad_reduce",
-    "overlap_param_gather": "optim.overlap_param_gather",
-}
-"""Fields of DistributedDataParallelConfig that other keys of a role's configuration set, and these keys."""
-DDP_DEFAULTS: dict[str, Any] = {"grad_reduce_in_fp32": True, "average_in_collective": False}
-"""Fields of DistributedDataParallelConfig whose defaults differ from Megatron's."""
-
-_FSDP = (
-    "Megatron's FSDP keeps weights as DTensors, which checkpoints, resharding and offload of this package cannot move"
-)
-_FP8_WEIGHTS = "weights are stored in model.dtype, from which they are resharded and exported"
-_NOT_FINITE = "optim.on_nonfinite checks the gradients of every step"
-_DDP_NOT_COMPUTED: dict[str, tuple[object, str]] = {
-    "average_in_collective": (False, "gradients are sums over tokens, divided by their number after the reduction"),
-    "num_distributed_optimizer_instances": (1, "no process groups are created for it"),
-    "check_for_nan_in_grad": (False, _NOT_FINITE),
-    "check_for_large_grads": (False, _NOT_FINITE),
-    "delay_wgrad_compute": (False, "its schedule needs Megatron-LM's own forward step"),
-    "fp8_param_gather": (False, _FP8_WEIGHTS),
-    "fp4_param_gather": (False, _FP8_WEIGHTS),
-    "reuse_grad_buf_for_mxfp8_param_ag": (False, _FP8_WEIGHTS),
-    "keep_fp8_transpose_cache": (False, _FP8_WEIGHTS),
-    "use_megatron_fsdp": (False, _FSDP),
-    "use_custom_fsdp": (False, _FSDP),
-    "data_parallel_sharding_strategy": ("no_shard", _FSDP),
-    "outer_dp_sharding_strategy": ("no_shard", _FSDP),
-    "gradient_reduce_div_fusion": (True, _FSDP),
-    "suggested_communication_unit_size": (None, _FSDP),
-    "preserve_fp32_weights": (True, _FSDP),
-}
-_FSDP_PREFIXES = ("fsdp_", "megatron_fsdp_")
-_DDP_NEEDS: dict[str, str] = {
-    "bucket_size": "overlap_grad_reduce",
-    "num_buckets": "overlap_grad_reduce",
-    "align_param_gather": "overlap_param_gather",
-    "pad_buckets_for_high_nccl_busbw": "distributed_optimizer",
-    "reduce_scatter_with_fp32_accumulation": "distributed_optimizer",
-}
 
 
 def check_ddp(ddp: Mapping[str, Any], optim: OptimConfig) -> None:

@@ -11,6 +11,18 @@ from mcontroller.errors import ConfigError
 from workers.config.model import ModelConfig
 from workers.config.parallel import ParallelConfig
 
+_BFLOAT16 = (8, 0)
+_REJECTED: dict[str, tuple[object, str]] = {
+    "fp4": (None, "no part of the training was run with it; use fp8"),
+    "fp4_param": (False, "no part of the training was run with it; use fp8"),
+    "fp8_param": (
+        False,
+        "weights move to generation, to checkpoints and to Hugging Face files in model.dtype, so they stay in it",
+    ),
+    "fp8_dot_product_attention": (False, "packed rows and prompts of unequal length have no attention in fp8"),
+    "fp8_multi_head_attention": (False, "packed rows and prompts of unequal length have no attention in fp8"),
+}
+
 
 @dataclass(frozen=True)
 class _Recipe:
@@ -37,18 +49,6 @@ _RECIPES = {
     "tensorwise": _Recipe(16, 16, 16, (8, 9)),
     "blockwise": _Recipe(16, 128, 16, (9, 0)),
     "mxfp8": _Recipe(32, 32, 32, (10, 0), below=(12, 0)),
-}
-_BFLOAT16 = (8, 0)
-
-_REJECTED: dict[str, tuple[object, str]] = {
-    "fp4": (None, "no part of the training was run with it; use fp8"),
-    "fp4_param": (False, "no part of the training was run with it; use fp8"),
-    "fp8_param": (
-        False,
-        "weights move to generation, to checkpoints and to Hugging Face files in model.dtype, so they stay in it",
-    ),
-    "fp8_dot_product_attention": (False, "packed rows and prompts of unequal length have no attention in fp8"),
-    "fp8_multi_head_attention": (False, "packed rows and prompts of unequal length have no attention in fp8"),
 }
 
 

@@ -293,6 +293,10 @@ class RewardConfig:
         check_above("timeout_s", self.timeout_s, 0.0)
 
 
+RoleConfig = ActorConfig | CriticConfig | RewardConfig
+"""The configuration of the workers of any role."""
+
+
 def _check_buffers(config: ActorConfig) -> None:
     """Raise ConfigError if the optimizers of PPO and SFT need different gradient buffers."""
     if config.sft_optim is None:

@@ -32,12 +32,22 @@ _SET_ELSEWHERE = {
 class VllmConfig:
     """Engines of vLLM, as many as fit the ranks of a data-parallel shard; read if ``rollout.engine`` is vllm."""
 
+    python: str | None = None
+    """Python interpreter that engines run with, such as that of an environment for vLLM alone; None: the worker's.
+
+    It needs vLLM and nothing of this package, and is a path on the workers' nodes, or a name in their PATH.
+    """
     tp: int = 1
     """[ranks] Tensor parallelism inside an engine, at most tp x pp x cp of training; it uses GPUs of these ranks."""
     kv_cache_bytes: int = 0
     """[bytes] Memory of the cached keys and values, on each rank of an engine. 0: on a GPU the rest, on a CPU 2**30.
 
     The rest is what is free beside the policy and the engine's weights when the engine starts.
+    """
+    reserved_bytes: int = 0
+    """[bytes] Memory of each GPU that other processes will have while the engine generates. 0: what they have at first.
+
+    ``RayPPOTrainer`` sets it with ``trainer.offload=never``, if other roles have the same GPUs.
     """
     seeds: bool = False
     """Draw every sample with a separate seed, so that a run can be repeated; vLLM then draws row by row."""
@@ -58,6 +68,7 @@ class VllmConfig:
     def __post_init__(self) -> None:
         check_at_least("rollout.vllm.tp", self.tp, 1)
         check_at_least("rollout.vllm.kv_cache_bytes", self.kv_cache_bytes, 0)
+        check_at_least("rollout.vllm.reserved_bytes", self.reserved_bytes, 0)
         check_at_least("rollout.vllm.bucket_bytes", self.bucket_bytes, 1)
         check_above("rollout.vllm.start_timeout_s", self.start_timeout_s, 0.0)
         check_above("rollout.vllm.silence_timeout_s", self.silence_timeout_s, 0.0)

@@ -79,7 +79,7 @@ def generate(
     done = torch.zeros(rows, dtype=torch.bool, device=prompts.device)
     stops = torch.tensor(sampling.eos_token_ids, device=prompts.device)
     new = prompts
-    seen = _seen(prompts, lengths.to(prompts.device), vocab_size) if sampling.repetition_penalty != 1.0 else None
+    present = _seen(prompts, lengths.to(prompts.device), vocab_size) if sampling.repetition_penalty != 1.0 else None
     with (
         without_sequence_parallelism(chunks),
         masked_decoding(chunks),
@@ -92,14 +92,14 @@ def generate(
             logits = decoder.next_logits(new)
             if logits is not None:
                 keys = position_keys(seeds, step) if sampling.do_sample else None
-                token, log_prob = draw_tokens(logits[:, :vocab_size], keys, sampling, seen)
+                token, log_prob = draw_tokens(logits[:, :vocab_size], keys, sampling, present)
                 log_probs[:, step] = torch.where(done, 0.0, log_prob)
             else:
                 token = torch.empty(rows, dtype=torch.long, device=prompts.device)
             token = decoder.of_one_rank(token).masked_fill(done, sampling.pad_token_id)
             responses[:, step] = token
-            if seen is not None:
-                seen.scatter_(1, token[:, None], True)
+            if present is not None:
+                present.scatter_(1, token[:, None], True)
             mask[:, step] = ~done
             done = done | torch.isin(token, stops)
             if decoder.all_done(done):

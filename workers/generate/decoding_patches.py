@@ -54,10 +54,10 @@ def check_positions(chunks: Sequence[Any]) -> None:
     """
     for chunk in chunks:
         position, attentions = chunk.position_embedding_type, [m for m in chunk.modules() if isinstance(m, Attention)]
-        own = position in _ROTARY and all(
+        rotates = position in _ROTARY and all(
             isinstance(attention, SelfAttention | MLASelfAttention) for attention in attentions
         )
-        if not own and position not in ("learned_absolute", "none"):
+        if not rotates and position not in ("learned_absolute", "none"):
             names = sorted({type(attention).__name__ for attention in attentions})
             raise ConfigError(
                 f"{type(chunk).__name__} has {', '.join(names)} with position_embedding_type={position!r}, for which "

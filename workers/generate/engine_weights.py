@@ -65,7 +65,7 @@ class EngineWeights:
             return metrics
         start = time.perf_counter()
         held = rollout.fingerprints()
-        found = all_gather_values(held.fingerprints)
-        policy = all_gather_values(weights.fingerprints(held.naming, dtypes_by_name(found)))
-        self._verification.check(policy, found, update)
+        loaded = all_gather_values(held.fingerprints)
+        policy = all_gather_values(weights.fingerprints(held.naming, dtypes_by_name(loaded)))
+        self._verification.check(policy, loaded, update)
         return {**metrics, "verify_seconds": max(all_gather_values(time.perf_counter() - start))}

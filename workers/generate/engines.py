@@ -22,6 +22,9 @@ from workers.generate.vllm.checks import check_vllm
 from workers.generate.vllm.placement import gpus_used
 from workers.generate.vllm.rollout import vllm_rollout
 
+ROLLOUT_ENGINES: Registry[RolloutEngine] = Registry("rollout engine", key="rollout.engine")
+"""Every registered engine by its name."""
+
 
 @dataclass(frozen=True)
 class RolloutEngine:
@@ -47,10 +50,6 @@ class RolloutEngine:
     gpus_used: Callable[[ActorConfig, Sequence[int], Sequence[str]], int] = lambda config, shards, nodes: len(nodes)
 
 
-ROLLOUT_ENGINES: Registry[RolloutEngine] = Registry("rollout engine", key="rollout.engine")
-"""Every registered engine by its name."""
-
-
 def _check_megatron(config: ActorConfig) -> None:
     check_generation(config.parallel)
 
@@ -63,8 +62,11 @@ ROLLOUT_ENGINES.add("megatron", RolloutEngine(_check_megatron, _build_megatron, 
 
 
 def _build_vllm(worker: Any) -> Rollout:
-    trained, models = worker.state.optimizer is not None, len(worker.state.models)
-    return vllm_rollout(worker.config, worker.context, trained=trained, models=models)
+    trained, models, offloader = worker.state.optimizer is not None, len(worker.state.models), worker.offloader
+    if offloader.takes_turns:  # the engine starts beside what is on the device when it generates
+        offloader.offload(keep_for="generate_sequences")
+    resident = not offloader.takes_turns
+    return vllm_rollout(worker.config, worker.context, trained=trained, models=models, resident=resident)
 
 
 ROLLOUT_ENGINES.add("vllm", RolloutEngine(check_vllm, _build_vllm, records_experts=True, gpus_used=gpus_used))

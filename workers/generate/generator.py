@@ -75,7 +75,7 @@ class Generator:
             self._offloader.sleepers["rollout"] = self
         else:
             self._offloader.needs["generate_sequences"] = ("params",)
-        if getattr(rollout, "sleeps_beside_training", False):
+        if rollout.sleeps_beside_training:
             self._offloader.alone.add("rollout")
 
     def generate(self, prompts: DataProto) -> DataProto | None:

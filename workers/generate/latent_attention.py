@@ -92,9 +92,9 @@ def _attend(
 
 def _angles_of_rows(rotary: Any, tokens: TokenPositions, length: int, **kwargs: Any) -> Any:
     """Return the angles ``[length, 1, 1, width]``, or if rows differ the new tokens' ``[length, rows, 1, width]``."""
-    found = type(rotary).forward(rotary, length, **kwargs)
+    rotated = type(rotary).forward(rotary, length, **kwargs)
     if tokens.new is None:
-        return found
-    angles, scale = found if isinstance(found, tuple) else (found, None)
+        return rotated
+    angles, scale = rotated if isinstance(rotated, tuple) else (rotated, None)
     of_rows = angles[tokens.new].transpose(0, 1).expand(length, -1, -1, -1)
     return of_rows if scale is None else (of_rows, scale)

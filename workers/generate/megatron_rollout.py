@@ -13,13 +13,13 @@ from torch import nn
 from parallel_state.megatron import MegatronContext
 from workers.config import ActorConfig
 from workers.generate.decoding import generate
-from workers.generate.rollout_protocol import Generated, PolicyWeights, Prompts
+from workers.generate.rollout_protocol import Generated, PolicyWeights, Prompts, Rollout
 from workers.generate.sampling import Sampling
 from workers.router_replay.routers import ModelRouters
 from workers.train.pipeline import releasing_inputs, scoring
 
 
-class MegatronRollout:
+class MegatronRollout(Rollout):
     """Generates with the model of a policy; each data-parallel rank generates for its own prompts.
 
     Args:

@@ -14,9 +14,9 @@ from workers.generate.sampling import Sampling
 from workers.weights.fingerprints import Fingerprint, shard_fingerprints
 from workers.weights.hf.model import CheckpointTensors, hf_whole_tensors
 from workers.weights.hf.names import hf_shards, model_family
-from workers.weights.resharding import BucketMemory, InBuckets, Wanted, tensors_in
-from workers.weights.resharding_schedule import TensorInBucket
+from workers.weights.moves import TensorInBucket
 from workers.weights.shards import model_shards
+from workers.weights.whole_tensors import BucketMemory, InBuckets, Wanted, tensors_in
 
 
 class Prompts(NamedTuple):
@@ -144,10 +144,20 @@ class PolicyWeights:
 
 
 class Rollout(Protocol):
-    """An engine that generates responses.
+    """An engine that generates responses: derive from it.
 
     Every rank of the worker has one, and every method is called on every rank.
     """
+
+    @property
+    def receives_weights(self) -> bool:
+        """Whether the whole tensors of an update are put together on this rank."""
+        return True
+
+    @property
+    def sleeps_beside_training(self) -> bool:
+        """Whether the engine must sleep while the policy computes, since it has the rest of the memory of its GPUs."""
+        return False
 
     @property
     def holds_weights(self) -> bool:

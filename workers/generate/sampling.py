@@ -42,6 +42,7 @@ from workers.generate.request_settings import SETTINGS, checked_setting
 
 _BLOCK = 64  # token ids in a block
 _GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)  # of SplitMix64, as int64
+_SETTINGS = tuple(name for name in SETTINGS if name != "max_tokens")
 
 
 @dataclass(frozen=True)
@@ -105,9 +106,6 @@ class Sampling:
         return sampling
 
 
-_SETTINGS = tuple(name for name in SETTINGS if name != "max_tokens")
-
-
 def _setting(name: str, value: Any) -> Any:
     checked = checked_setting(name, value)
     if checked is None:
@@ -133,7 +131,7 @@ def _token_id(name: str, value: Any) -> int:
 
 
 def draw_tokens(
-    logits: Tensor, keys: Tensor | None, sampling: Sampling, seen: Tensor | None = None
+    logits: Tensor, keys: Tensor | None, sampling: Sampling, present: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Draw one token for each row.
 
@@ -147,7 +145,7 @@ def draw_tokens(
         keys: int64 ``[rows]``, from :func:`position_keys`; None takes the most probable token, as does
             ``do_sample=False``.
         sampling: penalty, temperature, filters and ``do_sample``.
-        seen: bool ``[rows, vocab]``, the tokens that the repetition penalty lowers; None for none.
+        present: bool ``[rows, vocab]``, the tokens that the repetition penalty lowers; None for none.
 
     Returns:
         Tokens, int64 ``[rows]``, and their log-probabilities, float32 ``[rows]``: the policy's at the temperature but
@@ -155,8 +153,8 @@ def draw_tokens(
     """
     log_probs = torch.log_softmax(_scaled(logits, sampling), dim=-1)
     lowered = log_probs
-    if seen is not None:
-        lowered = torch.log_softmax(_scaled(_penalized(logits, seen, sampling), sampling), dim=-1)
+    if present is not None:
+        lowered = torch.log_softmax(_scaled(_penalized(logits, present, sampling), sampling), dim=-1)
     if keys is None or not sampling.do_sample:
         tokens = _argmax(lowered)
     else:
@@ -170,9 +168,9 @@ def _scaled(logits: Tensor, sampling: Sampling) -> Tensor:
     return logits.float() if sampling.temperature == 1.0 else logits.float() / sampling.temperature
 
 
-def _penalized(logits: Tensor, seen: Tensor, sampling: Sampling) -> Tensor:
+def _penalized(logits: Tensor, present: Tensor, sampling: Sampling) -> Tensor:
     penalty = sampling.repetition_penalty
-    return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+    return torch.where(present, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
 def _argmax(values: Tensor) -> Tensor:
@@ -250,11 +248,11 @@ def sample_seeds(hashes: Sequence[int], earlier: Mapping[int, int], *, n: int, s
         seed: of the run.
         call: number of batches that the run has sampled before; negative for held-out problems.
     """
-    seen = Counter(earlier)
+    counts = Counter(earlier)
     order = []
     for value in hashes:
-        order += [seen[value] * n + sample for sample in range(n)]
-        seen[value] += 1
+        order += [counts[value] * n + sample for sample in range(n)]
+        counts[value] += 1
     base = _mix(torch.tensor([seed]) * (1 << 32) + call)
     prompts = torch.tensor(list(hashes), dtype=torch.long).repeat_interleave(n)
     return _mix(_mix(prompts ^ base) + torch.tensor(order, dtype=torch.long))

@@ -92,9 +92,9 @@ class Adapter(nn.Module):
         for number in self.numbers:
             for pair in range(len(target.factors)):
                 self._add(self._name("A", pair, number), (lora.rank, weight.size(1)), config, weight)
-            for piece, own in enumerate(target.pieces):
-                if own is not None:
-                    name = self._name("B", own, number, piece)
+            for piece, of_pair in enumerate(target.pieces):
+                if of_pair is not None:
+                    name = self._name("B", of_pair, number, piece)
                     self._add(name, (self.blocks * heights[piece], lora.rank), config, weight)
 
     def _name(self, factor: str, pair: int, number: int | None, piece: int = 0) -> str:
@@ -144,8 +144,8 @@ class Adapter(nn.Module):
             if pair is None:
                 rows.append(a.new_zeros(self.blocks, height, pairs * self.rank))
                 continue
-            own = self.b(piece, number).view(self.blocks, height, self.rank)
-            rows.append(pad(own, (pair * self.rank, (pairs - pair - 1) * self.rank)))
+            b = self.b(piece, number).view(self.blocks, height, self.rank)
+            rows.append(pad(b, (pair * self.rank, (pairs - pair - 1) * self.rank)))
         return a, torch.cat(rows, 1).flatten(0, 1)
 
     def forward(self, inputs: Tensor, counts: Sequence[int] | None = None) -> Tensor:
@@ -270,10 +270,10 @@ class Adapters(nn.Module):
 
     def merging(self, local_name: str) -> Callable[[Tensor], Tensor] | None:
         """Return what adds the adapter to a weight of the chunk (see ``Adapter.merged``); None if it has none."""
-        found = self._by_weight.get(local_name) if self.enabled else None
-        return None if found is None else lambda weight: found[0].merged(weight, found[1])
+        weight_adapter = self._by_weight.get(local_name) if self.enabled else None
+        return None if weight_adapter is None else lambda weight: weight_adapter[0].merged(weight, weight_adapter[1])
 
-    def each(self) -> Iterator[Adapter]:
+    def __iter__(self) -> Iterator[Adapter]:
         """Iterate over the adapters of the chunk."""
         return (module for module in self.modules() if isinstance(module, Adapter))
 
@@ -289,12 +289,14 @@ class Adapters(nn.Module):
         for name, adapter in self.named_modules():
             if not isinstance(adapter, Adapter):
                 continue
-            own = dict(adapter.named_parameters())
+            factors = dict(adapter.named_parameters())
             axes = {
-                factor: adapter.split for factor in own if factor[0] == adapter.divided and adapter.split is not None
+                factor: adapter.split
+                for factor in factors
+                if factor[0] == adapter.divided and adapter.split is not None
             }
             tensors = make_sharded_tensors_for_checkpoint(
-                own, f"{prefix}{name}.", axes, tp_group=adapter.group, dp_cp_group=replicas
+                factors, f"{prefix}{name}.", axes, tp_group=adapter.group, dp_cp_group=replicas
             )
             if adapter.expert_replicas is not None:
                 for tensor in tensors.values():
@@ -317,8 +319,8 @@ def input_of_product(layer: Any, hidden: Tensor) -> Tensor:
 
 def adapters_of(chunks: Sequence[Any]) -> list[Adapters]:
     """Return the adapters of the chunks that have any, wrapped or not."""
-    found = (getattr(unwrap_model(chunk), "lora", None) for chunk in chunks)
-    return [module for module in found if isinstance(module, Adapters)]
+    attached = (getattr(unwrap_model(chunk), "lora", None) for chunk in chunks)
+    return [module for module in attached if isinstance(module, Adapters)]
 
 
 def changed_beside_adapters(chunks: Sequence[Any]) -> list[str]:

@@ -73,7 +73,7 @@ def _add_adapters(
             adapters.add(
                 Adapter(target, layer, heights, lora, config, context.pg), layer, f"decoder.layers.{position}.{inside}"
             )
-    for adapter in adapters.each():
+    for adapter in adapters:
         adapter.initialize(model.seed)
     chunk.lora = adapters.train(chunk.training)
 

@@ -18,9 +18,9 @@ from parallel_state.agreement import all_gather_values, raise_on_every_rank
 from workers.config.model import ModelConfig
 from workers.lora.adapters import Adapter, adapters_of, changed_beside_adapters
 from workers.lora.base import base_hash, tensor_headers
-from workers.weights.resharding import Wanted, WholeTensors, tensors_in
-from workers.weights.resharding_schedule import Span
+from workers.weights.moves import Span
 from workers.weights.shards import WeightShard
+from workers.weights.whole_tensors import Wanted, WholeTensors, tensors_in
 
 _FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -31,8 +31,8 @@ _EXPERT = re.compile(r"(.*)\.(\d+)\.lora_(A|B\d)")
 def _shards(chunks: Sequence[Any]) -> Iterator[WeightShard]:
     """The parts of this rank, under PEFT's names; of experts under the name of each, with the pieces of B apart."""
     for adapters in adapters_of(chunks):
-        experts = {name for adapter in adapters.each() if adapter.target.experts for name in adapter.target.factors}
-        for adapter in adapters.each():
+        experts = {name for adapter in adapters if adapter.target.experts for name in adapter.target.factors}
+        for adapter in adapters:
             for number in adapter.numbers:
                 yield from _of_adapter(adapter, number, experts)
 
@@ -78,20 +78,20 @@ def adapter_tensors(chunks: Sequence[Any], *, wanted: Wanted | None = None) -> d
     single = {
         name: tensor.clone() for name, tensor in tensors_in(partial(whole.buckets, wanted=wanted), torch.device("cpu"))
     }
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     experts: dict[str, dict[int, dict[str, Tensor]]] = {}
     for name, tensor in single.items():
         of_expert = _EXPERT.fullmatch(name)
         if of_expert is None:
-            found[name] = tensor
+            tensors[name] = tensor
         else:
             experts.setdefault(of_expert[1], {}).setdefault(int(of_expert[2]), {})[of_expert[3]] = tensor
     for key, of_layer in experts.items():
         of_experts = [of_layer[number] for number in sorted(of_layer)]
-        found[f"{key}.lora_A.weight"] = torch.cat([factors["A"] for factors in of_experts])
+        tensors[f"{key}.lora_A.weight"] = torch.cat([factors["A"] for factors in of_experts])
         b = [torch.cat([factors[piece] for piece in sorted(factors) if piece != "A"]) for factors in of_experts]
-        found[f"{key}.lora_B.weight"] = torch.stack(b, -1).flatten(1)  # the experts last
-    return found
+        tensors[f"{key}.lora_B.weight"] = torch.stack(b, -1).flatten(1)  # the experts last
+    return tensors
 
 
 @torch.no_grad()
@@ -128,17 +128,17 @@ def _name_in_file(shard: WeightShard) -> str:
     return shard.name if of_expert is None else f"{of_expert[1]}.lora_{of_expert[3][0]}.weight"
 
 
-def _check_all_read(unread: Collection[str], model: ModelConfig, path: Path) -> None:
+def _check_all_read(unused: Collection[str], model: ModelConfig, path: Path) -> None:
     """Raise DataError if a file has tensors that no adapter of the model has."""
-    if unread:
+    if unused:
         assert model.lora is not None
         raise DataError(
-            f"the adapter at {str(path)!r} has {len(unread)} tensors that model.lora has no adapter for, such as "
-            f"{min(unread)}: targets are {model.lora.targets}, exclude {model.lora.exclude}, and only linear layers of "
+            f"the adapter at {str(path)!r} has {len(unused)} tensors that model.lora has no adapter for, such as "
+            f"{min(unused)}: targets are {model.lora.targets}, exclude {model.lora.exclude}, and only linear layers of "
             "the decoder have adapters",
             path=str(path),
-            tensor=min(unread),
-            unread=sorted(unread),
+            tensor=min(unused),
+            unused=sorted(unused),
         )
 
 
@@ -156,9 +156,9 @@ def _value(shard: WeightShard, tensors: dict[str, Tensor], model: ModelConfig, p
             value = value.unflatten(1, (rank, experts))[..., number]
             value = value if len(value) == shard.full_shape[0] else value.chunk(2)[int(of_expert[3][1])]
     if value is None or tuple(value.shape) != shard.full_shape:
-        found = "none" if whole is None else list(whole.shape)
+        actual = "none" if whole is None else list(whole.shape)
         raise DataError(
-            f"the adapter at {str(path)!r} does not fit the model: {name} is {found}, expected "
+            f"the adapter at {str(path)!r} does not fit the model: {name} is {actual}, expected "
             f"{list(shard.full_shape)}{'' if of_expert is None else ' of each expert'}",
             path=str(path),
             tensor=name,
@@ -216,8 +216,8 @@ def peft_config(chunks: Sequence[Any], model: ModelConfig) -> dict[str, Any]:
     """Return the content of ``adapter_config.json`` (a collective)."""
     lora = model.lora
     assert lora is not None
-    own = {name for adapters in adapters_of(chunks) for adapter in adapters.each() for name in adapter.target.factors}
-    names = sorted({name for theirs in all_gather_values(own) for name in theirs})
+    targets = {name for adapters in adapters_of(chunks) for adapter in adapters for name in adapter.target.factors}
+    names = sorted({name for theirs in all_gather_values(targets) for name in theirs})
     of_experts = [name for name in names if ".experts." in name]
     linears = [name for name in names if ".experts." not in name]
     ends = sorted({name.rpartition(".")[2] for name in linears})
@@ -252,7 +252,7 @@ def check_adapter(model: ModelConfig) -> None:
     file = Path(lora.path) / _FILE
     if not file.is_file():
         raise ConfigError(f"model.lora.path: there is no {str(file)!r}", key="model.lora.path", value=lora.path)
-    own = {name: header["shape"] for name, header, found, _ in tensor_headers(Path(lora.path)) if found == file}
+    shapes = {name: header["shape"] for name, header, in_file, _ in tensor_headers(Path(lora.path)) if in_file == file}
     expected, base = _metadata(file).get("base_sha256"), base_hash(model)
     if expected is not None and expected != base:
         raise ConfigError(
@@ -264,7 +264,7 @@ def check_adapter(model: ModelConfig) -> None:
     if model.hf_path is None:
         return
     of_base = {name: header["shape"] for name, header, *_ in tensor_headers(Path(model.hf_path))}
-    for name, shape in own.items():
+    for name, shape in shapes.items():
         of_factor = _FACTOR.fullmatch(name)
         if of_factor is None:
             raise ConfigError(
@@ -290,5 +290,5 @@ def check_adapter(model: ModelConfig) -> None:
 def _metadata(file: Path) -> dict[str, str]:
     with open(file, "rb") as opened:
         headers = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
-    found: dict[str, str] = headers.get("__metadata__", {})
-    return found
+    metadata: dict[str, str] = headers.get("__metadata__", {})
+    return metadata

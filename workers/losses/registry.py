@@ -25,6 +25,11 @@ from mcontroller.config.registry import Registry
 if TYPE_CHECKING:
     from torch import Tensor
 
+AGGREGATIONS: Registry[Aggregation] = Registry("aggregation of the loss", key="loss_agg_mode")
+"""Modes by the name that ``ActorConfig.loss_agg_mode`` takes."""
+POLICY_LOSSES: Registry[RegisteredPolicyLoss] = Registry("policy loss", key="policy_loss")
+"""Policy losses by the name that ``ActorConfig.policy_loss`` takes."""
+
 
 @dataclass(frozen=True, slots=True)
 class Weights:
@@ -46,38 +51,35 @@ Both masks are float ``[rows, response]``. They differ under context parallelism
 response. A response is counted on the rank that has its first token.
 """
 
-AGGREGATIONS: Registry[Aggregation] = Registry("aggregation of the loss", key="loss_agg_mode")
-"""Modes by the name that ``ActorConfig.loss_agg_mode`` takes."""
-
 
 @AGGREGATIONS.register("token-mean")
-def _token_mean(own: Tensor, whole: Tensor, longest: int) -> Weights:
+def _token_mean(local: Tensor, whole: Tensor, longest: int) -> Weights:
     """Each token counts once (DAPO, arXiv:2503.14476)."""
-    return Weights(own, own.sum())
+    return Weights(local, local.sum())
 
 
 @AGGREGATIONS.register("seq-mean-token-mean")
-def _sequence_mean_of_means(own: Tensor, whole: Tensor, longest: int) -> Weights:
+def _sequence_mean_of_means(local: Tensor, whole: Tensor, longest: int) -> Weights:
     """Each response counts once, whatever its length (GRPO, arXiv:2402.03300)."""
-    return Weights(own / whole.sum(1, keepdim=True).clamp(min=1), _responses(own, whole))
+    return Weights(local / whole.sum(1, keepdim=True).clamp(min=1), _responses(local, whole))
 
 
 @AGGREGATIONS.register("seq-mean-token-sum")
-def _sequence_mean_of_sums(own: Tensor, whole: Tensor, longest: int) -> Weights:
+def _sequence_mean_of_sums(local: Tensor, whole: Tensor, longest: int) -> Weights:
     """The mean over responses of their summed tokens."""
-    return Weights(own, _responses(own, whole))
+    return Weights(local, _responses(local, whole))
 
 
 @AGGREGATIONS.register("seq-mean-token-sum-norm")
-def _constant_length(own: Tensor, whole: Tensor, longest: int) -> Weights:
+def _constant_length(local: Tensor, whole: Tensor, longest: int) -> Weights:
     """As seq-mean-token-sum, divided by the longest possible response (Dr.GRPO, arXiv:2503.20783)."""
-    return Weights(own / longest, _responses(own, whole))
+    return Weights(local / longest, _responses(local, whole))
 
 
-def _responses(own: Tensor, whole: Tensor) -> Tensor:
+def _responses(local: Tensor, whole: Tensor) -> Tensor:
     """Return the number of responses whose first token is among this rank's."""
     first = (whole != 0) & ((whole != 0).cumsum(1) == 1)
-    return (first & (own != 0)).sum().to(own.dtype)
+    return (first & (local != 0)).sum().to(local.dtype)
 
 
 class PolicyLoss(NamedTuple):
@@ -144,9 +146,6 @@ class RegisteredPolicyLoss:
     clip_high: float = 0.2
     unused: tuple[str, ...] = ()
 
-
-POLICY_LOSSES: Registry[RegisteredPolicyLoss] = Registry("policy loss", key="policy_loss")
-"""Policy losses by the name that ``ActorConfig.policy_loss`` takes."""
 
 F = TypeVar("F", bound=Callable[..., PolicyLoss])
 

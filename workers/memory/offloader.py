@@ -22,6 +22,7 @@ from workers.weights.offload import (
     Sleepable,
     buffer_tensors,
     drop_cached_tables,
+    drop_fp8_weights,
     gradient_tensors,
     model_tensors,
     optimizer_tensors,
@@ -45,6 +46,7 @@ class Offloader:
         contexts: the layouts whose communicators can be freed, in the same order on every rank.
         sleepers: by name, parts that free their memory themselves, such as an engine that generates.
         alone: names of parts that are offloaded before any method that computes with other parts only.
+        takes_turns: whether the role shares its device in time: ``offload`` was called for a next method.
     """
 
     def __init__(self, state: TrainingState, needs: Mapping[str, tuple[str, ...]]) -> None:
@@ -56,6 +58,7 @@ class Offloader:
         self.contexts = [state.context]
         self.sleepers: dict[str, Sleepable] = {}
         self.alone: set[str] = set()
+        self.takes_turns = False
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def offload(
@@ -80,13 +83,17 @@ class Offloader:
         available = self.parts()
         chosen = tuple(available) if parts is None else parts
         if keep_for is not None:
+            self.takes_turns = True
             kept = self.needs.get(keep_for)
             chosen = () if kept is None else tuple(part for part in chosen if part not in kept)
-        for chunks in self._state.models.values():
+        freed = 0
+        for name, chunks in self._state.models.items():
             drop_cached_tables(chunks)
+            if _part_of_model(name) in chosen:
+                freed += drop_fp8_weights(chunks)
         if "grads" in chosen:
             self._state.gradients = None
-        freed = self.offloaded.offload(available, chosen, discard=("grads",))
+        freed += self.offloaded.offload(available, chosen, discard=("grads",))
         if communicators:
             groups = [group for context in self.contexts for group in context.groups()]
             freed += self.offloaded.offload({COMMUNICATORS: Communicators(groups)}, (COMMUNICATORS,))
@@ -113,7 +120,7 @@ class Offloader:
         for name, chunks in state.models.items():
             copies = [value for chunk in state.float32.get(name, ()) for value in chunk.values()]
             tensors = itertools.chain(model_tensors(chunks), buffer_tensors(chunks), copies)
-            parts["params" if name == "model" else name] = tensors
+            parts[_part_of_model(name)] = tensors
         if state.optimizer is not None:
             parts |= {"grads": gradient_tensors(state.model), "optimizer": optimizer_tensors(state.optimizer)}
         return parts | self.sleepers
@@ -148,6 +155,10 @@ class Offloader:
         if leaving:
             self.offloaded.offload(self.parts(), tuple(leaving))
         self.offloaded.reload((COMMUNICATORS, *needed) if needed else needed)
+
+
+def _part_of_model(name: str) -> str:
+    return "params" if name == "model" else name
 
 
 class MemoryUse:

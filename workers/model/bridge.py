@@ -43,9 +43,9 @@ from workers.weights.hf.files import WeightFiles
 from workers.weights.hf.hub import local_directory
 from workers.weights.hf.model import CheckpointTensors
 from workers.weights.hf.names import OUTPUT_LAYER
-from workers.weights.resharding import BucketMemory, Wanted
-from workers.weights.resharding_schedule import TensorInBucket
+from workers.weights.moves import TensorInBucket
 from workers.weights.shards import WeightShard
+from workers.weights.whole_tensors import BucketMemory, Wanted
 
 # What Bridge turns on for training on GPUs with Transformer Engine, and this project's layers and losses do without.
 _WITHOUT_ENGINE = {
@@ -82,7 +82,7 @@ class BridgeModel:
         value_head: whether the model gets a value head, for which its output layer is not that of its embedding.
 
     Attributes:
-        unread: the keys of ``config.json`` that change what a model computes, and that Bridge has not read.
+        unused_keys: the keys of ``config.json`` that change what a model computes, and that Bridge has not read.
 
     Raises:
         ConfigError: Bridge is not installed, or does not have the model; a field of ``model.transformer`` is unknown;
@@ -94,7 +94,7 @@ class BridgeModel:
     ) -> None:
         _check_installed()
         self.bridge = _opened(local_directory(str(model.hf_path)))
-        self.config, self.unread = _recorded(self.bridge, Path(local_directory(str(model.hf_path))))
+        self.config, self.unused_keys = _recorded(self.bridge, Path(local_directory(str(model.hf_path))))
         dtype = getattr(torch, model.dtype)
         fields = {
             **_ALWAYS,
@@ -183,13 +183,13 @@ class BridgeWeights:
 
     def names(self, chunks: Sequence[nn.Module]) -> Callable[[str], tuple[str, ...]]:
         """Return what maps Megatron's name of a weight to those of its tensors in the files; see ``hf_names_of``."""
-        found: dict[str, tuple[str, ...]] = {}
+        hf_names: dict[str, tuple[str, ...]] = {}
         for task in filter(None, self._tasks(chunks)):
             names = task.mapping.hf_param
             of_weight = (names,) if isinstance(names, str) else tuple(names.values())
-            found[task.global_param_name] = of_weight
-            found.setdefault(task.global_param_name.rstrip(_DIGITS), of_weight)  # an expert of this rank for others
-        return lambda name: found.get(name) or found.get(name.rstrip(_DIGITS), ())
+            hf_names[task.global_param_name] = of_weight
+            hf_names.setdefault(task.global_param_name.rstrip(_DIGITS), of_weight)  # an expert of this rank for others
+        return lambda name: hf_names.get(name) or hf_names.get(name.rstrip(_DIGITS), ())
 
     def _tasks(self, chunks: Sequence[nn.Module]) -> list[Any]:
         _register_classes(chunks)
@@ -214,8 +214,8 @@ class BridgeWeights:
             padded = name.endswith(_OF_VOCABULARY) and len(tensor) == chunk.vocab_size
             yield name, tensor[: chunk.unpadded_vocab_size] if padded else tensor
         if self.value_head:
-            own = next((head.weight.detach().cpu() for head in _value_heads(chunks)), None)
-            head = next(value for value in all_gather_values(own) if value is not None)
+            local_head = next((head.weight.detach().cpu() for head in _value_heads(chunks)), None)
+            head = next(value for value in all_gather_values(local_head) if value is not None)
             yield ModelFamily.value_head, head.to(torch.cuda.current_device())
 
     def tensors(self, chunks: Sequence[nn.Module], bucket_bytes: int) -> BridgeTensors:

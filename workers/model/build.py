@@ -91,8 +91,10 @@ def build_model(
     if model_provider is None:
         built_by = BridgeModel if model.provider == "bridge" else _OwnModel
         model_provider = built_by(model, parallel, context, value_head)
-        if isinstance(model_provider, BridgeModel) and model_provider.unread and dist.get_rank() == 0:
-            _print_once(f"Megatron-Bridge has not read these keys of config.json: {', '.join(model_provider.unread)}")
+        if isinstance(model_provider, BridgeModel) and model_provider.unused_keys and dist.get_rank() == 0:
+            _print_once(
+                f"Megatron-Bridge has not read these keys of config.json: {', '.join(model_provider.unused_keys)}"
+            )
     build_chunk = _with_groups(model_provider, context.pg)
     with context.activate():
         chunks = [

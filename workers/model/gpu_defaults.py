@@ -194,11 +194,11 @@ def set_max_connections(parallel: ParallelConfig) -> tuple[str, bool]:
     value, reason = max_connections(parallel, compute_capability())
     if value is not None and not torch.cuda.is_initialized():
         os.environ.setdefault(_CONNECTIONS, value)
-    found = os.environ.get(_CONNECTIONS)
-    if found is None:
+    present = os.environ.get(_CONNECTIONS)
+    if present is None:
         text = f"{_CONNECTIONS} is not set" + (f": {reason}" if value is None else f", and should be {value}: {reason}")
         advice = "; this process has used CUDA already: set it in the environment of the worker processes (runtime_env)"
         return text + ("" if value is None else advice), value is None
-    if value in (None, found):
-        return f"{_CONNECTIONS}={found}: {reason if value else 'set in the environment'}", True
-    return f"{_CONNECTIONS}={found} is set in the environment, and should be {value}: {reason}; unset it", False
+    if value in (None, present):
+        return f"{_CONNECTIONS}={present}: {reason if value else 'set in the environment'}", True
+    return f"{_CONNECTIONS}={present} is set in the environment, and should be {value}: {reason}; unset it", False

@@ -50,8 +50,8 @@ def initialize_weights(
                 matrices.append((shard, get_model_config(chunk)))
             elif shard.name.endswith("bias"):
                 shard.param.zero_()
-    for shard, drawn in _drawn_by_threads(matrices, seed, _threads()):
-        shard.param.copy_(drawn)
+    for shard, values in _random_by_threads(matrices, seed, _threads()):
+        shard.param.copy_(values)
 
 
 def _threads() -> int:
@@ -60,7 +60,7 @@ def _threads() -> int:
     return min(max(len(os.sched_getaffinity(0)) // ranks_of_node, 1), _MOST_THREADS)
 
 
-def _drawn_by_threads(
+def _random_by_threads(
     matrices: Iterable[tuple[WeightShard, TransformerConfig]], seed: int, threads: int
 ) -> Iterator[tuple[WeightShard, torch.Tensor]]:
     """Iterate over shards with their values; at most ``threads`` whole tensors are in memory."""

@@ -156,8 +156,8 @@ class TEDotProductAttention(MegatronModule):
             if self.window is not None:
                 allowed &= distance <= self.window
         if masked is not None:
-            seen = ~(masked if key_positions is None else masked.index_select(-1, key_positions))
-            allowed = seen if allowed is None else seen & allowed
+            unmasked = ~(masked if key_positions is None else masked.index_select(-1, key_positions))
+            allowed = unmasked if allowed is None else unmasked & allowed
         return allowed
 
     def _limits(self, keys: int) -> bool:

@@ -28,6 +28,63 @@ _ACTIVATIONS = {
     "squared_relu": activations.squared_relu,
     "quick_gelu": activations.quick_gelu,
 }
+_SAME_NAME = (
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "ffn_hidden_size",
+    "kv_channels",
+    "normalization",
+    "layernorm_epsilon",
+    "gated_linear_unit",
+    "add_bias_linear",
+    "add_qkv_bias",
+    "qk_layernorm",
+    "attention_dropout",
+    "hidden_dropout",
+    "init_method_std",
+)
+# Fields that a model which was built elsewhere must have in common with the configuration: they are exported, or decide
+# how ranks divide the model and communicate. The first ones are compared on TransformerConfig, the others on GPTModel.
+_ARCHITECTURE = (
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "ffn_hidden_size",
+    "kv_channels",
+    "normalization",
+    "layernorm_epsilon",
+    "gated_linear_unit",
+    "activation_func",
+    "add_bias_linear",
+    "add_qkv_bias",
+    "qk_layernorm",
+    "num_moe_experts",
+    "params_dtype",
+)
+_LAYOUT = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "sequence_parallel",
+)
+_POSITIONS = ("position_embedding_type", "rotary_base", "rotary_percent")
+# Defaults that differ from Megatron's; a user may set other values.
+_CHANGEABLE = frozenset(
+    (
+        "moe_token_dispatcher_type",
+        "moe_grouped_gemm",
+        "gradient_accumulation_fusion",
+        "overlap_p2p_comm",
+        "batch_p2p_comm",
+        "deallocate_pipeline_outputs",
+    )
+)
 
 
 def transformer_config(model: ModelConfig, parallel: ParallelConfig) -> TransformerConfig:
@@ -63,25 +120,6 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig) -> Transfor
     if chosen_only:
         config.moe_router_pre_softmax = False
     return config
-
-
-_SAME_NAME = (
-    "num_layers",
-    "hidden_size",
-    "num_attention_heads",
-    "num_query_groups",
-    "ffn_hidden_size",
-    "kv_channels",
-    "normalization",
-    "layernorm_epsilon",
-    "gated_linear_unit",
-    "add_bias_linear",
-    "add_qkv_bias",
-    "qk_layernorm",
-    "attention_dropout",
-    "hidden_dropout",
-    "init_method_std",
-)
 
 
 def _from_model(model: ModelConfig) -> dict[str, Any]:
@@ -123,37 +161,6 @@ def parallel_fields(parallel: ParallelConfig) -> dict[str, Any]:
         # What a stage has sent is needed for its backward function only: freed, as Megatron-LM always does.
         "deallocate_pipeline_outputs": parallel.pp > 1,
     }
-
-
-# Fields that a model which was built elsewhere must have in common with the configuration: they are exported, or decide
-# how ranks divide the model and communicate. The first ones are compared on TransformerConfig, the others on GPTModel.
-_ARCHITECTURE = (
-    "num_layers",
-    "hidden_size",
-    "num_attention_heads",
-    "num_query_groups",
-    "ffn_hidden_size",
-    "kv_channels",
-    "normalization",
-    "layernorm_epsilon",
-    "gated_linear_unit",
-    "activation_func",
-    "add_bias_linear",
-    "add_qkv_bias",
-    "qk_layernorm",
-    "num_moe_experts",
-    "params_dtype",
-)
-_LAYOUT = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "virtual_pipeline_model_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-    "sequence_parallel",
-)
-_POSITIONS = ("position_embedding_type", "rotary_base", "rotary_percent")
 
 
 def check_chunks(chunks: Sequence[Any], model: ModelConfig, parallel: ParallelConfig, owner: str) -> None:
@@ -200,19 +207,6 @@ def _compare(differing: dict[str, tuple[Any, Any]], name: str, built: Any, wante
     same = built is wanted if callable(wanted) else built == wanted
     if not same:
         differing[name] = (built, wanted)
-
-
-# Defaults that differ from Megatron's; a user may set other values.
-_CHANGEABLE = frozenset(
-    (
-        "moe_token_dispatcher_type",
-        "moe_grouped_gemm",
-        "gradient_accumulation_fusion",
-        "overlap_p2p_comm",
-        "batch_p2p_comm",
-        "deallocate_pipeline_outputs",
-    )
-)
 
 
 def checked_fields(kind: type, values: Mapping[str, Any], at: str, set_elsewhere: Mapping[str, str]) -> dict[str, Any]:

@@ -42,7 +42,8 @@ def peak_tflops(device_name: str) -> float | None:
 def training_flops(chunks: Sequence[nn.Module], lengths: Tensor, pg: ProcessGroupCollection) -> float:
     """Return this rank's operations of a forward and a backward pass: of the model, not of what it computes again.
 
-    6 for each token and parameter outside of the input embedding, and for causal attention 6 x length x width of the
+    6 for each token and parameter outside of the input embedding, whose weights count as the output projection if the
+    two are tied, and for causal attention 6 x length x width of the
     queries for each token and layer (Narayanan et al. 2021, with half of the attention). Experts are assumed to get
     equal shares of the tokens.
 
@@ -59,10 +60,17 @@ def training_flops(chunks: Sequence[nn.Module], lengths: Tensor, pg: ProcessGrou
             if ".experts." in name:
                 chosen = config.moe_router_topk / config.num_moe_experts
                 used += parameter.numel() * chosen * pg.dp.size() / pg.expt_dp.size()
-            elif not name.startswith("embedding."):
+            elif not name.startswith("embedding.") or _is_output_projection(chunk, name):
                 used += parameter.numel() / pg.cp.size()
     width = config.num_attention_heads * config.kv_channels / pg.tp.size()
     return 6.0 * (used * tokens + layers * width * squares / pg.cp.size())
+
+
+def _is_output_projection(chunk: nn.Module, name: str) -> bool:
+    """Return whether the input embedding of this chunk is the matrix that the logits are computed with."""
+    model = unwrap_model(chunk)
+    tied = getattr(model, "share_embeddings_and_output_weights", False) and getattr(model, "post_process", False)
+    return tied and name == "embedding.word_embeddings.weight"
 
 
 def model_flops_utilization(

@@ -3,10 +3,15 @@
 A tensor-parallel rank has ``[tokens, vocab / tp]``. It needs three numbers for each token from its peers, by two
 all-reduces. ``log_probs_and_entropy`` starts from hidden states and computes logits for a chunk of tokens at a time, so
 that ``[batch, seq, vocab]`` never exists.
+
+On a GPU with Triton, compiled kernels read the logits in their own dtype, twice forward and once backward, and keep no
+float32 copy of them. Step by step, as on a CPU, a vocabulary of 152,000 moves 24 times as many bytes.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -42,7 +47,12 @@ def log_probs_and_entropy(
     """
 
     def one_chunk(hidden: Tensor, targets: Tensor, divisor: float | Tensor) -> tuple[Tensor, Tensor]:
-        return vocab_parallel_log_probs(project(hidden).float() / divisor, targets, group, vocab_size=vocab_size)
+        logits = project(hidden)
+        if targets.dim() == 1 and logits.is_cuda and _has_triton():
+            divisor = torch.as_tensor(divisor, dtype=torch.float32, device=logits.device)
+            scores: tuple[Tensor, Tensor] = FusedLogProbs.apply(logits, divisor, targets, group, vocab_size)
+            return scores
+        return vocab_parallel_log_probs(logits.float() / divisor, targets, group, vocab_size=vocab_size)
 
     if hidden.size(0) <= chunk_tokens:
         return one_chunk(hidden, targets, *_divisors(temperature, 1, hidden.size(0)))
@@ -167,6 +177,92 @@ class _LogProbsAndEntropy(torch.autograd.Function):
         grad.mul_(entropy_grad[:, None]).add_(log_prob_grad.sum(-1, keepdim=True)).mul_(probs).neg_()
         grad.scatter_add_(-1, local, torch.where(mine, log_prob_grad, 0.0))
         return grad, None, None, None
+
+
+class FusedLogProbs(torch.autograd.Function):
+    """The same as ``vocab_parallel_log_probs`` for one target of each token, in three passes over the logits."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, divisor: Tensor, targets: Tensor, group: dist.ProcessGroup | None, vocab_size: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return log-probabilities and entropies, float32 ``[tokens]``.
+
+        Args:
+            ctx: of torch.
+            logits: this rank's ``[tokens, vocab / tp]``, in the dtype of the model.
+            divisor: the temperature, float32, of all tokens or ``[tokens, 1]``.
+            targets: ``[tokens]`` int64, ids in the whole vocabulary.
+            group: the ranks that the vocabulary is divided over; None if this rank has all of it.
+            vocab_size: ids from this one on are padding of the vocabulary and have probability 0.
+        """
+        width = logits.size(-1)
+        first = 0 if group is None else group.rank() * width
+        valid = min(max(vocab_size - first, 0), width)
+        peak = _compiled(_peak_of)(logits, divisor, valid)
+        _all_reduce(peak, dist.ReduceOp.MAX, group)
+        local = targets - first
+        mine = (local >= 0) & (local < width)
+        local = local.clamp(0, width - 1)[:, None]
+        target = logits.gather(-1, local).float().div(divisor)[:, 0] - peak
+        sums = torch.stack((*_compiled(_sums_of)(logits, divisor, peak, valid), torch.where(mine, target, 0.0)))
+        _all_reduce(sums, dist.ReduceOp.SUM, group)
+        total, weighted, target = sums
+        log_total = total.log()
+        entropy = log_total - weighted / total
+        ctx.save_for_backward(logits, divisor, peak, log_total, entropy, torch.where(mine, local[:, 0], -1))
+        ctx.valid = valid
+        return target - log_total, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        """Return the gradient of the logits, in their dtype."""
+        return _compiled(_gradient_of)(*ctx.saved_tensors, *grads, ctx.valid), None, None, None, None
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+@functools.cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=True)
+
+
+def _scaled(logits: Tensor, divisor: Tensor, valid: int) -> tuple[Tensor, Tensor]:
+    """Return float32 logits divided by the temperature, without padding's, and the number of each column."""
+    columns = torch.arange(logits.size(-1), device=logits.device)
+    return torch.where(columns < valid, logits.float() / divisor, _PADDING_LOGIT), columns
+
+
+def _peak_of(logits: Tensor, divisor: Tensor, valid: int) -> Tensor:
+    return _scaled(logits, divisor, valid)[0].amax(-1)
+
+
+def _sums_of(logits: Tensor, divisor: Tensor, peak: Tensor, valid: int) -> tuple[Tensor, Tensor]:
+    shifted = _scaled(logits, divisor, valid)[0] - peak[:, None]
+    exp = shifted.exp()
+    return exp.sum(-1), (exp * shifted).sum(-1)
+
+
+def _gradient_of(
+    logits: Tensor,
+    divisor: Tensor,
+    peak: Tensor,
+    log_total: Tensor,
+    entropy: Tensor,
+    local: Tensor,
+    log_prob_grad: Tensor,
+    entropy_grad: Tensor,
+    valid: int,
+) -> Tensor:
+    """Return the gradient of the logits; ``local`` is -1 where another rank has the target."""
+    scaled, columns = _scaled(logits, divisor, valid)
+    log_probs = scaled - (peak + log_total)[:, None]
+    target = torch.where(columns == local[:, None], log_prob_grad[:, None], 0.0)
+    slope = log_prob_grad[:, None] + entropy_grad[:, None] * (log_probs + entropy[:, None])
+    return ((target - log_probs.exp() * slope) / divisor).to(logits.dtype)
 
 
 def _all_reduce(tensor: Tensor, op: Any, group: dist.ProcessGroup | None) -> None:

@@ -53,8 +53,8 @@ class RouterReplay:
         """
         routers = self._routers()
         column = self._checked(batch, method, routers)
-        own = from_first_token(column[:, :, routers.own], _first_columns(batch), lengths, width)
-        return ReplayedExperts(routers, own)
+        local = from_first_token(column[:, :, routers.local], _first_columns(batch), lengths, width)
+        return ReplayedExperts(routers, local)
 
     def recording(self, rows: int, width: int) -> RecordedExperts:
         """Return what records the experts of rows of ``width`` tokens in their next passes."""

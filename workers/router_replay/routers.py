@@ -63,7 +63,7 @@ class ModelRouters:
         self.experts: int = config.num_moe_experts
         self.topk: int = config.moe_router_topk
         self.layers = len(numbers)
-        self.own = [numbers.index(router.layer) for router in routers]
+        self.local = [numbers.index(router.layer) for router in routers]
         self.dtype = torch.int8 if self.experts <= 128 else torch.int16
 
     def places(self, chunk: nn.Module) -> slice:
@@ -82,11 +82,11 @@ class ModelRouters:
         Its value is a list that gets one tensor at the end of the pass: the experts of every token, in ``dtype``,
         ``[tokens, routers of the chunk, topk]``.
         """
-        found: list[Tensor] = []
+        recorded: list[Tensor] = []
         with self._pass(chunk, None, again=False) as choices:
-            yield found
+            yield recorded
         if choices:
-            found.append(torch.stack([choice.to(self.dtype) for choice in choices], 1))
+            recorded.append(torch.stack([choice.to(self.dtype) for choice in choices], 1))
 
     @contextlib.contextmanager
     def replaying(self, chunk: nn.Module, given: Tensor, *, again: bool) -> Iterator[None]:
@@ -117,14 +117,14 @@ class ModelRouters:
             dist.all_reduce(sent, op=dist.ReduceOp.MAX, group=group)
         return sent.to(values.dtype)
 
-    def of_all_stages(self, own: Tensor) -> Tensor:
+    def of_all_stages(self, local: Tensor) -> Tensor:
         """Return the experts of all layers ``[..., layers, topk]`` (a collective over pp).
 
         Args:
-            own: the experts that this rank's routers chose, ``[..., routers, topk]``.
+            local: the experts that this rank's routers chose, ``[..., routers, topk]``.
         """
-        everything = own.new_full((*own.shape[:-2], self.layers, self.topk), NOT_RECORDED)
-        everything[..., self.own, :] = own
+        everything = local.new_full((*local.shape[:-2], self.layers, self.topk), NOT_RECORDED)
+        everything[..., self.local, :] = local
         return self.largest(everything, self._pg.pp)
 
     @contextlib.contextmanager

@@ -65,13 +65,13 @@ class RecordedExperts:
         self._index = torch.arange(rows) if index is None else index
         self._device = torch.device("cpu")
         self._passes: list[tuple[slice, Tensor, Tensor]] = []
-        self._taken: list[RecordedExperts] = []
+        self._parts: list[RecordedExperts] = []
 
     def take(self, index: Tensor, valid: int) -> RecordedExperts:
         """Return the experts of a micro-batch, which ``gather`` puts in their rows."""
-        taken = RecordedExperts(self.routers, len(index), self.width, self._index[index[:valid]])
-        self._taken.append(taken)
-        return taken
+        experts = RecordedExperts(self.routers, len(index), self.width, self._index[index[:valid]])
+        self._parts.append(experts)
+        return experts
 
     def narrow(self, width: int) -> RecordedExperts:
         """Return the same object, for rows of ``width`` tokens."""
@@ -86,9 +86,9 @@ class RecordedExperts:
     @contextlib.contextmanager
     def in_pass(self, chunk: nn.Module, positions: Tensor) -> Iterator[None]:
         """Context manager of a pass whose choices are recorded; arguments as of ``ReplayedExperts.in_pass``."""
-        with self.routers.recording(chunk) as found:
+        with self.routers.recording(chunk) as choices:
             yield
-        self._passes += [(self.routers.places(chunk), positions, chosen) for chosen in found]
+        self._passes += [(self.routers.places(chunk), positions, chosen) for chosen in choices]
 
     def gather(self, pg: ProcessGroupCollection) -> Tensor:
         """Return the experts of all rows in all layers, ``[rows, seq, layers, topk]`` on the CPU.
@@ -100,15 +100,15 @@ class RecordedExperts:
         """
         shape = (self._rows, self.width, self.routers.layers, self.routers.topk)
         everything = torch.full(shape, NOT_RECORDED, dtype=self.routers.dtype)
-        for part in self._taken or [self]:
-            own = self.routers.largest(part.own(), pg.tp, pg.cp)
-            found = self.routers.of_all_stages(own).cpu()
-            everything[part._index, : part.width] = found[: len(part._index)]
+        for part in self._parts or [self]:
+            local = self.routers.largest(part.local(), pg.tp, pg.cp)
+            experts = self.routers.of_all_stages(local).cpu()
+            everything[part._index, : part.width] = experts[: len(part._index)]
         return everything
 
-    def own(self) -> Tensor:
+    def local(self) -> Tensor:
         """Return the experts of this rank's routers and tokens, ``[rows, seq, routers, topk]``."""
-        sizes = (self._rows * self.width, len(self.routers.own), self.routers.topk)
+        sizes = (self._rows * self.width, len(self.routers.local), self.routers.topk)
         values = torch.full(sizes, NOT_RECORDED, dtype=self.routers.dtype, device=self._device)
         for places, positions, chosen in self._passes:
             values[positions, places] = chosen
@@ -171,8 +171,8 @@ class GeneratedExperts:
         device: torch.device,
     ) -> None:
         self._routers, self._prompt_columns = routers, prompt_columns
-        sizes = (len(lengths), prompt_columns + response_columns, len(routers.own), routers.topk)
-        self._own = torch.full(sizes, NOT_RECORDED, dtype=routers.dtype, device=device)
+        sizes = (len(lengths), prompt_columns + response_columns, len(routers.local), routers.topk)
+        self._local = torch.full(sizes, NOT_RECORDED, dtype=routers.dtype, device=device)
         self._place = torch.arange(prompt_columns, device=device) - prompt_columns + lengths.to(device)[:, None]
 
     @contextlib.contextmanager
@@ -184,18 +184,18 @@ class GeneratedExperts:
             response_column: the column of the one new token of every row. None: it is the pass of the prompts
                 ``[rows, seq]``, each from its first token on.
         """
-        with self._routers.recording(chunk) as found:
+        with self._routers.recording(chunk) as choices:
             yield
         places = self._routers.places(chunk)
-        for chosen in found:
-            by_row = chosen.unflatten(0, (-1, len(self._own))).transpose(0, 1)  # from [seq, rows]
+        for chosen in choices:
+            by_row = chosen.unflatten(0, (-1, len(self._local))).transpose(0, 1)  # from [seq, rows]
             if response_column is not None:
-                self._own[:, self._prompt_columns + response_column, places] = by_row[:, 0]
+                self._local[:, self._prompt_columns + response_column, places] = by_row[:, 0]
                 continue
-            rows = torch.arange(len(self._own), device=by_row.device)[:, None]
+            rows = torch.arange(len(self._local), device=by_row.device)[:, None]
             prompts = by_row[rows, self._place.clamp(min=0)]
             prompts.masked_fill_((self._place < 0)[:, :, None, None], NOT_RECORDED)
-            self._own[:, : self._prompt_columns, places] = prompts
+            self._local[:, : self._prompt_columns, places] = prompts
 
     def of_responses(self, mask: Tensor) -> Tensor:
         """Return the experts of all layers, ``[rows, prompt + response, layers, topk]`` (a collective over pp).
@@ -207,5 +207,5 @@ class GeneratedExperts:
         """
         without = torch.ones_like(mask, dtype=torch.bool)
         without[:, :-1] = mask[:, 1:] == 0
-        self._own[:, self._prompt_columns :].masked_fill_(without[:, :, None, None], NOT_RECORDED)
-        return self._routers.of_all_stages(self._own)
+        self._local[:, self._prompt_columns :].masked_fill_(without[:, :, None, None], NOT_RECORDED)
+        return self._routers.of_all_stages(self._local)

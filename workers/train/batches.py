@@ -31,7 +31,7 @@ from workers.train.batch_checks import (
     locate_tokens,
     require_columns,
 )
-from workers.train.packing import OwnTargets, Packing, locate_own_targets
+from workers.train.packing import LocalTargets, Packing, locate_local_targets
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -71,7 +71,7 @@ class TokenBatch:
     temperature: float = 1.0
     packing: Packing | None = None
     distinct: DistinctTokens | None = None
-    own: OwnTargets | None = None
+    local: LocalTargets | None = None
     whole_mask: Tensor | None = None
     experts: RowExperts | None = None
     together: int = 1
@@ -102,17 +102,17 @@ class TokenBatch:
         """
         mask = self.mask[index]
         mask[valid:] = 0.0
-        taken = self._map(lambda column: column[index])
-        taken.mask = mask
-        taken.experts = None if self.experts is None else self.experts.take(index, valid)
-        return taken
+        rows = self._map(lambda column: column[index])
+        rows.mask = mask
+        rows.experts = None if self.experts is None else self.experts.take(index, valid)
+        return rows
 
     def narrow(self, width: int) -> TokenBatch:
         """Return the rows cut to ``width`` tokens; no row may be longer."""
         predictors = self.predictors.clamp(max=width - 1)
         experts = None if self.experts is None else self.experts.narrow(width)
         tokens = self.tokens[:, :width].contiguous()
-        return replace(self, tokens=tokens, predictors=predictors, own=None, experts=experts)
+        return replace(self, tokens=tokens, predictors=predictors, local=None, experts=experts)
 
     def with_distinct_tokens(self, multiple: int) -> TokenBatch:
         """Return the batch with ``distinct`` if that is worth it; call it before ``for_rank``.
@@ -130,10 +130,10 @@ class TokenBatch:
             rank: coordinate on the cp axis.
         """
         width = self.tokens.size(1)
-        own = locate_own_targets(
+        local = locate_local_targets(
             self.mask, self.predictors, width, self.packing, cp=cp, rank=rank, distinct=self.distinct
         )
-        return replace(self, own=own)
+        return replace(self, local=local)
 
     def to(self, device: torch.device) -> TokenBatch:
         """Return the batch on ``device``."""
@@ -141,7 +141,7 @@ class TokenBatch:
             self._map(lambda column: column.to(device)),
             packing=None if self.packing is None else self.packing.to(device),
             distinct=None if self.distinct is None else self.distinct.to(device),
-            own=None if self.own is None else self.own.to(device),
+            local=None if self.local is None else self.local.to(device),
             experts=None if self.experts is None else self.experts.to(device),
         )
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from workers.columns import TOKEN_TEMPERATURES
 from workers.model.vocab_parallel import log_probs_and_entropy, top_log_probs
 from workers.train.batches import TokenBatch
-from workers.train.packing import OwnTargets
+from workers.train.packing import LocalTargets
 from workers.train.router_losses import padding_matters
 from workers.zigzag import zigzag_slice
 
@@ -78,22 +78,22 @@ def token_scores(
         vocab_size: entries of the vocabulary, without padding.
         chunk_tokens: see ``vocab_parallel.log_probs_and_entropy``.
     """
-    own = _own(rows, pg)
-    chosen, project, group = _predicted(model, hidden, own, pg, vocab_size)
-    targets = rows.targets.flatten()[own.index]
+    local = _local_targets(rows, pg)
+    chosen, project, group = _predicted(model, hidden, local, pg, vocab_size)
+    targets = rows.targets.flatten()[local.index]
     if "top_ids" in rows.columns:
-        targets = torch.cat((targets[:, None], rows.columns["top_ids"].flatten(0, 1)[own.index]), 1)
+        targets = torch.cat((targets[:, None], rows.columns["top_ids"].flatten(0, 1)[local.index]), 1)
     log_probs, entropy = log_probs_and_entropy(
         chosen,
         project,
         targets,
         group,
         vocab_size=vocab_size,
-        temperature=_temperature(rows, own),
+        temperature=_temperature(rows, local),
         chunk_tokens=chunk_tokens,
     )
     first, *others = log_probs.unbind(1) if log_probs.dim() > 1 else (log_probs,)
-    return own.scatter(torch.stack((first, entropy, *others)), rows.targets.shape)
+    return local.scatter(torch.stack((first, entropy, *others)), rows.targets.shape)
 
 
 @takes_distinct_tokens
@@ -108,36 +108,36 @@ def forward_top(
     hidden = forward_hidden(model, rows, pg)
     if not is_last_chunk(model):
         return hidden
-    own = _own(rows, pg)
-    chosen, project, group = _predicted(model, hidden, own, pg, vocab_size)
+    local = _local_targets(rows, pg)
+    chosen, project, group = _predicted(model, hidden, local, pg, vocab_size)
     ids, log_probs = top_log_probs(
         chosen,
         project,
         k,
         group,
         vocab_size=vocab_size,
-        temperature=_temperature(rows, own),
+        temperature=_temperature(rows, local),
         chunk_tokens=chunk_tokens,
     )
-    return own.scatter(torch.cat((ids.float(), log_probs), 1).T, rows.targets.shape)
+    return local.scatter(torch.cat((ids.float(), log_probs), 1).T, rows.targets.shape)
 
 
-def _temperature(rows: TokenBatch, own: OwnTargets) -> float | Tensor:
+def _temperature(rows: TokenBatch, local: LocalTargets) -> float | Tensor:
     """The temperature of all targets, or that of each one that this rank predicts, ``[n]``."""
     column = rows.columns.get(TOKEN_TEMPERATURES)
-    return rows.temperature if column is None else column.flatten()[own.index].float()
+    return rows.temperature if column is None else column.flatten()[local.index].float()
 
 
 def _predicted(
-    model: nn.Module, hidden: Tensor, own: OwnTargets, pg: ProcessGroupCollection, vocab_size: int
+    model: nn.Module, hidden: Tensor, local: LocalTargets, pg: ProcessGroupCollection, vocab_size: int
 ) -> tuple[Tensor, Callable[[Tensor], Tensor], dist.ProcessGroup | None]:
     """The hidden states that predict the targets, the way to logits, and the ranks that divide the vocabulary."""
     chunk = unwrap_model(model)
     if not _has_output_layer(chunk):
-        return _at_predictors(hidden, own), _unchanged, None if hidden.size(-1) >= vocab_size else pg.tp
+        return _at_predictors(hidden, local), _unchanged, None if hidden.size(-1) >= vocab_size else pg.tp
     if chunk.config.sequence_parallel:
         hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=pg.tp)
-    return own.select(hidden.flatten(0, 1)), functools.partial(_logits, chunk), pg.tp
+    return local.select(hidden.flatten(0, 1)), functools.partial(_logits, chunk), pg.tp
 
 
 def forward_values(model: nn.Module, rows: TokenBatch, pg: ProcessGroupCollection) -> Tensor:
@@ -157,8 +157,8 @@ def forward_values(model: nn.Module, rows: TokenBatch, pg: ProcessGroupCollectio
         output = model(*args, **kwargs)
     if not is_last_chunk(model):
         return output
-    own = _own(rows, pg)
-    return own.scatter(_at_predictors(output, own)[:, 0].float(), rows.targets.shape)
+    local = _local_targets(rows, pg)
+    return local.scatter(_at_predictors(output, local)[:, 0].float(), rows.targets.shape)
 
 
 def is_last_chunk(model: nn.Module) -> bool:
@@ -168,12 +168,12 @@ def is_last_chunk(model: nn.Module) -> bool:
 
 def owned_targets(rows: TokenBatch, pg: ProcessGroupCollection) -> Tensor:
     """Return float32 ``[rows, targets]``: 1 if the target counts and this context-parallel rank predicts it, else 0."""
-    own = _own(rows, pg)
-    ones = torch.ones_like(own.index, dtype=torch.float32)
-    return own.scatter(ones, rows.targets.shape)
+    local = _local_targets(rows, pg)
+    ones = torch.ones_like(local.index, dtype=torch.float32)
+    return local.scatter(ones, rows.targets.shape)
 
 
-def loss_of_own_targets(loss: Callable[..., Any], pg: ProcessGroupCollection, rows: TokenBatch, output: Any) -> Any:
+def loss_of_local_targets(loss: Callable[..., Any], pg: ProcessGroupCollection, rows: TokenBatch, output: Any) -> Any:
     """Return ``loss`` of a micro-batch whose mask has the targets of this rank only; ``whole_mask`` has all of them."""
     return loss(dataclasses.replace(rows, mask=rows.mask * owned_targets(rows, pg), whole_mask=rows.mask), output)
 
@@ -229,10 +229,10 @@ def _local_columns(column: Tensor, rows: TokenBatch, pg: ProcessGroupCollection)
     return column[rows.packing.tokens_of_rank(pg.cp.size(), pg.cp.rank())][None]
 
 
-def _at_predictors(output: Tensor, own: OwnTargets) -> Tensor:
+def _at_predictors(output: Tensor, local: LocalTargets) -> Tensor:
     """The rows of ``output`` ``[sequences, seq, width]`` at the columns that predict the targets: ``[n, width]``."""
     sequences = output.size(0)
-    return output[own.predictors % sequences, own.predictors // sequences]
+    return output[local.predictors % sequences, local.predictors // sequences]
 
 
 def _unchanged(logits: Tensor) -> Tensor:
@@ -246,11 +246,11 @@ def _has_output_layer(chunk: nn.Module) -> bool:
     )
 
 
-def _own(rows: TokenBatch, pg: ProcessGroupCollection) -> OwnTargets:
+def _local_targets(rows: TokenBatch, pg: ProcessGroupCollection) -> LocalTargets:
     """The targets that count and that this rank predicts, which ``for_rank`` locates before ``rows`` is on a GPU."""
-    own = rows.own or rows.for_rank(pg.cp.size(), pg.cp.rank()).own
-    assert own is not None
-    return own
+    local = rows.local or rows.for_rank(pg.cp.size(), pg.cp.rank()).local
+    assert local is not None
+    return local
 
 
 def _logits(model: Any, hidden: Tensor) -> Tensor:

@@ -21,6 +21,13 @@ from workers.losses.registry import AGGREGATIONS, POLICY_LOSSES, PolicyLoss, Wei
 from workers.train.batches import TokenBatch
 from workers.train.metrics import TOKENS, Rule
 
+MISMATCH: Mapping[str, Rule] = {
+    "training/rollout_probs_diff_mean": Rule.TOKEN_MEAN,
+    "training/rollout_probs_diff_max": Rule.MAX,
+    "training/rollout_kl": Rule.TOKEN_MEAN,
+}
+"""Differences between rollout and policy, as in ``mismatch_metrics``, if the batch has ``rollout_log_probs``."""
+
 
 class ValueLoss(NamedTuple):
     """The value loss of every token; both tensors are float ``[rows, response]``.
@@ -43,10 +50,10 @@ def over_context(values: Tensor, context_parallel: ProcessGroup) -> Tensor:
     """Return the sum over context-parallel ranks, with gradients for the values of this rank."""
     if context_parallel.size() == 1:
         return values
-    own = values.detach()
-    of_all = own.clone()
+    local = values.detach()
+    of_all = local.clone()
     all_reduce(of_all, group=context_parallel)
-    return of_all + (values - own)
+    return of_all + (values - local)
 
 
 def sft_loss(rows: TokenBatch, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -75,14 +82,6 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: flo
     return ValueLoss(0.5 * torch.where(clipped, bounded, free), clipped.to(free.dtype))
 
 
-MISMATCH: Mapping[str, Rule] = {
-    "training/rollout_probs_diff_mean": Rule.TOKEN_MEAN,
-    "training/rollout_probs_diff_max": Rule.MAX,
-    "training/rollout_kl": Rule.TOKEN_MEAN,
-}
-"""Differences between rollout and policy, as in ``mismatch_metrics``, if the batch has ``rollout_log_probs``."""
-
-
 def columns_of_update(config: ActorConfig, present: set[str]) -> list[str]:
     """Return the columns that ``policy_objective`` reads, ``[rows, response]``.
 
@@ -97,10 +96,10 @@ def columns_of_update(config: ActorConfig, present: set[str]) -> list[str]:
     return needed + [name for name in optional if name in present and name not in needed]
 
 
-def weights_of(config: ActorConfig, own: Tensor, whole: Tensor) -> Weights:
+def weights_of(config: ActorConfig, local: Tensor, whole: Tensor) -> Weights:
     """Return the weights of tokens in the average of the loss, and their count; the masks are as in ``Aggregation``."""
     average = AGGREGATIONS[config.loss_agg_mode or POLICY_LOSSES[config.policy_loss].loss_agg_mode]
-    return average(own, whole, config.rollout.response_length)
+    return average(local, whole, config.rollout.response_length)
 
 
 def policy_objective(
@@ -223,7 +222,7 @@ class TokenLoss:
         """How the values that ``of_rank`` reports are reduced."""
         return {"loss": Rule.LOSS_MEAN, **self.metrics}
 
-    def of_rank(
+    def on_rank(
         self, context_parallel: ProcessGroup, rows: TokenBatch, output: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Return the loss as ``ModelWorker.loss`` does: this rank's share of counts, gradients of its own targets.

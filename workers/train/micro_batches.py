@@ -222,10 +222,12 @@ def _micro_batch(
     """``size`` rows, filled up with the row ``filling``; as wide as the longest if ``length_multiple`` is set."""
     rows = torch.full((size,), filling)
     rows[: len(index)] = index
-    taken = batch.take(rows, len(index))
+    rows_of_micro_batch = batch.take(rows, len(index))
     if length_multiple is not None:
-        taken = taken.narrow(int(_rounded(taken.lengths, length_multiple, batch.tokens.size(1)).max()))
-    return MicroBatch(taken, index)
+        rows_of_micro_batch = rows_of_micro_batch.narrow(
+            int(_rounded(rows_of_micro_batch.lengths, length_multiple, batch.tokens.size(1)).max())
+        )
+    return MicroBatch(rows_of_micro_batch, index)
 
 
 def _packed(batch: TokenBatch, index: Tensor, filling: int, length_multiple: int) -> MicroBatch:

@@ -48,13 +48,13 @@ def draw_mini_batches(
     """
     count = -(-rows // mini_batch_size)
     blocks = -(-rows // count)
-    drawn = []
+    passes = []
     for _ in range(epochs):
         owner = torch.arange(count).repeat(blocks)
         if generator is not None:
             owner = torch.rand(blocks, count, generator=generator).argsort(1).flatten()
-        drawn.append(owner[:rows])
-    return torch.stack(drawn, 1)
+        passes.append(owner[:rows])
+    return torch.stack(passes, 1)
 
 
 def configured_mini_batches(config: ActorConfig | CriticConfig, rows: int, n: int, update: int) -> Tensor:
@@ -144,8 +144,8 @@ def mini_batches_of_update(
     sizes = counted_sizes(method, int(counted.sum()), group, device)
     units, size = sum(sizes) // together, max((division.size or sum(sizes)) // together, 1)
     if division.given is None:
-        drawn = draw_mini_batches(units, size, division.epochs, shuffle_generator(division.seed, update))
-        mine = drawn.repeat_interleave(together, 0).split(sizes)[group.rank()]
+        by_row = draw_mini_batches(units, size, division.epochs, shuffle_generator(division.seed, update))
+        mine = by_row.repeat_interleave(together, 0).split(sizes)[group.rank()]
     else:
         mine = checked(division.given, (len(counted), division.epochs), together)[counted]
     every = functools.partial(of_every_shard, group=group, device=device)

@@ -94,7 +94,7 @@ def raise_nonfinite(
     names = sorted({name for report in reports for name, value in report.items() if not _is_finite(value)})
     findings = list(enumerate(all_gather_values((coordinates, names, gradient))))
     ranks = [rank for rank, (_, wrong, _) in findings if wrong]
-    gradients = {rank: found for rank, (_, _, found) in findings if found is not None}
+    gradients = {rank: finding for rank, (_, _, finding) in findings if finding is not None}
     origin = min(gradients, key=lambda rank: (gradients[rank], rank), default=None)
     origins = [f"{', '.join(wrong)} on rank {rank} ({place})" for rank, (place, wrong, _) in findings if wrong][:1]
     if origin is not None:
@@ -109,7 +109,7 @@ def raise_nonfinite(
         step=step,
         grad_norm=grad_norm,
         ranks=ranks,
-        parameters={rank: found.parameter for rank, found in gradients.items()},
+        parameters={rank: finding.parameter for rank, finding in gradients.items()},
         origin=origin,
     )
 
@@ -139,8 +139,8 @@ def first_nonfinite_gradient(
             with _OutputGradients(chunks) as outputs, _without_reduction(chunks):
                 compute(micro_batches[start : start + size])
             for index, chunk in enumerate(chunks):
-                found = _first_of(chunk, part, _chunks_after(index, len(chunks), pg), outputs.of_chunk[index])
-                first = min((place for place in (first, found) if place is not None), default=None)
+                finding = _first_of(chunk, part, _chunks_after(index, len(chunks), pg), outputs.of_chunk[index])
+                first = min((place for place in (first, finding) if place is not None), default=None)
     return first
 
 
@@ -192,7 +192,7 @@ def _first_of(
     chunk: nn.Module, part: int, chunks_after: int, outputs: dict[nn.Module, tuple[int, bool]]
 ) -> GradientFinding | None:
     """Return the parameter whose module was the first to get the gradient of its output."""
-    found = []
+    findings = []
     for prefix, module in unwrap_model(chunk).named_modules():
         gradients = {
             name: gradient
@@ -202,8 +202,8 @@ def _first_of(
         wrong = [name for name, gradient in gradients.items() if not _is_finite(gradient)]
         noted = outputs.get(module, (len(outputs), True))
         place = (part, chunks_after, *noted, len(gradients) - len(wrong))
-        found += [GradientFinding(*place, f"{prefix}.{name}") for name in wrong]
-    return min(found, default=None)
+        findings += [GradientFinding(*place, f"{prefix}.{name}") for name in wrong]
+    return min(findings, default=None)
 
 
 @contextlib.contextmanager

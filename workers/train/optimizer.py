@@ -26,6 +26,9 @@ from workers.config.optim import DDP_DEFAULTS, DDP_SET_ELSEWHERE, OPTIMIZER_SET_
 from workers.model.transformer_config import checked_fields
 from workers.train.router_losses import keeping_expert_bias, prepare_routers
 
+ParameterGroups = Mapping[ParamKey, ParamGroupOverride]
+"""Selects parameters, and maps them to settings that differ from the optimizer's; see ``standard_parameter_groups``."""
+
 
 def optimizer_config(optim: OptimConfig, model: TransformerConfig) -> OptimizerConfig:
     """Return Megatron's configuration of the optimizer; needs no process group.
@@ -100,10 +103,6 @@ def data_parallel_config(optim: OptimConfig, ddp: Mapping[str, Any]) -> Distribu
     except (AssertionError, ValueError) as error:
         text = f"DistributedDataParallelConfig rejects ddp: {error}"
         raise ConfigError(text, key="ddp", value=dict(ddp)) from error
-
-
-ParameterGroups = Mapping[ParamKey, ParamGroupOverride]
-"""Selects parameters, and maps them to settings that differ from the optimizer's; see ``standard_parameter_groups``."""
 
 
 def wrap_for_training(
@@ -339,8 +338,8 @@ def guarded_step(optimizer: MegatronOptimizer) -> Step:
     optimizer.get_grad_norm = finite_norm
     try:
         made, norm, _ = optimizer.step()
-    except _NotFinite as found:
-        return Step(made=False, grad_norm=found.norm)
+    except _NotFinite as not_finite:
+        return Step(made=False, grad_norm=not_finite.norm)
     finally:
         del optimizer.get_grad_norm  # the method of the class is visible again
     return Step(made=False, grad_norm=math.inf, overflow=True) if norm is None else Step(bool(made), norm)

@@ -92,7 +92,7 @@ def packing_of(lengths: Tensor, multiple: int = 1) -> Packing:
 
 
 @dataclass(frozen=True)
-class OwnTargets:
+class LocalTargets:
     """The targets with a mask other than 0 that one context-parallel rank predicts; at least one entry.
 
     Attributes:
@@ -110,10 +110,10 @@ class OwnTargets:
     empty: bool = False
     from_predictors: Spread | None = None
 
-    def to(self, device: torch.device) -> OwnTargets:
+    def to(self, device: torch.device) -> LocalTargets:
         """Return the indices on ``device``."""
         spread = None if self.from_predictors is None else self.from_predictors.to(device)
-        return OwnTargets(self.index.to(device), self.predictors.to(device), self.empty, spread)
+        return LocalTargets(self.index.to(device), self.predictors.to(device), self.empty, spread)
 
     def select(self, hidden: Tensor) -> Tensor:
         """Return ``[n, width]``, the hidden states that predict these targets.
@@ -137,7 +137,7 @@ class OwnTargets:
         return everything.unflatten(-1, shape)
 
 
-def locate_own_targets(
+def locate_local_targets(
     mask: Tensor,
     predictors: Tensor,
     width: int,
@@ -146,7 +146,7 @@ def locate_own_targets(
     cp: int,
     rank: int,
     distinct: DistinctTokens | None = None,
-) -> OwnTargets:
+) -> LocalTargets:
     """Return the targets that count and that one context-parallel rank predicts.
 
     Call this while the tensors are on the CPU: the number of targets depends on the values of the mask, for which the
@@ -165,16 +165,16 @@ def locate_own_targets(
     row, column = index // mask.size(1), predictors.flatten()[index]
     if distinct is not None and len(index):
         position = distinct.of_row[row, column]
-        return OwnTargets(index, position, from_predictors=spread_of(position, distinct.total))
+        return LocalTargets(index, position, from_predictors=spread_of(position, distinct.total))
     widths: Tensor = torch.full_like(row, width) if packing is None else packing.lengths[row]
     piece = widths // (2 * cp)
     if cp > 1:
         number, offset = column // piece, column % piece
         second = number == 2 * cp - 1 - rank
-        own = (number == rank) | second
-        index, row, column = index[own], row[own], (offset + piece * second)[own]
+        local = (number == rank) | second
+        index, row, column = index[local], row[local], (offset + piece * second)[local]
     start_of_row, rows = (row, len(mask)) if packing is None else (packing.bounds.long()[row] // cp, 1)
     position = column * rows + start_of_row
     if len(index) == 0:
-        return OwnTargets(index.new_zeros(1), index.new_zeros(1), empty=True)
-    return OwnTargets(index, position)
+        return LocalTargets(index.new_zeros(1), index.new_zeros(1), empty=True)
+    return LocalTargets(index, position)

@@ -48,8 +48,8 @@ def losses_of(config: TransformerConfig) -> list[str]:
         return []
     kinds, weights = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
     kinds, weights = ([kinds], [weights]) if isinstance(kinds, str) else (kinds, weights)
-    found = [_METRICS[kind] for kind, weight in zip(kinds, weights, strict=True) if kind in _METRICS and weight]
-    return found + [_Z_LOSS] * (config.moe_z_loss_coeff is not None)
+    metrics = [_METRICS[kind] for kind, weight in zip(kinds, weights, strict=True) if kind in _METRICS and weight]
+    return metrics + [_Z_LOSS] * (config.moe_z_loss_coeff is not None)
 
 
 def padding_matters(model: nn.Module) -> bool:

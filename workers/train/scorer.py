@@ -49,7 +49,7 @@ class Scorer:
         outputs = run_for_scores(model, on_device, forward or self._forward, pg)
         if not outputs:
             return None
-        own = [output.narrow(-2, 0, len(batch.index)) for output, batch in zip(outputs, batches, strict=True)]
+        scored = [output.narrow(-2, 0, len(batch.index)) for output, batch in zip(outputs, batches, strict=True)]
         order = torch.cat([batch.index for batch in batches]).argsort().to(batcher.device)
-        joined = torch.cat(own, dim=-2).index_select(-2, order)
+        joined = torch.cat(scored, dim=-2).index_select(-2, order)
         return sum_over_context(joined, pg).cpu()

@@ -22,7 +22,7 @@ from workers.config import OptimConfig
 from workers.config.roles import MicroBatchSize
 from workers.model.utilization import model_flops_utilization
 from workers.train.batches import TokenBatch
-from workers.train.forward import loss_of_own_targets
+from workers.train.forward import loss_of_local_targets
 from workers.train.metrics import LOSS_COUNT, Rule, reduce_reports
 from workers.train.micro_batches import MicroBatcher
 from workers.train.mini_batches import Division, counted_sizes, mini_batches_of_update
@@ -31,6 +31,8 @@ from workers.train.optimizer import check_not_ended, gather_parameters, guarded_
 from workers.train.pipeline import Count, Forward, Loss, run_for_gradients
 from workers.train.router_losses import RouterLosses, move_expert_bias, reset_token_counts
 from workers.train.state import TrainingState, random_state, set_random_state
+
+BuildOptimizer = Callable[[Sequence[Any], OptimConfig], tuple[MegatronOptimizer, OptimizerParamScheduler]]
 
 
 class AppliedStep(NamedTuple):
@@ -90,8 +92,8 @@ class Gradients:
         earlier: Gradients | None = None,
     ) -> None:
         pg = self._pg = batcher.pg
-        own_loss = functools.partial(loss_of_own_targets, loss, pg)
-        self._compute = functools.partial(run_for_gradients, state.model, forward=forward, loss=own_loss, pg=pg)
+        loss_of_rank = functools.partial(loss_of_local_targets, loss, pg)
+        self._compute = functools.partial(run_for_gradients, state.model, forward=forward, loss=loss_of_rank, pg=pg)
         self._method, self._state, self.routers = method, state, routers
         self.samples: int = samples + (earlier.samples if earlier else 0)
         self._earlier: list[Gradients] = earlier.parts if earlier else []
@@ -170,9 +172,6 @@ class Gradients:
             found.append(first_nonfinite_gradient(self._state.model, part._batches, part._compute, self._pg))
         set_random_state(random)
         return next((result for result in found if result is not None), None)
-
-
-BuildOptimizer = Callable[[Sequence[Any], OptimConfig], tuple[MegatronOptimizer, OptimizerParamScheduler]]
 
 
 class Trainer:
@@ -283,11 +282,11 @@ class Trainer:
         division = division or Division()
         started = time.perf_counter()
         counted = rows.counted.nonzero().flatten()
-        taken = mini_batches_of_update(method, rows, division, state.counters["updates"], pg.dp, device)
+        division_of_rank = mini_batches_of_update(method, rows, division, state.counters["updates"], pg.dp, device)
         state.weights_version += 1
         reports, steps = list[dict[str, Tensor]](), list[AppliedStep]()
         routers = RouterLosses(state.model, pg, device, count or self._loss_count)
-        for index, most, total in taken:
+        for index, most, total in division_of_rank:
             batches = self._divided(rows, counted[index], most, micro_batch_size)
             gradients = Gradients(method, state, self._batcher, batches, self._forward, loss, routers, total)
             steps.append(self._applied(gradients))

@@ -57,6 +57,7 @@ _FIXED = {
     "pipeline_model_parallel_layout": None, "moe_permute_fusion": False, "moe_router_fusion": False,
     "apply_rope_fusion": False, "ckpt_format": "torch_dist", "use_precision_aware_optimizer": False,
 }  # fmt: skip
+_VPP = "virtual_pipeline_model_parallel_size"
 
 
 class _Called(BaseException):
@@ -105,33 +106,33 @@ class _Script:
         """
         from megatron.training.arguments import validate_args
 
-        found = self._parsed()
+        args = self._parsed()
         for name, value in _FIXED.items():
-            if hasattr(found, name):
-                setattr(found, name, value)
+            if hasattr(args, name):
+                setattr(args, name, value)
         for name, value in (_SMALL if self._shrinks else {}).items():
-            if getattr(found, name, None) is not None:
-                setattr(found, name, value)
+            if getattr(args, name, None) is not None:
+                setattr(args, name, value)
         for name in _AXES.values():
-            setattr(found, name, fields.get(name) or (None if name == _AXES["etp"] else 1))
+            setattr(args, name, fields.get(name) or (None if name == _AXES["etp"] else 1))
         if self._shrinks:
-            found.num_layers = max(self.given.pipeline_model_parallel_size * (self.stages or 1), 2)
-            found.num_query_groups = 2 if found.group_query_attention else found.num_query_groups
-        found.sequence_parallel, found.world_size = fields["sequence_parallel"], ranks
-        found.bf16 = fields["bf16"]
+            args.num_layers = max(self.given.pipeline_model_parallel_size * (self.stages or 1), 2)
+            args.num_query_groups = 2 if args.group_query_attention else args.num_query_groups
+        args.sequence_parallel, args.world_size = fields["sequence_parallel"], ranks
+        args.bf16 = fields["bf16"]
         if fields.get(_VPP):
-            found.num_virtual_stages_per_pipeline_rank = fields[_VPP]
+            args.num_virtual_stages_per_pipeline_rank = fields[_VPP]
         # Megatron-LM wants the variable and the capability of some GPUs, and prints what it derives.
         variables = mock.patch.dict(os.environ, CUDA_DEVICE_MAX_CONNECTIONS="1")
         capability = mock.patch.object(torch.cuda, "get_device_capability", lambda *args: (9, 0))
         try:
             with variables, capability, redirect_stdout(io.StringIO()):
-                validate_args(found, dict(self._defaults))
+                validate_args(args, dict(self._defaults))
         except (AssertionError, ValueError) as error:
             raise VerifyError(f"Megatron-LM rejects the arguments of the script: {error}") from error
-        found.padded_vocab_size = -(-(found.vocab_size + 1) // 64) * 64
-        found.params_dtype = fields["params_dtype"]
-        return found
+        args.padded_vocab_size = -(-(args.vocab_size + 1) // 64) * 64
+        args.params_dtype = fields["params_dtype"]
+        return args
 
     def config(self, **fields: Any) -> Any:
         """Return the TransformerConfig of a layout; see ``Program``."""
@@ -163,14 +164,11 @@ class _Script:
         mask = torch.ones(1, length)
         if self.given.calculate_per_token_loss or self.given.eod_mask_loss:
             mask = (torch.rand(1, length, generator=generator) < 0.7).float()
-        found = {"tokens": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous(), "loss_mask": mask}
-        found["position_ids"] = torch.arange(length)[None]
+        row = {"tokens": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous(), "loss_mask": mask}
+        row["position_ids"] = torch.arange(length)[None]
         if self.given.create_attention_mask_in_dataloader:
-            found["attention_mask"] = torch.ones(1, 1, length, length).triu(1).bool()
-        return found
-
-
-_VPP = "virtual_pipeline_model_parallel_size"
+            row["attention_mask"] = torch.ones(1, 1, length, length).triu(1).bool()
+        return row
 
 
 def script_program(path: str, arguments: Sequence[str], *, shrinks: bool = True) -> tuple[Program, Variant]:
@@ -212,11 +210,11 @@ def _passed_to_pretrain(path: Path, line: Sequence[str]) -> dict[str, Any]:
         )
     import megatron.training as training
 
-    found: dict[str, Any] = {}
+    passed: dict[str, Any] = {}
     names = ("train_valid_test_dataset_provider", "model_provider", "model_type", "forward_step_func")
 
     def pretrain(*args: Any, **kwargs: Any) -> None:
-        found.update(dict(zip(names, args, strict=False)) | kwargs)
+        passed.update(dict(zip(names, args, strict=False)) | kwargs)
         raise _Called
 
     logging.getLogger("megatron").setLevel(logging.WARNING)
@@ -227,7 +225,7 @@ def _passed_to_pretrain(path: Path, line: Sequence[str]) -> dict[str, Any]:
         try:
             exec(code, vars(module))
         except _Called:
-            return found
+            return passed
     raise VerifyError(
         f"{path} does not call megatron.training.pretrain; name a Program as FILE.py:NAME", path=str(path)
     )

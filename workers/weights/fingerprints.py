@@ -64,9 +64,9 @@ def shard_fingerprints(
     sums: list[Tensor] = []
     of_dims = IndexKeys()
     for shard in shards:
-        own = str(shard.param.dtype).removeprefix("torch.")
+        dtype_name = str(shard.param.dtype).removeprefix("torch.")
         runs = list(shard.runs())
-        for dtype in sorted((dtypes or {}).get(shard.name, ())) or [own]:
+        for dtype in sorted((dtypes or {}).get(shard.name, ())) or [dtype_name]:
             of_runs = [_sum_of(values, first, shard.dim, getattr(torch, dtype), of_dims) for first, values in runs]
             if of_runs:  # padding alone has no fingerprint
                 keys.append((shard.name, dtype, runs[0][0]))
@@ -82,23 +82,23 @@ def _sum_of(values: Tensor, first: int, dim: int | None, dtype: torch.dtype, key
     return sum_of_bits(tensor, [first if number == dim else 0 for number in range(tensor.dim())], dtype, keys)
 
 
-def whole_fingerprints(of_ranks: Sequence[Sequence[Fingerprint]]) -> dict[tuple[str, str], dict[int, set[int]]]:
+def whole_fingerprints(by_rank: Sequence[Sequence[Fingerprint]]) -> dict[tuple[str, str], dict[int, set[int]]]:
     """Return the values of whole tensors by name and dtype, with the ranks that hold a part of each value.
 
     A tensor has several values if copies of one of its parts differ.
 
     Args:
-        of_ranks: by rank, the fingerprints of its parts.
+        by_rank: by rank, the fingerprints of its parts.
     """
     parts: dict[tuple[str, str], dict[int, list[tuple[int, int]]]] = defaultdict(lambda: defaultdict(list))
-    for rank, fingerprints in enumerate(of_ranks):
+    for rank, fingerprints in enumerate(by_rank):
         for name, dtype, value, first in fingerprints:
             parts[name, dtype][first].append((value, rank))
     wholes: dict[tuple[str, str], dict[int, set[int]]] = {}
     for key, by_first in parts.items():
-        found = wholes[key] = defaultdict(set)
+        ranks_by_value = wholes[key] = defaultdict(set)
         for copy in range(max(map(len, by_first.values()))):
             held = [copies[min(copy, len(copies) - 1)] for copies in by_first.values()]
             total = sum(value for value, _ in held)
-            found[(total + (1 << 63)) % (1 << 64) - (1 << 63)] |= {rank for _, rank in held}
+            ranks_by_value[(total + (1 << 63)) % (1 << 64) - (1 << 63)] |= {rank for _, rank in held}
     return wholes

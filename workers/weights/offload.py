@@ -115,7 +115,7 @@ class Offload:
                 key="parts",
                 value=tuple(unknown),
             )
-        seen: set[int] = set()
+        visited: set[int] = set()
         freed = 0
         for part, content in parts.items():
             is_due = part in chosen and part not in self._offloaded
@@ -124,7 +124,7 @@ class Offload:
                     self._offloaded[part] = content
                     freed += content.sleep()
                 continue
-            storages = list(_new_storages(content, seen))
+            storages = list(_new_storages(content, visited))
             if is_due:
                 sizes = [storage.nbytes() for storage in storages]
                 copies = [None] * len(storages) if part in discard else self._copies(part, storages)
@@ -177,11 +177,11 @@ class Offload:
             self._host = {part: buffer for part, buffer in self._host.items() if part in self._offloaded}
 
 
-def _new_storages(tensors: Iterable[Tensor], seen: set[int]) -> Iterator[torch.UntypedStorage]:
+def _new_storages(tensors: Iterable[Tensor], visited: set[int]) -> Iterator[torch.UntypedStorage]:
     for tensor in tensors:
         storage = tensor.untyped_storage()
-        if storage._cdata not in seen:
-            seen.add(storage._cdata)
+        if storage._cdata not in visited:
+            visited.add(storage._cdata)
             yield storage
 
 
@@ -216,6 +216,18 @@ def drop_cached_tables(chunks: Sequence[Any]) -> None:
         for module in unwrap_model(chunk).modules():
             if hasattr(type(module).forward, "cache_clear"):
                 type(module).forward.cache_clear()
+
+
+def drop_fp8_weights(chunks: Sequence[Any]) -> int:
+    """Drop the FP8 copies of weights that Transformer Engine's modules keep between micro-batches; return their bytes.
+
+    The next pass, which starts with a first micro-batch, makes them again.
+    """
+    before = torch.cuda.memory_allocated()
+    for chunk in chunks:
+        for module in unwrap_model(chunk).modules():
+            getattr(module, "_fp8_workspaces", {}).clear()
+    return before - torch.cuda.memory_allocated()
 
 
 def gradient_tensors(chunks: Sequence[Any]) -> Iterator[Tensor]:

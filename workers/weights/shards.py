@@ -17,7 +17,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from parallel_state.megatron import MegatronContext
-from workers.weights.resharding_schedule import LocalTensor, Span, spans_of
+from workers.weights.moves import LocalTensor, Span, spans_of
 
 _LAYER = re.compile(r"(decoder\.layers\.)(\d+)(\..*)")
 _GROUPED_EXPERT = re.compile(r"(.*\.experts\..*\.(?:weight|bias))(\d+)")

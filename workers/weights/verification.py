@@ -37,13 +37,13 @@ class WeightsNotArrived(MControllerError):
     ranks: list[int]
 
 
-def dtypes_by_name(of_ranks: Sequence[Sequence[Fingerprint]]) -> dict[str, list[str]]:
+def dtypes_by_name(by_rank: Sequence[Sequence[Fingerprint]]) -> dict[str, list[str]]:
     """Return by name the dtypes in which ranks hold the tensor."""
     dtypes: dict[str, set[str]] = defaultdict(set)
-    for fingerprints in of_ranks:
+    for fingerprints in by_rank:
         for fingerprint in fingerprints:
             dtypes[fingerprint.name].add(fingerprint.dtype)
-    return {name: sorted(found) for name, found in dtypes.items()}
+    return {name: sorted(names) for name, names in dtypes.items()}
 
 
 class Verification:
@@ -70,20 +70,20 @@ class Verification:
         Raises:
             WeightsNotArrived: with the ranks and the tensors.
         """
-        expected, found = whole_fingerprints(policy), whole_fingerprints(held)
+        expected, held_values = whole_fingerprints(policy), whole_fingerprints(held)
         tensors: dict[str, tuple[list[int], list[int]]] = {}
         old, ranks = set[str](), set[int]()
-        for key in expected.keys() & found.keys():
-            right, values = expected[key].keys(), found[key].keys()
+        for key in expected.keys() & held_values.keys():
+            right, values = expected[key].keys(), held_values[key].keys()
             if not values <= right:
                 tensors[key[0]] = sorted(right), sorted(values)
-                ranks |= {rank for value in values - right for rank in found[key][value]}
+                ranks |= {rank for value in values - right for rank in held_values[key][value]}
                 if values <= right | self._before.get(key, set()):
                     old.add(key[0])
             elif len(right) > 1:
                 logger.warning("update %d: ranks of the policy hold different values of %s", update, key[0])
-        missing = sorted({name for name, _ in expected.keys() - found.keys()})
-        unknown = sorted({name for name, _ in found.keys() - expected.keys()})
+        missing = sorted({name for name, _ in expected.keys() - held_values.keys()})
+        unknown = sorted({name for name, _ in held_values.keys() - expected.keys()})
         if tensors or missing or unknown:
             on = f" (ranks {_some(sorted(ranks), 16)})" if ranks else ""
             raise WeightsNotArrived(

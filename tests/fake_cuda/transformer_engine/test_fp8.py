@@ -116,3 +116,26 @@ def test_weights_move_to_files_from_masters_and_not_from_fp8(recipe: str, tmp_pa
         assert torch.equal(exported[f"model.{name}.down_proj.weight"], trained[f"decoder.{name}.linear_fc2.weight"])
         values = trained[f"decoder.{name}.linear_fc2.weight"].float()
         assert len((values / values.abs().amax() * 448).unique()) > 256  # more values than FP8 has
+
+
+def offloaded_between_updates(offloads: bool) -> dict[str, Any]:
+    """Train, offload and train again: what is left on the GPU, what was reported as freed, and the last weights."""
+    transformer = {"fp8": "hybrid", "fp8_recipe": "tensorwise"}
+    worker = actor({}, "actor", model=MODEL | SIZES | {"transformer": transformer}, ppo_epochs=1)
+    batch = own_shard(experience(16), worker)
+    worker.update_actor(batch)
+    held = torch.cuda.memory_allocated()
+    freed = worker.offload() if offloads else 0
+    left = torch.cuda.memory_allocated()
+    in_fp8 = sum(module._fp8_workspaces != {} for module in worker.model[0].modules() if hasattr(module, "fp8"))
+    worker.update_actor(batch)
+    return {"freed": freed, "held": held, "left": left, "in fp8": in_fp8, "weights": weights(worker)}
+
+
+def test_an_offload_frees_the_weights_in_fp8_and_training_goes_on_the_same() -> None:
+    [stayed] = run_ranks(offloaded_between_updates, 1, False)
+    [offloaded] = run_ranks(offloaded_between_updates, 1, True)
+    assert stayed["in fp8"] > 0 == offloaded["in fp8"]
+    assert offloaded["left"] < 1e-3 * offloaded["held"]
+    assert offloaded["freed"] == pytest.approx(offloaded["held"] - offloaded["left"], rel=1e-3)
+    assert largest_difference(stayed["weights"], offloaded["weights"]) == 0

@@ -14,12 +14,12 @@ from mcontroller.data.batch import (
     DataProto,
     DataProtoConfig,
     DataProtoItem,
-    RowIndexError,
     collate_fn,
     pad_dataproto_to_divisor,
     union_numpy_dict,
     union_tensor_dict,
 )
+from mcontroller.data.checks import RowIndexError
 from mcontroller.errors import DataError
 from tests.mcontroller.batches import every_kind, jagged, numbered, numbers
 

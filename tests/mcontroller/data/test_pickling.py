@@ -15,7 +15,8 @@ from tensordict import MemoryMappedTensor, TensorDict
 
 from mcontroller.data import meta
 from mcontroller.data.batch import DataProto
-from mcontroller.data.pickling import local_device, reduce
+from mcontroller.data.columns import local_device
+from mcontroller.data.pickling import reduce
 from mcontroller.errors import DataError
 from mcontroller.ray.values.wire import pack
 from tests.mcontroller.batches import every_kind, jagged, numbered, row_counts

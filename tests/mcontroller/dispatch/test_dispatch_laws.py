@@ -95,8 +95,9 @@ def test_rows_together_are_neighbors_in_one_shard_with_their_padding(
         rows = shard.batch["n"].view(-1, together)  # type: ignore[index]
         assert (rows == rows[:, :1] + torch.arange(together)).all() and not (rows[:, 0] % together).any()
     batch.meta_info["rows_together"] = together + units * together
-    with pytest.raises(DataError, match="integer that divides the number of rows"):
+    with pytest.raises(DataError) as raised:
         method(group, "identity", mode)(batch)
+    assert (raised.value.key, raised.value.rows) == ("rows_together", len(batch))
 
 
 def group_is_unpadded(group: Any, rows: int) -> bool:

@@ -173,16 +173,18 @@ def test_a_batch_next_to_a_future_must_have_its_rows() -> None:
     future = group_of(TP2_DP2).compute(numbered(4))
     assert numbers(group_of(TP2_DP2, "critic").compute(future, numbered(4)).get()) == [0, 1, 2, 3]
     for topology in (TP2_DP2, DP3):
-        with pytest.raises(DispatchError, match="argument 0 has 4, argument 1 has 5"):
+        with pytest.raises(DispatchError) as raised:
             group_of(topology, "critic").compute(future, numbered(5))
+        assert raised.value.lengths == {0: 4, 1: 5}
 
 
 def test_futures_of_one_call_must_have_the_same_rows() -> None:
     producer = group_of(TP2_DP2)
     short, long = producer.compute(numbered(4)), producer.expand(numbered(4))
     for topology in (TP2_DP2, DP3):
-        with pytest.raises(DispatchError, match="same number of rows"):
+        with pytest.raises(DispatchError) as raised:
             group_of(topology, "critic").compute(short, long)
+        assert raised.value.lengths[0] == 4 < raised.value.lengths[1]
 
 
 def test_futures_that_were_split_differently_meet_row_by_row() -> None:
@@ -203,8 +205,9 @@ def test_modes_that_do_not_split_rows_take_batches_whole_or_chunk_by_chunk() -> 
     future, consumer = group_of(TP2_DP2).compute(numbered(5)), group_of(TP2_DP2, "critic")
     assert consumer.whole(future) == [0, 1, 2, 3, 4]
     assert consumer.entry(future.chunk(2)) == [[0, 1], [2, 3, 4]]
-    with pytest.raises(DispatchError, match=r"split it with chunk\(\)"):
+    with pytest.raises(DispatchError) as raised:
         consumer.entry(future)
+    assert (raised.value.method, raised.value.argument) == ("entry", 0)
 
 
 @pytest.mark.parametrize(("topology", "times"), [(TP2_DP2, 2), (topology_of(1), 1)])
@@ -215,10 +218,10 @@ def test_metrics_are_passed_on_to_every_shard(topology: Topology, times: int) ->
 
 def test_what_is_no_batch_cannot_be_passed_on_row_by_row() -> None:
     future = group_of(TP2_DP2).size(numbered(5))
-    with pytest.raises(DispatchError, match=r"actor\.size .*: rank 0 returned int; expected a DataProto"):
-        future.get()
-    with pytest.raises(DispatchError, match=r"actor\.size .*: rank 0 returned int; expected a DataProto"):
-        group_of(DP3, "critic").compute(future)
+    for read in (future.get, lambda: group_of(DP3, "critic").compute(future)):
+        with pytest.raises(DispatchError) as raised:
+            read()
+        assert (raised.value.method, raised.value.rank, raised.value.type) == ("size", 0, "int")
 
 
 def test_explain_does_not_know_the_size_of_columns_on_workers() -> None:
@@ -242,13 +245,14 @@ def test_a_failure_is_raised_by_get_and_by_whoever_passes_the_batch_on() -> None
     future = group.fail(numbered(4))
     assert future.done()
     for read in (future.get, future.check, lambda: future.chunk(2), lambda: group_of(DP3, "critic").compute(future)):
-        with pytest.raises(WorkerError, match="out of memory"):
+        with pytest.raises(WorkerError) as failed:
             read()
+        assert "out of memory" in failed.value.cause
     with pytest.raises(GroupBroken) as raised:
         group.compute(numbered(4))
     assert isinstance(raised.value.first_cause, WorkerError)
 
 
 def test_a_future_inside_another_value_is_rejected() -> None:
-    with pytest.raises(DispatchError, match="pass it as an argument by itself"):
+    with pytest.raises(DispatchError):
         pickle.dumps({"number": group_of(TP2_DP2).number(4)})

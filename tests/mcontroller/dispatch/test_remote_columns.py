@@ -59,8 +59,9 @@ def test_only_the_tensors_that_are_read_are_here_and_the_batch_has_all():
     assert batch.tensors(["lengths"])["lengths"].tolist() == rows_of(whole())["lengths"]
     assert list(batch.local_tensors()) == ["lengths"] and batch.remote_names == NAMES
     assert rows_of(batch) == rows_of(whole())
-    with pytest.raises(DataError, match=r"no tensor column \['absent'\]; existing"):
+    with pytest.raises(DataError) as raised:
         batch.tensors(["absent"])
+    assert raised.value.missing == ["absent"]
 
 
 def test_the_tensordict_has_all_tensors_and_none_is_on_workers_then():
@@ -175,17 +176,20 @@ def test_a_column_that_was_replaced_is_sent_and_the_old_one_is_not_read():
 def test_columns_of_several_calls_are_united():
     group, united = group_on(2), generated(2).union(generated(3).select(non_tensor_batch_keys=[]))
     assert rows_of(method(group, "identity", Dispatch.DP_COMPUTE_PROTO)(united)) == rows_of(whole())
-    with pytest.raises(DataError, match="union of 10 rows with 4 rows"):
+    with pytest.raises(DataError) as raised:
         generated().union(generated(rows=4))
+    assert raised.value.rows == (10, 4)
 
 
 def test_a_column_of_two_calls_must_have_the_same_values():
     same = generated()
     assert same.union(same).local_tensors() == {}
-    with pytest.raises(DataError, match="column 'lengths' is in both batches and differs"):
-        generated().select(["lengths"], []).union(generated().select_idxs(np.arange(ROWS)[::-1]))
-    with pytest.raises(DataError, match="column 'lengths' is in both batches and differs"):
-        generated().union(DataProto.from_dict({"lengths": torch.zeros(ROWS, dtype=torch.long)}))
+    other = DataProto.from_dict({"lengths": torch.zeros(ROWS, dtype=torch.long)})
+    reversed_rows = generated().select_idxs(np.arange(ROWS)[::-1])
+    for left, right in ((generated().select(["lengths"], []), reversed_rows), (generated(), other)):
+        with pytest.raises(DataError) as raised:
+            left.union(right)
+        assert raised.value.column == "lengths"
 
 
 def test_a_rank_may_write_into_what_it_gets():
@@ -209,14 +213,16 @@ def test_a_method_that_gets_its_arguments_whole_gets_all_columns():
 def test_the_failure_of_a_call_is_raised_when_its_result_is_read():
     failed = generated(name="fails")
     for read in (len, lambda batch: batch.meta_info, lambda batch: batch.batch, lambda batch: batch.get()):
-        with pytest.raises(WorkerError, match="no rows"):
+        with pytest.raises(WorkerError) as raised:
             read(failed)
+        assert "no rows" in raised.value.cause
 
 
 def test_a_batch_without_the_column_that_balances_is_rejected_and_not_sent():
     call = method(group_on(2), "identity", Dispatch.DP_COMPUTE_PROTO, balance="tokens")
-    with pytest.raises(DispatchError, match="rows are split by column 'tokens', which no batch of the call has"):
+    with pytest.raises(DispatchError) as raised:
         call(generated())
+    assert raised.value.column == "tokens"
 
 
 def test_a_field_that_was_set_before_the_batch_was_read_stays_set():

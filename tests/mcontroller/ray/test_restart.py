@@ -94,3 +94,15 @@ def test_a_group_of_another_driver_is_not_restarted(ray_cluster: None) -> None:
         group.restart()
         assert len(group.pid()) == 1
         group.shutdown()
+
+
+def test_a_pool_takes_other_bundles_after_another_driver_has_returned_those_of_its_last_group(
+    ray_cluster: None,
+) -> None:
+    with RayResourcePool([1], use_gpu=False, name_prefix="lasting", detached=True) as pool:
+        first = RayWorkerGroup(pool, RayClassWithInitArgs(Plain), name_prefix="first", detached=True)
+        RayWorkerGroup.from_detached("first").shutdown()
+        with pytest.raises(WorkerDied):
+            first.pid()
+        with RayWorkerGroup(pool, RayClassWithInitArgs(Plain), name_prefix="second", start_timeout=60) as second:
+            assert len(second.pid()) == 1

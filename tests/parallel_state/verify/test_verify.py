@@ -238,7 +238,7 @@ def test_an_error_is_located_where_the_values_before_it_differ(gpt: Verifier) ->
 
 def test_verify_layout_raises_with_the_differences() -> None:
     fault = mock.patch.object(finalizing, "_allreduce_word_embedding_grads", nothing)
-    with fault, pytest.raises(LayoutDiffers, match="pp=2 does not train the model that one process trains") as caught:
+    with fault, pytest.raises(LayoutDiffers) as caught:
         assert_layout(smaller(GPT), "pp=2", steps=1)
     assert "a reduction over pp is missing" in str(caught.value)
     assert [each.kind for each in caught.value.outcome.differences][:1] == ["gradient"]

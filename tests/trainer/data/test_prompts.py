@@ -41,8 +41,9 @@ def test_prompts_that_are_too_long_are_dropped_and_counted():
         records({"prompt": "abc"}, {"prompt": "abcd"}, {"prompt": "ab"}), ProblemsConfig(), Letters(), 3
     )
     assert [prompts[index]["prompt"] for index in range(len(prompts))] == ["abc", "ab"] and prompts.dropped == 1
-    with pytest.raises(DataError, match=r"all 1 prompts .* longer than rollout.prompt_length 2; the shortest has 4"):
+    with pytest.raises(DataError) as caught:
         PromptRows(records({"prompt": "abcd"}), ProblemsConfig(), Letters(), 2)
+    assert caught.value.prompt_length == 2
 
 
 def test_prompts_that_are_too_long_are_rejected_or_lose_their_beginning():
@@ -50,15 +51,18 @@ def test_prompts_that_are_too_long_are_rejected_or_lose_their_beginning():
     prompts = PromptRows(rows, ProblemsConfig(truncation="left"), Letters(), 3)
     assert [prompts[index]["input_ids"].tolist() for index in range(2)] == [[97, 98, 99], [99, 100, 101]]
     assert (prompts.truncated, prompts.dropped, prompts[1]["prompt"]) == (1, 0, "abcde")
-    with pytest.raises(DataError, match=r"rows.jsonl, line 2: the prompt has 5 tokens; rollout.prompt_length is 3"):
+    with pytest.raises(DataError) as caught:
         PromptRows(rows, ProblemsConfig(truncation="error"), Letters(), 3)
-    with pytest.raises(ConfigError, match=r"data.truncation is 'right'; possible: drop, error, left"):
+    assert (caught.value.location, caught.value.prompt_length) == ("rows.jsonl, line 2", 3)
+    with pytest.raises(ConfigError) as caught:
         ProblemsConfig(truncation="right")
+    assert (caught.value.key, caught.value.value) == ("data.truncation", "right")
 
 
 def test_a_prompt_with_half_of_a_surrogate_pair_is_rejected_with_its_line():
-    with pytest.raises(DataError, match=r"rows.jsonl, line 1: the prompt has .*, half of a surrogate pair"):
+    with pytest.raises(DataError) as caught:
         PromptRows(records({"prompt": "a\ud800"}), ProblemsConfig(), Letters(), 9)
+    assert caught.value.location == "rows.jsonl, line 1"
 
 
 def test_chat_messages_and_system_prompt_go_through_the_chat_template():
@@ -83,28 +87,23 @@ def test_the_prefix_of_the_tokenizer_begins_texts_alone():
     assert ids("\x07\x08ab") == [0] * 8 + [7, 8, 97, 98], "the text has it already"
     assert ids("ab", chat_template=True) == [0] * 4 + [ord(letter) for letter in "<user>ab"]
     assert ids([{"role": "user", "content": "ab"}]) == ids("ab", chat_template=True)
-    with pytest.raises(DataError, match=r"longer than rollout.prompt_length 12; the shortest has 13"):
+    with pytest.raises(DataError) as caught:
         ids("abcdefghijk")
+    assert caught.value.prompt_length == 12
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"question": "a"}, "rows.jsonl, line 2 has no column 'prompt'; it has question: set data.prompt_key"),
-        ({"prompt": 7}, "rows.jsonl, line 2: the prompt is 7 of type int; expected a text, or chat messages"),
-        ({"prompt": ["hi"]}, r"rows.jsonl, line 2: the prompt is \['hi'\] of type list"),
-        ({"prompt": ""}, "rows.jsonl, line 2: the prompt is empty"),
-    ],
-)
-def test_a_record_without_a_usable_prompt_is_rejected_with_its_line(row, message):
-    with pytest.raises(DataError, match=message):
+@pytest.mark.parametrize("row", [{"question": "a"}, {"prompt": 7}, {"prompt": ["hi"]}, {"prompt": ""}])
+def test_a_record_without_a_usable_prompt_is_rejected_with_its_line(row):
+    with pytest.raises(DataError) as caught:
         PromptRows(records({"prompt": "a"}, row), ProblemsConfig(), Letters(), 9)
+    assert caught.value.location == "rows.jsonl, line 2"
 
 
 def test_an_answer_column_that_no_record_has_is_rejected_with_those_there_are():
     rows = records({"prompt": "a", "answer": "b"}, {"prompt": "c", "level": 2})
-    with pytest.raises(ConfigError, match="no such column; did you mean answer\\?; it has prompt, answer, level"):
+    with pytest.raises(ConfigError) as caught:
         PromptRows(rows, ProblemsConfig(answer_key="anser"), Letters(), 5)
+    assert (caught.value.key, caught.value.value) == ("data.answer_key", "anser")
     assert PromptRows(records({"prompt": "a"}), ProblemsConfig(), Letters(), 5)[0]["answer"] is None
 
 
@@ -114,8 +113,9 @@ def test_demonstrations_teach_the_answer_and_the_end_alone():
     assert shown["input_ids"].tolist() == [0, 49, 43, 49, 50, 1, 0]
     assert shown["attention_mask"].tolist() == [0, 1, 1, 1, 1, 1, 0]
     assert shown["loss_mask"].tolist() == [0, 0, 0, 0, 1, 1, 0]
-    with pytest.raises(DataError, match=r"'1\+1' has 2 tokens; rollout.response_length is 1, too short for 1 of 1"):
+    with pytest.raises(DataError) as caught:
         Demonstrations(prompts, 1)
+    assert (caught.value.length, caught.value.most) == (2, 1)
 
 
 def test_a_tokenizer_without_a_chat_template_is_rejected_for_chat_messages(tmp_path):
@@ -139,8 +139,9 @@ def test_a_tokenizer_without_a_chat_template_is_rejected_for_chat_messages(tmp_p
     row = PromptRows(chat, ProblemsConfig(), templated, 3)[0]
     assert row["prompt"] == "user hi" and row["input_ids"].tolist() == [0, 2, 1]
     assert templated.pad_token_id == 0 and templated.decode([2, 1, 0]) == "user hi"
-    with pytest.raises(ConfigError, match=r"prompts are chat messages, and the tokenizer in .* has no chat template"):
+    with pytest.raises(ConfigError) as caught:
         PromptRows(chat, ProblemsConfig(), plain, 3)
+    assert caught.value.key == "tokenizer.path"
     assert plain.encode("hi") == [1]
 
 
@@ -163,11 +164,13 @@ def test_generation_config_and_arguments_of_the_template_are_used(tmp_path):
     tokenizer = HuggingFaceTokenizer(source)
     assert tokenizer.render([{"role": "user", "content": "hi"}]) == "hi False search"
     assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == ([2, 0], 2)
-    with pytest.raises(ConfigError, match=r"chat_template_kwargs has tokenize, which every prompt has already"):
+    with pytest.raises(ConfigError) as caught:
         TokenizerConfig(chat_template_kwargs={"tokenize": True})
+    assert (caught.value.key, caught.value.value) == ("tokenizer.chat_template_kwargs", {"tokenize": True})
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": ["</s>"]}')
-    with pytest.raises(ConfigError, match=r"generation_config.json: eos_token_id is \['</s>'\]; expected token ids"):
+    with pytest.raises(ConfigError) as caught:
         HuggingFaceTokenizer(source)
+    assert caught.value.key == "eos_token_id"
 
 
 @pytest.mark.parametrize("template", ["$A", "<bos> $A", "<bos> <hi> $A <eos>", "$A <eos>"])

@@ -80,8 +80,9 @@ def test_equal_vocabularies_may_have_other_sizes_and_added_tokens(folder):
     for name in ("longer", "shorter", "policy"):
         check_vocabulary(run_with("reward_model", folder / name, size=12), policy)
     save_tokenizer(folder / "other", TOKENS, "<tool>")
-    with pytest.raises(ConfigError, match=r"id 5: '<think>' for the policy, '<tool>' for the model"):
+    with pytest.raises(ConfigError) as caught:
         check_vocabulary(run_with("reward_model", folder / "other"), policy)
+    assert caught.value.key == "reward_model.model.hf_path"
 
 
 def test_another_kind_of_tokenizer_is_compared_by_the_prompts(folder):
@@ -97,10 +98,9 @@ def test_another_kind_of_tokenizer_is_compared_by_the_prompts(folder):
     save_tokenizer(folder / "model", TOKENS)
     config = run_with("reward_model", folder / "model")
     check_vocabulary(config, Words(*TOKENS), ["the cat sat", "the"])  # type: ignore[arg-type]
-    with pytest.raises(
-        ConfigError, match=r"1 of 2 prompts differ, such as 'the cat': \[3, 2\] for the policy, \[2, 3\]"
-    ):
+    with pytest.raises(ConfigError) as caught:
         check_vocabulary(config, Words("<eos>", "<unk>", "cat", "the"), ["the cat", ""])  # type: ignore[arg-type]
+    assert caught.value.key == "reward_model.model.hf_path"
 
 
 @pytest.mark.parametrize(("role", "size"), [("reward_model", 64), ("reward_model", 4), ("ref", 64)])

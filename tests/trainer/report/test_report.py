@@ -157,9 +157,9 @@ def test_samples_of_a_large_file_come_from_all_of_the_run(tmp_path: Path) -> Non
     count = 3 * SAMPLE_BYTES // 1000
     path.write_text("".join(json.dumps({"global_step": step, "prompt": "x" * 980}) + "\n" for step in range(count)))
     samples, complete = read_samples(path)
-    found = [sample["global_step"] for sample in samples]
-    assert not complete and found[0] < 4 and found[-1] == count - 1
-    assert {after - before for before, after in itertools.pairwise(found)} == {4}
+    actual = [sample["global_step"] for sample in samples]
+    assert not complete and actual[0] < 4 and actual[-1] == count - 1
+    assert {after - before for before, after in itertools.pairwise(actual)} == {4}
     assert sum(len(json.dumps(sample)) for sample in samples) <= SAMPLE_BYTES
 
 

@@ -46,14 +46,12 @@ def test_a_process_that_is_killed_while_it_starts_is_replaced(tmp_path: Path, mo
 
 
 @pytest.mark.parametrize(
-    ("end", "starts", "reason"),
-    [("os.kill(os.getpid(), signal.SIGKILL)", STARTS, "signal 9"), ("os._exit(3)", 1, "exit code 3")],
+    ("end", "starts"),
+    [("os.kill(os.getpid(), signal.SIGKILL)", STARTS), ("os._exit(3)", 1)],
 )
-def test_a_process_that_exits_or_is_always_killed_is_an_error(
-    tmp_path: Path, end: str, starts: int, reason: str
-) -> None:
+def test_a_process_that_exits_or_is_always_killed_is_an_error(tmp_path: Path, end: str, starts: int) -> None:
     code = f"import os, signal; open({str(tmp_path / 'starts')!r}, 'a').write('x'); {end}"
-    with pytest.raises(ConfigError, match=reason) as raised:
+    with pytest.raises(ConfigError) as raised:
         HelperProcess.start(code, None, "nothing", "rewards.functions")
     assert raised.value.key == "rewards.functions" and len((tmp_path / "starts").read_text()) == starts
 
@@ -70,9 +68,9 @@ def test_scores_are_complete_although_processes_are_killed_while_they_start(tmp_
         "    return float(response)\n"
     )
     pool = ScoringProcesses({"score": RewardFunctionConfig(f"{file}:score")}, processes=2, timeout_s=30.0)
-    found = pool.run([Task("score", [{"response": str(row)}], [row]) for row in range(4)])
+    actual = pool.run([Task("score", [{"response": str(row)}], [row]) for row in range(4)])
     pool.close()
-    assert found == {"score": {row: ScoreOutcome(float(row)) for row in range(4)}}
+    assert actual == {"score": {row: ScoreOutcome(float(row)) for row in range(4)}}
     assert pool.replaced == 2
 
 

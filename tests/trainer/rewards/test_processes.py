@@ -43,8 +43,8 @@ def test_a_process_that_was_killed_while_it_was_idle_is_replaced(pool: ScoringPr
     for pid in killed:
         os.kill(pid, signal.SIGKILL)
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    found = process_ids(pool)
-    assert all(found) and not set(found) & set(killed)
+    actual = process_ids(pool)
+    assert all(actual) and not set(actual) & set(killed)
 
 
 def test_a_stopped_process_ends_at_the_deadline_and_is_replaced(pool: ScoringProcesses) -> None:
@@ -53,8 +53,8 @@ def test_a_stopped_process_ends_at_the_deadline_and_is_replaced(pool: ScoringPro
         os.kill(pid, signal.SIGSTOP)
     late = scored(pool, "process_id", LARGE, LARGE)
     assert [outcome.error for outcome in late] == ["it did not return within 2 s"] * 2
-    found = process_ids(pool)
-    assert all(found) and not set(found) & set(stopped)
+    actual = process_ids(pool)
+    assert all(actual) and not set(actual) & set(stopped)
 
 
 @pytest.mark.parametrize(

@@ -112,44 +112,39 @@ def test_async_functions_run_together_and_are_cancelled_at_the_deadline():
 
 
 @PROCESSES
-@pytest.mark.parametrize(
-    ("function", "batched", "message"),
-    [
-        ("returns_text", False, "it returned 'good' of type str; expected a number or None|returned 'good'"),
-        ("too_few", True, "it returned 1 scores for 2 samples"),
-        ("returns_text", True, "it returned 'good'; expected one score for each of 2 samples"),
-    ],
-)
-def test_a_function_that_fails_for_every_sample_ends_the_run_with_the_reason(function, batched, message):
-    each = rewards(mine=(function, {"batch": batched}))
-    with pytest.raises(
-        DataError, match=f"'mine' failed for all 2 samples of a batch: .*({message}).*prompt 'prompt 0'"
-    ):
-        each(batch(["a", "b"]))
-    each.close()
+@pytest.mark.parametrize(("function", "batched"), [("returns_text", False), ("too_few", True), ("returns_text", True)])
+def test_a_function_that_fails_for_every_sample_ends_the_run_with_the_reason(function, batched):
+    scoring = rewards(mine=(function, {"batch": batched}))
+    with pytest.raises(DataError) as caught:
+        scoring(batch(["a", "b"]))
+    assert caught.value.function == "mine"
+    scoring.close()
 
 
 @PROCESSES
 def test_a_trial_reports_a_missing_argument_before_the_start():
     each = rewards(mine="with_values")
-    with pytest.raises(DataError, match=r"'mine' .* needs 'level', .* there are prompt, response, answer$"):
+    with pytest.raises(DataError) as caught:
         each.check({"data.train": [{"prompt": "1 + 1 =", "response": "2", "answer": "2"}]})
+    assert (caught.value.function, caught.value.argument) == ("mine", "level")
     each.check({"data.train": [{"prompt": "1 + 1 =", "response": "2", "answer": "2", "level": 1}]})
     each.close()
 
 
 @pytest.mark.parametrize(
-    ("path", "message"),
+    "path",
     [
-        ("no_colon", "expected package.module:name or file.py:name"),
-        (f"{SCORES}:rihgt", "has no 'rihgt'; did you mean right"),
-        ("no/such.py:score", "cannot be imported: FileNotFoundError: there is no file"),
-        ("no_such_package.rewards:score", "cannot be imported: ModuleNotFoundError"),
-        (f"{SCORES}:NOT_CALLABLE", "which is of type int; expected a function"),
+        "no_colon",
+        f"{SCORES}:rihgt",
+        "no/such.py:score",
+        "no_such_package.rewards:score",
+        f"{SCORES}:NOT_CALLABLE",
     ],
 )
-def test_a_function_that_cannot_be_imported_is_rejected_with_its_key(path, message):
-    with pytest.raises(ConfigError, match=f"rewards.functions.mine.function is .*{message}"):
+def test_a_function_that_cannot_be_imported_is_rejected_with_its_key(path):
+    with pytest.raises(ConfigError) as caught:
         FunctionRewards(RewardsConfig({"mine": RewardFunctionConfig(path)}), Letters())
-    with pytest.raises(ConfigError, match=r"rewards.functions is empty"):
+    assert caught.value.key == "rewards.functions.mine.function"
+    with pytest.raises(ConfigError) as caught:
         FunctionRewards(RewardsConfig(), Letters())
+    assert caught.value.key == "rewards.functions"

@@ -39,19 +39,20 @@ def test_an_async_reward_function_is_awaited():
 
 
 @pytest.mark.parametrize(
-    ("result", "message"),
+    ("result", "fields"),
     [
-        (torch.ones(3, 2), r"shape \(3, 2\); expected \(3, 3\), the shape of response_mask, or \(3,\), one score"),
-        ([1.0, 2.0], "returned 2 scores for 3 responses"),
-        ("good", "returned 'good' of type str; expected a Reward"),
-        ({"score": 1.0}, "of type dict; expected a Reward"),
-        ([1.0, "good", 0.0], "returned 'good' of type str for response 1; expected a number or None"),
-        ([1.0, 0.0, float("nan")], "returned a score of nan for response 2; expected finite numbers, or None"),
+        (torch.ones(3, 2), {"shape": (3, 2), "expected": (3, 3)}),
+        ([1.0, 2.0], {"length": 2, "expected": 3}),
+        ("good", {"value": "good"}),
+        ({"score": 1.0}, {"value": {"score": 1.0}}),
+        ([1.0, "good", 0.0], {"row": 1, "value": "good"}),
+        ([1.0, 0.0, float("nan")], {"row": 2}),
     ],
 )
-def test_scores_that_do_not_fit_are_rejected_with_the_response(result, message):
-    with pytest.raises(DataError, match=message):
+def test_scores_that_do_not_fit_are_rejected_with_the_response(result, fields):
+    with pytest.raises(DataError) as caught:
         rewarded(lambda batch: result, BATCH)
+    assert caught.value.fields == fields
 
 
 @pytest.mark.parametrize("name", ["the reward function", "combine_rewards", "the reward model"])
@@ -63,8 +64,9 @@ def test_a_score_on_a_token_that_is_not_the_policys_is_rejected(name):
         "the reward model": RewardSources(None, None, True, None),
     }
     scored = BATCH.union(DataProto.from_dict({"rm_scores": outside if name == "the reward model" else 0 * outside}))
-    with pytest.raises(DataError, match=rf"^{name} returned a score of 3\.0 on token 2 of response 2, whose .* is 0"):
+    with pytest.raises(DataError) as caught:
         sources[name].of(scored)
+    assert (caught.value.row, caught.value.token) == (2, 2)
 
 
 def test_a_response_without_tokens_of_the_policy_has_a_score_of_zero():
@@ -100,10 +102,12 @@ def test_several_rewards_are_added_with_weights_and_have_their_own_columns():
     metrics = reward_metrics("train", reward)
     assert metrics["train/length"] == 2.0 and metrics["train/length_std"] == pytest.approx((2 / 3) ** 0.5)
     assert metrics["train/short"] == 1.0 and metrics["train/short_std"] == 0.0
-    with pytest.raises(ConfigError, match="weights has 'long'; possible: 'length'"):
+    with pytest.raises(ConfigError) as caught:
         sum_of_rewards({"length": length}, {"long": 1.0})
-    with pytest.raises(ConfigError, match="no reward functions"):
+    assert (caught.value.key, caught.value.value) == ("weights", ["long"])
+    with pytest.raises(ConfigError) as caught:
         sum_of_rewards({})
+    assert caught.value.key == "functions"
 
 
 def test_a_reward_function_and_a_reward_model_are_combined_by_a_function():
@@ -116,12 +120,15 @@ def test_a_reward_function_and_a_reward_model_are_combined_by_a_function():
     assert reads.of(scored, held_out=True).token_level_scores.sum(1).tolist() == [20.0, 40.0, 60.0]
     alone = RewardSources(None, None, True, None)
     assert alone.of(scored).token_level_scores.sum(1).tolist() == [10.0, 20.0, 30.0]
-    with pytest.raises(ConfigError, match="pass combine_rewards, such as weighted_sum"):
+    with pytest.raises(ConfigError) as caught:
         RewardSources(lambda batch: [1.0], None, True, None)
-    with pytest.raises(ConfigError, match=r"no reward: pass reward_fn, or map Role.RewardModel"):
+    assert caught.value.key == "combine_rewards"
+    with pytest.raises(ConfigError) as caught:
         RewardSources(None, None, False, None)
+    assert caught.value.key == "reward_fn"
 
 
 def test_a_column_of_another_length_is_rejected_with_its_name():
-    with pytest.raises(DataError, match="2 values of 'accuracy' for 3 responses"):
+    with pytest.raises(DataError) as caught:
         rewarded(lambda batch: Reward(torch.zeros(3, 3), {"accuracy": [1.0, 0.0]}), BATCH)
+    assert (caught.value.column, caught.value.length) == ("accuracy", 2)

@@ -30,7 +30,7 @@ class Formula(RoleWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def generation_limits(self) -> dict[str, Any]:
-        limits = {"prompt_length": PROMPT, "response_length": RESPONSE, "vocab_size": VOCAB, "max_rows": 0}
+        limits = {"prompt_length": PROMPT, "response_length": RESPONSE, "vocab_size": VOCAB, "max_rows": 256}
         return {**limits, "temperature": 1.0}
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -96,7 +96,7 @@ class Tools:
             made.tokens[-1] = 3 + made.tokens[-1] % 40
         if kind == "claims":
             made.replied([7])
-            made.own[-1] = 1
+            made.mask[-1] = 1
         if kind == "endless":
             made.replied([7] * RESPONSE)
         if kind == "text":

@@ -254,8 +254,9 @@ def test_an_address_without_a_cluster_is_reported_at_once(folder, capfd, address
 
 def test_a_directory_without_a_tokenizer_is_reported_with_the_reason(tmp_path):
     pytest.importorskip("transformers")
-    with pytest.raises(ConfigError, match=r"cannot load the tokenizer in '.*': .*[^:]$"):
+    with pytest.raises(ConfigError) as caught:
         HuggingFaceTokenizer(TokenizerSource(str(tmp_path), lambda: ([], [])))
+    assert caught.value.key == "tokenizer.path"
 
 
 def test_chat_messages_without_a_chat_template_are_reported_with_the_tokenizer(folder, capsys):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -112,8 +111,9 @@ def test_all_errors_of_the_parts_are_reported_together(config_file):
 
 def test_a_file_that_is_not_yaml_is_rejected_with_its_line(tmp_path):
     (tmp_path / "run.yaml").write_text("trainer: {total\n  a: b: c\n")
-    with pytest.raises(ConfigError, match=r"run\.yaml.* cannot be read as YAML: .*line 2"):
+    with pytest.raises(ConfigError) as caught:
         read_run_config(tmp_path / "run.yaml")
+    assert caught.value.value is None
 
 
 def test_paths_of_a_run_do_not_depend_on_the_working_directory(config_file, monkeypatch, tmp_path):
@@ -135,10 +135,12 @@ def test_a_shared_pool_of_gpus_is_rejected_one_step_off_policy(config_file: Path
     settings = ["rollout=${actor_rollout_ref}", "trainer.max_staleness=1", "algorithm.importance.level=token"]
     parts = make_parts(read_run_config(config_file, settings))
     assert len(parts.roles) == 2
-    with pytest.raises(ConfigError, match=r"Role.Rollout shares the pool 'pool' with Role.Actor"):
+    with pytest.raises(ConfigError) as caught:
         make_parts(read_run_config(config_file, [*settings, "pool.use_gpu=true"]))
-    with pytest.raises(ConfigError, match="the actor's processes generate"):
+    assert (caught.value.key, caught.value.value) == ("role_worker_mapping", None)
+    with pytest.raises(ConfigError) as caught:
         make_parts(read_run_config(config_file, settings[1:]))
+    assert (caught.value.key, caught.value.value) == ("trainer.max_staleness", 1)
 
 
 def test_check_prints_the_timeout_of_collectives_and_the_variables_of_cuda(config_file, capsys):
@@ -152,14 +154,15 @@ def test_check_prints_the_timeout_of_collectives_and_the_variables_of_cuda(confi
 
 def test_a_timeout_of_collectives_ends_no_start_of_an_engine(config_file):
     short = ["actor_rollout_ref.rollout.engine=vllm", "actor_rollout_ref.timeout_s=600"]
-    with pytest.raises(ConfigError, match=r"timeout_s is 600 s, and rollout.vllm.start_timeout_s 600 s: other ranks"):
+    with pytest.raises(ConfigError) as caught:
         read_run_config(config_file, short)
+    assert (caught.value.key, caught.value.value) == ("timeout_s", 600.0)
     assert read_run_config(config_file, short[:1]).actor_rollout_ref.timeout_s == 7200
 
 
-def test_a_run_of_other_machines_is_checked_without_weights_and_packages(config_file, tmp_path, capsys, monkeypatch):
+@pytest.mark.processes
+def test_a_run_of_other_machines_is_checked_without_weights_and_packages(config_file, tmp_path, capsys):
     """A model of 30e9 parameters by its config.json, engines of vLLM and layers of Transformer Engine, on no GPU."""
-    monkeypatch.setattr("importlib.util.find_spec", lambda name, *_: None if name == "vllm" else find_spec(name))
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(QWEN_3_CODER))

@@ -112,12 +112,14 @@ def test_sizes_that_are_given_leave_the_rest_of_a_config_json(tmp_path: Path) ->
 def test_a_rollout_without_a_model_of_the_actor_is_reported_as_that(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("rollout: {parallel: {tp: 1}}\nactor_rollout_ref: {seed: 3}\n")
-    with pytest.raises(ConfigError, match=r"RunConfig needs a value for actor_rollout_ref\.model"):
+    with pytest.raises(ConfigError) as caught:
         read_run_config(file)
+    assert (caught.value.key, caught.value.value) == ("actor_rollout_ref.model", None)
     sizes = "{num_layers: 2, vocab_size: 12}"
     file.write_text(f"rollout: {{parallel: {{tp: 1}}}}\nactor_rollout_ref: {{model: {sizes}}}\n")
-    with pytest.raises(ConfigError, match=r"actor_rollout_ref\.model\.hf_path is not set") as raised:
+    with pytest.raises(ConfigError) as raised:
         read_run_config(file)
+    assert (raised.value.key, raised.value.value) == ("actor_rollout_ref.model.hf_path", None)
     assert "rollout.model" not in str(raised.value).replace("actor_rollout_ref", "")
 
 

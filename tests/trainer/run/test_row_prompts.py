@@ -223,9 +223,10 @@ def test_the_system_message_of_a_row_replaces_the_configurations(tmp_path):
     prompt = [{"role": "system", "content": "be polite"}, USER]
     assert given(records, 0, mine, system_prompt="be polite") == expected(theirs, {"messages": prompt})
     assert given(records, 1, mine, system_prompt="be polite") == expected(theirs, ROWS[1])
-    with pytest.raises(ConfigError, match=r"data\.system_prompt"):
+    with pytest.raises(ConfigError) as caught:
         texts = Records("rows.jsonl", [{"prompt": "hi"}], ["line 1"])
         PromptRows(texts, ProblemsConfig(system_prompt="be polite"), mine, 99)
+    assert (caught.value.key, caught.value.value) == ("data.system_prompt", "be polite")
 
 
 @pytest.mark.parametrize("messages", [[{"role": "user", "content": None}], [{"role": "assistant"}], []])

@@ -49,11 +49,13 @@ def test_several_files_are_read_in_turn(tmp_path: Path, monkeypatch: pytest.Monk
     assert parts.problem_lines() == ["data.train: 9 prompts"]
     assert config.data.train.path == [str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")]
     (tmp_path / "b.jsonl").write_text('{"prompt": "1"}\n{"prompt": \n')
-    with pytest.raises(MControllerError, match=r"b.jsonl, line 2 is not JSON"):
+    with pytest.raises(MControllerError) as caught:
         make_parts(config)
+    assert caught.value.line == 2
     (tmp_path / "b.jsonl").unlink()
-    with pytest.raises(ConfigError, match=r"there is no file or directory .*b.jsonl"):
+    with pytest.raises(ConfigError) as caught:
         check_files(config)
+    assert caught.value.key == "path"
 
 
 def test_a_mixture_and_evaluations_are_parts_of_a_run(tmp_path: Path) -> None:
@@ -92,5 +94,6 @@ def test_wrong_sections_are_reported_together_with_their_keys(tmp_path: Path) ->
         make_parts(config)
     assert {error.key for error in raised.value.errors} == {"data.evaluations.long.response_length", "validation.n"}
     missing = dataclasses.replace(config, data=dataclasses.replace(config.data, mixture={}))
-    with pytest.raises(ConfigError, match=r"data.train has no path"):
+    with pytest.raises(ConfigError) as caught:
         check_files(missing)
+    assert caught.value.key == "data.train.path"

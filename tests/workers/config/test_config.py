@@ -105,8 +105,9 @@ def test_numbers_that_are_not_finite_are_rejected_with_the_name_of_the_field(key
 
 
 def test_a_dropout_of_2_is_rejected() -> None:
-    with pytest.raises(ConfigError, match=r"model\.hidden_dropout is 2.*; it must lie between 0.0 and 1.0"):
+    with pytest.raises(ConfigError) as caught:
         load_config(CriticConfig, {"model": NUMBERS}, {"model": {"hidden_dropout": 2.0}})
+    assert (caught.value.key, caught.value.value) == ("model.hidden_dropout", 2.0)
 
 
 @pytest.mark.parametrize(
@@ -135,10 +136,12 @@ def test_a_configuration_of_another_type_is_rejected_before_any_process_starts(
 
 
 def test_wrong_arguments_of_a_role_are_rejected_before_any_process_starts() -> None:
-    with pytest.raises(ConfigError, match="ActorRolloutRefWorker: missing a required argument: 'config'"):
+    with pytest.raises(ConfigError) as caught:
         RayClassWithInitArgs(ActorRolloutRefWorker)
-    with pytest.raises(ConfigError, match="unexpected keyword argument 'rol'; its arguments are config, role"):
+    assert caught.value.key == "ActorRolloutRefWorker"
+    with pytest.raises(ConfigError) as caught:
         RayClassWithInitArgs(ActorRolloutRefWorker, ACTOR, rol="actor")
+    assert caught.value.key == "ActorRolloutRefWorker"
 
 
 def test_right_arguments_of_a_role_are_accepted() -> None:
@@ -154,8 +157,9 @@ def test_a_subclass_has_a_configuration_of_its_own_type() -> None:
         def __init__(self, config: dict[str, Any], scale: float) -> None: ...
 
     RayClassWithInitArgs(Other, {"anything": 1}, scale=2.0)
-    with pytest.raises(ConfigError, match="config is of type CriticConfig; expected dict"):
+    with pytest.raises(ConfigError) as caught:
         RayClassWithInitArgs(Other, CriticConfig(GPT), scale=2.0)
+    assert caught.value.key == "config"
 
 
 @pytest.mark.processes

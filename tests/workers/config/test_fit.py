@@ -105,7 +105,7 @@ def test_a_model_that_does_not_fit_is_rejected_with_the_numbers(
 def test_fields_that_packed_rows_do_not_support_are_rejected(transformer: dict[str, Any], key: str) -> None:
     model = dataclasses.replace(GPT, **EXPERTS, transformer=transformer)
     assert ActorConfig(model, rollout=ROLLOUT).packed is False
-    with pytest.raises(ConfigError, match=f"packed rows and model.transformer.{key}=") as caught:
+    with pytest.raises(ConfigError) as caught:
         ActorConfig(model, rollout=ROLLOUT, packed=True)
     assert caught.value.fields["key"] == f"model.transformer.{key}"
 
@@ -130,7 +130,7 @@ def test_fields_that_packed_rows_do_not_support_are_rejected(transformer: dict[s
     ],
 )
 def test_fields_that_megatron_would_silently_ignore_are_rejected(transformer: dict[str, Any], key: str) -> None:
-    with pytest.raises(ConfigError, match=f"model.transformer.{key}=.* is not supported: ") as caught:
+    with pytest.raises(ConfigError) as caught:
         ActorConfig(dataclasses.replace(GPT, transformer=transformer), rollout=ROLLOUT)
     assert caught.value.fields["key"] == f"model.transformer.{key}"
 
@@ -140,7 +140,7 @@ def test_local_layers_reject_fields_that_need_transformer_engine(transformer: di
     model = dataclasses.replace(GPT, transformer=transformer)
     check_fit(model, ParallelConfig())
     [name] = transformer
-    with pytest.raises(ConfigError, match=f"model.transformer.{name}=.* needs Transformer Engine") as caught:
+    with pytest.raises(ConfigError) as caught:
         check_local(model, on_gpu=True)
     assert caught.value.fields["key"] == f"model.transformer.{name}"
 
@@ -148,8 +148,9 @@ def test_local_layers_reject_fields_that_need_transformer_engine(transformer: di
 def test_local_layers_accumulate_gradients_in_place_on_a_cpu_only() -> None:
     model = dataclasses.replace(GPT, transformer={"gradient_accumulation_fusion": True})
     check_local(model, on_gpu=False)
-    with pytest.raises(ConfigError, match="gradient_accumulation_fusion=True needs Transformer Engine"):
+    with pytest.raises(ConfigError) as caught:
         check_local(model, on_gpu=True)
+    assert (caught.value.key, caught.value.value) == ("model.transformer.gradient_accumulation_fusion", True)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +165,7 @@ def test_experts_that_need_rows_of_one_length_are_rejected_over_dp(
     check_fit(model, ParallelConfig(tp=2, sequence_parallel=True))
     [name] = transformer
     for axes in ({"ep": 2}, {"etp": 2}, {"tp": 2, "etp": 1, "ep": 2, "sequence_parallel": True}):
-        with pytest.raises(ConfigError, match=f"model.transformer.{name}=.* equally many tokens") as caught:
+        with pytest.raises(ConfigError) as caught:
             check_fit(model, ParallelConfig(**axes))
         assert caught.value.fields["key"] == f"model.transformer.{name}"
 
@@ -194,8 +195,9 @@ def test_the_vocabulary_is_padded_to_a_multiple_of_tp() -> None:
 
 def test_windows_over_cp_need_a_way_that_transformer_engine_has() -> None:
     model, parallel = dataclasses.replace(GPT, transformer={"window_size": [3, 0]}), ParallelConfig(cp=2)
-    with pytest.raises(ConfigError, match=r"sliding windows over cp only with model.transformer.cp_comm_type a2a"):
+    with pytest.raises(ConfigError) as caught:
         check_engine_windows(model, parallel)
+    assert (caught.value.key, caught.value.value) == ("model.transformer.cp_comm_type", None)
     check_engine_windows(model, ParallelConfig())
     all_to_all = {"window_size": [3, 0], "cp_comm_type": "a2a"}
     check_engine_windows(dataclasses.replace(model, transformer=all_to_all), parallel)

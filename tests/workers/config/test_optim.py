@@ -54,10 +54,10 @@ def test_a_field_of_the_optimizer_without_effect_is_rejected(optim: dict[str, An
 
 
 def test_the_optimizer_is_distributed_by_default_over_several_ranks_on_a_gpu() -> None:
-    found = [
+    actual = [
         OptimConfig().resolved(ranks, on_gpu=gpu).distributed_optimizer for ranks in (1, 2) for gpu in (False, True)
     ]
-    assert found == [False, False, False, True]
+    assert actual == [False, False, False, True]
     chosen = OptimConfig(distributed_optimizer=False).resolved(2, on_gpu=True)
     assert (chosen.distributed_optimizer, OptimConfig(optimizer="sgd").resolved(2, on_gpu=True)) == (
         False,
@@ -88,8 +88,9 @@ def test_a_field_of_the_gradient_buffers_without_effect_is_rejected(ddp: dict[st
 
 def test_the_scale_of_the_loss_is_checked_for_the_optimizer_of_sft_too() -> None:
     rollout = RolloutConfig(prompt_length=8, response_length=8)
-    with pytest.raises(ConfigError, match=r"^sft_optim\.megatron\.hysteresis has no effect"):
+    with pytest.raises(ConfigError) as caught:
         ActorConfig(GPT, rollout=rollout, sft_optim=OptimConfig(megatron={"hysteresis": 3}))
+    assert (caught.value.key, caught.value.value) == ("sft_optim.megatron.hysteresis", 3)
     assert critic("float16", megatron={"hysteresis": 3}).optim.megatron == {"hysteresis": 3}
 
 
@@ -110,8 +111,9 @@ def test_a_field_that_the_installed_megatron_cannot_compute_is_rejected(fields: 
 
 
 def test_an_optimizer_in_host_memory_needs_cuda() -> None:
-    with pytest.raises(ConfigError, match="to host memory, and CUDA is not available"):
+    with pytest.raises(ConfigError) as caught:
         optimizer_config(OptimConfig(megatron={"optimizer_cpu_offload": True}), MODEL)
+    assert (caught.value.key, caught.value.value) == ("optim.megatron.optimizer_cpu_offload", True)
 
 
 def test_fields_of_megatron_pass_through_in_their_types() -> None:
@@ -121,5 +123,6 @@ def test_fields_of_megatron_pass_through_in_their_types() -> None:
     assert (built.decoupled_lr, built.config_logger_dir, built.params_dtype) == (1.0, "logs", torch.float32)
     ddp = data_parallel_config(OptimConfig(overlap_grad_reduce=True), {"bucket_size": 7, "grad_reduce_in_fp32": False})
     assert (ddp.bucket_size, ddp.grad_reduce_in_fp32, ddp.overlap_grad_reduce) == (7, False, True)
-    with pytest.raises(ConfigError, match="has no such field; did you mean bucket_size"):
+    with pytest.raises(ConfigError) as caught:
         data_parallel_config(OptimConfig(), {"bucket_sizes": 3})
+    assert (caught.value.key, caught.value.value) == ("ddp.bucket_sizes", 3)

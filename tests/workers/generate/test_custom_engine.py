@@ -22,7 +22,7 @@ ROWS = 6
 DENSE = {"num_query_groups": 4, "add_qkv_bias": True, "tie_embeddings": True}
 
 
-class TransformersRollout:
+class TransformersRollout(Rollout):
     """A greedy rollout, whatever is asked for, with a model of transformers in the worker's process."""
 
     holds_weights = True

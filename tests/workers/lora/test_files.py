@@ -87,15 +87,17 @@ def test_adapter_of_another_base_is_rejected_before_processes_start(
     weights = load_file(path / "model.safetensors")
     weights["lm_head.weight"][0, 0] += 1
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ConfigError, match=r"was trained on another base: .* SHA-256"):
+    with pytest.raises(ConfigError) as caught:
         ActorRolloutRefWorker.check_init(config=config_of(path), role="actor")
+    assert caught.value.key == "model.lora.path"
     with safe_open(path / "adapter" / ADAPTER, "pt") as file:
         assert len(file.metadata()["base_sha256"]) == 64
     factors = load_file(path / "adapter" / ADAPTER)
     narrow = {name: each[:, :16].contiguous() if "lora_A" in name else each for name, each in factors.items()}
     save_file(narrow, path / "adapter" / ADAPTER)
-    with pytest.raises(ConfigError, match=r"lora_A.weight is \[3, 16\], and .*.weight is \[.*\]"):
+    with pytest.raises(ConfigError) as caught:
         ActorRolloutRefWorker.check_init(config=config_of(path), role="actor")
+    assert caught.value.key == "model.lora.path"
 
 
 def test_names_of_megatron_select_what_those_of_peft_do() -> None:
@@ -107,32 +109,33 @@ def test_names_of_megatron_select_what_those_of_peft_do() -> None:
     for target, names in (("linear_qkv", ["q_proj", "k_proj", "v_proj"]), ("linear_proj", ["o_proj"])):
         ours, theirs = (LoraConfig(rank=4, alpha=8.0, targets=each) for each in ([target], names))
         for layer, (name, hf_names) in layers.items():
-            found = adapter_target(ours, name, hf_names)
-            assert found == adapter_target(theirs, name, hf_names)
-            assert (found is None) == (layer != target)
+            actual = adapter_target(ours, name, hf_names)
+            assert actual == adapter_target(theirs, name, hf_names)
+            assert (actual is None) == (layer != target)
 
 
 @pytest.mark.parametrize(
-    ("of_peft", "lora", "reason"),
+    ("of_peft", "lora", "key"),
     [
-        ({"r": 0}, {}, "model.lora.rank is 0; it must be at least 1"),
-        ({}, {"rank": 8}, "model.lora.rank is 8, and the adapter at .* has 3"),
-        ({"lora_alpha": "x"}, {}, "cannot be read: ValueError"),
-        ({"exclude_modules": ["o_proj"]}, {"exclude": []}, r"the adapter at .* has \['o_proj'\]"),
+        ({"r": 0}, {}, "model.lora.rank"),
+        ({}, {"rank": 8}, "model.lora.rank"),
+        ({"lora_alpha": "x"}, {}, "model.lora.path"),
+        ({"exclude_modules": ["o_proj"]}, {"exclude": []}, "model.lora.exclude"),
     ],
 )
 def test_adapter_that_is_not_supported_is_rejected_by_name(
     of_peft: dict[str, Any],
     lora: dict[str, Any],
-    reason: str,
+    key: str,
     checkpoints: dict[str, Path],  # noqa: F811
     tmp_path: Path,
 ) -> None:
     path = shutil.copytree(checkpoints["qwen3"], tmp_path / "model")
     file = path / "adapter" / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | of_peft))
-    with pytest.raises(ConfigError, match=reason):
+    with pytest.raises(ConfigError) as caught:
         config_of(path, **lora)
+    assert caught.value.key == key
 
 
 # The file that PEFT 0.21.2 writes for LoraConfig(), without r, lora_alpha and targets.
@@ -245,7 +248,7 @@ def loading_error(config: ActorConfig) -> tuple[str, list[str]]:
     worker = callable_directly(ActorRolloutRefWorker(config, "rollout"))
     with pytest.raises(DataError) as caught:
         worker.init_model()
-    return caught.value.tensor, getattr(caught.value, "unread", [])
+    return caught.value.tensor, getattr(caught.value, "unused", [])
 
 
 @pytest.mark.simulated
@@ -288,26 +291,27 @@ def test_adapter_of_more_experts_than_the_model_has_is_rejected(
 
 
 @pytest.mark.parametrize(
-    ("model", "reason"),
+    ("model", "key"),
     [
-        ({"lora": {"rank": 0, "alpha": 1.0}}, "model.lora.rank is 0"),
-        ({"lora": {"rank": 4}}, "alpha is not set"),
-        ({"lora": {"rank": 4, "alpha": 8.0, "targets": ["q_prj"]}}, "'q_prj' matches nothing .* did you mean q_proj"),
-        ({"lora": {"rank": 4, "alpha": 8.0, "exclude": ["layers.9.*"]}}, "exclude: 'layers.9.*' matches nothing"),
-        ({"lora": {"rank": 4, "alpha": 8.0, "exclude": ["decoder.*"]}}, "leave no linear layer with an adapter"),
-        ({"lora": {"rank": 4, "alpha": 8.0, "use_dora": True}}, "has no field 'use_dora'"),
-        ({"freeze": ["router.weight"]}, "model.freeze: 'router.weight' matches nothing"),
-        ({"freeze": ["*"]}, "leave no weight to train"),
-        ({"num_moe_experts": 4, "lora": {"rank": 4, "alpha": 8.0}}, "selects experts that PEFT has no names for"),
+        ({"lora": {"rank": 0, "alpha": 1.0}}, "model.lora.rank"),
+        ({"lora": {"rank": 4}}, "model.lora.alpha"),
+        ({"lora": {"rank": 4, "alpha": 8.0, "targets": ["q_prj"]}}, "model.lora.targets"),
+        ({"lora": {"rank": 4, "alpha": 8.0, "exclude": ["layers.9.*"]}}, "model.lora.exclude"),
+        ({"lora": {"rank": 4, "alpha": 8.0, "exclude": ["decoder.*"]}}, "model.lora.targets"),
+        ({"lora": {"rank": 4, "alpha": 8.0, "use_dora": True}}, "model.lora.use_dora"),
+        ({"freeze": ["router.weight"]}, "model.freeze"),
+        ({"freeze": ["*"]}, "model.freeze"),
+        ({"num_moe_experts": 4, "lora": {"rank": 4, "alpha": 8.0}}, "model.lora.experts"),
         (
             {"num_moe_experts": 4, "qk_layernorm": True, "lora": {"rank": 4, "alpha": 8.0, "targets": ["gate_proj"]}},
-            "which have one A in a layer of experts",
+            "model.lora.targets",
         ),
     ],
 )
-def test_names_that_select_nothing_are_rejected(model: dict[str, Any], reason: str) -> None:
-    with pytest.raises(ConfigError, match=reason):
+def test_names_that_select_nothing_are_rejected(model: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
         load_config(ActorConfig, {"model": MODEL | model})
+    assert caught.value.key == key
 
 
 SHARED_EXPERTS = {

@@ -213,9 +213,9 @@ def test_adapters_compute_what_transformers_computes(case: str, checkpoints: dic
 
 def check_as_transformers(path: Path, ranks: list[dict[str, Any]]) -> None:
     """Check what ``computed`` returns on all ranks."""
-    found = differences(path, ranks)
-    assert found.pop("effect") > 0.5  # the adapter matters
-    assert max(found.values()) < 2e-5, found
+    actual = differences(path, ranks)
+    assert actual.pop("effect") > 0.5  # the adapter matters
+    assert max(actual.values()) < 2e-5, actual
     for rank in ranks:
         assert rank["buffers"] < rank["trained"] * 1.1 + 500  # padding
 

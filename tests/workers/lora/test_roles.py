@@ -40,8 +40,8 @@ def config_of(**changes: Any) -> RunConfig:
 )
 def test_no_second_model_is_built_for_the_reference(changes: dict[str, Any], groups: dict[str, str]) -> None:
     config = config_of(**changes)
-    found = {each.name: each.init.kwargs["role"] for each in role_workers(config, roles_of(config))}
-    assert found == groups
+    actual = {each.name: each.init.kwargs["role"] for each in role_workers(config, roles_of(config))}
+    assert actual == groups
 
 
 BIASED = {
@@ -65,13 +65,14 @@ def test_section_of_the_base_is_a_group_if_updates_change_the_base(
     base: dict[str, Any], policy: dict[str, Any], group: str
 ) -> None:
     config = config_of(actor_rollout_ref={"model": base | {"lora": LORA} | policy}, ref={"model": base})
-    found = {each.name: each.init.kwargs["role"] for each in role_workers(config, roles_of(config))}
-    assert found == ({"actor": "actor_rollout", "ref": "ref"} if group == "ref" else {"actor": "actor_rollout_ref"})
+    actual = {each.name: each.init.kwargs["role"] for each in role_workers(config, roles_of(config))}
+    assert actual == ({"actor": "actor_rollout", "ref": "ref"} if group == "ref" else {"actor": "actor_rollout_ref"})
 
 
 @pytest.mark.parametrize("changes", [{"warm_up": {"steps": 2}}, {"trainer": {"ref_sync_steps": 2}}])
 def test_reference_that_would_move_is_rejected(changes: dict[str, Any]) -> None:
     config, mapping = config_of(**changes), {Role.ActorRolloutRef: ActorRolloutRefWorker}
-    with pytest.raises(ConfigError, match=r"with actor_rollout_ref\.model\.lora"):
+    with pytest.raises(ConfigError) as caught:
         check_roles(config, mapping)
         check_reference_sync(config, mapping)
+    assert caught.value.value == 2

@@ -143,5 +143,6 @@ def test_a_config_that_contradicts_itself_is_rejected() -> None:
 
 
 def test_a_chunk_without_megatrons_config_is_rejected() -> None:
-    with pytest.raises(ConfigError, match=r"Linear.config is NoneType, but a model chunk needs one"):
+    with pytest.raises(ConfigError) as caught:
         place_chunks([torch.nn.Linear(2, 2)], torch.device("cpu"))
+    assert (caught.value.key, caught.value.value) == ("config", None)

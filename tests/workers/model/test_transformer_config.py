@@ -88,8 +88,9 @@ def test_an_unknown_or_ill_typed_field_is_rejected_with_its_key(fields: dict[str
 
 
 def test_what_megatron_itself_rejects_is_a_configuration_error() -> None:
-    with pytest.raises(ConfigError, match=r"TransformerConfig rejects the model: .*recompute_method"):
+    with pytest.raises(ConfigError) as caught:
         transformer_config(with_fields(recompute_granularity="full"), ParallelConfig())
+    assert caught.value.key == "model"
 
 
 @pytest.mark.parametrize(

@@ -53,3 +53,11 @@ def reported(peak: float | None, monkeypatch: pytest.MonkeyPatch) -> dict[str, f
 def test_updates_report_their_share_of_the_peak_on_a_gpu_whose_peak_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     [known], [unknown] = (run_ranks(reported, 1, peak, monkeypatch) for peak in (1e-6, None))
     assert known["actor/mfu"] > 0 and "actor/mfu" not in unknown
+
+
+def test_a_tied_output_projection_counts_also_where_the_input_embedding_is_on_the_same_stage() -> None:
+    tied = {"tie_embeddings": True}
+    [(expected, _)] = run_ranks(flops, 1, {}, {})
+    [(one, _)] = run_ranks(flops, 1, {}, tied)
+    assert one == expected
+    assert sum(value for value, _ in run_ranks(flops, 2, {"pp": 2}, tied)) == pytest.approx(expected, rel=0.02)

@@ -53,8 +53,9 @@ def test_engine_that_returns_no_experts_is_rejected_before_any_process_starts() 
     chosen = {"rollout": ROLLOUT | {"engine": "plain_for_router_replay"}}
     for mode in ("none", "old_log_probs"):
         ActorRolloutRefWorker.check_init(config_of(mode, **chosen), role="actor_rollout")
-    with pytest.raises(ConfigError, match="'plain_for_router_replay' does not return the experts") as caught:
+    with pytest.raises(ConfigError) as caught:
         ActorRolloutRefWorker.check_init(config_of("rollout", **chosen), role="actor_rollout")
+    assert (caught.value.key, caught.value.value) == ("router_replay", "rollout")
     assert caught.value.key == "router_replay" and "rollout.engine to megatron" in str(caught.value)
 
 
@@ -63,8 +64,9 @@ def test_groups_of_their_own_must_agree_on_what_the_rollout_records() -> None:
     for actor, rollout in (("rollout", "rollout"), ("old_log_probs", "none"), ("none", "none")):
         check(config_of(actor), config_of(rollout), "auto")
     for actor, rollout in (("rollout", "none"), ("none", "rollout"), ("old_log_probs", "rollout")):
-        with pytest.raises(ConfigError, match="set both to the same value") as caught:
+        with pytest.raises(ConfigError) as caught:
             check(config_of(actor), config_of(rollout), "auto")
+        assert caught.value.key == "rollout.router_replay"
         assert caught.value.key == "rollout.router_replay"
 
 
@@ -77,8 +79,9 @@ def test_replay_of_a_pass_that_is_never_made_is_rejected() -> None:
     mapping = {Role.ActorRolloutRef: ActorRolloutRefWorker}
     check_roles(run_of("rollout", "rollout"), mapping)
     check_roles(run_of("old_log_probs", "auto"), mapping)
-    with pytest.raises(ConfigError, match=r"algorithm\.old_log_probs='rollout'") as caught:
+    with pytest.raises(ConfigError) as caught:
         check_roles(run_of("old_log_probs", "rollout"), mapping)
+    assert (caught.value.key, caught.value.value) == ("actor_rollout_ref.router_replay", "old_log_probs")
     assert caught.value.key == "actor_rollout_ref.router_replay"
 
 
@@ -207,6 +210,7 @@ def test_experts_with_recorded_tokens_are_rejected() -> None:
     mapping = {Role.Actor: ActorRolloutRefWorker, Role.Rollout: ActorRolloutRefWorker}
     check_roles(load_config(RunConfig, sections, {"trainer": {"max_staleness": 2}}), mapping)
     recorded = {"trainer": {"max_staleness": 2, "asynchronous": {"record_tokens": True}}}
-    with pytest.raises(ConfigError, match="events do not have the experts of tokens") as caught:
+    with pytest.raises(ConfigError) as caught:
         check_roles(load_config(RunConfig, sections, recorded), mapping)
+    assert (caught.value.key, caught.value.value) == ("actor_rollout_ref.router_replay", "rollout")
     assert caught.value.key == "actor_rollout_ref.router_replay"

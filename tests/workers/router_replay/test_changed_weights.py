@@ -64,10 +64,10 @@ def recorded_of(batch: DataProto, tokens: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("mode", ["old_log_probs", "rollout"])
 def test_update_chooses_the_recorded_experts(mode: str) -> None:
-    found = run_ranks(chosen_in_update, 1, mode)[0]
-    assert len(found["rows"]) == 8
-    for tokens, *layers in found["rows"]:
-        recorded = recorded_of(found["batch"], tokens)
+    actual = run_ranks(chosen_in_update, 1, mode)[0]
+    assert len(actual["rows"]) == 8
+    for tokens, *layers in actual["rows"]:
+        recorded = recorded_of(actual["batch"], tokens)
         chosen = torch.stack(layers, 1)
         known = recorded.any(-1).all(-1)
         assert int((~known).sum()) == (mode == "rollout")  # the last token of a response

@@ -66,6 +66,6 @@ def test_experts_of_the_rollout_remove_the_mismatch_of_other_experts(staleness: 
 
 
 def test_experts_of_the_old_log_probs_leave_those_of_the_rollout() -> None:
-    found = run("old_log_probs")[0]
-    assert found[1]["training/rollout_probs_diff_mean"] == run("none")[0][1]["training/rollout_probs_diff_mean"]
-    assert found[1]["actor/ratio_max"] == pytest.approx(1.0, abs=1e-4)  # one step, at the weights of the recording
+    actual = run("old_log_probs")[0]
+    assert actual[1]["training/rollout_probs_diff_mean"] == run("none")[0][1]["training/rollout_probs_diff_mean"]
+    assert actual[1]["actor/ratio_max"] == pytest.approx(1.0, abs=1e-4)  # one step, at the weights of the recording

@@ -74,15 +74,15 @@ def test_row_longer_than_the_budget_is_alone_and_no_rows_make_one_micro_batch() 
 def test_budgets_of_tokens_have_few_widths_on_a_gpu() -> None:
     lengths = list(range(40, 640, 7))
     batch = batch_of(*lengths)
-    found = {}
+    actual = {}
     for device in ("cpu", "cuda"):
         multiple = width_multiple(4, torch.device(device))
         count = least_count(batch.lengths, 2048, multiple, batch.tokens.size(1))
         batches = token_micro_batches(batch, torch.arange(len(lengths)), count, 2048, length_multiple=multiple)
         assert all(part.batch.tokens.numel() <= 2048 for part in batches)
-        found[device] = {part.batch.tokens.size(1) for part in batches}
-    assert found["cuda"] == {128, 256, 384, 512, batch.tokens.size(1)}
-    assert len(found["cpu"]) > 12
+        actual[device] = {part.batch.tokens.size(1) for part in batches}
+    assert actual["cuda"] == {128, 256, 384, 512, batch.tokens.size(1)}
+    assert len(actual["cpu"]) > 12
 
 
 def test_widths_are_rounded_up_to_the_multiple() -> None:

@@ -45,10 +45,10 @@ FORMULAS: dict[str, Callable[[int], float]] = {
 
 @pytest.mark.parametrize("decay_style", DECAY_STYLES)
 def test_learning_rate_follows_its_schedule(decay_style: str) -> None:
-    found = rates(decay_style)
-    assert found[:WARMUP] == pytest.approx([LR * step / WARMUP for step in range(WARMUP)])
-    assert found[WARMUP : TOTAL + 1] == pytest.approx([FORMULAS[decay_style](at) for at in range(WARMUP, TOTAL + 1)])
-    assert found[TOTAL + 1 :] == pytest.approx([LR if decay_style == "constant" else MIN_LR] * 5)
+    actual = rates(decay_style)
+    assert actual[:WARMUP] == pytest.approx([LR * step / WARMUP for step in range(WARMUP)])
+    assert actual[WARMUP : TOTAL + 1] == pytest.approx([FORMULAS[decay_style](at) for at in range(WARMUP, TOTAL + 1)])
+    assert actual[TOTAL + 1 :] == pytest.approx([LR if decay_style == "constant" else MIN_LR] * 5)
 
 
 def test_the_warm_up_begins_at_its_first_rate() -> None:

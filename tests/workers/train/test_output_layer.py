@@ -46,13 +46,13 @@ def settings(packed: bool) -> dict[str, Any]:
 def through_the_output_layer(packed: bool, parallel: dict[str, Any]) -> list[int]:
     """Return the tokens through the output layer in scoring and in training, and the targets that count."""
     worker, batch = actor(parallel, "actor", **settings(packed)), samples()
-    seen: list[int] = []
+    recorded: list[int] = []
     hook = worker.model[0].module.output_layer.register_forward_pre_hook
-    hook(lambda module, args: seen.append(args[0].shape[:-1].numel()))
+    hook(lambda module, args: recorded.append(args[0].shape[:-1].numel()))
     worker.compute_log_prob(batch)
-    scored = sum(seen)
+    scored = sum(recorded)
     worker.update_actor(batch)
-    return [scored, sum(seen) - scored, int(batch.batch["response_mask"].sum())]
+    return [scored, sum(recorded) - scored, int(batch.batch["response_mask"].sum())]
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -99,6 +99,6 @@ def scores_and_weights(worker_class: type[ActorRolloutRefWorker], parallel: dict
 @pytest.mark.parametrize("tp", [1, 2])
 def test_model_of_another_class_computes_the_same_from_its_own_logits(tp: int) -> None:
     expected = run_ranks(scores_and_weights, 1, ActorRolloutRefWorker, {})[0]
-    found = run_ranks(scores_and_weights, tp, OfAnotherClass, {"tp": tp})[0]
-    assert found["log_probs"].abs().max() > 1
-    assert largest_difference(expected, found) < 1e-5
+    actual = run_ranks(scores_and_weights, tp, OfAnotherClass, {"tp": tp})[0]
+    assert actual["log_probs"].abs().max() > 1
+    assert largest_difference(expected, actual) < 1e-5

@@ -185,9 +185,9 @@ def test_losses_by_row_do_not_depend_on_micro_batches(changes: dict[str, int]) -
     if "tokens" in changes:
         changes = {"ppo_max_tokens_per_micro_batch": changes["tokens"]}
     expected = on_one_process("seq_aux_loss", 4)
-    found = run_ranks(functools.partial(gradients, **changes), 1, {}, "seq_aux_loss")[0]
-    assert found["metrics"] == pytest.approx(expected["metrics"], rel=1e-5)
-    assert largest_difference(found["gradients"], expected["gradients"]) < 1e-6
+    actual = run_ranks(functools.partial(gradients, **changes), 1, {}, "seq_aux_loss")[0]
+    assert actual["metrics"] == pytest.approx(expected["metrics"], rel=1e-5)
+    assert largest_difference(actual["gradients"], expected["gradients"]) < 1e-6
 
 
 @pytest.mark.parametrize(
@@ -234,9 +234,9 @@ def packed_gradients(parallel: dict[str, Any], **changes: Any) -> dict[str, Any]
 @pytest.mark.parametrize("parallel", [{}, {"cp": 2}])
 def test_padding_of_packed_rows_does_not_count_in_a_router_loss(parallel: dict[str, int]) -> None:
     expected = on_one_process("aux_loss", 4)
-    found = run_ranks(functools.partial(packed_gradients, ppo_micro_batch_size=4), parallel.get("cp", 1), parallel)[0]
-    assert found["metrics"] == pytest.approx(expected["metrics"], rel=1e-5)
-    assert largest_difference(found["gradients"], expected["gradients"]) < 1e-6
+    actual = run_ranks(functools.partial(packed_gradients, ppo_micro_batch_size=4), parallel.get("cp", 1), parallel)[0]
+    assert actual["metrics"] == pytest.approx(expected["metrics"], rel=1e-5)
+    assert largest_difference(actual["gradients"], expected["gradients"]) < 1e-6
 
 
 def biased(packed: bool) -> list[torch.Tensor]:

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from tests.ranks import run_ranks
-from tests.workers.weights.test_resharding import EXPERTS, MODEL, TIED, built
+from tests.workers.weights.models import EXPERTS, MODEL, TIED, built
 from workers.config import ModelConfig
 from workers.weights.fingerprints import Fingerprint, shard_fingerprints, tensor_fingerprints, whole_fingerprints
 from workers.weights.hf.model import hf_tensors
 from workers.weights.hf.names import hf_shards, model_family
-from workers.weights.resharding_schedule import Span
+from workers.weights.moves import Span
 from workers.weights.shards import WeightShard, model_shards
 
 Axes = dict[str, Any]

@@ -7,12 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
 from tests.ranks import run_ranks
 from tests.training import SMALL_GPT, new_context
 from tests.workers.full_state import full_state_dict, load_full_state_dict
 from workers.config import ModelConfig, ParallelConfig
 from workers.model.build import build_model
+from workers.model.transformer_config import transformer_config
+from workers.weights.shards import model_shards, unknown_positions
 
 pytestmark = pytest.mark.simulated
 
@@ -80,3 +84,34 @@ def test_loading_a_full_state_sets_every_weight(model: ModelConfig, axes: dict[s
     [full] = run_ranks(shapes, 1, model, {})
     state = {name: torch.randn(shape) for name, shape in full.items()}
     torch.testing.assert_close(run_ranks(there_and_back, 4, state)[0], state, rtol=0, atol=0)
+
+
+def separate_experts(ep: int, state: dict[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
+    """All weights of Megatron's own layers, with one module per expert, after those of ``state`` were loaded."""
+    parallel = ParallelConfig(ep=ep)
+    context, config = new_context(parallel), transformer_config(OF_EXPERTS, parallel)
+    spec = get_gpt_layer_local_spec(num_experts=4, moe_grouped_gemm=False, normalization="RMSNorm")
+    with context.activate():
+        chunks = [GPTModel(config, spec, vocab_size=128, max_sequence_length=32, pg_collection=context.pg)]
+    if state is not None:
+        load_full_state_dict(chunks, context, state)
+    return full_state_dict(chunks, context)
+
+
+def test_separate_experts_go_from_one_layout_to_another() -> None:
+    whole = run_ranks(separate_experts, 2, 2, None)[0]
+    state = {name: torch.randn(tensor.shape) for name, tensor in whole.items()}
+    for loaded in run_ranks(separate_experts, 4, 4, state):
+        torch.testing.assert_close(loaded, state, rtol=0, atol=0)
+
+
+def uneven() -> list[str]:
+    parallel = ParallelConfig(tp=2)
+    context = new_context(parallel)
+    [chunk] = build_model(SMALL_GPT, parallel, context)
+    chunk.decoder.layers[0].self_attention.linear_qkv.weight.partition_sizes = [48, 24, 24]
+    return unknown_positions(model_shards([chunk], context))
+
+
+def test_a_tensor_divided_unevenly_has_an_unknown_position() -> None:
+    assert run_ranks(uneven, 2) == [["decoder.layers.0.self_attention.linear_qkv.weight"]] * 2

@@ -162,9 +162,9 @@ def test_logits_are_transformers_and_the_export_is_bit_exact(
     ranks = run_ranks(imported, world_size(axes), checkpoints[family], axes, tmp_path / "out")
     expected = of_transformers(checkpoints[family])
     assert expected.std() > 0.3
-    found = [rank["logits"] for rank in ranks if rank["logits"] is not None]
-    assert len(found) == len(ranks) // axes.get("pp", 1)
-    for logits in found:
+    actual = [rank["logits"] for rank in ranks if rank["logits"] is not None]
+    assert len(actual) == len(ranks) // axes.get("pp", 1)
+    for logits in actual:
         torch.testing.assert_close(logits[..., :VOCAB], expected, atol=1e-4, rtol=0)
         assert (logits[..., VOCAB:] < -1e4).all()  # what pads the vocabulary is never sampled
     original = weights_at(checkpoints[family])
@@ -238,8 +238,9 @@ def with_a_bias_of_experts(path: Path) -> list[torch.Tensor]:
 @pytest.mark.simulated
 def test_a_bias_of_experts_that_no_family_has_is_not_left_out(checkpoints: dict[str, Path]) -> None:
     """An engine with these weights would choose other experts."""
-    with pytest.raises(REJECTED, match=r"router\.expert_bias is a buffer and not 0: it has no counterpart"):
+    with pytest.raises(REJECTED) as caught:
         run_ranks(with_a_bias_of_experts, 2, checkpoints["qwen3_moe"])
+    assert caught.value.tensor == "decoder.layers.0.mlp.router.expert_bias"
 
 
 def in_its_own_dtype(path: Path) -> dict[str, torch.Tensor]:
@@ -252,9 +253,9 @@ def in_its_own_dtype(path: Path) -> dict[str, torch.Tensor]:
 def test_bfloat16_weights_stay_as_they_are(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(checkpoints["qwen2"], dtype=torch.bfloat16)
     model.save_pretrained(tmp_path)
-    found = run_ranks(in_its_own_dtype, 2, tmp_path)[1]
-    assert {tensor.dtype for tensor in found.values()} == {torch.bfloat16}
-    assert_equal(found, weights_at(tmp_path))
+    actual = run_ranks(in_its_own_dtype, 2, tmp_path)[1]
+    assert {tensor.dtype for tensor in actual.values()} == {torch.bfloat16}
+    assert_equal(actual, weights_at(tmp_path))
 
 
 # ---- configurations --------------------------------------------------------------------------------------------------
@@ -281,12 +282,12 @@ def test_a_command_line_sets_the_directory_and_overrides_fields(family: str, che
 
 
 def test_a_model_without_sizes_and_without_a_directory_is_rejected(checkpoints: dict[str, Path]) -> None:
-    with pytest.raises(
-        ConfigError, match=r"model\.hf_path is not set, and neither are model\.vocab_size, .*num_layers"
-    ):
+    with pytest.raises(ConfigError) as caught:
         load_config(CriticConfig, overrides=["model.hidden_size=8"])
-    with pytest.raises(ConfigError, match=r"'/nowhere' does not exist; hf_path is a directory with config\.json"):
+    assert (caught.value.key, caught.value.value) == ("model.hf_path", None)
+    with pytest.raises(ConfigError) as caught:
         load_config(CriticConfig, overrides=["model.hf_path=/nowhere"])
+    assert (caught.value.key, caught.value.value) == ("hf_path", "/nowhere")
 
 
 def test_scaling_of_rotary_positions_is_read_from_old_and_new_keys(
@@ -333,8 +334,11 @@ def test_keys_that_would_change_the_computation_are_rejected(
     ],
 )
 def test_a_model_of_no_family_has_no_config_json(change: dict[str, Any], checkpoints: dict[str, Path]) -> None:
-    with pytest.raises(ConfigError, match=next(iter(change))):
+    with pytest.raises(ConfigError) as caught:
         hf_config_of(dataclasses.replace(model_config_from_hf(checkpoints["llama"]), **change))
+    name, value = next(iter(change.items()))
+    changed = (f"transformer.{field}" for field in value) if name == "transformer" else (name,)
+    assert caught.value.key in [f"model.{field}" for field in changed]
 
 
 @pytest.mark.processes
@@ -380,7 +384,7 @@ def test_tensors_that_do_not_fit_are_named_on_every_rank(checkpoints: dict[str, 
 @pytest.mark.simulated
 def test_a_directory_without_weights_is_rejected(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     shutil.copy(checkpoints["llama"] / "config.json", tmp_path)
-    with pytest.raises(REJECTED, match=r"expected model\.safetensors"):
+    with pytest.raises(REJECTED):
         run_ranks(imported, 2, tmp_path, {"tp": 2}, tmp_path / "out")
 
 
@@ -389,11 +393,13 @@ def test_files_that_are_damaged_are_named(checkpoints: dict[str, Path], tmp_path
     whole = (checkpoints["llama"] / "model.safetensors").read_bytes()
     shutil.copy(checkpoints["llama"] / "config.json", tmp_path)
     (tmp_path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(REJECTED, match=r"model\.safetensors in .* is damaged"):
+    with pytest.raises(REJECTED) as caught:
         run_ranks(imported, 2, tmp_path, {"tp": 2}, tmp_path / "out")
+    assert caught.value.path == "model.safetensors"
     (tmp_path / "config.json").write_text('{"model_type":')
-    with pytest.raises(ConfigError, match=r"config\.json is damaged"):
+    with pytest.raises(ConfigError) as caught:
         model_config_from_hf(tmp_path)
+    assert caught.value.key == "hf_path"
 
 
 @pytest.mark.simulated
@@ -401,14 +407,14 @@ def test_an_export_that_cannot_create_its_directory_is_rejected_on_every_rank(
     checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(REJECTED, match=r"cannot export to .*Not a directory"):
+    with pytest.raises(REJECTED):
         run_ranks(imported, 2, checkpoints["llama"], {"tp": 2}, tmp_path / "file" / "out")
 
 
 @pytest.mark.simulated
 def test_an_export_overwrites_nothing(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "kept").write_text("here first")
-    with pytest.raises(REJECTED, match="export into a new directory"):
+    with pytest.raises(REJECTED):
         run_ranks(imported, 2, checkpoints["llama"], {"tp": 2}, tmp_path)
     assert [file.name for file in tmp_path.iterdir()] == ["kept"]
 

@@ -35,19 +35,19 @@ from workers.weights.hf.config import hf_config_of
 from workers.weights.hf.files import WeightFiles
 from workers.weights.hf.model import export_hf, hf_tensors
 
-NEW = ("mistral", "mixtral", "glm4_moe", "deepseek_v3")
+NAMES = [name for name in MODELS if not name.startswith(("llama", "qwen"))]
+"""The models that test_hf.py has no cases for; docs/models.md has all layouts."""
 CASES = [
     (name, layout, packed)
-    for name in MODELS
+    for name in NAMES
     for layout, packed in (
         ("one process", False),
         ("PP2 with VPP2", True),
         ("TP2 x PP2 x CP2 with SP", True),
         ("TP2 x PP2 x EP2 with SP", False),
     )
-    if name.startswith(NEW) and (layout != "TP2 x PP2 x EP2 with SP" or not name.startswith("mistral"))
+    if layout != "TP2 x PP2 x EP2 with SP" or "num_experts_per_tok" in MODELS[name].fields
 ]
-"""What test_hf.py has no cases for; docs/models.md has all layouts."""
 
 
 @pytest.fixture(scope="module")
@@ -67,13 +67,13 @@ def test_scores_gradients_and_tokens_are_those_of_transformers(
 ) -> None:
     of_model = reference(name)
     assert max(float(gradient.abs().max()) for gradient in of_model.computed["gradients"].values()) > 0.1
-    found = of_model.differences(LAYOUTS[layout], packed)
-    exact = {quantity: found.pop(quantity) for quantity in ("load", "export", "generation") if quantity in found}
+    actual = of_model.differences(LAYOUTS[layout], packed)
+    exact = {quantity: actual.pop(quantity) for quantity in ("load", "export", "generation") if quantity in actual}
     assert set(exact.values()) == {0.0}
-    assert max(found.values()) < 1e-5, found
+    assert max(actual.values()) < 1e-5, actual
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name.startswith(NEW)])
+@pytest.mark.parametrize("name", NAMES)
 def test_a_configuration_comes_back_as_it_was(name: str, tmp_path: Path) -> None:
     theirs = config_of(name)
     theirs.save_pretrained(tmp_path / "theirs")
@@ -149,21 +149,16 @@ def test_key_of_a_quantization_that_is_not_read_is_named(reference: Callable[[st
     assert (caught.value.key, caught.value.value) == ("quantization_config.a_later_key", 2)
 
 
-@pytest.mark.parametrize(
-    ("quantization", "scales", "message"),
-    [
-        ({"weight_block_size": [128, 128]}, (1, 2), r"with scales \[1, 2\]; expected F8_E4M3 with scales \[1, 1\]"),
-        ({}, (1, 1), "has a.weight_scale_inv, but config.json has no weight_block_size"),
-    ],
-)
+@pytest.mark.parametrize(("quantization", "scales"), [({"weight_block_size": [128, 128]}, (1, 2)), ({}, (1, 1))])
 def test_scales_that_do_not_fit_are_named(
-    quantization: dict[str, Any], scales: tuple[int, int], message: str, tmp_path: Path
+    quantization: dict[str, Any], scales: tuple[int, int], tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": quantization}))
     weights = {"a.weight": torch.zeros(4, 4).to(torch.float8_e4m3fn), "a.weight_scale_inv": torch.ones(scales)}
     save_file(weights, tmp_path / "model.safetensors")
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(DataError) as caught:
         WeightFiles(tmp_path).shape("a.weight")
+    assert caught.value.tensor == "a.weight"
 
 
 @pytest.mark.simulated

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from megatron.core.utils import unwrap_model
 
 from parallel_state.simulated import CommunicationTrace, run_ranks
 from tests.workers.roles import actor
+from workers.weights import whole_tensors
 from workers.weights.hf.model import hf_whole_tensors
-from workers.weights.resharding import tensor_in
+from workers.weights.moves import Move
+from workers.weights.shards import SliceReader
+from workers.weights.whole_tensors import tensor_in
 
 MODELS: dict[str, dict[str, Any]] = {
     "dense": {},
@@ -49,6 +54,21 @@ def test_buckets_of_any_size_have_the_tensors_of_one_process(model: str, paralle
             assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
+def test_tensors_come_from_the_replica_of_the_same_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks 0 and 1 have the whole model, and are on one node; ranks 2 and 3 have it too, on another."""
+    pairs: set[tuple[int, int]] = set()
+    exchanged = whole_tensors._exchanged
+
+    def recorded(bucket: Sequence[Move], sources: SliceReader) -> list[tuple[Move, torch.Tensor]]:
+        pairs.update((move.source_rank, move.target_rank) for move in bucket)
+        return exchanged(bucket, sources)
+
+    monkeypatch.setattr(whole_tensors, "node_id", lambda: f"node{dist.get_rank() // 2}")
+    monkeypatch.setattr(whole_tensors, "_exchanged", recorded)
+    run_ranks(4, streamed, "dense", {"tp": 2}, 1 << 20, 1)
+    assert pairs == {(0, 1), (1, 0), (2, 3), (3, 2)}
+
+
 def on_one_rank(model: str, parallel: dict[str, Any]) -> dict[str, torch.Tensor]:
     """The tensors in memory of this rank's own, if it is rank 1; no other rank wants them."""
     worker = actor(parallel, "actor", model=MODELS[model])
@@ -69,7 +89,7 @@ def test_a_rank_gets_what_it_lacks_in_one_exchange_and_others_get_nothing(model:
     assert not none and not any(others)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-    exchanges = trace.select(rank=1, line="weights/resharding.py")
+    exchanges = trace.select(rank=1, line="weights/whole_tensors.py")
     assert len(exchanges) == 1  # a bucket of 1 MiB has the whole model
 
 

@@ -318,14 +318,14 @@ class AgentEpisode:
     """
 
     def __init__(self, agent: str | Callable[..., Any], **options: Any) -> None:
-        found: Any = import_object(agent, "multi_turn.options.agent") if isinstance(agent, str) else agent
-        if not inspect.iscoroutinefunction(found):
+        function: Any = import_object(agent, "multi_turn.options.agent") if isinstance(agent, str) else agent
+        if not inspect.iscoroutinefunction(function):
             raise ConfigError(
                 f"multi_turn.options.agent is {agent!r}, which is not async; expected async def agent(base_url, "
                 "api_key, problem); asyncio.to_thread runs one that blocks",
                 key="multi_turn.options.agent",
             )
-        self._agent: Any = partial(found, **options)
+        self._agent: Any = partial(function, **options)
         inspect.signature(self._agent).bind("", "", {})
         self._server: ChatServer | None = None
         self._sessions = itertools.count()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import weakref
 
 import torch
 from torch import Tensor
@@ -12,7 +13,10 @@ from workers.generate.vllm.in_engine.registered_memory import register_memory, u
 
 
 class SharedBuckets:
-    """Two files in memory, without names in the file system: they end with this process.
+    """Two files in memory, without names in the file system: they end with this object, and with this process.
+
+    Their pages are locked if the process uses GPUs, and stay so between updates: to map, zero and lock them again would
+    take longer than the copies.
 
     Args:
         size: [bytes] of a bucket; one with a larger tensor grows.
@@ -23,6 +27,8 @@ class SharedBuckets:
         self._files = [os.memfd_create("weights") for _ in range(2)]
         self._memory = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
         self._filling = 0
+        self._end = weakref.finalize(self, _free, self._files, self._memory)
+        self._end.atexit = False  # CUDA may have ended before
 
     @property
     def path(self) -> str:
@@ -43,7 +49,11 @@ class SharedBuckets:
 
     def close(self) -> None:
         """Free the memory."""
-        for memory, file in zip(self._memory, self._files, strict=True):
-            unregister_memory(memory)
-            os.close(file)
-        self._memory = []
+        self._end()
+
+
+def _free(files: list[int], memory: list[Tensor]) -> None:
+    for pages, file in zip(memory, files, strict=True):
+        unregister_memory(pages)
+        os.close(file)
+    memory.clear()

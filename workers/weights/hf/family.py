@@ -25,6 +25,8 @@ from mcontroller.errors import ConfigError
 
 _LAYER = re.compile(r"(decoder\.layers\.)(\d+)(\..*)")
 _EXPERT = re.compile(r"(.*\.experts\.linear_fc[12]\.(?:weight|bias))(\d+)")
+MODEL_FAMILIES: Registry[ModelFamily] = Registry("model family", key="model_type")
+"""Every registered family by its ``model_type``."""
 
 
 class ModelFamily(ABC):
@@ -95,9 +97,9 @@ class ModelFamily(ABC):
         Args:
             fields: fields of ``ModelConfig`` or of Megatron's ``TransformerConfig``.
         """
-        own: dict[str, Any] = {"add_qkv_bias": self.add_qkv_bias, "qk_layernorm": self.qk_layernorm}
+        flags: dict[str, Any] = {"add_qkv_bias": self.add_qkv_bias, "qk_layernorm": self.qk_layernorm}
         differing: dict[str, Any] = {
-            name: value for name, value in own.items() if value not in (None, fields.get(name))
+            name: value for name, value in flags.items() if value not in (None, fields.get(name))
         }
         if (fields.get("num_moe_experts") is not None) != self.has_experts:
             differing["num_moe_experts"] = "a number" if self.has_experts else None
@@ -114,9 +116,6 @@ class ModelFamily(ABC):
             value=value,
         )
 
-
-MODEL_FAMILIES: Registry[ModelFamily] = Registry("model family", key="model_type")
-"""Every registered family by its ``model_type``."""
 
 Family = TypeVar("Family", bound=type[ModelFamily])
 

@@ -99,8 +99,8 @@ class WeightFiles:
         """
         if name not in self._opened(self._file_of[name]).keys():  # noqa: SIM118 - not a mapping
             self._raise_without(self._file_of[name], name)
-        found = self._file(name).get_slice(name)
-        shape, dtype = tuple(found.get_shape()), found.get_dtype()
+        stored = self._file(name).get_slice(name)
+        shape, dtype = tuple(stored.get_shape()), stored.get_dtype()
         if name + _SCALE in self._file_of:
             self._check_scales(name, shape, dtype)
         elif dtype not in _DTYPES:
@@ -140,15 +140,15 @@ class WeightFiles:
 
     def _check_scales(self, name: str, shape: tuple[int, ...], dtype: str) -> None:
         """Check that every block of a weight in FP8 has a scale."""
-        found = tuple(self._file(name + _SCALE).get_slice(name + _SCALE).get_shape())
+        stored = tuple(self._file(name + _SCALE).get_slice(name + _SCALE).get_shape())
         try:
             expected = tuple(-(-size // block) for size, block in zip(shape, self.block, strict=True))
         except (OSError, KeyError, TypeError, ValueError) as error:
             text = f"{name} in {str(self.directory)!r} has {name + _SCALE}, but config.json has no weight_block_size"
             raise DataError(text, path=str(self.directory), tensor=name) from error
-        if dtype != _QUANTIZED or found != expected:
+        if dtype != _QUANTIZED or stored != expected:
             raise DataError(
-                f"{name} in {str(self.directory)!r} is {dtype} {list(shape)} with scales {list(found)}; expected "
+                f"{name} in {str(self.directory)!r} is {dtype} {list(shape)} with scales {list(stored)}; expected "
                 f"{_QUANTIZED} with scales {list(expected)} for blocks of {list(self.block)}",
                 path=str(self.directory),
                 tensor=name,

@@ -15,10 +15,10 @@ def stop_tokens_of(path: str | Path) -> list[int]:
     Raises:
         ConfigError: the file is damaged, or a token is no number.
     """
-    found = _read(path).get("eos_token_id")
-    tokens = found if isinstance(found, list) else [found] if found is not None else []
+    ids = _read(path).get("eos_token_id")
+    tokens = ids if isinstance(ids, list) else [ids] if ids is not None else []
     if any(type(token) is not int or token < 0 for token in tokens):
-        raise _wrong(path, "eos_token_id", found, "token ids")
+        raise _wrong(path, "eos_token_id", ids, "token ids")
     return tokens
 
 

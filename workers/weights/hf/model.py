@@ -5,6 +5,7 @@ A rank reads its own slices of the files. On the way out it has at most one buck
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import re
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.utils import unwrap_model
 
 from mcontroller.errors import DataError, before_changes
 from parallel_state.agreement import all_gather_values, raise_on_every_rank
@@ -25,9 +27,10 @@ from workers.weights.hf.family import ModelFamily
 from workers.weights.hf.files import WeightFiles, WeightWriter, files_left_out, finish_export, start_export
 from workers.weights.hf.hub import local_directory
 from workers.weights.hf.names import OUTPUT_LAYER, bridge_of, hf_shards, model_family, names_of
-from workers.weights.resharding import BucketMemory, Wanted, WholeTensors, tensor_in, tensors_in
-from workers.weights.resharding_schedule import TensorInBucket, places_in_bucket
+from workers.weights.hf.verify_load import verify_load
+from workers.weights.moves import TensorInBucket, places_in_bucket
 from workers.weights.shards import WeightShard, named_shards
+from workers.weights.whole_tensors import BucketMemory, Wanted, WholeTensors, tensor_in, tensors_in
 
 logger = logging.getLogger(__name__)
 
@@ -178,7 +181,8 @@ def export_hf(
         max_file_bytes: the size at which a rank starts another file.
 
     Raises:
-        DataError: ``path`` exists and is not empty, or the family has no counterpart of a tensor.
+        DataError: ``path`` exists and is not empty, or the family has no counterpart of a tensor; or transformers
+            computes something else from the files (``model.verify_load``), with the name of the layer.
         ConfigError: no family is built like ``model``.
     """
     target, rank = Path(path), dist.get_rank()
@@ -202,6 +206,11 @@ def export_hf(
             logger.warning("%s of the model in %s is not in the export", name, companions)
         logger.info("%d tensors in %d files at %s", sum(len(file.tensors) for file in written), len(written), target)
     dist.barrier()
+    if model.verify_load != "off":
+        with context.activate():
+            verified = verify_load(unwrap_model(list(chunks)), dataclasses.replace(model, hf_path=str(target)), context)
+        if rank == 0:
+            logger.info("%s", verified)
 
 
 def _shapes(shards: Sequence[WeightShard]) -> dict[str, tuple[int, ...]]:

@@ -13,7 +13,7 @@ from megatron.core.utils import get_model_config, unwrap_model
 from mcontroller.errors import DataError
 from parallel_state.megatron import MegatronContext
 from workers.weights.hf.family import MODEL_FAMILIES, ModelFamily, hf_names_of, matching_family
-from workers.weights.resharding_schedule import Span
+from workers.weights.moves import Span
 from workers.weights.shards import WeightShard, named_buffers, named_shards
 
 OUTPUT_LAYER = "output_layer.weight"
@@ -38,17 +38,17 @@ def hf_shards(
     """
     if (bridge := bridge_of(chunks)) is not None:
         return bridge.shards(chunks)
-    found = []
+    shards = []
     for chunk in chunks:
         config = get_model_config(chunk)
-        found += [part for shard in named_shards([chunk], context) for part in _parts(shard, family, config)]
+        shards += [part for shard in named_shards([chunk], context) for part in _parts(shard, family, config)]
         for name, buffer in named_buffers([chunk], context):
             if hf_names_of(family, name):
-                found += _parts(WeightShard(name, buffer, tuple(buffer.shape)), family, config)
+                shards += _parts(WeightShard(name, buffer, tuple(buffer.shape)), family, config)
             elif complete and bool(buffer.any()):
                 text = f"{name} is a buffer and not 0: it has no counterpart in a Hugging Face checkpoint"
                 raise DataError(text, tensor=name)
-    return found
+    return shards
 
 
 def bridge_of(chunks: Sequence[torch.nn.Module]) -> Any:

@@ -1,4 +1,4 @@
-"""Compare a loaded model with transformers, layer by layer: a model that computes something else is an error.
+"""Compare a model with transformers, layer by layer, after a load and after an export: a difference is an error.
 
 A few fixed tokens go through the parallel model. Each pipeline stage then computes its own layers once more on the
 CPU, with transformers, from the same files: every layer from the hidden states that the parallel model gave it, so that
@@ -48,7 +48,7 @@ _STACKED = {
 
 
 def verify_load(chunks: Sequence[nn.Module], model: Any, context: MegatronContext) -> str:
-    """Compare a model that was loaded from ``model.hf_path`` with transformers (a collective).
+    """Compare a model with what transformers computes from the files at ``model.hf_path`` (a collective).
 
     Args:
         chunks: this rank's model chunks, not wrapped.
@@ -91,7 +91,7 @@ def verify_load(chunks: Sequence[nn.Module], model: Any, context: MegatronContex
             raise DataError(
                 f"{difference.name} of the model at {model.hf_path} differs from transformers: {difference.share:.0%} "
                 f"of {_TOKENS} tokens by more than rounding, by up to {difference.relative:.1e} of their length. Its "
-                "weights or its configuration are read wrongly: report it, or set model.verify_load=off",
+                "weights or its configuration are read or written wrongly: report it, or set model.verify_load=off",
                 layer=difference.name,
             )
     largest, seconds = max(difference.relative for difference in everywhere), time.perf_counter() - started
@@ -154,14 +154,14 @@ def _recorded(chunks: Sequence[Any], context: MegatronContext) -> list[_Part]:
     whole = -(-_TOKENS // multiple) * multiple
     ids = torch.nn.functional.pad(_ids(chunks[0].unpadded_vocab_size), (0, whole - _TOKENS)).to(device)
     positions = zigzag_positions(whole, pg.cp.size(), pg.cp.rank(), device)[None]
-    seen: dict[int, tuple[Tensor, Tensor]] = {}
+    hidden_states: dict[int, tuple[Tensor, Tensor]] = {}
     outputs: list[Tensor] = []
 
     def record(layer: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
         given = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
         returned = output[0] if isinstance(output, tuple) else output
         # Copies: after a stage has sent its output, the schedule frees the memory.
-        seen.setdefault(layer.layer_number - 1, (given.clone(), returned.clone()))
+        hidden_states.setdefault(layer.layer_number - 1, (given.clone(), returned.clone()))
 
     def step(_: Any, chunk: Any) -> tuple[Tensor, Callable[..., Any]]:
         output = chunk(ids.gather(1, positions), positions, None, runtime_gather_output=True)
@@ -195,7 +195,7 @@ def _recorded(chunks: Sequence[Any], context: MegatronContext) -> list[_Part]:
     for hook in hooks:
         hook.remove()
     joined = functools.partial(_joined, context=context, divided=config.sequence_parallel)
-    hidden = {number: (joined(given), joined(returned)) for number, (given, returned) in sorted(seen.items())}
+    hidden = {number: (joined(given), joined(returned)) for number, (given, returned) in sorted(hidden_states.items())}
     parts = [_Part(number, f"model.layers.{number}", *both) for number, both in hidden.items()]
     if chunks[0].pre_process:
         parts.insert(0, _Part(-1, "model.embed_tokens", None, hidden[0][0]))

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from mcontroller.errors import MControllerError
-from workers.weights.resharding import BucketMemory, Wanted, filled_bucket
-from workers.weights.resharding_schedule import Move, TensorInBucket
+from workers.weights.moves import Move, TensorInBucket
 from workers.weights.shards import SliceReader, WeightShard
 from workers.weights.transfer.plan import RankSchedule
 from workers.weights.transfer.transports import TRANSPORTS, Deadline, PeerLost
+from workers.weights.whole_tensors import BucketMemory, Wanted, filled_bucket
 
 
 class TransferOutcome(NamedTuple):

@@ -12,7 +12,7 @@ from functools import cached_property
 from itertools import chain
 from typing import NamedTuple
 
-from workers.weights.resharding_schedule import (
+from workers.weights.moves import (
     LocalTensor,
     Move,
     check_known,

@@ -63,7 +63,7 @@ class Agent(Formula):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def generation_limits(self) -> dict[str, int]:
-        return {"prompt_length": 600, "response_length": 200, "vocab_size": 2 * SHIFT, "max_rows": 0}
+        return {"prompt_length": 600, "response_length": 200, "vocab_size": 2 * SHIFT, "max_rows": 256}
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, changes_rows=True)
     def generate_sequences(self, prompts: DataProto) -> DataProto:
@@ -130,7 +130,7 @@ def test_an_agent_with_a_tool_is_one_trajectory_of_exact_tokens(
     turns = [[SHIFT + ord(each) for each in text] + [END] for text in (CALL, "It is 5.")]
     reply = tokenizer.encode(f"\n[tool]5{chr(END)}\n[assistant]")
     assert made.tokens.tolist() == turns[0] + reply + turns[1]
-    assert made.own.tolist() == [1] * len(turns[0]) + [0] * len(reply) + [1] * len(turns[1])
+    assert made.mask.tolist() == [1] * len(turns[0]) + [0] * len(reply) + [1] * len(turns[1])
     assert made.versions.tolist() == [0] * len(turns[0]) + [-1] * len(reply) + [1] * len(turns[1])
     assert made.log_probs[-2] == pytest.approx(made.tokens[-2] / -100)
 
@@ -160,7 +160,7 @@ def test_sessions_at_once_record_their_own_tokens(serve: Callable[..., ChatServe
     with ThreadPoolExecutor(16) as agents:
         for number, made in enumerate(agents.map(converse, range(16))):
             assert f"[user]{number} + 3?" in Characters().decode(made.prompt) and made.seed == number
-            reply = [token for token, own in zip(made.tokens, made.own, strict=True) if not own]
+            reply = [token for token, sampled in zip(made.tokens, made.mask, strict=True) if not sampled]
             assert reply == Characters().encode(f"\n[tool]{number}{chr(END)}\n[assistant]")
 
 
@@ -187,7 +187,7 @@ def test_no_text_of_a_tool_changes_which_tokens_are_recorded(serve: Callable[...
     said = ask(messages=ASK)["message"]
     ask(messages=[*ASK, said, {"role": "tool", "tool_call_id": said["tool_calls"][0]["id"], "content": text}])
     (made,) = session.close()
-    reply = [token for token, own in zip(made.tokens, made.own, strict=True) if not own]
+    reply = [token for token, sampled in zip(made.tokens, made.mask, strict=True) if not sampled]
     assert reply == Characters().encode(f"\n[tool]{text}{chr(END)}\n[assistant]")
 
 
@@ -241,11 +241,12 @@ def test_tool_calls_are_the_objects_with_a_name(text: str, rest: str | None, cal
 def test_sessions_end_with_an_error_that_names_them(serve: Callable[..., ChatServer]) -> None:
     server = serve()
     session = server.open("a")
-    with pytest.raises(DataError, match="session 'used' has no trajectory: no request has arrived") as caught:
+    with pytest.raises(DataError) as caught:
         server.open("used").close()
     assert caught.value.session == "used"
-    with pytest.raises(DataError, match="session 'a' is open: give each trajectory a session of its own"):
+    with pytest.raises(DataError) as caught:
         server.open("a")
+    assert caught.value.session == "a"
     with pytest.raises(DataError):
         server.open("a/b")
     with_urllib(server.url_of(session), "another key", messages=ASK)
@@ -274,8 +275,9 @@ def test_a_group_that_fails_ends_the_session_and_not_the_server(serve: Callable[
     session.rollout = Broken()
     with pytest.raises(ValueError, match="WorkerDied: rank 3 has died"):
         with_urllib(server.base_url, session.api_key, messages=ASK)
-    with pytest.raises(DataError, match="session 'a' has no trajectory: WorkerDied"):
+    with pytest.raises(DataError) as caught:
         session.close()
+    assert caught.value.session == "a"
     assert with_urllib(server.base_url, other.api_key, messages=ASK)["finish_reason"] == "tool_calls"
 
 
@@ -319,7 +321,7 @@ def test_a_turn_that_a_client_cuts_off_goes_on_with_the_end_of_the_message(serve
     assert (first["message"]["content"], first["finish_reason"]) == (CALL[:5], "length")
     ask(messages=[*ASK, first["message"], {"role": "user", "content": "Go on."}])
     (made,) = session.close()
-    reply = [token for token, own in zip(made.tokens, made.own, strict=True) if not own]
+    reply = [token for token, sampled in zip(made.tokens, made.mask, strict=True) if not sampled]
     assert made.tokens[:5].tolist() == [SHIFT + ord(letter) for letter in CALL[:5]]
     assert reply == Characters().encode(f"{chr(END)}\n[user]Go on.{chr(END)}\n[assistant]")
 
@@ -343,8 +345,9 @@ def test_what_clients_send_without_a_meaning_here_is_accepted(serve: Callable[..
 def test_a_server_without_its_packages_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     monkeypatch.delitem(sys.modules, http_server.__name__)
-    with pytest.raises(ConfigError, match=r"'uvicorn': pip install 'mcontroller\[agents\]'"):
+    with pytest.raises(ConfigError) as caught:
         ChatServer(None, Characters())
+    assert (caught.value.key, caught.value.value) == ("multi_turn.episode", "agents")
 
 
 @pytest.mark.parametrize("sent", [0, 10, -5], ids=["nothing", "half of a header", "half of a body"])
@@ -378,8 +381,9 @@ def test_a_client_that_disconnects_cancels_its_trajectory(serve: Callable[..., C
     assert ended.wait(30) and submitted.cancelled() and not server.rollout.start()
     while session.in_use:
         time.sleep(0.01)
-    with pytest.raises(DataError, match="has no trajectory: its client has disconnected in the middle of a request"):
+    with pytest.raises(DataError) as caught:
         session.close()
+    assert caught.value.session == "a"
 
 
 def test_a_session_that_is_closed_cancels_its_request(serve: Callable[..., ChatServer]) -> None:
@@ -391,8 +395,9 @@ def test_a_session_that_is_closed_cancels_its_request(serve: Callable[..., ChatS
         while session.submitted is None and time.monotonic() < until:
             time.sleep(0.01)
         (submitted,) = server.rollout.live
-        with pytest.raises(DataError, match="session 'a' has no trajectory: a request is running"):
+        with pytest.raises(DataError) as caught:
             session.close()
+        assert caught.value.session == "a"
         assert client.recv(12) == b"HTTP/1.1 400" and submitted.cancelled()
 
 
@@ -462,12 +467,12 @@ def test_an_agent_of_a_public_library_trains_unchanged() -> None:
     pytest.importorskip("agents.models.openai_chatcompletions", reason="openai-agents is not installed")
     (made,) = run_agent("adder_of_openai_agents", "")
     assert isinstance(made, Trajectory) and (made.turns, made.ended) == (2, "stop")
-    own = [token for token, mark in zip(made.tokens, made.own, strict=True) if mark]
-    assert own == [SHIFT + ord(each) for each in CALL] + [END] + [SHIFT + ord(each) for each in "It is 5."] + [END]
+    sampled = [token for token, mark in zip(made.tokens, made.mask, strict=True) if mark]
+    assert sampled == [SHIFT + ord(each) for each in CALL] + [END] + [SHIFT + ord(each) for each in "It is 5."] + [END]
 
 
-@pytest.mark.parametrize(("agent", "text"), [("with_urllib", "which is not async"), ("nothing", "nothing")])
-def test_an_agent_that_cannot_run_is_rejected_with_its_field(agent: str, text: str) -> None:
-    with pytest.raises(ConfigError, match=text) as caught:
+@pytest.mark.parametrize("agent", ["with_urllib", "nothing"])
+def test_an_agent_that_cannot_run_is_rejected_with_its_field(agent: str) -> None:
+    with pytest.raises(ConfigError) as caught:
         run_agent(agent)
     assert caught.value.key == "multi_turn.options.agent"

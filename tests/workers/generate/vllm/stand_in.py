@@ -11,11 +11,13 @@ import importlib.machinery
 import json
 import math
 import sys
+import tempfile
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -24,8 +26,9 @@ from safetensors.torch import load_file
 import workers.generate.vllm.in_engine as in_engine
 import workers.weights.hashing as hashing
 from tests.workers.generate.vllm.signatures import check_arguments
-from workers.generate.vllm import rollout
+from workers.generate.vllm import checks, rollout
 from workers.generate.vllm.engine_process import EngineError
+from workers.generate.vllm.interpreter import InstalledVllm
 
 TAGS = frozenset(("weights", "kv_cache"))
 WEIGHTS_BYTES = 1 << 30
@@ -232,9 +235,23 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             module.LLM, module.SamplingParams = StandInLLM, _SamplingParams  # type: ignore[attr-defined]
         if name == "vllm.lora.request":
             module.LoRARequest = _LoRARequest  # type: ignore[attr-defined]
+        if name == "vllm.config":
+            module.current, module.set_current_vllm_config = None, _current_config(module)  # type: ignore[attr-defined]
         return module
 
     def exec_module(self, module: types.ModuleType) -> None: ...
+
+
+def _current_config(module: Any) -> Any:
+    @contextmanager
+    def set_current_vllm_config(config: Any) -> Iterator[None]:
+        module.current, before = config, module.current
+        try:
+            yield
+        finally:
+            module.current = before
+
+    return set_current_vllm_config
 
 
 class EngineInProcess:
@@ -276,16 +293,18 @@ class EngineInProcess:
 def standing_in(gpu: Callable[[], Gpu] | None = None) -> Iterator[type[StandInLLM]]:
     """Let engines be stand-ins in this process, on GPUs that ``gpu`` makes, or on a CPU."""
     folders = [*in_engine.__path__, *hashing.__path__]
-    finder, process = _Finder(), rollout.EngineProcess
+    finder, process, installed = _Finder(), rollout.EngineProcess, checks.installed_vllm
     known = set(sys.modules)
     sys.meta_path.insert(0, finder)
     sys.path[:0] = folders
     rollout.EngineProcess = EngineInProcess  # type: ignore[misc,assignment]
+    checks.installed_vllm = lambda python: InstalledVllm(cpu_build=False)
     StandInLLM.gpu, StandInLLM.started = gpu, []
     try:
-        yield StandInLLM
+        with tempfile.TemporaryDirectory() as caches, mock.patch.dict("os.environ", XDG_CACHE_HOME=caches):
+            yield StandInLLM
     finally:
-        rollout.EngineProcess = process  # type: ignore[misc]
+        rollout.EngineProcess, checks.installed_vllm = process, installed  # type: ignore[misc]
         StandInLLM.gpu = None
         sys.meta_path.remove(finder)
         sys.path[:] = [path for path in sys.path if path not in folders]

@@ -77,11 +77,10 @@ def test_calls_return_their_results_and_the_environment_is_the_engine_s(engine: 
 
 
 def test_an_exception_of_the_engine_has_its_traceback_and_leaves_it_usable(engine: EngineProcess) -> None:
-    with pytest.raises(
-        EngineError, match=rf"\(pid {engine.pid}\) failed in fail: ValueError: no such weight"
-    ) as caught:
+    with pytest.raises(EngineError) as caught:
         engine.call("fail")
-    assert caught.value.method == "fail" and caught.value.log_tail == "Traceback ..."
+    error = caught.value
+    assert (error.method, error.pid, error.log_tail) == ("fail", engine.pid, "Traceback ...")
     assert engine.call("add", a=2, b=3) == 5
 
 
@@ -91,22 +90,23 @@ def test_the_death_of_an_engine_is_reported_with_its_cause_and_its_last_words(
 ) -> None:
     with pytest.raises(EngineDied) as caught:
         engine.call(method)
-    assert caught.value.exit_cause == cause and cause in str(caught.value) and caught.value.method == method
-    last = "about to end" if method == "die" else "started with []"
-    assert last in caught.value.log_tail and str(caught.value).endswith(last)
+    assert (caught.value.exit_cause, caught.value.method) == (cause, method)
+    assert ("about to end" if method == "die" else "started with []") in caught.value.log_tail
 
 
 def test_an_engine_that_is_silent_for_too_long_is_reported_and_ended(program: Path) -> None:
     engine = EngineProcess({}, {}, start_timeout_s=60, silence_timeout_s=0.2, program=program)
-    with pytest.raises(EngineHung, match=r"no progress in hang for 0.2 s") as caught:
+    with pytest.raises(EngineHung) as caught:
         engine.call("hang")
-    assert caught.value.timeout_s == 0.2 and isinstance(caught.value, TimeoutError)
+    assert (caught.value.method, caught.value.timeout_s) == ("hang", 0.2) and isinstance(caught.value, TimeoutError)
     assert has_ended(engine.pid)
 
 
 def test_an_engine_that_does_not_start_is_reported_with_its_exit_code(program: Path) -> None:
-    with pytest.raises(EngineDied, match=r"ended in start with exit code 5: started with \['end'\]"):
+    with pytest.raises(EngineDied) as caught:
         EngineProcess({"end": 5}, {}, start_timeout_s=60, silence_timeout_s=60, program=program)
+    assert (caught.value.method, caught.value.exit_cause) == ("start", "exit code 5")
+    assert caught.value.log_tail == "started with ['end']"
 
 
 def test_the_process_ends_with_the_object(program: Path) -> None:

@@ -28,11 +28,9 @@ def test_an_engine_has_ranks_of_one_shard_on_one_node() -> None:
 
 
 def test_a_shard_without_room_for_an_engine_on_a_node_is_rejected() -> None:
-    with pytest.raises(
-        ConfigError, match=r"rollout.vllm.tp is 4, but .* shard 1 are 2 on node a, 2 on node b"
-    ) as caught:
+    with pytest.raises(ConfigError) as caught:
         engines_of_shards([0, 0, 0, 0, 1, 1, 1, 1], ["a"] * 6 + ["b"] * 2, 4)
-    assert caught.value.key == "rollout.vllm.tp"
+    assert (caught.value.key, caught.value.value) == ("rollout.vllm.tp", 4)
 
 
 ROLE = """

@@ -16,7 +16,7 @@ from tests.workers.generate.vllm.test_checks import config
 from tests.workers.roles import MODEL, PROMPT, SAMPLED, VOCAB, actor, experience, own_shard, weights
 from tests.workers.roles import prompts as random_prompts
 from tests.workers.router_replay.setup import EXPERTS, LAYERS, NO_BALANCE, TOPK, policy
-from workers import Generated, Prompts, Sampling
+from workers import ActorRolloutRefWorker, Generated, Prompts, Sampling
 from workers.generate.vllm import rollout as module
 from workers.generate.vllm.engine_process import EngineError
 from workers.generate.vllm.rollout import vllm_rollout
@@ -48,7 +48,7 @@ def sampling(n: int, **changes: Any) -> Sampling:
 
 
 def generated(parallel: dict[str, int], tp: int, rows: int, n: int) -> dict[str, Any]:
-    """What this rank returns for its shard's prompts, and what its engine was asked."""
+    """What this rank returns for its shard's prompts, and the prompts that its engine got."""
     settings = config(model=LARGER, parallel=parallel, rollout={"vllm": {"tp": tp}})
     ranks = torch.distributed.get_world_size()
     context = MegatronContext(settings.parallel.layout(ranks), 0)
@@ -56,8 +56,8 @@ def generated(parallel: dict[str, int], tp: int, rows: int, n: int) -> dict[str,
         rollout = vllm_rollout(settings, context, trained=True, models=1)
         prompts = prompts_of(context.pg.dp.rank(), rows, n)
         result = rollout.generate(prompts, sampling(n))
-    asked = None if rollout.engine is None else list(rollout.engine.llm.prompts)  # type: ignore[attr-defined]
-    return {"shard": context.pg.dp.rank(), "result": result, "asked": asked}
+    of_engine = None if rollout.engine is None else list(rollout.engine.llm.prompts)  # type: ignore[attr-defined]
+    return {"shard": context.pg.dp.rank(), "result": result, "prompts": of_engine}
 
 
 def expected(shard: int, rows: int, n: int) -> Generated:
@@ -87,16 +87,16 @@ def test_every_engine_generates_a_part_and_the_rows_return_in_order(
         assert len(StandInLLM.started) == engines
         seeds = [llm.arguments["seed"] for llm in StandInLLM.started]
         assert len(set(seeds)) == engines  # no two engines draw the same numbers
-    returned = [each for each in found if each["result"] is not None]
-    assert [each["shard"] for each in returned] == list(range(len(returned)))  # one rank of each shard
-    for each in returned:
-        whole = expected(each["shard"], rows, n)
-        for column, wanted in zip(each["result"].columns(), whole.columns(), strict=True):
+    returned = [rank for rank in found if rank["result"] is not None]
+    assert [rank["shard"] for rank in returned] == list(range(len(returned)))  # one rank of each shard
+    for rank in returned:
+        whole = expected(rank["shard"], rows, n)
+        for column, wanted in zip(rank["result"].columns(), whole.columns(), strict=True):
             assert torch.equal(column, wanted)
-        asked = [
-            len(other["asked"]) for other in found if other["shard"] == each["shard"] and other["asked"] is not None
+        shares = [
+            len(other["prompts"]) for other in found if other["shard"] == rank["shard"] and other["prompts"] is not None
         ]
-        assert sum(asked) == rows * n and max(asked) - min(asked) <= 1
+        assert sum(shares) == rows * n and max(shares) - min(shares) <= 1
 
 
 def failing(parallel: dict[str, int]) -> str:
@@ -126,7 +126,7 @@ def seeded(vllm: dict[str, Any]) -> list[bool]:
     with context.activate():
         rollout = module.vllm_rollout(settings, context, trained=True, models=1)
         rollout.generate(prompts_of(0, 2, 2), sampling(2))
-    return ["seed" in each for each in StandInLLM.started[-1].parameters]
+    return ["seed" in parameters for parameters in StandInLLM.started[-1].parameters]
 
 
 @pytest.mark.parametrize(("vllm", "wanted"), [({}, False), ({"seeds": True}, True)], ids=["default", "seeds"])
@@ -158,6 +158,60 @@ def test_all_engines_of_an_actor_hold_its_weights_after_every_update() -> None:
         assert events.count("finish_policy_update") == events.count("generate") == 2
 
 
+WORKERS: list[ActorRolloutRefWorker] = []
+
+
+class TakesTurns(ActorRolloutRefWorker):
+    """An actor whose GPU other groups use in turns, as ``SharedDevices`` tells it before every call."""
+
+    def init_model(self) -> None:
+        self.offloader.offload(keep_for="init_model")
+        super().init_model()
+        self.parts_at_start = self.offloader.offloaded.parts
+        WORKERS.append(self)
+
+
+def started_in_turns(parallel: dict[str, int]) -> dict[str, Any]:
+    worker = actor(parallel, "actor_rollout_ref", TakesTurns, rollout={"engine": "vllm"})
+    generated = worker.generate_sequences(own_shard(random_prompts(4, SAMPLED), worker))
+    generating = set(worker.offloader.offloaded.parts)
+    worker.reload()
+    held, base = worker.rollout.engine.llm.weights["model.norm.weight"], weights(worker)
+    return {
+        "at_start": set(worker.parts_at_start),
+        "generating": generating,
+        "equal": torch.equal(held, base["decoder.final_layernorm.weight"]),
+        "rows": len(generated),
+    }
+
+
+def test_an_engine_starts_beside_what_is_on_the_device_when_it_generates() -> None:
+    with standing_in():
+        [found] = run_ranks(started_in_turns, 1, {})
+    moved = {"params", "reference", "grads", "optimizer"}
+    assert found == {"at_start": moved, "generating": moved, "equal": True, "rows": 4}
+
+
+def generated_in_turns(parallel: dict[str, int]) -> None:
+    sizes = {"num_attention_heads": 4, "num_query_groups": 4}
+    worker = actor(parallel, "actor_rollout", TakesTurns, model=sizes, rollout={"engine": "vllm", "vllm": {"tp": 2}})
+    worker.generate_sequences(own_shard(random_prompts(4, SAMPLED), worker))
+
+
+def test_an_engine_generates_when_all_its_ranks_have_left_their_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    left = []
+
+    def answer(prompt: Any) -> list[int]:
+        left.append(["params" in worker.offloader.offloaded.parts for worker in WORKERS])
+        return [7, EOS]
+
+    WORKERS.clear()
+    monkeypatch.setattr(StandInLLM, "answer", staticmethod(answer))
+    with standing_in():
+        simulated.run_ranks(2, generated_in_turns, {"tp": 2}, schedule="random", seed=1)
+    assert left == [[True, True]] * 4
+
+
 def adapted(parallel: dict[str, int]) -> dict[str, Any]:
     """Train an adapter between three generations of an engine that computes it; offload the engine before the last."""
     alone = {"engine": "vllm", "vllm": {"adapter_alone": True}}
@@ -180,9 +234,9 @@ def test_an_engine_that_computes_adapters_gets_the_base_once() -> None:
     with standing_in():
         found = run_ranks(adapted, 2, {"tp": 2})
     base, plain = "finish_policy_update", "generate"
-    for each in found:
-        assert each["updates"] == [base, plain, plain, base, plain]  # again after its weights were freed
-        assert each["sent"] == 3 and each["changed"] and each["base"]
+    for rank in found:
+        assert rank["updates"] == [base, plain, plain, base, plain]  # again after its weights were freed
+        assert rank["sent"] == 3 and rank["changed"] and rank["base"]
 
 
 def recorded(parallel: dict[str, int]) -> dict[str, torch.Tensor] | None:
@@ -206,3 +260,19 @@ def test_the_experts_of_vllm_are_those_of_each_token_and_are_replayed(monkeypatc
     wanted = (batch["input_ids"][:, :, None, None] + layers + chosen) % EXPERTS
     assert torch.equal(batch["routed_experts"], torch.where(fed[:, :, None, None] == 1, wanted, -1).to(torch.int8))
     assert batch["old_log_probs"][batch["response_mask"] == 1].max() < 0
+
+
+def folders(parallel: dict[str, int], **model: Any) -> list[str]:
+    settings = config(parallel=parallel, model=model)
+    context = MegatronContext(settings.parallel.layout(1), 0)
+    with context.activate():
+        for _ in range(2):
+            module.vllm_rollout(settings, context, trained=True, models=1)
+    return [llm.arguments["model"] for llm in StandInLLM.started]
+
+
+def test_engines_with_one_policy_read_it_from_one_folder_at_every_start() -> None:
+    with standing_in():  # the compilation cache of vLLM is keyed by the folder
+        [(first, second)] = simulated.run_ranks(1, folders, {})
+        [(*_, other, _)] = simulated.run_ranks(1, lambda parallel: folders(parallel, num_layers=1), {})
+    assert first == second != other

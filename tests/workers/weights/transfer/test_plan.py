@@ -6,7 +6,7 @@ from collections import defaultdict
 
 import pytest
 
-from workers.weights.resharding_schedule import LocalTensor, spans_of
+from workers.weights.moves import LocalTensor, spans_of
 from workers.weights.transfer.plan import RankWeights, ServedEngine, schedule_transfer
 
 MIB = 1 << 20

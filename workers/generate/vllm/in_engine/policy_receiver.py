@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from bit_sums import IndexKeys, sum_of_bits  # workers/weights/hashing, on the path of the engine's processes
 from registered_memory import register_memory, unregister_memory
+from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
@@ -23,13 +24,13 @@ class PolicyReceiver:
     """Methods that are added to each of vLLM's own workers; the attributes used are theirs."""
 
     model_runner: Any
+    vllm_config: Any
     device: torch.device
     policy_temperature: float | None = None
     policy_names_expected: frozenset[str]
     policy_names_received: set[str]
     policy_sums: dict[tuple[str, str], torch.Tensor]
     policy_keys: IndexKeys | None
-    policy_buckets: dict[str, torch.Tensor]
 
     def begin_policy_update(self, hashes: bool = True) -> None:
         """Prepare the layers for new weights, which are hashed as they arrive if ``hashes``."""
@@ -37,10 +38,10 @@ class PolicyReceiver:
         # Before the layers are prepared: a tied output layer has a separate parameter afterwards, with no weight.
         names = (name for name, _ in model.named_parameters())
         self.policy_names_expected = frozenset(name.replace(".base_layer.", ".") for name in names)  # with an adapter
-        initialize_layerwise_reload(model)
+        with set_current_vllm_config(self.vllm_config):
+            initialize_layerwise_reload(model)
         self.policy_names_received = set()
         self.policy_sums, self.policy_keys = {}, IndexKeys() if hashes else None
-        self._unmap_buckets()  # of an update that failed
 
     def receive_policy_bucket(self, path: str, tensors: Sequence[tuple[str, str, tuple[int, ...], int]]) -> None:
         """Load the tensors of a bucket, which may be filled again when this returns, and hash them as they arrived.
@@ -50,7 +51,10 @@ class PolicyReceiver:
             tensors: name, dtype, shape and first byte of each.
         """
         model = self.model_runner.get_model()
-        self.policy_names_received |= model.load_weights(self._copied(self._mapped_bucket(path), tensors))
+        with set_current_vllm_config(
+            self.vllm_config
+        ):  # layers that are complete are repacked, with kernels of its choice
+            self.policy_names_received |= model.load_weights(self._copied(self._mapped_bucket(path), tensors))
         if not current_platform.is_cpu():
             torch.cuda.current_stream().synchronize()
 
@@ -63,11 +67,11 @@ class PolicyReceiver:
         Raises:
             RuntimeError: weights of the model are missing.
         """
-        self._unmap_buckets()
         model = self.model_runner.get_model()
-        finalize_layerwise_reload(model, self.model_runner.model_config)
-        if current_platform.is_cpu():
-            _repack(model)
+        with set_current_vllm_config(self.vllm_config):
+            finalize_layerwise_reload(model, self.model_runner.model_config)
+            if current_platform.is_cpu():
+                _repack(model)
         missing = sorted(self.policy_names_expected - self.policy_names_received)
         if missing:
             raise RuntimeError(f"the update had no values for {len(missing)} weights of vLLM's model: {missing[:8]}")
@@ -89,19 +93,15 @@ class PolicyReceiver:
         return 0 if current_platform.is_cpu() else torch.cuda.mem_get_info(self.device)[0]
 
     def _mapped_bucket(self, path: str) -> torch.Tensor:
-        """The memory of a bucket, mapped and registered once in an update, and again if it has grown."""
-        size, memory = os.stat(path).st_size, self.policy_buckets.get(path)
+        """The memory of a bucket, which stays mapped and registered until the bucket has grown."""
+        buckets: dict[str, torch.Tensor] = self.__dict__.setdefault("policy_buckets", {})
+        size, memory = os.stat(path).st_size, buckets.get(path)
         if memory is None or memory.nbytes < size:
             if memory is not None:
                 unregister_memory(memory)
-            memory = self.policy_buckets[path] = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
+            memory = buckets[path] = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
             register_memory(memory)
         return memory
-
-    def _unmap_buckets(self) -> None:
-        for memory in self.__dict__.pop("policy_buckets", {}).values():
-            unregister_memory(memory)
-        self.policy_buckets = {}
 
     def _copied(
         self, memory: torch.Tensor, tensors: Sequence[tuple[str, str, tuple[int, ...], int]]

@@ -1,4 +1,6 @@
-"""Serve one engine of vLLM on a connection: ``python -P serve_engine.py DESCRIPTOR``.
+"""Serve one engine of vLLM on a connection: ``python serve_engine.py DESCRIPTOR FOLDER...``.
+
+The folders have the other files that the engine imports.
 
 Messages are pickled tuples. The first one to arrive contains the arguments of ``vllm.LLM``, later ones a method of
 ``Served`` and its arguments. Each is answered with ``("result", value)`` or ``("error", text, traceback)``. In between,
@@ -24,6 +26,8 @@ _TAGS = ("weights", "kv_cache")  # of vLLM's memory
 def serve_engine() -> None:
     """Answer calls until the worker closes the connection."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # end with the worker, however it ends
+    # Not PYTHONPATH: the interpreter may be a script that sets it. Spawned processes start with this process's path.
+    sys.path[:0] = sys.argv[2:]
     connection = Connection(int(sys.argv[1]))
     served: Served | None = None
     while True:
@@ -56,7 +60,6 @@ class Served:
         self._requests = 0
         self._adapter: Any = None
         self._asleep: frozenset[str] = frozenset()
-        self.sleep()  # until the first weights arrive, the memory is free for other groups that are built
         self._reported = time.monotonic()
 
     def start(self) -> dict[str, Any]:
@@ -99,13 +102,14 @@ class Served:
             self._report_progress()
         return [answers[number] for number in range(first, self._requests)]
 
-    def begin_update(self, hashes: bool = True) -> None:
+    def begin_update(self, hashes: bool = True, beside_policy: bool = True) -> None:
         """Start an update of the weights, which are hashed as they arrive if ``hashes``.
 
-        On a GPU, only the engine's weights get memory until ``generate``: the cache would not fit beside the policy's
-        weights and the tensors in flight.
+        On a GPU, ``beside_policy``, only the engine's weights get memory until ``generate``: the cache would not fit
+        beside the policy's weights and the tensors in flight.
         """
-        self.sleep()
+        if beside_policy:
+            self.sleep()
         self._wake("weights")
         self._llm.collective_rpc("begin_policy_update", args=(hashes,))
 

@@ -31,6 +31,10 @@ _WIDTHS = {
     "v_head_dim": "v_head_dim",
 }
 _NOT_COMPRESSED = ("self_attention.linear_qkv.weight", "self_attention.linear_qkv.layer_norm_weight")
+_QUANTIZATION = frozenset(
+    ("quant_method", "fmt", "weight_block_size", "activation_scheme", "scale_fmt", "modules_to_not_convert")
+)
+"""Keys of ``quantization_config`` that are read, or that the scales and the dtypes of the tensors say too."""
 
 
 @register_model_family("deepseek_v3")
@@ -159,12 +163,6 @@ class KimiK2(DeepseekV3):
     """Kimi-K2, whose format is DeepSeek-V3's."""
 
     reference_type = "deepseek_v3"
-
-
-_QUANTIZATION = frozenset(
-    ("quant_method", "fmt", "weight_block_size", "activation_scheme", "scale_fmt", "modules_to_not_convert")
-)
-"""Keys of ``quantization_config`` that are read, or that the scales and the dtypes of the tensors say too."""
 
 
 def _check_quantization(quantization: Any) -> None:

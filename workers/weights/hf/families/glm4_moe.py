@@ -50,10 +50,10 @@ class Glm4Moe(RoutedByBias):
     def fields_from(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """As of its base, with the biases and the norms of queries and keys that some models have."""
         source = {**self.defaults, **config}
-        own = {"add_qkv_bias": flag_of(source, "attention_bias"), "qk_layernorm": flag_of(source, "use_qk_norm")}
-        return super().fields_from(config) | own
+        flags = {"add_qkv_bias": flag_of(source, "attention_bias"), "qk_layernorm": flag_of(source, "use_qk_norm")}
+        return super().fields_from(config) | flags
 
     def config_from(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """As of its base."""
-        own = {"attention_bias": fields["add_qkv_bias"], "use_qk_norm": fields["qk_layernorm"]}
-        return super().config_from(fields) | own
+        flags = {"attention_bias": fields["add_qkv_bias"], "use_qk_norm": fields["qk_layernorm"]}
+        return super().config_from(fields) | flags

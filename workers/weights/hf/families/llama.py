@@ -237,15 +237,15 @@ def _dtype_of(source: Mapping[str, Any]) -> str:
 
 def _merged_rope(source: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of rotary positions from all places, which must agree."""
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for key in ("rope_scaling", "rope_parameters"):
         value = source.get(key)
         if not isinstance(value, dict | None):
             raise not_built(key, value, "an object")
         for name, setting in (value or {}).items():
-            if found.setdefault(name, setting) != setting:
+            if settings.setdefault(name, setting) != setting:
                 raise not_built(key, value, source["rope_scaling"])
     for key in ("rope_theta", _PARTIAL):
-        if key in source and found.setdefault(key, source[key]) != source[key]:
-            raise not_built(key, source[key], found[key])
-    return found
+        if key in source and settings.setdefault(key, source[key]) != source[key]:
+            raise not_built(key, source[key], settings[key])
+    return settings

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from workers.train.batches import TokenBatch
-from workers.train.packing import locate_own_targets, packing_of
+from workers.train.packing import locate_local_targets, packing_of
 from workers.zigzag import zigzag_slice
 
 LENGTHS = torch.tensor([16, 5, 11])
@@ -31,22 +31,22 @@ def model_input(rows: TokenBatch, cp: int, rank: int) -> torch.Tensor:
 @pytest.mark.parametrize("cp", [1, 2, 4])
 def test_each_target_that_counts_is_on_one_rank_next_to_its_predictor(cp: int, packed: bool) -> None:
     rows = batch(packed, cp)
-    found = []
+    indices = []
     for rank in range(cp):
-        own = rows.for_rank(cp, rank).own
-        assert own is not None
-        predicted_by = model_input(rows, cp, rank).t().flatten()[own.predictors]
-        assert torch.equal(predicted_by, TOKENS[:, :-1].flatten()[own.index])
-        found += own.index.tolist() * (not own.empty)
-    assert sorted(found) == MASK.flatten().nonzero().flatten().tolist()
+        local = rows.for_rank(cp, rank).local
+        assert local is not None
+        predicted_by = model_input(rows, cp, rank).t().flatten()[local.predictors]
+        assert torch.equal(predicted_by, TOKENS[:, :-1].flatten()[local.index])
+        indices += local.index.tolist() * (not local.empty)
+    assert sorted(indices) == MASK.flatten().nonzero().flatten().tolist()
 
 
 def test_scattered_values_are_at_their_targets_and_0_elsewhere() -> None:
-    own = batch(False, 1).for_rank(1, 0).own
-    assert own is not None
+    local = batch(False, 1).for_rank(1, 0).local
+    assert local is not None
     column = torch.arange(1.0, MASK.numel() + 1)
-    values = torch.stack((column, -column))[:, own.index].requires_grad_()
-    whole = own.scatter(values, MASK.shape)
+    values = torch.stack((column, -column))[:, local.index].requires_grad_()
+    whole = local.scatter(values, MASK.shape)
     assert torch.equal(whole[0], column.view_as(MASK) * MASK)
     assert torch.equal(whole[1], -whole[0])
     whole.sum().backward()
@@ -54,7 +54,7 @@ def test_scattered_values_are_at_their_targets_and_0_elsewhere() -> None:
 
 
 def test_rank_without_targets_keeps_one_whose_result_is_0() -> None:
-    own = locate_own_targets(torch.zeros(2, 3), torch.zeros(2, 3).long(), 4, None, cp=1, rank=0)
+    local = locate_local_targets(torch.zeros(2, 3), torch.zeros(2, 3).long(), 4, None, cp=1, rank=0)
     values = torch.tensor([5.0], requires_grad=True)
-    assert own.empty and own.index.tolist() == own.predictors.tolist() == [0]
-    assert own.scatter(values, torch.Size((2, 3))).tolist() == [[0.0] * 3] * 2
+    assert local.empty and local.index.tolist() == local.predictors.tolist() == [0]
+    assert local.scatter(values, torch.Size((2, 3))).tolist() == [[0.0] * 3] * 2

@@ -1,35 +1,30 @@
-"""Copy the weights of a model to another layout in the same processes, or put whole tensors together.
+"""Put whole tensors of a model together from the parts of all ranks.
 
-Every rank reports the parts of tensors that it has (``workers.weights.shards``). From these reports all ranks make the
-same schedule (``workers.weights.resharding_schedule``), and the slices travel in all-to-all exchanges of bounded size.
+Every rank reports the parts of tensors that it has (``workers.weights.shards``). From these reports all ranks plan the
+same moves (``workers.weights.moves``), and the slices travel in all-to-all exchanges of bounded size.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from parallel_state.agreement import all_gather_values
-from parallel_state.megatron import MegatronContext
-from workers.weights.resharding_schedule import (
+from workers.gpu_ids import node_id
+from workers.weights.moves import (
     LocalTensor,
     Move,
-    ReshardingSchedule,
     TensorInBucket,
-    check_known,
     places_in_bucket,
     plan_whole,
-    schedule_resharding,
     whole_tensors,
 )
-from workers.weights.shards import SliceReader, WeightShard, model_shards, unknown_positions
+from workers.weights.shards import SliceReader, WeightShard
 
 BucketMemory = Callable[[int], Tensor]
 """From a number of bytes to memory of at least as many, uint8 ``[bytes]``."""
@@ -43,87 +38,6 @@ class InBuckets(Protocol):
     def buckets(self, memory: BucketMemory, wanted: Wanted = "all") -> Iterator[list[TensorInBucket]]:
         """Iterate over the buckets; see ``WholeTensors.buckets``."""
         ...
-
-
-@dataclass(frozen=True)
-class ReshardingReport:
-    """The cost of one resharding, the same on every rank.
-
-    Attributes:
-        bytes_sent: bytes sent from one rank to another, over all ranks, counted when they were sent.
-        least_bytes: bytes that ranks need in the target's layout and do not have in the source's, over all ranks.
-        seconds: wall-clock time of the slowest rank.
-    """
-
-    bytes_sent: int
-    least_bytes: int
-    seconds: float
-
-
-class Resharding:
-    """Copies of the weights of one layout's model to another's: scheduled once, run whenever the source has changed.
-
-    Building one and running it are collective over all ranks of torch.distributed. For the way back, build another one
-    with the arguments exchanged; a target that is trained must then copy the weights into its optimizer
-    (``optimizer.reload_model_params()``). If dtypes differ, ``copy_`` converts to the target's.
-
-    Args:
-        source_chunks: this rank's model chunks in the layout that weights come from, wrapped or not.
-        source_context: that layout.
-        target_chunks: this rank's chunks in the layout that weights go to. Parameters and persistent buffers are
-            copied.
-        target_context: that layout.
-        bucket_bytes: most bytes that a rank sends, and most that it receives, at once. At most twice that memory is
-            needed.
-
-    Raises:
-        DataError: on every rank, with the names: the two are not the same model, or the position of a weight in the
-            whole model is unknown.
-    """
-
-    def __init__(
-        self,
-        source_chunks: Sequence[nn.Module],
-        source_context: MegatronContext,
-        target_chunks: Sequence[nn.Module],
-        target_context: MegatronContext,
-        *,
-        bucket_bytes: int = 64 << 20,
-    ) -> None:
-        self._sources = model_shards(source_chunks, source_context)
-        self._targets = model_shards(target_chunks, target_context)
-        mine = [[shard.described() for shard in shards] for shards in (self._sources, self._targets)]
-        unknown = unknown_positions(self._sources) + unknown_positions(self._targets)
-        all_sources, all_targets, all_unknown = zip(*all_gather_values((*mine, unknown)), strict=True)
-        check_known(sorted({name for names in all_unknown for name in names}))
-        self.schedule: ReshardingSchedule = schedule_resharding(all_sources, all_targets, bucket_bytes)
-
-    @torch.no_grad()
-    def run(self) -> ReshardingReport:
-        """Copy the current weights of the source to the target (a collective)."""
-        torch.cuda.synchronize()  # the device may still run what was called before
-        start = time.perf_counter()
-        rank, sent, sources = dist.get_rank(), 0, SliceReader(self._sources)
-        for move in self.schedule.copies:
-            if move.target_rank == rank:
-                self._target(move).copy_(_source(sources, move))
-        for shard in self._targets:
-            shard.padding().zero_()
-        for bucket in self.schedule.buckets:
-            sent += sum(move.nbytes for move in bucket if move.source_rank == rank)
-            for move, part in _exchanged(bucket, sources):
-                target = self._target(move)
-                target.copy_(part.view(target.shape))
-        torch.cuda.synchronize()
-        of_ranks = all_gather_values((sent, time.perf_counter() - start))
-        return ReshardingReport(
-            bytes_sent=sum(bytes_sent for bytes_sent, _ in of_ranks),
-            least_bytes=self.schedule.least_bytes,
-            seconds=max(duration for _, duration in of_ranks),
-        )
-
-    def _target(self, move: Move) -> Tensor:
-        return self._targets[move.target_slot].param.data.narrow(move.dim, move.target_start, move.length)
 
 
 class WholeTensors:
@@ -170,8 +84,9 @@ class WholeTensors:
         return tensors_in(self.buckets, self._shards()[0].param.device)
 
     def _make_schedule(self, mine: tuple[list[LocalTensor], Wanted]) -> None:
-        of_ranks = all_gather_values(mine)
-        sources = [tensors for tensors, _ in of_ranks]
+        by_rank = all_gather_values((*mine, node_id()))
+        sources = [tensors for tensors, _, _ in by_rank]
+        nodes = [node for _, _, node in by_rank]
         first: dict[str, int] = {}
         for rank, tensors in enumerate(sources):
             for tensor in tensors:
@@ -179,10 +94,14 @@ class WholeTensors:
         whole = whole_tensors(sources)
         targets = [
             [tensor for tensor in whole if wanted == "all" or (wanted == "first" and first[tensor.name] == rank)]
-            for rank, (_, wanted) in enumerate(of_ranks)
+            for rank, (_, wanted, _) in enumerate(by_rank)
         ]
         self._wanted, self._planned_for = targets[dist.get_rank()], mine
-        self._buckets = plan_whole(sources, targets, self._bucket_bytes) if any(targets) else ()
+        self._buckets = ()
+        if any(targets):
+            self._buckets = plan_whole(
+                sources, targets, self._bucket_bytes, lambda source, target: int(nodes[source] != nodes[target])
+            )
 
 
 def filled_bucket(

