@@ -96,7 +96,7 @@ class DeviceOperations(TorchDispatchMode):
 def _copied_into(func: Any, args: Sequence[Any], kwargs: dict[str, Any], operands: Sequence[torch.Tensor]) -> Any:
     target, source = operands
     host = source if on_device(target) else target
-    same = host is target or target.dtype == source.dtype
+    same = host is target or (target.dtype, target.shape) == (source.dtype, source.shape)  # others are copied before
     non_blocking = kwargs.get("non_blocking", len(args) > 2 and args[2])
     asynchronous = non_blocking and same and host.is_contiguous() and is_pinned(host)
     traffic.add_copy(device_of(source), device_of(target), asynchronous)
