@@ -62,9 +62,9 @@ def test_a_group_answers_for_the_coordinates_of_its_ranks() -> None:
     assert group.get_megatron_rank_info(3) == group.get_megatron_rank_info(rank=3) == DistRankInfo(1, 1, 0)
     assert [info.tp_rank for info in group.get_megatron_rank_info()] == [0, 1, 0, 1]
     assert group.get_megatron_global_info().dp_size == 2
-    with pytest.raises(TopologyError, match="rank 4 is out of range"):
+    with pytest.raises(TopologyError):
         group.get_megatron_rank_info(4)
-    with pytest.raises(TopologyError, match="its workers report no coordinates"):
+    with pytest.raises(TopologyError):
         LocalWorkerGroup(ClassWithInitArgs(Plain), 2).get_megatron_global_info()
 
 
@@ -78,8 +78,8 @@ def test_expert_axes_are_part_of_the_coordinates() -> None:
 
 def test_a_future_says_how_to_get_its_result() -> None:
     future = mock_worker_group(Plain, ParallelLayout(2)).later("x")
-    for use in (len, list, lambda each: each[0]):
-        with pytest.raises(DispatchError, match=r"call \.get\(\) on it"):
+    for use in (len, list, lambda future: future[0]):
+        with pytest.raises(DispatchError):
             use(future)
     assert future and future.get() == ["x", "x"]
 
@@ -90,8 +90,9 @@ def test_a_tuple_is_one_value_for_every_rank() -> None:
     assert group.execute_all_sync("every_rank", [5, 6]) == [5, 6]
     assert group.every_rank([5, 6]) == [5, 6]
     for value in ((5, 6), "both"):
-        with pytest.raises(DispatchError, match=r"register the method with Dispatch\.ONE_TO_ALL"):
+        with pytest.raises(DispatchError) as raised:
             group.every_rank(value)
+        assert (raised.value.method, raised.value.argument) == ("every_rank", 0)
 
 
 def test_rank_zero_gets_the_value_itself() -> None:
