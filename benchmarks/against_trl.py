@@ -207,8 +207,8 @@ class Side:
     def memory(self) -> Memory:
         root = psutil.Process(self.process.pid)
         processes = [root, *root.children(recursive=True)]
-        peaks = [(_title(each), _peak(each)) for each in processes]
-        total = sum(each.memory_full_info().pss for each in processes)
+        peaks = [(_title(process), _peak(process)) for process in processes]
+        total = sum(process.memory_full_info().pss for process in processes)
         return Memory(total, sorted(peaks, key=lambda peak: -peak[1]))
 
     def close(self) -> str:
@@ -221,7 +221,7 @@ class Side:
 
 def _peak(process: psutil.Process) -> int:
     status = Path(f"/proc/{process.pid}/status").read_text()
-    line = next((each for each in status.splitlines() if each.startswith("VmHWM")), "VmHWM: 0 kB")
+    line = next((line for line in status.splitlines() if line.startswith("VmHWM")), "VmHWM: 0 kB")
     return int(line.split()[1]) * 1024
 
 
@@ -237,16 +237,16 @@ def rate(steps: Sequence[Step]) -> float:
 
 def alternate(settings: Mapping[str, Settings], steps: int, rounds: int) -> tuple[dict[str, list[Step]], list[str]]:
     """Return the counted steps of both sides, which run alternately, and lines about their memory and stages."""
-    sides = {name: Side(name, each) for name, each in settings.items()}
-    found: dict[str, list[Step]] = {name: [] for name in sides}
+    sides = {name: Side(name, options) for name, options in settings.items()}
+    steps_of: dict[str, list[Step]] = {name: [] for name in sides}
     uncounted = {name: side.run(WARM_UP) for name, side in sides.items()}
     for number in range(rounds):
         for name in list(sides)[:: 1 if number % 2 == 0 else -1]:
-            found[name] += sides[name].run(steps)
+            steps_of[name] += sides[name].run(steps)
     lines = [f"  memory, {name:4} {side.memory()}" for name, side in sides.items()]
     for side in sides.values():
         lines += [f"  {line}" for line in side.close().splitlines() if line.startswith("seconds by stage")]
-    return {name: uncounted[name] + each for name, each in found.items()}, lines
+    return {name: uncounted[name] + measured for name, measured in steps_of.items()}, lines
 
 
 def speed(base: Settings, labels: Sequence[str], steps: int, rounds: int) -> None:
@@ -254,8 +254,8 @@ def speed(base: Settings, labels: Sequence[str], steps: int, rounds: int) -> Non
     best = 0.0
     for number, label in enumerate(labels):
         ranks, threads = CONFIGURATIONS[label]
-        found, lines = alternate(both(base, number, ranks, threads), steps, rounds)
-        rates = {name: rate(each[WARM_UP:]) for name, each in found.items()}
+        steps_of, lines = alternate(both(base, number, ranks, threads), steps, rounds)
+        rates = {name: rate(measured[WARM_UP:]) for name, measured in steps_of.items()}
         best = max(best, rates["TRL"])
         print(
             f"{label:22} ours {rates['ours']:6.1f} samples/s, TRL {rates['TRL']:6.1f}: "
@@ -266,15 +266,15 @@ def speed(base: Settings, labels: Sequence[str], steps: int, rounds: int) -> Non
 
 def learning(base: Settings, steps: int) -> None:
     """Print the share of right digits in the sampled responses over the steps of both sides."""
-    found, _ = alternate(both(base, 0, *CONFIGURATIONS["one process, 2 threads"]), 10, (steps - WARM_UP) // 10 + 1)
-    print(accuracy_table({name: [score for _, score in each[:steps]] for name, each in found.items()}))
+    steps_of, _ = alternate(both(base, 0, *CONFIGURATIONS["one process, 2 threads"]), 10, (steps - WARM_UP) // 10 + 1)
+    print(accuracy_table({name: [score for _, score in measured[:steps]] for name, measured in steps_of.items()}))
 
 
 def accuracy_table(scores: Mapping[str, Sequence[float]], width: int = 10) -> str:
     """Return a table in Markdown: the mean score of every ``width`` steps, of each side."""
     lines = ["| steps | " + " | ".join(scores) + " |", "|---|" + "---:|" * len(scores)]
     for first in range(0, len(next(iter(scores.values()))), width):
-        means = [statistics.mean(each[first : first + width]) for each in scores.values()]
+        means = [statistics.mean(series[first : first + width]) for series in scores.values()]
         lines.append(f"| {first + 1} to {first + width} | " + " | ".join(f"{mean:.3f}" for mean in means) + " |")
     return "\n".join(lines)
 

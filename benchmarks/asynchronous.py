@@ -225,9 +225,9 @@ def report(arguments: argparse.Namespace) -> None:
     synchronous = 0.0
     for staleness, partial in itertools.product(arguments.staleness, arguments.partial):
         options = {"slice_tokens": 32, "capacity": rows, "partial": partial}
-        found, line = seconds_of(sleeps, problems, staleness, arguments.steps, **options)
-        synchronous = synchronous or found
-        times = f"{found:.2f} s | {found / bound:.2f} | {synchronous / found:.2f}"
+        seconds, line = seconds_of(sleeps, problems, staleness, arguments.steps, **options)
+        synchronous = synchronous or seconds
+        times = f"{seconds:.2f} s | {seconds / bound:.2f} | {synchronous / seconds:.2f}"
         print(f"| {staleness} | {partial} | {times} | {line}", flush=True)
 
 

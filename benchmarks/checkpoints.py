@@ -150,8 +150,8 @@ def show(ranks: list[dict[str, Any]]) -> None:
     }
     by_call = Table("call", "seconds", "share of a step", "CPU seconds", "share of a step")
     for call in calls:
-        shares = (f"{each[call]:.3f}" if each is seconds else f"{each[call]:.2f}" for each in (seconds, cpu))
-        ratios = (f"{each[call] / each['step']:.0%}" for each in (seconds, cpu))
+        shares = (f"{table[call]:.3f}" if table is seconds else f"{table[call]:.2f}" for table in (seconds, cpu))
+        ratios = (f"{table[call] / table['step']:.0%}" for table in (seconds, cpu))
         by_call.add_row(call, *(cell for pair in zip(shares, ratios, strict=True) for cell in pair))
     console.print(by_call)
     console.print(f"a verified load takes {1 + seconds['verify'] / seconds['load']:.2f} times a plain load")

@@ -327,7 +327,7 @@ class Faults(Callback):
             digests = trainer.actor.digest()
             trial.exact, self.lost = trial.exact and digests == self.small * 2, None
             return
-        first = next(each for each in trainer.recovery.failures if each.time >= trial.at)
+        first = next(failure for failure in trainer.recovery.failures if failure.time >= trial.at)
         trial.known = first.time - trial.at
         rank = failure.details.get("rank", failure.details.get("ranks"))
         trial.named = f"{failure.kind}, {failure.role} rank {rank}"
@@ -408,11 +408,11 @@ THAT_END_RUNS: dict[str, Inject] = {"wrong number of rows from one rank": drop_a
 def that_end_runs(folder: Path, names: list[str], repeats: int, seed: int) -> None:
     """Record the trials of faults after which a run does not go on, because they are its own."""
     for number, fault in enumerate(names * repeats):
-        with local_cluster(folder / str(number)) as own:
+        with local_cluster(folder / str(number)) as run_folder:
             faults = Faults([], [fault], seed + number)
             faults.is_reference = True
             try:
-                train(own, faults)
+                train(run_folder, faults)
                 error = "no failure"
             except MControllerError as raised:
                 error = f"{type(raised).__name__}, rank 2" if "rank 2 " in str(raised) else f"{raised:.200}"
@@ -472,9 +472,9 @@ def of_nodes(folder: Path, names: list[str], repeats: int, seed: int) -> None:
         for number, plan in enumerate(plans if undisturbed else [[], *plans]):
             steps = total_steps(1000 if plan else 12 if fault == RETURNS else 80)
             faults = Faults(undisturbed, list(plan), seed + number)
-            own = folder / f"{fault[-12:]}{number}"
+            run_folder = folder / f"{fault[-12:]}{number}"
             with patch.dict(os.environ, storage if fault == FAULT_TOLERANT else {}), cluster_of(fault, faults):
-                train(own, faults, "pool.process_on_nodes=[2, 2]", steps, *changes)
+                train(run_folder, faults, "pool.process_on_nodes=[2, 2]", steps, *changes)
             shutil.rmtree(folder / "gcs", ignore_errors=True)
 
 
@@ -485,7 +485,7 @@ def cluster_of(fault: str, faults: Faults) -> Iterator[None]:
     ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
     faults.cluster, here = cluster, ADDRESSES[: 3 if fault == SPARE else 2]
     cpus = 4 if fault == SPARE_BUNDLES else 2
-    faults.nodes = {each: cluster.add_node(num_cpus=cpus, node_ip_address=each, **SMALL) for each in here}
+    faults.nodes = {address: cluster.add_node(num_cpus=cpus, node_ip_address=address, **SMALL) for address in here}
     try:
         yield
     finally:
@@ -522,8 +522,8 @@ def write_table(results: Path, page: Path, order: Sequence[str]) -> None:
     before, head, rest = page.read_text().partition(HEAD)
     rows, _, after = rest.partition("\n\n")
     kept = {row.split(" | ")[0].removeprefix("| "): row for row in rows.splitlines()}
-    found = {name: row_of([trial for trial in trials if trial.fault == name]) for name in {t.fault for t in trials}}
-    ordered = [(kept | found)[name] for name in order if name in kept | found]
+    measured = {name: row_of([trial for trial in trials if trial.fault == name]) for name in {t.fault for t in trials}}
+    ordered = [(kept | measured)[name] for name in order if name in kept | measured]
     page.write_text("\n".join([before + head.rstrip("\n"), *ordered]) + "\n\n" + after)
 
 

@@ -131,13 +131,13 @@ def row(reference: Reference, layout: str) -> list[str]:
     """Return the cells of one layout."""
     axes = LAYOUTS[layout]
     try:
-        found, packed = (reference.differences(axes, each) for each in (False, True))
+        errors, packed = (reference.differences(axes, is_packed) for is_packed in (False, True))
     except ConfigError as error:
         reason = str(error).partition(": ")[0] if len(str(error)) > 80 else str(error)
         return [f"rejected: {reason}", *[""] * (len(COLUMNS) - 1)]
-    found |= {f"packed {name}": packed[name] for name in ("log-probs", "gradients")}
-    cells = ["equal" if found.get(name) == 0 else f"{found.get(name, 0):.1e}" for name in COLUMNS[:-1]]
-    tokens = found.get("generation")
+    errors |= {f"packed {name}": packed[name] for name in ("log-probs", "gradients")}
+    cells = ["equal" if errors.get(name) == 0 else f"{errors.get(name, 0):.1e}" for name in COLUMNS[:-1]]
+    tokens = errors.get("generation")
     return [*cells, "not with cp" if tokens is None else "same tokens" if tokens == 0 else "other tokens"]
 
 
@@ -158,9 +158,9 @@ def bridge_rows(kind: str) -> list[str]:
         with tempfile.TemporaryDirectory() as directory:
             reference = Reference(model, Path(directory))
             for layout in layouts_of(name):
-                found = reference.differences(LAYOUTS[layout], packed=False)
-                cells = ["equal" if found[each] == 0 else f"{found[each]:.1e}" for each in BRIDGE_COLUMNS[:-1]]
-                tokens = found.get("generation")
+                errors = reference.differences(LAYOUTS[layout], packed=False)
+                cells = ["equal" if errors[column] == 0 else f"{errors[column]:.1e}" for column in BRIDGE_COLUMNS[:-1]]
+                tokens = errors.get("generation")
                 cells.append("rejected" if tokens is None else "same tokens" if tokens == 0 else "other tokens")
                 rows.append(f"| {name} | {kind} | {layout} | " + " | ".join(cells) + " |")
     return rows
@@ -193,8 +193,8 @@ def adapter_rows() -> tuple[str, list[str]]:
         with tempfile.TemporaryDirectory() as directory:
             path = save_model(model, Path(directory) / "model")
             add_adapter(path, experts=name not in ("mixtral", "gpt_oss"))
-            found = differences(path, run_ranks(computed, world_size(axes), path, axes, {"model": model.settings}))
-        cells = [f"{found[each]:.1e}" for each in ("log-probs", "reference", "gradients", "norm")]
+            errors = differences(path, run_ranks(computed, world_size(axes), path, axes, {"model": model.settings}))
+        cells = [f"{errors[column]:.1e}" for column in ("log-probs", "reference", "gradients", "norm")]
         rows.append(f"| {name} | {built_by} | {layout} | " + " | ".join(cells) + " |")
         print(rows[-1], flush=True)
     return built_by, rows

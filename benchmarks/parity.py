@@ -51,9 +51,9 @@ def table(dtype: str, layouts: list[str], run: Callable[..., Any] = forking.run_
     lines.append("|---|" + "---:|" * len(QUANTITIES))
     passed = True
     for layout in layouts:
-        found = differences(layout, dtype, run)
-        passed &= all(value <= TOLERANCES[dtype] for value in found.values())
-        figures = " | ".join(f"{found[quantity]:.1e}" for quantity in QUANTITIES)
+        errors = differences(layout, dtype, run)
+        passed &= all(value <= TOLERANCES[dtype] for value in errors.values())
+        figures = " | ".join(f"{errors[quantity]:.1e}" for quantity in QUANTITIES)
         lines.append(f"| {layout} | {figures} |")
         print(lines[-1], file=sys.stderr)
     return "\n".join(lines), passed

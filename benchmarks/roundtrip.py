@@ -182,20 +182,29 @@ def interleaved(runs: dict[str, Callable[[], Any]], repeats: int, *, in_a_row: i
 
 
 def peak_memory(run: Callable[[], Any]) -> int:
-    """Return the bytes by which ``run`` raises the resident memory of this process at its peak, with shared memory."""
-    process, stop, most = psutil.Process(), threading.Event(), [0]
-    before = process.memory_info().rss
+    """Return the bytes by which ``run`` raises the private memory of this process at its peak.
+
+    The pages of Ray's store belong to the node. A process that maps an object twice has them twice in its RSS.
+    """
+    process, stop = psutil.Process(), threading.Event()
+
+    def private() -> int:
+        memory = process.memory_info()
+        return int(memory.rss - memory.shared)
+
+    before = private()
+    samples = [before]
 
     def sample() -> None:
         while not stop.wait(0.001):
-            most[0] = max(most[0], process.memory_info().rss)
+            samples.append(private())
 
     sampler = threading.Thread(target=sample)
     sampler.start()
     run()
     stop.set()
     sampler.join()
-    return most[0] - before
+    return max(samples) - before
 
 
 def report_calls(group: Any, bare: BareRay, megabytes: float, repeats: int) -> None:
@@ -313,7 +322,7 @@ def main() -> None:
     largest = make_batch(max(options.megabytes))
     size = largest.nbytes()
     peak = peak_memory(lambda: group.column(largest)) + size
-    print(f"controller's peak with a batch of {size / 1e6:.0f} MB: {peak / size:.2f} x the batch, itself included")
+    print(f"controller's private memory with {size / 1e6:.0f} MB: at most {peak / size:.2f} x the batch, with it")
     report_failure(group)
     group.shutdown()
     pool.shutdown()

@@ -127,9 +127,9 @@ def report_actors(ranks: int) -> None:
     ray.get([actor.empty.remote() for actor in bare])
     bare_started = time.perf_counter() - began
     runs = {"ours": group.empty, "bare": lambda: ray.get([actor.empty.remote() for actor in bare])}
-    taken = measure(runs, 2000)
+    times = measure(runs, 2000)
     target = TARGETS_MS.get(ranks, float("inf"))
-    (ours, cpu), (other, other_cpu) = taken["ours"], taken["bare"]
+    (ours, cpu), (other, other_cpu) = times["ours"], times["bare"]
     verdict = "ok" if ours <= target and cpu / ranks <= CPU_TARGET_US else "MISSED"
     show(
         f"{ranks:>6} actors {ours:>9.2f} {other:>9.2f} {cpu / ranks:>9.0f} {other_cpu / ranks:>9.0f} "
@@ -150,10 +150,10 @@ def report_threshold(sizes: list[int], ranks: int) -> None:
         groups[name] = RayWorkerGroup(pool, RayClassWithInitArgs(Nothing), name_prefix=name)
     for size in sizes:
         value = np.zeros(size, np.uint8)
-        taken = measure(
+        times = measure(
             {name: lambda group=group, value=value: group.same(value) for name, group in groups.items()}, 50
         )
-        show(f"{size / 1024:>8.0f} KiB {taken['messages'][0]:>9.2f} {taken['store'][0]:>9.2f}")
+        show(f"{size / 1024:>8.0f} KiB {times['messages'][0]:>9.2f} {times['store'][0]:>9.2f}")
     for group in groups.values():
         group.shutdown()
 
@@ -224,7 +224,7 @@ def start_light(processes: list[LightProcess], ranks: int) -> list[Address]:
 def light_group(addresses: list[Address]) -> WorkerGroup[Any]:
     process = NodeProcess(0, 0, 0, None)
     node = ray.get_runtime_context().get_node_id()
-    infos = [ProcessInfo("127.0.0.1", node, 0, (), each, 0, process) for each in addresses]
+    infos = [ProcessInfo("127.0.0.1", node, 0, (), address, 0, process) for address in addresses]
     handles = ProcessHandles(lambda: None, ChannelOptions(watch_every=None), infos=infos)  # they answer no queries
     topology = Topology.from_layout(ParallelLayout(len(addresses)))
     return WorkerGroup(Nothing, RayExecutor(GroupProcesses("light", handles), "light"), "light", topology=topology)

@@ -83,7 +83,7 @@ def prepare(settings: Settings) -> None:
     optimizer = torch.optim.Adam(model.parameters(), lr=WARM_UP_LR)
     for _ in range(WARM_UP_STEPS):
         prompts = [random_prompt(numbers) for _ in range(128)]
-        ids = torch.tensor([characters.encode(each + answer(each), add_special_tokens=False) for each in prompts])
+        ids = torch.tensor([characters.encode(prompt + answer(prompt), add_special_tokens=False) for prompt in prompts])
         labels = ids.clone()
         labels[:, :PROMPT] = -100
         loss = model(input_ids=ids, labels=labels).loss
@@ -103,7 +103,7 @@ class Stepping(TrainerCallback):
         self.score = 0.0
 
     def reward(self, prompts: Sequence[str], completions: Sequence[str], **_: Any) -> list[float]:
-        scores = [share_correct(*each) for each in zip(prompts, completions, strict=True)]
+        scores = [share_correct(*pair) for pair in zip(prompts, completions, strict=True)]
         self.score = sum(scores) / len(scores)
         return scores
 

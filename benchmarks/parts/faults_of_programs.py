@@ -160,8 +160,8 @@ def of_programs(folder: Path, names: list[str], repeats: int, seed: int) -> None
     try:
         with ThreadPoolExecutor(3) as pool:
             done = [pool.submit(trials, of_gcs), *(pool.submit(trials, others, head) for head in heads)]
-            for each in as_completed(done):
-                each.result()
+            for future in as_completed(done):
+                future.result()
     finally:
         for head in heads:
             head.cluster.shutdown()

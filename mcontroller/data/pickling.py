@@ -85,9 +85,9 @@ def _pack(value: Any, location: str, memo: dict[int, tuple[_Placeholder, Any]]) 
         return value
     if id(value) not in memo:
         rebuild, args = reduce(value, location)
-        if is_tensordict(value):
+        if rebuild is make_tensordict:
             args = ({key: _pack(column, f"{location}[{key!r}]", memo) for key, column in args[0].items()}, *args[1:])
-        elif is_jagged(value):
+        elif rebuild is make_jagged:
             args = tuple(_pack(part, location, memo) for part in args)
         memo[id(value)] = _Placeholder(rebuild, *args), value
     return memo[id(value)][0]

@@ -71,7 +71,7 @@ class RayResourcePool(ResourcePool):
         use_gpu: whether each bundle has a GPU; False for processes on CPUs.
         name_prefix: name of the pool in messages.
         max_colocate_count: slots of each bundle: how many processes, each of another group, may share it.
-        detached: whether the pool outlives its driver.
+        detached: whether the pool outlives its driver, as long as it has groups.
         accelerator_type: use only nodes with GPUs of this type, e.g. ``"H100"``.
         isolate_gpus: whether each process sees only its own GPU, as ``cuda:0``. By default it sees the GPUs of all
             ranks of its group on its node, and its own is ``cuda:LOCAL_RANK`` and current. MIG devices are always

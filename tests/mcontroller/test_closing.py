@@ -26,20 +26,21 @@ def test_every_part_is_ended_and_the_errors_are_raised_together() -> None:
         ("third", failing(ValueError("no such thing"))),
         ("fourth", lambda: ended.append("fourth")),
     ]
-    with pytest.raises(ShutdownError, match="2 parts of the program could not be ended") as caught:
+    with pytest.raises(ShutdownError) as caught:
         close_all("the program", parts)
     assert ended == ["second", "fourth"]
     error = pickle.loads(pickle.dumps(caught.value))
-    assert {name: str(each) for name, each in error.errors.items()} == {
-        "first": "the disk is full",
-        "third": "no such thing",
+    assert {name: (type(cause), str(cause)) for name, cause in error.errors.items()} == {
+        "first": (OSError, "the disk is full"),
+        "third": (ValueError, "no such thing"),
     }
-    assert "first: OSError: the disk is full\nthird: ValueError: no such thing" in str(error)
 
 
 def test_one_error_is_raised_as_it_is() -> None:
-    with pytest.raises(OSError, match=r"^the disk is full$"):
-        close_all("the program", [("first", failing(OSError("the disk is full"))), ("second", list)])
+    full = OSError("the disk is full")
+    with pytest.raises(OSError) as raised:
+        close_all("the program", [("first", failing(full)), ("second", list)])
+    assert raised.value is full
 
 
 def test_a_trainer_ends_its_other_groups_and_trackers_if_one_group_fails(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,13 +96,15 @@ def test_findings_are_one_warning(caplog: pytest.LogCaptureFixture) -> None:
 
 @pytest.mark.parametrize("allowed", [["dp"], "tp", ["tp", "rank"]])
 def test_what_cannot_be_allowed_is_rejected(allowed: list[str]) -> None:
-    with pytest.raises(ConfigError, match=r"expected a list with any of tp, cp, ep, etp$"):
+    with pytest.raises(ConfigError) as raised:
         locality(Topology.flat(2, nodes=["a", "a"]), allowed)
+    assert raised.value.value == allowed
 
 
 def test_a_node_needs_ranks() -> None:
-    with pytest.raises(ConfigError, match="ranks_per_node is 0; expected at least 1"):
+    with pytest.raises(ConfigError) as raised:
         nodes_of(8, 0)
+    assert (raised.value.key, raised.value.value) == ("ranks_per_node", 0)
 
 
 class Model(Worker):

@@ -216,7 +216,7 @@ def _files_in_memory(
         step: the number of the checkpoint.
         target: its directory.
         strategy: divides the writing over the ranks that have the same tensors.
-        is_new: whether Megatron checks that the shards of all ranks make whole tensors, which takes a third of the
+        is_new: whether Megatron checks that the shards of all ranks make whole tensors, which takes a tenth of the
             time; a state of the same structure need not be checked again.
 
     Raises:
