@@ -144,11 +144,11 @@ class ParallelLayout:
                 coordinates=coordinates,
             )
         rank = sum(indices.get(axis, 0) * self._strides[axis] for axis in complete[0])
-        found = self.coordinates(rank)
-        if any(found[axis] != index for axis, index in indices.items()):
+        selected = self.coordinates(rank)
+        if any(selected[axis] != index for axis, index in indices.items()):
             raise LayoutError(
                 f"no rank has the coordinates {coordinates_text(indices)}: {', '.join(complete[0])} select rank "
-                f"{rank}, which has {coordinates_text({axis: found[axis] for axis in indices})}",
+                f"{rank}, which has {coordinates_text({axis: selected[axis] for axis in indices})}",
                 coordinates=coordinates,
                 rank=rank,
             )
@@ -207,14 +207,14 @@ class ParallelLayout:
 
     def _index(self, axis: str, index: int) -> int:
         self._check_axes((axis,))
-        found = normalize_index(index, self.sizes[axis])
-        if found is None:
+        normalized = normalize_index(index, self.sizes[axis])
+        if normalized is None:
             raise LayoutError(
                 f"{axis}={index!r} lies outside axis {axis} of size {self.sizes[axis]} ({span_text(self.sizes[axis])})",
                 axis=axis,
                 index=index,
             )
-        return found
+        return normalized
 
 
 def _check_counts(layout: ParallelLayout) -> None:

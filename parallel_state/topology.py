@@ -317,11 +317,11 @@ class Topology:
         return axes
 
     def _check_independent(self, axes: Sequence[str], sizes: Mapping[str, int], indices: Sequence[int]) -> None:
-        found, expected = len(set(indices)), grid_size(axes, sizes)
-        if found < expected:
+        combinations, expected = len(set(indices)), grid_size(axes, sizes)
+        if combinations < expected:
             raise TopologyError(
-                f"cannot split over {', '.join(axes)}: of {product_text(axes, sizes)} = {expected} shards only {found} "
-                "would have a rank, because dense and expert axes overlap; split over the axes of one grid: "
+                f"cannot split over {', '.join(axes)}: of {product_text(axes, sizes)} = {expected} shards only "
+                f"{combinations} would have a rank: dense and expert axes overlap; split over the axes of one grid: "
                 f"{', '.join(self.dense_axes)} or {', '.join(self.expert_axes)}",
                 axes=tuple(axes),
             )
@@ -457,15 +457,15 @@ def _odd_one_out(topology: Topology, candidates: Sequence[int], missing: Mapping
 
     None if no candidate does, or more than one.
     """
-    found = []
+    odd = []
     for rank in candidates:
         moved = {}
         for axis, index in missing.items():
             column = topology.columns[axis]
             moved[axis] = [*column[:rank], index, *column[rank + 1 :]]
         if all(_is_regular(column, topology.sizes[axis]) for axis, column in moved.items()):
-            found.append(rank)
-    return found[0] if len(found) == 1 else None
+            odd.append(rank)
+    return odd[0] if len(odd) == 1 else None
 
 
 def _is_regular(column: Sequence[int], size: int) -> bool:

@@ -21,8 +21,16 @@ FAILED = "failed"
 STAGE_COLUMNS = frozenset(
     {
         ROUTED_EXPERTS,
-        *("old_log_probs", "entropys", "ref_log_prob", "values", "rm_scores"),
-        *("token_level_scores", "token_level_rewards", "advantages", "returns", "importance_weights"),
+        "old_log_probs",
+        "entropys",
+        "ref_log_prob",
+        "values",
+        "rm_scores",
+        "token_level_scores",
+        "token_level_rewards",
+        "advantages",
+        "returns",
+        "importance_weights",
     }
 )
 """The columns that the stages of a step add to the responses."""

@@ -23,9 +23,20 @@ Samples = Sequence[Mapping[str, Any]]
 """Rows of a table, as mappings of texts and numbers by column."""
 _PRINTED_SAMPLES = 2
 WORTH_READING = (
-    *("sft/loss", "train/score", "train/accuracy", "held_out/score", "held_out/accuracy"),
-    *("actor/reward_kl_penalty", "actor/kl_loss", "actor/entropy", "actor/grad_norm", "critic/explained_variance"),
-    *("response/length", "response/truncated", "perf/tokens_per_s", "timing_s/step"),
+    "sft/loss",
+    "train/score",
+    "train/accuracy",
+    "held_out/score",
+    "held_out/accuracy",
+    "actor/reward_kl_penalty",
+    "actor/kl_loss",
+    "actor/entropy",
+    "actor/grad_norm",
+    "critic/explained_variance",
+    "response/length",
+    "response/truncated",
+    "perf/tokens_per_s",
+    "timing_s/step",
 )
 """The metrics that the console shows."""
 TRACKERS: Registry[Callable[[Run], Tracker]] = Registry("tracker", key="trackers")

@@ -54,12 +54,28 @@ _OF_ARGUMENTS: Mapping[str, tuple[Any, ...]] = {
 # Fields of TransformerConfig with which Megatron-LM's training loop runs, and this project does in its own way.
 _OF_TRAINING_LOOP = frozenset(
     (
-        *("config_logger_dir", "cross_entropy_fusion_impl", "cross_entropy_loss_fusion", "cuda_graph_impl"),
-        *("cuda_graph_retain_backward_graph", "cuda_graph_scope", "cuda_graph_use_single_mempool"),
-        *("cuda_graph_warmup_steps", "defer_embedding_wgrad_compute", "enable_cuda_graph", "external_cuda_graph"),
-        *("fine_grained_activation_offloading", "flash_decode", "hybrid_context_parallel", "inference_rng_tracker"),
-        *("inference_sampling_seed", "init_model_with_meta_device", "log_max_attention_logit"),
-        *("moe_enable_routing_replay", "overlap_moe_expert_parallel_comm", "tp_comm_overlap", "use_te_rng_tracker"),
+        "config_logger_dir",
+        "cross_entropy_fusion_impl",
+        "cross_entropy_loss_fusion",
+        "cuda_graph_impl",
+        "cuda_graph_retain_backward_graph",
+        "cuda_graph_scope",
+        "cuda_graph_use_single_mempool",
+        "cuda_graph_warmup_steps",
+        "defer_embedding_wgrad_compute",
+        "enable_cuda_graph",
+        "external_cuda_graph",
+        "fine_grained_activation_offloading",
+        "flash_decode",
+        "hybrid_context_parallel",
+        "inference_rng_tracker",
+        "inference_sampling_seed",
+        "init_model_with_meta_device",
+        "log_max_attention_logit",
+        "moe_enable_routing_replay",
+        "overlap_moe_expert_parallel_comm",
+        "tp_comm_overlap",
+        "use_te_rng_tracker",
     )
 )
 

@@ -74,11 +74,11 @@ class SharedWrites:
 
     def report(self) -> None:
         """Warn of what some ranks have rebound."""
-        found = list(self._writers.items())
-        if not found:
+        writers = list(self._writers.items())
+        if not writers:
             return
-        shown = "; ".join(f"{owner}.{name}, by {_ranks_text(ranks)}" for (owner, name), ranks in found[:5])
-        more = f"; and {len(found) - 5} more" if len(found) > 5 else ""
+        shown = "; ".join(f"{owner}.{name}, by {_ranks_text(ranks)}" for (owner, name), ranks in writers[:5])
+        more = f"; and {len(writers) - 5} more" if len(writers) > 5 else ""
         warnings.warn(
             f"ranks wrote what all {self._ranks} simulated ranks share, and processes do not: {shown}{more}; name the "
             "modules in modules=[...], so that each rank has its own",
@@ -112,13 +112,13 @@ def _reached(function: Callable[..., Any], is_own: Callable[[str], bool]) -> Ite
 
 def _closure(function: Any, depth: int = 3) -> list[Any]:
     """Return a function, and the functions that it is a wrapper of."""
-    found = [function, *(getattr(function, "__defaults__", None) or ())]
+    objects = [function, *(getattr(function, "__defaults__", None) or ())]
     for cell in (getattr(function, "__closure__", None) or ()) if depth else ():
         try:
-            found += _closure(cell.cell_contents, depth - 1)
+            objects += _closure(cell.cell_contents, depth - 1)
         except ValueError:  # an empty cell
             continue
-    return found
+    return objects
 
 
 def _modules_in(values: Iterable[Any]) -> Iterator[str]:

@@ -62,13 +62,13 @@ class OneProcess:
     @property
     def fingerprint(self) -> str:
         """A sum over the bits of all values: it changes if the numbers of one process change."""
-        found = hashlib.sha256()
+        digest = hashlib.sha256()
         for step in self.steps:
             for values in (step.gradients, step.weights):
                 for name in sorted(values):
-                    found.update(name.encode() + digest_of(values[name]).encode())
-            found.update(repr((sorted(step.losses.items()), step.updated)).encode())
-        return found.hexdigest()[:16]
+                    digest.update(name.encode() + digest_of(values[name]).encode())
+            digest.update(repr((sorted(step.losses.items()), step.updated)).encode())
+        return digest.hexdigest()[:16]
 
 
 @dataclass
@@ -131,7 +131,7 @@ def train_reference(program: Program, dtype: torch.dtype, steps: int, start: Mod
     """Train in one process, which this simulated rank is; from given weights, or from the program's own."""
     training = training_of(program, ONE_PROCESS, dtype, start)
     start = assemble(training.named, [parameter.tensor for parameter in training.named])
-    found = OneProcess(dtype, start, [], training.config.hidden_size, _elements(training.named))
+    reference = OneProcess(dtype, start, [], training.config.hidden_size, _elements(training.named))
     for step in range(steps):
         values = training.forward_backward(step)
         parameters = [
@@ -143,8 +143,8 @@ def train_reference(program: Program, dtype: torch.dtype, steps: int, start: Mod
         scores = {name: value for name, (value, _) in values.scores.items()}
         updated = training.update(step)
         weights = assemble(training.named, [parameter.tensor for parameter in training.named])
-        found.steps.append(ReferenceStep(whole, weights, values.losses, updated, scores))
-    return found
+        reference.steps.append(ReferenceStep(whole, weights, values.losses, updated, scores))
+    return reference
 
 
 def check_deterministic(first: OneProcess, second: OneProcess) -> None:
@@ -287,14 +287,16 @@ class _Compared:
 def replicas_that_differ(reports: list[RankReport], steps: int) -> list[Difference]:
     """Return the parts of tensors that do not have the same bits on all ranks that have them."""
     first: dict[str, RankReport] = {}
-    found = []
+    differences = []
     for report in reports:
         for position, digest in report.digests.items():
             other = first.setdefault(position, report)
             if other.digests[position] != digest:
                 note = f"other bits than on rank {other.rank}"
-                found.append(Difference("replicas", position, steps, report.rank, report.coordinates, math.inf, note))
-    return found
+                differences.append(
+                    Difference("replicas", position, steps, report.rank, report.coordinates, math.inf, note)
+                )
+    return differences
 
 
 def _elements(named: list[NamedTensor]) -> int:

@@ -120,21 +120,21 @@ def _record_rank(
     for index in range(step - 1):
         training.forward_backward(index)
         training.update(index)
-    own = training.micro_batches(step - 1)
-    first, count = own[0] - program.micro_batches * (step - 1), len(own) // variant.merged
-    positions = [] if program.positions is None else [program.positions(index) for index in own]
-    found = _Recorded(*rank_and_coordinates(variant), first, count, record_step(training.models, trace), positions)
-    ranks.append(found)
+    indices = training.micro_batches(step - 1)
+    first, count = indices[0] - program.micro_batches * (step - 1), len(indices) // variant.merged
+    positions = [] if program.positions is None else [program.positions(index) for index in indices]
+    recorded = _Recorded(*rank_and_coordinates(variant), first, count, record_step(training.models, trace), positions)
+    ranks.append(recorded)
     with LinesOfOperations():
         values = training.forward_backward(step - 1)
-    found.ended = len(trace)
+    recorded.ended = len(trace)
     true = reference.steps[step - 1].gradients
-    found.gradients = {
+    recorded.gradients = {
         parameter.name: (gradient[0].clone(), parameter.of(true).reshape(-1)[gradient[1]])
         for parameter, gradient in zip(training.named, values.gradients, strict=True)
         if gradient is not None
     }
-    found.missing_marks = {parameter.name: missing_mark(parameter, variant) for parameter in training.named}
+    recorded.missing_marks = {parameter.name: missing_mark(parameter, variant) for parameter in training.named}
 
 
 class _Search:
@@ -160,9 +160,9 @@ class _Search:
         calls = list(self._true.outputs)
         for name in dict.fromkeys(name for name, *_ in (calls if direction == "forward" else reversed(calls))):
             for rank in self._ranks:
-                found = self._place(direction, name, rank)
-                if found is not None:
-                    return found
+                place = self._place(direction, name, rank)
+                if place is not None:
+                    return place
         return None
 
     def _place(self, direction: str, name: str, rank: _Recorded) -> DifferingModule | None:
@@ -220,15 +220,15 @@ class _Search:
 
     def _values(self, transfer: Transfer, true: Sequence[torch.Tensor]) -> str:
         """Return what a collective got and returned, compared with values of one process."""
-        found = []
+        lines = []
         for name, tensors in (("its input", transfer.inputs), ("its result", transfer.outputs)):
             for tensor in tensors:
                 same = [
                     expected for expected in true if expected.numel() == tensor.numel() and tensor.is_floating_point()
                 ]
                 texts = [self._compared(tensor.reshape(expected.shape), expected) for expected in same]
-                found += [f"{name} {text}" for text in list(filter(None, texts))[:1]]
-        return f" ({', '.join(found)})" if found else ""
+                lines += [f"{name} {text}" for text in list(filter(None, texts))[:1]]
+        return f" ({', '.join(lines)})" if lines else ""
 
     def _compared(self, mine: torch.Tensor, true: torch.Tensor) -> str:
         if error_between(mine, true) <= self._tolerance:
@@ -247,12 +247,12 @@ class _Search:
         """Yield the calls of a module with this rank's value and the parts of the true one that it may have."""
         if self._is_partial(name):
             return
-        own, true = (
+        mine_by_call, true = (
             (rank.records.outputs, self._true.outputs)
             if direction == "forward"
             else (rank.records.gradients, self._true.gradients)
         )
-        for call, mine in own.items():
+        for call, mine in mine_by_call.items():
             is_trained = call[1] < rank.count  # later passes compute scores, of other rows
             wholes = self._wholes(true, call, rank.first) if call[0] == name and is_trained else []
             scale = self._scale(rank, call) if direction == "backward" else 1.0
@@ -265,8 +265,8 @@ class _Search:
         """Return the value of one process for a micro-batch; for merged ones, joined along the dims that have rows."""
         name, index, number = call
         merged = self._variant.merged
-        found = [true.get((name, first + index * merged + offset, number)) for offset in range(merged)]
-        values = [value for value in found if value is not None]
+        outputs = [true.get((name, first + index * merged + offset, number)) for offset in range(merged)]
+        values = [value for value in outputs if value is not None]
         if merged == 1 or len(values) < merged or values[0].dim() < 2:
             return values if merged == 1 else []
         return [torch.cat(values), torch.cat(values, 1), torch.stack(values, 1).flatten(0, 1)]
@@ -290,8 +290,8 @@ class _Search:
             mine = other.records.gradients.get((model or "", call[1], 0)) if same else None
             wholes = self._wholes(self._true.gradients, (model or "", call[1], 0), rank.first)
             if mine is not None and wholes:
-                found = [part for whole in wholes for part in self._parts(whole, other, call[1])]
-                parts = [part for part in found if part.shape == mine.shape]
+                candidates = [part for whole in wholes for part in self._parts(whole, other, call[1])]
+                parts = [part for part in candidates if part.shape == mine.shape]
                 if parts:
                     fit = min(parts, key=lambda part: error_between(mine, part * _factor(mine, part)))
                     return self._expected(_factor(mine, fit))

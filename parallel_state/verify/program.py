@@ -68,10 +68,10 @@ class Program:
         """
 
         def config(**parallel: Any) -> Any:
-            found = self.config(**parallel)
+            made = self.config(**parallel)
             for name, value in fields.items():
-                setattr(found, name, value)
-            return found
+                setattr(made, name, value)
+            return made
 
         length = seq_length or self.seq_length
         batch = self.batch if length == self.seq_length else partial(_cut, self.batch, self.seq_length, length)
@@ -103,13 +103,13 @@ class Program:
 
 def _cut(batch: Callable[[int], Any], length: int, kept: int, index: int) -> Any:
     """Return a micro-batch whose tensors have ``kept`` elements in the dims that have ``length``."""
-    found = batch(index)
-    if not isinstance(found, dict):
+    row = batch(index)
+    if not isinstance(row, dict):
         raise VerifyError(f"seq_length={kept} cuts batches that are dicts of tensors; batch returns another type")
-    for name, value in found.items():
+    for name, value in row.items():
         for dim in [dim for dim, size in enumerate(getattr(value, "shape", ())) if size == length]:
-            found[name] = found[name].narrow(dim, 0, kept).contiguous()
-    return found
+            row[name] = row[name].narrow(dim, 0, kept).contiguous()
+    return row
 
 
 def _joined(values: list[Any], rows: int) -> Any:
@@ -127,12 +127,12 @@ def load_program(reference: str) -> Program:
     if not separator or not source or not name:
         raise VerifyError(f"expected FILE.py:NAME or MODULE:NAME, got {reference!r}", reference=reference)
     module = _imported_file(Path(source)) if source.endswith(".py") else _imported(source)
-    found = getattr(module, name, None)
-    if not isinstance(found, Program):
+    program = getattr(module, name, None)
+    if not isinstance(program, Program):
         have = [variable for variable, value in vars(module).items() if isinstance(value, Program)]
         hint = f"its programs are {', '.join(have)}" if have else "it has no parallel_state.verify.Program"
         raise VerifyError(f"{source} has no program {name!r}; {hint}", reference=reference)
-    return found
+    return program
 
 
 def _imported_file(path: Path) -> Any:

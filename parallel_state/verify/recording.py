@@ -104,16 +104,16 @@ class _MicroBatch:
 
     def _add_consumer(self, name: str, node: Any) -> None:
         """Add the operations between the output of a module and the outputs that it got."""
-        found, producers, left = [node], set(), [node]
+        nodes, producers, left = [node], set(), [node]
         while left:
             for following, _ in left.pop().next_functions:
                 if following in self._nodes:
                     producers.add(self._nodes[following])
-                elif following is not None and following not in found and "Accumulate" not in following.name():
-                    found.append(following)
+                elif following is not None and following not in nodes and "Accumulate" not in following.name():
+                    nodes.append(following)
                     left.append(following)
         names: dict[str, list[str]] = {}  # of the operations of a line
-        for output in found:
+        for output in nodes:
             names.setdefault(_line(output), []).append(re.sub(r"Backward\d*$", "", output.name()))
         operations = tuple(f"{', '.join(dict.fromkeys(of_line))}{line}" for line, of_line in names.items())
         for producer in producers:
@@ -135,11 +135,11 @@ def _line(node: Any) -> str:
 
 def module_name(model: Any, path: str) -> str:
     """Return the name of a module, its layer counted over the whole model; the class for the model itself."""
-    found = _LAYER.match(path)
-    if found:
-        number = getattr(model.get_submodule(f"{found[1]}.{found[2]}"), "layer_number", None)
+    match = _LAYER.match(path)
+    if match:
+        number = getattr(model.get_submodule(f"{match[1]}.{match[2]}"), "layer_number", None)
         if isinstance(number, int):
-            return f"{found[1]}.{number - 1}{found[3]}"
+            return f"{match[1]}.{number - 1}{match[3]}"
     return path or type(model).__name__
 
 

@@ -90,20 +90,20 @@ def _kind(failure: str | None) -> str | None:
     return None if failure is None else failure.partition(":")[0]
 
 
-def _smaller(program: Program, found: Shrunk) -> Iterator[Shrunk]:
-    parts = found.layout.split(",")
+def _smaller(program: Program, shrunk: Shrunk) -> Iterator[Shrunk]:
+    parts = shrunk.layout.split(",")
     for index in range(len(parts)):
         layout = ",".join(parts[:index] + parts[index + 1 :])
         if layout:
-            yield dataclasses.replace(found, layout=layout)
-    if found.steps > 1:
-        yield dataclasses.replace(found, steps=1)
+            yield dataclasses.replace(shrunk, layout=layout)
+    if shrunk.steps > 1:
+        yield dataclasses.replace(shrunk, steps=1)
     now = {"micro_batches": program.micro_batches, "num_layers": _layers(program)}
-    now |= {} if "cp=" in found.layout else {"seq_length": program.seq_length}
-    for name, value in (now | found.changes).items():
+    now |= {} if "cp=" in shrunk.layout else {"seq_length": program.seq_length}
+    for name, value in (now | shrunk.changes).items():
         least = _LEAST_LENGTH if name == "seq_length" else 1
         for less in (number for number in range(least, value) if value % number == 0):
-            yield dataclasses.replace(found, changes={**found.changes, name: less})
+            yield dataclasses.replace(shrunk, changes={**shrunk.changes, name: less})
 
 
 def _layers(program: Program) -> int:

@@ -197,8 +197,8 @@ class Training:
 
 def training_of(program: Program, variant: Variant, dtype: torch.dtype, start: ModelTensors | None) -> Training:
     """Return what trains this rank of a program, with the arguments of ``Training``."""
-    found: Training = (program.trained_by or Training)(program, variant, dtype, start)
-    return found
+    training: Training = (program.trained_by or Training)(program, variant, dtype, start)
+    return training
 
 
 def _optimizer(wrapped: list[Any], distributed: bool, model: Any) -> Any:
@@ -225,13 +225,13 @@ def _mean_reports(reports: list[dict[str, Any]] | None) -> dict[str, float]:
     """
     from megatron.core import parallel_state as mpu
 
-    found: dict[str, float] = {}
+    means: dict[str, float] = {}
     for name in reports[0] if reports else ():
         values = torch.stack([torch.as_tensor(report[name]).detach().double().reshape(-1) for report in reports or ()])
         total = values.sum(0)
         if total.numel() == 2:
             torch.distributed.all_reduce(total, group=mpu.get_data_parallel_group(with_context_parallel=True))
-            found[name] = float(total[0] / total[1])
+            means[name] = float(total[0] / total[1])
         else:
-            found[name] = float(values.mean())
-    return found
+            means[name] = float(values.mean())
+    return means

@@ -183,9 +183,9 @@ class Verifier:
 
     def _compare(self, variant: Variant, outcome: Outcome) -> None:
         reports = self._ranks(variant, self.reference, self._dtype, self.tolerance)
-        found = self._found(reports, outcome)
-        if found and self.locates:
-            true = self.records(found[0].step)
+        differences = self._set_differences(reports, outcome)
+        if differences and self.locates:
+            true = self.records(differences[0].step)
             located = locate(self.program, variant, self.reference, true, outcome.differences)
             outcome.place, outcome.finalized_by = located.place, located.finalized_by
             outcome.differences = [located.noted(difference) for difference in outcome.differences]
@@ -198,7 +198,7 @@ class Verifier:
             self._in_bf16 = _InBf16(single, half, alone.errors)
         known = self._in_bf16
         reports = self._ranks(variant, known.half, torch.bfloat16, _FINITE)
-        self._found(reports, outcome)
+        self._set_differences(reports, outcome)
         if not outcome.differences:
             from_single = _largest(self._ranks(variant, known.single, torch.bfloat16, _FINITE))
             from_half = _largest(reports)
@@ -207,16 +207,16 @@ class Verifier:
     def _ranks(self, variant: Variant, reference: OneProcess, dtype: torch.dtype, allowed: float) -> list[RankReport]:
         return run_ranks(variant.layout, lambda: compare_rank(self.program, variant, reference, dtype, allowed))
 
-    def _found(self, reports: list[RankReport], outcome: Outcome) -> list[Difference]:
+    def _set_differences(self, reports: list[RankReport], outcome: Outcome) -> list[Difference]:
         """Add to an outcome what its ranks report; return the differences but for those among replicas alone."""
-        found = list(wrong_seeds([(report.initial, report.coordinates) for report in reports]))
-        found += [difference for report in reports for difference in report.differences]
+        differences = list(wrong_seeds([(report.initial, report.coordinates) for report in reports]))
+        differences += [difference for report in reports for difference in report.differences]
         outcome.bits = hashlib.sha256(repr([report.digests for report in reports]).encode()).hexdigest()[:16]
         outcome.largest = max(report.largest for report in reports)
-        first = min((difference.step for difference in found), default=0)
-        found = [difference for difference in found if difference.step == first]
-        outcome.differences = found or replicas_that_differ(reports, self.steps)
-        return found
+        first = min((difference.step for difference in differences), default=0)
+        differences = [difference for difference in differences if difference.step == first]
+        outcome.differences = differences or replicas_that_differ(reports, self.steps)
+        return differences
 
     def save(self, path: Path) -> None:
         """Write the training of one process to a file, for ``against`` with another version of the code."""
@@ -250,9 +250,9 @@ class Verifier:
 
 def _load(path: Path) -> OneProcess:
     try:
-        found = torch.load(path, weights_only=True)
-        steps = [ReferenceStep(**step) for step in found.pop("steps")]
-        return OneProcess(**found, steps=steps)
+        content = torch.load(path, weights_only=True)
+        steps = [ReferenceStep(**step) for step in content.pop("steps")]
+        return OneProcess(**content, steps=steps)
     except (OSError, RuntimeError, TypeError, KeyError, UnpicklingError) as error:
         raise VerifyError(f"{path} is no file that --save wrote: {type(error).__name__}: {error}") from error
 

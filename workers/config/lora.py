@@ -16,9 +16,19 @@ _READ = frozenset(("r", "lora_alpha", "use_rslora", "target_modules", "target_pa
 """Keys of ``adapter_config.json`` from which ``peft_fields`` makes fields."""
 _INERT = frozenset(
     (
-        *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "task_type"),
-        *("lora_dropout", "eva_config", "runtime_config"),  # of training
-        *("megatron_core", "qalora_group_size"),  # of features that are off
+        "auto_mapping",
+        "base_model_name_or_path",
+        "inference_mode",
+        "peft_version",
+        "revision",
+        "task_type",
+        # of training
+        "lora_dropout",
+        "eva_config",
+        "runtime_config",
+        # of features that are off
+        "megatron_core",
+        "qalora_group_size",
     )
 )
 """Keys that change nothing that a loaded adapter computes."""

@@ -80,7 +80,7 @@ DDP_SET_ELSEWHERE = {
 DDP_DEFAULTS: dict[str, Any] = {"grad_reduce_in_fp32": True, "average_in_collective": False}
 """Fields of DistributedDataParallelConfig whose defaults differ from Megatron's."""
 _FSDP = (
-    "Megatron's FSDP keeps weights as DTensors, which checkpoints, resharding and offload of this package cannot move"
+    "Megatron's FSDP keeps weights as DTensors, which checkpoints, transfers and offload of this package cannot move"
 )
 _FP8_WEIGHTS = "weights are stored in model.dtype, from which they are resharded and exported"
 _NOT_FINITE = "optim.on_nonfinite checks the gradients of every step"

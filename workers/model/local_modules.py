@@ -1,6 +1,6 @@
 """Norms and linear layers in plain PyTorch with the parameter names, and the class names, of Transformer Engine's.
 
-Checkpoints, conversions and resharding use these names: a model built from these modules and one built from Transformer
+Checkpoints, conversions and transfers use these names: a model built from these modules and one built from Transformer
 Engine's are the same model.
 """
 

@@ -166,12 +166,12 @@ class Gradients:
         return AppliedStep(lr, None)
 
     def _first_nonfinite(self) -> GradientFinding | None:
-        found, random = [], random_state()
+        findings, random = [], random_state()
         for part in self.parts:
             set_random_state(part._random)
-            found.append(first_nonfinite_gradient(self._state.model, part._batches, part._compute, self._pg))
+            findings.append(first_nonfinite_gradient(self._state.model, part._batches, part._compute, self._pg))
         set_random_state(random)
-        return next((result for result in found if result is not None), None)
+        return next((result for result in findings if result is not None), None)
 
 
 class Trainer:

@@ -125,12 +125,12 @@ class RoleTraining(Training):
             metrics = self._call("forward_backward", step).meta_info["metrics"]
         rows = self.micro_batches(step)
         first = (rows[0] - step * self.program.micro_batches) * _ROWS
-        own = slice(first, first + len(rows) * _ROWS)
+        rows_of_step = slice(first, first + len(rows) * _ROWS)
         scores = {}
         for method in self._scoring():
-            found = self._call(method, step)
-            for name, column in () if found is None else found.batch.items():
-                scores[name] = column, own
+            scored = self._call(method, step)
+            for name, column in () if scored is None else scored.batch.items():
+                scores[name] = column, rows_of_step
         gradients: list[tuple[torch.Tensor, slice] | None] = [None] * len(self.named)
         if self.optimizer is not None:
             gradients = self.gradients()
@@ -142,10 +142,10 @@ class RoleTraining(Training):
             return {}
         with self.worker.call_context("optim_step"):
             metrics: dict[str, float] = self.worker.trainer.optim_step()
-        found = {"of all parameters": metrics.pop("grad_norm"), **metrics}
+        reported = {"of all parameters": metrics.pop("grad_norm"), **metrics}
         update = "update_actor" if self.program.role.roles else "update_critic"
         metrics = self._call(update, step).meta_info["metrics"]
-        return found | {f"{update}: {name}": value for name, value in metrics.items() if not name.endswith("mfu")}
+        return reported | {f"{update}: {name}": value for name, value in metrics.items() if not name.endswith("mfu")}
 
     def _scoring(self) -> list[str]:
         if self.program.role.roles:
@@ -174,8 +174,8 @@ class RoleProgram(Program):
         model, worker = role.config.model, role.worker_class
 
         def config(**fields: Any) -> Any:
-            own = replace(model, dtype="bfloat16") if fields["bf16"] else model
-            return transformer_config(own, ParallelConfig.from_megatron_args(_Fields(fields)))
+            model_in_dtype = replace(model, dtype="bfloat16") if fields["bf16"] else model
+            return transformer_config(model_in_dtype, ParallelConfig.from_megatron_args(_Fields(fields)))
 
         def batch(index: int) -> DataProto:
             return _batch(index, model.vocab_size, getattr(role.config, "policy_loss", None))

@@ -1,6 +1,6 @@
 """The tensors of this rank as parts of the tensors of the whole model.
 
-Everything that moves weights starts from this description: checkpoints of Hugging Face, resharding, transfers between
+Everything that moves weights starts from this description: checkpoints of Hugging Face, exports, transfers between
 groups, fingerprints.
 """
 

@@ -172,8 +172,8 @@ def hf_names_of(family: ModelFamily | None, name: str) -> tuple[str, ...]:
     numbers = {"layer": in_layer[2] if in_layer else "", "expert": of_expert[2] if of_expert else ""}
     template = _LAYER.sub(r"\1{layer}\3", f"{of_expert[1]}{{expert}}" if of_expert else name)
     families = MODEL_FAMILIES.values() if family is None else [family]
-    found = next((candidate.names[template] for candidate in families if template in candidate.names), ())
-    return tuple(name.format(**numbers) for name in found)
+    templates = next((candidate.names[template] for candidate in families if template in candidate.names), ())
+    return tuple(name.format(**numbers) for name in templates)
 
 
 def _distance(differences: Mapping[str, Any]) -> tuple[bool, int]:

@@ -79,13 +79,13 @@ def verify_load(chunks: Sequence[nn.Module], model: Any, context: MegatronContex
             )
         return f"model.verify_load=auto: not compared with transformers: {reason}"
     recorded = _recorded(chunks, context)
-    found: list[_Difference] = []
+    differences: list[_Difference] = []
     if context.pg.dp_cp.rank() == 0 and context.pg.tp.rank() == 0:
         config = get_model_config(chunks[0])
         with_experts = config.num_moe_experts is not None
         reference = _Reference(Path(local_directory(path)), kind, names_of(family), config.params_dtype, with_experts)
-        found = [each for part in recorded if (each := _compared(reference, part)) is not None]
-    everywhere = sorted(difference for of_rank in all_gather_values(found) for difference in of_rank)
+        differences = [result for part in recorded if (result := _compared(reference, part)) is not None]
+    everywhere = sorted(difference for of_rank in all_gather_values(differences) for difference in of_rank)
     for difference in everywhere:
         if difference.differs:
             raise DataError(
