@@ -25,12 +25,12 @@ from mcontroller.channel.server import Reply, reserve_port
 from mcontroller.channel.worker import Endpoint, KeptResults
 from mcontroller.devices import check_torch_without_gpu, compute_capability, device_of_rank
 from mcontroller.errors import CallRejected, GroupError, WorkerError, is_before_changes
+from mcontroller.machine import boot_id
 from mcontroller.ray.node_processes import NodeProcess
 from mcontroller.ray.rank_logs import RankLog
 from mcontroller.ray.threads import chosen_threads, keep_freed_memory, set_threads, usable_cores
 from mcontroller.ray.values.handles import ArgumentFailed, ArgumentLost, fetch
 from mcontroller.ray.values.wire import Encoded, Packed, decode, encode
-from mcontroller.machine import boot_id
 from mcontroller.trace.recorder import TraceRecorder, recorder, set_recorder, start_laps
 from mcontroller.transport import call_context, complete, finish, outline, reported_coordinates, resolve
 from parallel_state.hangs.lines import calling_position, source_line

@@ -16,7 +16,7 @@ import torch
 from mcontroller.errors import ConfigError
 from workers.config import ActorConfig, ParallelConfig
 from workers.generate.vllm.checks import sequence_bytes
-from workers.memory.estimate import NCCL_BYTES_PER_GROUP, PlannedRole
+from workers.memory.estimate import PlannedRole, communicator_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ def utilization(config: ActorConfig, gpus: Sequence[GpuMemory]) -> float:
         ConfigError: the weights of the engine and one sequence do not fit beside the policy.
     """
     tp = config.rollout.vllm.tp
-    own = ENGINE_PROCESS_BYTES + (2 * NCCL_BYTES_PER_GROUP if tp > 1 else 0)
+    own = ENGINE_PROCESS_BYTES + 2 * communicator_bytes(tp)
     room = [gpu.free - gpu.due - own for gpu in gpus]
     weights = _weights(config)
     needed = weights + (config.rollout.vllm.kv_cache_bytes or sequence_bytes(config))
