@@ -1,6 +1,6 @@
 """Bytes that a role needs on each GPU, from its configuration and layout. Nothing is allocated and nothing runs.
 
-Not counted: workspaces of cuBLAS and cuDNN, and fragmentation. ``mcontroller check`` adds the CUDA contexts of processes.
+Not counted: workspaces of cuBLAS and cuDNN, and fragmentation. ``mcontroller check`` adds CUDA contexts.
 """
 
 from __future__ import annotations
