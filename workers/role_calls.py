@@ -86,24 +86,6 @@ def calls_of_run(
     return calls
 
 
-def mapped_contexts(configs: Mapping[str, RoleConfig], world_sizes: Mapping[str, int]) -> int:
-    """Return the most CUDA contexts that a rollout group opens on a GPU that it shares with the actor's group.
-
-    CUDA opens one on every GPU of which a process maps memory. A rank maps the buckets of all ranks that send to it: of
-    its GPU alone if both groups divide the model in the same way.
-
-    Args:
-        configs: see ``calls_of_run``.
-        world_sizes: see ``calls_of_run``.
-    """
-    source, target = configs.get("actor_rollout_ref"), configs.get("rollout")
-    if not isinstance(source, ActorConfig) or not isinstance(target, ActorConfig):
-        return 0
-    same_division = source.parallel == target.parallel and world_sizes["actor_rollout_ref"] == world_sizes["rollout"]
-    in_worker = ROLLOUT_ENGINES.get_or_raise(target.rollout.engine).in_worker
-    return 0 if same_division and in_worker else world_sizes["rollout"] - 1
-
-
 class _OfRole:
     def __init__(self, key: str, config: RoleConfig, world_size: int, lengths: Lengths, fused: bool) -> None:
         self.key, self.config, self.world_size, self.lengths, self.fused = key, config, world_size, lengths, fused

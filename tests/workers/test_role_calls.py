@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from workers import ActorConfig, load_config
-from workers.role_calls import Lengths, calls_of_run, mapped_contexts
+from workers.role_calls import Lengths, calls_of_run
 
 KEY = "actor_rollout_ref"
 MODEL = {
@@ -26,17 +24,3 @@ def test_generation_is_estimated_for_engines_in_the_worker(engine: str, calls: l
     config = load_config(ActorConfig, {"model": MODEL, "rollout": {"engine": engine}})
     found = calls_of_run({KEY: config}, {KEY: 1}, Lengths(prompt=16, response=16, rows=4), fused=False)
     assert [call.call for call in found] == calls
-
-
-@pytest.mark.parametrize(
-    ("target", "engine", "opened"),
-    [({"tp": 2, "pp": 2}, "megatron", 0), ({"tp": 2}, "megatron", 7), ({"tp": 2, "pp": 2}, "vllm", 7)],
-)
-def test_a_rollout_that_divides_the_model_otherwise_opens_contexts_on_other_gpus(
-    target: dict[str, Any], engine: str, opened: int
-) -> None:
-    sizes = {"actor_rollout_ref": 8, "rollout": 8}
-    source = load_config(ActorConfig, {"model": MODEL, "parallel": {"tp": 2, "pp": 2}})
-    rollout = load_config(ActorConfig, {"model": MODEL, "parallel": target, "rollout": {"engine": engine}})
-    assert mapped_contexts({"actor_rollout_ref": source}, sizes) == 0
-    assert mapped_contexts({"actor_rollout_ref": source, "rollout": rollout}, sizes) == opened

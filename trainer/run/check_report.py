@@ -35,7 +35,7 @@ from workers.memory.estimate import (
     host_memory,
 )
 from workers.model.gpu_defaults import max_connections
-from workers.role_calls import CallMemory, Lengths, RoleConfig, calls_of_run, mapped_contexts
+from workers.role_calls import CallMemory, Lengths, RoleConfig, calls_of_run
 
 _GB = 2**30
 _COLUMNS = tuple(field.name for field in dataclasses.fields(Memory))
@@ -58,10 +58,7 @@ def report(arguments: argparse.Namespace) -> int:
     lengths = _lengths(config, roles)
     calls = calls_of_run(roles, sizes, lengths, fused=layers == "transformer_engine")
     calls = [call for call in calls if reference or call.role != "reference"]
-    mapped = mapped_contexts(roles, sizes)
-    if pools.get("rollout", MAIN_POOL) != pools.get("actor_rollout_ref", MAIN_POOL):
-        mapped = 0  # NCCL carries the weights
-    lines += ["", memory_table(calls, pools, on_gpu=on_gpu, mapped={pools.get("rollout", MAIN_POOL): mapped})]
+    lines += ["", memory_table(calls, pools, on_gpu=on_gpu)]
     actor = roles.get("actor_rollout_ref")
     if isinstance(actor, ActorConfig) and on_gpu:
         gpu_memory = _gpu_memory(arguments.gpu_memory)
@@ -166,20 +163,13 @@ def _lengths(config: Any, roles: dict[str, RoleConfig]) -> Lengths:
     return Lengths(0, longest, 0)
 
 
-def memory_table(
-    calls: Sequence[CallMemory],
-    pools: Mapping[str, str] | None = None,
-    *,
-    on_gpu: bool = True,
-    mapped: Mapping[str, int] | None = None,
-) -> str:
+def memory_table(calls: Sequence[CallMemory], pools: Mapping[str, str] | None = None, *, on_gpu: bool = True) -> str:
     """Return a table with a row for every call, of the stage that needs the most memory, in units of 2**30 bytes.
 
     Args:
         calls: the calls.
         pools: the name of the pool of each role, by its key. None: all are in one.
         on_gpu: whether the memory is that of GPUs, which roles share; otherwise it is that of processes.
-        mapped: by pool, the CUDA contexts on a GPU in addition to those of its processes; see ``mapped_contexts``.
     """
     rows = [("role", "call", "stage", *_COLUMNS, "total")]
     for call in calls:
@@ -194,13 +184,9 @@ def memory_table(
     for call in calls:
         of_pool.setdefault((pools or {}).get(call.key, MAIN_POOL), []).append(call)
     if len(of_pool) == 1:
-        [(name, same)] = of_pool.items()
-        sums = [f"if all roles share the GPUs: {_sums(same, (mapped or {}).get(name, 0))}"]
+        sums = [f"if all roles share the GPUs: {_sums(calls)}"]
     else:
-        sums = [
-            f"if the roles of a pool share its GPUs, {name}: {_sums(same, (mapped or {}).get(name, 0))}"
-            for name, same in of_pool.items()
-        ]
+        sums = [f"if the roles of a pool share its GPUs, {name}: {_sums(same)}" for name, same in of_pool.items()]
     sums.append(
         f"nccl is a guess: {NCCL_BYTES_PER_GROUP / _GB:g} GB for each communicator of more than two ranks, "
         f"{NCCL_BYTES_OF_TWO_RANKS / _GB:g} GB for one of two"
@@ -208,10 +194,9 @@ def memory_table(
     return "\n".join(["GB (2**30 bytes) on a GPU of the stage that needs the most", *lines, "", *sums])
 
 
-def _sums(calls: Sequence[CallMemory], mapped: int) -> str:
+def _sums(calls: Sequence[CallMemory]) -> str:
     """The most memory of a GPU that roles share, if they hand it over and if they keep it, with all CUDA contexts."""
-    groups = len({call.key for call in calls})
-    contexts = (groups + mapped) * CONTEXT_BYTES
+    contexts = len({call.key for call in calls}) * CONTEXT_BYTES
     totals = [call.stages[call.most] for call in calls]
     handed = max(memory.total for memory in totals)
     nccl = sum(memory.nccl for memory in {call.role: call.stages[call.most] for call in calls}.values())
@@ -222,10 +207,9 @@ def _sums(calls: Sequence[CallMemory], mapped: int) -> str:
     moment = max(memory.activations + memory.logits + memory.cache for memory in totals)
     handed += nccl - max(memory.nccl for memory in totals) + contexts
     never = sum(kept.values()) + moment + nccl + contexts
-    of_rollout = f" and at most {mapped} of a rollout that maps memory of other GPUs (CUDA IPC)" if mapped else ""
     return (
-        f"{handed / _GB:.2f} GB with trainer.offload=auto, {never / _GB:.2f} GB with trainer.offload=never; in both "
-        f"{contexts / _GB:.2f} GB of CUDA contexts: {groups} of processes{of_rollout}"
+        f"{handed / _GB:.2f} GB with trainer.offload=auto, {never / _GB:.2f} GB with trainer.offload=never; "
+        f"{contexts / _GB:.2f} GB of both are CUDA contexts of processes"
     )
 
 
