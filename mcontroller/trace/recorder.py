@@ -231,7 +231,7 @@ def on_rank(role: str, rank: int, coordinates: Mapping[str, int]) -> Iterator[No
 class PhaseTimer:
     """The parts of one operation that follow each other: each call adds the time since the call before as an event.
 
-    ``start_laps`` makes them.
+    ``start_timer`` makes them.
 
     Args:
         recorder: gets the events; None: nothing does.

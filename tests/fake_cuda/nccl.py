@@ -39,10 +39,6 @@ _POINT_TO_POINT = {"send", "recv", "isend", "irecv"}
 _UNSUPPORTED_DTYPES = {torch.int16, torch.complex64, torch.complex128}
 
 
-BUFFER_BYTES = 256 << 20
-"""Bytes of the buffers of a communicator, from its first collective on: as many as the estimate of memory counts."""
-
-
 class Communicator:
     """The communicators of one group, with the methods of torch's NCCL backend that free and allocate their buffers.
 
@@ -50,11 +46,13 @@ class Communicator:
     ranks.
 
     Attributes:
+        size: the number of its ranks.
         carrier: the backend that carries its collectives, which has all other attributes.
         used: the peers of the communicators that were used; None stands for all ranks.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, size: int) -> None:
+        self.size = size
         self.carrier: Any = None
         self.used: set[int | None] = set()
         self.held = 0
@@ -68,7 +66,7 @@ class Communicator:
         if self.suspended:
             raise RuntimeError("NCCL: the communicator is suspended")
         self.used.add(peer)
-        self._hold(BUFFER_BYTES * len(self.used))
+        self._hold(self._buffers())
 
     def suspend(self) -> None:
         """Free the buffers."""
@@ -80,7 +78,13 @@ class Communicator:
         """Allocate the buffers of a suspended communicator again."""
         if self.suspended:
             self.suspended = False
-            self._hold(BUFFER_BYTES * len(self.used))
+            self._hold(self._buffers())
+
+    def _buffers(self) -> int:
+        """Return the bytes of its buffers, from the first collective on: as many as the estimate of memory counts."""
+        from workers.memory.estimate import communicator_bytes  # Megatron must not be imported before the fake device
+
+        return sum(communicator_bytes(self.size if peer is None else 2) for peer in self.used)
 
     def _hold(self, size: int) -> None:
         memory[gpu()].hold(size - self.held)
@@ -96,12 +100,8 @@ class _Backends:
 
     def communicator(self, group: Any) -> Communicator:
         """Return the communicator of a group that poses as NCCL's."""
-        name = (group or c10d._get_default_group()).group_name
-        return self._communicators.setdefault(name, Communicator())
-
-    def count(self) -> int:
-        """Return the number of communicators that this process has used."""
-        return sum(len(each.used) for each in self._communicators.values())
+        group = group or c10d._get_default_group()
+        return self._communicators.setdefault(group.group_name, Communicator(group.size()))
 
     def note(self, group: Any, backend: str) -> None:
         self._of[group.group_name] = backend
@@ -113,11 +113,6 @@ class _Backends:
 _backends = _Backends()
 _batches: list[None] = []
 """One entry for each ``batch_isend_irecv`` that is running."""
-
-
-def communicators() -> int:
-    """Return the number of communicators of this process that have buffers on a GPU."""
-    return _backends.count()
 
 
 def install() -> None:

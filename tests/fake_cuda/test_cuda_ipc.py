@@ -39,7 +39,7 @@ def test_weights_arrive_in_a_colocated_group_and_the_source_survives_it(
             held = [*actor.describe_weights(), *rollout.describe_weights()]
             assert len({each.device for each in held}) == 2 and len({each.pid for each in held}) == 4
             with WeightTransfer(actor, rollout) as transfer:
-                assert transfer.transport == "cuda_ipc"
+                assert transfer.transport == "cuda_ipc" and set(transfer.schedule.relays.values()) == {0, 1}
             with pytest.raises(ConfigError):
                 WeightTransfer(actor, rollout, transport="process_group")
             check_weights(actor, rollout, "cuda_ipc")

@@ -10,10 +10,9 @@ import torch.distributed as dist
 
 from parallel_state import ParallelLayout
 from parallel_state.megatron import MegatronContext
-from tests.fake_cuda.nccl import BUFFER_BYTES, communicators
 from tests.forking import run_ranks
 from tests.workers.roles import actor, experience, own_shard
-from workers.memory.estimate import NCCL_BYTES_PER_GROUP, PlannedRole
+from workers.memory.estimate import PlannedRole
 
 pytestmark = pytest.mark.processes
 
@@ -26,15 +25,15 @@ def test_a_layout_on_gpus_has_no_gloo_group() -> None:
     assert run_ranks(backends, 2) == [{"nccl"}] * 2
 
 
-def used_by_updates(parallel: dict[str, Any], distributed: bool) -> tuple[int, int, int]:
-    """Return the communicators of an update, and the bytes that they and the estimate take."""
+def used_by_updates(parallel: dict[str, Any], distributed: bool) -> tuple[int, int]:
+    """Return the bytes that the communicators of an update take, and the estimate."""
     before = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
     worker = actor(parallel, "actor", ppo_epochs=1, optim={"lr": 1e-3, "distributed_optimizer": distributed})
     worker.update_actor(own_shard(experience(8), worker))
     held = before - torch.cuda.mem_get_info()[0] - torch.cuda.memory_reserved()
     config = worker.config
     planned = PlannedRole(config.model, config.parallel, dist.get_world_size(), config.optim)
-    return communicators(), held, planned.nccl()
+    return held, planned.nccl()
 
 
 @pytest.mark.parametrize(
@@ -45,6 +44,5 @@ def used_by_updates(parallel: dict[str, Any], distributed: bool) -> tuple[int, i
 def test_the_estimate_counts_the_communicators_of_an_update(
     ranks: int, parallel: dict[str, Any], distributed: bool
 ) -> None:
-    for count, held, estimated in run_ranks(used_by_updates, ranks, parallel, distributed):
-        assert held == count * BUFFER_BYTES == count * NCCL_BYTES_PER_GROUP
-        assert held == estimated
+    for held, estimated in run_ranks(used_by_updates, ranks, parallel, distributed):
+        assert held == estimated > 0

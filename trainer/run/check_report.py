@@ -27,7 +27,13 @@ from workers.config import ActorConfig, CriticConfig, RewardConfig, RoleConfig
 from workers.config.trained_weights import base_is_frozen
 from workers.generate.engines import ROLLOUT_ENGINES
 from workers.layout_search import search_layouts
-from workers.memory.estimate import Memory, host_memory
+from workers.memory.estimate import (
+    CONTEXT_BYTES,
+    NCCL_BYTES_OF_TWO_RANKS,
+    NCCL_BYTES_PER_GROUP,
+    Memory,
+    host_memory,
+)
 from workers.model.gpu_defaults import max_connections
 from workers.role_calls import CallMemory, Lengths, calls_of_run
 
@@ -181,11 +187,16 @@ def memory_table(calls: Sequence[CallMemory], pools: Mapping[str, str] | None = 
         sums = [f"if all roles share the GPUs: {_sums(calls)}"]
     else:
         sums = [f"if the roles of a pool share its GPUs, {name}: {_sums(same)}" for name, same in of_pool.items()]
+    sums.append(
+        f"nccl is a guess: {NCCL_BYTES_PER_GROUP / _GB:g} GB for each communicator of more than two ranks, "
+        f"{NCCL_BYTES_OF_TWO_RANKS / _GB:g} GB for one of two"
+    )
     return "\n".join(["GB (2**30 bytes) on a GPU of the stage that needs the most", *lines, "", *sums])
 
 
 def _sums(calls: Sequence[CallMemory]) -> str:
-    """The most memory of a GPU that roles share, if they hand it over and if they keep it."""
+    """The most memory of a GPU that roles share, if they hand it over and if they keep it, with all CUDA contexts."""
+    contexts = len({call.key for call in calls}) * CONTEXT_BYTES
     totals = [call.stages[call.most] for call in calls]
     handed = max(memory.total for memory in totals)
     nccl = sum(memory.nccl for memory in {call.role: call.stages[call.most] for call in calls}.values())
@@ -194,9 +205,12 @@ def _sums(calls: Sequence[CallMemory]) -> str:
     for call, size in zip(calls, held, strict=True):
         kept[call.role] = max(kept[call.role], size)
     moment = max(memory.activations + memory.logits + memory.cache for memory in totals)
-    handed += nccl - max(memory.nccl for memory in totals)
-    never = sum(kept.values()) + moment + nccl
-    return f"{handed / _GB:.2f} GB with trainer.offload=auto, {never / _GB:.2f} GB with trainer.offload=never"
+    handed += nccl - max(memory.nccl for memory in totals) + contexts
+    never = sum(kept.values()) + moment + nccl + contexts
+    return (
+        f"{handed / _GB:.2f} GB with trainer.offload=auto, {never / _GB:.2f} GB with trainer.offload=never; "
+        f"{contexts / _GB:.2f} GB of both are CUDA contexts of processes"
+    )
 
 
 def _role_lines(

@@ -218,11 +218,12 @@ def _recorded_routing(chunks: list[Any]) -> Iterator[list[tuple[list[float], lis
 
     The margin of a token is the gap between the logits of the last expert chosen and of the first one not chosen.
     """
-    found: list[tuple[list[float], list[set[int]]]] = []
+    passes: list[tuple[list[float], list[set[int]]]] = []
     hooks = []
     for module in (module for chunk in chunks for module in chunk.modules() if isinstance(module, TopKRouter)):
-        margins, experts = [], []
-        found.append((margins, experts))
+        margins: list[float] = []
+        experts: list[set[int]] = []
+        passes.append((margins, experts))
 
         def record(router: Any, inputs: Any, output: Any, margins: Any = margins, experts: Any = experts) -> None:
             with torch.no_grad():
@@ -232,7 +233,7 @@ def _recorded_routing(chunks: list[Any]) -> Iterator[list[tuple[list[float], lis
 
         hooks.append(module.register_forward_hook(record))
     try:
-        yield found
+        yield passes
     finally:
         for hook in hooks:
             hook.remove()

@@ -161,7 +161,6 @@ def _scores_at_checkpoint(layout: Case, path: str, load: bool) -> dict[str, Any]
         call(policy, "save_checkpoint", path, 1)
     for _ in range(2):
         scored = call(policy, "compute_log_prob", shard)
-        scores.append(None if scored is None else scored.batch["old_log_probs"])
+        scores += [] if scored is None else [scored.batch["old_log_probs"]]
         call(policy, "update_actor", shard)
-    whole = None if scores[0] is None else torch.stack(scores)
-    return {"dp": policy.context.pg.dp.rank(), "scores": whole}
+    return {"dp": policy.context.pg.dp.rank(), "scores": torch.stack(scores) if scores else None}

@@ -1,6 +1,6 @@
 """Bytes that a role needs on each GPU, from its configuration and layout. Nothing is allocated and nothing runs.
 
-Not counted: the CUDA context of the process (about 0.5 GB), workspaces of cuBLAS and cuDNN, and fragmentation.
+Not counted: workspaces of cuBLAS and cuDNN, and fragmentation. ``mcontroller check`` adds CUDA contexts.
 """
 
 from __future__ import annotations
@@ -21,11 +21,24 @@ from workers.memory.activations import Tokens, in_flight, layer_gradients, layer
 from workers.memory.parameters import Parameters, Shape, count_parameters, layers_of_chunks
 from workers.model.transformer_config import checked_fields
 
-NCCL_BYTES_PER_GROUP = 256 << 20
-"""A guess of the buffers of one NCCL communicator; it depends on NCCL's version, the network and the channels."""
+CONTEXT_BYTES = 512 << 20
+"""What CUDA takes on a GPU for each process that uses it, or that has mapped memory of it."""
+NCCL_BYTES_OF_TWO_RANKS, NCCL_BYTES_PER_GROUP = 256 << 20, 1 << 30
+"""A guess of the buffers of one NCCL communicator, of two ranks or of more.
+
+It depends on NCCL's version, the network and the channels. Users report 7 to 10 GB on each of 8 GPUs with tp, pp, dp
+and ep, and nothing has been measured here.
+"""
 _FLOAT = 4
 _SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _STATES = {"adam": ("exp_avg_dtype", "exp_avg_sq_dtype"), "sgd": ("exp_avg_dtype",)}
+
+
+def communicator_bytes(ranks: int) -> int:
+    """Return the guess for the buffers of one NCCL communicator; one of a single rank has next to none."""
+    if ranks < 2:
+        return 0
+    return NCCL_BYTES_OF_TWO_RANKS if ranks == 2 else NCCL_BYTES_PER_GROUP
 
 
 @dataclass(frozen=True)
@@ -178,7 +191,7 @@ class PlannedRole:
         if self.model.num_moe_experts:
             expert = layout.sizes
             sizes += [expert["ep"], expert["etp"] * expert["ep"], expert["edp"]]
-        return NCCL_BYTES_PER_GROUP * sum(size > 1 for size in sizes)
+        return sum(map(communicator_bytes, sizes))
 
     def train(self, pp_rank: int, batch: Batch) -> Memory:
         """Return the peak of an update."""

@@ -72,7 +72,7 @@ class WholeTensors:
             self._make_schedule(mine)
         device, rank, sources = torch.device(torch.cuda.current_device()), dist.get_rank(), SliceReader(shards)
         for bucket in self._buckets:
-            arriving = _exchanged([move for move in bucket if move.source_rank != move.target_rank], sources)
+            arriving = exchanged([move for move in bucket if move.source_rank != move.target_rank], sources)
             kept = [(move, _source(sources, move)) for move in bucket if move.source_rank == rank == move.target_rank]
             slots = sorted({move.target_slot for move in bucket if move.target_rank == rank})
             if slots:
@@ -160,7 +160,7 @@ def _source(shards: SliceReader, move: Move) -> Tensor:
     return shards.read(move.source_slot, move.dim, move.source_start, move.length)
 
 
-def _exchanged(bucket: Sequence[Move], sources: SliceReader) -> list[tuple[Move, Tensor]]:
+def exchanged(bucket: Sequence[Move], sources: SliceReader) -> list[tuple[Move, Tensor]]:
     """Exchange the moves of one bucket (a collective); return the moves to this rank with their values, flat."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if not bucket:

@@ -134,6 +134,7 @@ def test_packed_rows_reach_attention_as_thd_with_their_bounds() -> None:
     assert {(call["qkv_format"], call["attn_mask_type"], call["mask"]) for call in calls} == {
         ("thd", "padding_causal", None)
     }
+    assert not any(call["pad_between_seqs"] for call in calls)  # or FlashAttention 2 would not run
     for call in calls:
         lengths = call["cu_seqlens_q"].diff()
         assert int(call["cu_seqlens_q"][-1]) == call["query"][0] and int(lengths.max()) == call["max_seqlen_q"]

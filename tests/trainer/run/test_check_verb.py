@@ -64,6 +64,8 @@ def test_the_roles_of_a_run_are_printed_without_starting_anything(capsys: pytest
     assert main(["check", *config, "pool.use_gpu=true", "trainer.save_freq=25", "critic.ppo_mini_batch_size=100"]) == 0
     printed = capsys.readouterr().out
     assert "GB (2**30 bytes) on a GPU" in printed and "trainer.offload=never" in printed
+    assert "1.00 GB of both are CUDA contexts" in printed  # of an actor and a critic
+    assert "nccl is a guess: 1 GB for each communicator of more than two ranks, 0.25 GB for one of two" in printed
     assert "checkpoints: every 25 steps (trainer.save_freq); the last 3 are kept (trainer.max_to_keep)" in printed
     assert "11 mini-batches of 93 or 94: ppo_mini_batch_size=100 does not divide them" in printed
 

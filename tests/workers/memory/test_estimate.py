@@ -157,3 +157,19 @@ def test_an_optimizer_has_the_bytes_of_its_settings_and_of_defaults(
     host = host_memory(config, 1, trained=True, models=1)
     whole = max(per_parameter, 12) if "optimizer_offload_fraction" in settings else per_parameter
     assert host.offloaded == (2 + whole) * trained.dense
+
+
+@pytest.mark.parametrize(
+    ("ranks", "parallel", "gigabytes"),
+    [
+        (1, {}, 0),
+        (2, {"tp": 2}, 0.75),  # all ranks, tp, and the norm of the gradient
+        (8, {}, 3),  # all ranks, dp, and dp with cp
+        (8, {"tp": 2, "pp": 2}, 2 + 4 * 0.25),  # all ranks and the norm; tp, pp, dp, and dp with cp
+    ],
+)
+def test_a_communicator_of_more_than_two_ranks_counts_as_one_gigabyte(
+    ranks: int, parallel: dict[str, Any], gigabytes: float
+) -> None:
+    role = PlannedRole(load_config(ModelConfig, MODEL), ParallelConfig(**parallel), ranks)
+    assert role.nccl() == gigabytes * 2**30

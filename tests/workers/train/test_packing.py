@@ -15,6 +15,8 @@ def test_rows_follow_each_other_rounded_up_to_the_multiple() -> None:
     assert (packing.total, packing.longest) == (20, 8)
     params = packing.params()
     assert params.cu_seqlens_q.dtype == torch.int32  # as Transformer Engine's kernels take it
+    # The same objects: Transformer Engine takes others for padding between rows, and leaves FlashAttention 2 out.
+    assert params.cu_seqlens_q_padded is params.cu_seqlens_q and params.cu_seqlens_kv_padded is params.cu_seqlens_kv
     assert (params.qkv_format, params.max_seqlen_q, params.max_seqlen_kv) == ("thd", 8, 8)
 
 

@@ -57,14 +57,14 @@ def test_buckets_of_any_size_have_the_tensors_of_one_process(model: str, paralle
 def test_tensors_come_from_the_replica_of_the_same_node(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks 0 and 1 have the whole model, and are on one node; ranks 2 and 3 have it too, on another."""
     pairs: set[tuple[int, int]] = set()
-    exchanged = whole_tensors._exchanged
+    exchanged = whole_tensors.exchanged
 
     def recorded(bucket: Sequence[Move], sources: SliceReader) -> list[tuple[Move, torch.Tensor]]:
         pairs.update((move.source_rank, move.target_rank) for move in bucket)
         return exchanged(bucket, sources)
 
     monkeypatch.setattr(whole_tensors, "node_id", lambda: f"node{dist.get_rank() // 2}")
-    monkeypatch.setattr(whole_tensors, "_exchanged", recorded)
+    monkeypatch.setattr(whole_tensors, "exchanged", recorded)
     run_ranks(4, streamed, "dense", {"tp": 2}, 1 << 20, 1)
     assert pairs == {(0, 1), (1, 0), (2, 3), (3, 2)}
 

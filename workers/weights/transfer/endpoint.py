@@ -15,7 +15,7 @@ from workers.weights.moves import Move, TensorInBucket
 from workers.weights.shards import SliceReader, WeightShard
 from workers.weights.transfer.plan import RankSchedule
 from workers.weights.transfer.transports import TRANSPORTS, Deadline, PeerLost
-from workers.weights.whole_tensors import BucketMemory, Wanted, filled_bucket
+from workers.weights.whole_tensors import BucketMemory, Wanted, exchanged, filled_bucket
 
 
 class TransferOutcome(NamedTuple):
@@ -112,13 +112,25 @@ class TransferEndpoint:
         self._reader = SliceReader(self._shards)  # the weights have changed
         for index, bucket in enumerate(self._schedule.buckets):
             buffer = self._end.buffer(index, self._deadline)
+            relayed = self._exchange(index)
             for slices in bucket:
-                self._fill(buffer[slices.start : slices.start + slices.nbytes], slices.moves)
+                self._fill(buffer[slices.start : slices.start + slices.nbytes], slices.moves, relayed)
             if buffer.is_cuda:
                 torch.cuda.current_stream().synchronize()
             self._end.send(index, self._deadline)
         self._end.flush(self._deadline)
         self._reader = SliceReader(self._shards)  # without the last merged tensor
+
+    def _exchange(self, index: int) -> Mapping[Move, Tensor]:
+        """Exchange slices of a bucket with the other ranks that send, and return those that this one relays.
+
+        The exchange is a collective of NCCL, which must not wait for a rank whose receiver is gone. So all ranks first
+        report that they can send this bucket.
+        """
+        if not self._schedule.exchanges:
+            return {}
+        self._end.wait_for_senders(self._deadline)
+        return dict(exchanged(self._schedule.exchanges[index], self._reader))
 
     def _receive(self) -> None:
         for shard in self._shards:
@@ -139,10 +151,14 @@ class TransferEndpoint:
             if data.is_cuda:
                 torch.cuda.current_stream().synchronize()
 
-    def _fill(self, data: Tensor, moves: Sequence[Move]) -> None:
-        """Copy slices of this rank's tensors into ``data``, converted to the dtype that travels."""
+    def _fill(self, data: Tensor, moves: Sequence[Move], relayed: Mapping[Move, Tensor]) -> None:
+        """Copy slices of this rank's tensors, or relayed ones, into ``data``, converted to the dtype that travels."""
+        rank = self._schedule.rank
         for move, part in zip(moves, _parts(data, moves), strict=True):
-            tensor = self._reader.read(move.source_slot, move.dim, move.source_start, move.length)
+            if move.source_rank == rank:
+                tensor = self._reader.read(move.source_slot, move.dim, move.source_start, move.length)
+            else:
+                tensor = relayed[move._replace(target_rank=rank)]
             part.view(tensor.shape).copy_(tensor)
 
 

@@ -6,8 +6,8 @@ The ranks of both groups are numbered in one list: first the source's, then the 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 from typing import NamedTuple
@@ -95,6 +95,8 @@ class RankSchedule:
         timeout: seconds after which setting up a connection fails.
         hf_names: whether the tensors are named and divided as in a Hugging Face checkpoint.
         whole: the tensors that an engine gets, in the order of their slots; none without an engine.
+        sources: how many of the ranks send.
+        exchanges: by bucket, the slices that ranks of the source send each other first; empty if there are none.
     """
 
     transfer: str
@@ -106,6 +108,8 @@ class RankSchedule:
     timeout: float
     hf_names: bool = False
     whole: tuple[LocalTensor, ...] = ()
+    sources: int = 0
+    exchanges: tuple[tuple[Move, ...], ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -133,6 +137,8 @@ class TransferSchedule:
         buckets: moves of one dtype each; in one bucket no rank sends or receives more than the limit.
         least_bytes: over all ranks of the target, the bytes of what they have. No schedule sends less.
         targets: by rank of the target, the tensors that it gets.
+        relays: by number of a rank of the target, the rank of the source on its GPU that sends it everything, also
+            what that rank gets from other ranks of the source; empty if ranks send what they have themselves.
     """
 
     source_size: int
@@ -140,19 +146,44 @@ class TransferSchedule:
     buckets: tuple[tuple[Move, ...], ...]
     least_bytes: int
     targets: tuple[tuple[LocalTensor, ...], ...]
+    relays: Mapping[int, int] = field(default_factory=dict)
 
     @cached_property
     def by_rank(self) -> tuple[tuple[tuple[PeerSlices, ...], ...], ...]:
-        """By rank, the buckets that it sends (a rank of the source) or receives (of the target)."""
+        """By rank, the buckets that it sends (a rank of the source) or receives (of the target).
+
+        With relays, a rank of the source has all buckets, also those in which it sends nothing.
+        """
         ranks: list[list[tuple[PeerSlices, ...]]] = [[] for _ in range(self.source_size + self.target_size)]
         for bucket in self.buckets:
             moves: dict[int, dict[int, list[Move]]] = defaultdict(lambda: defaultdict(list))
             for move in bucket:
-                moves[move.source_rank][move.target_rank].append(move)
-                moves[move.target_rank][move.source_rank].append(move)
+                sender = self.sender_of(move)
+                moves[sender][move.target_rank].append(move)
+                moves[move.target_rank][sender].append(move)
+            for rank in range(self.source_size) if self.relays else ():
+                moves.setdefault(rank, {})
             for rank, by_peer in moves.items():
                 ranks[rank].append(_by_peer(by_peer))
         return tuple(tuple(buckets) for buckets in ranks)
+
+    @cached_property
+    def exchanges(self) -> tuple[tuple[Move, ...], ...]:
+        """By bucket, the moves between ranks of the source, to the relays; empty without relays."""
+        if not self.relays:
+            return ()
+        return tuple(
+            tuple(
+                move._replace(target_rank=self.sender_of(move))
+                for move in bucket
+                if self.sender_of(move) != move.source_rank
+            )
+            for bucket in self.buckets
+        )
+
+    def sender_of(self, move: Move) -> int:
+        """Return the rank that a rank of the target gets a slice from."""
+        return self.relays.get(move.target_rank, move.source_rank)
 
     @property
     def dtypes(self) -> dict[str, list[str]]:
@@ -172,7 +203,7 @@ class TransferSchedule:
 
 
 def schedule_transfer(
-    sources: Sequence[RankWeights], targets: Sequence[RankWeights], bucket_bytes: int
+    sources: Sequence[RankWeights], targets: Sequence[RankWeights], bucket_bytes: int, *, relayed: bool = False
 ) -> TransferSchedule:
     """Return the moves that fill every rank of the target group from the ranks of the source group.
 
@@ -184,6 +215,7 @@ def schedule_transfer(
         sources: by rank, what the group has that weights come from; with Hugging Face names if engines get them.
         targets: by rank, what the group has that weights go to.
         bucket_bytes: most bytes that a rank sends, and most that it receives, at once.
+        relayed: a rank of the target gets everything from a rank of the source on its GPU, if there is one.
 
     Raises:
         DataError: the two are not the same model, or the position of a weight in the whole model is unknown.
@@ -206,7 +238,19 @@ def schedule_transfer(
     else:
         buckets = tuple(in_buckets(interleaved(plan_moves(from_ranks, to_ranks, distance)), bucket_bytes))
     least = sum(move.nbytes for move in chain(*buckets))
-    return TransferSchedule(len(sources), len(targets), buckets, least, wanted)
+    relays = _relays(sources, targets, buckets) if relayed else {}
+    return TransferSchedule(len(sources), len(targets), buckets, least, wanted, relays)
+
+
+def _relays(
+    sources: Sequence[RankWeights], targets: Sequence[RankWeights], buckets: Sequence[Sequence[Move]]
+) -> dict[int, int]:
+    """By number of a rank of the target, a rank of the source on its GPU; empty if no slice comes from another GPU."""
+    on_gpu = {(source.node, source.device): rank for rank, source in enumerate(sources)}
+    places = {len(sources) + rank: (target.node, target.device) for rank, target in enumerate(targets)}
+    relays = {number: on_gpu[place] for number, place in places.items() if place in on_gpu}
+    needed = any(relays.get(move.target_rank, move.source_rank) != move.source_rank for move in chain(*buckets))
+    return relays if needed else {}
 
 
 def _engine_tensors(

@@ -112,6 +112,10 @@ class Transport:
         """Iterate over the slices of the bucket with their bytes, uint8 ``[bytes]``, each valid until the next one."""
         raise NotImplementedError
 
+    def wait_for_senders(self, deadline: Deadline) -> None:
+        """Wait until all ranks that send have called this; used by transports whose ranks relay slices."""
+        raise NotImplementedError
+
     def flush(self, deadline: Deadline) -> None:
         """Wait until the peers have received all that was sent."""
 
@@ -311,6 +315,9 @@ class CudaIpc(ProcessGroup):
     whose index may differ there, and copies from them to its weights: within the GPU, or to another GPU of the node if
     its weights are there. A process group over gloo carries one message before a slice is read and one after it.
 
+    A process opens a CUDA context, of about 0.5 GB, on every GPU of which it maps memory. So a receiver maps memory of
+    its own GPU alone if a sender runs there, which gets the slices of other senders over their default group.
+
     The order of reads and writes does not depend on events of CUDA: the sender synchronizes its stream before it sends
     that a bucket is full, and the receiver its own before it answers that it has read it.
 
@@ -368,6 +375,13 @@ class CudaIpc(ProcessGroup):
                 self._mapped[peer] = rebuild(**_by_name(rebuild, arguments) | device)
             except RuntimeError as error:
                 raise PeerLost.of(peer, f"its memory on GPU {gpu} cannot be mapped: {error}") from error
+
+    def wait_for_senders(self, deadline: Deadline) -> None:
+        """Report to the first sender, and wait for its answer, which it gives when all have reported."""
+        byte, others = torch.zeros(1, dtype=torch.uint8), range(1, self.schedule.sources)
+        for sends in (False, True) if self.schedule.rank == 0 else (True, False):
+            for peer in others if self.schedule.rank == 0 else (0,):
+                self._wait(*self._start(byte, peer, sends=sends), deadline)
 
     def send(self, index: int, deadline: Deadline) -> None:
         """Send each receiver the position of its slices, and start to receive that it has read them."""

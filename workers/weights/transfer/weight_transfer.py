@@ -125,7 +125,9 @@ class WeightTransfer:
         self._hf_names = any(rank.engine is not None for rank in targets)
         sources = source.describe_weights(self._hf_names)
         self.transport = choose_transport(transport, sources, targets)
-        self.schedule: TransferSchedule = schedule_transfer(sources, targets, bucket_bytes)
+        self.schedule: TransferSchedule = schedule_transfer(
+            sources, targets, bucket_bytes, relayed=self.transport == "cuda_ipc"
+        )
         self._verifies = all(rank.verify for rank in targets)
         self._verification = Verification(f"group {target.name}")
         if not self._verifies:
@@ -208,6 +210,8 @@ class WeightTransfer:
                 timeout=self.timeout,
                 hf_names=self._hf_names,
                 whole=self.schedule.targets[rank - sources] if self._hf_names and rank >= sources else (),
+                sources=sources,
+                exchanges=self.schedule.exchanges if rank < sources else (),
             )
             for rank in range(size)
         ]
@@ -278,6 +282,7 @@ class WeightTransfer:
         by_name = ((self.source.name, sent), (self.target.name, received))
         broken: dict[tuple[str, int], str] = {}
         noticed: dict[tuple[str, int], str] = {}
+        noticing: set[tuple[str, int]] = set()
         for group, outcomes in by_name:
             if isinstance(outcomes, GroupError):
                 ranks = outcomes.fields.get("ranks") or (outcomes.fields.get("rank", -1),)
@@ -285,8 +290,10 @@ class WeightTransfer:
                 continue
             for rank, outcome in enumerate(outcomes):
                 if outcome.peer is not None:
+                    noticing.add((group, rank))
                     noticed.setdefault(self._named(outcome.peer), f"{outcome.failure} (seen by {group} rank {rank})")
-        return broken or noticed
+        # A rank that gives up because of its peer is not the cause for those that wait for it.
+        return broken or {rank: text for rank, text in noticed.items() if rank not in noticing} or noticed
 
     def _named(self, number: int) -> tuple[str, int]:
         sources = self.schedule.source_size

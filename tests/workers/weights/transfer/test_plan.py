@@ -64,6 +64,34 @@ def test_a_slice_comes_from_the_same_gpu_or_else_from_the_same_node() -> None:
     assert all(nbytes == 4 * MIB for nbytes in routes.values())
 
 
+def test_on_shared_gpus_a_rank_gets_all_slices_from_the_sender_on_its_gpu() -> None:
+    """Each of two senders has half of the rows; each of three receivers wants all, and the third has no sender."""
+    sources = [
+        RankWeights((part,), (), "node", pid, gpu)
+        for pid, (part, gpu) in enumerate(zip(held("w", 0, 2), "AB", strict=True))
+    ]
+    (whole,) = held("w", None, 1)
+    targets = [RankWeights((whole,), (), "node", 10 + pid, gpu) for pid, gpu in enumerate("BAC")]
+    schedule = schedule_transfer(sources, targets, MIB, relayed=True)
+    peers = [{slices.peer for bucket in buckets for slices in bucket} for buckets in schedule.by_rank]
+    assert peers == [{3, 4}, {2, 4}, {1}, {0}, {0, 1}]
+    crossing = {(move.source_rank, move.target_rank) for bucket in schedule.exchanges for move in bucket}
+    assert crossing == {(0, 1), (1, 0)}
+    assert (
+        [len(schedule.by_rank[rank]) for rank in range(2)]
+        == [len(schedule.buckets)] * 2
+        == [len(schedule.exchanges)] * 2
+    )
+    received = [sum(slices.nbytes for bucket in buckets for slices in bucket) for buckets in schedule.by_rank[2:]]
+    assert received == [4 * MIB] * 3
+    same = [
+        target._replace(tensors=source.tensors, device=source.device)
+        for source, target in zip(sources, targets[:2], strict=True)
+    ]
+    own = schedule_transfer(sources, same, MIB, relayed=True)
+    assert own.relays == {} and own.exchanges == ()
+
+
 def test_engines_get_whole_tensors_each_complete_in_one_bucket() -> None:
     """Two engines in bfloat16; a float32 tensor of 4 MiB takes a whole bucket, and two small ones share one."""
     small = [
