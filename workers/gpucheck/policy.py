@@ -44,6 +44,7 @@ class Scale:
         model: fields of ModelConfig.
         prompt: tokens of the longest prompt.
         response: tokens of the longest response.
+        updated: rows of an update.
         rows: rows that generate at once.
         decoded: tokens that each of them generates.
         stopped_s: seconds after which a transfer to a stopped process must fail.
@@ -52,21 +53,34 @@ class Scale:
     model: dict[str, Any]
     prompt: int
     response: int
+    updated: int
     rows: int
     decoded: int
     stopped_s: float
 
-    def config(self, implementation: str, seed: int = 1, **rollout: Any) -> ActorConfig:
-        """Return an actor in bfloat16 whose micro-batches are single rows; ``rollout`` are fields of RolloutConfig."""
+    def config(
+        self, implementation: str, seed: int = 1, transformer: Mapping[str, Any] | None = None, **rollout: Any
+    ) -> ActorConfig:
+        """Return an actor in bfloat16 whose micro-batches are single packed rows.
+
+        Args:
+            implementation: of the layers.
+            seed: of the weights.
+            transformer: fields of Megatron's TransformerConfig.
+            **rollout: fields of RolloutConfig.
+        """
         model = self.model | {"dtype": "bfloat16", "transformer_impl": implementation, "seed": seed}
-        sizes = {"ppo_micro_batch_size": 1, "ppo_mini_batch_size": 2, "ppo_epochs": 1}
+        model["transformer"] = dict(transformer or {})
+        sizes = {"ppo_micro_batch_size": 1, "ppo_mini_batch_size": self.updated, "ppo_epochs": 1, "packed": True}
+        sizes["log_prob_chunk_tokens"] = self.prompt + self.response
         rollout = {"prompt_length": self.prompt, "response_length": self.response} | rollout
         return actor_config({**sizes, "model": model, "rollout": rollout, "optim": {"lr": 1e-5}})
 
     def batch(self) -> DataProto:
         """Return a batch for an update of rows of full length."""
         generator = torch.Generator().manual_seed(8)
-        ids = torch.randint(2, self.model["vocab_size"], (2, self.prompt + self.response), generator=generator)
+        shape = self.updated, self.prompt + self.response
+        ids = torch.randint(2, self.model["vocab_size"], shape, generator=generator)
         responses = ids[:, self.prompt :]
         columns = {
             "input_ids": ids,
@@ -101,6 +115,7 @@ FULL = Scale(
     },
     prompt=1024,
     response=7168,
+    updated=8,
     rows=32,
     decoded=128,
     stopped_s=30.0,
@@ -122,6 +137,7 @@ TINY = Scale(
     model=TINY_MODEL | {"qk_layernorm": True, "tie_embeddings": True},
     prompt=24,
     response=40,
+    updated=2,
     rows=4,
     decoded=8,
     stopped_s=3.0,
@@ -163,3 +179,9 @@ def timed(call: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:
     result = call(*arguments)
     torch.cuda.synchronize()
     return time.perf_counter() - started, result
+
+
+def fastest(call: Callable[[], Any], times: int = 3) -> tuple[float, Any]:
+    """Return the seconds of the fastest of several calls, and the result of the last."""
+    results = [timed(call) for _ in range(times)]
+    return min(seconds for seconds, _ in results), results[-1][1]

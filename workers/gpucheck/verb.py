@@ -4,8 +4,8 @@ Prints a line of JSON for each row as soon as it is known, and at the end a tabl
 no row failed, 1 if one did or nothing was checked, and 2 if there is no GPU that torch can use.
 
 part a: versions, and scores, tokens, updates and checkpoints of the parity cases against the CPU
-part b: peak memory and speed of an update, and of decoding, with a model of the shape of a 1.7B model
-part c: offload and reload, save and load, with the same model
+part b: peak memory and speed of an update, beside Megatron alone, and of decoding, with a model of 1.7B parameters
+part c: offload and reload, FP8, save and load, with the same model
 part d: groups on Ray: worker processes, two groups on one GPU, engines, NCCL; the other parts do without Ray
 part e: layouts over NCCL against one process, also with several ranks on one GPU; checkpoints between layouts
 
@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
 _CHECKS: dict[str, tuple[Check, ...]] = {
     "a": (machine.versions, parity.parity),
     "b": (size.memory, size.decoding),
-    "c": (size.offload, size.saves),
+    "c": (size.offload, size.fp8, size.saves),
     "e": (nccl.layouts,),
 }
 
