@@ -83,7 +83,7 @@ def test_an_engine_without_a_policy_beside_it_keeps_its_memory_in_updates(gpu: G
     assert "sleep 2" not in served.llm.events and gpu.used == 70 * GB + CONTEXT_BYTES
     served.call("sleep")  # another group uses the GPU
     update(served, beside_policy=False)
-    assert gpu.used == 30 * GB + WEIGHTS_BYTES
+    assert gpu.used == 30 * GB + CONTEXT_BYTES + WEIGHTS_BYTES
 
 
 def test_sleep_frees_weights_and_cache_once_whatever_is_awake(gpu: Gpu, folder: Path) -> None:
