@@ -30,14 +30,15 @@ PACKAGES = {
         " typing-inspection importlib-metadata zipp nvdlfw-inspect nvidia-cudnn-frontend"
     ),
     "vllm": (
-        "vllm==0.26.0 cloudpickle cachetools cbor2 fastapi starlette msgspec openai jiter distro sniffio openai-harmony"
-        " partial-json-parser pybase64 pyzmq xgrammar==0.2.2 apache-tvm-ffi==0.1.10 opentelemetry-api opentelemetry-sdk"
-        " opentelemetry-semantic-conventions opentelemetry-semantic-conventions-ai blake3 lm-format-enforcer"
-        " interegular llguidance outlines-core==0.2.14 lark==1.2.2 compressed-tensors==0.17.0 loguru depyf==0.20.0"
-        " astor dill watchfiles python-json-logger ijson setproctitle gguf prometheus-fastapi-instrumentator pydantic"
-        " pydantic-core annotated-types typing-inspection jsonschema jsonschema-specifications referencing rpds-py mcp"
-        " python-dotenv model-hosting-container-standards pydantic-settings sse-starlette docstring-parser httpx-sse uvicorn"
-        " python-multipart httptools nvtx cuda-python diskcache psutil"
+        "vllm==0.26.0 cloudpickle cachetools cbor2 fastapi starlette msgspec openai jiter distro sniffio"
+        " openai-harmony partial-json-parser pybase64 pyzmq xgrammar==0.2.2 apache-tvm-ffi==0.1.10"
+        " opentelemetry-api opentelemetry-sdk opentelemetry-semantic-conventions"
+        " opentelemetry-semantic-conventions-ai blake3 lm-format-enforcer interegular llguidance"
+        " outlines-core==0.2.14 lark==1.2.2 compressed-tensors==0.17.0 loguru depyf==0.20.0 astor dill"
+        " watchfiles python-json-logger ijson setproctitle gguf prometheus-fastapi-instrumentator pydantic"
+        " pydantic-core annotated-types typing-inspection jsonschema jsonschema-specifications referencing"
+        " rpds-py mcp python-dotenv model-hosting-container-standards pydantic-settings sse-starlette"
+        " docstring-parser httpx-sse uvicorn python-multipart httptools nvtx cuda-python diskcache psutil"
     ),
     "ray": "ray==2.60.0 msgpack",
 }
