@@ -1,6 +1,6 @@
 """Checks of low precision: FP8 recipes and the fields that go with them, and the dtypes that a device has.
 
-Status: tested on a fake CUDA device only.
+Status: run on one H100, except mxfp8.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from importlib.util import find_spec
 from typing import Any
 
 import ray
@@ -19,6 +18,8 @@ from mcontroller.errors import MControllerError
 from mcontroller.ray.warm_start import exits
 from workers.actor import ActorRolloutRefWorker
 from workers.config import ActorConfig
+from workers.config.vllm import VllmConfig
+from workers.generate.vllm.interpreter import installed_vllm
 from workers.gpucheck.parity import LAYERS, TOLERANCES, CaseRun, Session, case_rows, loaded, run_case, run_in_process
 from workers.gpucheck.policy import GB, actor_config, timed
 from workers.gpucheck.rows import Figure, Row, at_most, judged, skipped
@@ -131,13 +132,14 @@ def _lost_peer(
 def engines(session: Session) -> Iterator[Row]:
     """Generate beside a loaded actor, with Megatron's layers and with vLLM."""
     for engine in ("megatron", "vllm"):
-        if engine == "vllm" and find_spec("vllm") is None:
-            yield skipped("vllm", "vllm is not installed")
+        if engine == "vllm" and installed_vllm(session.vllm_python) is None:
+            yield skipped("vllm", f"{session.vllm_python} has no vllm: pass --vllm-python")
             continue
         settings: dict[str, Any] = {
             "engine": engine,
             "response_length": session.scale.decoded,
             "verify_weights": "fingerprints",
+            "vllm": VllmConfig(python=session.vllm_python),
         }
         with _group(session.scale.config(LAYERS[-1], **settings), "actor_rollout") as policy:
             yield from _engine_rows(engine, policy, session)

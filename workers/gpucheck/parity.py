@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import multiprocessing
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -42,11 +43,13 @@ class Session:
         tiny: whether models, rows and repetitions are the smallest with which every check runs.
         folder: for checkpoints.
         cpu: a process that sees no GPU.
+        vllm_python: the interpreter of engines.
     """
 
     tiny: bool
     folder: Path
     cpu: ProcessPoolExecutor
+    vllm_python: str = sys.executable
 
     @property
     def scale(self) -> Scale:

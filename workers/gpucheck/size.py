@@ -70,7 +70,7 @@ def fp8(session: Session) -> Iterator[Row]:
             scores["after"] = policy.scores(batch)
             policy.call("offload")
             left = torch.cuda.memory_allocated() / GB
-        figures: dict[str, Figure] = {"seconds": seconds, "left_gb": left} | _mfu(updated)
+        figures: dict[str, Figure] = {"seconds": seconds, "left_gb": left, **_mfu(updated)}
         expected = expected or scores
         for when, value in scores.items():
             figures[f"{when}_mean_difference"] = float((value - expected[when]).abs().mean())

@@ -41,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the verb."""
     parser.add_argument("--part", action="append", choices="abcde", help="run only this part; may be repeated")
     parser.add_argument("--scale", choices=("full", "tiny"), default="full", help="tiny: the smallest sizes")
+    parser.add_argument("--vllm-python", default=sys.executable, help="the interpreter of vLLM; default: this one")
     parser.add_argument(
         "--folder", type=Path, help="where part c saves about 30 GB; default: the directory of temporary files"
     )
@@ -58,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
         os.dup2(2, 1)  # what the workers and their processes print is not among the rows
         cpu = cpu_process()
         try:
-            session = Session(arguments.scale == "tiny", folder, cpu)
+            session = Session(arguments.scale == "tiny", folder, cpu, arguments.vllm_python)
             for part in sorted(set(arguments.part or "abcde")):
                 _run_part(part, session, report)
         finally:

@@ -1,6 +1,6 @@
 """Fields of TransformerConfig that are set on a GPU if the configuration does not set them, each with its reason.
 
-Status: run on one H100, without Transformer Engine.
+Status: run on one H100.
 """
 
 from __future__ import annotations

@@ -116,12 +116,13 @@ def test_estimates_are_within_a_tenth_of_the_counted_bytes(layout: Layout) -> No
     assert far_off(layout) == {}
 
 
-def test_an_optimizer_whose_state_is_not_known_is_rejected_by_its_field() -> None:
+def test_a_model_whose_parameters_are_not_counted_is_rejected_by_its_field() -> None:
     model = load_config(ModelConfig, MODEL)
-    with pytest.raises(ConfigError, match=r"model\.transformer\.attention_output_gate=True: its parameters are not"):
+    with pytest.raises(ConfigError) as caught:
         PlannedRole(
             load_config(ModelConfig, MODEL | {"transformer": {"attention_output_gate": True}}), ParallelConfig(), 1
         )
+    assert (caught.value.key, caught.value.value) == ("model.transformer.attention_output_gate", True)
     assert PlannedRole(model, ParallelConfig(), 1).idle(0).gradients == 0
 
 

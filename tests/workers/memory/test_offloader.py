@@ -69,8 +69,9 @@ def test_offload_keeps_what_the_next_method_needs_and_drops_gradients() -> None:
 def test_a_method_before_the_model_is_built_is_rejected() -> None:
     made, _ = offloader()
     made.sleepers.clear()
-    with pytest.raises(ConfigError, match="score was called before init_model: there is no model yet"):
+    with pytest.raises(ConfigError) as caught:
         called(made, "score")
+    assert caught.value.key == "init_model"
     assert called(made, "status") == ()
 
 
@@ -79,8 +80,9 @@ def test_a_worker_that_only_serves_an_engine_has_no_methods_that_need_a_model() 
     made.serves_engine()
     assert made.needs["receive_weights"] == made.needs["weight_fingerprints"] == ("rollout",)
     assert called(made, "generate") == called(made, "receive_weights") == ()
-    with pytest.raises(ConfigError, match="score needs a model, and a worker that only serves an engine has none"):
+    with pytest.raises(ConfigError) as caught:
         called(made, "score")
+    assert (caught.value.key, caught.value.value) == ("role", "rollout")
 
 
 def test_memory_use_is_reported_once_for_methods_that_compute() -> None:
