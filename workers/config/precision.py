@@ -19,6 +19,7 @@ _REJECTED: dict[str, tuple[object, str]] = {
         False,
         "weights move to generation, to checkpoints and to Hugging Face files in model.dtype, so they stay in it",
     ),
+    "fp8_wgrad": (True, "Transformer Engine computes all products of a layer in fp8 since 1.8, and ignores the field"),
     "fp8_dot_product_attention": (False, "packed rows and prompts of unequal length have no attention in fp8"),
     "fp8_multi_head_attention": (False, "packed rows and prompts of unequal length have no attention in fp8"),
 }
@@ -43,7 +44,7 @@ class _Recipe:
     below: tuple[int, int] | None = None
 
 
-# Transformer Engine 2.9: assert_dim_for_fp8_exec, the quantizers' is_quantizable, and check_*_support.
+# Transformer Engine 2.20: assert_dim_for_fp8_exec, the quantizers' is_quantizable, and check_*_support.
 _RECIPES = {
     "delayed": _Recipe(16, 16, 16, (8, 9)),
     "tensorwise": _Recipe(16, 16, 16, (8, 9)),

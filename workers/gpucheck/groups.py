@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import signal
+import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -19,9 +22,10 @@ from mcontroller.ray.warm_start import exits
 from workers.actor import ActorRolloutRefWorker
 from workers.config import ActorConfig
 from workers.config.vllm import VllmConfig
-from workers.generate.vllm.interpreter import installed_vllm
+from workers.generate.vllm.interpreter import installed_vllm, interpreter_variables
+from workers.generate.vllm.start import engine_arguments, engine_environment, policy_folder
 from workers.gpucheck.parity import LAYERS, TOLERANCES, CaseRun, Session, case_rows, loaded, run_case, run_in_process
-from workers.gpucheck.policy import GB, actor_config, timed
+from workers.gpucheck.policy import GB, actor_config, fastest, timed
 from workers.gpucheck.rows import Figure, Row, at_most, judged, skipped
 from workers.weights.transfer.weight_transfer import WeightTransfer
 
@@ -141,12 +145,20 @@ def engines(session: Session) -> Iterator[Row]:
             "verify_weights": "fingerprints",
             "vllm": VllmConfig(python=session.vllm_python),
         }
-        with _group(session.scale.config(LAYERS[-1], **settings), "actor_rollout") as policy:
-            yield from _engine_rows(engine, policy, session)
+        config, started = session.scale.config(LAYERS[-1], **settings), time.monotonic()
+        with _group(config, "actor_rollout") as policy:
+            yield Row(f"{engine}: start", {"seconds": time.monotonic() - started})
+            rate = yield from _engine_rows(engine, policy, session)
+        if engine == "vllm":
+            yield _beside_bare_vllm(config, rate, session)
 
 
-def _engine_rows(engine: str, policy: Any, session: Session) -> Iterator[Row]:
-    """Update the policy, and compare what the engine generates with its scores, and after it slept."""
+def _engine_rows(engine: str, policy: Any, session: Session) -> Generator[Row, None, float]:
+    """Update the policy, and compare what the engine generates with its scores, and after it slept.
+
+    Returns:
+        Tokens per second of sampling.
+    """
     greedy = session.scale.prompts(do_sample=False)
     trained = policy.generate_sequences(greedy)
     trained = trained.union(policy.compute_log_prob(trained))
@@ -154,6 +166,12 @@ def _engine_rows(engine: str, policy: Any, session: Session) -> Iterator[Row]:
     trained.meta_info.pop("metrics", None)
     policy.update_actor(trained)
     again = policy.generate_sequences(greedy)  # gets the new weights, and raises if their fingerprints differ
+    sent = {name: value for name, value in again.meta_info.get("metrics", {}).items() if "update" in name}
+    if {"rollout/update_seconds", "rollout/update_bytes"} <= sent.keys():
+        seconds, sent_gb = _first(sent["rollout/update_seconds"]), _first(sent["rollout/update_bytes"]) / GB
+        copied = policy.execute_func_rank_zero(_device_copy_gb_per_s)
+        figures = {"seconds": seconds, "gb_per_s": sent_gb / seconds, "device_copy_gb_per_s": copied}
+        yield Row(f"{engine}: update", {"sent_gb": sent_gb, **figures})
     mask = again.batch["response_mask"]
     rescored = policy.compute_log_prob(again).tensors()["old_log_probs"]
     drift = float(((rescored - again.batch["rollout_log_probs"]) * mask).abs().sum() / mask.sum())
@@ -164,9 +182,50 @@ def _engine_rows(engine: str, policy: Any, session: Session) -> Iterator[Row]:
     awake, after = timed(policy.generate_sequences, greedy)
     differ = int((after.batch["responses"] != again.batch["responses"]).any(1).sum())  # of the same batch
     yield at_most(f"{engine}: rows that differ after sleep", differ, 0, "the engine lost its weights", wake_s=awake)
-    seconds, generated = timed(policy.generate_sequences, session.scale.prompts())
+    seconds, generated = fastest(lambda: policy.generate_sequences(session.scale.prompts()))
     tokens_per_s = int(generated.batch["response_mask"].sum()) / seconds
     yield Row(f"{engine}: sampled tokens", {"tokens_per_s": tokens_per_s})
+    return tokens_per_s
+
+
+def _first(value: Any) -> float:
+    return float(value[0] if isinstance(value, list) else value)
+
+
+def _device_copy_gb_per_s() -> float:
+    source = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    seconds, _ = fastest(lambda: target.copy_(source))
+    return source.nbytes / GB / seconds
+
+
+def _beside_bare_vllm(config: ActorConfig, tokens_per_s: float, session: Session) -> Row:
+    """Compare tokens per second with those of vLLM alone, on the same prompts, with the same lengths and sampling."""
+    columns, rollout = session.scale.prompts().tensors(), config.rollout
+    pairs = zip(columns["input_ids"], columns["attention_mask"], strict=True)
+    engine = engine_arguments(config, str(policy_folder(config)), 0.6)
+    del engine["enable_sleep_mode"]
+    sampling = {"temperature": 1.0, "logprobs": 0, "max_tokens": rollout.response_length, "ignore_eos": True}
+    given = {"engine": engine, "sampling": sampling, "prompts": [ids[mask.bool()].tolist() for ids, mask in pairs]}
+    arguments = session.folder / "bare_vllm.json"
+    arguments.write_text(json.dumps(given))
+    program = Path(__file__).parent / "bare_vllm.py"
+    variables = {name: value for name, value in engine_environment(["0"]).items() if value is not None}
+    made = subprocess.run(
+        [session.vllm_python, str(program), str(arguments)],
+        env=interpreter_variables(session.vllm_python) | variables,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600.0,
+    )
+    words = made.stdout.split()
+    if made.returncode or words[-2:-1] != ["tokens_per_s"]:
+        return judged("vllm: beside vLLM alone", False, "vLLM runs alone", made.stderr[-400:])
+    bare = float(words[-1])
+    advice = "the way to the engine and back takes more than 5% of generation"
+    figures = {"tokens_per_s": tokens_per_s, "bare_tokens_per_s": bare, "ratio": tokens_per_s / bare}
+    return judged("vllm: beside vLLM alone", tokens_per_s >= 0.95 * bare, "at least 0.95", advice, **figures)
 
 
 def nccl(session: Session) -> Iterator[Row]:

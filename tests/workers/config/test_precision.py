@@ -41,6 +41,7 @@ def test_supported_recipes_fit_and_pack(recipe: str) -> None:
     [
         ("fp8_recipe", "custom"),
         ("fp8_param", True),
+        ("fp8_wgrad", False),
         ("fp8_dot_product_attention", True),
         ("fp8_multi_head_attention", True),
         ("fp4", "e2m1"),

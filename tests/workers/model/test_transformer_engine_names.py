@@ -25,12 +25,13 @@ GONE = {
 """Names that Megatron-Core 0.16.1 reads and the source of the pinned release lacks -> why it works without them."""
 
 GONE_ARGUMENTS = {
-    "transformer_engine.common.recipe.DelayedScaling": {"interval", "override_linear_precision"},  # before 1.8
+    "transformer_engine.common.recipe.DelayedScaling": {"interval", "override_linear_precision"},  # ignored
     f"{ENGINE}.Linear": {"ub_atomic_gemm_ag", "ub_atomic_gemm_rs", "ub_split_ag", "ub_split_rs"},  # before 1.5
     f"{ENGINE}.LayerNormLinear": {"ub_atomic_gemm_ag", "ub_split_ag"},  # before 1.5
     f"{ENGINE}.cpp_extensions.general_gemm": {"workspace"},  # called with get_workspace, which is gone too
 }
-"""Keyword arguments that the pinned release lacks; Megatron-Core passes them to older releases only."""
+"""Keyword arguments that the pinned release lacks; Megatron-Core passes them to older releases only, or the recipe
+ignores them: ``interval`` changes no value, and ``override_linear_precision`` is of ``fp8_wgrad``, which is rejected."""
 
 
 def pinned(package: str) -> str:
