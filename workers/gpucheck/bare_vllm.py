@@ -1,4 +1,4 @@
-"""Generate with vLLM alone, ``python bare_vllm.py ARGUMENTS.json``; print the tokens per second of the fastest of three.
+"""Generate with vLLM alone, ``python bare_vllm.py ARGUMENTS.json``; print the tokens per second of the best of three.
 
 It runs with the interpreter of engines, and imports nothing of this project.
 """

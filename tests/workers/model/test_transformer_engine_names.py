@@ -31,7 +31,7 @@ GONE_ARGUMENTS = {
     f"{ENGINE}.cpp_extensions.general_gemm": {"workspace"},  # called with get_workspace, which is gone too
 }
 """Keyword arguments that the pinned release lacks; Megatron-Core passes them to older releases only, or the recipe
-ignores them: ``interval`` changes no value, and ``override_linear_precision`` is of ``fp8_wgrad``, which is rejected."""
+ignores them: ``interval`` changes nothing, and ``override_linear_precision`` is of ``fp8_wgrad``, which is rejected."""
 
 
 def pinned(package: str) -> str:
