@@ -198,7 +198,7 @@ class FusedLogProbs(torch.autograd.Function):
         """
         width = logits.size(-1)
         first = 0 if group is None else group.rank() * width
-        valid = min(max(vocab_size - first, 0), width)
+        valid = None if first + width <= vocab_size else max(vocab_size - first, 0)
         peak = _compiled(_peak_of)(logits, divisor, valid)
         _all_reduce(peak, dist.ReduceOp.MAX, group)
         local = targets - first
@@ -230,17 +230,17 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, dynamic=True)
 
 
-def _scaled(logits: Tensor, divisor: Tensor, valid: int) -> tuple[Tensor, Tensor]:
-    """Return float32 logits divided by the temperature, without padding's, and the number of each column."""
-    columns = torch.arange(logits.size(-1), device=logits.device)
-    return torch.where(columns < valid, logits.float() / divisor, _PADDING_LOGIT), columns
+def _scaled(logits: Tensor, divisor: Tensor, valid: int | None) -> tuple[Tensor, Tensor]:
+    """Return float32 logits divided by the temperature, and the number of each column; from ``valid`` on is padding."""
+    columns, scaled = torch.arange(logits.size(-1), device=logits.device), logits.float() / divisor
+    return scaled if valid is None else torch.where(columns < valid, scaled, _PADDING_LOGIT), columns
 
 
-def _peak_of(logits: Tensor, divisor: Tensor, valid: int) -> Tensor:
+def _peak_of(logits: Tensor, divisor: Tensor, valid: int | None) -> Tensor:
     return _scaled(logits, divisor, valid)[0].amax(-1)
 
 
-def _sums_of(logits: Tensor, divisor: Tensor, peak: Tensor, valid: int) -> tuple[Tensor, Tensor]:
+def _sums_of(logits: Tensor, divisor: Tensor, peak: Tensor, valid: int | None) -> tuple[Tensor, Tensor]:
     shifted = _scaled(logits, divisor, valid)[0] - peak[:, None]
     exp = shifted.exp()
     return exp.sum(-1), (exp * shifted).sum(-1)
@@ -255,7 +255,7 @@ def _gradient_of(
     local: Tensor,
     log_prob_grad: Tensor,
     entropy_grad: Tensor,
-    valid: int,
+    valid: int | None,
 ) -> Tensor:
     """Return the gradient of the logits; ``local`` is -1 where another rank has the target."""
     scaled, columns = _scaled(logits, divisor, valid)
