@@ -139,14 +139,14 @@ def _join(left: Any, right: Any) -> Any:
 
 
 def _items(tree: Any) -> list[int]:
-    found, stack = [], [tree]
+    items, stack = [], [tree]
     while stack:
         node = stack.pop()
         if isinstance(node, tuple):
             stack.extend(node)
         elif node is not None:
-            found.append(node)
-    return found
+            items.append(node)
+    return items
 
 
 def _refine(bins: Bins, weights: Sequence[int], may_move: bool) -> Bins:

@@ -60,13 +60,13 @@ def compute_capability() -> tuple[int, int] | None:
         return None
     count, major, minor, device = ctypes.c_uint(), ctypes.c_int(), ctypes.c_int(), ctypes.c_void_p()
     nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
-    found = []
+    capabilities = []
     for index in range(count.value):
         failed = nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(device))
         if not (failed or nvml.nvmlDeviceGetCudaComputeCapability(device, ctypes.byref(major), ctypes.byref(minor))):
-            found.append((major.value, minor.value))
+            capabilities.append((major.value, minor.value))
     nvml.nvmlShutdown()
-    return min(found, default=None)
+    return min(capabilities, default=None)
 
 
 def check_torch_without_gpu() -> None:

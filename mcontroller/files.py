@@ -72,8 +72,8 @@ def free_space(path: Path) -> str:
     path = path.absolute()
     while not os.path.ismount(path):
         path = path.parent
-    found = os.statvfs(path)
-    return f"the disk at {path} has {found.f_bavail * found.f_frsize:,} bytes free"
+    disk = os.statvfs(path)
+    return f"the disk at {path} has {disk.f_bavail * disk.f_frsize:,} bytes free"
 
 
 def moved_path(path: str | os.PathLike[str], before: str | os.PathLike[str], now: Path) -> Path:

@@ -225,13 +225,13 @@ class WorkerGroup(Generic[W_co]):
         self._methods = registrations(worker_cls)
         self._flat = Topology.flat(executor.world_size, nodes=executor.nodes)
         self._topology: Topology | None = None
-        taken = sorted(method for method in self._methods if hasattr(type(self), method) and method not in ANSWERED)
-        if taken:
+        clashing = sorted(method for method in self._methods if hasattr(type(self), method) and method not in ANSWERED)
+        if clashing:
             raise DispatchError(
-                f"{worker_cls.__name__}.{taken[0]} has the name of a member of {type(self).__name__}: "
+                f"{worker_cls.__name__}.{clashing[0]} has the name of a member of {type(self).__name__}: "
                 "rename the method",
                 role=name,
-                methods=taken,
+                methods=clashing,
             )
         if topology is not None:
             self._set_topology(topology)
@@ -350,8 +350,8 @@ class WorkerGroup(Generic[W_co]):
         if before is None or not hasattr(self.worker_cls, "get_megatron_rank_info"):
             return
         coordinates = [before.coordinates(rank) for rank in range(self.world_size)]
-        found = [self.collect_topology().coordinates(rank) for rank in range(self.world_size)]
-        for rank, (expected, now) in enumerate(zip(coordinates, found, strict=True)):
+        after = [self.collect_topology().coordinates(rank) for rank in range(self.world_size)]
+        for rank, (expected, now) in enumerate(zip(coordinates, after, strict=True)):
             if expected != now:
                 raise TopologyError(
                     f"group {self.name} was restarted, and rank {rank} reports {now}; before it was {expected}",

@@ -76,11 +76,11 @@ def locality(topology: Topology, allowed: Collection[str] = ()) -> Locality:
     return Locality(topology, {axis: spanning for axis in axes if (spanning := _spanning(topology, axis, nodes))})
 
 
-def log_findings(found: Locality, group: str) -> None:
+def log_findings(locality: Locality, group: str) -> None:
     """Log one warning with the findings of a group; nothing if there are none."""
-    if found:
+    if locality:
         accept = "Pass axes_across_nodes to the group, or set trainer.axes_across_nodes, to accept an axis"
-        logger.warning("group %s: %s. %s", group, ". ".join(found.lines()), accept)
+        logger.warning("group %s: %s. %s", group, ". ".join(locality.lines()), accept)
 
 
 def check_axes(allowed: Collection[str], key: str = "axes_across_nodes") -> None:

@@ -123,10 +123,10 @@ class Reservation:
             whole = [replace(shape, processes=shape.processes + self.spare) for shape in self.shapes]
             self._groups[:] = _reserve(whole, self.name, self.detached, timeout)
             try:
-                found = _in_rank_order(self._groups, self.slots)
+                ordered = _in_rank_order(self._groups, self.slots)
                 counts = {group: shape.processes for group, shape in zip(self._groups, self.shapes, strict=True)}
-                self._bundles = [bundle for bundle in found if bundle.local_rank < counts[bundle.group]]
-                self._spares = [bundle for bundle in found if bundle.local_rank >= counts[bundle.group]]
+                self._bundles = [bundle for bundle in ordered if bundle.local_rank < counts[bundle.group]]
+                self._spares = [bundle for bundle in ordered if bundle.local_rank >= counts[bundle.group]]
             except BaseException:
                 _remove(self._groups)
                 self._groups.clear()
@@ -270,10 +270,11 @@ def _resource_error(shapes: Sequence[NodeShape], name: str, why: str) -> Resourc
     resources = {resource for shape in shapes for resource in shape.total}
     exists = [{resource: node.get(resource, 0) for resource in sorted(resources)} for node in nodes]
     free = ray.available_resources()
-    taken = {resource: sum(node[resource] for node in exists) - free.get(resource, 0) for resource in sorted(resources)}
-    asked = "; ".join(map(str, shapes))
+    total = {resource: sum(node[resource] for node in exists) for resource in sorted(resources)}
+    in_use = {resource: amount - free.get(resource, 0) for resource, amount in total.items()}
+    requested = "; ".join(map(str, shapes))
     has = "; ".join(" + ".join(f"{amount:g} {resource}" for resource, amount in node.items()) for node in exists)
-    used = " + ".join(f"{amount:g} {resource}" for resource, amount in taken.items())
+    used = " + ".join(f"{amount:g} {resource}" for resource, amount in in_use.items())
     holders = sorted(
         {entry["name"].rsplit("/", 2)[0] for entry in placement_group_table().values() if entry["state"] == "CREATED"}
     )
@@ -285,10 +286,10 @@ def _resource_error(shapes: Sequence[NodeShape], name: str, why: str) -> Resourc
         else "Ask for fewer processes or slots, or start Ray with more"
     )
     return ResourceError(
-        f"pool {name!r} asks for {asked}, and {why}: {len(nodes)} node(s) with {has}; taken: {used}{by}. {fix}",
+        f"pool {name!r} asks for {requested}, and {why}: {len(nodes)} node(s) with {has}; taken: {used}{by}. {fix}",
         asked=[shape.total for shape in shapes],
         exists=exists,
-        taken=taken,
+        taken=in_use,
         holders=holders,
     )
 

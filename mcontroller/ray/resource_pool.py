@@ -163,9 +163,9 @@ class RayResourcePool(ResourcePool):
         Raises:
             ResourceError: as ``reserve`` does.
         """
-        found = self._reservation.bundles(timeout)[self._ranks.start : self._ranks.stop]
-        self._store = [len(list(same)) for _, same in itertools.groupby(bundle.node for bundle in found)]
-        return found
+        bundles = self._reservation.bundles(timeout)[self._ranks.start : self._ranks.stop]
+        self._store = [len(list(same)) for _, same in itertools.groupby(bundle.node for bundle in bundles)]
+        return bundles
 
     def replace_lost(self, lost: Collection[str]) -> None:
         """Take spare bundles in place of those on lost nodes; see ``Reservation.replace_lost``."""

@@ -149,7 +149,7 @@ def _pickles(value: Any) -> Iterable[bytes]:
     if isinstance(value, io.BytesIO):
         return [value.getvalue()] if value.getvalue() else []
     values = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    return [found for value in values for found in _pickles(value)]
+    return [inner for value in values for inner in _pickles(value)]
 
 
 class _Unpickler(pickle.Unpickler):
@@ -162,18 +162,18 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("torch.storage", "_load_from_bytes") and self._known is _SCALES:
             return _load_weights
-        found = None
+        named = None
         if name in self._known.get(module, ()):
-            found = super().find_class(module, name)
+            named = super().find_class(module, name)
         elif module == "torch" and name.isidentifier():
-            found = getattr(torch, name, None)
-            found = found if isinstance(found, torch.dtype | torch.layout | torch.memory_format) else None
+            named = getattr(torch, name, None)
+            named = named if isinstance(named, torch.dtype | torch.layout | torch.memory_format) else None
         elif self._known is _SCALES and module == _RECIPES and name.isidentifier():
-            found = getattr(importlib.import_module(_RECIPES), name, None)
-            found = found if isinstance(found, type) and found.__module__ == _RECIPES else None
-        if found is None:
+            named = getattr(importlib.import_module(_RECIPES), name, None)
+            named = named if isinstance(named, type) and named.__module__ == _RECIPES else None
+        if named is None:
             raise pickle.UnpicklingError(f"it uses {module}.{name}, which does not belong in a checkpoint")
-        return found
+        return named
 
 
 def _load_weights(content: bytes) -> Any:

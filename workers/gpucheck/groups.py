@@ -49,12 +49,12 @@ def worker(session: Session) -> Iterator[Row]:
     expected = session.on_cpu(run_in_process, run, session.folder / "group")
     free = torch.cuda.mem_get_info()[0]
     with _group(actor_config(run.settings() | {"parallel": {"tp": ranks}}), "actor_rollout", ranks=ranks) as group:
-        found = group.execute_func_rank_zero(_probe)
+        process = group.execute_func_rank_zero(_probe)
         needs_one = ranks > 1 and torch.cuda.get_device_capability() < (10, 0)
-        passed = found["right"] and found["forked"] and found["gpus"] == ranks
-        passed = passed and (not needs_one or found["connections"] == "1")
+        passed = process["right"] and process["forked"] and process["gpus"] == ranks
+        passed = passed and (not needs_one or process["connections"] == "1")
         advice = "set CUDA_DEVICE_MAX_CONNECTIONS=1 in runtime_env, or see docs/gpu.md, 'The device of a worker'"
-        yield judged("variables", passed, f"a forked process that computes on {ranks} GPUs", advice, **found)
+        yield judged("variables", passed, f"a forked process that computes on {ranks} GPUs", advice, **process)
         results = run_case(lambda method, batch: getattr(group, method)(batch))
         yield from case_rows(run, results, loaded(expected))
     deadline = time.monotonic() + 10

@@ -40,10 +40,10 @@ def gpu_error() -> str | None:
 def versions(_: object) -> Iterator[Row]:
     """Yield the rows of packages and GPUs."""
     installed = {package.name: package.version for package in distributions()}
-    found = {name.replace("-", "_"): installed[name] for name in _PACKAGES if name in installed}
+    packages = {name.replace("-", "_"): installed[name] for name in _PACKAGES if name in installed}
     supported = (3, 11) <= sys.version_info[:2] <= (3, 12)
     advice = "make an environment of Python 3.11 or 3.12"
-    yield judged("versions", supported, "Python 3.11 or 3.12", advice, python=sys.version.split()[0], **found)
+    yield judged("versions", supported, "Python 3.11 or 3.12", advice, python=sys.version.split()[0], **packages)
     for index in range(torch.cuda.device_count()):
         major, minor = torch.cuda.get_device_capability(index)
         free, total = torch.cuda.mem_get_info(index)

@@ -190,8 +190,8 @@ class MemoryUse:
             during it; on a CPU ``resident_gb`` at the end of a call. The most over the calls of the method, in units of
             2**30 bytes. Roles that are fused in one process share its memory, so each reports the sum.
         """
-        taken, self._by_method = self._by_method, {}
-        return taken
+        metrics, self._by_method = self._by_method, {}
+        return metrics
 
 
 def _now() -> dict[str, float]:

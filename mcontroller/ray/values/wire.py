@@ -264,8 +264,8 @@ def _store() -> _Store | None:
         if not os.path.exists("/proc/self/maps"):
             return None
         with open("/proc/self/maps") as lines:
-            found = [match for match in map(_STORE_LINE.match, lines) if match]
-        _known.extend(_parse(match) for match in found[:1])
+            matches = [match for match in map(_STORE_LINE.match, lines) if match]
+        _known.extend(_parse(match) for match in matches[:1])
     return _known[0] if _known else None
 
 

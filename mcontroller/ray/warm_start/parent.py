@@ -226,9 +226,9 @@ def import_warm(imports: str) -> None:
     if imports:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # as in these processes
     for name, _, file in (entry.partition(":") for entry in imports.split(",") if entry):
-        found = _imported(name).__file__
-        if os.path.realpath(found) != os.path.realpath(file):
-            raise ImportError(f"{name} is {found} here, and {file} in the driver")
+        path = _imported(name).__file__
+        if os.path.realpath(path) != os.path.realpath(file):
+            raise ImportError(f"{name} is {path} here, and {file} in the driver")
 
 
 def _imported(name: str) -> Any:

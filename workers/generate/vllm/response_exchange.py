@@ -52,14 +52,14 @@ class ResponseExchange:
             The responses of this rank's shard; None on ranks that do not return results in the requesting layout.
         """
         rank = dist.get_rank()
-        own = shares[self._ranks[rank].generates_share]
+        share = shares[self._ranks[rank].generates_share]
         going = [self._between(rank, other, shares, shards) for other in range(len(self._ranks))]
         coming = [self._between(other, rank, shares, shards) for other in range(len(self._ranks))]
         order = sorted((other for other in range(len(coming)) if coming[other]), key=lambda other: coming[other].start)
         columns = []
         for kept in generated.columns():
             column = kept.view(torch.int8) if kept.dtype == torch.int16 else kept  # there is no collective of int16
-            outgoing = torch.cat([column[rows.start - own.start : rows.stop - own.start] for rows in going])
+            outgoing = torch.cat([column[rows.start - share.start : rows.stop - share.start] for rows in going])
             incoming = column.new_empty(sum(map(len, coming)), *column.shape[1:])
             dist.all_to_all_single(incoming, outgoing, [len(rows) for rows in coming], [len(rows) for rows in going])
             parts = incoming.split([len(rows) for rows in coming])

@@ -188,10 +188,10 @@ class TransferSchedule:
     @property
     def dtypes(self) -> dict[str, list[str]]:
         """By name, the dtypes in which the target gets the tensor."""
-        found: dict[str, set[str]] = defaultdict(set)
+        dtypes_of: dict[str, set[str]] = defaultdict(set)
         for tensor in chain(*self.targets):
-            found[tensor.name].add(tensor.dtype)
-        return {name: sorted(dtypes) for name, dtypes in found.items()}
+            dtypes_of[tensor.name].add(tensor.dtype)
+        return {name: sorted(dtypes) for name, dtypes in dtypes_of.items()}
 
     @cached_property
     def routes(self) -> dict[tuple[int, int], int]:

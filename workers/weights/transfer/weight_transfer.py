@@ -230,8 +230,8 @@ class WeightTransfer:
         """Compare the fingerprints of both groups, which compute them at the same time; return the seconds."""
         started = time.perf_counter()
         expected = self.source.weight_fingerprints.options(blocking=False)(self.schedule.dtypes, self._hf_names)
-        found = self.target.weight_fingerprints.options(blocking=False)()
-        self._verification.check(expected.get(), found.get(), version)
+        arrived = self.target.weight_fingerprints.options(blocking=False)()
+        self._verification.check(expected.get(), arrived.get(), version)
         return time.perf_counter() - started
 
     def _both(self, of_source: str, of_target: str, *args: Any) -> tuple[list[TransferOutcome], list[TransferOutcome]]:
