@@ -67,7 +67,7 @@ PARTS = ["-m", "mcontroller", "gpucheck", "--scale", "tiny", "--part"]
 def test_parts_a_to_c_need_no_ray(tmp_path: Path) -> None:
     options = [*PARTS, "a", "--part", "b", "--part", "c", "--folder", str(tmp_path)]
     rows = rows_of(start(tmp_path, *options, blocked=WITHOUT_RAY), 0)
-    assert {row["result"] for row in rows.values()} == {"passed"}
+    assert {name for name, row in rows.items() if row["result"] != "passed"} == {"FP8"}  # without Transformer Engine
     assert {row["part"] for row in rows.values()} == {"a", "b", "c"}
     for name in (
         "scores dense float32",

@@ -21,4 +21,5 @@ def test_events_of_the_device_are_read_when_the_trace_is_written(tmp_path: Path)
     trace.flush()
     events = read_trace(tmp_path).ranks[0].events
     assert [(event.name, event.number) for event in events] == [("forward", 0), ("forward", 1), ("backward", 0)]
-    assert all(began - 500 <= event.begin <= event.end <= ended + 500 for event in events)  # [us]
+    late = 20_000  # [us] the process may wait for a core between an event and the reading of the clock
+    assert all(began - late <= event.begin <= event.end <= ended + late for event in events)

@@ -52,7 +52,9 @@ def log_probs_and_entropy(
             divisor = torch.as_tensor(divisor, dtype=torch.float32, device=logits.device)
             scores: tuple[Tensor, Tensor] = FusedLogProbs.apply(logits, divisor, targets, group, vocab_size)
             return scores
-        return vocab_parallel_log_probs(logits.float() / divisor, targets, group, vocab_size=vocab_size)
+        scaled = logits.float() / divisor
+        del logits  # or it would live as long as the log-probabilities are computed
+        return vocab_parallel_log_probs(scaled, targets, group, vocab_size=vocab_size)
 
     if hidden.size(0) <= chunk_tokens:
         return one_chunk(hidden, targets, *_divisors(temperature, 1, hidden.size(0)))
