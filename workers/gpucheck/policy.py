@@ -45,6 +45,7 @@ class Scale:
         prompt: tokens of the longest prompt.
         response: tokens of the longest response.
         updated: rows of an update.
+        packed: rows of a micro-batch: with few tokens, launching kernels takes longer than running them.
         rows: rows that generate at once.
         decoded: tokens that each of them generates.
         stopped_s: seconds after which a transfer to a stopped process must fail.
@@ -54,6 +55,7 @@ class Scale:
     prompt: int
     response: int
     updated: int
+    packed: int
     rows: int
     decoded: int
     stopped_s: float
@@ -61,7 +63,7 @@ class Scale:
     def config(
         self, implementation: str, seed: int = 1, transformer: Mapping[str, Any] | None = None, **rollout: Any
     ) -> ActorConfig:
-        """Return an actor in bfloat16 whose micro-batches are single packed rows.
+        """Return an actor in bfloat16 with packed micro-batches.
 
         Args:
             implementation: of the layers.
@@ -71,7 +73,12 @@ class Scale:
         """
         model = self.model | {"dtype": "bfloat16", "transformer_impl": implementation, "seed": seed}
         model["transformer"] = dict(transformer or {})
-        sizes = {"ppo_micro_batch_size": 1, "ppo_mini_batch_size": self.updated, "ppo_epochs": 1, "packed": True}
+        sizes = {
+            "ppo_micro_batch_size": self.packed,
+            "ppo_mini_batch_size": self.updated,
+            "ppo_epochs": 1,
+            "packed": True,
+        }
         sizes["log_prob_chunk_tokens"] = self.prompt + self.response
         rollout = {"prompt_length": self.prompt, "response_length": self.response} | rollout
         return actor_config({**sizes, "model": model, "rollout": rollout, "optim": {"lr": 1e-5}})
@@ -116,6 +123,7 @@ FULL = Scale(
     prompt=1024,
     response=7168,
     updated=8,
+    packed=2,
     rows=32,
     decoded=128,
     stopped_s=30.0,
@@ -138,6 +146,7 @@ TINY = Scale(
     prompt=24,
     response=40,
     updated=2,
+    packed=1,
     rows=4,
     decoded=8,
     stopped_s=3.0,

@@ -35,7 +35,8 @@ def memory(session: Session) -> Iterator[Row]:
         advice = "python -m mcontroller check is wrong for this machine: give a run more room, and report the row"
         yield judged("peak of an update", abs(peak / estimate - 1) <= limit, f"within {limit:.0%}", advice, **figures)
         with policy.worker.call_context("update_actor"):
-            step = plain_steps(policy.worker.model, policy.worker.state.optimizer, batch, policy.worker.device)
+            worker = policy.worker
+            step = plain_steps(worker.model, worker.state.optimizer, batch, worker.device, session.scale.packed)
             step()
             plain, _ = fastest(step)
     speed: dict[str, Figure] = {"seconds": seconds, "plain_s": plain, "of_plain": seconds / plain}
