@@ -11,7 +11,7 @@ import shutil
 import urllib.request
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +113,8 @@ class HttpRollout(Rollout):
     def update_weights(self, weights: PolicyWeights) -> Mapping[str, float]:
         folder = Path(self.server.folder) / f"policy-{self.updates}"
         self.updates += 1
-        export_hf(weights.chunks, weights.context, folder, self.config.model)
+        model = replace(self.config.model, verify_load="off")  # once, when the model was loaded, is enough
+        export_hf(weights.chunks, weights.context, folder, model)
         if dist.get_rank() == 0:
             self.reload(self.server, str(folder))
             shutil.rmtree(folder)

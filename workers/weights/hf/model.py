@@ -211,6 +211,7 @@ def export_hf(
             verified = verify_load(unwrap_model(list(chunks)), dataclasses.replace(model, hf_path=str(target)), context)
         if rank == 0:
             logger.info("%s", verified)
+        dist.barrier()  # the caller may move or remove the files
 
 
 def _shapes(shards: Sequence[WeightShard]) -> dict[str, tuple[int, ...]]:
