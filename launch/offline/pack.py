@@ -94,11 +94,13 @@ def main() -> None:
     """Write the archives."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("names", nargs="*", choices=[*PACKAGES, []], default=list(PACKAGES))
+    parser.add_argument("names", nargs="*", default=list(PACKAGES), help=f"of {', '.join(PACKAGES)}; default: all")
     parser.add_argument("--arch", type=int, default=90, help="compute capability x 10")
     parser.add_argument("--part-mb", type=int, default=50)
     parser.add_argument("--te-wheel", type=Path, help="transformer_engine_torch, for te")
     options = parser.parse_args()
+    if unknown := sorted(set(options.names) - PACKAGES.keys()):
+        parser.error(f"there is no {', '.join(unknown)}: the names are {', '.join(PACKAGES)}")
     if "te" in options.names and options.te_wheel is None:
         parser.error("te needs --te-wheel: see --help")
     options.folder.mkdir(parents=True, exist_ok=True)

@@ -3,8 +3,10 @@
 set -euo pipefail
 folder=$1 target=$2
 shift 2
+jobs=()
 for name in "$@"; do
     mkdir -p "$target/$name"
     cat "$folder/$name".tar.xz.* | tar xJ -C "$target/$name" &
+    jobs+=($!)
 done
-wait
+for job in "${jobs[@]}"; do wait "$job"; done  # each, or the status of an incomplete archive would be lost

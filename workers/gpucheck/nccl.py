@@ -49,7 +49,9 @@ class RankProcesses:
     def __init__(self, count: int) -> None:
         context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
         self._ranks = [ProcessPoolExecutor(1, context, _prepare, (rank,)) for rank in range(count)]
-        self._pids = [started.result(_START_S) for started in [rank.submit(os.getpid) for rank in self._ranks]]
+        self._pids: list[int] = []
+        for started in [rank.submit(os.getpid) for rank in self._ranks]:
+            self._pids.append(started.result(_START_S))
 
     def run(self, world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """Return the results of ``function`` by rank; torch.distributed runs during the call.
