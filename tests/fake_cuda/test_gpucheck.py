@@ -104,3 +104,9 @@ def test_groups_on_fake_cuda_devices_pass_every_row(tmp_path: Path) -> None:
     assert rows["variables"]["figures"]["connections"] == "1"
     for name in ("receiver killed", "NCCL to a stopped peer"):
         assert "rollout rank 0" in rows[name]["figures"]["error"]
+
+
+def test_layouts_equal_one_process_in_processes_of_their_own(tmp_path: Path) -> None:
+    rows = rows_of(start(tmp_path, *PARTS, "e", blocked=WITHOUT_RAY), 0)
+    figures = rows["TP2 float32 local"]["figures"]
+    assert 0 < figures["value"] <= 1e-5 and figures["gradient_norm"] <= figures["value"]
