@@ -85,7 +85,11 @@ for host in "${hosts[@]:1}"; do
   exec {connection}> >(without_connections $SSH "$name" "$remote" >"$JOB_DIR/ray-$name.log" 2>&1)
   started+=($!)
   connections+=("$connection")
-  { cat "$RAY_AUTH_TOKEN_PATH" && echo; } >&"$connection"
+  # A subshell, because a connection that ended already would end this script with SIGPIPE and without a message.
+  if ! (cat "$RAY_AUTH_TOKEN_PATH" && echo) >&"$connection"; then
+    echo "launch/ssh.sh: the connection to $name ended; $JOB_DIR/ray-$name.log has what it printed" >&2
+    exit 1
+  fi
 done
 
 python "$LAUNCH_DIR/ray_nodes.py" wait --timeout="$START_TIMEOUT" "${names[@]}" &

@@ -68,10 +68,27 @@ def test_other_machines_get_the_settings_of_nccl_and_no_token(tmp_path: Path) ->
     (tmp_path / "ray_nodes.py").write_text("")
     (tmp_path / "ray_node.sh").chmod(0o755)
     (tmp_path / "hosts.txt").write_text("first\nsecond\n")
+    (tmp_path / "ssh.sh").write_text('#!/bin/sh\necho "$@"\ncat > /dev/null\n')  # as ssh does, it reads its input to the end
+    (tmp_path / "ssh.sh").chmod(0o755)
     given = {"NCCL_IB_HCA": "mlx5_0:1", "NCCL_IB_GID_INDEX": "3", "GLOO_SOCKET_IFNAME": "bond0", "HF_TOKEN": "secret"}
-    settings = {"LAUNCH_DIR": str(tmp_path), "JOB_DIR": str(tmp_path / "job"), "SSH": "echo", **given}
+    settings = {"LAUNCH_DIR": str(tmp_path), "JOB_DIR": str(tmp_path / "job"), "SSH": str(tmp_path / "ssh.sh"), **given}
     command = [ROOT / "launch" / "ssh.sh", tmp_path / "hosts.txt", "true"]
     subprocess.run(command, env={**os.environ, **settings}, check=True, timeout=60)
     remote = (tmp_path / "job" / "ray-second.log").read_text().split()
     assert {f"{name}={value}" for name, value in given.items() if name != "HF_TOKEN"} <= set(remote)
     assert not any("secret" in word for word in remote)
+
+
+@pytest.mark.processes
+def test_a_connection_that_ends_at_once_is_named(tmp_path: Path) -> None:
+    (tmp_path / "ray_node.sh").write_text("#!/bin/sh\necho 127.0.0.1\n")
+    (tmp_path / "ray_node.sh").chmod(0o755)
+    (tmp_path / "hosts.txt").write_text("first\nsecond\n")
+    (tmp_path / "cat").write_text('#!/bin/sh\nsleep 1\nexec /bin/cat "$@"\n')  # the token comes after the end
+    (tmp_path / "cat").chmod(0o755)
+    settings = {"LAUNCH_DIR": str(tmp_path), "JOB_DIR": str(tmp_path / "job"), "SSH": "false"}
+    settings["PATH"] = f"{tmp_path}:{os.environ['PATH']}"
+    command = [ROOT / "launch" / "ssh.sh", tmp_path / "hosts.txt", "true"]
+    run = subprocess.run(command, env={**os.environ, **settings}, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 1
+    assert f"the connection to second ended; {tmp_path}/job/ray-second.log" in run.stderr
