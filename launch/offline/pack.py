@@ -40,7 +40,7 @@ PACKAGES = {
         " rpds-py mcp python-dotenv model-hosting-container-standards pydantic-settings sse-starlette"
         " docstring-parser httpx-sse uvicorn python-multipart httptools nvtx cuda-python diskcache psutil"
     ),
-    "ray": "ray==2.60.0 msgpack",
+    "ray": "ray==2.60.0 msgpack jsonschema jsonschema-specifications referencing rpds-py",
 }
 UNUSED = {
     "vllm": (
