@@ -45,15 +45,6 @@ def as_count(argument: str, value: Any, least: int) -> int:
     return number
 
 
-def as_counts(argument: str, values: Any, rows: int) -> np.ndarray:
-    """Return an argument that counts something for each row as an int64 array."""
-    numbers = _numbers(values)
-    if numbers.shape != (rows,) or (numbers.size and numbers.dtype.kind not in "iub") or (numbers < 0).any():
-        text = f"{argument} has shape {numbers.shape} and dtype {numbers.dtype}: expected {rows} integers of at least 0"
-        raise DataError(text, shape=numbers.shape, rows=rows)
-    return numbers.astype(np.int64)
-
-
 def _numbers(values: Any) -> np.ndarray:
     """Return a list, array or tensor as an array on the CPU; one of objects if its entries are not numbers."""
     try:
