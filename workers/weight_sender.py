@@ -129,7 +129,6 @@ class WeightSender:
             return hf_shards(self._state.model, self._state.context, model_family(self._state.model))
         return model_shards(self._state.model, self._state.context)
 
-    @register(dispatch_mode=Dispatch.RANK_ZERO)
     def has_weights(self) -> bool:
         """Return whether this worker can generate without another transfer: an engine that has slept cannot."""
         return not self._incomplete and (
