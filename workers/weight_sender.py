@@ -105,7 +105,9 @@ class WeightSender:
                 engine = ServedEngine(dtype, getattr(torch, dtype).itemsize, self._config.rollout.vllm.bucket_bytes)
         described = tuple(shard.described() for shard in shards)
         unknown = () if hf_names else tuple(unknown_positions(shards))
-        return RankWeights(described, unknown, node_id(), os.getpid(), gpu, verify, visible_gpus(), engine)
+        place = node_id(), os.getpid(), gpu
+        nccl_host = os.environ.get("NCCL_HOSTID", "")
+        return RankWeights(described, unknown, *place, verify, visible_gpus(), engine, nccl_host)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def weight_fingerprints(
