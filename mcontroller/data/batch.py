@@ -24,27 +24,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mcontroller.data.checks import (
+from mcontroller.data.columns import (
     Keys,
+    OffsetsMemo,
     as_array,
     as_count,
     as_keys,
     check_columns,
     check_keys,
     check_mapping,
-    make_batch,
-    row_index,
-)
-from mcontroller.data.columns import (
-    OffsetsMemo,
     describe,
     is_jagged,
     is_tensordict,
     join_rows,
     leaf_tensors,
+    make_batch,
     make_tensordict,
     map_columns,
     packed_parts,
+    row_index,
     shallow_copy,
     slice_rows,
     take_rows,

@@ -17,7 +17,7 @@ from mcontroller.data.batch import (
     collate_fn,
     pad_dataproto_to_divisor,
 )
-from mcontroller.data.checks import RowIndexError
+from mcontroller.data.columns import RowIndexError
 from mcontroller.errors import DataError
 from tests.mcontroller.batches import every_kind, jagged, numbered, numbers
 
