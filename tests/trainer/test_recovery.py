@@ -145,8 +145,8 @@ def run(made: Any, events: Callback | None = None, **parts: Any) -> tuple[dict[s
 @pytest.mark.parametrize(
     ("make", "save_freq", "memory"),
     [
-        *((one_group, *saving) for saving in [(-1, 0), (2, 0), (-1, 1), (2, 3)]),
-        *((two_groups, *saving) for saving in [(-1, 0), (2, 0), (2, 1)]),
+        *((one_group, *saving) for saving in [(-1, 0), (2, 0), (-1, 1)]),
+        (two_groups, 2, 1),
         (by_trajectory, 2, 0),
         (by_episode, 2, 1),
     ],

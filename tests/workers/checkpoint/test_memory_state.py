@@ -52,8 +52,8 @@ def load_and_go_on(parallel: dict[str, Any], path: str, changes: dict[str, Any],
 @pytest.mark.parametrize(
     ("world_size", "parallel", "changes", "steps"),
     [
-        (8, {"tp": 2, "pp": 2}, {"optim": {"distributed_optimizer": True}}, 1),
-        (4, {"tp": 2}, {"optim": {"distributed_optimizer": False}}, 1),
+        (4, {"pp": 2}, {"optim": {"distributed_optimizer": True}}, 1),
+        (2, {"tp": 2}, {"optim": {"distributed_optimizer": False}}, 1),
         (2, {"ep": 2}, {"optim": {"distributed_optimizer": True}, "model": EXPERTS}, 1),
         (2, {}, {"optim": {"distributed_optimizer": True}}, 0),
         (1, {}, {"optim": {"distributed_optimizer": True}, "model": {"dtype": "bfloat16"}}, 1),

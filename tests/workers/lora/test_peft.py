@@ -60,17 +60,12 @@ SHORT = {"rollout": {"prompt_length": PROMPT, "response_length": RESPONSE}}
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 SP = {"tp": 2, "sequence_parallel": True}
 CASES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
-    "dense": ("qwen3", 1, {}, {}),
     "dense-dp2-recomputed": ("qwen3", 2, {}, {"model": {"transformer": RECOMPUTE}}),
-    "dense-tp2": ("qwen3", 2, {"tp": 2}, {}),
     "dense-tp2-sp-packed": ("qwen3", 2, SP, {"packed": True}),
     "dense-pp2-vpp2-recomputed": ("qwen3", 2, {"pp": 2, "vpp": 2}, {"model": {"transformer": RECOMPUTE}}),
     "dense-cp2-tp2": ("qwen3", 4, {"cp": 2, "tp": 2}, {}),
-    "experts": ("qwen3_moe", 1, {}, {}),
-    "experts-pp2-ep2": ("qwen3_moe", 4, {"pp": 2, "ep": 2}, {}),
     "experts-tp2-sp-ep2": ("qwen3_moe", 2, SP | {"ep": 2, "etp": 1}, {}),
     "experts-tp2-sp-etp2": ("qwen3_moe", 2, SP | {"etp": 2}, {}),
-    "latent": ("deepseek_v3", 1, {}, {}),
     "latent-tp2-sp-pp2-ep2": ("deepseek_v3", 4, SP | {"pp": 2, "ep": 2, "etp": 1}, {}),
 }
 

@@ -15,7 +15,7 @@ from workers import ModelConfig, OptimConfig, ParallelConfig, RewardConfig, Rewa
 from workers.config import load_config
 from workers.memory.estimate import Batch, Memory, PlannedRole
 
-PROMPT, RESPONSE, ROWS, MICRO, VOCABULARY = 64, 64, 16, 4, 1000
+PROMPT, RESPONSE, ROWS, MICRO, VOCABULARY = 96, 32, 16, 4, 1000
 SIZES: dict[str, Any] = {
     "hidden_size": 128,
     "num_attention_heads": 8,
@@ -96,8 +96,8 @@ def peaks(
     for build, calls in roles.values():
         worker = build()
         pp_rank = worker.context.pg.pp.rank()
-        for method, argument in calls:
-            getattr(worker, method)(own_shard(argument, worker))  # the first step creates the optimizer's state
+        if calls[0][0].startswith("update"):  # the first step creates the optimizer's state
+            getattr(worker, calls[0][0])(own_shard(calls[0][1], worker))
         for method, argument in calls:
             peaks_of[method] = _measured(getattr(worker, method), own_shard(argument, worker))
         worker.offload()

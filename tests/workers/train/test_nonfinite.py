@@ -73,7 +73,6 @@ def check(ranks: list[dict[str, Any]], rank: int) -> None:
 
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any], int, str, dict[str, Any]]] = {
-    "dp": (2, {}, 1, "mlp.linear_fc1", {}),
     "dp, distributed optimizer": (2, {}, 1, "mlp.linear_fc2", {"optim": {"distributed_optimizer": True}}),
     "dp, reduction that overlaps": (
         4,
@@ -83,7 +82,6 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], int, str, dict[str, Any]]] = {
         {"optim": {"distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}},
     ),
     "tp with sp": (4, {"tp": 2, "sequence_parallel": True}, 2, "mlp.linear_fc1", {}),
-    "pp, first stage": (4, {"pp": 2}, 1, "mlp.linear_fc1", {}),
     "pp, last stage": (4, {"pp": 2}, 3, "mlp.linear_fc2", {}),
     "interleaved pp": (2, {"pp": 2, "vpp": 2}, 0, "mlp.linear_fc1", {}),
     "cp": (4, {"cp": 2}, 1, "self_attention.linear_qkv", {}),

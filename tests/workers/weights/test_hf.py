@@ -63,14 +63,11 @@ FAMILIES = {
 }
 TP2_PP2 = {"tp": 2, "pp": 2}
 CASES: list[tuple[str, dict[str, Any]]] = [
-    ("llama", {}),
     ("llama", TP2_PP2),
-    ("llama", {"pp": 2, "vpp": 2}),
     ("qwen2", TP2_PP2),
     ("qwen2_tied", {"tp": 2}),
     ("qwen2_tied", {"pp": 2, "vpp": 2}),
     ("qwen3", TP2_PP2),
-    ("qwen3_moe", {}),
     ("qwen3_moe", {"pp": 2, "ep": 2}),
     ("qwen3_moe", {"tp": 2, "ep": 2, "etp": 1, "sequence_parallel": True}),
     ("qwen3_moe", {"tp": 2, "etp": 2, "sequence_parallel": True}),

@@ -41,7 +41,6 @@ CASES = [
     (name, layout, packed)
     for name in NAMES
     for layout, packed in (
-        ("one process", False),
         ("PP2 with VPP2", True),
         ("TP2 x PP2 x CP2 with SP", True),
         ("TP2 x PP2 x EP2 with SP", False),

@@ -43,14 +43,12 @@ def generated(of: Any) -> DataProto:
 @pytest.mark.parametrize(
     ("model", "ranks", "from_axes", "to_ranks", "to_axes"),
     [
-        ({}, 2, {"tp": 2}, 1, {}),
         ({}, 4, {"tp": 2, "pp": 2}, 2, {}),
         (TIED, 2, {"pp": 2}, 2, {"tp": 2}),
-        (EXPERTS, 2, {"ep": 2}, 1, {}),
         (ADAPTER, 2, {"tp": 2}, 1, {}),
         (ADAPTER | EXPERTS | {"qk_layernorm": True}, 2, {"ep": 2}, 1, {}),
     ],
-    ids=["tp2", "tp2-pp2", "tied-pp2-tp2", "ep2", "tp2-adapter", "ep2-adapter"],
+    ids=["tp2-pp2", "tied-pp2-tp2", "tp2-adapter", "ep2-adapter"],
 )
 def test_a_rollout_group_generates_what_the_actor_generates(
     model: dict[str, Any], ranks: int, from_axes: dict[str, Any], to_ranks: int, to_axes: dict[str, Any]
