@@ -106,9 +106,9 @@ SLOW = [
 
 def assert_parity(name: str, dtype: str) -> None:
     """Assert that the layout computes what one process computes, within the tolerance."""
-    found = differences(name, dtype, run_ranks)
-    assert found.keys() == set(QUANTITIES)
-    assert all(math.isfinite(value) and value <= TOLERANCES[dtype] for value in found.values()), found
+    largest = differences(name, dtype, run_ranks)
+    assert largest.keys() == set(QUANTITIES)
+    assert all(math.isfinite(value) and value <= TOLERANCES[dtype] for value in largest.values()), largest
 
 
 def assert_decisive(name: str, dtype: str) -> None:

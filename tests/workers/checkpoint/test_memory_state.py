@@ -65,7 +65,7 @@ def test_training_goes_on_from_memory(
 ) -> None:
     arguments = (parallel, str(tmp_path), changes, steps)
     expected = run_ranks(save_and_go_on, world_size, *arguments)
-    found = run_ranks(load_and_go_on, world_size, *arguments)
-    for before, after in zip(expected, found, strict=True):
+    actual = run_ranks(load_and_go_on, world_size, *arguments)
+    for before, after in zip(expected, actual, strict=True):
         assert largest_difference(before.pop("weights"), after.pop("weights")) == 0
         assert before == after

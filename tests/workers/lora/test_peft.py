@@ -138,7 +138,7 @@ def of_transformers(path: Path) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Log-probabilities of the responses with the adapter and without it, and the gradients of its factors."""
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     factors = {
-        name: each.requires_grad_() for name, each in load_file(path / "adapter/adapter_model.safetensors").items()
+        name: factor.requires_grad_() for name, factor in load_file(path / "adapter/adapter_model.safetensors").items()
     }
     merged = merged_weights(model, factors)
     adapted = log_probs(lambda **inputs: torch.func.functional_call(model, merged, (), inputs))
@@ -227,9 +227,9 @@ def differences(path: Path, ranks: list[dict[str, Any]]) -> dict[str, float]:
         for name, column, expected in (("log-probs", "log_probs", adapted), ("reference", "reference", plain)):
             if rank[column] is not None:
                 index, size = rank["dp"]
-                found = (rank[column] - expected.chunk(size)[index]).abs().max()
-                largest[name] = max(largest[name], float(found))
-    errors = [(ranks[0]["gradients"][name] - each).abs().max() for name, each in gradients.items()]
-    norm = torch.stack([each.norm() for each in gradients.values()]).norm()
-    largest["gradients"] = float(max(errors) / max(each.abs().max() for each in gradients.values()))
+                difference = (rank[column] - expected.chunk(size)[index]).abs().max()
+                largest[name] = max(largest[name], float(difference))
+    errors = [(ranks[0]["gradients"][name] - gradient).abs().max() for name, gradient in gradients.items()]
+    norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
+    largest["gradients"] = float(max(errors) / max(gradient.abs().max() for gradient in gradients.values()))
     return largest | {"norm": abs(ranks[0]["norm"] / float(norm) - 1)}

@@ -91,7 +91,7 @@ def moved(case: str, parallel: dict[str, Any], path: str) -> dict[str, Any]:
     return {
         "copied": copied,
         "reference": reference,
-        "policy": [None if each is None else each.batch["old_log_probs"] for each in (policy, updated, resumed)],
+        "policy": [None if batch is None else batch.batch["old_log_probs"] for batch in (policy, updated, resumed)],
     }
 
 

@@ -64,12 +64,12 @@ def updated(parallel: dict[str, Any], rank: int, ending: str, changes: dict[str,
 
 def check(ranks: list[dict[str, Any]], rank: int) -> None:
     name = ranks[rank]["planted"]
-    for each in ranks:
-        assert each["fields"]["origin"] == rank, each["text"]
-        assert each["fields"]["parameters"][rank].startswith(name), (name, each["text"])
-        assert f"the gradient of {name}." in each["text"] and f"on rank {rank} (" in each["text"]
-        assert each["fields"]["ranks"] == []  # all losses are finite
-        assert each["same"]
+    for result in ranks:
+        assert result["fields"]["origin"] == rank, result["text"]
+        assert result["fields"]["parameters"][rank].startswith(name), (name, result["text"])
+        assert f"the gradient of {name}." in result["text"] and f"on rank {rank} (" in result["text"]
+        assert result["fields"]["ranks"] == []  # all losses are finite
+        assert result["same"]
 
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any], int, str, dict[str, Any]]] = {

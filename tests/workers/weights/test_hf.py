@@ -146,9 +146,9 @@ def weights_at(directory: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
-def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+def assert_equal(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(actual[name], expected[name])] == []
 
 
 @pytest.mark.simulated

@@ -20,12 +20,12 @@ ROOT = Path(__file__).parents[3]
 
 def sizes(worker: Any) -> dict[str, int]:
     """Bytes of memory under the tensors of each part, each counted once."""
-    found, seen = dict.fromkeys(worker.offloader.parts(), 0), set()
+    bytes_of, counted = dict.fromkeys(worker.offloader.parts(), 0), set()
     for part, tensors in worker.offloader.parts().items():
         for storage in (tensor.untyped_storage() for tensor in tensors):
-            found[part] += 0 if storage._cdata in seen else storage.nbytes()
-            seen.add(storage._cdata)
-    return found
+            bytes_of[part] += 0 if storage._cdata in counted else storage.nbytes()
+            counted.add(storage._cdata)
+    return bytes_of
 
 
 def trained(parallel: dict[str, Any], optim: dict[str, Any], model: dict[str, Any], offloading: bool) -> dict[str, Any]:
@@ -79,12 +79,12 @@ def parts_by_method() -> dict[str, tuple[str, ...]]:
         "compute_values": (value, batch),
         "update_critic": (value, batch),
     }
-    found = {}
+    parts_of = {}
     for method, (worker, argument) in calls.items():
         worker.offload()
         getattr(worker, method)(argument)
-        found[method] = tuple(part for part, size in sizes(worker).items() if size)
-    return found
+        parts_of[method] = tuple(part for part, size in sizes(worker).items() if size)
+    return parts_of
 
 
 @pytest.mark.simulated
@@ -104,14 +104,16 @@ def parts_for_checkpoints(path: str) -> dict[str, tuple[str, ...]]:
     worker = actor({}, ppo_epochs=1)
     worker.update_actor(experience(8))
     before = weights(worker)
-    found = {}
+    parts_of = {}
     for method, argument in {"save_checkpoint": path, "load_checkpoint": path, "export_hf": f"{path}/hf"}.items():
         worker.offload()
         getattr(worker, method)(argument)
-        found[method] = tuple(part for part in worker.offloader.parts() if part not in worker.offloader.offloaded.parts)
+        parts_of[method] = tuple(
+            part for part in worker.offloader.parts() if part not in worker.offloader.offloaded.parts
+        )
     worker.reload()
     assert all(torch.equal(value, before[name]) for name, value in weights(worker).items())
-    return found
+    return parts_of
 
 
 @pytest.mark.simulated

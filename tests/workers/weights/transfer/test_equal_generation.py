@@ -56,11 +56,11 @@ def test_a_rollout_group_generates_what_the_actor_generates(
     """tp2 pads the vocabulary of 61."""
     actor = group("actor_rollout", ranks, from_axes, model)
     rollout = group("rollout", to_ranks, to_axes, model | {"seed": 7})
-    before = [generated(each).batch for each in (rollout, actor)]
+    before = [generated(workers).batch for workers in (rollout, actor)]
     actor.update_actor(experience(8))
     with WeightTransfer(actor, rollout) as transfer:
         report = transfer.run()
-    after = [generated(each).batch for each in (rollout, actor)]
+    after = [generated(workers).batch for workers in (rollout, actor)]
     assert report.bytes_sent == report.least_bytes > 0
     assert torch.equal(after[0]["responses"], after[1]["responses"])
     assert (after[0]["rollout_log_probs"] - after[1]["rollout_log_probs"]).abs().max() < 1e-5
@@ -73,7 +73,7 @@ def test_a_target_of_a_smaller_dtype_gets_converted_weights_in_half_the_bytes() 
     actor, rollout = group("actor_rollout", 1, {}, {}), group("rollout", 1, {}, {"dtype": "bfloat16", "seed": 7})
     with WeightTransfer(actor, rollout, bucket_bytes=4096) as transfer:
         report = transfer.run()
-    sent, arrived = ([p.data for p in each.workers[0].model[0].parameters()] for each in (actor, rollout))
+    sent, arrived = ([p.data for p in workers.workers[0].model[0].parameters()] for workers in (actor, rollout))
     half = [one.to(other.dtype) for one, other in zip(sent, arrived, strict=True)]
     assert all(torch.equal(one, other) for one, other in zip(half, arrived, strict=True))
     assert report.bytes_sent == sum(tensor.nbytes for tensor in half)
