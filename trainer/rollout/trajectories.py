@@ -392,18 +392,19 @@ class TrajectoryRollout:
 
     def _connect(self) -> None:
         """Use the engines of the group's workers, with their current weights."""
-        engines = self._engines
+        addresses = (
+            [] if self._engines else [address for address in self.group.engine_addresses() if address is not None]
+        )
+        if self.router is not None and not self.router.lost and addresses == self._addresses:
+            return
+        self._addresses, engines = addresses, self._engines
         if engines is None:
             from trainer.rollout.vllm_engine import VllmEngine
 
-            addresses = [address for address in self.group.engine_addresses() if address is not None]
-            if addresses == self._addresses and self.router is not None and not self.router.lost:
-                return
-            self._addresses = addresses
             engines = [VllmEngine(address, self.sampling["pad_token_id"]) for address in addresses]
-        assert self._requests is not None
-        if self.router is not None:
-            self._requests.start(self.router.close())
+            if self.router is not None:
+                assert self._requests is not None
+                self._requests.start(self.router.close())
         self.router = Router(engines)
 
     def _send_request(self, submitted: Submitted) -> None:
