@@ -9,8 +9,9 @@ Ray starts its workers at niceness 15, and torchrun starts each rank in a separa
 the processors first. A step through the controller includes sending the batch and receiving the metrics.
 
 Memory is the peak that the kernel records for each process since its start (VmHWM), with Python, the libraries and Ray.
-The private memory of a rank excludes pages of files, which all ranks of a machine share. Fragmentation of the heap at
-its peak varies by 10 to 30 MB between ranks, so the mean of the ranks is compared.
+A page that several processes share counts in each by its part (Rss - Pss is subtracted): those of files, and those of a
+rank forked from a process that has imported the libraries. Fragmentation of the heap at its peak varies by 10 to 30 MB
+between ranks, so the mean of the ranks is compared.
 """
 
 from __future__ import annotations
@@ -67,9 +68,9 @@ class Round(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """Peaks of the ranks in MB: the mean and the largest private memory, and the largest with pages of files."""
+    """Peaks of the ranks in MB: the mean and the largest, and the largest that counts shared pages in each process."""
 
-    private: float
+    mean: float
     largest: float
     resident: float
 
@@ -159,13 +160,14 @@ class Controlled:
 
 
 def peak_memory(pids: Sequence[int]) -> Memory:
-    private, resident = [], []
+    peaks, resident = [], []
     for pid in pids:
-        fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
-        peak, files, shared = (int(fields[name].split()[0]) * 1024 / 1e6 for name in ("VmHWM", "RssFile", "RssShmem"))
-        private.append(peak - files - shared)
-        resident.append(peak)
-    return Memory(statistics.mean(private), max(private), max(resident))
+        texts = [Path(f"/proc/{pid}/{name}").read_text() for name in ("status", "smaps_rollup")]
+        fields = (line.split() for text in texts for line in text.splitlines() if line.endswith("kB"))
+        sizes = {name.rstrip(":"): int(kib) * 1024 / 1e6 for name, kib, _ in fields}
+        peaks.append(sizes["VmHWM"] - sizes["Rss"] + sizes["Pss"])
+        resident.append(sizes["VmHWM"])
+    return Memory(statistics.mean(peaks), max(peaks), max(resident))
 
 
 def cpu_seconds(pids: Sequence[int]) -> float:
@@ -221,11 +223,11 @@ def compare(model: ModelConfig, rounds: int, steps: int, console: Console) -> Ta
     table.add_row("  median of the ratios of single rounds", "", "", f"{statistics.median(pairs):.3f}x")
     used = [statistics.median(side[1:]) for side in computed]
     add(table, "CPU seconds per step, all ranks", used, 3, limited=False)
-    add(table, "private peak memory of a rank, MB, mean", [peak.private for peak in peaks])
+    add(table, "peak memory of a rank, MB, mean", [peak.mean for peak in peaks])
     add(table, "  largest of all ranks", [peak.largest for peak in peaks], limited=False)
-    add(table, "  largest, including pages of files", [peak.resident for peak in peaks], limited=False)
-    add(table, "  before the model is built, mean", [start.private for start in imported], limited=False)
-    added = [peak.private - start.private for peak, start in zip(peaks, imported, strict=True)]
+    add(table, "  largest, with shared pages in each", [peak.resident for peak in peaks], limited=False)
+    add(table, "  before the model is built, mean", [start.mean for start in imported], limited=False)
+    added = [peak.mean - start.mean for peak, start in zip(peaks, imported, strict=True)]
     add(table, "  added by model and training, mean", added)
     for name, difference in differences.items():
         last = [f"{getattr(side[-1], name)[-1]:.7f}" for side in measured]

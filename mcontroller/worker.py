@@ -160,6 +160,8 @@ class Worker:
 def delegate(attribute: str, method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
     """Return a method of a worker that calls ``method`` of the object in its attribute, registered as ``method`` is.
 
+    If ``method`` is not registered, the base class of the worker registers it, as for any override.
+
     Args:
         attribute: the attribute of the worker with the object.
         method: a method of the object's class.

@@ -33,7 +33,7 @@ def state_of_this_process() -> dict[str, Any]:
         "gradients": (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
         "threads of torch": torch.get_num_threads(),
         "default group": world.default_pg,
-        "groups": [len(each) for each in (world.pg_map, world.pg_names, world.tags_to_pg, world.pg_group_ranks)],
+        "groups": [len(table) for table in (world.pg_map, world.pg_names, world.tags_to_pg, world.pg_group_ranks)],
         "count of groups": world.group_count,
         "megatron.core.parallel_state": {name: repr(value) for name, value in megatron.items()},
         "functions of torch": [getattr(c10d, name) for name in _PATCHED],

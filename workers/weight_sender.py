@@ -104,7 +104,9 @@ class WeightSender:
                 engine = ServedEngine(dtype, getattr(torch, dtype).itemsize, self._config.rollout.vllm.bucket_bytes)
         described = tuple(shard.described() for shard in shards)
         unknown = () if hf_names else tuple(unknown_positions(shards))
-        return RankWeights(described, unknown, node_id(), os.getpid(), gpu, verify, visible_gpus(), engine)
+        place = node_id(), os.getpid(), gpu
+        nccl_host = os.environ.get("NCCL_HOSTID", "")
+        return RankWeights(described, unknown, *place, verify, visible_gpus(), engine, nccl_host)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def weight_fingerprints(
@@ -126,7 +128,6 @@ class WeightSender:
             return hf_shards(self._state.model, self._state.context, model_family(self._state.model))
         return model_shards(self._state.model, self._state.context)
 
-    @register(dispatch_mode=Dispatch.RANK_ZERO)
     def has_weights(self) -> bool:
         """Return whether this worker can generate without another transfer: an engine that has slept cannot."""
         return not self._incomplete and (

@@ -38,7 +38,7 @@ PACKAGES = {
         " watchfiles python-json-logger ijson setproctitle gguf prometheus-fastapi-instrumentator pydantic"
         " pydantic-core annotated-types typing-inspection jsonschema jsonschema-specifications referencing"
         " rpds-py mcp python-dotenv model-hosting-container-standards pydantic-settings sse-starlette"
-        " docstring-parser httpx-sse uvicorn python-multipart httptools nvtx cuda-python diskcache psutil"
+        " docstring-parser httpx-sse httpx2 uvicorn python-multipart httptools nvtx cuda-python diskcache psutil"
     ),
     "ray": "ray==2.60.0 msgpack jsonschema jsonschema-specifications referencing rpds-py",
 }

@@ -1,4 +1,1 @@
-"""Check every node of a cluster, or this machine, before a run: the verb ``doctor``.
-
-``node`` reads what a node has, in an agent that runs on it, and ``checks`` judges the facts without any I/O.
-"""
+"""The verb ``doctor``: what a cluster gets wrong before a run can start."""

@@ -39,12 +39,12 @@ CASES = [(name, layouts_of(name)[1]) for name in ADAPTED]
 def adapted(path: Path, axes: dict[str, Any], name: str) -> dict[str, Any]:
     """What ``computed`` returns, the weights with the adapter merged, and the adapter, on one rank."""
     changes = {"model": BRIDGE | {"transformer": ADAPTED[name].settings.get("transformer", {})}}
-    found = computed(path, axes, changes)
+    result = computed(path, axes, changes)
     model = model_config_from_hf(path, dtype="float32", **ADAPTED[name].settings)
     settings = dataclasses.asdict(model) | {"lora": {"path": str(path / "adapter")}}
     worker = actor(axes, "actor", model=settings)
     with worker.context.activate():
-        return found | {"merged": tensors_of(worker), "adapter": adapter_tensors(worker.model, wanted="all")}
+        return result | {"merged": tensors_of(worker), "adapter": adapter_tensors(worker.model, wanted="all")}
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES)
@@ -78,10 +78,10 @@ def test_a_rollout_group_gets_the_weights_with_the_adapter_merged(tmp_path: Path
     trainer.update_actor(experience(8))
     with WeightTransfer(trainer, rollout) as transfer:
         transfer.run()
-    expected, found = generated(trainer).batch, generated(rollout).batch
-    assert torch.equal(expected["responses"], found["responses"])
-    torch.testing.assert_close(expected["rollout_log_probs"], found["rollout_log_probs"], atol=1e-5, rtol=0)
-    assert (before["rollout_log_probs"] - found["rollout_log_probs"]).abs().max() > 1e-3
+    expected, actual = generated(trainer).batch, generated(rollout).batch
+    assert torch.equal(expected["responses"], actual["responses"])
+    torch.testing.assert_close(expected["rollout_log_probs"], actual["rollout_log_probs"], atol=1e-5, rtol=0)
+    assert (before["rollout_log_probs"] - actual["rollout_log_probs"]).abs().max() > 1e-3
 
 
 @pytest.mark.skipif(WITH_ENGINE, reason="PEFT has no layers of Transformer Engine")
@@ -94,10 +94,12 @@ def test_what_the_tests_of_adapters_expect_is_what_peft_computes(name: str, tmp_
     expected, _, gradients = of_transformers(path)
     base = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     model = peft.PeftModel.from_pretrained(base, path / "adapter", is_trainable=True).eval()
-    found = log_probs(model)
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
-    (-found.sum() / experience(8).batch["response_mask"].sum()).backward()
-    theirs = {name.replace(".default", ""): each.grad for name, each in model.named_parameters() if "lora_" in name}
+    actual = log_probs(model)
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=0)
+    (-actual.sum() / experience(8).batch["response_mask"].sum()).backward()
+    theirs = {
+        name.replace(".default", ""): parameter.grad for name, parameter in model.named_parameters() if "lora_" in name
+    }
     assert theirs.keys() == gradients.keys()
     for name, gradient in gradients.items():
         torch.testing.assert_close(theirs[name], gradient, atol=1e-5, rtol=1e-4)
@@ -129,7 +131,7 @@ def test_critic_is_that_of_native_layers_and_comes_back(name: str, tmp_path: Pat
         if rank["values"] is not None:
             torch.testing.assert_close(rank["values"], native[0]["values"], atol=1e-5, rtol=0)
     for state, atol in (("before", 0.0), ("after", 1e-5)):
-        expected, found = saved(tmp_path / "native" / state), saved(tmp_path / "bridge" / state)
-        assert expected.keys() == found.keys()
+        expected, actual = saved(tmp_path / "native" / state), saved(tmp_path / "bridge" / state)
+        assert expected.keys() == actual.keys()
         for key, value in expected.items():
-            torch.testing.assert_close(found[key], value, atol=atol, rtol=0)
+            torch.testing.assert_close(actual[key], value, atol=atol, rtol=0)

@@ -41,11 +41,15 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Refer
 def test_scores_gradients_and_weights_are_those_of_transformers(
     name: str, layout: str, reference: Callable[[str], Reference]
 ) -> None:
-    found = reference(name).differences(LAYOUTS[layout], packed=False)
-    exact = {quantity: found.pop(quantity) for quantity in ("load", "export", "generation") if quantity in found}
+    differences = reference(name).differences(LAYOUTS[layout], packed=False)
+    exact = {
+        quantity: differences.pop(quantity) for quantity in ("load", "export", "generation") if quantity in differences
+    }
     assert set(exact.values()) == {0.0}
-    found["gradients"] /= max(float(each.abs().max()) for each in reference(name).computed["gradients"].values())
-    assert max(found.values()) < 5e-5, found
+    differences["gradients"] /= max(
+        float(gradient.abs().max()) for gradient in reference(name).computed["gradients"].values()
+    )
+    assert max(differences.values()) < 5e-5, differences
 
 
 def loaded(path: Path, **changes: Any) -> None:

@@ -60,8 +60,8 @@ def test_each_group_has_the_coordinates_that_megatron_reports(
 def test_rank_zero_listens_on_the_port_reserved_for_it(critic: MegatronRayWorkerGroup) -> None:
     """The store of torch.distributed is bound to this port; without it no rank would find the others."""
     met = critic.rendezvous()
-    assert [(each["rank"], each["world_size"]) for each in met] == [(rank, 4) for rank in range(4)]
-    assert len({each["pid"] for each in met}) == 4
+    assert [(process["rank"], process["world_size"]) for process in met] == [(rank, 4) for rank in range(4)]
+    assert len({process["pid"] for process in met}) == 4
 
 
 def test_a_step_runs_through_both_groups(actor: MegatronRayWorkerGroup, critic: MegatronRayWorkerGroup) -> None:

@@ -82,13 +82,13 @@ def test_roles_hand_over_their_memory_and_compute_the_same(fused: bool, expected
         for group in roles.values():
             group.init_model()
             stage.devices.add(group, pool)
-        found = step(roles, stage)
+        actual = step(roles, stage)
         assert roles["critic"].offload() == [0]  # the last stage is the actor's, so the critic has left
         freed = roles["actor"].offload(["optimizer"]), roles["actor"].offload(["params"])
         memory = stage.take_memory()
         names = {role: group.name for role, group in roles.items()}
     for name, values in expected.items():
-        torch.testing.assert_close(found[name], values, atol=1e-6, rtol=0)
+        torch.testing.assert_close(actual[name], values, atol=1e-6, rtol=0)
     assert freed[0] == [0] and freed[1][0] > 0  # scoring needs the weights only
     stages = {"actor": ("generate", "update_actor", "reference", "log-probs"), "critic": ("update_critic", "values")}
     metrics = {f"memory/{names[role]}/{of}/resident_gb" for role, several in stages.items() for of in several}

@@ -38,10 +38,10 @@ def test_a_curve_has_the_steps_with_validation(tmp_path):
 
 def test_the_runs_on_and_off_policy_differ_in_the_staleness_alone():
     on_policy, *others = (read_run_config(CONFIG, [*ONE_PROCESS, *settings]) for settings in SETTINGS.values())
-    assert [each.trainer.max_staleness for each in (on_policy, *others)] == [0, 1, 2, 2, 2, 4, 4, 4]
+    assert [config.trainer.max_staleness for config in (on_policy, *others)] == [0, 1, 2, 2, 2, 4, 4, 4]
     changed = {"max_staleness": 0, "asynchronous": on_policy.trainer.asynchronous}
-    for each in others:
-        assert dataclasses.replace(each, trainer=dataclasses.replace(each.trainer, **changed)) == on_policy
+    for config in others:
+        assert dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, **changed)) == on_policy
     assert on_policy.rollout == on_policy.actor_rollout_ref
 
 

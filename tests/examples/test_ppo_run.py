@@ -57,16 +57,6 @@ def test_a_short_run_leaves_config_metrics_events_curves_and_checkpoint(tmp_path
 
 
 @pytest.mark.timeout(300)
-def test_the_run_one_step_off_policy_trains_on_responses_of_the_policy_before(tmp_path, ray_cluster):
-    verb = [sys.executable, "-m", "mcontroller", "train", "examples/ppo/one_step_off.yaml", f"run_dir={tmp_path}"]
-    short = ["trainer.total_training_steps=3", "data.train_batch_size=8", "actor_rollout_ref.ppo_mini_batch_size=64"]
-    done = subprocess.run([*verb, *SMALL, *short, on_the_tests_ray()], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [line["training/staleness_mean"] for line in lines if "training/staleness_mean" in line] == [0, 1, 1]
-
-
-@pytest.mark.timeout(300)
 def test_ctrl_c_ends_every_process_of_the_run(tmp_path):
     run = start(f"run_dir={tmp_path}", "trainer.total_training_steps=100000")
     assert run.stdout is not None

@@ -169,9 +169,9 @@ def test_the_example_trains_on_its_own_tokens_alone(
     for batch in batches:
         inside = batch.batch["attention_mask"][:, -16:]
         columns = (batch.batch["responses"], batch.batch["response_mask"], inside)
-        for tokens, own, kept in zip(*(column.tolist() for column in columns), strict=True):
+        for tokens, sampled, kept in zip(*(column.tolist() for column in columns), strict=True):
             turn: list[int] = []
-            holes = [at for at, mine in enumerate(own) if kept[at] and not mine]
+            holes = [at for at, mine in enumerate(sampled) if kept[at] and not mine]
             while holes:
                 turn = tokens[: holes[0]]
                 expected = calculator.output(turn)

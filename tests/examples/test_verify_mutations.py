@@ -25,6 +25,6 @@ def test_faults_of_the_loss_are_found_and_located(capsys: pytest.CaptureFixture[
 
 def test_every_place_is_changed_in_three_ways() -> None:
     actual = list(mutations.mutations("megatron.core.distributed.finalize_model_grads"))
-    assert {each.how for each in actual} == {"remove", "double", "move"} and len(actual) > 12
+    assert {mutation.how for mutation in actual} == {"remove", "double", "move"} and len(actual) > 12
     text = "_allreduce_embedding_grad: remove collective torch.distributed.all_reduce(grad"
-    assert any(text in str(each) for each in actual)
+    assert any(text in str(mutation) for mutation in actual)

@@ -50,10 +50,8 @@ CHOSEN: dict[str, tuple[str, ...]] = {
         "tests/fake_cuda/test_trace_times.py",
     ),
     "tensors of every axis in NCCL's collectives, with each kind of rows and of model": (
-        f"{_MATRIX}[TP2 x PP2 x CP2 with SP, packed, by tokens, float32]",
         f"{_MATRIX}[PP2 with VPP2 x EP2, recomputation, router losses, float32]",
         f"{_MATRIX}[PP2 x DP2, distributed optimizer with overlap, bfloat16]",
-        f"{_MATRIX}[PP2, tied embeddings, bfloat16]",
         f"{_MATRIX}[CP2, learned positions, packed, float32]",
         "tests/workers/train/test_packed.py::test_packed_rows_have_the_results_of_padded_ones[pp2-vpp2-dp2-0]",
         "tests/workers/test_roles.py::test_two_roles_of_different_layouts_share_processes",

@@ -59,7 +59,7 @@ def read(file: str, folder: Path | None) -> bytes:
 def schema_of(definition: bytes) -> dict[str, Any]:
     """Return the schema of version v1 of a custom resource, in which an unknown field is an error."""
     versions = yaml.load(definition, yaml.CSafeLoader)["spec"]["versions"]
-    [schema] = [each["schema"]["openAPIV3Schema"] for each in versions if each["name"] == "v1"]
+    [schema] = [version["schema"]["openAPIV3Schema"] for version in versions if version["name"] == "v1"]
     schema = without_unknown_fields(schema)
     schema["properties"]["metadata"] = {"type": "object"}  # every object has its fields
     return schema
@@ -68,7 +68,7 @@ def schema_of(definition: bytes) -> dict[str, Any]:
 def without_unknown_fields(schema: Any) -> Any:
     """Return the schema with ``additionalProperties: false`` wherever it lists the fields of an object."""
     if isinstance(schema, list):
-        return [without_unknown_fields(each) for each in schema]
+        return [without_unknown_fields(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
     strict = {key: without_unknown_fields(value) for key, value in schema.items()}

@@ -106,8 +106,8 @@ def test_an_unknown_field_is_an_error() -> None:
 
 def pins(path: str) -> dict[str, str]:
     """Return the pinned versions of a requirements file for Python 3.11, by normalized name."""
-    found = {}
+    versions = {}
     for line in (ROOT / path).read_text().splitlines():
         if match := re.fullmatch(r"([\w.-]+)(?:\[[\w,-]+\])?={2,3}([\w.]+)(?:; python_version < .*)?", line):
-            found[re.sub(r"[-_.]+", "-", match[1]).lower()] = match[2]
-    return found
+            versions[re.sub(r"[-_.]+", "-", match[1]).lower()] = match[2]
+    return versions

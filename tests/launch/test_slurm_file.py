@@ -24,5 +24,5 @@ def test_a_driver_that_was_killed_is_started_again(status: int, stopped: str, re
     text = (ROOT / "launch" / "slurm.sbatch").read_text()
     decision = text[text.index('reason=""') : text.index("lost=$(")]
     given = f"status={status}; stopped={stopped}\n{decision}\necho -n $reason"
-    found = subprocess.run(["bash", "-euc", given], capture_output=True, text=True, check=False)
-    assert found.stdout == reason
+    finished = subprocess.run(["bash", "-euc", given], capture_output=True, text=True, check=False)
+    assert finished.stdout == reason

@@ -52,6 +52,6 @@ def numbered(rows: int, **meta_info: object) -> DataProto:
 
 def numbers(batch: DataProto) -> list[int]:
     """Return the numbers of ``numbered`` rows, and check them against their names."""
-    found = batch.batch["n"].tolist()
-    assert batch.non_tensor_batch["name"].tolist() == [str(row) for row in found]
-    return found
+    rows = batch.batch["n"].tolist()
+    assert batch.non_tensor_batch["name"].tolist() == [str(row) for row in rows]
+    return rows

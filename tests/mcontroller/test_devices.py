@@ -42,8 +42,7 @@ def test_ranks_are_on_the_cpu_if_torch_sees_no_gpu(monkeypatch: pytest.MonkeyPat
 def test_more_ranks_than_gpus_are_rejected_on_every_rank(two_gpus: list[torch.device], local_rank: int) -> None:
     with pytest.raises(ResourceError) as caught:
         device_of_rank(local_rank, 3)
-    assert "has 3 ranks on this node" in str(caught.value)
-    assert f"local rank {local_rank} can see 2 (CUDA_VISIBLE_DEVICES is '4,5')" in str(caught.value)
+    assert (caught.value.local_rank, caught.value.local_world_size, caught.value.visible) == (local_rank, 3, 2)
 
 
 def test_a_process_chooses_its_device_before_its_worker_is_made(
@@ -94,10 +93,8 @@ def test_a_rank_with_a_driver_and_no_gpu_for_torch_is_rejected_in_one_line(
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     with pytest.raises(ResourceError) as caught:
         choose_device(0)
-    message = str(caught.value)
-    assert f"torch {torch.__version__}" in message
-    assert f"Kernel Module  550.54.15 and CUDA_VISIBLE_DEVICES=GPU-7: {reason}." in message
-    assert "\n" not in message
+    assert (caught.value.torch, caught.value.visible) == (torch.__version__, "GPU-7")
+    assert caught.value.driver.endswith("550.54.15") and reason in str(caught.value)
 
 
 def test_a_rank_without_a_driver_computes_on_the_cpu_with_a_warning(
@@ -126,12 +123,12 @@ def test_every_bundle_has_its_gpu() -> None:
 class Nvml:
     """The driver's library on a machine whose GPUs have these compute capabilities."""
 
-    def __init__(self, *found: tuple[int, int]) -> None:
-        self.found = found
+    def __init__(self, *capabilities: tuple[int, int]) -> None:
+        self.capabilities = capabilities
         self.nvmlInit_v2 = self.nvmlShutdown = lambda: 0
 
     def nvmlDeviceGetCount_v2(self, count: Any) -> int:
-        count._obj.value = len(self.found)
+        count._obj.value = len(self.capabilities)
         return 0
 
     def nvmlDeviceGetHandleByIndex_v2(self, index: Any, device: Any) -> int:
@@ -139,13 +136,13 @@ class Nvml:
         return 0
 
     def nvmlDeviceGetCudaComputeCapability(self, device: Any, major: Any, minor: Any) -> int:
-        major._obj.value, minor._obj.value = self.found[device.value - 1]
+        major._obj.value, minor._obj.value = self.capabilities[device.value - 1]
         return 0
 
 
-@pytest.mark.parametrize(("found", "least"), [([], None), ([(10, 0)], (10, 0)), ([(9, 0), (8, 6)], (8, 6))])
+@pytest.mark.parametrize(("capabilities", "least"), [([], None), ([(10, 0)], (10, 0)), ([(9, 0), (8, 6)], (8, 6))])
 def test_the_least_compute_capability_is_read_without_cuda(
-    found: list[tuple[int, int]], least: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
+    capabilities: list[tuple[int, int]], least: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: Nvml(*found))
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: Nvml(*capabilities))
     assert compute_capability() == least

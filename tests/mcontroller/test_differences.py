@@ -80,7 +80,7 @@ def test_expert_axes_are_part_of_the_coordinates() -> None:
 
 def test_a_future_says_how_to_get_its_result() -> None:
     future = mock_worker_group(Plain, ParallelLayout(2)).later("x")
-    for use in (len, list, lambda each: each[0]):
+    for use in (len, list, lambda outputs: outputs[0]):
         with pytest.raises(DispatchError):
             use(future)
     assert future and future.get() == ["x", "x"]

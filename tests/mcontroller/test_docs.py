@@ -95,9 +95,9 @@ def test_commands_are_well_formed(tmp_path: Path) -> None:
 def test_the_table_of_states_has_the_status_lines_of_files() -> None:
     readme = (ROOT / "README.md").read_text()
     files = [path for folder in ("launch", *PACKAGES) for path in (ROOT / folder).rglob("*") if path.suffix != ".pyc"]
-    found = [line for path in files if path.is_file() for line in STATUS.findall(path.read_text())]
-    assert len(found) >= 10
-    assert [line for line in found if f"| {line}" not in readme] == []
+    statuses = [line for path in files if path.is_file() for line in STATUS.findall(path.read_text())]
+    assert len(statuses) >= 10
+    assert [line for line in statuses if f"| {line}" not in readme] == []
 
 
 @pytest.mark.parametrize("page", PAGES)

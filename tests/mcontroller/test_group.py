@@ -32,11 +32,11 @@ from tests.mcontroller.groups import group_on, method, topology_of
 
 class Model(Worker):
     def __init__(self) -> None:
-        self.seen: list[Any] = []
+        self.received: list[Any] = []
 
     @register(Dispatch.MEGATRON_COMPUTE_PROTO)
     def compute(self, batch: DataProto, scale: float = 1.0, other: DataProto | None = None) -> DataProto:
-        self.seen.append((batch, scale, other))
+        self.received.append((batch, scale, other))
         return batch
 
     @register(Dispatch.MEGATRON_COMPUTE_PROTO)
@@ -71,7 +71,7 @@ class Model(Worker):
         return value
 
     @register()
-    def each(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    def arguments(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         return self.rank, args, kwargs
 
     @register(Dispatch.MEGATRON_PP_ONLY)
@@ -122,7 +122,7 @@ def test_replicas_of_a_shard_get_the_same_arguments_object() -> None:
     assert len(set(map(id, group.executor.last_arguments.values()))) == 2
     group.where(torch.ones(3))
     assert len(set(map(id, group.executor.last_arguments.values()))) == 1
-    group.each([numbered(1)] * 8)
+    group.arguments([numbered(1)] * 8)
     assert len(set(map(id, group.executor.last_arguments.values()))) == 1
 
 
@@ -171,7 +171,7 @@ def test_zero_loss_padding_rows_have_no_loss_mask() -> None:
     group, batch = group_of(), numbered(3)
     batch.batch["response_mask"] = torch.ones(3, 2)
     group.compute.options(padding="zero_loss")(batch)
-    masks = [worker.seen[0][0].batch["response_mask"].sum(1).tolist() for worker in group.executor.workers]
+    masks = [worker.received[0][0].batch["response_mask"].sum(1).tolist() for worker in group.executor.workers]
     assert masks == [[2, 0]] * 2 + [[2, 2]] * 2 + [[2, 0]] * 2 + [[2, 2]] * 2
     with pytest.raises(DispatchError) as raised:
         group.compute.options(padding="zero_loss")(numbered(3))
@@ -181,7 +181,7 @@ def test_zero_loss_padding_rows_have_no_loss_mask() -> None:
 def test_no_rank_is_left_without_a_row_when_there_are_fewer_rows_than_shards() -> None:
     group = group_of()
     assert numbers(group.compute(numbered(1))) == [0]
-    assert [numbers(worker.seen[0][0]) for worker in group.executor.workers] == [[0]] * 8
+    assert [numbers(worker.received[0][0]) for worker in group.executor.workers] == [[0]] * 8
 
 
 def test_shards_do_not_share_meta_info_or_memory_with_the_batch() -> None:
@@ -198,17 +198,17 @@ def test_metrics_of_all_data_parallel_ranks_are_kept_though_their_keys_differ() 
 
 
 def test_a_batch_of_meta_info_alone_goes_to_every_shard_and_comes_back() -> None:
-    asked = DataProto(meta_info={"temperature": 0.5})
+    settings = DataProto(meta_info={"temperature": 0.5})
     group = group_of()
-    assert group.compute(asked) == asked
-    assert all(worker.seen[0][0] == asked for worker in group.executor.workers)
+    assert group.compute(settings) == settings
+    assert all(worker.received[0][0] == settings for worker in group.executor.workers)
 
 
 def test_a_batch_that_asks_for_padding_has_equal_shards() -> None:
     batch = DataProto.from_dict({"n": torch.arange(5)}, auto_padding=True)
     group = group_of()
     assert group.compute(batch).batch["n"].tolist() == [0, 1, 2, 3, 4]
-    assert [len(worker.seen[0][0]) for worker in group.executor.workers] == [3] * 8
+    assert [len(worker.received[0][0]) for worker in group.executor.workers] == [3] * 8
 
 
 def test_rows_may_be_dropped_by_a_method_when_nothing_has_to_be_undone() -> None:
@@ -237,7 +237,7 @@ def test_one_to_all_with_execute_rank_zero_returns_the_value_itself() -> None:
 
 def test_a_tuple_is_one_value_of_a_rank_and_entries_of_shards() -> None:
     with pytest.raises(DispatchError) as raised:
-        group_of().each(tuple("abcdefgh"))
+        group_of().arguments(tuple("abcdefgh"))
     assert (raised.value.argument, raised.value.expected) == (0, 8)
     group = group_on(topology_of(4, tp=2))
     assert method(group, "rank_and_arguments", Dispatch.MEGATRON_COMPUTE)(("a", "b"))[1] == (2, ("b",), {})
@@ -246,14 +246,14 @@ def test_a_tuple_is_one_value_of_a_rank_and_entries_of_shards() -> None:
 @pytest.mark.parametrize("value", ["path", [1, 2], numbered(8)])
 def test_anything_but_a_list_of_one_entry_per_rank_is_rejected(value: Any) -> None:
     with pytest.raises(DispatchError) as raised:
-        group_of().each(value)
+        group_of().arguments(value)
     assert raised.value.argument == 0 and raised.value.expected == 8
 
 
 def test_modes_work_with_keyword_arguments_only_and_with_none() -> None:
     group = group_of()
-    assert group.each(key=list(range(8)))[3] == (3, (), {"key": 3})
-    assert group.each()[3] == (3, (), {})
+    assert group.arguments(key=list(range(8)))[3] == (3, (), {"key": 3})
+    assert group.arguments()[3] == (3, (), {})
     assert numbers(group.compute(batch=numbered(3))) == [0, 1, 2]
     assert group.nothing() == DataProto()
     assert group.where()[7] == (7, (), {})
@@ -283,7 +283,7 @@ def test_async_methods_are_awaited_on_their_worker() -> None:
 def test_a_subset_of_ranks_can_be_called() -> None:
     group = group_of()
     assert [rank for rank, _, _ in group.where.options(ranks=[5, 1])()] == [1, 5]
-    assert group.each.options(ranks=[5, 1])(["a", "b"]) == [(1, ("a",), {}), (5, ("b",), {})]
+    assert group.arguments.options(ranks=[5, 1])(["a", "b"]) == [(1, ("a",), {}), (5, ("b",), {})]
     assert numbers(group.compute.options(ranks=[2, 3, 6, 7])(numbered(3))) == [0, 1, 2]
 
 
@@ -302,7 +302,7 @@ def test_balance_splits_tokens_evenly_and_keeps_the_callers_order() -> None:
     group, batch = group_of(), numbered(8)
     batch.batch["attention_mask"] = torch.arange(16) < torch.tensor([16, 1, 1, 1, 1, 1, 1, 10])[:, None]
     assert numbers(group.compute.options(balance="attention_mask")(batch)) == list(range(8))
-    tokens = {int(worker.seen[0][0].batch["attention_mask"].sum()) for worker in group.executor.workers}
+    tokens = {int(worker.received[0][0].batch["attention_mask"].sum()) for worker in group.executor.workers}
     assert tokens == {16}
     with pytest.raises(DispatchError) as raised:
         group.compute.options(balance="lengths")(batch)
@@ -313,7 +313,7 @@ def test_rows_of_one_label_stay_in_one_shard() -> None:
     group, batch = group_of(), numbered(6)
     batch.batch["prompt"] = torch.tensor([7, 8, 9, 7, 8, 7])
     assert numbers(group.compute.options(group_by="prompt")(batch)) == [0, 1, 2, 3, 4, 5]
-    shards = {tuple(numbers(worker.seen[0][0])) for worker in group.executor.workers}
+    shards = {tuple(numbers(worker.received[0][0])) for worker in group.executor.workers}
     assert shards == {(0, 3, 5), (1, 2, 4)}
     batch.batch["prompt"] = torch.zeros(6, 2)
     with pytest.raises(DispatchError) as raised:
@@ -326,7 +326,7 @@ def test_rows_of_each_label_are_balanced_by_themselves() -> None:
     batch.batch["tokens"] = torch.tensor([9, 8, 2, 1, 7, 7, 3, 3])
     batch.batch["step"] = torch.tensor([[0, 0], [0, 0], [0, 0], [0, 0], [0, 1], [0, 1], [0, 1], [0, 1]])
     assert numbers(group.compute.options(balance="tokens", within="step")(batch)) == list(range(8))
-    shards = {tuple(numbers(worker.seen[0][0])) for worker in group.executor.workers}
+    shards = {tuple(numbers(worker.received[0][0])) for worker in group.executor.workers}
     assert shards == {(0, 3, 4, 7), (1, 2, 5, 6)}
 
 
@@ -438,5 +438,5 @@ def test_explain_shows_which_rows_are_padding() -> None:
 
 def test_the_callers_errors_have_one_root() -> None:
     with pytest.raises(MControllerError) as raised:
-        group_of().each(3)
-    assert (raised.value.role, raised.value.method, raised.value.mode) == ("actor", "each", "ALL_TO_ALL")
+        group_of().arguments(3)
+    assert (raised.value.role, raised.value.method, raised.value.mode) == ("actor", "arguments", "ALL_TO_ALL")

@@ -268,10 +268,12 @@ def test_a_breakpoint_in_a_worker_stops_the_caller_once_for_each_rank(
     stops: list[tuple[int, int, bool]] = []
 
     def stop() -> None:
-        here = inspect.currentframe()
-        assert here is not None and here.f_back is not None
-        seen = here.f_back.f_locals
-        stops.append((seen["self"].rank, seen["value"], threading.current_thread() is threading.main_thread()))
+        frame = inspect.currentframe()
+        assert frame is not None and frame.f_back is not None
+        variables = frame.f_back.f_locals
+        stops.append(
+            (variables["self"].rank, variables["value"], threading.current_thread() is threading.main_thread())
+        )
 
     monkeypatch.setattr(sys, "breakpointhook", stop)
     assert LocalWorkerGroup(Stepped, 2).step(7) == [7, 7]

@@ -37,7 +37,7 @@ def test_an_axis_crosses_nodes_if_two_ranks_that_differ_on_it_alone_do(topology:
             (one, other)
             for one, other in itertools.combinations(range(topology.world_size), 2)
             if topology.nodes[one] != topology.nodes[other]  # type: ignore[index]
-            and all(topology.column(each)[one] == topology.column(each)[other] for each in others)
+            and all(topology.column(name)[one] == topology.column(name)[other] for name in others)
         }
         groups = reported.get(axis, ())
         assert bool(pairs) == bool(groups)
@@ -47,8 +47,8 @@ def test_an_axis_crosses_nodes_if_two_ranks_that_differ_on_it_alone_do(topology:
 @unhurried
 @given(topologies(), st.sets(st.sampled_from(LOCAL_AXES)))
 def test_what_is_allowed_is_left_out_and_the_rest_is_kept(topology: Topology, allowed: set[str]) -> None:
-    everything, found = locality(topology), locality(topology, allowed)
-    assert found.crossing == {axis: groups for axis, groups in everything.crossing.items() if axis not in allowed}
+    everything, rest = locality(topology), locality(topology, allowed)
+    assert rest.crossing == {axis: groups for axis, groups in everything.crossing.items() if axis not in allowed}
 
 
 @unhurried
@@ -56,8 +56,8 @@ def test_what_is_allowed_is_left_out_and_the_rest_is_kept(topology: Topology, al
 def test_an_axis_whose_groups_are_blocks_that_divide_a_node_is_not_reported(layout: ParallelLayout, count: int) -> None:
     fastest = layout.dense_axes[0]
     nodes = nodes_of(layout.world_size, layout.sizes[fastest] * count)
-    found = locality(Topology.from_layout(layout, nodes=nodes))
-    assert fastest not in found.crossing
+    report = locality(Topology.from_layout(layout, nodes=nodes))
+    assert fastest not in report.crossing
 
 
 def test_nothing_is_found_without_nodes_or_on_one_node() -> None:

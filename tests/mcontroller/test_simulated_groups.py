@@ -38,10 +38,10 @@ class WithoutGroups(Worker):
 
 def test_a_worker_without_megatron_groups_is_told_who_makes_them() -> None:
     group = simulated_worker_group(WithoutGroups, ParallelLayout(4, tp=2))
-    with pytest.raises(
-        WorkerError, match=r"not initialized; WithoutGroups has no groups.*derive it from workers\.Mega"
-    ):
+    with pytest.raises(WorkerError) as caught:
         group.rank_on_tp()
+    assert caught.value.method == "rank_on_tp"
+    assert "WithoutGroups" in caught.value.cause and "MegatronWorker" in caught.value.cause
 
 
 class Faulty(Worker):
@@ -146,19 +146,21 @@ def test_two_groups_take_turns(simulated_group: SimulatedGroupMaker) -> None:
 def test_a_deadlock_is_raised_by_the_call_and_breaks_the_group() -> None:
     before = threading.active_count()
     group = simulated_worker_group(Counter, 4, name="actor")
-    with pytest.raises(Deadlock, match=r"^rank 2 \(dp=2\) has ended, and rank 0 waits for it"):
+    with pytest.raises(Deadlock) as caught:
         group.skip(2)
-    with pytest.raises(GroupBroken, match="rank 2"):
+    assert str(caught.value).startswith("rank 2 (dp=2) ")
+    with pytest.raises(GroupBroken) as broken:
         group.total([1, 2, 3, 4])
+    assert broken.value.first_cause is caught.value
     group.shutdown()
     assert threading.active_count() == before
 
 
 def test_an_exception_is_a_worker_error_with_the_positions_of_other_ranks() -> None:
     group: Any = simulated_worker_group(Counter, 3, name="actor")
-    with pytest.raises(WorkerError, match=r"actor rank 1 .*ValueError: loss is nan") as caught:
+    with pytest.raises(WorkerError) as caught:
         group.fail(1)
-    assert caught.value.rank == 1
+    assert (caught.value.role, caught.value.rank, caught.value.cause) == ("actor", 1, "ValueError: loss is nan")
     assert "rank 0 (dp=0): barrier()" in caught.value.worker_traceback
 
 
@@ -166,23 +168,23 @@ def test_an_exception_is_a_worker_error_with_the_positions_of_other_ranks() -> N
 @pytest.mark.simulated
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize(
-    ("method", "kind", "message"),
+    ("method", "kind", "named"),
     [
-        ("other_shape", CollectiveMismatch, "different shapes"),
-        ("other_order_of_groups", CollectiveMismatch, "new_group has different ranks"),
-        ("not_a_member", NonMemberError, "rank 1 (dp=1) calls all_reduce on a group that it is not a member of"),
-        ("changed_before_the_wait", AsyncAccessError, "rank 1 (dp=1): all_reduce(float32[2], op=SUM)"),
-        ("unequal_parameters", Disagreement, "parameters 'weight' differ; equal on ranks [0, 2, 3] only"),
-        ("equal_seeds", Disagreement, "seeds are equal, and must differ"),
-        ("one_call_more", UnfinishedCalls, "rank 1 (dp=1) did not make a call that others made"),
-        ("thread", UnsupportedError, "all_reduce in the thread 'prefetch'"),
-        ("stream", UnsupportedError, "rank 0 (dp=0) creates a torch.cuda.Stream"),
-        ("fork", UnsupportedError, "rank 0 (dp=0) forks this process"),
+        ("other_shape", CollectiveMismatch, "[3]"),
+        ("other_order_of_groups", CollectiveMismatch, "new_group([2, 3])"),
+        ("not_a_member", NonMemberError, "rank 1 (dp=1)"),
+        ("changed_before_the_wait", AsyncAccessError, "rank 1 (dp=1)"),
+        ("unequal_parameters", Disagreement, "[0, 2, 3]"),
+        ("equal_seeds", Disagreement, "seeds"),
+        ("one_call_more", UnfinishedCalls, "rank 1 (dp=1)"),
+        ("thread", UnsupportedError, "'prefetch'"),
+        ("stream", UnsupportedError, "torch.cuda.Stream"),
+        ("fork", UnsupportedError, "rank 0 (dp=0)"),
         ("interrupted", KeyboardInterrupt, ""),
     ],
 )
 def test_a_bug_of_a_worker_is_reported_and_leaves_nothing_behind(
-    method: str, kind: type[BaseException], message: str
+    method: str, kind: type[BaseException], named: str
 ) -> None:
     before = state_of_this_process()
     with simulated_worker_group(Faulty, 4) as group:
@@ -192,7 +194,7 @@ def test_a_bug_of_a_worker_is_reported_and_leaves_nothing_behind(
         with pytest.raises(GroupBroken):
             group.other_shape()
     assert type(caught.value) is kind
-    assert message in str(caught.value)
+    assert named in str(caught.value)
     assert state_of_this_process() == before
 
 
@@ -204,11 +206,12 @@ def test_changes_before_the_wait_are_allowed_without_their_check(simulated_group
 @pytest.mark.simulated
 def test_a_constructor_that_fails_leaves_nothing_behind() -> None:
     before = state_of_this_process()
-    with pytest.raises(WorkerError, match="unknown"):
+    with pytest.raises(WorkerError) as caught:
         simulated_worker_group(ClassWithInitArgs(Counter, unknown=2), 4)
+    assert caught.value.cause.startswith("TypeError")
     assert state_of_this_process() == before
 
 
 def test_arguments_next_to_a_class_with_arguments_are_rejected() -> None:
-    with pytest.raises(DispatchError, match="has its arguments"):
+    with pytest.raises(DispatchError):
         simulated_worker_group(ClassWithInitArgs(Counter, 1), 2, 3)

@@ -59,8 +59,8 @@ class Oracle:
 
     def coordinates(self, questions: list[tuple[int, int, dict[str, Any]]]) -> list[dict[str, dict[Any, Any]]]:
         """Indices, sizes and groups after initialize_model_parallel on (world_size, rank, arguments)."""
-        found: list[dict[str, dict[Any, Any]]] = self._ask("coordinates", questions)
-        return found
+        answers: list[dict[str, dict[Any, Any]]] = self._ask("coordinates", questions)
+        return answers
 
     def close(self) -> None:
         self._process.communicate(timeout=60)

@@ -97,8 +97,8 @@ def test_an_order_that_leaves_out_axes_of_size_one_is_megatrons(
 
 def test_layouts_are_rejected_if_and_only_if_megatron_rejects_them(oracle: Oracle) -> None:
     sizes = [
-        *((8, *each) for each in itertools.product((1, 2), (1, 2), (1, 2), (1, 2, 4), (1, 2))),
-        *((12, *each) for each in itertools.product((1, 3, 4), (1,), (1, 2), (1, 3), (1, 2))),
+        *((8, *row) for row in itertools.product((1, 2), (1, 2), (1, 2), (1, 2, 4), (1, 2))),
+        *((12, *row) for row in itertools.product((1, 3, 4), (1,), (1, 2), (1, 3), (1, 2))),
     ]
     orders = [*random.Random(0).sample(ORDERS, 24), "tp-dp-pp", "tp-pp-dp", "tp-ep-dp", "tp-cp-dp-pp", "pp-dp"]
     cases = list(itertools.product(sizes, orders))
@@ -158,8 +158,8 @@ def test_initialize_model_parallel_agrees_on_the_coordinates_of_every_rank(
     chosen = random.Random(layout.world_size).sample(range(layout.world_size), 3)
     ranks = sorted({0, 1, layout.world_size // 2, layout.world_size - 1, *chosen})
     answers = oracle.coordinates([(layout.world_size, rank, arguments_of(layout)) for rank in ranks])
-    for rank, found in zip(ranks, answers, strict=True):
-        assert found["indices"] == layout.coordinates(rank)
-        assert found["sizes"] == layout.sizes
-        for axes, group in found["groups"].items():
+    for rank, answer in zip(ranks, answers, strict=True):
+        assert answer["indices"] == layout.coordinates(rank)
+        assert answer["sizes"] == layout.sizes
+        for axes, group in answer["groups"].items():
             assert group == next(ours for ours in layout.groups(*axes) if rank in ours), axes

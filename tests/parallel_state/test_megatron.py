@@ -164,17 +164,17 @@ def test_threads_in_different_contexts_take_turns() -> None:
 def test_the_random_numbers_of_a_context_do_not_depend_on_others() -> None:
     def draws(disturbed: bool) -> list[torch.Tensor]:
         one, other = MegatronContext(TP2_PP2, seed=5), MegatronContext(TP4, seed=6)
-        drawn = []
+        numbers = []
         for _ in range(3):
             with one.activate():
                 with get_cuda_rng_tracker().fork():
-                    drawn.append(torch.rand(2))
-                drawn.append(torch.rand(2))
+                    numbers.append(torch.rand(2))
+                numbers.append(torch.rand(2))
             if disturbed:
                 torch.manual_seed(0)
                 with other.activate(), get_cuda_rng_tracker().fork():
                     torch.rand(7)
-        return drawn
+        return numbers
 
     alone, with_another = run_ranks(draws, 4, False), run_ranks(draws, 4, True)
     torch.testing.assert_close(alone, with_another, rtol=0, atol=0)
@@ -203,11 +203,11 @@ def arguments_of_contexts() -> list[tuple[str, str | None]]:
         other = MegatronContext(ParallelLayout(1))
         with other.activate():
             vars(training)["_GLOBAL_ARGS"] = "of the other"
-        found = []
+        settings = []
         for context in (one, other):
             with context.activate():
-                found.append((vars(training)["_GLOBAL_ARGS"], vars(training)["_GLOBAL_TIMERS"]))
-        return [*found, (vars(training)["_GLOBAL_ARGS"], vars(training)["_GLOBAL_TIMERS"])]
+                settings.append((vars(training)["_GLOBAL_ARGS"], vars(training)["_GLOBAL_TIMERS"]))
+        return [*settings, (vars(training)["_GLOBAL_ARGS"], vars(training)["_GLOBAL_TIMERS"])]
     finally:
         del sys.modules[training.__name__]
 

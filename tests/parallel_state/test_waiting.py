@@ -15,13 +15,13 @@ pytestmark = pytest.mark.processes
 def all_arrived(times: int) -> list[bool]:
     """Whether all ranks had arrived when this one went on, and whether the marks of earlier times are gone."""
     store, rank, ranks = c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
-    found = []
+    answers = []
     for number in range(times):
         store.set(f"{number}/{rank}", "here")
         wait_for_every_rank("work")
-        found.append(store.check([f"{number}/{other}" for other in range(ranks)]))
-        found.append(not store.check([f"mcontroller/wait/work/{number - 1}"]))
-    return found
+        answers.append(store.check([f"{number}/{other}" for other in range(ranks)]))
+        answers.append(not store.check([f"mcontroller/wait/work/{number - 1}"]))
+    return answers
 
 
 def test_ranks_go_on_when_all_have_arrived() -> None:

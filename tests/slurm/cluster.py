@@ -114,15 +114,15 @@ class SlurmCluster:
 
 def processes_with(variables: Sequence[str]) -> list[int]:
     """Return the ids of the processes that have all of these environment variables, as ``NAME=value``."""
-    found = []
+    processes = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             environment = (entry / "environ").read_bytes().decode(errors="replace").split("\0")
         except OSError:  # it ended meanwhile
             continue
         if all(variable in environment for variable in variables):
-            found.append(int(entry.name))
-    return found
+            processes.append(int(entry.name))
+    return processes
 
 
 def parents_of(pids: list[int]) -> set[int]:

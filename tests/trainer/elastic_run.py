@@ -48,7 +48,7 @@ def main(directory: str) -> None:
         trainer.init_workers()
         trainer.fit()
     events = [json.loads(line) for line in (Path(directory) / FAILURES).read_text().splitlines()]
-    recorded = {"steps": loss.steps, "events": [[each["kind"], each["message"]] for each in events]}
+    recorded = {"steps": loss.steps, "events": [[event["kind"], event["message"]] for event in events]}
     sys.stdout.write(json.dumps(recorded) + "\n")
     sys.stdout.flush()
     ray.shutdown()

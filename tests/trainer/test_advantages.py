@@ -64,8 +64,8 @@ def test_gae_of_a_response_computed_by_hand():
 def test_with_lambda_one_the_returns_are_the_future_rewards_for_any_critic():
     rewards = torch.tensor([[1.0, 2.0, 3.0]])
     returns = [compute_gae(rewards, values, torch.ones(1, 3), 1.0, 1.0)[1] for values in torch.randn(2, 1, 3)]
-    for each in returns:
-        torch.testing.assert_close(each, torch.tensor([[6.0, 5.0, 3.0]]))
+    for row in returns:
+        torch.testing.assert_close(row, torch.tensor([[6.0, 5.0, 3.0]]))
 
 
 def test_whitened_advantages_have_mean_0_and_variance_1_over_the_tokens_alone():

@@ -25,8 +25,8 @@ def test_collate_stacks_tensors_and_keeps_other_objects():
 def test_every_pass_has_every_row_once_in_a_new_order():
     stream = BatchStream(rows(12), 4, seed=5)
     passes = [[name for k in range(3) for name in names(stream[3 * number + k])] for number in range(3)]
-    assert all(sorted(each) == sorted(f"row {number}" for number in range(12)) for each in passes)
-    assert len({tuple(each) for each in passes}) == 3
+    assert all(sorted(rows_of_pass) == sorted(f"row {number}" for number in range(12)) for rows_of_pass in passes)
+    assert len({tuple(rows_of_pass) for rows_of_pass in passes}) == 3
 
 
 def test_batch_k_does_not_depend_on_the_batches_taken_before():

@@ -93,7 +93,7 @@ def test_a_batch_that_finds_the_disk_full_is_an_error_of_the_system(disk: Path) 
     fill(disk)
     with pytest.raises(OSError, match=rf"cannot write {disk}/batch: .*{FULL}"):
         DataProto.from_dict({"responses": torch.zeros(64, 64)}).save_to_disk(disk / "batch")
-    assert [found.name for found in disk.iterdir()] == ["other"]
+    assert [entry.name for entry in disk.iterdir()] == ["other"]
 
 
 class Background(ToyActor):

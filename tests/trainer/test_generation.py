@@ -48,9 +48,9 @@ def test_rows_of_a_rollout_function_may_have_prompts_of_another_width():
     with toy_trainer(toy_config(1), rollout_fn=rollout_fn, train_dataset=different(96), val_dataset=None) as trainer:
         trainer.init_workers()
         problems = trainer.draw()
-        asked = problems.batch["input_ids"][:, -1]
+        letters = problems.batch["input_ids"][:, -1]
         batch, _, metrics = experience(trainer, problems)
-    assert batch.non_tensor_batch["asked"].tolist() == asked.repeat_interleave(2).tolist()
+    assert batch.non_tensor_batch["asked"].tolist() == letters.repeat_interleave(2).tolist()
     assert len(batch) == 96 and metrics["train/accuracy"] == pytest.approx(
-        float((batch.batch["responses"].flatten() == (asked.repeat_interleave(2) + 1) % LETTERS).float().mean())
+        float((batch.batch["responses"].flatten() == (letters.repeat_interleave(2) + 1) % LETTERS).float().mean())
     )

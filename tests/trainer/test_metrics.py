@@ -89,7 +89,7 @@ def test_groups_dropped_by_an_early_draw_are_counted(tmp_path: Path) -> None:
     dropped = [event for event in events if event["event"] == "dropped"]
     assert max(step["dynamic_sampling/batches"] for step in steps) > 1
     assert (
-        sum(step["asynchronous/dropped_groups"] for step in steps) == sum(len(each["groups"]) for each in dropped) > 0
+        sum(step["asynchronous/dropped_groups"] for step in steps) == sum(len(drop["groups"]) for drop in dropped) > 0
     )
     assert sum(step["asynchronous/dropped_tokens"] for step in steps) == sum(event["tokens"] for event in dropped)
     assert all(0 <= step["asynchronous/trainer_waited"] <= 1 for step in steps)

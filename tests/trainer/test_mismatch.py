@@ -66,14 +66,14 @@ def test_weights_equal_their_formula(level, mode, off_policy_mask):
     advantages = np.repeat(chance.normal(size=(24, 1)).astype(np.float32), 9, 1)
     expected = np.zeros((24, 9))
     for row in range(24):
-        own = mask[row] == 1
-        log_ratio = (policy - rollout)[row, own].astype(np.float64)
+        counted = mask[row] == 1
+        log_ratio = (policy - rollout)[row, counted].astype(np.float64)
         sums = {"token": log_ratio, "sequence": log_ratio.sum(), "geometric": log_ratio.mean()}
-        ratio = np.exp(sums[level]) * np.ones(own.sum())
+        ratio = np.exp(sums[level]) * np.ones(counted.sum())
         limits = {"truncate": np.minimum(ratio, 1.3), "decoupled": ratio}
         limits["mask"] = np.where((ratio >= 0.8) & (ratio <= 1.3), ratio, 0.0)
         masked = off_policy_mask is not None and advantages[row, 0] < 0 and -log_ratio.mean() > off_policy_mask
-        expected[row, own] = 0.0 if masked else limits[mode]
+        expected[row, counted] = 0.0 if masked else limits[mode]
     tensors = {"old_log_probs": policy, "rollout_log_probs": rollout, "response_mask": mask, "advantages": advantages}
     data = DataProto.from_dict({name: torch.from_numpy(value) for name, value in tensors.items()})
     limited = {"threshold": 1.3} if mode != "decoupled" else {}

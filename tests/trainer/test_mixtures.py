@@ -26,7 +26,7 @@ def named(name: str, count: int) -> list[dict[str, Any]]:
     return [{"x": torch.tensor(number), "name": f"{name}{number}"} for number in range(count)]
 
 
-def drawn(stream: BatchStream, batches: range) -> list[str]:
+def names_of(stream: BatchStream, batches: range) -> list[str]:
     return [name for index in batches for name in stream[index].non_tensor_batch["name"]]
 
 
@@ -35,29 +35,29 @@ def test_the_rows_of_a_mixture_have_the_ratio_of_its_weights(
     weights: dict[str, float], shares: tuple[float, ...]
 ) -> None:
     mixture = Mixture({"a": named("a", 10), "b": named("b", 4)}, weights)
-    names = drawn(BatchStream(mixture, 4, seed=3), range(20))
+    names = names_of(BatchStream(mixture, 4, seed=3), range(20))
     for end in range(1, 81):
         counts = Counter(name[0] for name in names[:end])
         assert abs(counts["a"] - shares[0] * end) <= 1 and abs(counts["b"] - shares[1] * end) <= 1
     for name, size in (("a", 10), ("b", 4)):
-        of_set = [each for each in names if each[0] == name]
+        of_set = [row for row in names if row[0] == name]
         passes = [of_set[start : start + size] for start in range(0, len(of_set) - size + 1, size)]
-        assert all(len(set(each)) == size for each in passes) and len({tuple(each) for each in passes}) > 1
+        assert all(len(set(rows)) == size for rows in passes) and len({tuple(rows) for rows in passes}) > 1
 
 
 def test_a_mixture_resumes_with_another_batch_size_at_its_next_row() -> None:
     mixture = Mixture({"a": named("a", 10), "b": named("b", 4)}, {"a": 1.0, "b": 1.0})
     whole, first, second = (BatchStream(mixture, size, seed=3) for size in (6, 6, 4))
     second.resume(3, first.position(3))
-    assert drawn(first, range(3)) + drawn(second, range(3, 9)) == drawn(whole, range(7))
+    assert names_of(first, range(3)) + names_of(second, range(3, 9)) == names_of(whole, range(7))
     assert [mixture[index]["name"] for index in (0, 9, 10, 13)] == ["a0", "a9", "b0", "b3"]
 
 
 def test_rows_that_wait_are_read_first_and_the_position_is_the_rest() -> None:
     rows = named("r", 40)
-    stream, in_order = BatchStream(rows, 4, seed=1), drawn(BatchStream(rows, 40, seed=1), range(1))
+    stream, in_order = BatchStream(rows, 4, seed=1), names_of(BatchStream(rows, 40, seed=1), range(1))
     stream.resume(7, 20, pending=[3, 5, 11, 12, 17], earlier={2: [8, 9]})
-    assert [in_order.index(name) for name in drawn(stream, range(7, 10))] == [3, 5, 11, 12, 17, *range(20, 27)]
+    assert [in_order.index(name) for name in names_of(stream, range(7, 10))] == [3, 5, 11, 12, 17, *range(20, 27)]
     assert [(stream.position(index), [*stream.pending(index)]) for index in range(7, 11)] == [
         (20, [3, 5, 11, 12, 17]),
         (20, [17]),

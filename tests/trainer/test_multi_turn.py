@@ -28,7 +28,7 @@ class Policy(RoleWorker):
     """
 
     def __init__(self, script):
-        self.script, self.asked, self.calls = script, [], 0
+        self.script, self.contexts, self.calls = script, [], 0
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def generation_limits(self):
@@ -56,7 +56,7 @@ class Policy(RoleWorker):
             assert attention[row].tolist() == sorted(attention[row].tolist()), "padded on the left"
             turn = self.script[tuple(context)][:longest]
             assert not set(turn[:-1]) & set(meta["eos_token_id"]), "a turn ends at the first stop token"
-            self.asked.append(context)
+            self.contexts.append(context)
             responses[row, : len(turn)] = torch.tensor(turn)
             mask[row, : len(turn)] = 1
             log_probs[row, : len(turn)] = -torch.tensor(turn) / 100.0
@@ -74,8 +74,10 @@ class Echo:
         self.shown = []
 
     def reply(self, conversations):
-        self.shown.append([(list(each.last_turn), each.problem["answer"]) for each in conversations])
-        return [[90, 50 + each.turns] for each in conversations]
+        self.shown.append(
+            [(list(conversation.last_turn), conversation.problem["answer"]) for conversation in conversations]
+        )
+        return [[90, 50 + conversation.turns] for conversation in conversations]
 
 
 def problems(n=1):
@@ -125,7 +127,7 @@ def test_the_mask_has_holes_exactly_at_the_tokens_of_the_environment():
 
 def test_every_turn_continues_the_exact_tokens_so_far():
     _, policy, _ = run(TWO_CALLS)
-    assert policy.asked == [FIRST, SECOND, TWO_CALLS[1][0], TWO_CALLS[2][0]]
+    assert policy.contexts == [FIRST, SECOND, TWO_CALLS[1][0], TWO_CALLS[2][0]]
 
 
 def test_the_batch_has_the_settings_of_the_problems_and_numbers_of_turns():
@@ -150,7 +152,7 @@ def test_responses_to_one_prompt_are_neighbors_and_go_on_on_their_own():
 def test_a_response_ends_after_the_last_turn_that_is_allowed():
     batch, policy, environment = run(TWO_CALLS, max_turns=2)
     assert batch.batch["responses"][0].tolist() == [31, CALL, 90, 51, 32, 33, CALL, PAD, PAD, PAD]
-    assert len(environment.shown) == 1 and len(policy.asked) == 3
+    assert len(environment.shown) == 1 and len(policy.contexts) == 3
     assert batch.batch["truncated"].tolist() == [True, False]
 
 
@@ -181,14 +183,14 @@ def test_a_turn_without_room_beside_another_goes_on_in_the_next_call():
     ]
     batch = problems()
     batch.batch["input_ids"][0], batch.batch["attention_mask"][0] = torch.tensor(wide), 1
-    found, _, _ = run(script, batch=batch)
-    assert found.batch["responses"].tolist() == [
+    rows, _, _ = run(script, batch=batch)
+    assert rows.batch["responses"].tolist() == [
         [31, 32, 33, 34, 35, CALL, 90, 51, 36, EOS],
         [41, CALL, 90, 51, 42, 43, 44, EOS, PAD, PAD],
     ]
-    assert found.batch["response_mask"][1].tolist() == [1, 1, 0, 0, 1, 1, 1, 1, 0, 0]
-    assert found.meta_info["metrics"]["multi_turn/turns_max"] == 2.0
-    assert found.batch["truncated"].tolist() == [False, False]
+    assert rows.batch["response_mask"][1].tolist() == [1, 1, 0, 0, 1, 1, 1, 1, 0, 0]
+    assert rows.meta_info["metrics"]["multi_turn/turns_max"] == 2.0
+    assert rows.batch["truncated"].tolist() == [False, False]
 
 
 def test_the_environment_can_end_a_response_and_reply_at_its_stop_token():
@@ -196,7 +198,7 @@ def test_the_environment_can_end_a_response_and_reply_at_its_stop_token():
         stop_token_ids = (EOS,)
 
         def reply(self, conversations):
-            return [None if each.turns > 1 else [90] for each in conversations]
+            return [None if conversation.turns > 1 else [90] for conversation in conversations]
 
     script = [(FIRST, [31, EOS]), ([*FIRST, 31, EOS, 90], [32, EOS]), (SECOND, [EOS]), ([*SECOND, EOS, 90], [EOS])]
     batch, _, _ = run(script, Once())

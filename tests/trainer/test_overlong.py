@@ -79,7 +79,7 @@ def test_groups_are_filtered_by_a_column_and_filled_up_in_order():
         return DataProto.from_dict(rows, {"uid": uids})
 
     def reward(accuracy):
-        samples = [{"accuracy": each} for each in accuracy]
+        samples = [{"accuracy": value} for value in accuracy]
         return Reward(torch.arange(4.0)[:, None], {"accuracy": accuracy}, samples)
 
     groups = GroupFilter(FilterGroupsConfig(enable=True, metric="accuracy", max_batches=2), 2)

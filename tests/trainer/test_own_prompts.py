@@ -48,7 +48,7 @@ def test_a_step_draws_again_for_prompts_that_an_episode_writes(tmp_path: Path) -
     """Only one problem of a batch has responses with other scores, so that a step draws as often as it may."""
     config, made = sliced_config(2, tmp_path), Batches()
     rule = dataclasses.replace(config.algorithm, filter_groups=FilterGroupsConfig(enable=True, max_batches=3))
-    rows = [{**each, "row": row} for row, each in enumerate(problems(48))]
+    rows = [{**problem, "row": row} for row, problem in enumerate(problems(48))]
     lines: list[dict[str, float]] = []
     tracker = type("Lines", (), {"log": lambda self, metrics, *_: lines.append(dict(metrics)), "close": print})()
     tracker.log_samples = lambda *_: None

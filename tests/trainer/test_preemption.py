@@ -56,8 +56,8 @@ def test_signal_saves_after_the_step_and_the_run_goes_on_to_the_same_weights(
     resumed = fit(tmp_path / "run", resume=True)
     assert CALLS.count("update_actor") == STEPS - 2
     for group in ("actor", "critic"):
-        expected, found = (made.groups[group].workers[0].table for made in (whole, resumed))
-        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        expected, actual = (made.groups[group].workers[0].table for made in (whole, resumed))
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
 def test_second_signal_stops_at_once(tmp_path: Path) -> None:

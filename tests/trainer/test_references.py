@@ -52,7 +52,7 @@ def trainer_of(config: Any = None, **others: Any) -> Any:
 
 def reading(*names: str) -> Any:
     def score(batch: DataProto) -> Any:
-        score.seen = set(batch.tensors())
+        score.columns = set(batch.tensors())
         return next_letter(batch)
 
     score.reads = names
@@ -62,14 +62,14 @@ def reading(*names: str) -> Any:
 def test_the_controller_has_columns_of_advantages_and_the_updates_get_all():
     with trainer_of(reward_fn=reading("responses")) as trainer:
         batch, _, _ = experience(trainer)
-        here = {"responses", "response_mask", "sequence_tokens", "prompt_numbers", "token_level_scores"}
+        local = {"responses", "response_mask", "sequence_tokens", "prompt_numbers", "token_level_scores"}
         away = {"input_ids", "attention_mask", "old_log_probs", "entropys", "values"}
-        assert set(batch.local_tensors()) == here and set(batch.tensor_names) == here | away
+        assert set(batch.local_tensors()) == local and set(batch.tensor_names) == local | away
         batch, _ = trainer.step.advantages(batch)
         computed = {"token_level_rewards", "advantages", "returns"}
-        assert set(batch.local_tensors()) == here | computed | {"values"}
+        assert set(batch.local_tensors()) == local | computed | {"values"}
         trainer.train_step(trainer.draw())
-    assert set(RECEIVED["actor"].tensors()) == set(RECEIVED["critic"].tensors()) == here | away | computed
+    assert set(RECEIVED["actor"].tensors()) == set(RECEIVED["critic"].tensors()) == local | away | computed
     received = RECEIVED["actor"].batch
     assert torch.equal(received["entropys"], received["old_log_probs"].abs())
 
@@ -90,8 +90,8 @@ def test_an_update_gets_no_column_that_its_worker_class_does_not_read():
         trainer.init_workers()
         trainer.fit()
     of_actor, of_critic = (RECEIVED[name].tensors() for name in ("actor", "critic"))
-    unread = {"entropys", "values", "token_level_scores", "token_level_rewards", "returns"}
-    assert of_critic.keys() - of_actor.keys() == unread
+    not_read = {"entropys", "values", "token_level_scores", "token_level_rewards", "returns"}
+    assert of_critic.keys() - of_actor.keys() == not_read
     assert all(torch.equal(column, of_critic[name]) for name, column in of_actor.items())
 
 
@@ -136,7 +136,7 @@ def test_the_experts_of_tokens_go_to_the_actor_alone():
         trainer.fit()
     assert ROUTED_EXPERTS in batch.tensor_names and ROUTED_EXPERTS not in batch.local_tensors()
     assert ROUTED_EXPERTS in recorded["log-probs"] and ROUTED_EXPERTS in RECEIVED["actor"].tensors()
-    others = (recorded["reference"], recorded["values"], set(RECEIVED["critic"].tensors()), every.seen)
+    others = (recorded["reference"], recorded["values"], set(RECEIVED["critic"].tensors()), every.columns)
     assert all("responses" in columns and ROUTED_EXPERTS not in columns for columns in others)
 
 
@@ -144,12 +144,12 @@ def test_a_reward_function_sees_the_columns_that_it_names_or_all():
     named = reading("responses")
     with trainer_of(reward_fn=named) as trainer:
         trainer.fit()
-    assert {"responses", "response_mask"} <= named.seen and "input_ids" not in named.seen
+    assert {"responses", "response_mask"} <= named.columns and "input_ids" not in named.columns
     every = reading()
     del every.reads
     with trainer_of(reward_fn=every) as trainer:
         trainer.fit()
-    assert {"responses", "response_mask", "input_ids", "attention_mask"} <= every.seen
+    assert {"responses", "response_mask", "input_ids", "attention_mask"} <= every.columns
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["all", "named"])

@@ -29,10 +29,10 @@ class FailingActor(SeparateActor):
 
 class Versions(Callback):
     def __init__(self) -> None:
-        self.seen: list[set[int]] = []
+        self.of_batches: list[set[int]] = []
 
     def batch_ready(self, trainer: Any, batch: DataProto) -> None:
-        self.seen.append(set(batch.batch["policy_version"].tolist()))
+        self.of_batches.append(set(batch.batch["policy_version"].tolist()))
 
 
 ROLES = {**SEPARATE, Role.Actor: FailingActor, Role.Rollout: FailingActor}
@@ -57,7 +57,7 @@ def test_a_run_goes_on_with_a_new_group_and_generates_batches_in_flight_again(st
             assert (caught.value.role, caught.value.rank, caught.value.coordinates) == ("rollout", 0, {})
         finally:
             FailingActor.fails = False
-        actor, rollout, before = trainer.actor, trainer.rollout, len(versions.seen)
+        actor, rollout, before = trainer.actor, trainer.rollout, len(versions.of_batches)
         CALLS.clear()
         restart_rollout(trainer)
         assert trainer.rollout is trainer.groups["rollout"] is rollout and trainer.actor is actor
@@ -65,7 +65,7 @@ def test_a_run_goes_on_with_a_new_group_and_generates_batches_in_flight_again(st
         metrics = trainer.train_step(trainer.draw())
         assert metrics["weights/seconds"] == 0.5
         trainer.train_step(trainer.draw())
-        assert versions.seen[before:] == [{before}, {before + 1 - staleness}]
+        assert versions.of_batches[before:] == [{before}, {before + 1 - staleness}]
 
 
 def test_one_group_for_actor_and_rollout_is_rejected() -> None:

@@ -36,7 +36,7 @@ def resumable(directory: Path) -> Any:
 
 
 def kept(directory: Path) -> list[list[str]]:
-    return [sorted(found.name for found in (directory / group).glob("global_step_*")) for group in ("actor", "critic")]
+    return [sorted(entry.name for entry in (directory / group).glob("global_step_*")) for group in ("actor", "critic")]
 
 
 def test_every_group_keeps_the_same_steps(tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_a_damaged_checkpoint_of_one_group_takes_all_to_an_earlier_step(
     assert "the checkpoint of step 3 is damaged, all groups use an earlier one: critic: " in caplog.text
     two = trained(tmp_path / "two", 2)
     for group in ("actor", "critic"):
-        loaded, expected = (each.groups[group].workers[0].table for each in (trainer, two))
+        loaded, expected = (run.groups[group].workers[0].table for run in (trainer, two))
         assert loaded.equal(expected)
     went_on = trained(tmp_path, 3, save_freq=0, resume=True)
     assert went_on.global_steps == 3 and resumable(tmp_path).load_checkpoint() == 3
@@ -250,7 +250,7 @@ def test_a_link_out_of_the_run_is_rejected_and_nothing_there_is_deleted(tmp_path
     with pytest.raises(DataError) as caught:
         trained(run, 2, save_freq=1, resume=True)
     assert caught.value.path == str(run / "trainer.json")
-    assert [found.name for found in outside.rglob("*")] == ["kept", "files"]
+    assert [entry.name for entry in outside.rglob("*")] == ["kept", "files"]
 
 
 def test_a_group_that_saves_through_a_link_out_of_the_run_is_rejected(tmp_path: Path) -> None:

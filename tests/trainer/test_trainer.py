@@ -330,20 +330,20 @@ def group_config(name: str, actor: GroupConfig = GroupConfig(), **algorithm: Any
 
 
 def test_without_a_critic_the_kl_is_in_the_loss_by_default():
-    def seen(role, config):
+    def options_of(role, config):
         CALLS.clear()
         with toy_trainer(config, {role: Group}, val_dataset=None) as trainer:
             trainer.init_workers()
             trainer.fit()
         return CALLS[0], "compute_ref_log_prob" in CALLS
 
-    assert seen(Role.ActorRolloutRef, group_config("grpo")) == ("use_kl_loss=True", True)
-    assert seen(Role.ActorRollout, group_config("grpo")) == ("use_kl_loss=False", False)
-    assert seen(Role.ActorRolloutRef, group_config("grpo", GroupConfig(use_kl_loss=False))) == (
+    assert options_of(Role.ActorRolloutRef, group_config("grpo")) == ("use_kl_loss=True", True)
+    assert options_of(Role.ActorRollout, group_config("grpo")) == ("use_kl_loss=False", False)
+    assert options_of(Role.ActorRolloutRef, group_config("grpo", GroupConfig(use_kl_loss=False))) == (
         "use_kl_loss=False",
         False,
     )
-    assert seen(Role.ActorRolloutRef, group_config("rloo", use_kl_in_reward=True)) == ("use_kl_loss=False", True)
+    assert options_of(Role.ActorRolloutRef, group_config("rloo", use_kl_in_reward=True)) == ("use_kl_loss=False", True)
     with pytest.raises(ConfigError) as caught:
         toy_trainer(group_config("grpo", GroupConfig(use_kl_loss=True)), {Role.ActorRollout: Group})
     assert (caught.value.key, caught.value.value) == ("role_worker_mapping", "Role.ActorRollout")
@@ -443,7 +443,7 @@ def test_a_run_without_save_freq_saves_when_save_minutes_are_over(tmp_path):
         path = tmp_path / str(minutes)
         with started(toy_trainer(toy_config(3, save_freq=0, save_minutes=minutes, default_local_dir=str(path)))) as one:
             one.fit()
-        return sorted(each.name for each in (path / "actor").glob("global_step_*"))
+        return sorted(entry.name for entry in (path / "actor").glob("global_step_*"))
 
     assert kept(60.0) == kept(0.0) == ["global_step_3"]
     assert kept(1e-9) == ["global_step_1", "global_step_2", "global_step_3"]

@@ -65,9 +65,9 @@ class ToyRole(RoleWorker):
         link.unlink(missing_ok=True)
         link.symlink_to(target.name)
         if max_to_keep is not None:
-            others = [found for found in target.parent.glob("global_step_*") if found != target]
-            for found in sorted(others)[: len(others) + 1 - max_to_keep]:
-                shutil.rmtree(found)
+            others = [directory for directory in target.parent.glob("global_step_*") if directory != target]
+            for directory in sorted(others)[: len(others) + 1 - max_to_keep]:
+                shutil.rmtree(directory)
         return str(target)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -209,8 +209,8 @@ def demonstrations(rows: int) -> list[dict]:
 
 
 def next_letter(batch: DataProto) -> Reward:
-    asked = torch.tensor(batch.non_tensor_batch["asked"].tolist())
-    right = (batch.batch["responses"][:, 0] == (asked + 1) % LETTERS).float()
+    letters = torch.tensor(batch.non_tensor_batch["asked"].tolist())
+    right = (batch.batch["responses"][:, 0] == (letters + 1) % LETTERS).float()
     return Reward(outcome_scores(right, batch.batch["response_mask"]), {"accuracy": right.tolist()})
 
 

@@ -67,14 +67,14 @@ def trainer_of(offload: str, model: dict[str, Any], optim: dict[str, Any], rollo
 
 def parts_on_device(worker: Any) -> list[str]:
     """The parts with memory under their tensors; memory that two of them share belongs to the first."""
-    found, seen = [], set()
+    parts, counted = [], set()
     for part, content in worker.offloader.parts().items():
         tensors = model_tensors(content.rollout.rollout.chunks) if isinstance(content, Sleepable) else content
-        storages = {each._cdata: each.nbytes() for each in (tensor.untyped_storage() for tensor in tensors)}
-        if any(size for key, size in storages.items() if key not in seen):
-            found.append(part)
-        seen |= storages.keys()
-    return found
+        storages = {storage._cdata: storage.nbytes() for storage in (tensor.untyped_storage() for tensor in tensors)}
+        if any(size for key, size in storages.items() if key not in counted):
+            parts.append(part)
+        counted |= storages.keys()
+    return parts
 
 
 def trained(offload: str, *changes: dict[str, Any]) -> dict[str, Any]:

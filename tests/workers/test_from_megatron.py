@@ -115,8 +115,8 @@ def test_a_transformer_config_describes_the_model_that_it_was_made_of(changes: d
     )
     parallel = ParallelConfig(tp=2, pp=2, vpp=2, sequence_parallel=True)
     source = transformer_config(model, parallel)
-    found = model_config_from_megatron(source, vocab_size=61, max_sequence_length=32)
-    rebuilt = transformer_config(found, ParallelConfig.from_megatron_args(source))
+    described = model_config_from_megatron(source, vocab_size=61, max_sequence_length=32)
+    rebuilt = transformer_config(described, ParallelConfig.from_megatron_args(source))
     differing = [
         field.name
         for field in dataclasses.fields(rebuilt)

@@ -67,8 +67,8 @@ def updated_on_three_rows(parallel: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def test_rank_without_rows_to_train_on_takes_part() -> None:
-    expected, found = run_ranks(updated_on_three_rows, 1, {})[0], run_ranks(updated_on_three_rows, 4, {})[0]
-    assert largest_difference(expected, found) < TOLERANCE
+    expected, actual = run_ranks(updated_on_three_rows, 1, {})[0], run_ranks(updated_on_three_rows, 4, {})[0]
+    assert largest_difference(expected, actual) < TOLERANCE
 
 
 def updated_experts(parallel: dict[str, Any]) -> dict[str, Any]:

@@ -84,9 +84,9 @@ def readers_of_globals(parallel: dict[str, Any], model: dict[str, Any], director
     worker.compute_log_prob(own_shard(experience(8), worker))
     worker.save_checkpoint(directory, 1)
     worker.load_checkpoint(directory)
-    found = list(callers)
+    before = list(callers)
     critic(parallel, model=MODEL | model, optim=optim)
-    return sorted({*found, *callers})
+    return sorted({*before, *callers})
 
 
 LAYOUTS = {
@@ -103,21 +103,21 @@ def test_nothing_falls_back_to_megatrons_global_groups(layout: str, tmp_path: Pa
 
 def groups_of_a_provider() -> bool:
     """Whether a provider with a parameter for them gets the groups of its context, and others nothing."""
-    context, taken = new_context(ParallelConfig()), []
-    own = build_model(SMALL_GPT, ParallelConfig(), context)[0]
+    context, collections = new_context(ParallelConfig()), []
+    model = build_model(SMALL_GPT, ParallelConfig(), context)[0]
 
     def with_groups(
         pre_process: bool, post_process: bool, vp_stage: int | None, pg_collection: ProcessGroupCollection
     ) -> torch.nn.Module:
-        taken.append(pg_collection)
-        return own
+        collections.append(pg_collection)
+        return model
 
     def without(pre_process: bool, post_process: bool, vp_stage: int | None) -> torch.nn.Module:
-        return own
+        return model
 
     for provider in (with_groups, without):
         build_model(SMALL_GPT, ParallelConfig(), context, model_provider=provider)
-    return taken == [context.pg]
+    return collections == [context.pg]
 
 
 def test_a_model_provider_gets_the_groups_if_it_has_a_parameter_for_them() -> None:

@@ -78,8 +78,8 @@ def moved_on(path: str | None, parallel: dict[str, Any]) -> dict[str, torch.Tens
 @pytest.mark.parametrize(("world_size", "parallel"), [(1, {}), (2, {"tp": 2})], ids=["one-process", "tp"])
 def test_moves_of_a_resumed_reference_are_exact(world_size: int, parallel: dict[str, Any], tmp_path: Path) -> None:
     expected = run_ranks(moved_on, world_size, None, parallel)[0]
-    found = run_ranks(moved_on, world_size, str(tmp_path), parallel)[0]
-    differing = {name: float((found[name] - expected[name]).abs().max()) for name in expected}
+    actual = run_ranks(moved_on, world_size, str(tmp_path), parallel)[0]
+    differing = {name: float((actual[name] - expected[name]).abs().max()) for name in expected}
     assert {name: gap for name, gap in differing.items() if gap} == {}
 
 
@@ -91,8 +91,8 @@ def reference_alone(path: str) -> list[str]:
     worker.save_checkpoint(path)
     alone = actor({}, "ref", model={"dtype": "bfloat16", "seed": 99})
     alone.load_checkpoint(path)
-    expected, found = values(worker.reference), values(alone.reference)
-    return [name for name in expected if not torch.equal(expected[name], found[name])]
+    expected, actual = values(worker.reference), values(alone.reference)
+    return [name for name in expected if not torch.equal(expected[name], actual[name])]
 
 
 def test_a_reference_alone_loads_the_moved_values_rounded(tmp_path: Path) -> None:

@@ -74,20 +74,20 @@ def test_supervised_steps_learn_the_demonstrations_equally_in_every_layout() -> 
 
 def alternating(path: str) -> list[str]:
     """Train in one phase, in the other, and in the first again; then the last of these in a worker that resumes."""
-    worker, found = actor({}, sft_optim={"lr": 5e-3}), []
+    worker, errors = actor({}, sft_optim={"lr": 5e-3}), []
     worker.update_sft(demonstrations(8))
     worker.update_actor(experience(8))
     worker.save_checkpoint(path)
     before = weights(worker)
     resumed = actor({}, sft_optim={"lr": 5e-3})
     resumed.load_checkpoint(path)
-    for each in (worker, resumed):
+    for policy in (worker, resumed):
         with pytest.raises(ConfigError) as caught:
-            each.update_sft(demonstrations(8))
-        found.append(str(caught.value))
+            policy.update_sft(demonstrations(8))
+        errors.append(str(caught.value))
     assert largest_difference(before, weights(worker)) == 0.0
     worker.update_actor(experience(8))
-    return [*found, str(worker.state.counters["optimizer_steps"])]
+    return [*errors, str(worker.state.counters["optimizer_steps"])]
 
 
 def test_a_phase_whose_optimizer_was_replaced_cannot_go_on(tmp_path: Path) -> None:
@@ -124,11 +124,11 @@ class TenthOfRows(CountsOfRows):
 
 
 def norms_of_counts() -> list[float]:
-    found = []
+    norms = []
     for worker_class in (CountsOfRows, TenthOfRows):
         worker = actor({}, "actor", worker_class, ppo_epochs=1)
-        found.append(worker.update_actor(experience(8)).meta_info["metrics"]["actor/grad_norm"])
-    return found
+        norms.append(worker.update_actor(experience(8)).meta_info["metrics"]["actor/grad_norm"])
+    return norms
 
 
 def test_a_count_of_a_loss_can_be_a_fraction() -> None:
@@ -295,8 +295,8 @@ def outside_a_group() -> list[str]:
     rejected("compute_log_prob", batch)
     rejected("update_actor", batch)
     with worker.call_context("compute_log_prob"):
-        own = worker.compute_log_prob(batch)
-    assert torch.equal(own.batch["old_log_probs"], template.compute_log_prob(batch).batch["old_log_probs"])
+        alone = worker.compute_log_prob(batch)
+    assert torch.equal(alone.batch["old_log_probs"], template.compute_log_prob(batch).batch["old_log_probs"])
     return messages
 
 
@@ -335,16 +335,16 @@ class AskingAgain(Asking):
         return self.context.is_active
 
 
-def asked() -> list[bool]:
+def answers_of_calls() -> list[bool]:
     groups = [LocalWorkerGroup(AskingAgain), LocalWorkerGroup(AskingAgain)]  # each worker has a separate layout
-    found = [getattr(group, name)() for group in groups for name in ("plain", "coroutine", "overridden")]
+    answers = [getattr(group, name)() for group in groups for name in ("plain", "coroutine", "overridden")]
     assert not any(group.workers[0].context.is_active for group in groups)
     assert all(group.workers[0].constructed_inside and group.workers[0].sizes == (1, 0) for group in groups)
-    return [answer for [answer] in found]
+    return [answer for [answer] in answers]
 
 
 def test_every_call_through_a_group_runs_in_the_context_of_its_worker() -> None:
-    assert run_ranks(asked, 1) == [[True] * 6]
+    assert run_ranks(answers_of_calls, 1) == [[True] * 6]
 
 
 def without_descriptions_of_checkpoints() -> bool:
@@ -376,6 +376,6 @@ def one_layout() -> dict[str, Any]:
 
 
 def test_two_roles_of_different_layouts_share_processes() -> None:
-    expected, found = run_ranks(one_layout, 1)[0], run_ranks(both_layouts_at_once, 4)[0]
+    expected, actual = run_ranks(one_layout, 1)[0], run_ranks(both_layouts_at_once, 4)[0]
     for role in ("actor", "critic"):
-        assert largest_difference(expected[role], found[role]) < 1e-5
+        assert largest_difference(expected[role], actual[role]) < 1e-5

@@ -55,7 +55,6 @@ def test_a_group_samples_and_trains_as_one_process_and_restores_a_checkpoint(
 )
 def test_layouts_have_the_bits_of_forked_gloo_ranks() -> None:
     for name in (
-        "TP2 x PP2 x DP2",
         "PP2 x DP2, distributed optimizer with overlap",
         "TP2 x PP2 x EP2 with SP, router losses",
     ):

@@ -58,9 +58,9 @@ def run(balance: bool, share: bool) -> tuple[list[tuple[int, ...]], dict[str, to
 @pytest.mark.parametrize("share", [False, True])
 def test_calls_split_by_tokens_train_the_same_weights(share: bool) -> None:
     in_order, expected, lines = run(balance=False, share=share)
-    balanced, found, its_lines = run(balance=True, share=share)
+    balanced, actual, its_lines = run(balance=True, share=share)
     for name, weight in expected.items():
-        torch.testing.assert_close(found[name], weight, rtol=0, atol=2e-6)
+        torch.testing.assert_close(actual[name], weight, rtol=0, atol=2e-6)
     assert its_lines.steps[1]["actor/pg_loss"] == pytest.approx(lines.steps[1]["actor/pg_loss"], abs=1e-6)
     gaps = [sum(abs(first - second) for first, second in zip(*ranks, strict=True)) for ranks in (in_order, balanced)]
     assert gaps[1] < gaps[0]

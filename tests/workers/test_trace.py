@@ -95,10 +95,10 @@ def test_a_rank_that_sleeps_longer_in_backward_is_named_and_nothing_else(tmp_pat
     for lane in trace.ranks:  # 2 micro-batches in a step
         counts = Counter(event.name for event in lane.events)
         assert (counts["forward"], counts["backward"], counts["optimizer"]) == (2 * STEPS, 2 * STEPS, STEPS)
-    [found] = stragglers(trace)
-    assert found.rank == "rank 3 (tp=1 dp=1 pp=0)"
-    assert found.work == "backward of actor.update_actor"
-    assert found.slower == pytest.approx(SLOWER, abs=0.01) and found.calls == STEPS
+    [straggler] = stragglers(trace)
+    assert straggler.rank == "rank 3 (tp=1 dp=1 pp=0)"
+    assert straggler.work == "backward of actor.update_actor"
+    assert straggler.slower == pytest.approx(SLOWER, abs=0.01) and straggler.calls == STEPS
     assert slow_links(trace) == []
 
 
@@ -117,7 +117,7 @@ def test_a_link_that_is_slow_is_named_and_nothing_else(
     monkeypatch.setattr(Slow, "slower", 0.0)
     trace = trace_of_steps(tmp_path)
     labels = {1: "rank 1 (tp=1 dp=0 pp=0)", 2: "rank 2 (tp=0 dp=1 pp=0)", 7: "rank 7 (tp=1 dp=1 pp=1)"}
-    [found] = slow_links(trace)
-    assert set(found.ranks) == {labels.get(rank, "rank 3 (tp=1 dp=1 pp=0)") for rank in ranks}
-    assert (found.work, found.calls, found.often) == ("actor.update_actor", STEPS, 1.0)
+    [link] = slow_links(trace)
+    assert set(link.ranks) == {labels.get(rank, "rank 3 (tp=1 dp=1 pp=0)") for rank in ranks}
+    assert (link.work, link.calls, link.often) == ("actor.update_actor", STEPS, 1.0)
     assert stragglers(trace) == []

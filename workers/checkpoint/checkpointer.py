@@ -82,7 +82,6 @@ class Checkpointer:
             state.counters.pop("ended_phases", None)
             state.counters |= {**counters, "phase": state.counters["phase"]}
 
-    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
     def save_to_memory(self, path: str) -> int:
         """Write the state of this rank to a file in the memory of its node, and return its bytes.
 
@@ -92,7 +91,6 @@ class Checkpointer:
         save_state(self._state, path)
         return os.stat(path).st_size
 
-    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
     def load_from_memory(self, path: str) -> None:
         """Go on from a file that ``save_to_memory`` of a rank in the same place of its replica has written.
 
@@ -143,12 +141,10 @@ class Checkpointer:
         save_state(self._state, file)
         return file.getvalue()
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def wait_for_checkpoint(self) -> None:
         """Wait until the checkpoint of the last asynchronous save is complete."""
         self._saver.finish()
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def verify_checkpoint(self, path: str) -> str:
         """Return how the checkpoint at ``path`` is damaged; "" if it is whole, and nothing in it would run code."""
         self._saver.finish()

@@ -171,7 +171,6 @@ class Generator:
         whole = CheckpointTensors(path, self._config.rollout.vllm.bucket_bytes)
         return PolicyWeights([], self._state.context, whole, self._device)
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def generation_limits(self) -> dict[str, Any]:
         """Return what ``generate_sequences`` accepts: the longest prompt and response, and the vocabulary.
 
@@ -193,7 +192,6 @@ class Generator:
         rollout, _ = self.current_rollout()
         return rollout.address(node_address())
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def sampling_state(self) -> dict[str, int]:
         """Return the state that the samples of the next ``generate_sequences`` depend on, of values for JSON.
 
@@ -202,7 +200,6 @@ class Generator:
         """
         return {"sampled_batches": self._state.counters["sampled_batches"]}
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def restore_sampling(self, state: Mapping[str, int]) -> None:
         """Continue to sample from a ``sampling_state``."""
         self._state.counters["sampled_batches"] = state["sampled_batches"]

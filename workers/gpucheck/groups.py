@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from workers.config import ActorConfig
 from workers.config.vllm import VllmConfig
 from workers.generate.vllm.interpreter import installed_vllm, interpreter_variables
 from workers.generate.vllm.start import engine_arguments, engine_environment, policy_folder
+from workers.gpucheck.nccl import ranks_on_one_gpu
 from workers.gpucheck.parity import LAYERS, TOLERANCES, CaseRun, Session, case_rows, loaded, run_case, run_in_process
 from workers.gpucheck.policy import GB, actor_config, fastest, timed
 from workers.gpucheck.rows import Figure, Row, at_most, judged, skipped
@@ -32,12 +33,19 @@ from workers.weights.transfer.weight_transfer import WeightTransfer
 
 @contextlib.contextmanager
 def _group(
-    config: ActorConfig, role: str, *, pool: RayResourcePool | None = None, ranks: int = 1
+    config: ActorConfig,
+    role: str,
+    *,
+    pool: RayResourcePool | None = None,
+    ranks: int = 1,
+    variables: Mapping[str, str] | None = None,
 ) -> Iterator[MegatronRayWorkerGroup]:
-    """Start a group, in a new pool unless one is given."""
+    """Start a group, in a new pool unless one is given, with these variables of the environment."""
     with contextlib.ExitStack() as stack:
         pool = pool or stack.enter_context(RayResourcePool([ranks]))
         created = RayClassWithInitArgs(ActorRolloutRefWorker, config, role)
+        if variables is not None:
+            created.update_options({"runtime_env": {"env_vars": dict(variables)}})
         group = stack.enter_context(MegatronRayWorkerGroup(pool, created, role, timeout=600.0))
         group.init_model()
         yield group
@@ -229,15 +237,16 @@ def _beside_bare_vllm(config: ActorConfig, tokens_per_s: float, session: Session
 
 
 def nccl(session: Session) -> Iterator[Row]:
-    """Send weights over NCCL to a group on another GPU, and stop the process that receives."""
-    if torch.cuda.device_count() < 2:
-        yield skipped("NCCL to a stopped peer", "there is one GPU")
-        return
-    scale = session.scale
-    with (
-        _group(scale.config(LAYERS[-1], seed=1), "actor") as actor,
-        _group(scale.config(LAYERS[-1], seed=2), "rollout") as rollout,
-    ):
+    """Send weights over NCCL to another group, on another GPU if there is one, and stop the process that receives."""
+    scale, two = session.scale, torch.cuda.device_count() > 1
+    with contextlib.ExitStack() as stack:
+        pool = None if two else stack.enter_context(RayResourcePool([1], max_colocate_count=2))
+
+        def started(role: str, seed: int) -> MegatronRayWorkerGroup:
+            config, variables = scale.config(LAYERS[-1], seed=seed), None if two else ranks_on_one_gpu(role)
+            return stack.enter_context(_group(config, role, pool=pool, variables=variables))
+
+        actor, rollout = started("actor", 1), started("rollout", 2)
         with WeightTransfer(actor, rollout, transport="process_group", timeout=120) as transfer:
             yield _sent(transfer, "weights over NCCL", "process_group")
         transfer = WeightTransfer(actor, rollout, transport="process_group", timeout=scale.stopped_s)

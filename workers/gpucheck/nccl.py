@@ -86,9 +86,14 @@ class RankError(MControllerError):
     ranks: list[int]
 
 
+def ranks_on_one_gpu(host: str) -> dict[str, str]:
+    """Return the variables with which NCCL takes a process beside others on a GPU; ``host`` differs between them."""
+    sockets = {"NCCL_NET": "Socket", "NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
+    return {"NCCL_HOSTID": host, **sockets}
+
+
 def _prepare(rank: int) -> None:
-    os.environ |= {"NCCL_HOSTID": f"rank{rank}", "NCCL_NET": "Socket", "NCCL_IB_DISABLE": "1"}
-    os.environ |= {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
+    os.environ |= ranks_on_one_gpu(f"rank{rank}")
     torch.set_num_threads(1)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
 

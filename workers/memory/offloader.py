@@ -60,7 +60,6 @@ class Offloader:
         self.alone: set[str] = set()
         self.takes_turns = False
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def offload(
         self, parts: Sequence[str] | None = None, keep_for: str | None = None, communicators: bool = False
     ) -> int:
@@ -104,7 +103,6 @@ class Offloader:
         """Bring offloaded parts back before the call that needs them; None is all, and frees their host memory."""
         self.offloaded.reload(parts, release=parts is None)
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def take_memory_use(self) -> dict[str, dict[str, float]]:
         """Return the memory of this process by method, since the last call of this one: see ``MemoryUse.take``."""
         return self._memory_use.take()

@@ -33,7 +33,6 @@ class Profiler:
         self._ranges: Any = None
         self._memory: Path | None = None
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def start_profile(self, directory: str, at: Mapping[str, int] | None = None, nsys: bool = False) -> None:
         """Profile this rank until ``stop_profile``.
 
@@ -60,7 +59,6 @@ class Profiler:
         )
         self._profile.start()
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def stop_profile(self) -> None:
         """End what ``start_profile`` began, and write its file."""
         if self._profile is not None:
@@ -72,7 +70,6 @@ class Profiler:
             _cuda.profiler.stop()
             self._ranges = None
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def record_memory(self, directory: str) -> None:
         """Record the allocations of the GPU from now on; an out-of-memory error writes a snapshot. Nothing on a CPU."""
         self._memory = Path(directory)

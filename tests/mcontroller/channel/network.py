@@ -60,6 +60,6 @@ class Network:
                     self._lost.set()
                 else:
                     target.sendall(content)
-        for each in (source, target):
+        for side in (source, target):
             with contextlib.suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
+                side.shutdown(socket.SHUT_RDWR)

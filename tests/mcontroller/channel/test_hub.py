@@ -15,7 +15,9 @@ from tests.mcontroller.channel.endpoints import SECONDS, Controller, start_endpo
 def test_each_rank_answers_its_calls_in_the_order_in_which_they_were_sent() -> None:
     keys = ChannelKeys.generate()
     received: list[list[bytes]] = [[], [], []]
-    addresses = [start_endpoint(keys, lambda frames, seen=seen: (seen.extend(frames), frames)[1]) for seen in received]
+    addresses = [
+        start_endpoint(keys, lambda frames, calls=calls: (calls.extend(frames), frames)[1]) for calls in received
+    ]
     controller = Controller(addresses)
     for number in range(50):
         controller.send(number, str(number).encode())
@@ -35,9 +37,9 @@ def test_threads_that_wait_for_different_calls_each_get_their_answer() -> None:
     keys, release = ChannelKeys.generate(), threading.Event()
     slow = start_endpoint(keys, lambda frames: (release.wait(SECONDS), frames)[1])
     controller = Controller([slow])
-    got: list[int] = []
+    answered: list[int] = []
     threads = [
-        threading.Thread(target=lambda number=number: (controller.result(number), got.append(number)))
+        threading.Thread(target=lambda number=number: (controller.result(number), answered.append(number)))
         for number in range(20)
     ]
     for number in range(10):
@@ -49,7 +51,7 @@ def test_threads_that_wait_for_different_calls_each_get_their_answer() -> None:
     release.set()
     for thread in threads:
         thread.join(SECONDS)
-    assert sorted(got) == list(range(20))
+    assert sorted(answered) == list(range(20))
 
 
 def test_a_thread_does_not_take_the_news_of_the_one_that_polls() -> None:

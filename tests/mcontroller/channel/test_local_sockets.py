@@ -95,9 +95,9 @@ def test_a_controller_uses_no_folder_that_others_can_enter(tmp_path: Path) -> No
     assert (tmp_path / "made").stat().st_mode & 0o777 == 0o700
     os.rename(tmp_path / "made", tmp_path / "opened")
     (tmp_path / "opened").chmod(0o755)
-    seen = replace(address, folder=str(tmp_path / "opened"))
-    assert seen.queries == f"tcp://127.0.0.1:{address.query_port}"
-    assert ask([seen], "double", 3, timeout=SECONDS) == [(6, [])]
+    local = replace(address, folder=str(tmp_path / "opened"))
+    assert local.queries == f"tcp://127.0.0.1:{address.query_port}"
+    assert ask([local], "double", 3, timeout=SECONDS) == [(6, [])]
 
 
 def test_a_folder_that_is_replaced_is_used_as_it_was_checked(tmp_path: Path) -> None:

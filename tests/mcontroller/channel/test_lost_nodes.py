@@ -19,7 +19,11 @@ def test_the_kernel_ends_a_connection_without_answers() -> None:
     address = elsewhere(start_endpoint(ChannelKeys.generate()))
     controller = Controller([address])  # kept: the connection ends with it
     controller.call(0, b"x")
-    sides = [each for each in _connections() if address.call_port in (each.getsockname()[1], each.getpeername()[1])]
+    sides = [
+        connection
+        for connection in _connections()
+        if address.call_port in (connection.getsockname()[1], connection.getpeername()[1])
+    ]
     assert len(sides) == 2
     for side in sides:
         idle, interval, probes, unacknowledged = (
@@ -58,10 +62,10 @@ def test_the_answers_for_a_controller_that_has_ended_are_dropped(monkeypatch: py
 
 def _connections() -> list[socket.socket]:
     """Return duplicates of the connected TCP sockets of this process."""
-    found = []
+    connections = []
     for descriptor in os.listdir("/proc/self/fd"):
         with suppress(OSError):
             duplicate = socket.socket(fileno=os.dup(int(descriptor)))
             if duplicate.family == socket.AF_INET and duplicate.getpeername():
-                found.append(duplicate)
-    return found
+                connections.append(duplicate)
+    return connections

@@ -77,8 +77,8 @@ def test_garbage_delays_nobody_and_leaves_no_trace(
             stranger = open_ones.enter_context(open_connection(url))
             with suppress(ConnectionError):
                 stranger.sendall(sent)
-        for seen in (address, shared_address):
-            assert Controller([seen]).call(0, b"x") == {0: [b"x"]}
+        for endpoint in (address, shared_address):
+            assert Controller([endpoint]).call(0, b"x") == {0: [b"x"]}
         assert controller.call(0, b"x") == {0: [b"x"]}
         assert ask([address], "double", 3, timeout=SECONDS) == [(6, [])]
     assert capfd.readouterr().err == ""
@@ -108,11 +108,9 @@ def test_connections_beyond_the_bound_are_closed_and_open_ones_work(
 
 def test_ports_are_taken_from_the_range_and_a_full_range_is_an_error(keys: ChannelKeys) -> None:
     first, last = ports = free_ports(8)
-    found = {
-        port for _ in range(2) for a in [start_endpoint(keys, ports=ports)] for port in (a.call_port, a.query_port)
-    }
-    assert len(found) == 4
-    assert all(first <= port <= last for port in found)
+    used = {port for _ in range(2) for a in [start_endpoint(keys, ports=ports)] for port in (a.call_port, a.query_port)}
+    assert len(used) == 4
+    assert all(first <= port <= last for port in used)
     with pytest.raises(OSError):
         for _ in range(4):
             start_endpoint(keys, ports=ports)
@@ -121,7 +119,7 @@ def test_ports_are_taken_from_the_range_and_a_full_range_is_an_error(keys: Chann
 def test_a_reserved_port_of_the_range_is_left_to_the_store_of_torch(keys: ChannelKeys) -> None:
     ports = free_ports(6)
     reserved = [reserve_port("", ports) for _ in range(2)]
-    held = {each.getsockname()[1] for each in reserved}
+    held = {listener.getsockname()[1] for listener in reserved}
     addresses = [start_endpoint(keys, ports=ports) for _ in range(2)]
     listening = {port for a in addresses for port in (a.call_port, a.query_port)}
     assert len(held) == 2 and len(listening) == 4 and not held & listening
@@ -129,8 +127,8 @@ def test_a_reserved_port_of_the_range_is_left_to_the_store_of_torch(keys: Channe
         reserve_port("", ports)
     store = TCPStore("127.0.0.1", reserved[0].getsockname()[1], is_master=True, wait_for_workers=False)
     assert store.port in held
-    for each in reserved:
-        each.close()
+    for listener in reserved:
+        listener.close()
 
 
 def test_an_endpoint_listens_only_on_the_address_that_peers_use(address: Address) -> None:
@@ -149,14 +147,14 @@ def test_a_process_that_does_not_answer_delays_no_longer_than_the_timeout(addres
 
 
 def test_queries_of_several_threads_get_their_own_answers(address: Address) -> None:
-    got: dict[int, object] = {}
+    answers: dict[int, object] = {}
 
     def query(number: int) -> None:
-        got[number] = ask([address], "double", number, timeout=SECONDS)
+        answers[number] = ask([address], "double", number, timeout=SECONDS)
 
     threads = [threading.Thread(target=query, args=(number,)) for number in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert got == {number: [(2 * number, [])] for number in range(8)}
+    assert answers == {number: [(2 * number, [])] for number in range(8)}

@@ -48,7 +48,7 @@ def test_name_type_unit_default_and_meaning_are_read_from_the_source() -> None:
 
 
 def test_fields_of_nested_dataclasses_have_dotted_keys() -> None:
-    fields = {each.key: each for each in fields_under(Outer)}
+    fields = {field.key: field for field in fields_under(Outer)}
     assert list(fields) == ["inner", "inner.length", "inner.undocumented", "names"]
     assert fields["inner"].default == "required" and fields["inner"].nested is Inner
     assert fields["names"].default == "['a']"
@@ -57,7 +57,7 @@ def test_fields_of_nested_dataclasses_have_dotted_keys() -> None:
 def test_every_field_of_every_configuration_is_documented() -> None:
     fields = all_fields(*roots())
     assert len(fields) > 200
-    assert [each.key for each in fields if not each.meaning.endswith(".")] == []
+    assert [field.key for field in fields if not field.meaning.endswith(".")] == []
 
 
 @pytest.mark.parametrize(

@@ -41,27 +41,24 @@ class Truck(Car):
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("make", "fields"),
     [
-        (lambda: Engine(1, fule="gas"), "Engine has no field 'fule'; did you mean fuel?"),
-        (lambda: Engine(1, torque=3), "Engine has no field 'torque'; torque follows from power"),
-        (lambda: Engine(1, colour=3), "Engine has no field 'colour'; its fields are power, fuel"),
-        (lambda: Car(Engine(1), power=3), "Car has no field 'power'; did you mean engine.power or trailer.power?"),
-        (lambda: Car(), "Car needs a value for engine"),
-        (lambda: Truck(engine=Engine(1)), "Truck needs a value for load"),
-        (
-            lambda: Car({"power": 1}),
-            "Car: engine is a dict; expected Engine: write engine=Engine(...), or load_config(Car",
-        ),
-        (lambda: Car(Engine(1), trailer="Engine"), "Car: trailer is a str; expected Engine"),
-        (lambda: load_config(Car, {"engine": {"power": 1, "torque": 2}}), "(key engine.torque); torque follows from"),
-        (lambda: load_config(Car, {"power": 1}), "Car has no field 'power'; did you mean engine.power or trailer"),
+        (lambda: Engine(1, fule="gas"), {"key": "fule", "close_matches": ["fuel"]}),
+        (lambda: Engine(1, torque=3), {"key": "torque"}),
+        (lambda: Engine(1, colour=3), {"key": "colour", "close_matches": []}),
+        (lambda: Car(Engine(1), power=3), {"key": "power", "close_matches": ["engine.power", "trailer.power"]}),
+        (lambda: Car(), {"key": "engine", "keys": ["engine"]}),
+        (lambda: Truck(engine=Engine(1)), {"key": "load", "keys": ["load"]}),
+        (lambda: Car({"power": 1}), {"key": "engine", "value": {"power": 1}}),
+        (lambda: Car(Engine(1), trailer="Engine"), {"key": "trailer", "value": "Engine"}),
+        (lambda: load_config(Car, {"engine": {"power": 1, "torque": 2}}), {"key": "engine.torque"}),
+        (lambda: load_config(Car, {"power": 1}), {"key": "power"}),
     ],
 )
-def test_wrong_fields_are_rejected_with_the_fix(make: Callable[[], Any], message: str) -> None:
+def test_wrong_fields_are_rejected_with_the_near_ones(make: Callable[[], Any], fields: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as caught:
         make()
-    assert message in str(caught.value)
+    assert {name: caught.value.fields[name] for name in fields} == fields
 
 
 def test_right_fields_are_accepted_and_the_dataclass_stays_one() -> None:
@@ -73,20 +70,20 @@ def test_right_fields_are_accepted_and_the_dataclass_stays_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("check", "rule"),
+    ("check", "value"),
     [
-        (lambda: check_at_least("a.b", float("nan"), 0), "a.b is nan; it must be at least 0"),
-        (lambda: check_at_least("a.b", 1.5, 0), "a.b is 1.5; it must be an integer of at least 0"),
-        (lambda: check_at_least("a.b", True, 0), "a.b is True; it must be at least 0"),
-        (lambda: check_above("a.b", 0, 0), "a.b is 0; it must be more than 0"),
-        (lambda: check_between("a.b", 2, 0, 1), "a.b is 2; it must lie between 0 and 1"),
-        (lambda: check_one_of("a.b", "c", ["d", "e"]), "a.b is 'c'; possible: d, e"),
+        (lambda value: check_at_least("a.b", value, 0), float("nan")),
+        (lambda value: check_at_least("a.b", value, 0), 1.5),
+        (lambda value: check_at_least("a.b", value, 0), True),
+        (lambda value: check_above("a.b", value, 0), 0),
+        (lambda value: check_between("a.b", value, 0, 1), 2),
+        (lambda value: check_one_of("a.b", value, ["d", "e"]), "c"),
     ],
 )
-def test_values_out_of_range_are_rejected_with_key_value_and_rule(check: Callable[[], None], rule: str) -> None:
+def test_values_out_of_range_are_rejected_with_key_and_value(check: Callable[[Any], None], value: Any) -> None:
     with pytest.raises(ConfigError) as caught:
-        check()
-    assert str(caught.value) == rule and caught.value.fields["key"] == "a.b"
+        check(value)
+    assert (caught.value.key, caught.value.value) == ("a.b", pytest.approx(value, nan_ok=True))
 
 
 def test_changed_fields_have_their_defaults() -> None:

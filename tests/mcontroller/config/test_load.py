@@ -39,27 +39,24 @@ def test_an_instance_of_the_dataclass_is_a_source() -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "overrides", "key", "part_of_message"),
+    ("source", "overrides", "key"),
     [
-        ({"engine": {"power": 1, "fual": "gas"}}, [], "engine.fual", "did you mean engine.fuel"),
-        ({"engine": {"power": 1}}, ["dors=3"], "dors", "did you mean doors"),
-        ({"trailer": {"x": 1}}, [], "trailer.x", "Engine has no field 'x' (key trailer.x); its fields are power, fuel"),
-        ({"engine": {"power": "much"}}, [], "engine.power", "'much' of type 'str' could not be converted to Integer"),
-        ({"engine": {"power": 1}, "doors": None}, [], "doors", "None"),
-        ({"engine": 3}, [], "engine", "int is not a subclass of Engine"),
-        ({"engine": {"fuel": "gas"}}, [], "engine.power", "Car needs a value for engine.power"),
-        ({"engine": {"power": 1}}, ["doors"], "doors", "not of the form key.of.a.field=value"),
-        ("no_such.yaml", [], "no_such.yaml", "configuration file 'no_such.yaml' does not exist"),
-        ([1, 2], [], "", "contains a list"),
+        ({"engine": {"power": 1, "fual": "gas"}}, [], "engine.fual"),
+        ({"engine": {"power": 1}}, ["dors=3"], "dors"),
+        ({"trailer": {"x": 1}}, [], "trailer.x"),
+        ({"engine": {"power": "much"}}, [], "engine.power"),
+        ({"engine": {"power": 1}, "doors": None}, [], "doors"),
+        ({"engine": 3}, [], "engine"),
+        ({"engine": {"fuel": "gas"}}, [], "engine.power"),
+        ({"engine": {"power": 1}}, ["doors"], "doors"),
+        ("no_such.yaml", [], "no_such.yaml"),
+        ([1, 2], [], ""),
     ],
 )
-def test_a_source_that_does_not_fit_is_rejected_with_its_key(
-    source: Any, overrides: list[str], key: str, part_of_message: str
-) -> None:
+def test_a_source_that_does_not_fit_is_rejected_with_its_key(source: Any, overrides: list[str], key: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(Car, source, overrides=overrides)
     assert caught.value.fields["key"] == key
-    assert part_of_message in str(caught.value)
 
 
 def test_close_matches_are_a_field_of_the_error() -> None:

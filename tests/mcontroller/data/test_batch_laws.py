@@ -126,8 +126,8 @@ def test_an_iterator_passes_every_row_once_an_epoch(rows: int, size: int, epochs
     assert passed == again
     per_epoch = -(-rows // size)
     for epoch in range(epochs):
-        seen = [row for part in passed[epoch * per_epoch : (epoch + 1) * per_epoch] for row in part]
-        assert sorted(seen) == list(range(rows))
+        rows_of_epoch = [row for part in passed[epoch * per_epoch : (epoch + 1) * per_epoch] for row in part]
+        assert sorted(rows_of_epoch) == list(range(rows))
 
 
 @unhurried

@@ -71,9 +71,9 @@ def test_identity_returns_a_balanced_batch_and_keeps_groups_together(
     assert result.difference(batch) is None
     shards_of: dict[str, set[tuple[int, ...]]] = {}
     for rank_batch in received(group):
-        own = tuple(rank_batch.batch["n"].tolist())  # type: ignore[index]
+        part = tuple(rank_batch.batch["n"].tolist())  # type: ignore[index]
         for label in rank_batch.non_tensor_batch["uid"]:
-            shards_of.setdefault(label, set()).add(own)
+            shards_of.setdefault(label, set()).add(part)
     if group_is_unpadded(group, rows):
         assert all(len(shards) == 1 for shards in shards_of.values())
 
@@ -103,8 +103,8 @@ def test_rows_together_are_neighbors_in_one_shard_with_their_padding(
 def group_is_unpadded(group: Any, rows: int) -> bool:
     """Whether no row went to two shards: each is seen in one shard's batch only."""
     shards = {tuple(batch.batch["n"].tolist()) for batch in received(group)}
-    seen = [row for shard in shards for row in shard]
-    return len(seen) == len(set(seen)) == rows
+    sent = [row for shard in shards for row in shard]
+    return len(sent) == len(set(sent)) == rows
 
 
 @unhurried
@@ -115,10 +115,15 @@ def test_every_row_reaches_each_rank_of_its_shard_and_every_rank_has_one(
     topology, mode = call
     group = group_on(topology)
     method(group, "identity", mode)(numbered(rows))
-    seen = [numbers(batch) for batch in received(group)]
+    rank_rows = [numbers(batch) for batch in received(group)]
     shard_of = topology.shard_indices(mode.axes)
-    assert all(seen[a] == seen[b] for a in range(len(seen)) for b in range(len(seen)) if shard_of[a] == shard_of[b])
-    by_shard = [seen[shard_of.index(shard)] for shard in range(topology.shard_count(mode.axes))]
+    assert all(
+        rank_rows[a] == rank_rows[b]
+        for a in range(len(rank_rows))
+        for b in range(len(rank_rows))
+        if shard_of[a] == shard_of[b]
+    )
+    by_shard = [rank_rows[shard_of.index(shard)] for shard in range(topology.shard_count(mode.axes))]
     assert {row for shard in by_shard for row in shard} == set(range(rows))
     assert all(by_shard) or rows == 0
     sizes = [len(shard) for shard in by_shard]
@@ -157,11 +162,11 @@ def coordinates_on(topology: Topology, rank: int, axes: tuple[str, ...]) -> list
 
 def digits(number: int, sizes: list[int]) -> list[int]:
     """The number in a mixed radix, most significant first: the shard's index on each axis."""
-    found = []
+    indices = []
     for size in reversed(sizes):
         number, digit = divmod(number, size)
-        found.insert(0, digit)
-    return found
+        indices.insert(0, digit)
+    return indices
 
 
 @brief

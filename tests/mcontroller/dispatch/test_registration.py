@@ -83,9 +83,9 @@ def test_an_overriding_method_is_registered_as_what_it_overrides() -> None:
 
 
 def test_registrations_lists_inherited_methods_and_no_others() -> None:
-    own = {"execute_func_rank_zero"}
-    assert set(registrations(Overriding)) == {"compute", "later"} | own
-    assert set(registrations(Hiding)) == {"later"} | own
+    inherited = {"execute_func_rank_zero"}
+    assert set(registrations(Overriding)) == {"compute", "later"} | inherited
+    assert set(registrations(Hiding)) == {"later"} | inherited
     assert registration_of(Base, "unregistered") is None
 
 

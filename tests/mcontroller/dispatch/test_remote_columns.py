@@ -70,7 +70,7 @@ def test_the_tensordict_has_all_tensors_and_none_is_on_workers_then():
     assert batch.remote == () and set(batch.batch.keys()) == NAMES
     group = group_on(2)
     method(group, "identity", Dispatch.DP_COMPUTE_PROTO)(batch)
-    assert {value for got in received(group) for value in got.batch["lengths"].tolist()} == {7}
+    assert {value for shard in received(group) for value in shard.batch["lengths"].tolist()} == {7}
 
 
 @pytest.mark.parametrize("change", [lambda b: b.get(), copy.deepcopy, lambda b: pickle.loads(pickle.dumps(b))])
@@ -153,7 +153,7 @@ def test_joined_rows_of_several_calls_are_an_index_on_the_workers_columns():
     expected = DataProto.concat([whole(4), whole()]).select_idxs(index)
     group = group_on(2)
     method(group, "identity", Dispatch.DP_COMPUTE_PROTO)(joined)
-    assert [row for got in received(group) for row in got.batch["responses"].tolist()] == (
+    assert [row for shard in received(group) for row in shard.batch["responses"].tolist()] == (
         expected.batch["responses"].tolist()
     )
     assert joined == expected
@@ -170,7 +170,7 @@ def test_a_column_that_was_replaced_is_sent_and_the_old_one_is_not_read():
     kept = batch.tensors(["response_mask"])["response_mask"] * torch.tensor([1, 0, 1])
     group = group_on(2)
     method(group, "identity", Dispatch.DP_COMPUTE_PROTO)(batch.with_tensors({"response_mask": kept}))
-    assert torch.cat([got.batch["response_mask"] for got in received(group)]).equal(kept)
+    assert torch.cat([shard.batch["response_mask"] for shard in received(group)]).equal(kept)
 
 
 def test_columns_of_several_calls_are_united():

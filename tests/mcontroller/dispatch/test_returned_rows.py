@@ -43,22 +43,21 @@ ROWS = DataProto.from_dict({"value": torch.arange(8)})
 
 
 @pytest.mark.parametrize(
-    ("numbers", "message"),
-    [
-        ([4, 3], "rank 1 got 4 rows and returned 3: return a row for each row"),
-        ([8, 4], "rank 0 got 4 rows and returned 8: return a row for each row"),
-        ([6, 6], "rank 0 got 4 rows and returned 6; rank 1 got 4 rows and returned 6: return a row"),
-        ([4, -1], "rank 1 got 4 rows and returned 0"),
-        ([None, 4], "rank 0 returned None; expected a DataProto"),
-    ],
+    ("numbers", "returned"),
+    [([4, 3], (4, 3)), ([8, 4], (8, 4)), ([6, 6], (6, 6)), ([4, -1], (4, 0))],
 )
-def test_another_number_of_rows_is_an_error_that_names_the_ranks(
-    group: LocalWorkerGroup, numbers: list[int | None], message: str
+def test_another_number_of_rows_is_an_error_with_the_numbers_of_all_ranks(
+    group: LocalWorkerGroup, numbers: list[int], returned: tuple[int, int]
 ) -> None:
     for call in (group.same, lambda *arguments: group.later(*arguments).get()):
         with pytest.raises(DispatchError) as caught:
             call(ROWS, numbers)
-        assert message in str(caught.value)
+        assert (caught.value.returned, caught.value.ranks) == (returned, (0, 1))
+
+
+def test_a_rank_without_a_batch_is_an_error(group: LocalWorkerGroup) -> None:
+    with pytest.raises(DispatchError):
+        group.same(ROWS, [None, 4])
 
 
 def test_passing_on_a_result_with_another_number_of_rows_is_an_error(group: LocalWorkerGroup) -> None:

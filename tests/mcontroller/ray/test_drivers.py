@@ -118,7 +118,7 @@ def test_all_ranks_run_the_calls_of_three_drivers_in_one_order(ray_cluster: None
     assert pids_of(starter)
     assert starter.wait(120) == 0
     group = RayWorkerGroup.from_detached("shared")
-    others = [calling("shared", mark, 100) for mark in ("a", "b")]
+    others = [calling("shared", mark, 30) for mark in ("a", "b")]
     count = 0
     while any(process.poll() is None for process in others):  # so that calls of all three meet
         group.note("c", count)
@@ -128,7 +128,7 @@ def test_all_ranks_run_the_calls_of_three_drivers_in_one_order(ray_cluster: None
     first, second = group.noted()
     group.shutdown()
     assert first == second
-    for mark, sent in {"a": 100, "b": 100, "c": count}.items():
+    for mark, sent in {"a": 30, "b": 30, "c": count}.items():
         assert [number for caller, number in first if caller == mark] == list(range(sent))
 
 

@@ -62,45 +62,6 @@ def test_torch_computes_with_the_threads_of_the_pool(ray_cluster: None) -> None:
     pool.shutdown()
 
 
-ALONE_AND_BESIDE = """
-import ray
-from mcontroller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
-from trainer import Role
-from mcontroller.ray import ResourcePoolManager
-from tests.mcontroller.ray.test_threads import Threads
-
-
-def threads_in(pool):
-    with RayWorkerGroup(pool, RayClassWithInitArgs(Threads), name_prefix="threads") as group:
-        return group.executor.threads
-
-
-ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=80_000_000)
-alone = RayResourcePool([1], use_gpu=False)
-print("alone", threads_in(alone))
-alone.shutdown()
-mapping = {Role.Actor: "left", Role.Critic: "left", Role.Rollout: "right"}
-pools = ResourcePoolManager({"left": [1], "right": [1]}, mapping, use_gpu=False)
-pools.create_resource_pool()
-print("beside", *(threads_in(pools.get_resource_pool(role)) for role in (Role.Actor, Role.Rollout)))
-pools.shutdown()
-print("left", len([each for each in ray.util.placement_group_table().values() if each["state"] == "CREATED"]))
-ray.shutdown()
-"""
-
-
-@pytest.mark.processes
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core cannot be divided")
-def test_the_pools_of_one_run_divide_the_cores_of_a_node() -> None:
-    kept = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    cores = len(os.sched_getaffinity(0))
-    done = subprocess.run(
-        [sys.executable, "-c", ALONE_AND_BESIDE], env=kept, cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert f"alone [{cores}]" in done.stdout, done.stdout + done.stderr
-    assert f"beside [{cores // 2}] [{cores // 2}]" in done.stdout and "left 0" in done.stdout
-
-
 # Buffers of Python, in a process without torch: what torch allocates beside them moves them in the heap by chance.
 FAULTS = """
 import resource, sys

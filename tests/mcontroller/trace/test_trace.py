@@ -87,18 +87,24 @@ def trace(tmp_path: Path) -> RunTrace:
 
 
 def test_a_rank_that_is_slower_in_backward_is_named_and_nothing_else(trace: RunTrace, tmp_path: Path) -> None:
-    [found] = stragglers(trace)
-    assert (found.rank, found.work, found.calls) == ("rank 3 (tp=1 pp=0 dp=1)", f"backward of {METHOD}", CALLS)
-    assert found.often > 0.9 and 0.1 < found.slower < 0.25  # of its time without waiting, which is 70% of the whole
+    [straggler] = stragglers(trace)
+    assert (straggler.rank, straggler.work, straggler.calls) == (
+        "rank 3 (tp=1 pp=0 dp=1)",
+        f"backward of {METHOD}",
+        CALLS,
+    )
+    assert (
+        straggler.often > 0.9 and 0.1 < straggler.slower < 0.25
+    )  # of its time without waiting, which is 70% of the whole
     write(tmp_path / "equal", 0.0)
     assert stragglers(read_trace(tmp_path / "equal")) == []
 
 
 def test_the_bubble_of_equal_stages_is_the_one_on_paper(tmp_path: Path) -> None:
     write(tmp_path, 0.0)
-    [found] = bubbles(read_trace(tmp_path))
-    assert (found.work, found.passes) == (METHOD, 4 * CALLS)
-    assert found.measured == pytest.approx(found.on_paper) == pytest.approx(1 / 5)
+    [bubble] = bubbles(read_trace(tmp_path))
+    assert (bubble.work, bubble.passes) == (METHOD, 4 * CALLS)
+    assert bubble.measured == pytest.approx(bubble.on_paper) == pytest.approx(1 / 5)
 
 
 def test_stages_and_the_critical_path_have_their_share_of_the_steps(trace: RunTrace) -> None:
@@ -179,7 +185,7 @@ def test_perfetto_answers_in_sql(tmp_path: Path) -> None:
         labels = [f"rank {rank} (tp={tp} pp={pp} dp={dp})" for rank, (pp, dp, tp) in enumerate(ranks)]
         work = (CALLS * MICRO_BATCHES, CALLS * MICRO_BATCHES * 20)
         assert {key: value for key, value in actual.items() if key[0] == "actor"} == {
-            ("actor", each): work for each in labels
+            ("actor", label): work for label in labels
         }
         arrows = """select count(*) as number from flow join slice as sent on slice_out = sent.id
             join slice as ran on slice_in = ran.id where sent.name = 'send ' || ran.name and sent.ts < ran.ts"""

@@ -38,7 +38,7 @@ def call(group: RecordedGroup, state: int, index: int = 0, kind: str = "collecti
 
 def report(calls: Mapping[int, list[LastCall]], **options: object) -> tuple[str, str]:
     records = {
-        rank: RankRecord(rank, tuple(made), {each.route: each.index + 1 for each in made})
+        rank: RankRecord(rank, tuple(made), {entry.route: entry.index + 1 for entry in made})
         for rank, made in calls.items()
     }
     return RecordedRanks(records, COORDINATES, **options).report()  # type: ignore[arg-type]
@@ -107,22 +107,24 @@ def recorded(memory: RecordMemory) -> RankRecord:
 def test_a_record_has_calls_with_tensors_reduction_root_state_and_line(memory: RecordMemory) -> None:
     dist.all_reduce(torch.ones(2, 3), op=dist.ReduceOp.MAX)
     work = dist.broadcast(torch.ones(4, dtype=torch.int64), 0, async_op=True)
-    assert [each.state for each in recorded(memory).calls] == [DONE, RETURNED]
+    assert [entry.state for entry in recorded(memory).calls] == [DONE, RETURNED]
     work.wait()
     dist.all_gather([torch.ones(1)], torch.ones(1))
     record = recorded(memory)
-    texts = [each.text().partition(" on ")[0] for each in record.calls]
+    texts = [entry.text().partition(" on ")[0] for entry in record.calls]
     expected = ["all_reduce(float32[2, 3], op=MAX), call 0", "broadcast(int64[4], root=0), call 1"]
     assert texts == [*expected, "all_gather(float32[1]), call 2"]
-    assert {each.state for each in record.calls} == {DONE} and record.rank == 0
-    assert all("test_recorded.py" in each.line and each.line.endswith("root_state_and_line") for each in record.calls)
+    assert {entry.state for entry in record.calls} == {DONE} and record.rank == 0
+    assert all(
+        "test_recorded.py" in entry.line and entry.line.endswith("root_state_and_line") for entry in record.calls
+    )
 
 
 def test_the_last_calls_are_kept_and_all_are_counted(memory: RecordMemory) -> None:
     for _ in range(RING + 3):
         dist.barrier()
     record = recorded(memory)
-    assert [each.index for each in record.calls] == list(range(3, RING + 3))
+    assert [entry.index for entry in record.calls] == list(range(3, RING + 3))
     assert list(record.counts.values()) == [RING + 3]
 
 

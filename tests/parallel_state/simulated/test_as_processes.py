@@ -25,10 +25,10 @@ def test_each_rank_creates_a_group_of_itself_in_one_call() -> None:
     def compute() -> tuple[float, float]:
         alone = dist.new_group([dist.get_rank()])
         together = dist.new_group([0, 2])
-        dist.all_reduce(own := torch.tensor(float(dist.get_rank())), group=alone)
+        dist.all_reduce(tensor := torch.tensor(float(dist.get_rank())), group=alone)
         if dist.get_rank() != 1:
-            dist.all_reduce(own.clone(), group=together)
-        return float(own), dist.get_world_size(alone)
+            dist.all_reduce(tensor.clone(), group=together)
+        return float(tensor), dist.get_world_size(alone)
 
     assert run_ranks(3, compute) == [(0.0, 1), (1.0, 1), (2.0, 1)]
 
@@ -70,11 +70,16 @@ def test_the_default_store_works_after_initialization() -> None:
         store = c10d._get_default_store()
         store.add("count", 2)
         dist.barrier()
-        own = dist.PrefixStore(f"of {dist.get_rank()}", store)
-        own.set("key", "value")
-        deleted = own.delete_key("key"), own.delete_key("key"), own.check(["key"])
+        prefixed = dist.PrefixStore(f"of {dist.get_rank()}", store)
+        prefixed.set("key", "value")
+        deleted = prefixed.delete_key("key"), prefixed.delete_key("key"), prefixed.check(["key"])
         dist.barrier()
-        return int(store.get("count")), deleted, own.num_keys() == store.num_keys() > 0, own.clone().check(["key"])
+        return (
+            int(store.get("count")),
+            deleted,
+            prefixed.num_keys() == store.num_keys() > 0,
+            prefixed.clone().check(["key"]),
+        )
 
     assert run_ranks(2, compute) == [(4, (True, False, False), True, False)] * 2
 
@@ -82,9 +87,9 @@ def test_the_default_store_works_after_initialization() -> None:
 def test_rendezvous_of_a_url_returns_the_simulated_store() -> None:
     def compute() -> tuple[int, int, bytes]:
         rank = dist.get_rank()
-        store, *found = next(rendezvous("tcp://127.0.0.1:1", rank=rank, world_size=2))
+        store, *size = next(rendezvous("tcp://127.0.0.1:1", rank=rank, world_size=2))
         store.set(str(rank), f"from {rank}")
-        return *found, store.get(str(1 - rank))
+        return *size, store.get(str(1 - rank))
 
     assert run_ranks(2, compute) == [(0, 2, b"from 1"), (1, 2, b"from 0")]
 
@@ -190,7 +195,7 @@ def test_what_one_rank_writes_and_all_share_is_reported(team: Path) -> None:
 
     with pytest.warns(SharedStateWarning) as warned:
         assert run_ranks(2, patch) == [100, 100]
-    (message,) = [str(each.message) for each in warned if each.category is SharedStateWarning]
+    (message,) = [str(warning.message) for warning in warned if warning.category is SharedStateWarning]
     assert "team_of_ranks.counting.scale, by rank 1 only" in message
     assert "team_of_ranks.counting.Counter.count, by rank 1 only" in message
 

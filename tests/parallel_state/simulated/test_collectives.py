@@ -26,37 +26,37 @@ def values(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 def every_collective() -> list[Any]:
     rank, size = dist.get_rank(), dist.get_world_size()
-    found: list[Any] = []
+    results: list[Any] = []
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         dist.all_reduce(total := values(77, dtype=dtype))
         dist.all_reduce(largest := values(5, dtype=dtype), op=dist.ReduceOp.MAX)
-        found += [total, largest]
+        results += [total, largest]
     dist.broadcast(sent := values(3), src=1)
     dist.reduce(reduced := values(40), dst=2)
-    found += [sent, reduced if rank == 2 else None]
+    results += [sent, reduced if rank == 2 else None]
     dist.all_gather(parts := [torch.empty(2, 3) for _ in range(size)], values(2, 3))
     dist.all_gather_into_tensor(whole := torch.empty(2 * size), values(2))
     dist.reduce_scatter_tensor(part := torch.empty(6), values(6 * size))
     dist.reduce_scatter(listed := torch.empty(3), list(values(size, 3)))
-    found += [parts, whole, part, listed]
+    results += [parts, whole, part, listed]
     dist.gather(values(2), gathered := [torch.empty(2) for _ in range(size)] if rank == 0 else None, dst=0)
     dist.scatter(scattered := torch.empty(2), list(values(size, 2)) if rank == 3 else None, src=3)
-    found += [gathered, scattered]
+    results += [gathered, scattered]
     dist.all_to_all_single(exchanged := torch.empty(size, 2), values(size, 2))
     dist.all_to_all_single(uneven := torch.empty(size * rank, 2), values(6, 2), [rank] * size, list(range(size)))
-    found += [exchanged, uneven, *objects(rank, size), *transfers(rank, size)]
+    results += [exchanged, uneven, *objects(rank, size), *transfers(rank, size)]
     subgroups = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
     dist.all_reduce(half := values(4), group=subgroups[rank % 2])
     dist.barrier()
     dist.monitored_barrier()
-    return [*found, half]
+    return [*results, half]
 
 
 def objects(rank: int, size: int) -> list[Any]:
     dist.all_gather_object(gathered := [None] * size, {"rank": rank})
     dist.broadcast_object_list(listed := [rank, [rank] * rank], src=3)
-    dist.scatter_object_list(own := [None], [[index] for index in range(size)] if rank == 0 else None, src=0)
-    return [gathered, listed, own]
+    dist.scatter_object_list(scattered := [None], [[index] for index in range(size)] if rank == 0 else None, src=0)
+    return [gathered, listed, scattered]
 
 
 def transfers(rank: int, size: int) -> list[torch.Tensor]:
@@ -89,16 +89,16 @@ def test_split_sizes_may_be_arrays_and_tensors() -> None:
         dist.all_to_all_single(output, torch.full((1,), float(rank)), np.array([rank, rank]), torch.tensor([0, 1]))
         return output
 
-    assert [each.tolist() for each in simulated.run_ranks(2, exchange)] == [[], [0.0, 1.0]]
+    assert [tensor.tolist() for tensor in simulated.run_ranks(2, exchange)] == [[], [0.0, 1.0]]
 
 
 def test_functional_collectives_use_the_groups_of_their_rank() -> None:
     def compute() -> list[Any]:
-        world, own = dist.group.WORLD, torch.full((2,), float(dist.get_rank()))
-        total = functional.all_reduce(own, "sum", world)
-        gathered = functional.all_gather_tensor(own, 0, world)
+        world, local = dist.group.WORLD, torch.full((2,), float(dist.get_rank()))
+        total = functional.all_reduce(local, "sum", world)
+        gathered = functional.all_gather_tensor(local, 0, world)
         part = functional.reduce_scatter_tensor(torch.arange(4.0), "sum", 0, world)
-        return [(each + 0).tolist() for each in (total, gathered, part)]
+        return [(tensor + 0).tolist() for tensor in (total, gathered, part)]
 
     assert simulated.run_ranks(2, compute) == [
         [[1.0, 1.0], [0.0, 0.0, 1.0, 1.0], [0.0, 2.0]],
@@ -128,7 +128,7 @@ def test_functional_collectives_take_uneven_splits_and_several_tensors() -> None
         split = functional.all_to_all_single(torch.arange(3.0) + 10 * rank, [1 + rank] * 2, [1, 2], world)
         totals = functional.all_reduce_coalesced([torch.ones(1), torch.ones(2)], "sum", world)
         sent = functional.broadcast(torch.full((1,), float(rank)), 1, world)
-        return [(each + 0).tolist() for each in (split, *totals, sent)]
+        return [(tensor + 0).tolist() for tensor in (split, *totals, sent)]
 
     same = [[2.0], [2.0, 2.0], [1.0]]
     assert simulated.run_ranks(2, compute) == [[[0.0, 10.0], *same], [[1.0, 2.0, 11.0, 12.0], *same]]
@@ -143,7 +143,7 @@ def test_coalesced_gathers_and_scatters_complete_at_the_end_of_the_block() -> No
         with dist._coalescing_manager():
             for size, part in enumerate(parts, 1):
                 dist.reduce_scatter_tensor(part, torch.arange(2.0 * size))
-        return [each.tolist() for each in (*gathered, *parts)]
+        return [tensor.tolist() for tensor in (*gathered, *parts)]
 
     first, second = simulated.run_ranks(2, compute)
     assert first == [[0.0, 1.0], [0.0, 0.0, 1.0, 1.0], [0.0], [0.0, 2.0]]

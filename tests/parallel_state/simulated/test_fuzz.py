@@ -35,13 +35,13 @@ def run_program(seed: int, fault: tuple[int, int, str] | None = None) -> list[to
     """Run a program; the fault is its step, its rank and its kind."""
     steps = program(seed)
     groups = [dist.new_group(ranks) for _, ranks, _ in steps]
-    found = []
+    results = []
     for index, (operation, ranks, elements) in enumerate(steps):
         if dist.get_rank() not in ranks:
             continue
         kind = fault[2] if fault is not None and fault[:2] == (index, dist.get_rank()) else ""
-        found += _step(operation, ranks, elements, groups[index], kind)
-    return found
+        results += _step(operation, ranks, elements, groups[index], kind)
+    return results
 
 
 def _step(operation: str, ranks: list[int], elements: int, group: Any, kind: str) -> list[torch.Tensor]:
@@ -50,33 +50,33 @@ def _step(operation: str, ranks: list[int], elements: int, group: Any, kind: str
     if kind == "operation":
         operation = "all_gather" if operation != "all_gather" else "all_reduce"
     dtype = torch.float64 if kind == "dtype" else torch.float32
-    own = torch.full((elements + (kind == "shape"),), 1.1 + dist.get_rank(), dtype=dtype)
-    results = [_call(operation, ranks, own, group)]
+    tensor = torch.full((elements + (kind == "shape"),), 1.1 + dist.get_rank(), dtype=dtype)
+    results = [_call(operation, ranks, tensor, group)]
     if kind == "twice":
-        results.append(_call(operation, ranks, own, group))
+        results.append(_call(operation, ranks, tensor, group))
     return results
 
 
-def _call(operation: str, ranks: list[int], own: torch.Tensor, group: Any) -> torch.Tensor:
+def _call(operation: str, ranks: list[int], tensor: torch.Tensor, group: Any) -> torch.Tensor:
     size, rank = len(ranks), dist.get_rank()
-    output = torch.zeros(size * own.numel(), dtype=own.dtype)
+    output = torch.zeros(size * tensor.numel(), dtype=tensor.dtype)
     if operation == "all_reduce":
-        dist.all_reduce(own, group=group)
-        return own
+        dist.all_reduce(tensor, group=group)
+        return tensor
     if operation == "broadcast":
-        dist.broadcast(own, src=ranks[-1], group=group)
-        return own
+        dist.broadcast(tensor, src=ranks[-1], group=group)
+        return tensor
     if operation == "all_gather":
-        dist.all_gather_into_tensor(output, own, group=group)
+        dist.all_gather_into_tensor(output, tensor, group=group)
     elif operation == "reduce_scatter":
-        dist.reduce_scatter_tensor(own, own.repeat(size), group=group)
-        return own
+        dist.reduce_scatter_tensor(tensor, tensor.repeat(size), group=group)
+        return tensor
     elif operation == "all_to_all":
-        dist.all_to_all_single(output, own.repeat(size), group=group)
+        dist.all_to_all_single(output, tensor.repeat(size), group=group)
     elif rank == ranks[0]:
-        dist.send(own, ranks[1], group=group)
+        dist.send(tensor, ranks[1], group=group)
     elif rank == ranks[1]:
-        dist.recv(output := torch.empty_like(own), ranks[0], group=group)
+        dist.recv(output := torch.empty_like(tensor), ranks[0], group=group)
     return output
 
 

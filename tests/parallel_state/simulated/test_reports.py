@@ -243,7 +243,7 @@ def test_values_that_must_agree_and_do_not_are_reported() -> None:
         layer(torch.full((1, 2), float(dist.get_rank()))).sum().backward()
         if reduced:
             dist.all_reduce(layer.weight.grad)
-        require_equal({name: each.grad for name, each in layer.named_parameters()}, what="gradients")
+        require_equal({name: parameter.grad for name, parameter in layer.named_parameters()}, what="gradients")
 
     assert str(report(Disagreement, 3, lambda: gradients(False))).startswith("gradients 'weight' differ")
     run_ranks(3, lambda: gradients(True))

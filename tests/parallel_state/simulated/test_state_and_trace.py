@@ -37,16 +37,16 @@ def test_random_states_variables_device_and_directory_are_each_ranks_own(tmp_pat
         if rank:
             torch.set_default_device("meta")
         dist.barrier()
-        drawn = random.random(), float(np.random.rand()), float(torch.rand((), device="cpu", dtype=torch.float32))
-        here = os.environ["OWN"], os.environ["RANK"], os.getcwd() == str(tmp_path)
-        return drawn, here, torch.get_default_dtype(), torch.empty(1).device.type
+        numbers = random.random(), float(np.random.rand()), float(torch.rand((), device="cpu", dtype=torch.float32))
+        variables = os.environ["OWN"], os.environ["RANK"], os.getcwd() == str(tmp_path)
+        return numbers, variables, torch.get_default_dtype(), torch.empty(1).device.type
 
-    found = run_ranks(2, compute)
-    for rank, (drawn, here, dtype, device) in enumerate(found):
+    results = run_ranks(2, compute)
+    for rank, (numbers, variables, dtype, device) in enumerate(results):
         random.seed(rank)
         expected = random.random(), float(np.random.RandomState(rank).rand())
-        assert drawn == (*expected, float(torch.rand((), generator=torch.Generator().manual_seed(rank))))
-        assert here == (str(rank), str(rank), rank == 1)
+        assert numbers == (*expected, float(torch.rand((), generator=torch.Generator().manual_seed(rank))))
+        assert variables == (str(rank), str(rank), rank == 1)
         assert (dtype, device) == ((torch.float32, "cpu"), (torch.float64, "meta"))[rank]
     assert "OWN" not in os.environ
     assert torch.get_default_dtype() == torch.float32
@@ -107,7 +107,7 @@ def test_a_module_imported_by_a_rank_starts_with_its_values_on_every_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "imported_late.py").write_text(
-        "count, seen = 0, []\ndef add():\n    global count, seen\n    count += 1\n    seen = [*seen, count]\n"
+        "count, counts = 0, []\ndef add():\n    global count, counts\n    count += 1\n    counts = [*counts, count]\n"
         "    return count\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
@@ -118,7 +118,7 @@ def test_a_module_imported_by_a_rank_starts_with_its_values_on_every_rank(
         for _ in range(times + dist.get_rank()):
             imported_late.add()
         dist.all_reduce(torch.zeros(1))
-        return imported_late.count, imported_late.seen
+        return imported_late.count, imported_late.counts
 
     simulation = Simulation(2, modules=("imported_late",))
     simulation.run(dict.fromkeys(range(2), lambda: dist.init_process_group("gloo")))

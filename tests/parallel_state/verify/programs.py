@@ -19,7 +19,7 @@ PADDED = load_program(f"{EXAMPLES / 'packed.py'}:padded")
 
 def smaller(program: Program, **changes: Any) -> Program:
     """Return a program of two layers and two micro-batches, with other fields of the program or of its config."""
-    own = {each.name for each in dataclasses.fields(Program)}
-    changed = dataclasses.replace(program, **{name: value for name, value in changes.items() if name in own})
-    of_config = {"num_layers": 2, **{name: value for name, value in changes.items() if name not in own}}
+    fields = {field.name for field in dataclasses.fields(Program)}
+    changed = dataclasses.replace(program, **{name: value for name, value in changes.items() if name in fields})
+    of_config = {"num_layers": 2, **{name: value for name, value in changes.items() if name not in fields}}
     return changed.smaller(micro_batches=changes.get("micro_batches", 2), **of_config)

@@ -41,7 +41,9 @@ def test_an_average_of_micro_batch_averages_is_found_in_one_process() -> None:
     program = smaller(GPT, calculate_per_token_loss=False, forward_step=forward_step)
     with pytest.raises(LayoutDiffers) as caught:
         verify_layout(program, "mbs=2")
-    assert {(each.kind, each.step, each.rank) for each in caught.value.outcome.differences} >= {("gradient", 1, 0)}
+    assert {(difference.kind, difference.step, difference.rank) for difference in caught.value.outcome.differences} >= {
+        ("gradient", 1, 0)
+    }
 
 
 def test_batches_that_are_no_dicts_cannot_be_merged() -> None:
@@ -55,7 +57,7 @@ def test_batches_that_are_no_dicts_cannot_be_merged() -> None:
 
 def test_in_float64_differences_are_a_thousandth_of_a_billionth() -> None:
     verifier = Verifier(smaller(MOE), exact=True)
-    assert {each.dtype for each in verifier.reference.start.values()} == {torch.float64}
+    assert {tensor.dtype for tensor in verifier.reference.start.values()} == {torch.float64}
     outcome = verifier.verify("tp=2,ep=2,sp")
     assert outcome.equal, outcome.lines()
     assert 0 < outcome.largest < verifier.tolerance < 1e-12
@@ -67,13 +69,13 @@ def test_float64_finds_what_float32_takes_for_rounding() -> None:
 
     def slightly_wrong(model: Any, *args: Any, **kwargs: Any) -> None:
         reduce(model, *args, **kwargs)
-        for each in model[0].parameters():
-            each.main_grad.mul_(1 + 1e-7 * torch.distributed.get_world_size())
+        for parameter in model[0].parameters():
+            parameter.main_grad.mul_(1 + 1e-7 * torch.distributed.get_world_size())
 
     program = smaller(GPT)
     outcomes = [Verifier(program, steps=1, exact=exact) for exact in (False, True)]
     with mock.patch.object(finalizing, "_allreduce_word_embedding_grads", slightly_wrong):
-        assert [each.verify("pp=2").equal for each in outcomes] == [True, False]
+        assert [verifier.verify("pp=2").equal for verifier in outcomes] == [True, False]
 
 
 def test_a_saved_result_is_compared_from_its_weights(tmp_path: Path) -> None:
@@ -87,7 +89,7 @@ def test_a_saved_result_is_compared_from_its_weights(tmp_path: Path) -> None:
     changed = Verifier(smaller(GPT, layernorm_epsilon=1e-2))
     assert changed.reference.fingerprint != before.reference.fingerprint == Verifier(program).reference.fingerprint
     outcome = changed.against(path)
-    assert {each.kind for each in outcome.differences} == {"loss", "gradient", "gradient norm", "weight"}
+    assert {difference.kind for difference in outcome.differences} == {"loss", "gradient", "gradient norm", "weight"}
     with pytest.raises(VerifyError):
         Verifier(program, steps=1).against(path)
     with pytest.raises(VerifyError):
@@ -108,21 +110,21 @@ def test_a_saved_result_is_compared_from_its_weights(tmp_path: Path) -> None:
 def test_wrong_marks_are_named(parameter: str, mark: bool, note: str) -> None:
     def marked(*args: Any, **kwargs: Any) -> Any:
         model = GPT.model_provider(*args, **kwargs)
-        for name, each in model.named_parameters():
+        for name, weight in model.named_parameters():
             if name.endswith(parameter):
-                each.tensor_model_parallel = mark
+                weight.tensor_model_parallel = mark
         return model
 
     outcome = Verifier(smaller(GPT, model_provider=marked), steps=1, exact=True).verify("tp=2")
-    assert {each.kind: each.note for each in outcome.differences}["mark"] == note
-    assert "gradient norm" in {each.kind for each in outcome.differences}
+    assert {difference.kind: difference.note for difference in outcome.differences}["mark"] == note
+    assert "gradient norm" in {difference.kind for difference in outcome.differences}
 
 
 def test_a_norm_weight_without_its_mark_is_named() -> None:
     def unmarked(*args: Any, **kwargs: Any) -> Any:
         model = GPT.model_provider(*args, **kwargs)
-        for each in model.parameters():
-            each.sequence_parallel = False
+        for parameter in model.parameters():
+            parameter.sequence_parallel = False
         return model
 
     with pytest.raises(LayoutDiffers) as caught:
@@ -171,9 +173,9 @@ def drawn_again(parameter: str, generator: torch.Generator | None) -> Any:
 
     def provider(*args: Any, **kwargs: Any) -> Any:
         model = GPT.model_provider(*args, **kwargs)
-        for name, each in model.named_parameters():
+        for name, weight in model.named_parameters():
             if name.endswith(parameter):
-                torch.nn.init.normal_(each, std=0.02, generator=generator)
+                torch.nn.init.normal_(weight, std=0.02, generator=generator)
         return model
 
     return provider
@@ -183,7 +185,7 @@ def test_parts_that_are_drawn_with_one_seed_are_named() -> None:
     with pytest.raises(LayoutDiffers) as caught:  # torch.manual_seed is the same on all ranks
         verify_layout(smaller(GPT, model_provider=drawn_again("linear_fc2.weight", None)), "tp=2", steps=1)
     differences = caught.value.outcome.differences
-    assert {each.kind for each in differences} == {"seed"}
+    assert {difference.kind for difference in differences} == {"seed"}
     assert differences[0].name == "decoder.layers.mlp.linear_fc2.weight[0]"
     assert differences[0].note == "this part starts with the values of another part, on rank 0: their seeds agree"
 
@@ -218,5 +220,5 @@ def test_in_bf16_values_that_are_not_finite_are_a_difference() -> None:
     assert verifier.in_bf16("pp=2").equal
     with mock.patch.object(finalizing, "_allreduce_word_embedding_grads", infinite):
         outcome = verifier.in_bf16("pp=2")
-    assert {each.kind for each in outcome.differences} == {"gradient", "gradient norm", "weight"}
+    assert {difference.kind for difference in outcome.differences} == {"gradient", "gradient norm", "weight"}
     assert not outcome.rounding and str(outcome.differences[0]).endswith("not finite")

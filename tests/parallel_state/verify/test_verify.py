@@ -58,7 +58,7 @@ def test_experts_that_are_computed_one_by_one_are_equal(layout: str) -> None:
         assert_layout(smaller(MOE, moe_grouped_gemm=False), layout)
 
 
-def found(verifier: Verifier, layout: str, owner: Any, name: str, fault: Callable[..., Any]) -> Outcome:
+def outcome_of(verifier: Verifier, layout: str, owner: Any, name: str, fault: Callable[..., Any]) -> Outcome:
     """Return the outcome with a fault in Megatron that one process does not have."""
     with mock.patch.object(owner, name, fault):
         outcome = verifier.verify(layout)
@@ -75,14 +75,14 @@ def nothing(*args: Any, **kwargs: Any) -> None:
 
 
 def test_a_missing_reduction_forward_is_located(gpt: Verifier) -> None:
-    outcome = found(gpt, "tp=2", layers, "reduce_from_tensor_model_parallel_region", unchanged)
+    outcome = outcome_of(gpt, "tp=2", layers, "reduce_from_tensor_model_parallel_region", unchanged)
     assert outcome.place is not None
     assert (outcome.place.direction, outcome.place.module) == ("forward", "embedding.word_embeddings")
     assert (outcome.place.micro_batch, outcome.place.step, outcome.place.coordinates) == (0, 1, {"tp": 0})
     assert outcome.place.source.startswith("VocabParallelEmbedding, megatron/core/tensor_parallel/layers.py:")
     assert outcome.place.note == "the sum over tp is that of one process: a reduction over tp is missing"
     assert outcome.place.collectives == ()
-    assert {each.kind for each in outcome.differences} == {"loss", "gradient", "gradient norm", "weight"}
+    assert {difference.kind for difference in outcome.differences} == {"loss", "gradient", "gradient norm", "weight"}
 
 
 def test_a_missing_reduction_backward_is_located(gpt: Verifier) -> None:
@@ -94,7 +94,7 @@ def test_a_missing_reduction_backward_is_located(gpt: Verifier) -> None:
         ctx.allreduce_dgrad = False
         return output
 
-    outcome = found(gpt, "tp=2", function, "forward", staticmethod(without_allreduce))
+    outcome = outcome_of(gpt, "tp=2", function, "forward", staticmethod(without_allreduce))
     assert outcome.place is not None and outcome.place.direction == "backward"
     assert outcome.place.module == "decoder.final_layernorm"
     assert "a reduction over tp is missing" in outcome.place.note
@@ -110,50 +110,50 @@ def test_a_missing_reduction_backward_is_located(gpt: Verifier) -> None:
 def test_a_gradient_that_is_not_reduced_is_named(
     gpt: Verifier, layout: str, name: str, parameter: str, axis: str
 ) -> None:
-    outcome = found(gpt, layout, finalizing, name, nothing)
-    first = next(each for each in outcome.differences if each.kind == "gradient")
+    outcome = outcome_of(gpt, layout, finalizing, name, nothing)
+    first = next(difference for difference in outcome.differences if difference.kind == "gradient")
     assert first.name.endswith(parameter)
     assert first.note == f"the sum over {axis} is that of one process: a reduction over {axis} is missing"
 
 
 def test_gradients_of_the_distributed_optimizer_are_compared_by_shard(gpt: Verifier) -> None:
     buckets = param_and_grad_buffer._ParamAndGradBucketGroup
-    outcome = found(gpt, "dp=2,distopt", buckets, "finish_grad_sync", nothing)
-    kinds = [each.kind for each in outcome.differences]
+    outcome = outcome_of(gpt, "dp=2,distopt", buckets, "finish_grad_sync", nothing)
+    kinds = [difference.kind for difference in outcome.differences]
     assert kinds.count("gradient") > 10
-    assert {each.rank for each in outcome.differences} == {0, 1}
+    assert {difference.rank for difference in outcome.differences} == {0, 1}
     assert outcome.place is None
     assert outcome.lines()[-1].startswith("after the backward pass: all_reduce over dp at megatron/core/")
 
 
 def test_a_norm_of_one_rank_is_found(gpt: Verifier) -> None:
     def of_this_rank(gradients: list[torch.Tensor], **_: Any) -> float:
-        return float(torch.cat([each.flatten() for each in gradients]).norm())
+        return float(torch.cat([tensor.flatten() for tensor in gradients]).norm())
 
-    outcome = found(gpt, "tp=2", optimizers, "get_grad_norm_fp32", of_this_rank)
+    outcome = outcome_of(gpt, "tp=2", optimizers, "get_grad_norm_fp32", of_this_rank)
     assert outcome.differences[0].kind == "gradient norm"
     assert " instead of " in outcome.differences[0].note
-    assert not [each for each in outcome.differences if each.kind == "gradient"]
+    assert not [difference for difference in outcome.differences if difference.kind == "gradient"]
 
 
 def test_a_buffer_that_is_not_reduced_is_found(moe: Verifier) -> None:
     def of_own_tokens(tokens: torch.Tensor, bias: torch.Tensor, rate: float, *_: Any, **__: Any) -> torch.Tensor:
         return bias + torch.sign(tokens.float().mean(-1, keepdim=True) - tokens) * rate
 
-    outcome = found(moe, "dp=2", finalizing, "get_updated_expert_bias", of_own_tokens)
-    assert {each.kind for each in outcome.differences} == {"buffer"}
+    outcome = outcome_of(moe, "dp=2", finalizing, "get_updated_expert_bias", of_own_tokens)
+    assert {difference.kind for difference in outcome.differences} == {"buffer"}
     assert outcome.differences[0].name == "decoder.layers.mlp.router.expert_bias[0]"
 
 
 def test_a_scaled_gradient_is_named_as_a_multiple(gpt: Verifier) -> None:
-    outcome = found(gpt, "dp=2", param_and_grad_buffer._ParamAndGradBucketGroup, "start_grad_sync", nothing)
-    assert any("reduction over dp is missing" in each.note for each in outcome.differences)
+    outcome = outcome_of(gpt, "dp=2", param_and_grad_buffer._ParamAndGradBucketGroup, "start_grad_sync", nothing)
+    assert any("reduction over dp is missing" in difference.note for difference in outcome.differences)
 
 
 def test_the_collectives_of_the_module_that_differs_are_listed(gpt: Verifier) -> None:
     reduce = layers.reduce_from_tensor_model_parallel_region
     gpt.records(1)
-    outcome = found(gpt, "tp=2", layers, reduce.__name__, lambda *args, **kwargs: 2 * reduce(*args, **kwargs))
+    outcome = outcome_of(gpt, "tp=2", layers, reduce.__name__, lambda *args, **kwargs: 2 * reduce(*args, **kwargs))
     assert outcome.place is not None
     (collective,) = outcome.place.collectives
     assert collective.startswith("all_reduce over tp at megatron/core/tensor_parallel/mappings.py:")
@@ -164,7 +164,7 @@ def test_the_collectives_of_the_module_that_differs_are_listed(gpt: Verifier) ->
 def test_a_reduction_of_what_is_reduced_already_is_named(gpt: Verifier) -> None:
     reduce = layers.reduce_from_tensor_model_parallel_region
     gpt.records(1)
-    outcome = found(gpt, "tp=2", layers, reduce.__name__, lambda *args, **kwargs: reduce(reduce(*args, **kwargs)))
+    outcome = outcome_of(gpt, "tp=2", layers, reduce.__name__, lambda *args, **kwargs: reduce(reduce(*args, **kwargs)))
     assert outcome.place is not None
     _, again = outcome.place.collectives
     assert again.endswith(" (its input is that of one process, its result is 2 times that of one process)")
@@ -188,7 +188,7 @@ def test_a_gradient_is_located_between_two_modules_and_its_collectives(gpt: Veri
         return 2 * of_input, *others
 
     gpt.records(1)
-    outcome = found(gpt, "tp=2", function, "backward", staticmethod(doubled))
+    outcome = outcome_of(gpt, "tp=2", function, "backward", staticmethod(doubled))
     assert outcome.place is not None
     assert (outcome.place.direction, outcome.place.module) == ("backward", "decoder.final_layernorm")
     assert outcome.place.note == "is 2 times that of one process"
@@ -213,7 +213,7 @@ def test_a_module_that_differs_is_located_before_what_it_feeds(moe: Verifier) ->
         scale = 2.0 if self.config.expert_model_parallel_size > 1 and self.layer_number == 2 else 1.0
         return combine(self, output * scale, *args)
 
-    outcome = found(moe, "ep=2", moe_layer.MoELayer, "combine", doubled)
+    outcome = outcome_of(moe, "ep=2", moe_layer.MoELayer, "combine", doubled)
     assert outcome.place is not None
     assert outcome.place.module == "decoder.layers.1.mlp"
     assert outcome.place.note == "is 2 times that of one process"
@@ -224,12 +224,12 @@ def test_an_error_in_one_layout_is_its_outcome(gpt: Verifier) -> None:
         if torch.distributed.get_rank():
             torch.distributed.barrier()
 
-    outcome = found(gpt, "dp=2", finalizing, "_allreduce_word_embedding_grads", diverging)
+    outcome = outcome_of(gpt, "dp=2", finalizing, "_allreduce_word_embedding_grads", diverging)
     assert outcome.failure is not None and outcome.failure.startswith("Deadlock: ranks wait for each other")
 
 
 def test_an_error_is_located_where_the_values_before_it_differ(gpt: Verifier) -> None:
-    outcome = found(gpt, "tp=2,sp", layers, "reduce_scatter_to_sequence_parallel_region", unchanged)
+    outcome = outcome_of(gpt, "tp=2,sp", layers, "reduce_scatter_to_sequence_parallel_region", unchanged)
     assert outcome.failure is not None and outcome.place is not None
     module = next(line for line in outcome.lines() if line.startswith("in "))
     assert module.startswith("in decoder.layers.0 (TransformerLayer, megatron/core/transformer/")
@@ -241,7 +241,7 @@ def test_verify_layout_raises_with_the_differences() -> None:
     with fault, pytest.raises(LayoutDiffers) as caught:
         assert_layout(smaller(GPT), "pp=2", steps=1)
     assert "a reduction over pp is missing" in str(caught.value)
-    assert [each.kind for each in caught.value.outcome.differences][:1] == ["gradient"]
+    assert [difference.kind for difference in caught.value.outcome.differences][:1] == ["gradient"]
 
 
 def test_a_later_step_is_compared_too(gpt: Verifier) -> None:
@@ -256,8 +256,10 @@ def test_a_later_step_is_compared_too(gpt: Verifier) -> None:
                 group["lr"] = 0.0
         return step(self)
 
-    outcome = found(gpt, "dp=2", optimizers.FP32Optimizer, "step_with_ready_grads", without_update)
-    assert {(each.kind, each.step, each.rank) for each in outcome.differences} == {("weight", 2, 1)}
+    outcome = outcome_of(gpt, "dp=2", optimizers.FP32Optimizer, "step_with_ready_grads", without_update)
+    assert {(difference.kind, difference.step, difference.rank) for difference in outcome.differences} == {
+        ("weight", 2, 1)
+    }
 
 
 @pytest.mark.parametrize(
@@ -281,5 +283,5 @@ def test_a_fault_of_packed_rows_under_cp_is_located() -> None:
 
     verifier = Verifier(smaller(PACKED), steps=1)
     verifier.records(1)
-    outcome = found(verifier, "cp=2", mlp.MLP, "forward", doubled)
+    outcome = outcome_of(verifier, "cp=2", mlp.MLP, "forward", doubled)
     assert outcome.place is not None and outcome.place.module == "decoder.layers.0"

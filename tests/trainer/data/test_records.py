@@ -177,7 +177,7 @@ def test_two_selections_of_a_task_share_no_question(seed):
     held_out = load_records(DatasetConfig(**task, size=256), "data.val")
     train = load_records(DatasetConfig(**task, skip=256, size=2000), "data.train")
     questions = [{row["prompt"] for row in records.rows} for records in (held_out, train)]
-    assert [len(each) for each in questions] == [256, 2000] and questions[0].isdisjoint(questions[1])
+    assert [len(part) for part in questions] == [256, 2000] and questions[0].isdisjoint(questions[1])
 
 
 def test_seeds_give_different_problems_and_a_seed_the_same_ones():

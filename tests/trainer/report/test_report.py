@@ -99,7 +99,7 @@ def test_the_page_has_the_values_of_the_files_and_no_references(make_run: MakeRu
     directory = make_run()
     assert main(["report", str(directory)]) == 0
     page = Page(directory / "report.html")
-    assert {each for each in page.references if not each.startswith("#")} == {"data:,"}
+    assert {reference for reference in page.references if not reference.startswith("#")} == {"data:,"}
     (run,) = page.data["runs"]
     steps = list(range(1, STEPS + 1))
     for name in metrics_of(1):

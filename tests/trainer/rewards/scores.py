@@ -35,7 +35,7 @@ def sometimes(response):
 
 
 def lengths(response, offset=0):
-    return [len(each) + offset for each in response]
+    return [len(text) + offset for text in response]
 
 
 def too_few(response):

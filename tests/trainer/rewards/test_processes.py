@@ -30,8 +30,8 @@ def pool() -> Iterator[ScoringProcesses]:
 
 def scored(pool: ScoringProcesses, name: str, *responses: str) -> list[ScoreOutcome]:
     """Score every response in a separate task."""
-    found = pool.run([Task(name, [{"response": response}], [row]) for row, response in enumerate(responses)])[name]
-    return [found[row] for row in range(len(responses))]
+    outcomes = pool.run([Task(name, [{"response": response}], [row]) for row, response in enumerate(responses)])[name]
+    return [outcomes[row] for row in range(len(responses))]
 
 
 def process_ids(pool: ScoringProcesses) -> list[int]:

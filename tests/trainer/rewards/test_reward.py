@@ -50,9 +50,9 @@ def rewards(timeout_s=20.0, failed_score=0.0, **functions):
 
 @PROCESSES
 def test_scores_are_a_weighted_sum_with_a_column_for_each_function_and_value():
-    each = rewards(right="right", level=("with_values", {"weight": 0.5}))
-    reward = each(batch(["4", "no"], ["4", "5"], level=[1, 3]))
-    each.close()
+    functions = rewards(right="right", level=("with_values", {"weight": 0.5}))
+    reward = functions(batch(["4", "no"], ["4", "5"], level=[1, 3]))
+    functions.close()
     assert reward.token_level_scores.tolist() == [[2.0, 0.0], [0.0, 3.0]]
     assert reward.columns == {
         "right": [1.0, 0.0],
@@ -64,10 +64,10 @@ def test_scores_are_a_weighted_sum_with_a_column_for_each_function_and_value():
 
 @PROCESSES
 def test_failures_are_reported_with_their_sample_and_do_not_lose_the_batch(caplog):
-    each = rewards(timeout_s=2.0, some="sometimes", all=("lengths", {"batch": True, "options": {"offset": 10}}))
+    functions = rewards(timeout_s=2.0, some="sometimes", all=("lengths", {"batch": True, "options": {"offset": 10}}))
     with caplog.at_level(logging.WARNING):
-        reward = each(batch(["fine", "raise", "hang", "die", "text", "nan", "none", "fine"]))
-    each.close()
+        reward = functions(batch(["fine", "raise", "hang", "die", "text", "nan", "none", "fine"]))
+    functions.close()
     some = reward.columns["some"]
     assert some[:6] + some[7:] == [1.0, 0, 0, 0, 0, 0, 1.0] and math.isnan(some[6])
     assert reward.columns["all"] == [14.0, 15, 14, 13, 14, 13, 14, 14]
@@ -77,35 +77,38 @@ def test_failures_are_reported_with_their_sample_and_do_not_lose_the_batch(caplo
     assert "reward function 'some' failed for 5 of 8 samples (score 0.0)" in text
     assert "Sample 1: KeyError: 'no such thing'" in text and "scores.py, line" in text and "prompt 'prompt 1'" in text
     assert "Sample 2: it did not return within 2 s" in text and "ended with exit code 7" in text
-    assert reward.columns["reward_replaced_processes"] == [float(each.pool.replaced)] * 8 and each.pool.replaced >= 2
+    assert (
+        reward.columns["reward_replaced_processes"] == [float(functions.pool.replaced)] * 8
+        and functions.pool.replaced >= 2
+    )
 
 
 @PROCESSES
 def test_a_batch_that_was_started_early_has_the_same_scores():
-    each = rewards(right="right")
+    functions = rewards(right="right")
     given = batch(["4", "no"], ["4", "5"])
-    started = each.start(given)
-    assert each(batch(["5", "5"], ["4", "5"])).columns["right"] == [0.0, 1.0]
+    started = functions.start(given)
+    assert functions(batch(["5", "5"], ["4", "5"])).columns["right"] == [0.0, 1.0]
     assert started().columns["right"] == [1.0, 0.0]
-    each.close()
+    functions.close()
 
 
 @PROCESSES
 def test_closing_ends_a_function_that_hangs():
-    each = rewards(timeout_s=100.0, some="sometimes")
+    functions = rewards(timeout_s=100.0, some="sometimes")
     started = time.monotonic()
-    each.start(batch(["fine", "hang"]))
-    each.close()
+    functions.start(batch(["fine", "hang"]))
+    functions.close()
     assert time.monotonic() - started < 60.0
 
 
 @PROCESSES
 def test_async_functions_run_together_and_are_cancelled_at_the_deadline():
-    each = rewards(timeout_s=4.0, failed_score=None, slow="slow")
-    each(batch(["a"]))
+    functions = rewards(timeout_s=4.0, failed_score=None, slow="slow")
+    functions(batch(["a"]))
     started = time.monotonic()
-    reward = each(batch([*"abcdefghijklmnop", "hang"]))
-    each.close()
+    reward = functions(batch([*"abcdefghijklmnop", "hang"]))
+    functions.close()
     assert reward.columns["slow"][:16] == [1.0] * 16 and math.isnan(reward.columns["slow"][16])
     assert reward.scored == [True] * 16 + [False] and reward.token_level_scores[16].tolist() == [0.0] * 4
     assert time.monotonic() - started < 16 * 0.3 / 2 + 4.0  # one after the other takes 2.4 s in each process
@@ -123,12 +126,12 @@ def test_a_function_that_fails_for_every_sample_ends_the_run_with_the_reason(fun
 
 @PROCESSES
 def test_a_trial_reports_a_missing_argument_before_the_start():
-    each = rewards(mine="with_values")
+    functions = rewards(mine="with_values")
     with pytest.raises(DataError) as caught:
-        each.check({"data.train": [{"prompt": "1 + 1 =", "response": "2", "answer": "2"}]})
+        functions.check({"data.train": [{"prompt": "1 + 1 =", "response": "2", "answer": "2"}]})
     assert (caught.value.function, caught.value.argument) == ("mine", "level")
-    each.check({"data.train": [{"prompt": "1 + 1 =", "response": "2", "answer": "2", "level": 1}]})
-    each.close()
+    functions.check({"data.train": [{"prompt": "1 + 1 =", "response": "2", "answer": "2", "level": 1}]})
+    functions.close()
 
 
 @pytest.mark.parametrize(

@@ -285,6 +285,6 @@ def test_a_second_run_in_the_directory_of_a_living_one_writes_nothing(folder, ca
     os.read(ready, 1)
     assert main(["train", "run.yaml", "run_dir=out", "trainer.total_training_steps=1"]) == 1
     assert f"the run in {folder}/out is in use by process {pid} on " in capsys.readouterr().err
-    assert [found.name for found in (folder / "out").iterdir()] == ["run.lock"]
+    assert [entry.name for entry in (folder / "out").iterdir()] == ["run.lock"]
     os.close(end)
     os.waitpid(pid, 0)

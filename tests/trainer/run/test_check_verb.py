@@ -46,7 +46,7 @@ def test_host_memory_and_packing_are_printed(tmp_path: Path, capsys: pytest.Capt
     weights = 7.6e9 / 8  # of a rank; with the reference 2 x 2 bytes, and 12 of the optimizer over dp 2
     numbers = re.search(r"process: ([\d.]+) GB offloaded \(pinned\), ([\d.]+) GB to save, ([\d.]+) GB more", printed)
     assert numbers is not None and "packed=true is recommended" in printed
-    expected = [each * weights / 2**30 for each in (4 + 6, 2 * (2 + 6), 20)]
+    expected = [bytes_per_weight * weights / 2**30 for bytes_per_weight in (4 + 6, 2 * (2 + 6), 20)]
     assert list(map(float, numbers.groups())) == pytest.approx(expected, rel=0.02)
     assert main(["check", str(file), "packed=true", "optim.distributed_optimizer=null", *options]) == 0
     changed = capsys.readouterr().out

@@ -58,8 +58,8 @@ def test_every_role_is_in_its_pool_with_a_slot_for_each_role(config_file: Path) 
 def test_a_rollout_has_the_values_of_the_actor_that_it_does_not_set(config_file: Path) -> None:  # noqa: F811
     of_actor = ["actor_rollout_ref.rollout.temperature=0.5", "actor_rollout_ref.model.transformer={init_method: a}"]
     of_actor += ["actor_rollout_ref.parallel={tp: 2, pp: 2}"]
-    own = ["rollout.parallel.tp=4", "rollout.model.dtype=bfloat16", "rollout.rollout.max_rows=7"]
-    config = read(config_file, *of_actor, *own)
+    of_rollout = ["rollout.parallel.tp=4", "rollout.model.dtype=bfloat16", "rollout.rollout.max_rows=7"]
+    config = read(config_file, *of_actor, *of_rollout)
     actor, rollout = config.actor_rollout_ref, config.rollout
     assert rollout is not None and rollout.parallel == ParallelConfig(tp=4) != actor.parallel
     assert (rollout.model.dtype, actor.model.dtype) == ("bfloat16", "float32")

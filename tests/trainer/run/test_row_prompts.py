@@ -182,7 +182,7 @@ def test_a_prompt_has_the_tokens_of_apply_chat_template(tmp_path, family, kind):
     wanted = [expected(theirs, row) for row in ROWS]
     records = read(tmp_path, ROWS, kind)
     assert [given(records, row, mine) for row in range(len(ROWS))] == wanted
-    assert sum(each is not None for each in wanted) >= 4
+    assert sum(prompt is not None for prompt in wanted) >= 4
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -208,7 +208,7 @@ def test_a_null_that_is_meant_stays_in_jsonl(tmp_path):
 def test_tools_may_be_texts_in_json_and_another_column_is_rejected(tmp_path):
     theirs, mine = tokenizers(tmp_path / "tokenizer", TEMPLATES["qwen2.5"])
     tools = [tool("add", "a")]
-    texts = [json.dumps(tools), [json.dumps(each) for each in tools]]
+    texts = [json.dumps(tools), [json.dumps(entry) for entry in tools]]
     records = read(tmp_path, [{"messages": [USER], "tools": text} for text in texts], "jsonl")
     wanted = expected(theirs, {"messages": [USER], "tools": tools})
     assert [given(records, row, mine) for row in range(2)] == [wanted, wanted]

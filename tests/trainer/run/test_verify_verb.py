@@ -27,8 +27,8 @@ def test_equal_layouts_are_a_table_and_success(capsys: pytest.CaptureFixture[str
     assert [line.split()[:3] for line in lines[1:3]] == [["pp=2", "2", "yes"], ["dp=2,distopt", "2", "yes"]]
     assert lines[4].startswith("2 layouts train the model of one process in ")
     actual = json.loads(result.read_text())
-    assert [each["layout"] for each in actual["layouts"]] == ["pp=2", "dp=2,distopt"]
-    assert all(each["equal"] and each["largest"] < actual["tolerance"] for each in actual["layouts"])
+    assert [layout["layout"] for layout in actual["layouts"]] == ["pp=2", "dp=2,distopt"]
+    assert all(layout["equal"] and layout["largest"] < actual["tolerance"] for layout in actual["layouts"])
 
 
 def test_a_difference_is_printed_and_failure(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ ROWS = 8
 
 
 def directories(path: str) -> list[str]:
-    return sorted(found.name for found in Path(path).iterdir() if not found.name.startswith("."))
+    return sorted(entry.name for entry in Path(path).iterdir() if not entry.name.startswith("."))
 
 
 def save_and_go_on(parallel: dict[str, Any], path: str) -> dict[str, Any]:
@@ -29,8 +29,8 @@ def save_and_go_on(parallel: dict[str, Any], path: str) -> dict[str, Any]:
     worker.save_checkpoint(path, global_step=2, max_to_keep=1, asynchronous=True)
     before_the_second = directories(path)
     worker.wait_for_checkpoint()
-    seen = [at_once, before_the_second, directories(path)]
-    return {"saved": saved, "later": weights(worker), "seen": seen}
+    listings = [at_once, before_the_second, directories(path)]
+    return {"saved": saved, "later": weights(worker), "seen": listings}
 
 
 def loaded(parallel: dict[str, Any], path: str) -> dict[str, torch.Tensor]:

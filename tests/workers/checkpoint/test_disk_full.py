@@ -45,7 +45,7 @@ def fails_then_works(path: str, rank: int, limit: int, asynchronous: bool) -> tu
 
 def names(path: str) -> list[str]:
     """Return the names in a directory, without the files and links that name the newest checkpoint."""
-    return sorted(found.name for found in Path(path).iterdir() if not found.name.startswith(("iter_", "latest")))
+    return sorted(entry.name for entry in Path(path).iterdir() if not entry.name.startswith(("iter_", "latest")))
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["at once", "in the background"])

@@ -10,13 +10,15 @@ from workers.distinct_tokens import DistinctTokens, distinct_tokens, spread_of
 WIDTH = 12
 
 
-def found(rows: list[tuple[str, str]], counted: list[int] | None = None, multiple: int = 1) -> DistinctTokens | None:
+def distinct_of(
+    rows: list[tuple[str, str]], counted: list[int] | None = None, multiple: int = 1
+) -> DistinctTokens | None:
     """The distinct tokens of prompts and responses, a letter a token; ``counted`` are the targets of each row."""
     tokens = torch.zeros(len(rows), WIDTH, dtype=torch.long)
     predictors = torch.zeros(len(rows), 6, dtype=torch.long)
     mask = torch.zeros(len(rows), 6)
     for at, (prompt, response) in enumerate(rows):
-        tokens[at, : len(prompt + response)] = torch.tensor([ord(each) for each in prompt + response])
+        tokens[at, : len(prompt + response)] = torch.tensor([ord(letter) for letter in prompt + response])
         predictors[at] = len(prompt) - 1 + torch.arange(6)
         mask[at, : len(response) if counted is None else counted[at]] = 1
     return distinct_tokens(tokens, predictors.clamp(max=WIDTH - 1), mask, multiple)
@@ -29,7 +31,7 @@ def letters(rows: list[tuple[str, str]], of: DistinctTokens) -> str:
 
 def test_a_prompt_comes_once_for_its_rows_and_the_last_token_predicts_nothing() -> None:
     rows = [("abc", "xyz"), ("abc", "xw"), ("abc", "q"), ("de", "xyz"), ("abc", "xyz")]
-    distinct = found(rows)
+    distinct = distinct_of(rows)
     assert distinct is not None
     assert letters(rows, distinct) == "abc" + "de" + "abc" + "xy" + "x" + "" + "xy" + "xy"
     assert distinct.position.tolist() == [0, 1, 2, 0, 1, 0, 1, 2, 3, 4, 3, 2, 3, 3, 4]
@@ -39,7 +41,7 @@ def test_a_prompt_comes_once_for_its_rows_and_the_last_token_predicts_nothing() 
 
 def test_rows_without_targets_are_not_computed_and_the_length_is_a_multiple() -> None:
     rows = [("abc", "xyz"), ("abc", "pqr"), ("de", "xyz")]
-    distinct = found(rows, counted=[0, 3, 0], multiple=4)
+    distinct = distinct_of(rows, counted=[0, 3, 0], multiple=4)
     assert distinct is not None
     assert letters(rows, distinct)[:5] == "abcpq"
     assert distinct.total == 8
@@ -49,16 +51,16 @@ def test_rows_without_targets_are_not_computed_and_the_length_is_a_multiple() ->
 
 def test_a_prompt_that_begins_another_is_a_prompt_of_its_own() -> None:
     rows = [("abc", "x"), ("abcd", "x"), ("abd", "x")]
-    distinct = found(rows)
+    distinct = distinct_of(rows)
     assert distinct is not None
     assert letters(rows, distinct) == "abcabcdabd"
 
 
 def test_nothing_is_distinct_if_no_row_counts_or_too_little_is_saved() -> None:
     full = [("abcdef", "qrstuv"), ("bcdefg", "qrstuv")]
-    assert found(full) is None
-    assert found([("abc", "x")], counted=[0]) is None
-    assert found([full[0], full[0]]) is not None
+    assert distinct_of(full) is None
+    assert distinct_of([("abc", "x")], counted=[0]) is None
+    assert distinct_of([full[0], full[0]]) is not None
 
 
 @pytest.mark.parametrize("index", [[0, 1, 1, 3, 1, 3], [2, 2, 2, 2], [0, 1, 2, 3, 4, 3, 2]], ids=str)

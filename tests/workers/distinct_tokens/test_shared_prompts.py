@@ -68,10 +68,10 @@ def computed(parallel: dict[str, Any], model: dict[str, Any], share_prompts: boo
     names = ("old_log_probs", "ref_log_prob", "values")
     return {
         "dp": policy.context.pg.dp.rank(),
-        "scores": {name: each.batch[name] for name, each in zip(names, scores, strict=True) if each is not None},
-        "metrics": {name: each for name, each in metrics.items() if "mfu" not in name and "flops" not in name},
-        "weights": {f"actor.{name}": each for name, each in weights(policy).items()}
-        | {f"critic.{name}": each for name, each in weights(value).items()},
+        "scores": {name: batch.batch[name] for name, batch in zip(names, scores, strict=True) if batch is not None},
+        "metrics": {name: metric for name, metric in metrics.items() if "mfu" not in name and "flops" not in name},
+        "weights": {f"actor.{name}": tensor for name, tensor in weights(policy).items()}
+        | {f"critic.{name}": tensor for name, tensor in weights(value).items()},
         "tokens": policy.tokens,
     }
 

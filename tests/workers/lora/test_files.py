@@ -56,10 +56,12 @@ def test_adapter_is_exported_as_it_was_loaded_and_the_model_merged(
 ) -> None:
     path = checkpoints[family]
     run_ranks(exported, world_size, path, parallel, tmp_path)
-    original, written = (load_file(each / "adapter" / ADAPTER) for each in (path, tmp_path))
+    original, written = (load_file(directory / "adapter" / ADAPTER) for directory in (path, tmp_path))
     assert original.keys() == written.keys()
     assert all(torch.equal(original[name], written[name]) for name in original)
-    ours, theirs = (json.loads((each / "adapter" / "adapter_config.json").read_text()) for each in (tmp_path, path))
+    ours, theirs = (
+        json.loads((directory / "adapter" / "adapter_config.json").read_text()) for directory in (tmp_path, path)
+    )
     for key in ("r", "lora_alpha", "peft_type"):
         assert ours[key] == theirs[key]
     for key in ("target_modules", "target_parameters"):
@@ -93,7 +95,7 @@ def test_adapter_of_another_base_is_rejected_before_processes_start(
     with safe_open(path / "adapter" / ADAPTER, "pt") as file:
         assert len(file.metadata()["base_sha256"]) == 64
     factors = load_file(path / "adapter" / ADAPTER)
-    narrow = {name: each[:, :16].contiguous() if "lora_A" in name else each for name, each in factors.items()}
+    narrow = {name: factor[:, :16].contiguous() if "lora_A" in name else factor for name, factor in factors.items()}
     save_file(narrow, path / "adapter" / ADAPTER)
     with pytest.raises(ConfigError) as caught:
         ActorRolloutRefWorker.check_init(config=config_of(path), role="actor")
@@ -103,11 +105,11 @@ def test_adapter_of_another_base_is_rejected_before_processes_start(
 def test_names_of_megatron_select_what_those_of_peft_do() -> None:
     layer = "model.layers.0.self_attn"
     layers = {
-        "linear_qkv": ("decoder.layers.0.self_attention.linear_qkv", [f"{layer}.{each}_proj" for each in "qkv"]),
+        "linear_qkv": ("decoder.layers.0.self_attention.linear_qkv", [f"{layer}.{letter}_proj" for letter in "qkv"]),
         "linear_proj": ("decoder.layers.0.self_attention.linear_proj", [f"{layer}.o_proj"]),
     }
     for target, names in (("linear_qkv", ["q_proj", "k_proj", "v_proj"]), ("linear_proj", ["o_proj"])):
-        ours, theirs = (LoraConfig(rank=4, alpha=8.0, targets=each) for each in ([target], names))
+        ours, theirs = (LoraConfig(rank=4, alpha=8.0, targets=targets) for targets in ([target], names))
         for layer, (name, hf_names) in layers.items():
             actual = adapter_target(ours, name, hf_names)
             assert actual == adapter_target(theirs, name, hf_names)
@@ -162,16 +164,16 @@ def fields_of(path: Path, changes: dict[str, Any]) -> dict[str, Any]:
     ("key", "value"),
     [
         *[
-            ("init_lora_weights", each)
-            for each in ("pissa", "pissa_niter_4", "olora", "corda", "loftq", "lora_ga", "mica")
+            ("init_lora_weights", name)
+            for name in ("pissa", "pissa_niter_4", "olora", "corda", "loftq", "lora_ga", "mica")
         ],
-        *[("peft_type", each) for each in ("IA3", "ADALORA", None)],
-        *[("bias", each) for each in ("all", "lora_only")],
-        *[(each, True) for each in ("use_dora", "use_qalora", "use_bdlora", "lora_bias", "fan_in_fan_out")],
-        *[(each, ["embed_tokens"]) for each in ("modules_to_save", "layers_pattern")],
-        *[(each, [1, 2]) for each in ("trainable_token_indices", "alora_invocation_tokens", "layers_to_transform")],
-        *[(each, {"q_proj": 8}) for each in ("rank_pattern", "alpha_pattern", "megatron_config", "corda_config")],
-        *[(each, {"rank": 1}) for each in ("arrow_config", "kasa_config", "monteclora_config", "velora_config")],
+        *[("peft_type", name) for name in ("IA3", "ADALORA", None)],
+        *[("bias", name) for name in ("all", "lora_only")],
+        *[(name, True) for name in ("use_dora", "use_qalora", "use_bdlora", "lora_bias", "fan_in_fan_out")],
+        *[(name, ["embed_tokens"]) for name in ("modules_to_save", "layers_pattern")],
+        *[(name, [1, 2]) for name in ("trainable_token_indices", "alora_invocation_tokens", "layers_to_transform")],
+        *[(name, {"q_proj": 8}) for name in ("rank_pattern", "alpha_pattern", "megatron_config", "corda_config")],
+        *[(name, {"rank": 1}) for name in ("arrow_config", "kasa_config", "monteclora_config", "velora_config")],
         ("layers_to_transform", 0),
         ("layer_replication", [[0, 1], [0, 2]]),
         ("loftq_config", {"loftq_bits": 4}),
@@ -197,7 +199,7 @@ def test_key_of_an_adapter_that_changes_what_it_computes_is_rejected(key: str, v
     "changes",
     [
         {},
-        *[{"init_lora_weights": each} for each in (False, "gaussian", "orthogonal", "eva")],  # equal with PEFT 0.21.2
+        *[{"init_lora_weights": method} for method in (False, "gaussian", "orthogonal", "eva")],  # equal with PEFT
         {"lora_dropout": 0.05, "task_type": "CAUSAL_LM", "base_model_name_or_path": "a/b", "inference_mode": True},
         {"eva_config": {"rho": 2.0}, "qalora_group_size": 8, "auto_mapping": {"parent_library": "a"}},
         {"a_key_of_a_later_peft": None, "another": False, "a_third": [], "a_fourth": {}},
@@ -273,7 +275,7 @@ def test_factors_of_a_layer_without_an_adapter_are_rejected(
     factors = {f"{module}.lora_A.weight": (3, width), f"{module}.lora_B.weight": (height, 3)}
     config = load_config(ActorConfig, with_tensors(path, factors), {"parallel": parallel})
     ActorRolloutRefWorker.check_init(config=config, role="actor")
-    names = [f"base_model.model.{each}" for each in factors]
+    names = [f"base_model.model.{name}" for name in factors]
     assert run_ranks(loading_error, 2, config) == [(names[0], names)] * 2
 
 

@@ -55,8 +55,8 @@ def trained(parallel: dict[str, Any], model: dict[str, Any]) -> dict[str, Any]:
         "before": before,
         "after": weights(worker),
         "trained": Parameters(counted[True], counted[False]),
-        "gradients": sum(each.numel() for each in gradient_tensors(worker.model)),
-        "state": sum(each.numel() for each in optimizer_tensors(state)),
+        "gradients": sum(tensor.numel() for tensor in gradient_tensors(worker.model)),
+        "state": sum(tensor.numel() for tensor in optimizer_tensors(state)),
     }
 
 

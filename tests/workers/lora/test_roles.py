@@ -40,7 +40,7 @@ def config_of(**changes: Any) -> RunConfig:
 )
 def test_no_second_model_is_built_for_the_reference(changes: dict[str, Any], groups: dict[str, str]) -> None:
     config = config_of(**changes)
-    actual = {each.name: each.init.kwargs["role"] for each in role_workers(config, roles_of(config))}
+    actual = {worker.name: worker.init.kwargs["role"] for worker in role_workers(config, roles_of(config))}
     assert actual == groups
 
 
@@ -65,7 +65,7 @@ def test_section_of_the_base_is_a_group_if_updates_change_the_base(
     base: dict[str, Any], policy: dict[str, Any], group: str
 ) -> None:
     config = config_of(actor_rollout_ref={"model": base | {"lora": LORA} | policy}, ref={"model": base})
-    actual = {each.name: each.init.kwargs["role"] for each in role_workers(config, roles_of(config))}
+    actual = {worker.name: worker.init.kwargs["role"] for worker in role_workers(config, roles_of(config))}
     assert actual == ({"actor": "actor_rollout", "ref": "ref"} if group == "ref" else {"actor": "actor_rollout_ref"})
 
 

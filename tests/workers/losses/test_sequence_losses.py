@@ -50,8 +50,8 @@ def test_gspo_has_the_value_and_gradient_of_its_paper() -> None:
         ratio = (log_probs - old).mean().exp()
         return torch.minimum(ratio * advantage, ratio.clamp(0.9, 1.15) * advantage)
 
-    for got, wanted in zip(gradient_of("gspo"), expected(objective), strict=True):
-        torch.testing.assert_close(got, wanted, rtol=0, atol=1e-12)
+    for actual, wanted in zip(gradient_of("gspo"), expected(objective), strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=0, atol=1e-12)
 
 
 def test_gmpo_has_the_value_and_gradient_of_its_paper() -> None:
@@ -62,8 +62,8 @@ def test_gmpo_has_the_value_and_gradient_of_its_paper() -> None:
         lower = torch.minimum(log_ratio, log_ratio.clamp(low, high))
         return (sign * lower).mean().exp() * advantage
 
-    for got, wanted in zip(gradient_of("gmpo"), expected(objective), strict=True):
-        torch.testing.assert_close(got, wanted, rtol=0, atol=1e-12)
+    for actual, wanted in zip(gradient_of("gmpo"), expected(objective), strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=0, atol=1e-12)
 
 
 def test_every_token_of_cispo_has_a_gradient_and_the_clipped_ratio_has_none() -> None:

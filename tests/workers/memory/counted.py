@@ -15,7 +15,7 @@ from workers import ModelConfig, OptimConfig, ParallelConfig, RewardConfig, Rewa
 from workers.config import load_config
 from workers.memory.estimate import Batch, Memory, PlannedRole
 
-PROMPT, RESPONSE, ROWS, MICRO, VOCABULARY = 64, 64, 16, 4, 1000
+PROMPT, RESPONSE, ROWS, MICRO, VOCABULARY = 96, 32, 16, 4, 1000
 SIZES: dict[str, Any] = {
     "hidden_size": 128,
     "num_attention_heads": 8,
@@ -80,30 +80,30 @@ def peaks(
     def policy(role: str) -> Any:
         return actor(_axes_of(role, parallel), role, model=model, rollout=lengths, **sizes)
 
-    batch, asked = sequences(ROWS), questions(ROWS)
+    batch, prompts = sequences(ROWS), questions(ROWS)
     roles: dict[str, tuple[Callable[[], Any], tuple[tuple[str, DataProto], ...]]] = {
         "actor": (lambda: policy("actor"), (("update_actor", batch), ("compute_log_prob", batch))),
         "reference": (lambda: policy("ref"), (("compute_ref_log_prob", batch),)),
-        "rollout": (lambda: policy("rollout"), (("generate_sequences", asked),)),
+        "rollout": (lambda: policy("rollout"), (("generate_sequences", prompts),)),
         "critic": (
             lambda: critic(parallel, model=model, **sizes),
             (("update_critic", batch), ("compute_values", batch)),
         ),
         "reward": (reward, (("compute_rm_score", batch),)),
     }
-    found: dict[str, tuple[int, int]] = {}
+    peaks_of: dict[str, tuple[int, int]] = {}
     pp_rank = 0
     for build, calls in roles.values():
         worker = build()
         pp_rank = worker.context.pg.pp.rank()
+        if calls[0][0].startswith("update"):  # the first step creates the optimizer's state
+            getattr(worker, calls[0][0])(own_shard(calls[0][1], worker))
         for method, argument in calls:
-            getattr(worker, method)(own_shard(argument, worker))  # the first step creates the optimizer's state
-        for method, argument in calls:
-            found[method] = _measured(getattr(worker, method), own_shard(argument, worker))
+            peaks_of[method] = _measured(getattr(worker, method), own_shard(argument, worker))
         worker.offload()
         del worker
         gc.collect()
-    return pp_rank, found
+    return pp_rank, peaks_of
 
 
 def _axes_of(role: str, parallel: dict[str, Any]) -> dict[str, Any]:
@@ -140,7 +140,7 @@ def estimates(
 
 def ratios(layout: Layout) -> dict[tuple[int, str], float]:
     """Return estimated / counted bytes of every call on every stage, of two ranks, and print both."""
-    found = {}
+    ratios_of = {}
     by_stage: dict[int, dict[str, list[tuple[int, int]]]] = {}
     for pp_rank, counted in run_ranks(peaks, 2, *layout):
         for method, both in counted.items():
@@ -149,14 +149,14 @@ def ratios(layout: Layout) -> dict[tuple[int, str], float]:
         for method, memory in estimates(*layout, pp_rank).items():
             before, most = max(of_ranks[method], key=lambda both: both[1])
             estimated, moving = memory.total - memory.nccl, memory.activations + memory.logits + memory.cache
-            found[pp_rank, method] = estimated / most
+            ratios_of[pp_rank, method] = estimated / most
             if method.startswith("update"):
-                found[pp_rank, f"activations of {method}"] = moving / (most - before)
+                ratios_of[pp_rank, f"activations of {method}"] = moving / (most - before)
             print(  # noqa: T201
                 f"stage {pp_rank} {method}: estimated {estimated:,}, counted {most:,} bytes; "
                 f"without weights and optimizer {moving:,}, {most - before:,}"
             )
-    return found
+    return ratios_of
 
 
 def far_off(layout: Layout) -> dict[tuple[int, str], float]:

@@ -89,7 +89,7 @@ def test_one_connection_where_layers_overlap_collectives(
 
 
 @pytest.mark.parametrize(
-    ("own", "used", "expected", "message", "right"),
+    ("variable", "used", "expected", "message", "right"),
     [
         (None, False, "1", "CUDA_DEVICE_MAX_CONNECTIONS=1: with tp=2", True),
         ("1", True, "1", "CUDA_DEVICE_MAX_CONNECTIONS=1: with tp=2", True),
@@ -98,21 +98,21 @@ def test_one_connection_where_layers_overlap_collectives(
     ],
 )
 def test_the_variable_is_set_before_the_device_is_used(
-    monkeypatch: pytest.MonkeyPatch, own: str | None, used: bool, expected: str | None, message: str, right: bool
+    monkeypatch: pytest.MonkeyPatch, variable: str | None, used: bool, expected: str | None, message: str, right: bool
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: used)
-    monkeypatch.setattr(os, "environ", {} if own is None else {"CUDA_DEVICE_MAX_CONNECTIONS": own})
-    text, found = set_max_connections(ParallelConfig(tp=2))
-    assert message in text and found == right
+    monkeypatch.setattr(os, "environ", {} if variable is None else {"CUDA_DEVICE_MAX_CONNECTIONS": variable})
+    text, correct = set_max_connections(ParallelConfig(tp=2))
+    assert message in text and correct == right
     assert os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == expected
 
 
 def test_a_worker_class_asks_for_connections_by_the_axes_of_its_arguments() -> None:
     sharded, whole = SimpleNamespace(parallel=ParallelConfig(tp=2)), SimpleNamespace(parallel=ParallelConfig())
-    asked = MegatronWorker.cuda_variables
+    variables = MegatronWorker.cuda_variables
     one = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    assert asked(HOPPER, config=sharded) == asked(None, ParallelConfig(cp=2)) == one
-    assert asked(HOPPER, config=whole) == asked(BLACKWELL, config=sharded) == asked(HOPPER) == {}
+    assert variables(HOPPER, config=sharded) == variables(None, ParallelConfig(cp=2)) == one
+    assert variables(HOPPER, config=whole) == variables(BLACKWELL, config=sharded) == variables(HOPPER) == {}
 
 
 def test_an_engine_that_megatron_cannot_use_is_an_error_with_the_cause(

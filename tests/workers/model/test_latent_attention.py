@@ -100,8 +100,8 @@ def trained(
     scores = [worker.compute_log_prob(own_shard(batch, worker))]
     metrics = worker.update_actor(own_shard(batch, worker))
     scores.append(worker.compute_log_prob(own_shard(batch, worker)))
-    found = {str(i): score.batch["old_log_probs"] for i, score in enumerate(scores) if score is not None}
-    return {"scores": found, "weights": weights(worker), "metrics": metrics}
+    log_probs = {str(i): score.batch["old_log_probs"] for i, score in enumerate(scores) if score is not None}
+    return {"scores": log_probs, "weights": weights(worker), "metrics": metrics}
 
 
 @pytest.fixture(scope="module")
@@ -123,15 +123,15 @@ def test_latent_attention_has_the_scores_and_weights_of_one_process(
     scores = [rank["scores"] for rank in ranks if rank["scores"]]
     scores = scores if not parallel else scores[:1]
     for name, score in expected["scores"].items():
-        found = torch.cat([part[name] for part in scores])
-        torch.testing.assert_close(found, score, rtol=0, atol=2e-5)
+        actual = torch.cat([part[name] for part in scores])
+        torch.testing.assert_close(actual, score, rtol=0, atol=2e-5)
     assert largest_difference(ranks[0]["weights"], expected["weights"]) < 2e-5
 
 
 def scored(parallel: dict[str, Any]) -> torch.Tensor:
     worker = actor(parallel, "ref", LatentAttentionActor)
-    found: torch.Tensor = worker.compute_ref_log_prob(experience(ROWS)).batch["ref_log_prob"]
-    return found
+    log_probs: torch.Tensor = worker.compute_ref_log_prob(experience(ROWS)).batch["ref_log_prob"]
+    return log_probs
 
 
 def rejection(parallel: dict[str, Any]) -> tuple[str, str]:

@@ -30,6 +30,6 @@ def test_sharded_experts_need_no_more_groups_than_megatrons() -> None:
         layer = TEColumnParallelGroupedLinear(
             1, 4, 6, config=config, init_method=torch.nn.init.zeros_, bias=False, pg_collection=groups
         )
-        return {key: each.global_offset for key, each in layer.sharded_state_dict().items()}
+        return {key: tensor.global_offset for key, tensor in layer.sharded_state_dict().items()}
 
     assert run_ranks(ParallelLayout(2, ep=2), offsets) == [{"weight0": (0, 0, 0)}, {"weight0": (1, 0, 0)}]

@@ -34,7 +34,7 @@ def test_a_norm_is_torchs_norm(normalization: str, zero_centered: bool) -> None:
         norm = TENorm(transformer_config(model, ParallelConfig()), 64, eps=1e-6)
         torchs = getattr(torch.nn, normalization)(64, eps=1e-6, device=device())
         hidden = torch.randn(5, 2, 64, device=device())
-        names = [[name for name, _ in each.named_parameters()] for each in (norm, torchs)]
+        names = [[name for name, _ in module.named_parameters()] for module in (norm, torchs)]
         return norm(hidden), torchs(hidden), *names, norm.weight.unique().tolist()
 
     [(output, expected, names, names_of_torch, weight)] = run_ranks(both, 1)

@@ -22,23 +22,23 @@ LENGTHS = torch.tensor([9, 5, 16, 2, 7, 7, 12, 6])
 def flops(parallel: dict[str, Any], model: dict[str, Any]) -> tuple[float, int]:
     worker = actor(parallel, "actor", model=MODEL | model)
     group = worker.context.pg.dp
-    parameters = [each.numel() for each in worker.model[0].parameters()]
+    parameters = [parameter.numel() for parameter in worker.model[0].parameters()]
     return training_flops(worker.model, LENGTHS.chunk(group.size())[group.rank()], worker.context.pg), sum(parameters)
 
 
 def test_operations_are_6_for_each_token_and_parameter_and_those_of_attention() -> None:
-    [(found, parameters)] = run_ranks(flops, 1, {}, {})
+    [(operations, parameters)] = run_ranks(flops, 1, {}, {})
     layers, width = MODEL["num_layers"], MODEL["hidden_size"]
     embedding = MODEL["vocab_size"] * width
     squares = int((LENGTHS**2).sum())
-    assert found == 6 * ((parameters - embedding) * int(LENGTHS.sum()) + layers * width * squares)
+    assert operations == 6 * ((parameters - embedding) * int(LENGTHS.sum()) + layers * width * squares)
 
 
 @pytest.mark.parametrize("parallel", [{"tp": 2, "pp": 2}, {"cp": 2}, {"ep": 2, "pp": 2}], ids=str)
 def test_ranks_share_the_operations_of_one_process(parallel: dict[str, Any]) -> None:
     model = EXPERTS if "ep" in parallel else {}
     [(expected, _)] = run_ranks(flops, 1, {}, model)
-    total = sum(found for found, _ in run_ranks(flops, 4, parallel, model))
+    total = sum(operations for operations, _ in run_ranks(flops, 4, parallel, model))
     assert total == pytest.approx(expected, rel=0.02)  # norms are on every tp rank
 
 

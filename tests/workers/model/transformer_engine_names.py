@@ -102,11 +102,11 @@ class Source:
         None if it is not known, or if any keyword is accepted.
         """
         of_class = name.removesuffix(".forward")
-        found = self._definition(of_class)
-        if found is not None and isinstance(found[1], ast.ClassDef):
-            return self._of_method(*found, "__init__" if name == of_class else "forward")
-        is_function = found is not None and isinstance(found[1], ast.FunctionDef) and name == of_class
-        return _parameters(found[1]) if is_function else None
+        definition = self._definition(of_class)
+        if definition is not None and isinstance(definition[1], ast.ClassDef):
+            return self._of_method(*definition, "__init__" if name == of_class else "forward")
+        is_function = definition is not None and isinstance(definition[1], ast.FunctionDef) and name == of_class
+        return _parameters(definition[1]) if is_function else None
 
     def _of_method(self, module: str, node: Any, method: str) -> list[str] | None:
         if not isinstance(node, ast.ClassDef):
@@ -117,8 +117,8 @@ class Source:
         if method == "__init__" and any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list):
             return [child.target.id for child in node.body if isinstance(child, ast.AnnAssign)]
         for base in node.bases:
-            found = self._definition(f"{module}.{ast.unparse(base)}")
-            if found and (parameters := self._of_method(*found, method)) is not None:
+            definition = self._definition(f"{module}.{ast.unparse(base)}")
+            if definition and (parameters := self._of_method(*definition, method)) is not None:
                 return parameters
         return None
 
@@ -147,9 +147,9 @@ class Source:
                 for alias in node.names:
                     inner = last if alias.name == "*" else alias.name
                     if last in (alias.asname or alias.name, inner if alias.name == "*" else ""):
-                        found = self._definition(f"{origin}.{inner}")
-                        if found or alias.name != "*":
-                            return found or (module, node)
+                        definition = self._definition(f"{origin}.{inner}")
+                        if definition or alias.name != "*":
+                            return definition or (module, node)
         return None
 
     def _origin(self, module: str, file: Path, node: ast.ImportFrom) -> str:
@@ -181,12 +181,12 @@ def uses_of_megatron() -> dict[str, Uses]:
     spec = find_spec("megatron.core")
     assert spec is not None and spec.submodule_search_locations
     folder = Path(next(iter(spec.submodule_search_locations)))
-    found = {}
+    uses_by_file = {}
     for file in sorted(folder.rglob("*.py")):
         text = file.read_text()
         if PACKAGE in text and (uses := Uses(ast.parse(text))).names:
-            found[str(file.relative_to(folder))] = uses
-    return found
+            uses_by_file[str(file.relative_to(folder))] = uses
+    return uses_by_file
 
 
 def stand_in_callables() -> list[str]:
@@ -211,10 +211,10 @@ def main(folder: Path, version: str) -> None:
     content = {
         "version": version,
         "names": sorted(filter(source.has, names)),
-        "parameters": {name: found for name, found in parameters.items() if found is not None},
+        "parameters": {name: listed for name, listed in parameters.items() if listed is not None},
     }
     lines = [f'"version": "{version}"', f'"names": {json.dumps(content["names"])}']
-    rows = ",\n  ".join(f"{json.dumps(name)}: {json.dumps(found)}" for name, found in content["parameters"].items())
+    rows = ",\n  ".join(f"{json.dumps(name)}: {json.dumps(listed)}" for name, listed in content["parameters"].items())
     FILE.write_text("{\n" + ",\n".join(lines) + ',\n"parameters": {\n  ' + rows + "\n}\n}\n")
 
 

@@ -52,32 +52,26 @@ class Meeting(Policy):
             threading.Event().wait(0.01)
 
 
-def run(directory: Path, steps: int, meet: Path | None = None, **trainer: Any) -> tuple[str, dict[int, Any]]:
-    """Return a digest of the weights after a run, and its metrics by step."""
+def run(directory: Path, steps: int, meet: Path) -> dict[int, Any]:
+    """Return the metrics of a run by step."""
     lines = Lines()
-    settings = {"save_freq": 0, "default_local_dir": str(directory), **trainer}
+    settings = {"save_freq": 0, "default_local_dir": str(directory)}
     roles = {Role.Actor: Meeting, Role.Rollout: Meeting}
     with trainer_of(
         MegatronRayWorkerGroup, 1, steps, {"tp": 2}, roles=roles, optim=OPTIM, bundles=2, trackers=[lines], **settings
     ) as made:
         made.init_workers()
-        if meet is not None:
-            meet.mkdir()
-            made.actor.meet_in(str(meet))
-            made.rollout.meet_in(str(meet))
+        meet.mkdir()
+        made.actor.meet_in(str(meet))
+        made.rollout.meet_in(str(meet))
         made.fit()
-        digest: str = made.actor.digest()[0]
-    return digest, lines.steps
+    return lines.steps
 
 
-def test_generation_and_training_overlap_and_a_resumed_run_is_exact(ray_cluster: None, tmp_path: Path) -> None:
-    whole, of_whole = run(tmp_path / "whole", 3, tmp_path / "meetings")
+def test_generation_and_training_overlap(ray_cluster: None, tmp_path: Path) -> None:
+    of_whole = run(tmp_path / "whole", 3, tmp_path / "meetings")
     assert sorted(path.name for path in (tmp_path / "meetings").iterdir()) == [
         *(f"generation {number}" for number in (1, 2, 3)),
         *(f"update {number}" for number in (0, 1, 2)),
     ]
     assert [of_whole[step]["training/staleness_mean"] for step in (1, 2, 3)] == [0.0, 1.0, 1.0]
-    _, first = run(tmp_path / "parts", 2)
-    resumed, second = run(tmp_path / "parts", 3, resume=True)
-    assert resumed == whole
-    assert {**first, **second} == of_whole

@@ -94,15 +94,15 @@ def rejected_columns() -> list[str]:
     outside[*valid, 0] = EXPERTS
     twice[*valid, 0] = twice[*valid, 1]
     half[*valid, 0] = -1
-    found = []
+    messages = []
     for column in (None, good[:, 1:], good[:, :, 1:], good.float(), outside, twice, half):
         wrong = batch.select([name for name in batch.tensors() if name != "routed_experts"])
         wrong = wrong if column is None else wrong.with_tensors({"routed_experts": column})
         for call in (worker.compute_log_prob, worker.update_actor, worker.forward_backward):
             with pytest.raises(DataError) as caught:
                 call(wrong)
-            found.append(str(caught.value))
-    return found
+            messages.append(str(caught.value))
+    return messages
 
 
 @pytest.mark.simulated

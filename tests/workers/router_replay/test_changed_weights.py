@@ -75,14 +75,14 @@ def test_update_chooses_the_recorded_experts(mode: str) -> None:
 
 
 def test_update_without_replay_chooses_other_experts() -> None:
-    found, recorded_by = run_ranks(chosen_in_update, 1, "none")[0], run_ranks(chosen_in_update, 1, "rollout")[0]
-    assert torch.equal(found["batch"].batch["responses"], recorded_by["batch"].batch["responses"])
+    chosen, recorded_by = run_ranks(chosen_in_update, 1, "none")[0], run_ranks(chosen_in_update, 1, "rollout")[0]
+    assert torch.equal(chosen["batch"].batch["responses"], recorded_by["batch"].batch["responses"])
     differing, tokens_of_all = 0, 0
-    for tokens, *layers in found["rows"]:
+    for tokens, *layers in chosen["rows"]:
         recorded = recorded_of(recorded_by["batch"], tokens)
         known = recorded.any(-1).all(-1)
         differing += int((torch.stack(layers, 1)[known] != recorded[known]).any(-1).sum())
         tokens_of_all += int(known.sum()) * len(layers)
     assert 0.02 < differing / tokens_of_all < 0.5
     for name in ("rollout_probs_diff_mean", "rollout_probs_diff_max"):
-        assert found["metrics"][f"training/{name}"] > 1.5 * recorded_by["metrics"][f"training/{name}"]
+        assert chosen["metrics"][f"training/{name}"] > 1.5 * recorded_by["metrics"][f"training/{name}"]

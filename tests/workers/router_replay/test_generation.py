@@ -41,8 +41,8 @@ def generated_and_scored(parallel: dict[str, Any], changes: dict[str, Any]) -> d
 def test_generation_records_the_experts_of_its_tokens(layout: str) -> None:
     ranks, parallel, changes = LAYOUTS[layout]
     experts = changes.get("model", {}).get("num_moe_experts", EXPERTS)
-    for found in filter(None, run_ranks(generated_and_scored, ranks, parallel, changes)):
-        generated, scored = found["generated"], found["recorded"]
+    for result in filter(None, run_ranks(generated_and_scored, ranks, parallel, changes)):
+        generated, scored = result["generated"], result["recorded"]
         column, whole = generated["routed_experts"], scored["routed_experts"]
         assert column.shape == (*generated["input_ids"].shape, LAYERS, TOPK)
         assert column.dtype == whole.dtype == (torch.int8 if experts <= 128 else torch.int16)
@@ -54,5 +54,5 @@ def test_generation_records_the_experts_of_its_tokens(layout: str) -> None:
         inside = fed != 0
         assert torch.equal(column[inside].sort(-1).values, whole[inside].sort(-1).values)
         assert int(whole.max()) > experts // 2
-        for scores in (found["replayed"], scored):
+        for scores in (result["replayed"], scored):
             assert float((scores["old_log_probs"] - generated["rollout_log_probs"]).abs().max()) < 1e-5

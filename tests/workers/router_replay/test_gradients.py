@@ -73,23 +73,23 @@ def _routing(chosen: torch.Tensor) -> Any:
 
 
 def test_gradients_equal_those_of_a_routing_with_the_same_experts() -> None:
-    found, expected = run_ranks(replayed, 1)[0], run_ranks(by_definition, 1)[0]
-    assert largest_difference(found, expected) < 1e-6
-    of_routers = [gradient for name, gradient in found.items() if "router" in name]
+    actual, expected = run_ranks(replayed, 1)[0], run_ranks(by_definition, 1)[0]
+    assert largest_difference(actual, expected) < 1e-6
+    of_routers = [gradient for name, gradient in actual.items() if "router" in name]
     assert len(of_routers) == 4 and all(float(gradient.abs().max()) > 1e-3 for gradient in of_routers)
 
 
 def scores(mode: str) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     worker = policy({}, mode, "actor_ref")
     batch = batch_with_experts()
-    found = worker.compute_log_prob(batch).batch["old_log_probs"]
-    return found, worker.compute_ref_log_prob(batch).batch["ref_log_prob"], weights(worker)
+    log_probs = worker.compute_log_prob(batch).batch["old_log_probs"]
+    return log_probs, worker.compute_ref_log_prob(batch).batch["ref_log_prob"], weights(worker)
 
 
 def test_reference_is_not_affected() -> None:
     given, reference, _ = run_ranks(scores, 1, "rollout")[0]
-    own, expected, _ = run_ranks(scores, 1, "none")[0]
-    assert torch.equal(reference, expected) and torch.equal(own, expected)
+    log_probs, expected, _ = run_ranks(scores, 1, "none")[0]
+    assert torch.equal(reference, expected) and torch.equal(log_probs, expected)
     assert float((given - reference).abs().max()) > 0.1
 
 
@@ -116,7 +116,7 @@ def test_nothing_of_a_failed_pass_is_left() -> None:
 
 def after_a_failure() -> float:
     recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    found = []
+    weights_of_runs = []
     for fails in (False, True):
         worker = policy({}, "rollout", transformer=recompute, **ONE_STEP | {"optim": {"lr": 1e-2}})
         if fails:
@@ -125,8 +125,8 @@ def after_a_failure() -> float:
                 worker.update_actor(batch_with_experts())
             worker.loss = loss
         worker.update_actor(batch_with_experts())
-        found.append(weights(worker))
-    return largest_difference(*found)
+        weights_of_runs.append(weights(worker))
+    return largest_difference(*weights_of_runs)
 
 
 def _fail(*unused: Any) -> Any:

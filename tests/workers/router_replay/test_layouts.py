@@ -40,8 +40,8 @@ def replayed(parallel: dict[str, Any], changes: dict[str, Any], mode: str = "rol
     shard = own_shard(batch_with_experts(3 if "moe_layer_freq" in changes.get("transformer", {}) else 4), worker)
     scores = worker.compute_log_prob(shard)
     metrics = worker.update_actor(shard).meta_info["metrics"]
-    found = {"metrics": metrics, "weights": weights(worker), "dp": worker.context.pg.dp.rank()}
-    return found | {"log_probs": None if scores is None else scores.batch["old_log_probs"]}
+    result = {"metrics": metrics, "weights": weights(worker), "dp": worker.context.pg.dp.rank()}
+    return result | {"log_probs": None if scores is None else scores.batch["old_log_probs"]}
 
 
 def recorded(parallel: dict[str, Any], changes: dict[str, Any]) -> tuple[int, torch.Tensor] | None:
@@ -79,9 +79,9 @@ def test_replay_equals_that_of_one_process(layout: str) -> None:
 
 
 def test_given_experts_change_scores_and_updates() -> None:
-    given, own = alone("rollout"), alone("none")
-    assert float((given["log_probs"] - own["log_probs"]).abs().max()) > 0.1
-    assert largest_difference(given["weights"], own["weights"]) > 1e-3
+    given, chosen = alone("rollout"), alone("none")
+    assert float((given["log_probs"] - chosen["log_probs"]).abs().max()) > 0.1
+    assert largest_difference(given["weights"], chosen["weights"]) > 1e-3
 
 
 def test_stages_may_have_different_numbers_of_layers_with_experts() -> None:
@@ -93,8 +93,8 @@ def test_stages_may_have_different_numbers_of_layers_with_experts() -> None:
 @pytest.mark.parametrize("layout", ["tp2-pp2-cp2-packed-by-tokens", "pp2-vpp2"])
 def test_recorded_experts_equal_those_of_one_process(layout: str) -> None:
     ranks, parallel, changes = LAYOUTS[layout]
-    found = dict(filter(None, run_ranks(recorded, ranks, parallel, changes)))
-    whole = torch.cat([found[shard] for shard in sorted(found)])
+    by_shard = dict(filter(None, run_ranks(recorded, ranks, parallel, changes)))
+    whole = torch.cat([by_shard[shard] for shard in sorted(by_shard)])
     batch = batch_with_experts().batch
     assert whole.shape == batch["routed_experts"].shape and whole.dtype == torch.int8
     assert torch.equal((whole == -1).all(-1).all(-1), batch["attention_mask"] == 0)  # all but padding is recorded

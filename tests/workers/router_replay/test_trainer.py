@@ -55,7 +55,7 @@ def mismatch(mode: str, staleness: int, together: bool) -> Tensor:
     return (batch["rollout_log_probs"] - batch["old_log_probs"])[batch["response_mask"].bool()].abs()
 
 
-@pytest.mark.parametrize(("staleness", "together"), [(0, False), (1, False), (2, False), (0, True)])
+@pytest.mark.parametrize(("staleness", "together"), [(1, False), (0, True)])
 def test_experts_of_the_rollout_remove_the_mismatch_of_other_experts(staleness: int, together: bool) -> None:
     plain, replayed = mismatch("none", staleness, together), mismatch("rollout", staleness, together)
     affected = plain != replayed  # tokens for which the policy's routers choose other experts than the rollout's

@@ -71,8 +71,8 @@ def test_mini_batches_do_not_depend_on_the_number_of_data_parallel_ranks(total: 
 
 
 def test_equal_shards_have_equally_many_rows_of_every_mini_batch() -> None:
-    drawn = draw_mini_batches(16, 8, 1, torch.Generator().manual_seed(1))
-    assert [torch.bincount(shard.flatten()).tolist() for shard in drawn.split(8)] == [[4, 4], [4, 4]]
+    rows = draw_mini_batches(16, 8, 1, torch.Generator().manual_seed(1))
+    assert [torch.bincount(shard.flatten()).tolist() for shard in rows.split(8)] == [[4, 4], [4, 4]]
 
 
 def test_shuffled_mini_batches_differ_in_every_epoch() -> None:

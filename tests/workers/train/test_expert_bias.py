@@ -60,10 +60,10 @@ def moved(parallel: dict[str, Any], accumulated: bool) -> tuple[torch.Tensor, to
 def test_gradients_of_several_calls_move_the_bias_once_by_all_their_tokens(layout: str) -> None:
     world_size, parallel = LAYOUTS[layout]
     updated, accumulated = (run_ranks(moved, world_size, parallel, path) for path in (False, True))
-    for expected, found in zip(updated, accumulated, strict=True):
+    for expected, actual in zip(updated, accumulated, strict=True):
         assert not torch.equal(*expected)
         assert set(expected[1].flatten().tolist()) <= {-1.0, 0.0, 1.0}
-        assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
+        assert torch.equal(actual[0], expected[0]) and torch.equal(actual[1], expected[1])
 
 
 def kept() -> tuple[list[str], list[str], bool]:

@@ -104,9 +104,9 @@ def with_gradients(
 def test_a_divided_vocabulary_has_the_log_probs_and_gradients_of_the_whole(world_size: int, chunk_tokens: int) -> None:
     expected = whole_vocabulary(0.7)
     ranks: list[dict[str, Any]] = run_ranks(divided_vocabulary, world_size, 0.7, chunk_tokens)
-    for found in ranks:
+    for actual in ranks:
         for name in ("log_probs", "entropy", "hidden"):
-            torch.testing.assert_close(found[name], expected[name], atol=1e-5, rtol=1e-5)
-    weight = torch.cat([found["weight"] for found in ranks])
+            torch.testing.assert_close(actual[name], expected[name], atol=1e-5, rtol=1e-5)
+    weight = torch.cat([actual["weight"] for actual in ranks])
     torch.testing.assert_close(weight[:VOCAB], expected["weight"], atol=1e-5, rtol=1e-5)
     assert (weight[VOCAB:] == 0).all()

@@ -64,16 +64,15 @@ def updated(parallel: dict[str, Any], rank: int, ending: str, changes: dict[str,
 
 def check(ranks: list[dict[str, Any]], rank: int) -> None:
     name = ranks[rank]["planted"]
-    for each in ranks:
-        assert each["fields"]["origin"] == rank, each["text"]
-        assert each["fields"]["parameters"][rank].startswith(name), (name, each["text"])
-        assert f"the gradient of {name}." in each["text"] and f"on rank {rank} (" in each["text"]
-        assert each["fields"]["ranks"] == []  # all losses are finite
-        assert each["same"]
+    for result in ranks:
+        assert result["fields"]["origin"] == rank, result["text"]
+        assert result["fields"]["parameters"][rank].startswith(name), (name, result["text"])
+        assert f"the gradient of {name}." in result["text"] and f"on rank {rank} (" in result["text"]
+        assert result["fields"]["ranks"] == []  # all losses are finite
+        assert result["same"]
 
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any], int, str, dict[str, Any]]] = {
-    "dp": (2, {}, 1, "mlp.linear_fc1", {}),
     "dp, distributed optimizer": (2, {}, 1, "mlp.linear_fc2", {"optim": {"distributed_optimizer": True}}),
     "dp, reduction that overlaps": (
         4,
@@ -83,7 +82,6 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], int, str, dict[str, Any]]] = {
         {"optim": {"distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}},
     ),
     "tp with sp": (4, {"tp": 2, "sequence_parallel": True}, 2, "mlp.linear_fc1", {}),
-    "pp, first stage": (4, {"pp": 2}, 1, "mlp.linear_fc1", {}),
     "pp, last stage": (4, {"pp": 2}, 3, "mlp.linear_fc2", {}),
     "interleaved pp": (2, {"pp": 2, "vpp": 2}, 0, "mlp.linear_fc1", {}),
     "cp": (4, {"cp": 2}, 1, "self_attention.linear_qkv", {}),

@@ -22,11 +22,11 @@ def rates(decay_style: str, steps: int = 26, start: float = 0.0) -> list[float]:
     decay |= {"wsd_decay_steps": WSD} if decay_style == "WSD" else {}
     config = OptimConfig(lr=LR, warmup_steps=WARMUP, warmup_init_lr=start, decay_style=decay_style, **decay)
     scheduler = make_scheduler(optimizer, config)  # type: ignore[arg-type]
-    found = []
+    learning_rates = []
     for _ in range(steps):
-        found.append(float(optimizer.param_groups[0]["lr"]))
+        learning_rates.append(float(optimizer.param_groups[0]["lr"]))
         scheduler.step(1)
-    return found
+    return learning_rates
 
 
 def progress(step: int) -> float:

@@ -112,8 +112,8 @@ def test_parameter_groups_and_buckets_train_the_weights_of_one_process(
     parallel: dict[str, Any], optim: dict[str, Any], ddp: dict[str, Any]
 ) -> None:
     expected, one_bucket = run_ranks(trained, 1, {}, {}, {})[0]
-    found, buckets = run_ranks(trained, 2, parallel, optim, ddp)[0]
-    assert largest_difference(found, expected) < 1e-5
+    actual, buckets = run_ranks(trained, 2, parallel, optim, ddp)[0]
+    assert largest_difference(actual, expected) < 1e-5
     assert one_bucket == 1 and buckets > 3 if ddp else buckets == 1
 
 
@@ -148,8 +148,8 @@ MUON = importlib.util.find_spec("emerging_optimizers") is not None
 @pytest.mark.skipif(not MUON, reason="emerging-optimizers is not installed; make test-newest installs it")
 def test_muon_trains_the_weights_of_one_process(tmp_path: Path) -> None:
     optim = {"optimizer": "muon", "megatron": {"muon_momentum": 0.9, "muon_fp32_matmul_prec": "highest"}}
-    expected, found = (run_ranks(trained, ranks, {}, optim, {})[0][0] for ranks in (1, 2))
-    assert largest_difference(found, expected) < 1e-4
+    expected, actual = (run_ranks(trained, ranks, {}, optim, {})[0][0] for ranks in (1, 2))
+    assert largest_difference(actual, expected) < 1e-4
     assert [difference for difference, _ in run_ranks(continued, 2, optim, str(tmp_path))] == [0.0, 0.0]
 
 

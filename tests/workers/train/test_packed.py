@@ -76,10 +76,10 @@ def computed(parallel: dict[str, Any], packed: bool, max_tokens: int) -> dict[st
     judge.init_model()
     batch, shard = samples(), own_shard(sentences(), worker)
     mine = own_shard(batch, worker)
-    found = [worker.compute_log_prob(mine), worker.compute_ref_log_prob(mine), judge.compute_rm_score(mine)]
+    results = [worker.compute_log_prob(mine), worker.compute_ref_log_prob(mine), judge.compute_rm_score(mine)]
     metrics = [worker.update_sft(shard).meta_info["metrics"] for _ in range(2)]
     names = ("old_log_probs", "ref_log_prob", "rm_scores")
-    scores = None if found[0] is None else {name: one.batch[name] for name, one in zip(names, found, strict=True)}
+    scores = None if results[0] is None else {name: one.batch[name] for name, one in zip(names, results, strict=True)}
     return {"dp": worker.context.pg.dp.rank(), "scores": scores, "metrics": metrics[-1], "weights": weights(worker)}
 
 

@@ -53,13 +53,13 @@ def test_an_update_does_not_depend_on_layout_or_micro_batches() -> None:
 
 def policy_losses() -> dict[str, float]:
     """Return the reported policy loss of one step at a ratio of 1, by average."""
-    found = {}
+    losses = {}
     for mode in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"):
         worker = actor({}, "actor", loss_agg_mode=mode, ppo_mini_batch_size=ROWS, ppo_epochs=1)
         data = experience(ROWS)
         metrics = worker.update_actor(data.select(exclude("old_log_probs", data))).meta_info["metrics"]
-        found[mode] = metrics["actor/pg_loss"]
-    return found
+        losses[mode] = metrics["actor/pg_loss"]
+    return losses
 
 
 def test_the_reported_policy_loss_is_averaged_as_it_is_optimized() -> None:
@@ -131,16 +131,16 @@ def updates_with(at_masked: float) -> tuple[dict[str, torch.Tensor], dict[str, f
     policies = [actor({}, "actor", policy_loss=loss, use_kl_loss=True, ppo_epochs=1) for loss in ("ppo", "gspo")]
     metrics: dict[str, float] = {}
     for name, policy in zip(("ppo", "gspo"), policies, strict=True):
-        found = policy.update_actor(data).meta_info["metrics"]
-        metrics |= {f"{name}/{key}": value for key, value in found.items() if not key.endswith("mfu")}
+        reported = policy.update_actor(data).meta_info["metrics"]
+        metrics |= {f"{name}/{key}": value for key, value in reported.items() if not key.endswith("mfu")}
     model = critic({}, ppo_epochs=1)
     metrics |= {key: value for key, value in model.update_critic(data).meta_info["metrics"].items() if "mfu" not in key}
     changed = {"ppo": policies[0], "gspo": policies[1], "critic": model}
-    return {f"{name}/{key}": value for name, each in changed.items() for key, value in weights(each).items()}, metrics
+    return {f"{name}/{key}": value for name, role in changed.items() for key, value in weights(role).items()}, metrics
 
 
 def test_values_of_tokens_that_do_not_count_reach_no_gradient_and_no_metric() -> None:
     expected, metrics = run_ranks(updates_with, 1, 0.0)[0]
     for value in (float("nan"), float("inf"), 3.0):
-        found, reported = run_ranks(updates_with, 1, value)[0]
-        assert largest_difference(found, expected) == 0.0 and reported == metrics
+        actual, reported = run_ranks(updates_with, 1, value)[0]
+        assert largest_difference(actual, expected) == 0.0 and reported == metrics

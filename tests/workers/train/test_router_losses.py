@@ -73,7 +73,7 @@ COUNTS: list[dict[str, Any]] = [
 
 def gradients_of_routers(parallel: dict[str, Any]) -> list[dict[int, torch.Tensor]]:
     """Return the gradients of routers by layer, from router losses alone, for ``COUNTS`` and the loss above."""
-    found = []
+    gradients = []
     for worker_class, counts in ((ActorRolloutRefWorker, COUNTS), (HalfACountForEachRow, [{}])):
         worker = routed_actor(parallel, "seq_aux_loss", worker_class, ppo_micro_batch_size=3)
         batch = own_shard(experience(ROWS), worker)
@@ -82,8 +82,8 @@ def gradients_of_routers(parallel: dict[str, Any]) -> list[dict[int, torch.Tenso
             worker.config = dataclasses.replace(worker.config, **count)
             worker.update_actor(batch)
             routers = [module for module in worker.model[0].modules() if isinstance(module, TopKRouter)]
-            found.append({router.layer_number: router.weight.main_grad.clone() for router in routers})
-    return found
+            gradients.append({router.layer_number: router.weight.main_grad.clone() for router in routers})
+    return gradients
 
 
 @pytest.mark.parametrize(
@@ -95,25 +95,25 @@ def test_router_gradient_does_not_depend_on_the_count_of_the_loss(world_size: in
     by_name = run_ranks(by_definition, 1, "seq_aux_loss", 1)[0]["gradients"]
     expected = [by_name[name] for name in sorted(by_name) if name.endswith("router.weight")]
     for rank in run_ranks(gradients_of_routers, world_size, parallel):
-        for count, found in zip([*COUNTS, "halves"], rank, strict=True):
-            assert len(found) == 4 // parallel.get("pp", 1)
-            for layer, gradient in found.items():
+        for count, gradients in zip([*COUNTS, "halves"], rank, strict=True):
+            assert len(gradients) == 4 // parallel.get("pp", 1)
+            for layer, gradient in gradients.items():
                 difference = float((gradient - expected[layer - 1]).abs().max())
                 assert difference < 1e-6, f"{count}: {difference} of {float(expected[layer - 1].abs().max())}"
 
 
 def computed_once_and_twice() -> list[dict[str, Any]]:
     """Return router gradients and metrics if the expected count is right, and if gradients are computed again."""
-    found = []
+    results = []
     for worker_class in (ActorRolloutRefWorker, HalfACountForEachRow):
         worker = routed_actor({}, "global_aux_loss", worker_class, ppo_micro_batch_size=4)
         batch = experience(ROWS)
         batch.batch["advantages"].zero_()
         metrics = worker.update_actor(batch).meta_info["metrics"]
         routers = [module for module in worker.model[0].modules() if isinstance(module, TopKRouter)]
-        found.append({str(router.layer_number): router.weight.main_grad.clone() for router in routers})
-        found[-1] |= {name: torch.tensor(value) for name, value in metrics.items() if "/moe_" in name}
-    return found
+        results.append({str(router.layer_number): router.weight.main_grad.clone() for router in routers})
+        results[-1] |= {name: torch.tensor(value) for name, value in metrics.items() if "/moe_" in name}
+    return results
 
 
 def test_gradients_that_are_computed_again_count_tokens_of_experts_once() -> None:
@@ -149,11 +149,11 @@ def by_definition(kind: str, rows_together: int) -> dict[str, Any]:
             fractions = torch.bincount(chosen.flatten(), minlength=EXPERTS) / chosen.numel()
             balance = balance + EXPERTS * (together.softmax(-1) * fractions).sum()
     names = [name for name, _ in chunk.module.named_parameters()]
-    found = torch.autograd.grad(
+    gradients = torch.autograd.grad(
         (Z * z + BALANCE * balance) / tokens, list(chunk.module.parameters()), allow_unused=True
     )
     means = {f"actor/{METRICS[kind]}": float(balance) / tokens / len(logits), "actor/moe_z_loss": float(z) / tokens / 4}
-    return {"gradients": {name: grad for name, grad in zip(names, found, strict=True) if grad is not None}} | {
+    return {"gradients": {name: grad for name, grad in zip(names, gradients, strict=True) if grad is not None}} | {
         "metrics": means
     }
 
@@ -169,13 +169,13 @@ def on_one_process(kind: str, micro_batch: int) -> dict[str, Any]:
 )
 def test_router_losses_match_their_definition(kind: str, micro_batch: int, rows_together: int) -> None:
     expected = run_ranks(by_definition, 1, kind, rows_together)[0]
-    found, without = on_one_process(kind, micro_batch), on_one_process("none", micro_batch)
-    assert found["metrics"] == pytest.approx(expected["metrics"], rel=1e-5)
+    actual, without = on_one_process(kind, micro_batch), on_one_process("none", micro_batch)
+    assert actual["metrics"] == pytest.approx(expected["metrics"], rel=1e-5)
     assert without["metrics"] == {}
     names = [name for name in expected["gradients"] if "router" in name]
     assert len(names) == 4
     for name in names:
-        added = found["gradients"][name] - without["gradients"][name]
+        added = actual["gradients"][name] - without["gradients"][name]
         assert float(added.abs().max()) > 1e-3
         torch.testing.assert_close(added, expected["gradients"][name], rtol=0, atol=1e-6)
 
@@ -250,10 +250,10 @@ def biased(packed: bool) -> list[torch.Tensor]:
 
 
 def test_padding_does_not_move_the_bias_of_experts() -> None:
-    expected, found = run_ranks(biased, 1, True)[0], run_ranks(biased, 1, False)[0]
+    expected, actual = run_ranks(biased, 1, True)[0], run_ranks(biased, 1, False)[0]
     assert len(expected) == 4
     assert any(bool(bias.abs().max() > 0) for bias in expected)
-    assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(expected, actual, strict=True))
 
 
 def custom_router_rejected() -> str:

@@ -86,15 +86,15 @@ def gradients(case: str, parallel: dict[str, Any], changes: dict[str, Any]) -> C
 
 
 def teacher(k: int) -> DataProto:
-    drawn = torch.randn(ROWS, RESPONSE, VOCAB, generator=torch.Generator().manual_seed(5)).log_softmax(-1)
-    values, ids = drawn.topk(k)
+    log_probs = torch.randn(ROWS, RESPONSE, VOCAB, generator=torch.Generator().manual_seed(5)).log_softmax(-1)
+    values, ids = log_probs.topk(k)
     return DataProto.from_dict({"top_ids": ids, "top_log_probs": values})
 
 
 def check_layout(case: str, layout: str, expected: Case, **changes: Any) -> None:
     world_size, parallel = LAYOUTS.get(layout, (2, {"ep": 2} if layout == "ep2" else {}))
-    for found, metrics in run_ranks(gradients, world_size, case, parallel, changes):
-        assert largest_difference(found, expected[0]) < TOLERANCE
+    for actual, metrics in run_ranks(gradients, world_size, case, parallel, changes):
+        assert largest_difference(actual, expected[0]) < TOLERANCE
         assert metrics == pytest.approx(expected[1], rel=1e-5)
 
 
@@ -119,7 +119,7 @@ def stepped(distributed: bool) -> dict[str, torch.Tensor]:
 
 def test_a_distributed_optimizer_makes_the_same_step_of_added_gradients() -> None:
     (expected,) = run_ranks(stepped, 1, False)
-    assert all(largest_difference(found, expected) < 1e-5 for found in run_ranks(stepped, 2, True))
+    assert all(largest_difference(actual, expected) < 1e-5 for actual in run_ranks(stepped, 2, True))
 
 
 @pytest.mark.parametrize(
@@ -151,8 +151,8 @@ def most_likely(parallel: dict[str, Any], k: int) -> tuple[int, DataProto | None
 def test_the_most_likely_tokens_are_those_of_one_process(layout: str) -> None:
     ((_, expected),) = run_ranks(most_likely, 1, {}, 5)
     world_size, parallel = LAYOUTS[layout]
-    found = dict(each for each in run_ranks(most_likely, world_size, parallel, 5) if each[1] is not None)
-    joined = DataProto.concat([found[rank] for rank in sorted(found)])
+    by_rank = dict(result for result in run_ranks(most_likely, world_size, parallel, 5) if result[1] is not None)
+    joined = DataProto.concat([by_rank[rank] for rank in sorted(by_rank)])
     assert torch.equal(joined.batch["top_ids"], expected.batch["top_ids"])
     torch.testing.assert_close(joined.batch["top_log_probs"], expected.batch["top_log_probs"], rtol=0, atol=1e-5)
 
@@ -162,7 +162,7 @@ def whole_vocabulary() -> tuple[float, float, float, float]:
     batch = experience(ROWS)
     mask = batch.batch["response_mask"]
     mine, of_teacher = (worker.compute_top_log_probs(batch, VOCAB) for worker in (student, other))
-    every = [each.batch["top_log_probs"].gather(-1, each.batch["top_ids"].argsort(-1)) for each in (mine, of_teacher)]
+    every = [top.batch["top_log_probs"].gather(-1, top.batch["top_ids"].argsort(-1)) for top in (mine, of_teacher)]
     scored = student.compute_log_prob(batch).batch["old_log_probs"]
     chosen = every[0].gather(-1, batch.batch["responses"][..., None])[..., 0] * mask
     by_hand = ((every[1].exp() * (every[1] - every[0])).sum(-1) * mask).sum() / mask.sum()

@@ -42,9 +42,9 @@ def test_forward_backward_and_optim_step_equal_one_update(role: str, layout: str
     world_size, parallel = LAYOUTS[layout]
     updated = run_ranks(trained, world_size, role, parallel, False)
     separate = run_ranks(trained, world_size, role, parallel, True)
-    for (expected, metrics), (found, its_metrics) in zip(updated, separate, strict=True):
-        assert expected.keys() == found.keys()
-        assert all(torch.equal(expected[name], found[name]) for name in expected)
+    for (expected, metrics), (actual, its_metrics) in zip(updated, separate, strict=True):
+        assert expected.keys() == actual.keys()
+        assert all(torch.equal(expected[name], actual[name]) for name in expected)
         assert its_metrics
         assert {name: metrics[name] for name in its_metrics} == its_metrics
         assert metrics.keys() - its_metrics.keys() <= {f"{role}/mfu"}  # on a GPU, from the time of the update
@@ -89,15 +89,15 @@ def trained_on(role: str, only_read: bool) -> dict[str, torch.Tensor]:
     return weights(worker)
 
 
-@pytest.mark.parametrize(("role", "unread"), [("actor", {"values", "returns"}), ("critic", {"advantages"})])
-def test_an_update_needs_no_other_columns_of_the_stages_than_its_class_lists(role: str, unread: set[str]) -> None:
+@pytest.mark.parametrize(("role", "not_read"), [("actor", {"values", "returns"}), ("critic", {"advantages"})])
+def test_an_update_needs_no_other_columns_of_the_stages_than_its_class_lists(role: str, not_read: set[str]) -> None:
     (expected,) = run_ranks(trained_on, 1, role, False)
-    (found,) = run_ranks(trained_on, 1, role, True)
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    (actual,) = run_ranks(trained_on, 1, role, True)
+    assert all(torch.equal(expected[name], actual[name]) for name in expected)
     sizes = {"model": MODEL, "ppo_mini_batch_size": ROWS, "ppo_micro_batch_size": 2}
     config = load_config(ActorConfig if role == "actor" else CriticConfig, sizes)
     cls: Any = ActorRolloutRefWorker if role == "actor" else CriticWorker
-    assert not unread & set(cls.columns_read(config))
+    assert not not_read & set(cls.columns_read(config))
     own_update = type("OwnUpdate", (cls,), {f"update_{role}": lambda self, data: data})
     assert own_update.columns_read(config) is None
 
@@ -117,6 +117,6 @@ def updated_with_rows(role: str, order: list[int] | None) -> dict[str, torch.Ten
 @pytest.mark.parametrize("role", ["actor", "critic"])
 def test_given_mini_batches_make_the_update_independent_of_row_order(role: str) -> None:
     (expected,) = run_ranks(updated_with_rows, 1, role, None)
-    for found in run_ranks(updated_with_rows, 2, role, [5, 0, 7, 2, 1, 6, 3, 4]):
+    for actual in run_ranks(updated_with_rows, 2, role, [5, 0, 7, 2, 1, 6, 3, 4]):
         for name, weight in expected.items():
-            torch.testing.assert_close(found[name], weight, rtol=0, atol=1e-6)
+            torch.testing.assert_close(actual[name], weight, rtol=0, atol=1e-6)

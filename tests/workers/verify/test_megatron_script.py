@@ -129,7 +129,7 @@ def small_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[st
     path.write_text(SMALL_SCRIPT)
     monkeypatch.syspath_prepend(tmp_path)
     yield str(path)
-    for name in [each for each in sys.modules if each.startswith("megatron.training")]:
+    for name in [module for module in sys.modules if module.startswith("megatron.training")]:
         del sys.modules[name]
     delattr(sys.modules["megatron"], "training")
 

@@ -162,10 +162,10 @@ def of_transformers(path: Path, gradients_to: Path) -> dict[str, Any]:
     log_probs = torch.zeros(ROWS, RESPONSE)
     loss, count = torch.zeros(()), 0
     for row, (ids, response) in enumerate(rows_of(experience(ROWS))):
-        found = model(ids[None]).logits[0, -response - 1 : -1].log_softmax(-1)
-        found = found.gather(1, ids[-response:, None])[:, 0]
-        log_probs[row, :response] = found.detach()
-        loss, count = loss - found.sum(), count + response
+        token_log_probs = model(ids[None]).logits[0, -response - 1 : -1].log_softmax(-1)
+        token_log_probs = token_log_probs.gather(1, ids[-response:, None])[:, 0]
+        log_probs[row, :response] = token_log_probs.detach()
+        loss, count = loss - token_log_probs.sum(), count + response
     (loss / count).backward()
     starts, greedy = prompts(ROWS, {}).batch, []
     with torch.no_grad():
@@ -201,7 +201,7 @@ def on_rank(path: Path, of: Model, axes: dict[str, Any], packed: bool, out: Path
         for parameter in (parameter for chunk in worker.model for parameter in chunk.parameters()):
             parameter.data.zero_()
         added = tensors_of(worker)
-        gradients = {name: found - 1 if bool((added[name] == 1).all()) else found for name, found in gradients.items()}
+        gradients = {name: value - 1 if bool((added[name] == 1).all()) else value for name, value in gradients.items()}
     return {
         "rows": worker.context.pg.dp.rank() * len(mask) + torch.arange(len(mask)),
         "streamed": streamed,
@@ -257,6 +257,6 @@ class Reference:
         return float((rank[quantity] - self.computed[quantity][rank["rows"]]).abs().max())
 
 
-def _largest(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    assert found.keys() == expected.keys()
-    return max(float((found[name] - expected[name]).abs().max()) for name in expected)
+def _largest(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    assert actual.keys() == expected.keys()
+    return max(float((actual[name] - expected[name]).abs().max()) for name in expected)

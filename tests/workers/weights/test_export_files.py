@@ -47,8 +47,8 @@ def test_an_export_has_the_code_and_the_tokenizer_of_the_model(tmp_path: Path, b
 
 def test_an_export_has_no_file_of_another_tokenizer_than_the_given_one(tmp_path: Path, base: Path) -> None:
     names = {"AutoTokenizer": ["tokenization_y.Tokenizer", None]}
-    own = {"tokenizer.json": "own", "tokenizer_config.json": json.dumps({"auto_map": names})}
-    tokenizer = write(tmp_path / "tokenizer", own)
+    tokenizer_files = {"tokenizer.json": "own", "tokenizer_config.json": json.dumps({"auto_map": names})}
+    tokenizer = write(tmp_path / "tokenizer", tokenizer_files)
     write(tokenizer / "additional_chat_templates", {"tools.jinja": "own"})
     (base / "prompt_style.yaml").write_text("")
     files = exported(tmp_path, base, tokenizer)

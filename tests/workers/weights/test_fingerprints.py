@@ -132,8 +132,8 @@ def test_fingerprints_are_those_of_one_process_in_every_layout(model: ModelConfi
     assert alone[1] == alone[2]
     for axes in layouts:
         by_rank = run_ranks(of_layout, 4, model, axes)
-        for expected, *found in zip(alone, *by_rank, strict=True):
-            whole = whole_fingerprints(found)
+        for expected, *parts in zip(alone, *by_rank, strict=True):
+            whole = whole_fingerprints(parts)
             assert all(len(values) == 1 for values in whole.values())
             assert {key: set(values) for key, values in whole.items()} == {
                 (name, dtype): {value} for name, dtype, value, _ in expected

@@ -55,8 +55,8 @@ def test_tied_output_weights_are_the_embeddings() -> None:
 
 
 def test_experts_are_counted_over_all_ranks() -> None:
-    found = run_ranks(shapes, 4, OF_EXPERTS, {"tp": 2, "ep": 2, "etp": 2, "sequence_parallel": True})[0]
-    experts = {name: shape for name, shape in found.items() if name.startswith("decoder.layers.1.mlp.experts")}
+    shapes_of = run_ranks(shapes, 4, OF_EXPERTS, {"tp": 2, "ep": 2, "etp": 2, "sequence_parallel": True})[0]
+    experts = {name: shape for name, shape in shapes_of.items() if name.startswith("decoder.layers.1.mlp.experts")}
     prefix = "decoder.layers.1.mlp.experts.linear_fc"
     assert experts == {f"{prefix}1.weight{expert}": (64, 64) for expert in range(4)} | {
         f"{prefix}2.weight{expert}": (64, 32) for expert in range(4)

@@ -92,8 +92,8 @@ def test_a_user_defined_family_is_loaded_run_and_exported(
     ranks = run_ranks(imported, max(axes.values(), default=1), of_the_user, axes, tmp_path / "out")
     [logits, *_] = [rank["logits"] for rank in ranks if rank["logits"] is not None]
     torch.testing.assert_close(logits[..., : SIZES["vocab_size"]], of_transformers(llama), atol=1e-4, rtol=0)
-    for found in (weights_at(tmp_path / "out"), *(rank["streamed"] for rank in ranks)):
-        assert_equal(found, weights_at(of_the_user))
+    for actual in (weights_at(tmp_path / "out"), *(rank["streamed"] for rank in ranks)):
+        assert_equal(actual, weights_at(of_the_user))
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (config["model_type"], config["architectures"]) == ("renamed", ["RenamedForCausalLM"])
     assert config["n_vocab"] == SIZES["vocab_size"] and "vocab_size" not in config
@@ -120,14 +120,14 @@ def test_layers_determine_the_family_of_a_model_without_one() -> None:
         "qwen3": {"qk_layernorm": True},
         "qwen3_moe": {"qk_layernorm": True, "num_moe_experts": 4},
     }
-    assert {name: hf_config_of(ModelConfig(**TINY, **own))["model_type"] for name, own in layers.items()} == {
+    assert {name: hf_config_of(ModelConfig(**TINY, **fields))["model_type"] for name, fields in layers.items()} == {
         name: name for name in layers
     }
     assert {family for family, _ in CASES} <= {*FAMILIES} and {*layers} <= {*MODEL_FAMILIES}
 
 
 @pytest.mark.parametrize(
-    ("own", "key"),
+    ("fields", "key"),
     [
         ({"qk_layernorm": True, "add_qkv_bias": True}, "model.qk_layernorm"),
         ({"num_moe_experts": 4, "add_qkv_bias": True}, "model.transformer.moe_router_enable_expert_bias"),
@@ -137,9 +137,9 @@ def test_layers_determine_the_family_of_a_model_without_one() -> None:
         ({"family": "lama"}, "model.family"),
     ],
 )
-def test_a_model_that_no_family_is_built_like_is_rejected_with_its_field(own: dict[str, Any], key: str) -> None:
+def test_a_model_that_no_family_is_built_like_is_rejected_with_its_field(fields: dict[str, Any], key: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        hf_config_of(ModelConfig(**TINY, **own))
+        hf_config_of(ModelConfig(**TINY, **fields))
     assert caught.value.key == key
 
 

@@ -95,8 +95,8 @@ def test_a_second_export_into_a_directory_is_rejected_until_the_first_ends(tmp_p
     assert (tmp_path / ".model.partial" / "weights").exists()
     os.close(end)
     os.waitpid(pid, 0)
-    assert sorted(found.name for found in tmp_path.iterdir()) == ["model"]
-    assert sorted(found.name for found in target.iterdir()) == ["config.json", "weights"]
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["model"]
+    assert sorted(entry.name for entry in target.iterdir()) == ["config.json", "weights"]
 
 
 def test_a_checkpoint_is_checked_before_it_is_loaded(tmp_path: Path) -> None:

@@ -41,7 +41,6 @@ CASES = [
     (name, layout, packed)
     for name in NAMES
     for layout, packed in (
-        ("one process", False),
         ("PP2 with VPP2", True),
         ("TP2 x PP2 x CP2 with SP", True),
         ("TP2 x PP2 x EP2 with SP", False),
@@ -115,7 +114,7 @@ def in_fp8(path: Path, target: Path, block: tuple[int, int]) -> dict[str, torch.
     for name, weight in saved(path).items():
         files[name] = whole[name] = weight
         if name.endswith("_proj.weight"):
-            rows, columns = (torch.arange(size) // each for size, each in zip(weight.shape, block, strict=True))
+            rows, columns = (torch.arange(size) // length for size, length in zip(weight.shape, block, strict=True))
             scales = torch.rand(int(rows[-1]) + 1, int(columns[-1]) + 1) / 10 + 0.01
             of_element = scales[rows][:, columns]
             files[name] = (weight / of_element).to(torch.float8_e4m3fn)
@@ -131,8 +130,8 @@ def test_weights_in_fp8_are_read_in_slices_and_exported_without_it(
 ) -> None:
     expected = in_fp8(reference("deepseek_v3").path, tmp_path / "fp8", (5, 7))  # blocks that no axis divides
     axes = {"tp": 2, "sequence_parallel": True, "pp": 2, "ep": 2, "etp": 1}
-    for found in run_ranks(streamed_and_exported, 4, tmp_path / "fp8", axes, tmp_path / "out"):
-        assert_equal(found, expected)
+    for actual in run_ranks(streamed_and_exported, 4, tmp_path / "fp8", axes, tmp_path / "out"):
+        assert_equal(actual, expected)
     assert_equal(saved(tmp_path / "out"), expected)
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
 
@@ -171,8 +170,8 @@ def test_kimi_and_layers_that_predict_more_tokens(reference: Callable[[str], Ref
     (tmp_path / "kimi" / "config.json").write_text(json.dumps(config | kimi))
     extra = {name.replace(".3.", ".4."): w.clone() for name, w in weights.items() if name.startswith("model.layers.3.")}
     save_file(weights | extra | {"model.layers.4.eh_proj.weight": torch.ones(2)}, tmp_path / "kimi/model.safetensors")
-    [found] = run_ranks(streamed_and_exported, 1, tmp_path / "kimi", {}, tmp_path / "out")
-    assert_equal(found, weights)
+    [tensors] = run_ranks(streamed_and_exported, 1, tmp_path / "kimi", {}, tmp_path / "out")
+    assert_equal(tensors, weights)
     exported = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (exported["model_type"], exported["architectures"]) == ("kimi_k2", ["DeepseekV3ForCausalLM"])
     assert exported["num_nextn_predict_layers"] == 0
@@ -184,8 +183,8 @@ def generated_and_saved(path: Path, axes: dict[str, Any], checkpoint: Path) -> t
     model = dataclasses.asdict(model_config_from_hf(path))
     worker = actor(axes, "actor_rollout", model=model, **settings)
     worker.save_checkpoint(str(checkpoint))
-    found = worker.generate_sequences(prompts(ROWS, GREEDY))
-    return None if found is None else found.batch["responses"]
+    batch = worker.generate_sequences(prompts(ROWS, GREEDY))
+    return None if batch is None else batch.batch["responses"]
 
 
 def loaded(path: Path, checkpoint: Path) -> dict[str, torch.Tensor]:
@@ -201,7 +200,7 @@ def test_biases_of_routers_move_between_layouts_and_into_checkpoints(
 ) -> None:
     of_model = reference("deepseek_v3")
     axes = {"tp": 2, "sequence_parallel": True, "pp": 2, "ep": 2, "etp": 1}
-    found = run_ranks(generated_and_saved, 4, of_model.path, axes, tmp_path)
-    returned = [tokens for tokens in found if tokens is not None]
+    results = run_ranks(generated_and_saved, 4, of_model.path, axes, tmp_path)
+    returned = [tokens for tokens in results if tokens is not None]
     assert returned and all(torch.equal(tokens, of_model.computed["greedy"]) for tokens in returned)
     assert_equal(run_ranks(loaded, 1, of_model.path, tmp_path)[0], saved(of_model.path))

@@ -62,7 +62,7 @@ def of_transformers(config: dict[str, Any], state: dict[str, torch.Tensor]) -> t
 
 def silently_different(path: Path, settings: dict[str, Any], rejections: type[Exception]) -> list[str]:
     """The mutations that are loaded, and with which the logits differ from those of transformers."""
-    file, parallel, found = path / "config.json", ParallelConfig(), list[str]()
+    file, parallel, differences = path / "config.json", ParallelConfig(), list[str]()
     original = json.loads(file.read_text())
     state = transformers.AutoModelForCausalLM.from_pretrained(path).state_dict()
     computed: dict[str, torch.Tensor] = {}
@@ -83,12 +83,14 @@ def silently_different(path: Path, settings: dict[str, Any], rejections: type[Ex
         try:
             expected = of_transformers(config, state)
         except Exception as error:
-            found.append(f"{name}: transformers rejects it: {error!r:.100}")
+            differences.append(f"{name}: transformers rejects it: {error!r:.100}")
             continue
         if expected.shape != logits.shape or (expected - logits).abs().max() > 1e-4:
-            found.append(f"{name}: {(expected - logits).abs().max():.1e}" if expected.shape == logits.shape else name)
+            differences.append(
+                f"{name}: {(expected - logits).abs().max():.1e}" if expected.shape == logits.shape else name
+            )
     file.write_text(json.dumps(original))
-    return found
+    return differences
 
 
 @pytest.mark.simulated

@@ -37,21 +37,21 @@ def streamed(model: str, parallel: dict[str, Any], bucket_bytes: int, times: int
     worker = actor(parallel, "actor", model=MODELS[model])
     stream = hf_whole_tensors(worker.model, worker.context, bucket_bytes)
     with worker.call_context("rollout_weights"):
-        found = []
+        streams = []
         for number in range(times):
-            found.append({name: tensor.clone() for name, tensor in stream})
+            streams.append({name: tensor.clone() for name, tensor in stream})
             with torch.no_grad():
                 unwrap_model(worker.model[0]).decoder.layers[0].self_attention.linear_proj.weight.add_(number + 1.0)
-    return found
+    return streams
 
 
 @pytest.mark.parametrize(("model", "parallel"), LAYOUTS, ids=["tp2-pp2", "ep2-pp2", "tp2-ep2-etp1"])
 def test_buckets_of_any_size_have_the_tensors_of_one_process(model: str, parallel: dict[str, Any]) -> None:
     [[expected]] = run_ranks(1, streamed, model, {}, 1 << 20, 1)
     for bucket_bytes in (700, 1 << 20):
-        for [found] in run_ranks(4, streamed, model, parallel, bucket_bytes, 1):
-            assert found.keys() == expected.keys()
-            assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+        for [actual] in run_ranks(4, streamed, model, parallel, bucket_bytes, 1):
+            assert actual.keys() == expected.keys()
+            assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())
 
 
 def test_tensors_come_from_the_replica_of_the_same_node(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,34 +74,34 @@ def on_one_rank(model: str, parallel: dict[str, Any]) -> dict[str, torch.Tensor]
     worker = actor(parallel, "actor", model=MODELS[model])
     stream = hf_whole_tensors(worker.model, worker.context, 1 << 20)
     memory = torch.zeros(1 << 20, dtype=torch.uint8)
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     with worker.call_context("rollout_weights"):
         for bucket in stream.buckets(lambda _: memory, "all" if worker.rank == 1 else "none"):
-            found |= {place[0]: tensor_in(memory, place).clone() for place in bucket}
-    return found
+            tensors |= {place[0]: tensor_in(memory, place).clone() for place in bucket}
+    return tensors
 
 
 @pytest.mark.parametrize(("model", "parallel"), LAYOUTS, ids=["tp2-pp2", "ep2-pp2", "tp2-ep2-etp1"])
 def test_a_rank_gets_what_it_lacks_in_one_exchange_and_others_get_nothing(model: str, parallel: dict[str, Any]) -> None:
     [[expected]] = run_ranks(1, streamed, model, {}, 1 << 20, 1)
     trace = CommunicationTrace()
-    none, found, *others = run_ranks(4, on_one_rank, model, parallel, trace=trace)
+    none, actual, *others = run_ranks(4, on_one_rank, model, parallel, trace=trace)
     assert not none and not any(others)
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())
     exchanges = trace.select(rank=1, line="weights/whole_tensors.py")
     assert len(exchanges) == 1  # a bucket of 1 MiB has the whole model
 
 
 def test_the_plan_is_exchanged_once_and_weights_are_always_current() -> None:
     once, three = CommunicationTrace(), CommunicationTrace()
-    [found, *_] = run_ranks(4, streamed, "dense", {"tp": 2, "pp": 2}, 1 << 20, 1, trace=once)
+    [first, *_] = run_ranks(4, streamed, "dense", {"tp": 2, "pp": 2}, 1 << 20, 1, trace=once)
     [later, *_] = run_ranks(4, streamed, "dense", {"tp": 2, "pp": 2}, 1 << 20, 3, trace=three)
     changed = "model.layers.0.self_attn.o_proj.weight"
-    assert torch.equal(later[1][changed], found[0][changed] + 1.0)
+    assert torch.equal(later[1][changed], first[0][changed] + 1.0)
     assert torch.equal(later[2][changed], later[1][changed] + 2.0)
     gathered = [
-        sum(each.nbytes for each in trace.select(operation="all_gather", rank=0, line="agreement.py"))
+        sum(call.nbytes for call in trace.select(operation="all_gather", rank=0, line="agreement.py"))
         for trace in (once, three)
     ]
     assert (

@@ -66,11 +66,11 @@ def check_moves(schedule: Schedule, sources: list[list[LocalTensor]], targets: l
             indices[span.offset : span.offset + span.stop - span.start] = range(span.start, span.stop)
         return indices
 
-    have, got = [places(held[0]) for held in sources], [np.full_like(places(held[0]), -1) for held in targets]
+    have, received = [places(held[0]) for held in sources], [np.full_like(places(held[0]), -1) for held in targets]
     for move in chain(schedule.copies, *schedule.buckets):
         part = have[move.source_rank][move.source_start : move.source_start + move.length]
-        got[move.target_rank][move.target_start : move.target_start + move.length] = part
-    assert [indices.tolist() for indices in got] == [places(held[0]).tolist() for held in targets]
+        received[move.target_rank][move.target_start : move.target_start + move.length] = part
+    assert [indices.tolist() for indices in received] == [places(held[0]).tolist() for held in targets]
 
 
 @unhurried

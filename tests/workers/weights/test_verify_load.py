@@ -134,8 +134,8 @@ def test_models_that_are_not_compared_say_why(paths: dict[str, Path], tmp_path: 
             with pytest.raises(ConfigError) as caught:
                 verify_load.verify_load(chunks, unknown, context)
             assert (caught.value.key, caught.value.value) == ("model.verify_load", "layers")
-            both = (dataclasses.replace(each, verify_load="auto") for each in (changed, unknown))
-            return [verify_load.verify_load(chunks, each, context) for each in both]
+            both = (dataclasses.replace(given, verify_load="auto") for given in (changed, unknown))
+            return [verify_load.verify_load(chunks, given, context) for given in both]
 
     [[changed, unknown]] = run_ranks(reasons, 1)
     assert changed.endswith("not compared with transformers: model.rotary_base differ from its config.json")

@@ -54,6 +54,7 @@ class RankWeights(NamedTuple):
         verify: whether its weights are verified after a transfer to it.
         visible: the unique ids of the GPUs that its process can use, in their order there.
         engine: the engine that it serves, which gets whole tensors with Hugging Face names; ``tensors`` is empty then.
+        nccl_host: the ``NCCL_HOSTID`` of its process, if that is set: NCCL takes ranks of two hosts on one GPU.
     """
 
     tensors: tuple[LocalTensor, ...]
@@ -64,6 +65,7 @@ class RankWeights(NamedTuple):
     verify: bool = True
     visible: tuple[str, ...] = ()
     engine: ServedEngine | None = None
+    nccl_host: str = ""
 
 
 class PeerSlices(NamedTuple):

@@ -11,7 +11,7 @@ import datetime
 import inspect
 import os
 import time
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -190,10 +190,10 @@ class ProcessGroup(Transport):
         ranks = (*sources, *targets)
         if len({(rank.node, rank.pid) for rank in ranks}) < len(ranks):
             return "ranks of the groups share a process; a process is one rank of a process group"
-        devices = [rank.device for rank in ranks]
-        if len({device == "cpu" for device in devices}) > 1:
+        if len({rank.device == "cpu" for rank in ranks}) > 1:
             return "one group is on CPUs and the other on GPUs"
-        shared = sorted({device for device in devices if device != "cpu" and devices.count(device) > 1})
+        gpus = Counter((rank.nccl_host, rank.device) for rank in ranks if rank.device != "cpu")
+        shared = sorted(gpu for (_, gpu), count in gpus.items() if count > 1)
         return f"several ranks are on the GPU {shared[0]}: NCCL cannot connect them" if shared else ""
 
     def listen(self) -> Any:

@@ -21,10 +21,10 @@ class Policy(ActorRolloutRefWorker):
     def digest(self) -> str:
         """A number that changes with any bit of the weights of the whole model."""
         whole = full_state_dict(self.model, self.context)
-        found = hashlib.sha256()
+        sha256 = hashlib.sha256()
         for name, tensor in sorted(whole.items()):
-            found.update(name.encode() + tensor.cpu().contiguous().numpy().tobytes())
-        return found.hexdigest()
+            sha256.update(name.encode() + tensor.cpu().contiguous().numpy().tobytes())
+        return sha256.hexdigest()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def change_weights(self) -> None:

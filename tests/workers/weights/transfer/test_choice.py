@@ -39,6 +39,11 @@ def test_the_first_usable_transport_is_chosen(
     assert choose_transport("auto", sources, targets) == expected
 
 
+def test_nccl_connects_processes_of_two_hosts_on_one_gpu() -> None:
+    source, target = ([rank._replace(nccl_host=host) for rank in ranks("A")] for host in ("one", "two"))
+    assert choose_transport("process_group", source, target) == "process_group"
+
+
 @pytest.mark.parametrize(
     ("name", "sources", "targets"),
     [

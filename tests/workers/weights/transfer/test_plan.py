@@ -88,8 +88,8 @@ def test_on_shared_gpus_a_rank_gets_all_slices_from_the_sender_on_its_gpu() -> N
         target._replace(tensors=source.tensors, device=source.device)
         for source, target in zip(sources, targets[:2], strict=True)
     ]
-    own = schedule_transfer(sources, same, MIB, relayed=True)
-    assert own.relays == {} and own.exchanges == ()
+    direct = schedule_transfer(sources, same, MIB, relayed=True)
+    assert direct.relays == {} and direct.exchanges == ()
 
 
 def test_engines_get_whole_tensors_each_complete_in_one_bucket() -> None:
@@ -102,18 +102,18 @@ def test_engines_get_whole_tensors_each_complete_in_one_bucket() -> None:
     sources = [RankWeights((small[0][rank], large[rank], small[1][rank]), (), "node", rank, "cpu") for rank in range(2)]
     engine = ServedEngine("bfloat16", 2, MIB)
     targets = [RankWeights((), (), "node", 10 + pid, "cpu", engine=engine if pid else None) for pid in range(3)]
-    found = schedule_transfer(sources, targets, MIB)
-    assert [[tensor.name for tensor in of_rank] for of_rank in found.targets] == [
+    schedule = schedule_transfer(sources, targets, MIB)
+    assert [[tensor.name for tensor in of_rank] for of_rank in schedule.targets] == [
         [],
         *[["a", "model.layers.0.w", "b"]] * 2,
     ]
-    assert found.dtypes == {name: ["bfloat16"] for name in ("a", "b", "model.layers.0.w")}
-    names = [{found.targets[1][move.target_slot].name for move in bucket} for bucket in found.buckets]
+    assert schedule.dtypes == {name: ["bfloat16"] for name in ("a", "b", "model.layers.0.w")}
+    names = [{schedule.targets[1][move.target_slot].name for move in bucket} for bucket in schedule.buckets]
     assert names == [{"a"}, {"model.layers.0.w"}, {"b"}]
-    for bucket in found.buckets:
+    for bucket in schedule.buckets:
         rows: dict[tuple[int, int], int] = defaultdict(int)
         for move in bucket:
             rows[move.target_rank, move.target_slot] += move.length
-        assert all(count == found.targets[1][slot].shape[0] for (_, slot), count in rows.items())
+        assert all(count == schedule.targets[1][slot].shape[0] for (_, slot), count in rows.items())
         assert {target for target, _ in rows} == {3, 4}  # ranks are counted over both groups
-    assert found.least_bytes == 2 * 2 * COLUMNS * (ROWS + 2 * 64)
+    assert schedule.least_bytes == 2 * 2 * COLUMNS * (ROWS + 2 * 64)
