@@ -68,7 +68,9 @@ def test_other_machines_get_the_settings_of_nccl_and_no_token(tmp_path: Path) ->
     (tmp_path / "ray_nodes.py").write_text("")
     (tmp_path / "ray_node.sh").chmod(0o755)
     (tmp_path / "hosts.txt").write_text("first\nsecond\n")
-    (tmp_path / "ssh.sh").write_text('#!/bin/sh\necho "$@"\ncat > /dev/null\n')  # as ssh does, it reads its input to the end
+    (tmp_path / "ssh.sh").write_text(
+        '#!/bin/sh\necho "$@"\ncat > /dev/null\n'
+    )  # as ssh does, it reads its input to the end
     (tmp_path / "ssh.sh").chmod(0o755)
     given = {"NCCL_IB_HCA": "mlx5_0:1", "NCCL_IB_GID_INDEX": "3", "GLOO_SOCKET_IFNAME": "bond0", "HF_TOKEN": "secret"}
     settings = {"LAUNCH_DIR": str(tmp_path), "JOB_DIR": str(tmp_path / "job"), "SSH": str(tmp_path / "ssh.sh"), **given}
