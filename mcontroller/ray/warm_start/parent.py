@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -68,6 +69,8 @@ class Parent:
         for name in LIBRARIES:
             _imported(name)
         import_warm(os.environ.get(WARM_IMPORTS, ""))
+        gc.collect()
+        gc.freeze()  # a collection in a worker would write to the pages of all these objects, and copy 94 MB of them
         files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
         self._loaded = [file for file in files if file and os.path.exists(file)]
         self._loaded_at = self._times()

@@ -20,13 +20,16 @@ from mcontroller.ray.warm_start import client
 from mcontroller.ray.warm_start.exits import status_in
 
 WORKER = """
-import importlib, json, os, random, sys
+import gc, importlib, json, os, random, sys
 import numpy, torch
+gc.collect()
+with open("/proc/self/smaps_rollup") as memory:
+    [private] = [int(line.split()[1]) for line in memory if line.startswith("Private_Dirty")]
 print(json.dumps({
     "pid": os.getpid(), "parent": os.getppid(), "arguments": sys.argv, "folder": os.getcwd(), "main": __name__,
     "mark": os.environ.get("OLDPWD"), "threads": torch.get_num_threads(),
     "drawn": [random.random(), numpy.random.rand(), torch.rand(1).item()],
-    "warm": "of_the_user" in sys.modules,
+    "warm": "of_the_user" in sys.modules, "private": private * 1024,
     "forked": "mcontroller.ray.warm_start.parent" in sys.modules,
     "record": importlib.import_module("mcontroller.ray.warm_start.exits").record_of_this_process(),
 }), flush=True)
@@ -102,6 +105,7 @@ def test_workers_are_forks_of_one_parent(start: Start, session: Path) -> None:
     assert first["main"] == "__main__"
     assert first["threads"] == 2, "the threads that Ray sets, although torch was loaded before"
     assert not set(first["drawn"]) & set(second["drawn"]), "forks draw different numbers"
+    assert first["private"] < 30e6, "a collection copies no pages of the libraries, which have more than 100 MB"
     assert folder_of(session).stat().st_mode & 0o777 == 0o700
 
 
