@@ -20,7 +20,7 @@ from ray.util import list_named_actors
 from mcontroller.channel.controller import Hub
 from mcontroller.errors import CallTimeout, ConfigError, GroupBroken, GroupError, ResourceError, WorkerDied, WorkerError
 from mcontroller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, launch
-from mcontroller.ray.calls import failures
+from mcontroller.ray.calls import failures, supervision
 from mcontroller.ray.calls.failures import LOG_BYTES, is_follower
 from parallel_state import ParallelLayout
 from tests.mcontroller.ray.roles import DiesInInit, Numbered, Plain, RaisesInInit, Reporting
@@ -320,14 +320,18 @@ def test_a_late_call_names_the_ranks_and_shows_their_stacks(start: Start) -> Non
         group.pid()
 
 
-def test_a_rank_that_holds_the_interpreter_is_reported_as_such(start: Start) -> None:
+def test_a_rank_that_holds_the_interpreter_is_reported_as_such(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervision, "QUERY_SECONDS", 1.0)  # it never answers
     group = start("actor")
     with pytest.raises(CallTimeout) as caught:
         group.hold_the_interpreter_on(1)
     assert "holds the interpreter" in caught.value.stacks[1]
 
 
-def test_a_stopped_rank_is_reported_and_ended_before_its_slot_is_free(pool: RayResourcePool, start: Start) -> None:
+def test_a_stopped_rank_is_reported_and_ended_before_its_slot_is_free(
+    pool: RayResourcePool, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervision, "QUERY_SECONDS", 1.0)  # it never answers
     group = start("actor")
     pids = group.pid()
     with pytest.raises(CallTimeout) as caught:

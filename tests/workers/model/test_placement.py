@@ -25,7 +25,7 @@ MODELS = {
     "learned positions": dataclasses.replace(SMALL_GPT, position_embedding_type="learned_absolute"),
     "tied": dataclasses.replace(SMALL_GPT, tie_embeddings=True),
 }
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 Held = dict[str, tuple[torch.dtype, str]]
 
 
