@@ -1,23 +1,28 @@
 """An engine behind HTTP as the rollout: an OpenAI-compatible server that someone else runs. See docs/engine.md.
 
-Prompts are sent as token ids to ``/v1/completions`` with ``return_token_ids``, which vLLM's server knows. Weights are
-exported to a folder that the server can read, and the server is asked to load them.
+Prompts are sent as token ids to ``/v1/completions`` with ``return_token_ids``, which vLLM's server knows.
+``HttpEngine`` takes requests one by one (``trainer.rollout.engine.Engine``), and ``HttpRollout`` generates batches with
+it. Weights are exported to a folder that the server can read, and the server is asked to load them.
 """
 
 from __future__ import annotations
 
+import asyncio
+import http.client
 import json
 import shutil
-import urllib.request
+from array import array
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
 
+from trainer.rollout.engine import EngineLost, RequestFailed, Sampled
 from workers import (
     ActorConfig,
     ActorRolloutRefWorker,
@@ -26,6 +31,7 @@ from workers import (
     PolicyWeights,
     Prompts,
     Rollout,
+    RolloutConfig,
     Sampling,
     export_hf,
 )
@@ -42,11 +48,28 @@ class Server:
     connections: int = 64
     timeout_s: float = 600.0
 
-    def post(self, path: str, body: Mapping[str, Any]) -> Any:
-        request = urllib.request.Request(self.url + path, json.dumps(body).encode())
-        request.add_header("Content-Type", "application/json")
-        with urllib.request.urlopen(request, timeout=self.timeout_s) as answer:
-            content = answer.read()
+    def connect(self) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection(urlsplit(self.url).netloc, timeout=self.timeout_s)
+
+    def post(self, path: str, body: Mapping[str, Any], connection: http.client.HTTPConnection | None = None) -> Any:
+        """Return the answer of the server.
+
+        Raises:
+            RequestFailed: the server answers with an error.
+            EngineLost: it does not answer.
+        """
+        connection = connection or self.connect()
+        try:
+            connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            content = response.read()
+        except (OSError, http.client.HTTPException) as error:
+            raise EngineLost(f"{self.url} does not answer: {error!r}", engine=self.url) from error
+        finally:
+            connection.close()
+        if response.status != 200:
+            text = f"{self.url}{path} answered {response.status}: {content[:500].decode(errors='replace')}"
+            raise RequestFailed(text, engine=self.url, length=len(body.get("prompt", "")))
         return json.loads(content) if content else None
 
 
@@ -56,44 +79,46 @@ def reload_vllm(server: Server, path: str) -> None:
     server.post("/reset_prefix_cache", {})
 
 
-class HttpRollout(Rollout):
-    """Every data-parallel shard sends its prompts from the rank that returns results."""
+class HttpEngine:
+    """An engine for ``TrajectoryRollout(group, engines=[HttpEngine(server, config.rollout)])``.
 
-    holds_weights = True
+    Attributes:
+        version: of the policy that the server has: set it after every update of its weights.
+    """
 
-    def __init__(
-        self, worker: ActorRolloutRefWorker, server: Server, reload: Callable[[Server, str], None] = reload_vllm
-    ) -> None:
-        self.config, self.server, self.reload = worker.config, server, reload
-        self.updates = 0
-        pg = worker.context.pg
-        self.asks = pg.pp.rank() == pg.pp.size() - 1 and pg.tp.rank() == 0 and pg.cp.rank() == 0
+    version = 0
 
-    def generate(self, prompts: Prompts, sampling: Sampling) -> Generated | None:
-        if not self.asks:
-            return None
-        samples = prompts.samples()
-        rows = zip(samples.ids, samples.attention_mask.bool(), samples.seeds.flatten().tolist(), strict=True)
-        bodies = [self.body(ids[attended].tolist(), seed, sampling) for ids, attended, seed in rows]
-        with ThreadPoolExecutor(self.server.connections) as threads:
-            answers = list(threads.map(lambda body: self.server.post("/v1/completions", body)["choices"][0], bodies))
-        shape = len(answers), sampling.response_length
-        responses = torch.full(shape, sampling.pad_token_id)
-        mask, log_probs = torch.zeros(shape, dtype=torch.long), torch.zeros(shape)
-        for row, answer in enumerate(answers):
-            tokens = answer["token_ids"]
-            responses[row, : len(tokens)], mask[row, : len(tokens)] = torch.tensor(tokens), 1
-            log_probs[row, : len(tokens)] = torch.tensor(answer["logprobs"]["token_logprobs"])
-        return Generated(responses, mask, log_probs, self.basis(sampling))
+    def __init__(self, server: Server, config: RolloutConfig) -> None:
+        self.name, self.server, self.config = server.url, server, config
+        self.threads = ThreadPoolExecutor(server.connections)
 
-    def body(self, tokens: list[int], seed: int, sampling: Sampling) -> dict[str, Any]:
+    async def generate(self, prompt: array[int], sampling: Mapping[str, Any]) -> Sampled:
+        settings = Sampling.of(self.config, {**sampling, "pad_token_id": 0})
+        body, connection = self.body(prompt.tolist(), settings), self.server.connect()
+        post = asyncio.get_running_loop().run_in_executor(
+            self.threads, self.server.post, "/v1/completions", body, connection
+        )
+        try:
+            answer = (await post)["choices"][0]
+        finally:
+            connection.close()  # a server ends a request whose client is gone
+        tokens, log_probs = array("q", answer["token_ids"]), array("d", answer["logprobs"]["token_logprobs"])
+        basis = self.basis(settings)
+        is_policy = basis == LogProbBasis(settings.temperature, filtered=False)
+        versions = [(self.version, len(tokens))]
+        return Sampled(tokens, log_probs, versions, basis=None if is_policy else basis._asdict())
+
+    async def close(self) -> None:
+        self.threads.shutdown(wait=False)
+
+    def body(self, tokens: list[int], sampling: Sampling) -> dict[str, Any]:
         settings = ("top_k", "top_p", "min_p", "repetition_penalty")
         return {
             "model": self.server.model,
             "prompt": tokens,
             "max_tokens": sampling.response_length,
             "temperature": sampling.temperature if sampling.do_sample else 0.0,
-            "seed": seed & (1 << 63) - 1,
+            "seed": sampling.seed & (1 << 63) - 1,
             "stop_token_ids": list(sampling.eos_token_ids),
             "ignore_eos": True,
             "logprobs": 0,
@@ -109,6 +134,38 @@ class HttpRollout(Rollout):
         filters = sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0
         drawn = sampling.do_sample
         return LogProbBasis(sampling.temperature if drawn else 1.0, filtered=penalized or (filters and drawn))
+
+
+class HttpRollout(Rollout):
+    """Every data-parallel shard sends its prompts from the rank that returns results."""
+
+    holds_weights = True
+
+    def __init__(
+        self, worker: ActorRolloutRefWorker, server: Server, reload: Callable[[Server, str], None] = reload_vllm
+    ) -> None:
+        self.config, self.server, self.reload = worker.config, server, reload
+        self.engine = HttpEngine(server, worker.config.rollout)
+        self.updates = 0
+        pg = worker.context.pg
+        self.asks = pg.pp.rank() == pg.pp.size() - 1 and pg.tp.rank() == 0 and pg.cp.rank() == 0
+
+    def generate(self, prompts: Prompts, sampling: Sampling) -> Generated | None:
+        if not self.asks:
+            return None
+        samples = prompts.samples()
+        rows = zip(samples.ids, samples.attention_mask.bool(), samples.seeds.flatten().tolist(), strict=True)
+        bodies = [self.engine.body(ids[mask].tolist(), replace(sampling, seed=seed)) for ids, mask, seed in rows]
+        posts = self.engine.threads.map(lambda body: self.server.post("/v1/completions", body), bodies)
+        answers = [answer["choices"][0] for answer in posts]
+        shape = len(answers), sampling.response_length
+        responses = torch.full(shape, sampling.pad_token_id)
+        mask, log_probs = torch.zeros(shape, dtype=torch.long), torch.zeros(shape)
+        for row, answer in enumerate(answers):
+            tokens = answer["token_ids"]
+            responses[row, : len(tokens)], mask[row, : len(tokens)] = torch.tensor(tokens), 1
+            log_probs[row, : len(tokens)] = torch.tensor(answer["logprobs"]["token_logprobs"])
+        return Generated(responses, mask, log_probs, self.engine.basis(sampling))
 
     def update_weights(self, weights: PolicyWeights) -> Mapping[str, float]:
         folder = Path(self.server.folder) / f"policy-{self.updates}"

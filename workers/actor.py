@@ -83,6 +83,7 @@ class ActorRolloutRefWorker(ModelWorker):
     optim_step = delegate("trainer", Trainer.optim_step)
     rollout_weights = delegate("generator", Generator.rollout_weights)
     generation_limits = delegate("generator", Generator.generation_limits)
+    engine_addresses = delegate("generator", Generator.engine_addresses)
     sampling_state = delegate("generator", Generator.sampling_state)
     restore_sampling = delegate("generator", Generator.restore_sampling)
     describe_weights = delegate("sender", WeightSender.describe_weights)
@@ -111,6 +112,7 @@ class ActorRolloutRefWorker(ModelWorker):
         "receive_weights": ("params",),
         "weight_fingerprints": ("params",),
         "generate_sequences": ("rollout",),
+        "engine_addresses": ("rollout",),
         "rollout_weights": ("params", "rollout"),
         "compute_log_prob": ("params",),
         "compute_top_log_probs": ("params",),

@@ -21,6 +21,12 @@ def node_id() -> str:
     return machine_id() if ray is None or not ray.is_initialized() else ray.get_runtime_context().get_node_id()
 
 
+def node_address() -> str:
+    """Return the address of this node for other nodes; that of the loopback in a process without Ray."""
+    ray = sys.modules.get("ray")
+    return "127.0.0.1" if ray is None or not ray.is_initialized() else ray.util.get_node_ip_address()
+
+
 def gpu_id(device: torch.device | int) -> str:
     """Return the UUID of a GPU that this process can use."""
     return str(torch.cuda.get_device_properties(device).uuid)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ from mcontroller.errors import ConfigError, DataError, before_changes
 from workers.config import ActorConfig
 from workers.generate.generator import Generator
 from workers.generate.rollout_protocol import PolicyWeights, ReadableRollout
-from workers.gpu_ids import gpu_id, node_id, visible_gpus
+from workers.gpu_ids import gpu_id, node_address, node_id, visible_gpus
 from workers.lora.adapters import adapters_of
 from workers.same_policy import differing_fields
 from workers.train.state import TrainingState
@@ -144,7 +143,7 @@ class WeightSender:
         for adapters in () if schedule.sends else adapters_of(self._state.model):
             adapters.enabled = False
         endpoint = TransferEndpoint(
-            schedule, self._shards(schedule.hf_names and schedule.sends), self._device, _address()
+            schedule, self._shards(schedule.hf_names and schedule.sends), self._device, node_address()
         )
         self._endpoints[schedule.transfer] = endpoint
         return endpoint.listen()
@@ -182,6 +181,8 @@ class WeightSender:
         self._state.received_version, self._incomplete = version, ""
         if self._generator.serves_engine:
             self._generator.version = self._state.weights_version
+            if self._generator.rollout is not None:
+                self._generator.rollout.resume(version)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def close_weights(self, transfer: str) -> None:
@@ -189,12 +190,6 @@ class WeightSender:
         endpoint = self._endpoints.pop(transfer, None)
         if endpoint is not None:
             endpoint.close()
-
-
-def _address() -> str:
-    """Return the address of this node for other nodes."""
-    ray = sys.modules.get("ray")  # parts a to c of gpucheck run without Ray
-    return "127.0.0.1" if ray is None or not ray.is_initialized() else ray.util.get_node_ip_address()
 
 
 def _raise_differing(section: str, differing: Mapping[str, tuple[Any, Any]]) -> None:

@@ -12,10 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from examples.http_rollout import HttpActor, HttpRollout, Server
+from examples.http_rollout import HttpActor, HttpEngine, Server, reload_vllm
 from mcontroller.data.batch import DataProto
+from mcontroller.errors import MControllerError
 from tests.ranks import run_ranks
+from tests.trainer.rollout.engine import a_rollout
 from tests.workers.roles import GREEDY, SAMPLED, actor, experience, own_shard, prompts
+from trainer.rollout.engine import RequestFailed
+from trainer.rollout.router import NoEngineLeft
 from workers import LogProbBasis, RolloutConfig, Sampling
 
 transformers = pytest.importorskip("transformers")
@@ -35,8 +39,9 @@ class Engine(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         with self.lock:
             self.requests.append((self.path, body))
-            answer = json.dumps(self.answer(body)).encode()
-        self.send_response(200)
+            has_model = self.model is not None or self.path != "/v1/completions"
+            answer = json.dumps(self.answer(body) if has_model else {"error": "no model"}).encode()
+        self.send_response(200 if has_model else 400)
         self.send_header("Content-Length", str(len(answer)))
         self.end_headers()
         self.wfile.write(answer)
@@ -144,6 +149,43 @@ def ranks_that_generate(parallel: dict[str, Any], server: Server) -> bool:
 def test_the_basis_of_the_log_probs_is_that_of_the_server(
     mode: str, settings: dict[str, Any], expected: LogProbBasis
 ) -> None:
-    rollout = object.__new__(HttpRollout)
-    rollout.server = Server("http://nowhere", "policy", "/nowhere", logprobs_mode=mode)
-    assert rollout.basis(Sampling.of(RolloutConfig(), {"eos_token_id": 1, "pad_token_id": 0, **settings})) == expected
+    engine = HttpEngine(Server("http://nowhere", "policy", "/nowhere", logprobs_mode=mode), RolloutConfig())
+    assert engine.basis(Sampling.of(RolloutConfig(), {"eos_token_id": 1, "pad_token_id": 0, **settings})) == expected
+
+
+def test_trajectories_are_requests_to_the_server(
+    server: tuple[Server, list[tuple[str, dict[str, Any]]]], tmp_path: Path
+) -> None:
+    settings, requests = server
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=60, **sizes)).eval()
+    model.save_pretrained(tmp_path / "model")
+    reload_vllm(settings, str(tmp_path / "model"))
+    engine = HttpEngine(settings, RolloutConfig(prompt_length=6, response_length=24))
+    engine.version = 4
+    rollout = a_rollout(engines=[engine], driven=False)
+    made = rollout.submit([3, 4], max_tokens=3, stop_token_ids=range(60)).result(60)
+    assert (made.ended, made.versions.tolist()) == ("turn", [4])
+    made.replied([5, 6])
+    rollout.submit(made, max_tokens=2).result(60)
+    assert [body["prompt"] for path, body in requests if path == "/v1/completions"] == [
+        [3, 4],
+        [3, 4, *made.tokens[:3]],
+    ]
+    with torch.no_grad():
+        scores = model(torch.tensor([[3, 4, *made.tokens]])).logits[0, 1:-1].log_softmax(-1)
+    expected = scores.gather(1, torch.tensor(made.tokens)[:, None])[:, 0]
+    mask = torch.tensor(made.mask)
+    assert mask.tolist()[:3] == [1, 0, 0]
+    assert ((torch.tensor(made.log_probs) - expected) * mask).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_server_that_rejects_a_request_or_is_not_there_is_reported(
+    server: tuple[Server, list[tuple[str, dict[str, Any]]]], answers: bool
+) -> None:
+    settings = server[0] if answers else Server("http://127.0.0.1:9", "policy", "/nowhere")
+    rollout = a_rollout(engines=[HttpEngine(settings, RolloutConfig(response_length=24))], driven=False)
+    with pytest.raises(MControllerError) as caught:
+        rollout.submit([3, 4]).result(60)  # the server has no model
+    assert isinstance(caught.value, RequestFailed if answers else NoEngineLeft)

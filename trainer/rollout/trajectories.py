@@ -1,18 +1,23 @@
-"""Generation by trajectory: any number of responses in flight, which join and leave between slices of a few tokens.
+"""Generation by trajectory: any number of responses in flight, which join and leave at any time.
 
-The workers keep nothing between calls. A trajectory in flight is a prompt and the tokens so far; a slice is one call
-of ``generate_sequences`` that continues all of them by some tokens. The noise of a token depends on the seed of its
-trajectory and on its position, so a response made in slices equals one made at once. Weights move between two slices.
+Engines that take requests, such as vLLM's, get each trajectory by itself through a ``Router``, and go on by themselves.
+With Megatron's ranks, the workers keep nothing between calls: a trajectory in flight is a prompt and the tokens so far,
+and a slice is one call of ``generate_sequences`` that continues all of them by some tokens. The noise of a token
+depends on the seed of its trajectory and on its position, so a response made in slices equals one made at once. Weights
+move between two slices.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from array import array
 from collections.abc import Collection, Generator, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from itertools import chain
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -20,15 +25,22 @@ import torch
 from torch import Tensor
 
 from mcontroller.data.batch import DataProto
-from mcontroller.errors import DataError
+from mcontroller.errors import DataError, MControllerError
 from trainer.columns import columns
+from trainer.rollout.engine import Engine, Sampled
+from trainer.rollout.router import NoEngineLeft, RequestLoop, Router
 from trainer.rollout.seeds import count_call, seed_of
 from trainer.rollout.trajectory import Trajectory
 from workers.columns import ROUTED_EXPERTS, TOKEN_TEMPERATURES
-from workers.generate.request_settings import checked_sampling, checked_token_ids
+from workers.generate.request_settings import OF_REQUESTS, checked_sampling, checked_token_ids
+from workers.generate.sampling import later_seeds
 
 LOG_PROBS = ("rollout_log_probs", "engine_log_probs")
 """The columns with a log-probability for each token; a rollout returns one of them."""
+_OF_ENGINES = ("eos_token_id", *(name for name in OF_REQUESTS if name != "max_tokens"))
+_TAKE_S = 0.02
+SLICE_TOKENS = 64
+"""[tokens] The most by which a slice continues a trajectory."""
 
 
 class Submitted(Future[Trajectory]):
@@ -48,6 +60,7 @@ class Submitted(Future[Trajectory]):
     """
 
     key: Any = None
+    request: Future[Sampled] | None = None
 
     def __init__(
         self,
@@ -72,8 +85,10 @@ class Submitted(Future[Trajectory]):
         return "" if length < self.limit else "length" if length >= self.room else "max_tokens"
 
     def cancel(self) -> bool:
-        """Take it out before the next slice; return whether it had not ended."""
+        """Take it out of its engine, or before the next slice; return whether it had not ended."""
         self._rollout.some_cancelled = True
+        if self.request is not None:
+            self.request.cancel()
         return super().cancel()
 
     def result(self, timeout: float | None = None) -> Trajectory:
@@ -85,12 +100,12 @@ class Submitted(Future[Trajectory]):
         Raises:
             CancelledError: it was cancelled.
         """
-        while not self.done() and not self._rollout.driven:
+        while not (self.done() or self._rollout.driven or self._rollout.routes):
             self._rollout.advance()
         return super().result(timeout)
 
     def __await__(self) -> Generator[Any, None, Trajectory]:
-        if not self._rollout.driven:
+        if not (self._rollout.driven or self._rollout.routes):
             self._rollout.drive_on_loop()
         return asyncio.wrap_future(self).__await__()
 
@@ -101,16 +116,20 @@ class TrajectoryRollout:
     Args:
         group: its workers have ``generate_sequences`` with the columns ``sample_seed`` and ``generated``, and
             ``generation_limits``.
-        slice_tokens: the most tokens by which a slice continues a trajectory.
+        slice_tokens: the most tokens by which a slice continues a trajectory. None: those of the workers'
+            ``generation_limits``, or ``SLICE_TOKENS``.
         capacity: the most rows of a slice; the others wait in the order in which they were submitted. None: the
             engine's ``rollout.max_rows``.
         driven: whether the program calls ``advance``, or ``start`` and ``take``; otherwise whoever waits for a
             trajectory makes the slices.
         trained: whether all responses are to be trained on, so that one that asks for the most probable tokens is
             rejected.
+        engines: that take the requests. None: those of the group's workers, if they do.
         sampling: the ``meta_info`` of ``generate_sequences``: ``eos_token_id``, ``pad_token_id``, and settings.
 
     Attributes:
+        routes: whether each trajectory is a request to an engine, and there are no slices.
+        router: before the engines, once there was a request.
         driven, slice_tokens, capacity, trained, sampling: as passed.
         limits: of the workers' configuration: ``prompt_length``, ``response_length``, ``vocab_size``, ``max_rows``, and
             if they have them, ``n``, ``temperature``, ``do_sample`` and ``seed``.
@@ -123,21 +142,28 @@ class TrajectoryRollout:
         self,
         group: Any,
         *,
-        slice_tokens: int = 64,
+        slice_tokens: int | None = None,
         capacity: int | None = None,
         driven: bool = False,
         trained: bool = False,
+        engines: Sequence[Engine] | None = None,
         **sampling: Any,
     ) -> None:
         self.group, self.sampling, self.driven, self.trained = group, sampling, driven, trained
         self.limits: Mapping[str, Any] = group.generation_limits()[0]
-        self.slice_tokens = slice_tokens
+        self.slice_tokens: int = slice_tokens or self.limits.get("slice_tokens", SLICE_TOKENS)
         self.capacity = capacity or self.limits["max_rows"]
         self.submissions, self.some_cancelled = 0, False
         self._sampled_before: int | None = None
         self.log_probs: str | None = LOG_PROBS[0]
         self._basis: dict[str, Any] = {}
         self._live: dict[Submitted, None] = {}
+        self.routes = engines is not None or bool(self.limits.get("takes_requests"))
+        self.router: Router | None = None
+        self._engines, self._addresses = engines, list[Any]()
+        self._requests = RequestLoop() if self.routes else None
+        self._unsent: list[Submitted] = []
+        self._arrived: SimpleQueue[Submitted] = SimpleQueue()
         self._settings: dict[frozenset[int], Mapping[str, Any]] = {}
         self._calls: list[tuple[list[Submitted], DataProto]] = []
         self._lock = threading.RLock()
@@ -219,7 +245,14 @@ class TrajectoryRollout:
             seed = self._next_seed() if trajectory.seed is None or is_copy else trajectory.seed
         trajectory.seed, trajectory.seeded, trajectory.ended = seed, id(trajectory), ""
         with self._lock:
-            self._live[submitted] = None
+            if self.routes:
+                goes_on = bool(self.live) and self.router is not None
+                self._unsent.append(submitted)
+                self._live[submitted] = None
+                if goes_on or not self.driven:
+                    self._send_requests(connect=not goes_on)
+            else:
+                self._live[submitted] = None
         return submitted
 
     def _settings_of(self, stops: frozenset[int], changes: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -255,7 +288,10 @@ class TrajectoryRollout:
     def restart(self, group: Any) -> None:
         """Generate with another group from now on: only the slice in flight is lost, and made again."""
         with self._lock:
-            self.group, self._calls = group, []
+            self.group, self._calls, self.router = group, [], None
+            self._unsent = list(self.live)
+            if self.routes and not self.driven:
+                self.start()
 
     def start(self, chosen: Sequence[Submitted] | None = None) -> bool:
         """Send the calls of a slice, and return whether there is one in flight; trajectories that join later wait.
@@ -264,8 +300,10 @@ class TrajectoryRollout:
             chosen: which trajectories in flight it continues. None: the first ``capacity``.
         """
         with self._lock:
-            if self._calls:
-                return True
+            if self.routes:
+                self._send_requests(connect=len(self._unsent) == len(self.live))
+            if self._calls or self.routes:
+                return bool(self._calls or self.live)
             rows = list(self.live[: self.capacity] if chosen is None else chosen)
             alike: list[tuple[Mapping[str, Any], list[Submitted]]] = []
             for submitted in rows:
@@ -281,7 +319,7 @@ class TrajectoryRollout:
 
     def ready(self) -> bool:
         """Whether ``take`` would not wait."""
-        return all(batch.wait(0.0) for _, batch in self._calls)
+        return not self._arrived.empty() if self.routes else all(batch.wait(0.0) for _, batch in self._calls)
 
     def take(self) -> list[Submitted]:
         """Wait for the slice in flight, and return the trajectories that it has ended, whose waiters go on.
@@ -290,6 +328,8 @@ class TrajectoryRollout:
             GroupError: the group failed. Nothing but the slice is lost: the trajectories stay in flight, and the next
                 slice makes the same tokens.
         """
+        if self.routes:
+            return self._take_responses()
         with self._lock:
             calls, self._calls = self._calls, []
             batches = [(rows, batch.get()) for rows, batch in calls]
@@ -301,18 +341,6 @@ class TrajectoryRollout:
                     self.log_probs = log_probs_of(batch)
                 self._basis = {name: value for name, value in batch.meta_info.items() if name in LOG_PROBS}
             return self._settled([submitted for rows, _ in batches for submitted in rows])
-
-    def put(
-        self,
-        rows: Sequence[Submitted],
-        tokens: Sequence[Sequence[int]],
-        log_probs: Sequence[Sequence[float]],
-        version: int,
-    ) -> list[Submitted]:
-        """Continue trajectories with tokens of an earlier run in place of a slice, and return those that end."""
-        for submitted, made, scores in zip(rows, tokens, log_probs, strict=True):
-            submitted.trajectory.sampled(made, scores, version, submitted.temperature)
-        return self._settled(rows)
 
     def _settled(self, rows: Sequence[Submitted]) -> list[Submitted]:
         """Return those of the rows of a slice that have ended, whose waiters go on."""
@@ -338,6 +366,109 @@ class TrajectoryRollout:
         """Make one slice, and return the trajectories that it has ended."""
         with self._lock:
             return self.take() if self.start() else []
+
+    def _send_requests(self, *, connect: bool) -> None:
+        """Send what waits to the engines, which are brought up to date first if none has a request."""
+        unsent, self._unsent = [submitted for submitted in self._unsent if not submitted.done()], []
+        if not unsent:
+            return
+        try:
+            if connect or self.router is None:
+                self._connect()
+        except MControllerError:
+            self._unsent = unsent
+            raise
+        for submitted in unsent:
+            self._send_request(submitted)
+
+    def _connect(self) -> None:
+        """Use the engines of the group's workers, with their current weights."""
+        addresses = (
+            [] if self._engines else [address for address in self.group.engine_addresses() if address is not None]
+        )
+        if self.router is not None and not self.router.lost and addresses == self._addresses:
+            return
+        self._addresses, engines = addresses, self._engines
+        if engines is None:
+            from trainer.rollout.vllm_engine import VllmEngine
+
+            engines = [VllmEngine(address, self.sampling["pad_token_id"]) for address in addresses]
+            if self.router is not None:
+                assert self._requests is not None
+                self._requests.start(self.router.close())
+        self.router = Router(engines)
+
+    def _send_request(self, submitted: Submitted) -> None:
+        assert self.router is not None and self._requests is not None
+        trajectory = submitted.trajectory
+        made, seed = len(trajectory.tokens), trajectory.seed or 0
+        if made:
+            seed = int(later_seeds(torch.tensor([seed]), torch.tensor([made])))
+        settings = {name: submitted.settings[name] for name in _OF_ENGINES if name in submitted.settings}
+        settings |= {"response_length": submitted.limit - made, "seed": seed}
+        request = self._requests.start(self.router.generate(trajectory.prompt + trajectory.tokens, settings))
+        submitted.request = request
+        request.add_done_callback(partial(self._request_ended, submitted))
+
+    def _request_ended(self, submitted: Submitted, request: Future[Sampled]) -> None:
+        """Settle a request, or let ``take`` do it (on the thread of the requests)."""
+        if self.driven:
+            self._arrived.put(submitted)
+        elif not request.cancelled():
+            self._settle_request(submitted, request)
+
+    def _settle_request(self, submitted: Submitted, request: Future[Sampled]) -> list[Submitted]:
+        """Append a response to its trajectory, and return that if it has ended; the rest is submitted again."""
+        error = request.exception()
+        with self._lock:
+            if error is not None:
+                self._live.pop(submitted, None)
+                if submitted.set_running_or_notify_cancel():
+                    submitted.set_exception(error)
+                return []
+            if submitted.done():
+                return []
+            self._append(submitted, request.result())
+            if not submitted.end():
+                self._send_request(submitted)
+                return []
+            return self._settled([submitted])
+
+    def _append(self, submitted: Submitted, sampled: Sampled) -> None:
+        trajectory, start = submitted.trajectory, 0
+        if sampled.experts is not None:
+            known = sum(map(len, trajectory.experts))
+            trajectory.experts.append(sampled.experts[known:])
+        for version, count in sampled.versions:
+            part = slice(start, start + count)
+            tokens, log_probs = array("q", sampled.tokens[part]), sampled.log_probs[part]
+            trajectory.sampled(tokens, log_probs, version, submitted.temperature)
+            start += count
+        if sampled.basis is not None:
+            self.log_probs, self._basis = LOG_PROBS[1], {LOG_PROBS[1]: dict(sampled.basis)}
+
+    def _take_responses(self) -> list[Submitted]:
+        """Return the trajectories that have ended since the last call; wait a moment for the first one.
+
+        Raises:
+            GroupError: no engine is left, for the cause that the group reports.
+        """
+        ended: list[Submitted] = []
+        with contextlib.suppress(Empty):
+            submitted = self._arrived.get(timeout=_TAKE_S)
+            while True:
+                request = submitted.request
+                assert request is not None
+                if not request.cancelled() and isinstance(request.exception(), NoEngineLeft):
+                    self._unsent.append(submitted)
+                elif not request.cancelled():
+                    ended += self._settle_request(submitted, request)
+                submitted = self._arrived.get_nowait()
+        if self._unsent and not ended:
+            with self._lock:
+                self.router = None
+                self._send_requests(connect=True)
+        return ended
 
     def drive_on_loop(self) -> None:
         """Make slices on the running event loop until no trajectory is in flight."""

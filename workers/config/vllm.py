@@ -9,7 +9,7 @@ from mcontroller.config.checks import check_above, check_at_least
 from mcontroller.config.fields import strict_fields
 from mcontroller.errors import ConfigError
 
-# Arguments of vllm.LLM that follow from other fields, and the field to set instead.
+# Arguments of vLLM's engine that follow from other fields, and the field to set instead.
 _SET_ELSEWHERE = {
     "model": "model",
     "dtype": "model.dtype",
@@ -60,7 +60,7 @@ class VllmConfig:
     adapter_alone: bool = False
     """Send only the adapter of ``model.lora`` once the engine has the base, and let the engine compute it."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Other arguments of ``vllm.LLM``, under vLLM's names, such as ``enable_prefix_caching``.
+    """Other arguments of ``vllm.AsyncEngineArgs``, under vLLM's names, such as ``enable_prefix_caching``.
 
     ``gpu_memory_utilization`` [fraction of a GPU] is the free share when the engine starts, unless it is set.
     """

@@ -20,6 +20,7 @@ from workers.config import ActorConfig, RolloutConfig
 from workers.generate.engine_weights import EngineWeights
 from workers.generate.rollout_protocol import Generated, LogProbBasis, PolicyWeights, Prompts, Rollout
 from workers.generate.sampling import Sampling, later_seeds, prompt_hashes, sample_seeds
+from workers.gpu_ids import node_address
 from workers.lora.adapters import without_adapters
 from workers.lora.peft_files import adapter_tensors, peft_config
 from workers.memory.offloader import Offloader
@@ -117,6 +118,7 @@ class Generator:
             was_offloaded = "params" in self._offloader.offloaded.parts
             weights = self._weights_of_checkpoint() if self.serves_engine else self.rollout_weights()
             metrics = self._update_engine(weights)
+            self.rollout.resume(self._state.policy_version)
             self.version = self._state.weights_version
             if was_offloaded and self.rollout.holds_weights:
                 self._offloader.offload(("params",))
@@ -173,11 +175,22 @@ class Generator:
         """Return what ``generate_sequences`` accepts: the longest prompt and response, and the vocabulary.
 
         ``max_rows`` is the most rows that are generated at once; ``n``, ``temperature``,
-        ``do_sample`` and ``seed`` are the defaults of a call.
+        ``do_sample`` and ``seed`` are the defaults of a call. ``takes_requests``: whether engines take requests, at
+        ``engine_addresses``.
         """
         rollout, vocab_size = self._config.rollout, self._config.model.vocab_size
         names = ("prompt_length", "response_length", "max_rows", "n", "temperature", "do_sample", "seed")
-        return {**{name: getattr(rollout, name) for name in names}, "vocab_size": vocab_size}
+        limits = {name: getattr(rollout, name) for name in names}
+        return limits | {
+            "vocab_size": vocab_size,
+            "takes_requests": self.rollout is not None and self.rollout.takes_requests,
+        }
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def engine_addresses(self) -> Any:
+        """Bring the engine up to date, and return where that of this rank takes requests; None without one."""
+        rollout, _ = self.current_rollout()
+        return rollout.address(node_address())
 
     def sampling_state(self) -> dict[str, int]:
         """Return the state that the samples of the next ``generate_sequences`` depend on, of values for JSON.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -160,6 +160,21 @@ class Rollout(Protocol):
         return False
 
     @property
+    def takes_requests(self) -> bool:
+        """Whether programs send requests to the engine itself, at its ``address``."""
+        return False
+
+    def address(self, host: str) -> Any:
+        """Return where the engine of this rank takes requests, if it ``takes_requests`` and this rank has one.
+
+        Called on every rank. The engine has its weights.
+
+        Args:
+            host: the address of this node to listen at.
+        """
+        return None
+
+    @property
     def holds_weights(self) -> bool:
         """Whether the engine keeps a copy of the weights.
 
@@ -190,6 +205,16 @@ class Rollout(Protocol):
             Numbers to report, the same on every rank: the metrics ``rollout/<name>`` of the next batch.
         """
         ...
+
+    def resume(self, version: int) -> None:
+        """Generate with the weights of the last update, which have arrived on all ranks.
+
+        An engine that generates between calls stays paused until then.
+
+        Args:
+            version: of the policy, for the tokens that follow.
+        """
+        return None  # without it a type checker takes the method for an abstract one
 
     def sleep(self) -> int:
         """Free the device memory of the engine, and return how many bytes; its weights need not be kept."""

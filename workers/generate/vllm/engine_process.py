@@ -54,7 +54,7 @@ class EngineProcess:
     """One engine in a separate process, which ends with this object, and with the thread that started it.
 
     Args:
-        arguments: arguments of ``vllm.LLM``.
+        arguments: arguments of ``vllm.AsyncEngineArgs``.
         environment: variables of the process; a value of None removes the variable.
         start_timeout_s: seconds for the engine to start.
         silence_timeout_s: seconds without a sign of progress after which a call fails.

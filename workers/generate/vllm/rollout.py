@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import secrets
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,8 +22,9 @@ from workers.generate.rollout_protocol import Generated, HeldWeights, PolicyWeig
 from workers.generate.sampling import Sampling
 from workers.generate.vllm.buckets import SharedBuckets
 from workers.generate.vllm.engine_process import EngineError, EngineProcess
-from workers.generate.vllm.requests import experts_of, prompt_tokens, responses_of, sampling_parameters
+from workers.generate.vllm.requests import EngineAddress, sampling_parameters
 from workers.generate.vllm.response_exchange import RankRole, ResponseExchange, consecutive, even_shares
+from workers.generate.vllm.responses import expert_dtype, expert_layers, experts_of, prompt_tokens, responses_of
 from workers.lora.peft_files import write_adapter
 from workers.weights.fingerprints import Fingerprint
 from workers.weights.moves import TensorInBucket
@@ -66,6 +68,7 @@ class VllmRollout(Rollout):
     """
 
     holds_weights = True
+    takes_requests = True
 
     def __init__(
         self,
@@ -80,6 +83,7 @@ class VllmRollout(Rollout):
         self._config, self._pg, self._engines = config, pg, engines
         self.engine = engine
         self._beside_policy = beside_policy
+        self._token = secrets.token_hex(16)
         self._buckets = SharedBuckets(config.rollout.vllm.bucket_bytes)
         self._arrived: list[Fingerprint] = []
         self._exchange = ResponseExchange(
@@ -100,6 +104,27 @@ class VllmRollout(Rollout):
     def receives_weights(self) -> bool:
         """Whether whole tensors are put together on this rank."""
         return self.engine is not None
+
+    def address(self, host: str) -> EngineAddress | None:
+        """Wake the engine of this rank up, and return where it takes requests; None without one (a collective).
+
+        Args:
+            host: the address of this node to listen at.
+
+        Raises:
+            EngineError: on every rank, if an engine fails.
+        """
+        return raise_on_every_rank(lambda: self._listening(host))
+
+    def _listening(self, host: str) -> EngineAddress | None:
+        if self.engine is None:
+            return None
+        self.engine.call("wake_up")
+        config, records = self._config, self._config.router_replay == "rollout"
+        layers = expert_layers(config.model) if records else []
+        port = self.engine.call("listen", host=host, token=self._token, expert_layers=layers)
+        dtype = expert_dtype(config.model) if records else None
+        return EngineAddress(host, port, self._token, config.rollout, config.model.vocab_size, dtype)
 
     def fingerprints(self) -> HeldWeights:
         """Return the fingerprints of the tensors that have arrived in each process of this rank's engine."""
@@ -169,6 +194,11 @@ class VllmRollout(Rollout):
 
         return _timed(send)
 
+    def resume(self, version: int) -> None:
+        """Go on with the requests in flight, with the weights of the last update (on the ranks with an engine)."""
+        if self.engine is not None:
+            self.engine.call("resume", version=version)
+
     def sleep(self) -> int:
         """Free the memory of the engine's GPUs, and return how many bytes (a collective); on a CPU it frees nothing."""
         freed: int = 0 if self.engine is None else self.engine.call("sleep")
@@ -185,7 +215,7 @@ class VllmRollout(Rollout):
             if self.engine is not None and len(samples.ids):
                 seeded = self._config.rollout.vllm.seeds
                 answers = self.engine.call(
-                    "generate",
+                    "generate_sequences",
                     prompts=prompt_tokens(samples),
                     parameters=sampling_parameters(samples.seeds.flatten().tolist(), sampling, seeded=seeded),
                     temperature=sampling.temperature,
@@ -216,7 +246,6 @@ class VllmRollout(Rollout):
                 self.engine.result()
             of_processes, in_flight = self.engine.call("finish_update"), False
             self._arrived = [Fingerprint(*fields) for of_process in of_processes for fields in of_process]
-            self.engine.call("drop_prefixes")
         except EngineError:
             for _ in arriving:  # the other ranks send the rest, and wait for this one
                 pass

@@ -156,7 +156,7 @@ def policy_folder(config: ActorConfig) -> Path:
 
 
 def engine_arguments(config: ActorConfig, folder: str, share: float | None, *, number: int = 0) -> dict[str, Any]:
-    """Return the arguments of ``vllm.LLM``.
+    """Return the arguments of ``vllm.AsyncEngineArgs``.
 
     Args:
         config: of the actor and its rollout.
@@ -205,7 +205,6 @@ def engine_environment(devices: list[str]) -> dict[str, str | None]:
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the process is the engine's own already
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     }
     if devices:

@@ -28,16 +28,15 @@ def check_arguments(function: str, names: Iterable[str]) -> None:
 
 def installed_signatures() -> dict[str, list[str]]:
     """Return ``SIGNATURES`` of the installed vLLM."""
-    from vllm import LLM, SamplingParams
-    from vllm.engine.arg_utils import EngineArgs
+    from vllm import SamplingParams
+    from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.lora.request import LoRARequest
-    from vllm.v1.engine.llm_engine import LLMEngine
+    from vllm.v1.engine.async_llm import AsyncLLM
 
-    methods = [LLM.sleep, LLM.wake_up, LLM.collective_rpc, LLM.reset_prefix_cache]
-    methods += [LLMEngine.add_request, LLMEngine.add_lora, LLMEngine.has_unfinished_requests, LLMEngine.step]
-    engine = [field.name for field in dataclasses.fields(EngineArgs)]  # LLM passes its other arguments to these
+    methods = [AsyncLLM.generate, AsyncLLM.abort, AsyncLLM.pause_generation, AsyncLLM.resume_generation]
+    methods += [AsyncLLM.sleep, AsyncLLM.wake_up, AsyncLLM.collective_rpc, AsyncLLM.add_lora]
     return {
-        "LLM": sorted({*argument_names(LLM), *engine} - {"kwargs"}),
+        "AsyncEngineArgs": sorted(field.name for field in dataclasses.fields(AsyncEngineArgs)),
         "SamplingParams": argument_names(SamplingParams),
         "LoRARequest": argument_names(LoRARequest),
         **{method.__qualname__: argument_names(method) for method in methods},

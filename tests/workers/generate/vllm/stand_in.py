@@ -6,14 +6,16 @@ asserts where vLLM would read or write memory that is not there: it only warns, 
 
 from __future__ import annotations
 
+import asyncio
 import importlib.abc
 import importlib.machinery
 import json
 import math
 import sys
 import tempfile
+import threading
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -57,7 +59,7 @@ class Gpu:
 
 
 class StandInLLM:
-    """``vllm.LLM``: its arguments, memory, sleep and wake-ups, and the calls of ``serve_engine``.
+    """vLLM's ``AsyncLLM``: its arguments, memory, sleep and wake-ups, and the calls of ``serve_engine``.
 
     Attributes:
         gpu: makes the GPU of an engine; None on a CPU.
@@ -72,7 +74,7 @@ class StandInLLM:
     started: list[StandInLLM] = []  # noqa: RUF012  # emptied by ``standing_in``
 
     def __init__(self, **arguments: Any) -> None:
-        check_arguments("LLM", arguments)
+        check_arguments("AsyncEngineArgs", arguments)
         self.arguments = arguments
         self.asleep: set[str] = set()
         self.events: list[str] = []
@@ -80,7 +82,12 @@ class StandInLLM:
         self.adapters: list[dict[str, torch.Tensor]] = []
         self.prompts: list[list[int]] = []
         self.weights: dict[str, torch.Tensor] = {}
-        self.llm_engine = _Engine(self)
+        self.config = json.loads((Path(arguments["model"]) / "config.json").read_text())
+        size = int(self.config["vocab_size"])
+        self.vllm_config = types.SimpleNamespace(model_config=types.SimpleNamespace(get_vocab_size=lambda: size))
+        self.errored, self.in_flight = False, dict[str, bool]()  # True: aborted
+        self.running = asyncio.Event()
+        self.running.set()
         self.sizes = {"weights": WEIGHTS_BYTES, "kv_cache": 0}
         self.device = None if type(self).gpu is None else type(self).gpu()  # type: ignore[misc]
         if self.device is not None:
@@ -101,29 +108,89 @@ class StandInLLM:
         assert self.sizes["kv_cache"] > 0, "No available memory for the cache blocks"
         gpu.take(sum(self.sizes.values()))
 
-    def sleep(self, level: int) -> None:
+    @classmethod
+    def from_engine_args(cls, engine_args: Mapping[str, Any], usage_context: str) -> StandInLLM:
+        return cls(**engine_args)
+
+    def shutdown(self) -> None: ...
+
+    async def generate(
+        self, prompt: Mapping[str, list[int]], sampling_params: Any, request_id: str, lora_request: Any = None
+    ) -> AsyncIterator[Any]:
+        """One token of each request in a round of the event loop; all wait while the engine is paused or asleep."""
+        assert (lora_request is not None) == bool(self.adapters)
+        given = prompt["prompt_token_ids"]
+        if len(given) >= self.arguments["max_model_len"]:
+            raise ValueError(f"the prompt has {len(given)} tokens")
+        if not self.in_flight:
+            self.events.append("generate")
+        self.parameters.append(sampling_params.values)
+        self.prompts.append(given)
+        self.in_flight[request_id] = False
+        try:
+            tokens = type(self).answer(given)
+            experts = self._experts([*given, *tokens[:-1]])
+            for count, token in enumerate(tokens, 1):
+                await asyncio.sleep(0)
+                await self.running.wait()
+                assert not self.asleep, f"generate while {sorted(self.asleep)} are asleep"
+                aborted = self.in_flight[request_id]
+                ended = aborted or count == len(tokens)
+                made = types.SimpleNamespace(
+                    token_ids=[] if aborted else [token],
+                    logprobs=[] if aborted else [{token: types.SimpleNamespace(logprob=-float(token))}],
+                    routed_experts=experts if ended else None,
+                    finish_reason=("abort" if aborted else "stop") if ended else None,
+                )
+                yield types.SimpleNamespace(request_id=request_id, finished=ended, outputs=[made])
+                if ended:
+                    return
+        finally:
+            del self.in_flight[request_id]
+
+    async def abort(self, request_id: str) -> None:
+        if request_id in self.in_flight:
+            self.in_flight[request_id] = True
+
+    async def pause_generation(self, mode: str, clear_cache: bool) -> None:
+        assert clear_cache, "keys and values of the old weights would be used"
+        assert mode == "keep", mode
+        self.running.clear()
+
+    async def resume_generation(self) -> None:
+        assert not self.asleep, f"resumed while {sorted(self.asleep)} are asleep"
+        self.running.set()
+
+    async def sleep(self, level: int, mode: str) -> None:
         assert self.arguments["enable_sleep_mode"] and self.device is not None
         assert self.asleep != TAGS, "asleep already"
+        assert mode == "keep", mode
         before = self.device.free()
         self.device.used -= sum(self.sizes[tag] for tag in TAGS - self.asleep)
         assert self.device.free() >= before, "Memory usage increased after sleeping."
         self.asleep = set(TAGS)
+        self.running.clear()
         self.events.append(f"sleep {level}")
 
-    def wake_up(self, tags: list[str] | None = None) -> None:
+    async def wake_up(self, tags: list[str] | None = None) -> None:
         woken = set(TAGS if tags is None else tags)
         assert woken <= self.asleep, f"{sorted(woken - self.asleep)} are awake already"
         assert self.device is not None
         self.device.take(sum(self.sizes[tag] for tag in woken))
         self.asleep -= woken
         self.events += [f"wake {tag}" for tag in sorted(woken)]
+        if not self.asleep:
+            self.running.set()
 
-    def reset_prefix_cache(self) -> bool:
+    async def add_lora(self, lora_request: Any) -> bool:
+        assert self.arguments["enable_lora"] and lora_request.load_inplace
+        self.adapters.append(load_file(Path(lora_request.path) / "adapter_model.safetensors"))
         return True
 
-    def collective_rpc(self, method: str, args: Sequence[Any] = ()) -> list[Any]:
+    async def collective_rpc(self, method: str, args: Sequence[Any] = ()) -> list[Any]:
         if "policy_update" in method or "bucket" in method:
             assert "weights" not in self.asleep, f"{method} while the weights are asleep"
+            assert not self.running.is_set(), f"{method} while requests are computed"
             self.events.append(method)
         return [getattr(self, f"_{method}", lambda *_: None)(*args)]
 
@@ -147,53 +214,13 @@ class StandInLLM:
             part = bytearray(content[first : first + empty.nbytes])
             self.weights[name] = torch.frombuffer(part, dtype=empty.dtype).view(shape)
 
-
-class _Engine:
-    """``llm_engine``: requests are answered in one step."""
-
-    def __init__(self, llm: StandInLLM) -> None:
-        self._llm, self._requests = llm, list[tuple[str, list[int]]]()
-        self._sizes = json.loads((Path(llm.arguments["model"]) / "config.json").read_text())
-        size = int(self._sizes["vocab_size"])
-        model = types.SimpleNamespace(get_vocab_size=lambda: size, max_model_len=llm.arguments["max_model_len"])
-        self.vllm_config = types.SimpleNamespace(model_config=model)
-
-    def add_lora(self, lora_request: Any) -> bool:
-        assert self._llm.arguments["enable_lora"] and lora_request.load_inplace
-        self._llm.adapters.append(load_file(Path(lora_request.path) / "adapter_model.safetensors"))
-        return True
-
-    def add_request(
-        self, request_id: str, prompt: Mapping[str, list[int]], params: Any, lora_request: Any = None
-    ) -> None:
-        assert (lora_request is not None) == bool(self._llm.adapters)
-        assert not self._llm.asleep, f"generate while {sorted(self._llm.asleep)} are asleep"
-        self._llm.parameters.append(params.values)
-        self._llm.prompts.append(prompt["prompt_token_ids"])
-        self._requests.append((request_id, prompt["prompt_token_ids"]))
-
-    def has_unfinished_requests(self) -> bool:
-        return bool(self._requests)
-
-    def step(self) -> list[Any]:
-        self._llm.events.append("generate")
-        outputs = []
-        for name, prompt in reversed(self._requests):  # they may finish in any order
-            tokens = type(self._llm).answer(prompt)
-            logprobs = [{token: types.SimpleNamespace(logprob=-float(token))} for token in tokens]
-            experts = self._experts([*prompt, *tokens[:-1]])
-            made = types.SimpleNamespace(token_ids=tokens, logprobs=logprobs, routed_experts=experts)
-            outputs.append(types.SimpleNamespace(request_id=name, finished=True, outputs=[made]))
-        self._requests = []
-        return outputs
-
     def _experts(self, tokens: Sequence[int]) -> np.ndarray | None:
         """The experts of tokens, ``[tokens, layers, topk]``: their sum with the layer and the place, if asked for."""
-        if not self._llm.arguments.get("enable_return_routed_experts"):
+        if not self.arguments.get("enable_return_routed_experts"):
             return None
-        layers, topk = (np.arange(self._sizes[name]) for name in ("num_hidden_layers", "num_experts_per_tok"))
+        layers, topk = (np.arange(self.config[name]) for name in ("num_hidden_layers", "num_experts_per_tok"))
         numbers = np.array(tokens)[:, None, None] + layers[:, None] + topk
-        return (numbers % self._sizes["num_experts"]).astype("uint8")
+        return (numbers % self.config["num_experts"]).astype("uint8")
 
 
 class _LoRARequest:
@@ -232,7 +259,11 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         module = _Module(spec.name)
         name = spec.name
         if name == "vllm":
-            module.LLM, module.SamplingParams = StandInLLM, _SamplingParams  # type: ignore[attr-defined]
+            module.SamplingParams = _SamplingParams  # type: ignore[attr-defined]
+        if name == "vllm.engine.arg_utils":
+            module.AsyncEngineArgs = dict  # type: ignore[attr-defined]
+        if name == "vllm.v1.engine.async_llm":
+            module.AsyncLLM = StandInLLM  # type: ignore[attr-defined]
         if name == "vllm.lora.request":
             module.LoRARequest = _LoRARequest  # type: ignore[attr-defined]
         if name == "vllm.config":
@@ -255,7 +286,7 @@ def _current_config(module: Any) -> Any:
 
 
 class EngineInProcess:
-    """``EngineProcess`` without a process: calls of the real ``serve_engine.Served``."""
+    """``EngineProcess`` without a process: calls of the real ``serve_engine.Engine``, on an event loop."""
 
     pid = 0
 
@@ -263,27 +294,31 @@ class EngineInProcess:
         import serve_engine
 
         self.environment = environment
-        self.served = self._in_engine(
-            "start", lambda: serve_engine.Served(types.SimpleNamespace(send=lambda _: None), dict(arguments))
-        )
+        self.loop = asyncio.new_event_loop()
+        threading.Thread(target=self.loop.run_forever, daemon=True).start()
+
+        async def created() -> Any:
+            return serve_engine.Engine(dict(arguments))
+
+        self.served = self._in_engine("start", created())
         self.llm: StandInLLM = self.served._llm
-        self.facts = self.served.start()
+        self.facts = self.call("start")
 
     def call(self, method: str, **arguments: Any) -> Any:
         self.send(method, **arguments)
         return self.result()
 
     def send(self, method: str, **arguments: Any) -> None:
-        self._answer = self._in_engine(method, lambda: getattr(self.served, method)(**arguments))
+        self._answer = self._in_engine(method, getattr(self.served, method)(**arguments))
 
     def result(self) -> Any:
         return self._answer
 
     def close(self) -> None: ...
 
-    def _in_engine(self, method: str, run: Callable[[], Any]) -> Any:
+    def _in_engine(self, method: str, coroutine: Coroutine[Any, Any, Any]) -> Any:
         try:
-            return run()
+            return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(60)
         except ValueError as error:
             text = f"vLLM's engine failed in {method}: {type(error).__name__}: {error}"
             raise EngineError(text, method=method, pid=self.pid, log_tail="") from error
@@ -301,7 +336,8 @@ def standing_in(gpu: Callable[[], Gpu] | None = None) -> Iterator[type[StandInLL
     checks.installed_vllm = lambda python: InstalledVllm(cpu_build=False)
     StandInLLM.gpu, StandInLLM.started = gpu, []
     try:
-        with tempfile.TemporaryDirectory() as caches, mock.patch.dict("os.environ", XDG_CACHE_HOME=caches):
+        variables = {"ENGINE_PID": ""}  # which an engine sets
+        with tempfile.TemporaryDirectory() as caches, mock.patch.dict("os.environ", variables, XDG_CACHE_HOME=caches):
             yield StandInLLM
     finally:
         start.EngineProcess, checks.installed_vllm = process, installed  # type: ignore[misc]

@@ -33,18 +33,24 @@ def module(name, **members):
         module(parent)
     setattr(sys.modules[parent], last, made)
 
-class LLM:
-    def __init__(self, worker_extension_cls, **arguments):
-        file, _, name = worker_extension_cls.rpartition(".")
+class AsyncLLM:
+    def __init__(self, arguments):
+        file, _, name = arguments["worker_extension_cls"].rpartition(".")
         self.extension = getattr(importlib.import_module(file), name)
-        self.llm_engine = SimpleNamespace(vllm_config=SimpleNamespace(model_config=self))
+        self.vllm_config = SimpleNamespace(model_config=self)
+    @classmethod
+    def from_engine_args(cls, arguments, usage_context):
+        return cls(arguments)
     def get_vocab_size(self):
         packages = {name.partition(".")[0] for name in sys.modules}
         here = [os.environ.get(name) for name in ("PYTHONPATH", "PYTHONHOME", "CUDA_DEVICE_MAX_CONNECTIONS")]
         return self.extension.__name__, sorted(packages & {"mcontroller", "parallel_state", "workers"}), here, sys.path
-    def collective_rpc(self, method, args=()):
-        return [0]
+    def shutdown(self):
+        pass
 
+module("vllm.engine.arg_utils", AsyncEngineArgs=dict)
+module("vllm.usage.usage_lib", UsageContext=SimpleNamespace(LLM_CLASS=None))
+module("vllm.v1.engine.async_llm", AsyncLLM=AsyncLLM)
 module("vllm.config", set_current_vllm_config=None)
 inside = "vllm.model_executor"
 module(f"{inside}.layers.vocab_parallel_embedding", ParallelLMHead=None)

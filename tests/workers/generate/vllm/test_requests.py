@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from workers import LogProbBasis, ModelConfig, Prompts, RolloutConfig, Sampling
-from workers.generate.vllm.requests import experts_of, prompt_tokens, responses_of, sampling_parameters
+from workers.generate.vllm.requests import sampling_parameters
+from workers.generate.vllm.responses import experts_of, prompt_tokens, responses_of
 
 
 def sampling(**settings: Any) -> Sampling:

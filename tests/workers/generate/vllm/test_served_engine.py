@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,11 +54,11 @@ def update(served: EngineInProcess, **options: Any) -> None:
     buckets.close()
     [[arrived]] = served.call("finish_update")
     assert arrived[:2] == ("weight", "float32")
-    served.call("drop_prefixes")
+    served.call("resume", version=1)
 
 
 def generate(served: EngineInProcess) -> Any:
-    return served.call("generate", prompts=[[3, 4]], parameters=[{}], temperature=1.0)
+    return served.call("generate_sequences", prompts=[[3, 4]], parameters=[{}], temperature=1.0)
 
 
 def test_weights_wake_before_the_update_and_the_cache_with_the_next_generation(gpu: Gpu, folder: Path) -> None:
@@ -120,26 +121,54 @@ def test_the_stand_in_takes_the_arguments_of_vllm_only(folder: Path) -> None:
         with pytest.raises(TypeError):
             engine(folder, no_such_argument=1)
         with pytest.raises(TypeError):
-            engine(folder).call("generate", prompts=[[3]], parameters=[{"no_such_argument": 1}], temperature=1.0)
+            engine(folder).call(
+                "generate_sequences", prompts=[[3]], parameters=[{"no_such_argument": 1}], temperature=1.0
+            )
         llm = engine(folder).llm
         lora_request = importlib.import_module("vllm.lora.request").LoRARequest
     named = {"LoRARequest": lora_request}
-    for owner, value in (("LLM", llm), ("LLMEngine", llm.llm_engine)):
-        named |= {name: getattr(value, name.partition(".")[2]) for name in SIGNATURES if name.startswith(f"{owner}.")}
+    named |= {name: getattr(llm, name.partition(".")[2]) for name in SIGNATURES if name.startswith("AsyncLLM.")}
     for name, function in named.items():
         check_arguments(name, argument_names(function))
 
 
+def test_requests_in_flight_go_on_with_new_weights_and_say_which_tokens_are_theirs(folder: Path) -> None:
+    with standing_in() as llm:
+        llm.answer = staticmethod(lambda prompt: [*range(10, 10 + 40 * prompt[0]), 2])  # type: ignore[method-assign]
+        served = engine(folder, enable_sleep_mode=False, max_model_len=500)
+
+        async def generate_and_update() -> tuple[Any, Any, Any]:
+            requests = [asyncio.ensure_future(served.served.generate([length], {}, 1.0)) for length in (1, 5)]
+            other = asyncio.ensure_future(served.served.generate([1], {}, 0.5))  # waits for those with 1.0
+            while served.served.tokens_made < 20:
+                await asyncio.sleep(0)
+            await served.served.begin_update()
+            made = served.served.tokens_made
+            await asyncio.sleep(0.01)
+            assert served.served.tokens_made == made
+            await served.served.finish_update()
+            await served.served.resume(7)
+            return await requests[0], await requests[1], await other
+
+        first, second, other = asyncio.run_coroutine_threadsafe(generate_and_update(), served.loop).result(60)
+    for response, length in ((first, 41), (second, 201)):
+        assert [version for version, _ in response.versions] == [0, 7]
+        assert sum(count for _, count in response.versions) == len(response.tokens) == len(response.log_probs) == length
+        assert response.reason == "stop"
+    assert other.versions == [[7, 41]]
+
+
 def test_the_stand_in_asserts_on_memory_that_is_asleep(gpu: Gpu, folder: Path) -> None:
     llm: StandInLLM = engine(folder, gpu_memory_utilization=0.5).llm
-    llm.sleep(2)
-    for call in (
+    asyncio.run(llm.sleep(2, "keep"))
+    calls = (
         lambda: llm.collective_rpc("begin_policy_update"),
-        lambda: llm.llm_engine.add_request("0", {"prompt_token_ids": [1]}, None),
-        lambda: llm.sleep(2),
-    ):
+        lambda: llm.resume_generation(),
+        lambda: llm.sleep(2, "keep"),
+    )
+    for call in calls:
         with pytest.raises(AssertionError):
-            call()  # type: ignore[no-untyped-call]
-    llm.wake_up(["weights"])
+            asyncio.run(call())  # type: ignore[no-untyped-call]
+    asyncio.run(llm.wake_up(["weights"]))
     with pytest.raises(AssertionError):
-        llm.wake_up(["weights"])
+        asyncio.run(llm.wake_up(["weights"]))

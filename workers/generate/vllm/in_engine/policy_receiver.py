@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import math
 import os
+import select
+import signal
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -140,3 +143,19 @@ def _repack(model: torch.nn.Module) -> None:
         kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
         if kernel is not None and hasattr(module, "w13_weight"):
             kernel.fused_experts.process_weights_after_loading(module)
+
+
+def _end_with_engine(engine: int, parent: int) -> None:
+    """End this process, and vLLM's engine core if that is another one, when the process of ``serve_engine`` has ended.
+
+    They would run on if it was killed.
+    """
+    select.select([os.pidfd_open(engine)], [], [])
+    if parent not in (engine, 1) and os.getppid() == parent:
+        os.kill(parent, signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+if os.environ.get("ENGINE_PID"):
+    processes = int(os.environ["ENGINE_PID"]), os.getppid()
+    threading.Thread(target=_end_with_engine, args=processes, daemon=True).start()

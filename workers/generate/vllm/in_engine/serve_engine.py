@@ -1,124 +1,229 @@
-"""Serve one engine of vLLM on a connection: ``python serve_engine.py DESCRIPTOR FOLDER...``.
+"""Serve one engine of vLLM: ``python serve_engine.py DESCRIPTOR FOLDER...``, with the folders of what it imports.
 
-The folders have the other files that the engine imports.
+The worker that started it calls methods of ``Engine`` on a connection, one at a time. Messages are pickled tuples. The
+first one to arrive contains the arguments of vLLM's engine, later ones a method and its arguments. Each is answered
+with ``("result", value)`` or ``("error", text, traceback)``. In between, ``("progress",)`` reports that a call makes
+tokens.
 
-Messages are pickled tuples. The first one to arrive contains the arguments of ``vllm.LLM``, later ones a method of
-``Served`` and its arguments. Each is answered with ``("result", value)`` or ``("error", text, traceback)``. In between,
-``("progress",)`` reports that a long call is running.
+Programs send requests to the socket that ``listen`` opens, any number at a time: see ``RequestServer``.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import ctypes
+import hmac
+import itertools
+import os
 import signal
 import sys
-import time
 import traceback
-from collections.abc import Sequence
+from array import array
+from collections.abc import AsyncIterator, Sequence
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 _PR_SET_PDEATHSIG = 1
 _PROGRESS_S = 1.0
 _TAGS = ("weights", "kv_cache")  # of vLLM's memory
+_DRAIN_ROUNDS = 100  # of the event loop, after which outputs that vLLM has sent are with their requests
 
 
-def serve_engine() -> None:
+async def serve_engine() -> None:
     """Answer calls until the worker closes the connection."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # end with the worker, however it ends
-    # Not PYTHONPATH: the interpreter may be a script that sets it. Spawned processes start with this process's path.
-    sys.path[:0] = sys.argv[2:]
-    connection = Connection(int(sys.argv[1]))
-    served: Served | None = None
+    connection, loop = Connection(int(sys.argv[1])), asyncio.get_running_loop()
+    engine: Engine | None = None
     while True:
         try:
-            method, arguments = connection.recv()
+            method, arguments = await loop.run_in_executor(None, connection.recv)
         except (EOFError, ConnectionResetError):
-            return
+            break
+        reports = None
         try:
-            if served is None:
-                served = Served(connection, arguments)
-            answer: tuple[Any, ...] = ("result", getattr(served, method)(**arguments if method != "start" else {}))
+            if engine is None:
+                engine = Engine(arguments)
+            reports = loop.create_task(_report_progress(engine, connection))
+            answer: tuple[Any, ...] = (
+                "result",
+                await getattr(engine, method)(**arguments if method != "start" else {}),
+            )
         except Exception as error:
+            if engine is not None:
+                engine.end_if_dead()
             answer = ("error", f"{type(error).__name__}: {error}", traceback.format_exc())
+        finally:
+            if reports is not None:
+                reports.cancel()
         connection.send(answer)
+    if engine is not None:
+        engine.shutdown()
 
 
-class Served:
-    """The engine, and the calls that a worker makes of it.
+async def _report_progress(engine: Engine, connection: Connection) -> None:
+    """Report while an engine makes tokens."""
+    reported = engine.tokens_made
+    while True:
+        await asyncio.sleep(_PROGRESS_S)
+        if engine.tokens_made != reported:
+            reported = engine.tokens_made
+            connection.send(("progress",))
 
-    Args:
-        connection: to the worker.
-        arguments: arguments of ``vllm.LLM``.
+
+class Response(NamedTuple):
+    """What an engine generated for one request.
+
+    Attributes:
+        tokens: token ids.
+        log_probs: of every token, at the temperature and before all filters.
+        versions: the version of the policy and how many tokens it made, in the order of the tokens.
+        reason: why it ended: ``stop``, ``length`` or ``abort``.
+        experts: ``[prompt + response - 1, layers, topk]``; None if ``enable_return_routed_experts`` is not set.
     """
 
-    def __init__(self, connection: Connection, arguments: dict[str, Any]) -> None:
-        import vllm
+    tokens: list[int]
+    log_probs: list[float]
+    versions: list[list[int]]
+    reason: str
+    experts: Any
 
-        self._connection = connection
-        self._llm = vllm.LLM(**arguments, worker_extension_cls="policy_receiver.PolicyReceiver")
-        self._requests = 0
+
+class Engine:
+    """An engine that generates by itself: requests join and leave its batch, and weights change under them.
+
+    Args:
+        arguments: of ``vllm.AsyncEngineArgs``.
+
+    Attributes:
+        version: of the policy whose weights it has.
+        tokens_made: the tokens that it has generated so far.
+        is_paused: whether it waits for ``resume``.
+    """
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.usage.usage_lib import UsageContext
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        os.environ["ENGINE_PID"] = str(os.getpid())  # its processes end with this one: see policy_receiver
+        defaults = {"disable_log_stats": True, "worker_extension_cls": "policy_receiver.PolicyReceiver"}
+        self._llm = AsyncLLM.from_engine_args(
+            AsyncEngineArgs(**{**defaults, **arguments}), usage_context=UsageContext.LLM_CLASS
+        )
+        self.version, self.tokens_made, self.is_paused = 0, 0, False
+        self._numbers = itertools.count()
         self._adapter: Any = None
         self._asleep: frozenset[str] = frozenset()
-        self._reported = time.monotonic()
+        self._temperatures = _Temperatures(self._llm)
+        self._server: RequestServer | None = None
 
-    def start(self) -> dict[str, Any]:
+    @property
+    def is_asleep(self) -> bool:
+        """Whether some of its memory was freed."""
+        return bool(self._asleep)
+
+    async def start(self) -> dict[str, Any]:
         """Return facts about the engine that has started."""
-        return {"vocab_size": self._llm.llm_engine.vllm_config.model_config.get_vocab_size()}
+        return {"vocab_size": self._llm.vllm_config.model_config.get_vocab_size()}
 
-    def generate(
-        self, prompts: Sequence[Sequence[int]], parameters: Sequence[dict[str, Any]], temperature: float
-    ) -> list[tuple[list[int], list[float], Any]]:
-        """Generate one response to every prompt.
+    async def generate(
+        self, prompt: Sequence[int], parameters: dict[str, Any], temperature: float, request_id: str = ""
+    ) -> Response:
+        """Generate a response to a prompt; the request waits while the engine sleeps or is paused.
 
         Args:
-            prompts: token ids.
-            parameters: arguments of ``vllm.SamplingParams``, one for each prompt.
-            temperature: divides the logits of all rows.
-
-        Returns:
-            For each prompt, the tokens of the response, their log-probabilities, and the experts of all tokens but the
-            last, an array ``[tokens, layers, topk]``, or None if ``enable_return_routed_experts`` is not set.
+            prompt: token ids.
+            parameters: arguments of ``vllm.SamplingParams``.
+            temperature: divides the logits. Requests with another one wait until those in flight have ended.
+            request_id: for ``abort``.
         """
         from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
 
-        self._wake("kv_cache")
-        self._llm.collective_rpc("set_policy_temperature", args=(temperature,))
-        engine, first = self._llm.llm_engine, self._requests
-        self._requests += len(prompts)
-        for number, (tokens, values) in enumerate(zip(prompts, parameters, strict=True), first):
-            sampling = SamplingParams(**values, logprobs=0, detokenize=False, ignore_eos=True)
-            prompt = {"prompt_token_ids": list(tokens)}
-            engine.add_request(str(number), prompt, sampling, lora_request=self._adapter)
-        answers: dict[int, tuple[list[int], list[float], Any]] = {}
-        while engine.has_unfinished_requests():
-            for output in engine.step():
+        sampling = SamplingParams(
+            **parameters, logprobs=0, detokenize=False, ignore_eos=True, output_kind=RequestOutputKind.DELTA
+        )
+        response = Response([], [], [], "abort", None)
+        async with self._temperatures.at(temperature):
+            outputs = self._llm.generate(
+                {"prompt_token_ids": list(prompt)},
+                sampling,
+                request_id or f"request-{next(self._numbers)}",
+                lora_request=self._adapter,
+            )
+            async for output in outputs:
+                [made] = output.outputs
+                self._append(response, made)
                 if output.finished:
-                    [made] = output.outputs
-                    tokens = list(made.token_ids)
-                    steps = zip(made.logprobs or (), tokens, strict=True)
-                    scores = [step[token].logprob for step, token in steps]
-                    answers[int(output.request_id)] = tokens, scores, made.routed_experts
-            self._report_progress()
-        return [answers[number] for number in range(first, self._requests)]
+                    response = response._replace(reason=made.finish_reason or "abort", experts=made.routed_experts)
+        return response
 
-    def begin_update(self, hashes: bool = True, beside_policy: bool = True) -> None:
-        """Start an update of the weights, which are hashed as they arrive if ``hashes``.
+    def _append(self, response: Response, made: Any) -> None:
+        tokens = list(made.token_ids)
+        if not tokens:
+            return
+        response.tokens.extend(tokens)
+        response.log_probs.extend(step[token].logprob for step, token in zip(made.logprobs or (), tokens, strict=True))
+        if response.versions and response.versions[-1][0] == self.version:
+            response.versions[-1][1] += len(tokens)
+        else:
+            response.versions.append([self.version, len(tokens)])
+        self.tokens_made += len(tokens)
 
-        On a GPU, ``beside_policy``, only the engine's weights get memory until ``generate``: the cache would not fit
+    async def generate_sequences(
+        self, prompts: Sequence[Sequence[int]], parameters: Sequence[dict[str, Any]], temperature: float
+    ) -> list[tuple[list[int], list[float], Any]]:
+        """Return tokens, log-probabilities and experts of the responses to all prompts, in their order."""
+        await self.wake_up()
+        requests = zip(prompts, parameters, strict=True)
+        tasks = [asyncio.ensure_future(self.generate(prompt, values, temperature)) for prompt, values in requests]
+        try:
+            responses = await asyncio.gather(*tasks)
+            return [(response.tokens, response.log_probs, response.experts) for response in responses]
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def abort(self, request_id: str) -> None:
+        """End a request, whose response has the tokens so far."""
+        await self._llm.abort(request_id)
+
+    async def pause(self, mode: str = "keep") -> None:
+        """Stop to generate until ``resume``, and drop the keys and values of all tokens.
+
+        Args:
+            mode: of the requests in flight: ``abort`` ends them; ``wait`` finishes them; ``keep`` continues them after
+                ``resume``, which computes their keys and values again.
+        """
+        self.is_paused = True
+        await self._llm.pause_generation(mode=mode, clear_cache=True)
+        for _ in range(_DRAIN_ROUNDS):  # tokens before it have the version before it
+            await asyncio.sleep(0)
+
+    async def resume(self, version: int) -> None:
+        """Go on after ``pause`` with the weights of a version; an engine without its cache goes on when it wakes up."""
+        self.version, self.is_paused = version, False
+        if not self._asleep:
+            await self._llm.resume_generation()
+
+    async def begin_update(self, hashes: bool = True, beside_policy: bool = True, mode: str = "keep") -> None:
+        """Pause, and start an update of the weights, which are hashed as they arrive if ``hashes``.
+
+        On a GPU, ``beside_policy``, only the engine's weights get memory until ``wake_up``: the cache would not fit
         beside the policy's weights and the tensors in flight.
         """
+        await self.pause(mode)
         if beside_policy:
-            self.sleep()
-        self._wake("weights")
-        self._llm.collective_rpc("begin_policy_update", args=(hashes,))
+            await self.sleep()
+        await self._wake("weights")
+        await self._llm.collective_rpc("begin_policy_update", args=(hashes,))
 
-    def receive_bucket(self, path: str, tensors: Sequence[tuple[str, str, tuple[int, ...], int]]) -> None:
+    async def receive_bucket(self, path: str, tensors: Sequence[tuple[str, str, tuple[int, ...], int]]) -> None:
         """Load the tensors of a bucket; see ``policy_receiver``."""
-        self._llm.collective_rpc("receive_policy_bucket", args=(path, tensors))
+        await self._llm.collective_rpc("receive_policy_bucket", args=(path, tensors))
 
-    def finish_update(self) -> list[list[tuple[str, str, int]]]:
-        """Finish an update: repack the weights, and return what has arrived.
+    async def finish_update(self) -> list[list[tuple[str, str, int]]]:
+        """Finish an update: repack the weights, and return what has arrived. ``resume`` follows.
 
         Returns:
             By process of the engine, name, dtype and sum of all tensors: see ``policy_receiver``.
@@ -126,51 +231,174 @@ class Served:
         Raises:
             RuntimeError: a weight was not received.
         """
-        of_processes: list[list[tuple[str, str, int]]] = self._llm.collective_rpc("finish_policy_update")
+        of_processes: list[list[tuple[str, str, int]]] = await self._llm.collective_rpc("finish_policy_update")
         return of_processes
 
-    def receive_adapter(self, path: str) -> None:
-        """Generate with the adapter in a folder from now on, instead of the one before it.
+    async def receive_adapter(self, path: str) -> None:
+        """Pause, and generate with the adapter in a folder from ``resume`` on, instead of the one before it.
 
         Raises:
             RuntimeError: vLLM did not load it.
         """
         from vllm.lora.request import LoRARequest
 
-        if not self._llm.llm_engine.add_lora(LoRARequest("policy", 1, path, load_inplace=True)):
+        await self.pause()
+        if not await self._llm.add_lora(LoRARequest("policy", 1, path, load_inplace=True)):
             raise RuntimeError("vLLM did not load the adapter")
         self._adapter = LoRARequest("policy", 1, path)  # by its number: the folder is not read again
-        self.drop_prefixes()
 
-    def drop_prefixes(self) -> None:
-        """Drop the keys and values of earlier prompts, which the old weights computed.
+    async def sleep(self) -> int:
+        """Free the memory of the GPUs, and return how many bytes; on a CPU vLLM frees nothing.
 
-        Raises:
-            RuntimeError: they are in use.
+        Requests in flight go on after ``wake_up``.
         """
-        if not self._llm.reset_prefix_cache():
-            raise RuntimeError("vLLM did not reset its prefix cache, which has keys and values of the old weights")
-
-    def sleep(self) -> int:
-        """Free the memory of the GPUs, and return how many bytes; on a CPU vLLM frees nothing."""
-        before = sum(self._llm.collective_rpc("free_device_memory"))
+        before = sum(await self._llm.collective_rpc("free_device_memory"))
         if before == 0 or "weights" in self._asleep:
             return 0
-        self._llm.sleep(level=2)  # the weights are not kept
+        await self._llm.sleep(level=2, mode="keep")  # the weights are not kept
         self._asleep = frozenset(_TAGS)
-        return sum(self._llm.collective_rpc("free_device_memory")) - before
+        return sum(await self._llm.collective_rpc("free_device_memory")) - before
 
-    def _wake(self, tag: str) -> None:
-        """Allocate the memory of a part again; vLLM only warns if it is awake already."""
+    async def wake_up(self) -> None:
+        """Take the memory of the cache again, after an update has filled that of the weights."""
+        await self._wake("kv_cache")
+
+    async def listen(self, host: str, token: str, expert_layers: Sequence[int] = ()) -> int:
+        """Take requests from programs that know ``token`` on a socket, and return its port.
+
+        Args:
+            host: the address to listen at.
+            token: what a program sends first.
+            expert_layers: the layers whose experts are returned.
+        """
+        if self._server is None:
+            self._server = RequestServer(self, token, expert_layers)
+            await self._server.start(host)
+        return self._server.port
+
+    def end_if_dead(self) -> None:
+        """End this process, which the worker and programs notice, if that of vLLM has ended."""
+        if self._llm.errored:
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(1)
+
+    def shutdown(self) -> None:
+        """End vLLM's processes."""
+        self._llm.shutdown()
+
+    async def _wake(self, tag: str) -> None:
         if tag in self._asleep:
-            self._llm.wake_up(tags=[tag])
+            await self._llm.wake_up(tags=[tag])
             self._asleep -= {tag}
 
-    def _report_progress(self) -> None:
-        if time.monotonic() - self._reported > _PROGRESS_S:
-            self._reported = time.monotonic()
-            self._connection.send(("progress",))
+
+class _Temperatures:
+    """Lets requests in whose temperature the engine has, in the order of their arrival.
+
+    vLLM's own temperature changes only its log-probabilities after top-k and top-p, so all logits are divided by one.
+    """
+
+    def __init__(self, llm: Any) -> None:
+        self._llm, self._value, self._in_flight = llm, 0.0, 0
+        self._lock, self._idle = asyncio.Lock(), asyncio.Event()
+
+    @contextlib.asynccontextmanager
+    async def at(self, temperature: float) -> AsyncIterator[None]:
+        """Wait until logits are divided by a temperature."""
+        async with self._lock:
+            if temperature != self._value:
+                while self._in_flight:
+                    self._idle.clear()
+                    await self._idle.wait()
+                await self._llm.collective_rpc("set_policy_temperature", args=(temperature,))
+                self._value = temperature
+            self._in_flight += 1
+        try:
+            yield
+        finally:
+            self._in_flight -= 1
+            if not self._in_flight:
+                self._idle.set()
+
+
+class RequestServer:
+    """Answers the requests of programs, each when its response has ended.
+
+    A program sends ``{"token": ...}`` first, and gets the facts of the engine. A request has ``id``, ``sampling``
+    (arguments of ``vllm.SamplingParams``) and ``temperature``, and the token ids of the prompt. Its answer has the
+    ``id``, ``reason`` and ``versions``, and tokens and log-probabilities; or ``id`` and ``error``. ``{"abort": id}``
+    ends a request. ``{}`` follows every second in which tokens were made, or the engine is paused or asleep.
+    """
+
+    def __init__(self, engine: Engine, token: str, expert_layers: Sequence[int]) -> None:
+        self._engine, self._token, self._expert_layers = engine, token, list(expert_layers)
+        self._connections = itertools.count()
+        self.port = 0
+
+    async def start(self, host: str) -> None:
+        """Listen on a free port of an address."""
+        self._server = await asyncio.start_server(self._serve, host)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        from engine_messages import packed, read_message
+
+        tasks: set[asyncio.Task[None]] = set()
+        name = next(self._connections)
+        try:
+            head, _ = await asyncio.wait_for(read_message(reader), 10.0)
+            if not hmac.compare_digest(str(head.get("token")), self._token):
+                return
+            writer.write(packed(await self._engine.start()))
+            tasks = {asyncio.ensure_future(self._report(writer))}
+            while True:
+                head, arrays = await read_message(reader)
+                if "abort" in head:
+                    await self._engine.abort(f"{name}-{head['abort']}")
+                    continue
+                task = asyncio.ensure_future(self._answer(writer, f"{name}-{head['id']}", head, arrays[0].tolist()))
+                tasks.add(task)
+                task.add_done_callback(tasks.discard)
+        except (TimeoutError, EOFError):
+            pass
+        finally:
+            for task in tasks:  # nobody waits for them any more
+                task.cancel()
+            writer.close()
+
+    async def _report(self, writer: asyncio.StreamWriter) -> None:
+        from engine_messages import packed
+
+        reported = self._engine.tokens_made
+        while True:
+            await asyncio.sleep(_PROGRESS_S)
+            if self._engine.is_paused or self._engine.is_asleep or self._engine.tokens_made != reported:
+                reported = self._engine.tokens_made
+                writer.write(packed({}))
+
+    async def _answer(
+        self, writer: asyncio.StreamWriter, request_id: str, head: dict[str, Any], prompt: list[int]
+    ) -> None:
+        from engine_messages import packed
+
+        try:
+            response = await self._engine.generate(prompt, head["sampling"], head["temperature"], request_id)
+        except Exception as error:
+            self._engine.end_if_dead()
+            writer.write(packed({"id": head["id"], "error": f"{type(error).__name__}: {error}"}))
+            return
+        answer = {"id": head["id"], "reason": response.reason, "versions": response.versions}
+        arrays = [array("q", response.tokens), array("d", response.log_probs)]
+        if response.experts is not None:
+            experts = response.experts[:, self._expert_layers].astype("int16")
+            answer["experts"] = experts.shape
+            arrays.append(array("h", experts.tobytes()))
+        writer.write(packed(answer, *arrays))
 
 
 if __name__ == "__main__":
-    serve_engine()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # end with the worker, however it ends
+    # Not PYTHONPATH: the interpreter may be a script that sets it. Spawned processes start with this process's path.
+    sys.path[:0] = sys.argv[2:]
+    asyncio.run(serve_engine())

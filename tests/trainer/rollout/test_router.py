@@ -1,0 +1,177 @@
+"""The router and the trajectories that go through it, with engines of a few lines."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from mcontroller.local import LocalWorkerGroup
+from mcontroller.ray.class_with_init import ClassWithInitArgs
+from tests.trainer.rollout.engine import EOS, SAMPLING, Formula
+from trainer import Trajectory, TrajectoryRollout
+from trainer.rollout.engine import EngineLost, RequestFailed, Sampled
+from trainer.rollout.router import BLOCK_TOKENS, UNEVEN, NoEngineLeft, Router, prefix_blocks
+
+
+class SmallEngine:
+    """Answers with the number of the request's tokens when it may; ``version`` changes in the middle of a response."""
+
+    def __init__(self, name: str = "engine") -> None:
+        self.name, self.closed = name, False
+        self.requests: list[tuple[array[int], Mapping[str, Any]]] = []
+        self.cancelled = self.in_flight = 0
+        self.go_on: asyncio.Event | None = None
+        self.error: Exception | None = None
+        self.partial_after = 0
+
+    async def generate(self, prompt: array[int], sampling: Mapping[str, Any]) -> Sampled:
+        self.requests.append((prompt, sampling))
+        self.in_flight += 1
+        try:
+            if self.go_on is not None:
+                await self.go_on.wait()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        finally:
+            self.in_flight -= 1
+        if self.error is not None:
+            raise self.error
+        length = sampling["response_length"]
+        if self.partial_after and len(self.requests) == 1:
+            made = array("q", [len(prompt)] * self.partial_after)
+            return Sampled(made, array("d", [-0.5] * len(made)), [(1, len(made))], is_partial=True)
+        tokens = array("q", [*[len(prompt)] * (length - 1), EOS])
+        return Sampled(tokens, array("d", [-0.5] * length), [(1, 1), (2, length - 1)])
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+def rollout_with(*engines: SmallEngine, **options: Any) -> TrajectoryRollout:
+    group = LocalWorkerGroup(ClassWithInitArgs(Formula))
+    return TrajectoryRollout(group, engines=engines, **SAMPLING, **options)
+
+
+def test_a_request_goes_to_the_engine_that_has_its_prefix_unless_that_has_many_more() -> None:
+    async def route() -> None:
+        engines = [SmallEngine("a"), SmallEngine("b")]
+        for engine in engines:
+            engine.go_on = asyncio.Event()
+        router = Router(engines)
+        prefixes = [array("q", [token] * 2 * BLOCK_TOKENS) for token in (3, 4)]
+        tasks = []
+
+        async def submit(prompt: array[int]) -> None:
+            tasks.append(asyncio.ensure_future(router.generate(prompt, {"response_length": 2})))
+            await asyncio.sleep(0)
+
+        for prefix in prefixes:
+            await submit(prefix)
+        for turn in range(1, UNEVEN + 1):
+            await submit(prefixes[1] + array("q", [5] * turn))
+        assert [engine.in_flight for engine in engines] == [1, 1 + UNEVEN]
+        await submit(prefixes[1])  # the other one has room
+        assert engines[1].in_flight == 2 + UNEVEN
+        await submit(prefixes[1])
+        assert [engine.in_flight for engine in engines] == [2, 2 + UNEVEN]
+        for engine in engines:
+            assert engine.go_on is not None
+            engine.go_on.set()
+        await asyncio.gather(*tasks)
+
+    asyncio.run(route())
+
+
+def test_the_blocks_of_a_prefix_depend_on_all_tokens_before_them() -> None:
+    prompt = array("q", range(3 * BLOCK_TOKENS + 5))
+    other = array("q", [9, *prompt[1:]])
+    assert len(prefix_blocks(prompt)) == 3 and prefix_blocks(prompt[: 2 * BLOCK_TOKENS]) == prefix_blocks(prompt)[:2]
+    assert not {*prefix_blocks(prompt)} & {*prefix_blocks(other)}
+
+
+def test_requests_of_an_engine_that_is_lost_go_to_the_others_and_are_counted() -> None:
+    lost, other = SmallEngine("a"), SmallEngine("b")
+    lost.error = EngineLost("ended", engine="a")
+    rollout = rollout_with(lost, other)
+    made = [rollout.submit([3, 4], max_tokens=3).result(10) for _ in range(4)]
+    assert all(trajectory.tokens.tolist() == [2, 2, EOS] for trajectory in made)
+    assert rollout.router is not None and (rollout.router.lost, rollout.router.moved) == (["a"], 1)
+
+
+def test_without_an_engine_left_a_request_raises_with_their_names() -> None:
+    engines = [SmallEngine("a"), SmallEngine("b")]
+    for engine in engines:
+        engine.error = EngineLost("ended", engine=engine.name)
+    with pytest.raises(NoEngineLeft) as caught:
+        rollout_with(*engines).submit([3, 4]).result(10)
+    assert (caught.value.engines, caught.value.cause) == (("a", "b"), "ended")
+
+
+def test_a_rejected_request_disturbs_no_other() -> None:
+    engine = SmallEngine()
+    rollout = rollout_with(engine)
+    engine.error = RequestFailed("too long", engine="engine", length=2)
+    with pytest.raises(RequestFailed):
+        rollout.submit([3, 4]).result(10)
+    engine.error = None
+    assert rollout.submit([3, 4], max_tokens=2).result(10).tokens.tolist() == [2, EOS]
+    assert len(rollout) == 0
+
+
+@pytest.mark.parametrize("driven", [False, True])
+def test_tokens_have_the_versions_of_the_engine_and_later_turns_go_on(driven: bool) -> None:
+    engine = SmallEngine()
+    rollout = rollout_with(engine, driven=driven)
+
+    def result(submitted: Any) -> Trajectory:
+        while driven and not submitted.done():
+            assert rollout.start()
+            rollout.take()
+        trajectory: Trajectory = submitted.result(10)
+        return trajectory
+
+    first = result(rollout.submit([3, 4], max_tokens=3))
+    assert (first.tokens.tolist(), first.versions.tolist(), first.ended) == ([2, 2, EOS], [1, 2, 2], "stop")
+    first.replied([7, 7])
+    second = result(rollout.submit(first, max_tokens=2))
+    assert second is first and second.tokens.tolist() == [2, 2, EOS, 7, 7, 7, EOS]
+    assert second.mask.tolist() == [1, 1, 1, 0, 0, 1, 1] and second.temperatures.tolist() == [1.0] * 7
+    prompts = [prompt.tolist() for prompt, _ in engine.requests]
+    assert prompts == [[3, 4], [3, 4, 2, 2, EOS, 7, 7]]
+    seeds = [sampling["seed"] for _, sampling in engine.requests]
+    assert seeds[0] != seeds[1]
+
+
+def test_the_rest_of_a_response_that_an_engine_stopped_is_submitted_again() -> None:
+    engine = SmallEngine()
+    engine.partial_after = 2
+    trajectory = rollout_with(engine).submit([3, 4], max_tokens=5).result(10)
+    assert trajectory.tokens.tolist() == [2, 2, 4, 4, EOS]
+    assert trajectory.versions.tolist() == [1, 1, 1, 2, 2]
+    assert engine.requests[1][1]["response_length"] == 3
+
+
+def test_a_request_that_is_cancelled_ends_in_the_engine() -> None:
+    engine = SmallEngine()
+    rollout = rollout_with(engine)
+    engine.go_on = asyncio.Event()
+    submitted = rollout.submit([3, 4])
+    while not engine.in_flight:
+        pass
+    assert submitted.cancel()
+    while not engine.cancelled:
+        pass
+    assert len(rollout.live) == 0
+
+
+def test_a_trajectory_is_awaited_on_any_event_loop() -> None:
+    async def both() -> list[Trajectory]:
+        rollout = rollout_with(SmallEngine())
+        return list(await asyncio.gather(*(rollout.submit([3] * count, max_tokens=2) for count in (1, 2))))
+
+    assert [trajectory.tokens.tolist() for trajectory in asyncio.run(both())] == [[1, EOS], [2, EOS]]

@@ -1,0 +1,106 @@
+"""Requests to engines of vLLM, stand-ins behind the real socket, in one process."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from array import array
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mcontroller.errors import ConfigError
+from tests.workers.generate.vllm.stand_in import EngineInProcess, StandInLLM, standing_in
+from trainer.rollout.engine import EngineLost, RequestFailed
+from trainer.rollout.vllm_engine import VllmEngine
+from workers import RolloutConfig
+from workers.generate.vllm.requests import EngineAddress
+
+SAMPLING = {"response_length": 8, "eos_token_id": [2], "seed": 5}
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[EngineInProcess]:
+    (tmp_path / "config.json").write_text('{"vocab_size": 97}')
+    with standing_in():
+        yield EngineInProcess({"model": str(tmp_path), "max_model_len": 1300, "enable_sleep_mode": False}, {})
+
+
+def address_of(served: EngineInProcess) -> EngineAddress:
+    port = served.call("listen", host="127.0.0.1", token="secret")
+    config = RolloutConfig(prompt_length=1200, response_length=8)
+    return EngineAddress("127.0.0.1", port, "secret", config, vocab_size=97)
+
+
+async def generate(engine: VllmEngine, *prompt: int, **changes: Any) -> Any:
+    return await engine.generate(array("q", prompt), {**SAMPLING, **changes})
+
+
+def test_requests_get_their_own_tokens_and_a_rejected_one_disturbs_no_other(served: EngineInProcess) -> None:
+    async def run() -> tuple[list[Any], RequestFailed]:
+        engine = VllmEngine(address_of(served), 0)
+        requests = [generate(engine, first, 4) for first in range(20)]
+        failed, *made = await asyncio.gather(generate(engine, *[3] * 1300), *requests, return_exceptions=True)
+        await engine.close()
+        return made, failed
+
+    made, failed = asyncio.run(run())
+    assert [response.tokens.tolist() for response in made] == [[first + 4, 2] for first in range(20)]
+    assert all(response.log_probs.tolist() == [-float(token) for token in response.tokens] for response in made)
+    assert isinstance(failed, RequestFailed) and failed.length == 1300
+    assert served.llm.parameters[0]["max_tokens"] == 8 and "seed" not in served.llm.parameters[0]
+
+
+def test_an_engine_refuses_a_wrong_token_and_a_program_an_engine_of_another_model(served: EngineInProcess) -> None:
+    address = address_of(served)
+    with pytest.raises(EngineLost):
+        asyncio.run(generate(VllmEngine(replace(address, token="guess"), 0), 3))
+    with pytest.raises(ConfigError) as caught:
+        asyncio.run(generate(VllmEngine(replace(address, vocab_size=98), 0), 3))
+    assert caught.value.value == 97
+
+
+def test_a_request_that_is_cancelled_ends_in_the_engine_and_one_of_a_lost_engine_raises(
+    served: EngineInProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(StandInLLM, "answer", staticmethod(lambda prompt: [3] * 100_000))
+
+    async def run() -> None:
+        engine = VllmEngine(address_of(served), 0)
+        requests = [asyncio.ensure_future(generate(engine, 3, number)) for number in range(2)]
+        while len(served.llm.in_flight) < 2:
+            await asyncio.sleep(0.001)
+        requests[0].cancel()
+        while len(served.llm.in_flight) == 2:
+            await asyncio.sleep(0.001)
+        await engine.close()
+        for _ in range(2):
+            with pytest.raises(EngineLost):
+                await requests[1]
+            requests[1] = asyncio.ensure_future(generate(engine, 3))
+        while served.llm.in_flight:
+            await asyncio.sleep(0.001)  # the engine ends what nobody waits for
+
+    asyncio.run(run())
+
+
+def test_the_controller_takes_at_most_150_microseconds_for_a_trajectory(served: EngineInProcess) -> None:
+    """On a thread of its own: the CPU of the engine, in this process too, is not counted."""
+
+    async def run() -> float:
+        engine = VllmEngine(address_of(served), 0)
+        await generate(engine, 3)
+        best = 1.0
+        for _ in range(3):
+            start = time.thread_time()
+            await asyncio.gather(*(generate(engine, *[3] * 200, number % 90) for number in range(400)))
+            best = min(best, (time.thread_time() - start) / 400)
+        await engine.close()
+        return best
+
+    seconds = asyncio.run(run())
+    print(f"{1e6 * seconds:.0f} us of CPU for a trajectory")  # noqa: T201
+    assert seconds < 150e-6

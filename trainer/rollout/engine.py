@@ -1,0 +1,99 @@
+"""What an engine is to a rollout: the whole interface, for vLLM's engines and for another one.
+
+An engine has a batch and an event loop of its own. It takes requests one by one, at any time and from many sides, and
+nobody above it decides what its next step computes. A rollout has a ``Router`` before its engines, which sends each
+request to one of them: ``TrajectoryRollout(group, engines=[...])``.
+
+Weights are not part of it: they move from worker to worker, and ``workers.Rollout`` is the interface of the worker's
+side: ``update_weights``, then ``resume`` with the version when all ranks have them, ``sleep`` and ``wake_up``. An
+engine may go on with its requests in flight between two tokens, with the new weights; then it says so in ``versions``.
+
+``trainer/rollout/vllm_engine.py`` is one engine, and ``examples/http_rollout.py`` another.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from mcontroller.errors import MControllerError
+
+
+class EngineLost(MControllerError):
+    """An engine that takes no more requests: its process or its connection has ended, or it is silent.
+
+    The router sends its requests to the others.
+
+    Attributes:
+        engine: its name.
+    """
+
+    engine: str
+
+
+class RequestFailed(MControllerError):
+    """A request that an engine rejected, which it would reject again; the engine goes on with the others.
+
+    Attributes:
+        engine: the name of the engine.
+        length: [tokens] of the prompt.
+    """
+
+    engine: str
+    length: int
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What an engine generated for a request.
+
+    Attributes:
+        tokens: token ids, up to and including the stop token: type code ``i`` or ``q``.
+        log_probs: one for each token, of the policy at the request's temperature, before all filters: type code ``d``.
+        versions: in the order of the tokens, the version of the policy and how many tokens it made. If an engine does
+            not know them, the trainer cannot correct for tokens of older policies: return ``[(0, len(tokens))]``.
+        is_partial: whether the engine stopped before a stop token or the limit, such as for new weights. The rollout
+            submits the rest again.
+        basis: what the log-probabilities are of, the fields of ``workers.LogProbBasis``, if that is something else.
+        experts: integers ``[prompt + tokens - 1, layers with experts, topk]``, if the engine records them.
+    """
+
+    tokens: array[int]
+    log_probs: array[float]
+    versions: Sequence[tuple[int, int]]
+    is_partial: bool = False
+    basis: Mapping[str, Any] | None = None
+    experts: Tensor | None = None
+
+
+class Engine(Protocol):
+    """An engine of a rollout.
+
+    Attributes:
+        name: for errors and counts, such as its address.
+    """
+
+    name: str
+
+    async def generate(self, prompt: array[int], sampling: Mapping[str, Any]) -> Sampled:
+        """Generate a response. Cancelling the coroutine ends the request in the engine.
+
+        Args:
+            prompt: token ids, type code ``q``.
+            sampling: ``response_length`` ([tokens] the most), ``eos_token_id`` (one or several), ``seed`` (64 bits,
+                signed), and those of ``temperature``, ``top_p``, ``top_k``, ``min_p``, ``repetition_penalty`` and
+                ``do_sample`` that differ from the workers' configuration.
+
+        Raises:
+            EngineLost: the engine takes no more requests.
+            RequestFailed: it rejects this one.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Close the connection to the engine; requests in flight raise ``EngineLost``."""
+        ...

@@ -1,0 +1,149 @@
+"""An engine of vLLM, to which requests go on one connection."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from array import array
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from mcontroller.errors import ConfigError
+from trainer.rollout.engine import EngineLost, RequestFailed, Sampled
+from workers.generate.sampling import Sampling
+from workers.generate.vllm.in_engine.engine_messages import packed, read_message
+from workers.generate.vllm.requests import EngineAddress, sampling_parameters
+
+_CONNECT_S = 30.0
+
+
+class VllmEngine:
+    """Sends requests to an engine that ``serve_engine.py`` serves; see ``trainer.rollout.engine.Engine``.
+
+    Args:
+        address: where it takes requests.
+        pad_token_id: of the rollout.
+    """
+
+    def __init__(self, address: EngineAddress, pad_token_id: int) -> None:
+        self.name = f"{address.host}:{address.port}"
+        self._address, self._pad_token_id = address, pad_token_id
+        self._numbers = itertools.count()
+        self._waiting: dict[int, asyncio.Future[Sampled]] = {}
+        self._parameters: dict[Any, tuple[dict[str, Any], float]] = {}
+        self._writer: asyncio.StreamWriter | None = None
+        self._receiver: asyncio.Task[None] | None = None
+        self._connecting = asyncio.Lock()
+        self._lost = ""
+
+    async def generate(self, prompt: array[int], sampling: Mapping[str, Any]) -> Sampled:
+        """Generate a response; see ``Engine.generate``.
+
+        Raises:
+            ConfigError: the engine has another model.
+        """
+        writer = self._writer or await self._connected()
+        if self._lost:
+            raise self._loss()
+        number, future = next(self._numbers), asyncio.get_running_loop().create_future()
+        parameters, temperature = self._parameters_of(sampling)
+        self._waiting[number] = future
+        head = {"id": number, "sampling": parameters, "temperature": temperature}
+        try:
+            writer.write(packed(head, prompt))
+            response: Sampled = await future
+            return response
+        except _Rejected as error:
+            text = f"engine {self.name} rejected a request of {len(prompt)} tokens: {error}"
+            raise RequestFailed(text, engine=self.name, length=len(prompt)) from None
+        except asyncio.CancelledError:
+            writer.write(packed({"abort": number}))
+            raise
+        finally:
+            self._waiting.pop(number, None)
+
+    async def close(self) -> None:
+        """Close the connection."""
+        self._lose("its connection was closed")
+
+    async def _connected(self) -> asyncio.StreamWriter:
+        async with self._connecting:
+            if self._writer is None:
+                try:
+                    connection = asyncio.open_connection(self._address.host, self._address.port)
+                    reader, writer = await asyncio.wait_for(connection, _CONNECT_S)
+                    writer.write(packed({"token": self._address.token}))
+                    facts, _ = await asyncio.wait_for(read_message(reader), _CONNECT_S)
+                except (TimeoutError, OSError, EOFError) as error:
+                    text = f"engine {self.name} takes no connection: {type(error).__name__}: {error}"
+                    raise EngineLost(text, engine=self.name) from error
+                if facts["vocab_size"] != self._address.vocab_size:
+                    writer.close()
+                    raise ConfigError(
+                        f"engine {self.name} has another model, of {facts['vocab_size']} tokens; the policy has "
+                        f"{self._address.vocab_size}: send requests to the engines of this policy's group",
+                        key="model.vocab_size",
+                        value=facts["vocab_size"],
+                    )
+                self._writer, self._receiver = writer, asyncio.ensure_future(self._receive(reader))
+            return self._writer
+
+    async def _receive(self, reader: asyncio.StreamReader) -> None:
+        silence = self._address.config.vllm.silence_timeout_s
+        while True:
+            try:
+                head, arrays = await asyncio.wait_for(read_message(reader), silence)
+            except EOFError as error:
+                return self._lose(str(error))
+            except TimeoutError:
+                if self._waiting:
+                    return self._lose(f"it was silent for {silence:g} s: see rollout.vllm.silence_timeout_s")
+                continue
+            future = self._waiting.get(head.get("id", -1))
+            if future is None or future.done():
+                continue
+            if "error" in head:
+                future.set_exception(_Rejected(head["error"]))
+                continue
+            experts = None
+            if "experts" in head and self._address.expert_dtype is not None:
+                experts = torch.tensor(arrays[2]).view(head["experts"]).to(self._address.expert_dtype)
+            tokens, log_probs = arrays[:2]
+            future.set_result(
+                Sampled(tokens, log_probs, head["versions"], is_partial=head["reason"] == "abort", experts=experts)
+            )
+
+    def _lose(self, why: str) -> None:
+        self._lost = why
+        if self._writer is not None:
+            self._writer.close()
+        if self._receiver is not None:
+            self._receiver.cancel()
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(self._loss())
+
+    def _loss(self) -> EngineLost:
+        return EngineLost(f"engine {self.name} was lost: {self._lost}", engine=self.name)
+
+    def _parameters_of(self, sampling: Mapping[str, Any]) -> tuple[dict[str, Any], float]:
+        """Return the arguments of ``vllm.SamplingParams``, and the temperature that logits are divided by."""
+        changing = ("response_length", "seed")
+        key = repr([item for item in sampling.items() if item[0] not in changing])
+        if key not in self._parameters:
+            settings = {**sampling, "pad_token_id": self._pad_token_id}
+            del settings["response_length"], settings["seed"]
+            whole = Sampling.of(self._address.config, settings)
+            [parameters] = sampling_parameters([0], whole, seeded=self._address.config.vllm.seeds)
+            self._parameters[key] = parameters, whole.temperature
+        parameters, temperature = self._parameters[key]
+        changes = {"max_tokens": sampling["response_length"]}
+        if "seed" in parameters:
+            changes["seed"] = sampling["seed"] & (1 << 63) - 1
+        return {**parameters, **changes}, temperature
+
+
+class _Rejected(Exception):
+    """The engine answered a request with an error."""
