@@ -8,7 +8,7 @@ SEED   ?= $(or $(seed),0)
 ARGS   ?=
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: demo docs faults test test-fast test-slow test-fake-cuda test-newest test-slurm test-manifests test-vllm lint types bench against-trl clean
+.PHONY: demo docs faults test test-fast test-slow test-fake-cuda test-newest test-slurm test-manifests test-vllm lint types wheel container bench against-trl clean
 
 demo: $(STAMP)
 	$(BIN)/python -m examples.ppo.main layout=$(LAYOUT) seed=$(SEED) $(ARGS)
@@ -95,6 +95,13 @@ lint: $(STAMP)
 
 types: $(STAMP)
 	$(BIN)/mypy
+
+# The quickstart from the built wheel, in an empty environment; and the pins of the GPU image.
+wheel: $(STAMP)
+	.ci/check-wheel
+
+container: $(STAMP)
+	.ci/check-container
 
 # Faults at random moments of a running job, and what becomes of it: docs/reliability.md has the table.
 faults: $(STAMP)

@@ -58,12 +58,23 @@ class Rollout:
 
 @dataclasses.dataclass(frozen=True)
 class Sleeps:
-    """Settings of both roles: median [tokens] of the lengths, and seconds of a token and of a training step."""
+    """Settings of both roles.
+
+    Attributes:
+        rollout: of the responses.
+        median: [tokens] of the lengths.
+        token_s: [s] of a token of all rows.
+        train_s: [s] of a training step.
+        slice_tokens: [tokens] of a call of the engine.
+        max_rows: of a call of the engine.
+    """
 
     rollout: Rollout
     median: int
     token_s: float = 0.0
     train_s: float = 0.0
+    slice_tokens: int = 32
+    max_rows: int = 1024
 
 
 def length_of(seed: int, median: int) -> int:
@@ -76,6 +87,7 @@ class NothingSent:
     """A transfer of weights that takes no time."""
 
     policy_version = 0
+    fingerprint = None
 
     def run(self) -> NothingSent:
         return self
@@ -117,7 +129,8 @@ class SleepingEngine(RoleWorker):
         return {
             "prompt_length": PROMPT,
             "response_length": longest,
-            "max_rows": 0,
+            "max_rows": self.config.max_rows,
+            "slice_tokens": self.config.slice_tokens,
             "vocab_size": 64,
             "n": self.config.rollout.n,
         }
@@ -216,7 +229,7 @@ def report(arguments: argparse.Namespace) -> None:
     generation = longest * token_s
     training = generation * (1 / arguments.share - 1)
     bound = max(training, mean * token_s)
-    sleeps = Sleeps(Rollout(n, LONGEST * median), median, token_s, training)
+    sleeps = Sleeps(Rollout(n, LONGEST * median), median, token_s, training, max_rows=rows)
     print(
         f"lengths: median {median}, mean {mean:.1f}, longest of {rows} {longest:.0f} tokens of {arguments.token_ms} ms"
     )
@@ -224,8 +237,7 @@ def report(arguments: argparse.Namespace) -> None:
     print("|  k | partial | a step | over the bound | over the synchronous run |\n|--:|---|--:|--:|--:|")
     synchronous = 0.0
     for staleness, partial in itertools.product(arguments.staleness, arguments.partial):
-        options = {"slice_tokens": 32, "capacity": rows, "partial": partial}
-        seconds, line = seconds_of(sleeps, problems, staleness, arguments.steps, **options)
+        seconds, line = seconds_of(sleeps, problems, staleness, arguments.steps, partial=partial)
         synchronous = synchronous or seconds
         times = f"{seconds:.2f} s | {seconds / bound:.2f} | {synchronous / seconds:.2f}"
         print(f"| {staleness} | {partial} | {times} | {line}", flush=True)
@@ -239,25 +251,26 @@ def controller(in_flight: int, steps: int) -> list[DataProto]:
     """
     n, staleness, median = 4, 3, 128
     problems = in_flight // n // (staleness + 1)
-    sleeps = Sleeps(Rollout(n, LONGEST * median), median)
+    sleeps = Sleeps(Rollout(n, LONGEST * median), median, slice_tokens=64)
 
     def local(pool: Any, init: Any, name_prefix: str) -> Any:
         return LocalWorkerGroup(init, 1, name_prefix=name_prefix)
 
-    with trainer_of(sleeps, problems, staleness, local, slice_tokens=64, capacity=1024) as trainer:
+    with trainer_of(sleeps, problems, staleness, local) as trainer:
         trainer.init_workers()
         generations = trainer.step.generations
         microseconds, batches = list[float](), list[DataProto]()
         for step in range(steps):
-            before, busy, events = time.process_time(), SleepingEngine.busy, generations.log.count
+            before, busy = time.process_time(), SleepingEngine.busy
             batch = generations.exchange(trainer.draw(), trainer.draw)[1]
             spent = time.process_time() - before - (SleepingEngine.busy - busy)
             microseconds.append(spent / len(batch) * 1e6)
             batches.append(batch)
             tokens, memory = int(batch.batch["response_mask"].sum()), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            recorded = generations.log.files()[-1].stat().st_size
             print(
                 f"step {step + 1}: {len(batch)} trajectories, {tokens / len(batch):.0f} tokens each, "
-                f"{generations.log.count - events} events, {microseconds[-1]:.0f} us of CPU each, "
+                f"{recorded / tokens:.1f} bytes recorded of a token, {microseconds[-1]:.0f} us of CPU each, "
                 f"at most {memory / 1024:.0f} MiB in the process",
                 flush=True,
             )

@@ -18,11 +18,7 @@ if TYPE_CHECKING:
     from mcontroller.data.batch import DataProtoFuture as DataProtoFuture
     from mcontroller.data.batch import DataProtoItem as DataProtoItem
     from mcontroller.data.batch import collate_fn as collate_fn
-    from mcontroller.data.batch import fold_batch_dim as fold_batch_dim
     from mcontroller.data.batch import pad_dataproto_to_divisor as pad_dataproto_to_divisor
-    from mcontroller.data.batch import unfold_batch_dim as unfold_batch_dim
-    from mcontroller.data.batch import union_numpy_dict as union_numpy_dict
-    from mcontroller.data.batch import union_tensor_dict as union_tensor_dict
     from mcontroller.data.batch import unpad_dataproto as unpad_dataproto
     from mcontroller.dispatch.explain import Explanation as Explanation
     from mcontroller.dispatch.modes import Dispatch as Dispatch

@@ -20,6 +20,8 @@ if torch.version.cuda and not torch.cuda.is_available():
     # thread for it, and the process can no longer fork ranks that compute gradients.
     torch._C._ensureCUDADeviceGuardSet = lambda: None  # type: ignore[attr-defined]
 cpu.install()
+# Processes of groups are started for their actors: none uses those that Ray starts in advance, of 1 s each.
+os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
 # A run in the background of a script ignores Ctrl-C, and so would every process that it starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

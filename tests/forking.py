@@ -28,7 +28,17 @@ T = TypeVar("T")
 
 
 class RankFailure(AssertionError):
-    """A rank raised, died or did not finish; the message has the traceback of the rank."""
+    """A rank raised, died or did not finish.
+
+    Attributes:
+        ranks: the ranks that raised, died or did not finish.
+        traceback: the traceback of the rank that raised; empty if it died or did not finish.
+    """
+
+    def __init__(self, message: str, ranks: list[int], traceback: str = "") -> None:
+        super().__init__(message)
+        self.ranks = ranks
+        self.traceback = traceback
 
 
 def run_ranks(fn: Callable[..., T], world_size: int, *args: Any, timeout_s: float = 120) -> list[T]:
@@ -146,7 +156,7 @@ def _collect(ranks: list[_Rank], deadline: float) -> list[Any]:
         readable = wait(list(by_pipe), max(0.0, deadline - time.monotonic()))
         if not readable:
             late = sorted(rank.rank for rank in by_pipe.values())
-            raise RankFailure(f"ranks {late} of {len(ranks)} did not finish in time")
+            raise RankFailure(f"ranks {late} of {len(ranks)} did not finish in time", late)
         for pipe in readable:
             rank = by_pipe[pipe]
             if rank.receive():
@@ -157,8 +167,8 @@ def _collect(ranks: list[_Rank], deadline: float) -> list[Any]:
 
 def _value(rank: _Rank) -> Any:
     if not rank.received:
-        raise RankFailure(f"rank {rank.rank} died without a result")
+        raise RankFailure(f"rank {rank.rank} died without a result", [rank.rank])
     succeeded, value = pickle.loads(memoryview(rank.received)[8:])
     if not succeeded:
-        raise RankFailure(f"rank {rank.rank}:\n{value}")
+        raise RankFailure(f"rank {rank.rank}:\n{value}", [rank.rank], value)
     return value

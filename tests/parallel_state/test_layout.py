@@ -97,54 +97,52 @@ def test_a_layout_is_an_immutable_value(layout: ParallelLayout) -> None:
 INVALID: list[tuple[dict[str, Any], str]] = [
     (
         dict(world_size=12, tp=4, pp=2),
-        "tp 4 x pp 2 x cp 1 = 8 does not divide world_size 12; use a world_size of 8 or",
+        {"world_size": 12, "product": 8, "sizes": {"tp": 4, "pp": 2, "cp": 1}},
     ),
-    (dict(world_size=3, tp=4), "tp 4 x pp 1 x cp 1 = 4 does not divide world_size 3; use a world_size of 4, or"),
-    (dict(world_size=8, ep=3), "etp 1 x ep 3 x pp 1 = 3 does not divide world_size 8; use a world_size of 6 or 9, or"),
+    (dict(world_size=3, tp=4), {"world_size": 3, "product": 4, "sizes": {"tp": 4, "pp": 1, "cp": 1}}),
+    (dict(world_size=8, ep=3), {"world_size": 8, "product": 3, "sizes": {"etp": 1, "ep": 3, "pp": 1}}),
     (
         dict(world_size=8, tp=4, extra={"replica": 4}, order="tp-dp-replica"),
-        "tp 4 x pp 1 x cp 1 x replica 4 = 16 does not divide world_size 8; use a world_size of 16",
+        {"world_size": 8, "product": 16, "sizes": {"tp": 4, "pp": 1, "cp": 1, "replica": 4}},
     ),
-    (dict(world_size=8, tp=0), "tp is 0; expected an int of at least 1"),
-    (dict(world_size=8, tp="2"), "tp is '2'; expected an int of at least 1"),
-    (dict(world_size=8, pp=True), "pp is True; expected an int of at least 1"),
-    (dict(world_size=10**9), "world_size is 1000000000; expected at most 1048576 ranks"),
-    (dict(world_size=0), "world_size is 0; expected an int of at least 1"),
-    (dict(world_size=8, vpp=2), "vpp 2 with pp 1: virtual stages interleave a pipeline"),
-    (dict(world_size=8, order=None), "order is None; expected axes joined by '-'"),
-    (dict(world_size=8, order="tp-xp-dp"), "order 'tp-xp-dp' names an unknown axis: 'xp'"),
-    (dict(world_size=8, order="tp-dp-tp"), "order 'tp-dp-tp' names an axis twice: 'tp'"),
+    (dict(world_size=8, tp=0), {"axis": "tp", "value": 0}),
+    (dict(world_size=8, tp="2"), {"axis": "tp", "value": "2"}),
+    (dict(world_size=8, pp=True), {"axis": "pp", "value": True}),
+    (dict(world_size=10**9), {"world_size": 1000000000}),
+    (dict(world_size=0), {"axis": "world_size", "value": 0}),
+    (dict(world_size=8, vpp=2), {"vpp": 2, "pp": 1}),
+    (dict(world_size=8, order=None), {}),
+    (dict(world_size=8, order="tp-xp-dp"), {"order": "tp-xp-dp", "axis": "xp"}),
+    (dict(world_size=8, order="tp-dp-tp"), {"order": "tp-dp-tp", "axis": "tp"}),
     (
         dict(world_size=8, tp=2, order="tp-pp"),
-        "order 'tp-pp' leaves out dp, but dp has size 4; list all axes",
+        {"order": "tp-pp", "axis": "dp", "size": 4},
     ),
-    (dict(world_size=8, tp=8, etp=2, order="tp-ep"), "order 'tp-ep' leaves out dp, but edp has size 4"),
-    (dict(world_size=8, ep=2, order="tp-dp"), "order 'tp-dp' leaves out ep, but ep has size 2"),
-    (dict(world_size=8, extra={"replica": 2}), "as in 'tp-cp-ep-dp-pp-replica'"),
-    (dict(world_size=8, extra={"rank": 2}), "extra axis 'rank': expected a lower-case identifier other than cp, dp,"),
-    (dict(world_size=8, extra={"my-axis": 2}), "extra axis 'my-axis': expected a lower-case identifier"),
+    (dict(world_size=8, tp=8, etp=2, order="tp-ep"), {"order": "tp-ep", "axis": "dp", "size": 4}),
+    (dict(world_size=8, ep=2, order="tp-dp"), {"order": "tp-dp", "axis": "ep", "size": 2}),
+    (dict(world_size=8, extra={"replica": 2}), {"order": "tp-cp-ep-dp-pp", "axis": "replica", "size": 2}),
+    (dict(world_size=8, extra={"rank": 2}), {"axis": "rank"}),
+    (dict(world_size=8, extra={"my-axis": 2}), {"axis": "my-axis"}),
     (
         dict(world_size=16, pp=2, cp=2, order="tp-cp-pp-ep-dp"),
-        "order 'tp-cp-pp-ep-dp' does not end with pp, so dp and edp must be equal: dp is 16 / (tp 1 x cp 2 x pp 2) "
-        "= 4, edp is 16 / (etp 1 x pp 2 x ep 1) = 8",
+        {"order": "tp-cp-pp-ep-dp", "dp": 4, "edp": 8},
     ),
     (
         dict(world_size=8, tp=2, pp=2, ep=2, etp=1, order="tp-pp-ep-dp"),
-        "the pp groups of the dense and the expert grid differ: with order 'tp-pp-ep-dp' neighbours on pp are this "
-        "many ranks apart: tp 2 = 2 in the dense grid, etp 1 = 1 in the expert grid; put pp after tp, cp, ep and dp",
+        {"order": "tp-pp-ep-dp", "axis": "pp"},
     ),
     (
         dict(world_size=8, tp=2, ep=2, etp=1, order="tp-replica-ep-dp", extra={"replica": 2}),
-        "the replica groups of the dense and the expert grid differ",
+        {"order": "tp-replica-ep-dp", "axis": "replica"},
     ),
 ]
 
 
-@pytest.mark.parametrize(("arguments", "message"), INVALID, ids=[message[:40] for _, message in INVALID])
-def test_an_invalid_layout_is_rejected_with_the_arithmetic(arguments: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize(("arguments", "fields"), INVALID)
+def test_an_invalid_layout_is_rejected_with_its_numbers(arguments: dict[str, Any], fields: dict[str, Any]) -> None:
     with pytest.raises(LayoutError) as raised:
         ParallelLayout(**arguments)
-    assert message in str(raised.value)
+    assert raised.value.fields == fields
 
 
 def test_an_error_has_its_figures_as_fields() -> None:
@@ -155,27 +153,26 @@ def test_an_error_has_its_figures_as_fields() -> None:
 
 
 INVALID_QUERIES = [
-    (lambda layout: layout.rank(tp=2, pp=0, dp=0), "tp=2 lies outside axis tp of size 2 (0 to 1)"),
-    (lambda layout: layout.rank(cp=1), "cp=1 lies outside axis cp of size 1 (only 0)"),
-    (lambda layout: layout.rank(tp=0), "tp=0: add dp and pp (dense grid) or ep and edp and pp (expert grid)"),
-    (lambda layout: layout.rank(xp=0), "the layout has no axis 'xp'; it has tp, cp, dp, pp, etp, ep, edp"),
+    (lambda layout: layout.rank(tp=2, pp=0, dp=0), {"axis": "tp", "index": 2}),
+    (lambda layout: layout.rank(cp=1), {"axis": "cp", "index": 1}),
+    (lambda layout: layout.rank(tp=0), {"coordinates": {"tp": 0}}),
+    (lambda layout: layout.rank(xp=0), {"axis": "xp"}),
     (
         lambda layout: layout.rank(tp=1, dp=0, pp=0, ep=0),
-        "no rank has the coordinates tp=1, dp=0, pp=0, ep=0: tp, cp, dp, pp select rank 1, which has tp=1, dp=0, "
-        "pp=0, ep=1",
+        {"coordinates": {"tp": 1, "dp": 0, "pp": 0, "ep": 0}, "rank": 1},
     ),
-    (lambda layout: layout.coordinates(8), "rank 8 is out of range for 8 ranks (0 to 7)"),
-    (lambda layout: layout.coordinates(-1), "rank -1 is out of range for 8 ranks (0 to 7)"),
+    (lambda layout: layout.coordinates(8), {"rank": 8}),
+    (lambda layout: layout.coordinates(-1), {"rank": -1}),
     (
         lambda layout: layout.groups("dp", "ep"),
-        "dp, ep are not axes of one grid; expected axes of tp, cp, dp, pp (dense)",
+        {"axes": ("dp", "ep")},
     ),
-    (lambda layout: layout.groups("xp"), "the layout has no axis 'xp'"),
+    (lambda layout: layout.groups("xp"), {"axis": "xp"}),
 ]
 
 
-@pytest.mark.parametrize(("query", "message"), INVALID_QUERIES, ids=[message[:40] for _, message in INVALID_QUERIES])
-def test_an_error_of_an_invalid_query_lists_the_valid_values(query: Any, message: str) -> None:
+@pytest.mark.parametrize(("query", "fields"), INVALID_QUERIES)
+def test_an_invalid_query_is_an_error_with_its_value(query: Any, fields: dict[str, Any]) -> None:
     with pytest.raises(LayoutError) as raised:
         query(ParallelLayout(8, tp=2, pp=2, ep=2, etp=1))
-    assert message in str(raised.value)
+    assert raised.value.fields == fields

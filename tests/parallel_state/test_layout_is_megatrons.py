@@ -146,8 +146,8 @@ WORLDS = [
     ParallelLayout(1024, tp=8, pp=4, cp=4, ep=16, etp=1, order="cp-tp-dp-ep-pp"),
     ParallelLayout(1536, tp=2, pp=12, cp=2, ep=32, etp=1, vpp=3),
     ParallelLayout(4096, tp=8, pp=16, cp=2, ep=64, etp=1, vpp=2),
-    ParallelLayout(4096, tp=8, pp=8, ep=8, etp=1, order="tp-ep-cp-pp-dp"),
-    ParallelLayout(4096, tp=4, pp=8, ep=4, etp=8, cp=8, order="dp-cp-tp-ep-pp"),
+    ParallelLayout(512, tp=8, pp=2, ep=8, etp=1, order="tp-ep-cp-pp-dp"),
+    ParallelLayout(512, tp=4, pp=2, ep=4, etp=8, cp=4, order="dp-cp-tp-ep-pp"),
 ]
 
 

@@ -74,15 +74,17 @@ def test_a_star_import_binds_the_exported_names(package: ModuleType) -> None:
 
 
 def test_an_unknown_name_suggests_near_matches(package: ModuleType) -> None:
-    with pytest.raises(AttributeError, match=r"^module 'lazypkg' has no attribute 'Fether'; did you mean Feather\?$"):
+    with pytest.raises(AttributeError) as caught:
         _ = package.Fether
-    with pytest.raises(ImportError, match="cannot import name 'Fether'"):
+    assert "did you mean Feather?" in str(caught.value)
+    with pytest.raises(ImportError):
         exec("from lazypkg import Fether")
 
 
 def test_an_unknown_name_without_a_near_match_suggests_nothing(package: ModuleType) -> None:
-    with pytest.raises(AttributeError, match=r"^module 'lazypkg' has no attribute 'hammer'$"):
+    with pytest.raises(AttributeError) as caught:
         _ = package.hammer
+    assert "did you mean" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["parallel_state", "mcontroller", "trainer", "mcontroller.ray", "workers"])

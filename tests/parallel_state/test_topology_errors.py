@@ -27,38 +27,32 @@ def wrong(rank: int = 5, layout: ParallelLayout = TP2_PP2_DP2, **changed: Any) -
     return Topology.from_infos(rank_infos, global_infos, declared=layout)
 
 
-WRONG_REPORTS: list[tuple[dict[str, Any], str, tuple[int, ...]]] = [
-    (dict(tp_rank=2), "rank 5 reports tp_rank 2, outside axis tp of size 2 (0 to 1)", (5,)),
-    (dict(pp_rank=-1), "rank 5 reports pp_rank -1, outside axis pp of size 2 (0 to 1)", (5,)),
-    (dict(dp_rank=None), "rank 5 reports dp_rank None, outside axis dp of size 2", (5,)),
-    (dict(edp_rank=7), "rank 5 reports edp_rank 7, outside axis edp of size 2", (5,)),
+WRONG_REPORTS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    (dict(tp_rank=2), {"ranks": (5,), "axis": "tp"}),
+    (dict(pp_rank=-1), {"ranks": (5,), "axis": "pp"}),
+    (dict(dp_rank=None), {"ranks": (5,), "axis": "dp"}),
+    (dict(edp_rank=7), {"ranks": (5,), "axis": "edp"}),
     (
         dict(dp_rank=1),
-        "ranks 5 and 7 both report tp=1, cp=0, dp=1, pp=1, and no rank reports tp=1, cp=0, dp=0, pp=1; "
-        "judging by the order of all other ranks, rank 5 is wrong",
-        (5, 7),
+        {"ranks": (5, 7), "missing": 1},
     ),
-    (dict(etp_rank=0), "ranks 4 and 5 both report etp=0, ep=0, edp=0, pp=1, and no rank reports etp=1,", (4, 5)),
-    (dict(tp_size=4), "disagree on tp_size: rank 5 reports 4, 7 other ranks report 2", (5,)),
-    (dict(vpp_size=2), "disagree on vpp_size: rank 5 reports 2, 7 other ranks report None", (5,)),
-    (dict(vpp_rank=0), "rank 5 reports vpp_rank 0, and no virtual stages (vpp_size None)", (5,)),
-    (dict(vpp_rank=2, layout=ParallelLayout(8, pp=2, vpp=2)), "vpp_rank 2, and vpp_size 2 (0 to 1)", (5,)),
+    (dict(etp_rank=0), {"ranks": (4, 5), "missing": 1}),
+    (dict(tp_size=4), {"ranks": (5,), "field": "tp_size"}),
+    (dict(vpp_size=2), {"ranks": (5,), "field": "vpp_size"}),
+    (dict(vpp_rank=0), {"ranks": (5,), "vpp_rank": 0}),
+    (dict(vpp_rank=2, layout=ParallelLayout(8, pp=2, vpp=2)), {"ranks": (5,), "vpp_rank": 2}),
     (
         dict(extra={"lane": 0}),
-        "rank 5 reports indices on the extra axes lane, and sizes of the extra axes (none)",
-        (5,),
+        {"ranks": (5,)},
     ),
 ]
 
 
-@pytest.mark.parametrize(("changed", "message", "ranks"), WRONG_REPORTS, ids=[row[1][:40] for row in WRONG_REPORTS])
-def test_an_error_of_a_wrong_report_names_the_ranks(
-    changed: dict[str, Any], message: str, ranks: tuple[int, ...]
-) -> None:
+@pytest.mark.parametrize(("changed", "fields"), WRONG_REPORTS)
+def test_an_error_of_a_wrong_report_names_the_ranks(changed: dict[str, Any], fields: dict[str, Any]) -> None:
     with pytest.raises(TopologyError) as raised:
         wrong(**changed)
-    assert message in str(raised.value)
-    assert raised.value.fields["ranks"] == ranks
+    assert raised.value.fields == fields
 
 
 def test_names_and_nodes_of_the_ranks_are_in_the_message() -> None:
@@ -76,11 +70,7 @@ def test_coordinates_that_several_ranks_report_are_counted() -> None:
     stuck = [dataclasses.replace(info, pp_rank=0) for info in rank_infos]
     with pytest.raises(TopologyError) as raised:
         Topology.from_infos(stuck, global_infos)
-    assert str(raised.value) == (
-        "ranks 0 and 4 both report tp=0, cp=0, dp=0, pp=0, and no rank reports tp=0, cp=0, dp=0, pp=1; "
-        "in all 4 coordinates are reported more than once and 4 by no rank"
-    )
-    assert raised.value.fields["ranks"] == (0, 4, 1, 5, 2, 6, 3, 7)
+    assert (raised.value.ranks, raised.value.missing) == ((0, 4, 1, 5, 2, 6, 3, 7), 4)
 
 
 def test_no_rank_is_called_wrong_if_the_order_of_ranks_is_irregular() -> None:
@@ -89,9 +79,7 @@ def test_no_rank_is_called_wrong_if_the_order_of_ranks_is_irregular() -> None:
     shuffled[0] = dataclasses.replace(shuffled[0], dp_rank=0)
     with pytest.raises(TopologyError) as raised:
         Topology.from_infos(shuffled, global_infos)
-    assert str(raised.value) == (
-        "ranks 0 and 7 both report tp=0, cp=0, dp=0, pp=1, and no rank reports tp=0, cp=0, dp=1, pp=1"
-    )
+    assert (raised.value.ranks, raised.value.missing) == ((0, 7), 1)
 
 
 def collected(rank_infos: list[Any], global_infos: list[Any], **known: Any) -> Topology:
@@ -99,68 +87,74 @@ def collected(rank_infos: list[Any], global_infos: list[Any], **known: Any) -> T
 
 
 R, G = reports(TP2_PP2_DP2)
-WRONG_WHOLES: list[tuple[Any, str]] = [
-    (lambda: collected([], []), "0 rank infos and 0 global infos; expected one of each per rank"),
-    (lambda: collected(R, G[:7]), "8 rank infos and 7 global infos"),
-    (lambda: collected(R[:6], G[:6]), "tp 2 x cp 1 x dp 2 x pp 2 = 8 ranks expected, but 6 report"),
-    (lambda: collected(R, G, nodes=["a"]), "1 nodes for 8 ranks; expected one per rank"),
-    (lambda: collected([*R[:7], {"tp_rank": 1}], G), "rank 7 reports {'tp_rank': 1} of type dict; expected a DistRank"),
+WRONG_WHOLES: list[tuple[Any, dict[str, Any]]] = [
+    (lambda: collected([], []), {"world_size": 0}),
+    (lambda: collected(R, G[:7]), {"world_size": 8}),
+    (lambda: collected(R[:6], G[:6]), {"world_size": 6, "sizes": {"tp": 2, "cp": 1, "dp": 2, "pp": 2}}),
+    (lambda: collected(R, G, nodes=["a"]), {"world_size": 8}),
+    (lambda: collected([*R[:7], {"tp_rank": 1}], G), {"ranks": (7,)}),
     (
         lambda: collected(R, G, declared=ParallelLayout(8, tp=4, pp=2, vpp=2)),
-        "other sizes than the layout declares: tp 2 (declared 4), dp 2 (declared 1), etp 2 (declared 4), edp 2 "
-        "(declared 1), vpp None (declared 2)",
+        {
+            "axes": ("tp", "dp", "etp", "edp", "vpp"),
+            "reported": {"tp": 2, "cp": 1, "dp": 2, "pp": 2, "etp": 2, "ep": 1, "edp": 2, "vpp": None},
+            "declared": {"tp": 4, "cp": 1, "dp": 1, "pp": 2, "etp": 4, "ep": 1, "edp": 1, "vpp": 2},
+        },
     ),
     (
         lambda: collected(R, [dataclasses.replace(G[0], edp_size=None)] * 8),
-        "only part of the expert grid (etp_size 2",
+        {"sizes": {"etp": 2, "ep": 1, "edp": None}},
     ),
     (
         lambda: collected(R, [dataclasses.replace(G[0], dp_size=0)] * 8),
-        "axis dp has size 0; expected an int of at least 1",
+        {"axis": "dp"},
     ),
     (
         lambda: collected(R, [dataclasses.replace(G[0], edp_size=4)] * 8),
-        "etp 2 x ep 1 x edp 4 x pp 2 = 16 ranks expected",
+        {"world_size": 8, "sizes": {"etp": 2, "ep": 1, "edp": 4, "pp": 2}},
     ),
     (
         lambda: collected(R, [dataclasses.replace(G[0], extra={"tp": 1})] * 8),
-        "an extra axis 'tp'; expected an identifier other than cp, dp",
+        {"axis": "tp"},
     ),
-    (lambda: collected(R, [dataclasses.replace(G[0], vpp_size=0)] * 8), "the ranks report vpp_size 0 with pp_size 2"),
-    (lambda: Topology.flat(0), "world_size is 0; expected an int of at least 1"),
-    (lambda: Topology(4, {}, {}), "axes (none) form no grid"),
-    (lambda: Topology(4, {"dp": 4, "ep": 2}, {"dp": range(4), "ep": [0, 1] * 2}), "axes dp, ep form no grid; expected"),
-    (lambda: Topology(4, {"dp": 4}, {"dp": [0, 1, 2]}), "axis dp has 3 indices for 4 ranks; expected one per rank"),
+    (lambda: collected(R, [dataclasses.replace(G[0], vpp_size=0)] * 8), {"vpp_size": 0, "pp_size": 2}),
+    (lambda: Topology.flat(0), {"world_size": 0}),
+    (lambda: Topology(4, {}, {}), {"axes": ()}),
+    (lambda: Topology(4, {"dp": 4, "ep": 2}, {"dp": range(4), "ep": [0, 1] * 2}), {"axes": ("dp", "ep")}),
+    (lambda: Topology(4, {"dp": 4}, {"dp": [0, 1, 2]}), {"axis": "dp"}),
 ]
 
 
-@pytest.mark.parametrize(("build", "message"), WRONG_WHOLES, ids=[message[:40] for _, message in WRONG_WHOLES])
-def test_reports_that_contradict_each_other_are_rejected(build: Any, message: str) -> None:
+@pytest.mark.parametrize(("build", "fields"), WRONG_WHOLES)
+def test_reports_that_contradict_each_other_are_rejected(build: Any, fields: dict[str, Any]) -> None:
     with pytest.raises(TopologyError) as raised:
         build()
-    assert message in str(raised.value)
+    assert raised.value.fields == fields
 
 
-INVALID_QUERIES: list[tuple[Any, str]] = [
-    (lambda topology: topology.select(tp=2), "tp=2 lies outside axis tp of size 2 (0 to 1)"),
-    (lambda topology: topology.select(tp=-3), "tp=-3 lies outside axis tp of size 2 (0 to 1)"),
-    (lambda topology: topology.select(stage=0), "no axis 'stage'; it has tp, cp, dp, pp, etp, ep, edp, and the pseudo"),
-    (lambda topology: topology.shard_indices(("dp", "dp")), "cannot split over dp, dp: name each axis once"),
+INVALID_QUERIES: list[tuple[Any, dict[str, Any]]] = [
+    (lambda topology: topology.select(tp=2), {"axis": "tp", "index": 2}),
+    (lambda topology: topology.select(tp=-3), {"axis": "tp", "index": -3}),
+    (
+        lambda topology: topology.select(stage=0),
+        {"axis": "stage", "axes": ("tp", "cp", "dp", "pp", "etp", "ep", "edp")},
+    ),
+    (lambda topology: topology.shard_indices(("dp", "dp")), {"axes": ("dp", "dp")}),
     (
         lambda topology: topology.shard_count(("rank", "dp")),
-        "cannot split over rank, dp: name each axis once, and 'rank' only alone",
+        {"axes": ("rank", "dp")},
     ),
-    (lambda topology: topology.coordinates(8), "rank 8 is out of range for 8 ranks (0 to 7)"),
-    (lambda topology: topology.describe(by="node"), "the nodes of these ranks are not known"),
-    (lambda topology: topology.describe(by="dp"), "describe(by='dp'): expected 'stage', 'node' or 'rank'"),
+    (lambda topology: topology.coordinates(8), {"rank": 8}),
+    (lambda topology: topology.describe(by="node"), {"by": "node"}),
+    (lambda topology: topology.describe(by="dp"), {"by": "dp"}),
 ]
 
 
-@pytest.mark.parametrize(("query", "message"), INVALID_QUERIES, ids=[row[1][:40] for row in INVALID_QUERIES])
-def test_an_error_of_an_invalid_query_lists_the_valid_values(query: Any, message: str) -> None:
+@pytest.mark.parametrize(("query", "fields"), INVALID_QUERIES)
+def test_an_invalid_query_is_an_error_with_its_value(query: Any, fields: dict[str, Any]) -> None:
     with pytest.raises(TopologyError) as raised:
         query(Topology.from_layout(TP2_PP2_DP2))
-    assert message in str(raised.value)
+    assert raised.value.fields == fields
 
 
 def test_one_wrong_rank_of_16384_is_named_in_a_short_message() -> None:
@@ -177,7 +171,6 @@ def test_a_thousand_wrong_ranks_do_not_flood_the_message() -> None:
     infos = [dataclasses.replace(info, tp_rank=8) if info.tp_rank == 7 else info for info in rank_infos]
     with pytest.raises(TopologyError) as raised:
         Topology.from_infos(infos, global_infos)
-    assert "likewise ranks 15, 23, 31, 39, 47, 55, 63 and 2,040 more" in str(raised.value)
     assert len(raised.value.fields["ranks"]) == 2_048 and len(str(raised.value)) < 200
 
 

@@ -103,7 +103,7 @@ def alphabet(batch: DataProto) -> Reward:
 
 
 def sliced_config(steps: int, directory: Path, staleness: int = 2, trainer: Any = None, **options: Any) -> PPOConfig:
-    options = {"slice_tokens": 3, "schedule": "simulated", **options}
+    options = {"schedule": "simulated", **options}
     made = toy_config(
         steps,
         **{"max_staleness": staleness, "default_local_dir": str(directory), "val_before_train": False},

@@ -1,4 +1,4 @@
-"""Generation by trajectory: which groups a step trains on, and the order of events, which a run resumes and replays."""
+"""Generation by trajectory: which groups a step trains on, and the record, from which a run resumes and is replayed."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from mcontroller.data.batch import DataProto
 from mcontroller.errors import ConfigError, DataError
 from tests.trainer.sliced import SlicedActor, sliced_config, sliced_trainer
 from tests.trainer.toy import CALLS, problems
-from trainer import AsynchronousConfig, BatchStream, Callback, PPOConfig, RayPPOTrainer
-from trainer.rollout.events import EVENTS
+from trainer import AsynchronousConfig, BatchStream, Callback, ImportanceConfig, PPOConfig, RayPPOTrainer
 from trainer.rollout.generations import AsynchronousGenerations
+from trainer.rollout.trajectory import Trajectory
+from trainer.rollout.trajectory_log import TRAJECTORIES, Taken, TrajectoryLog, read, write
 from trainer.saving.checkpoints import LOCK
 
 STEPS = 6
@@ -36,9 +37,8 @@ def table(trainer: RayPPOTrainer) -> torch.Tensor:
     return trainer.actor.workers[0].table
 
 
-def events(directory: Path, *kinds: str) -> list[dict[str, Any]]:
-    found = [json.loads(line) for line in (directory / EVENTS).read_text().splitlines()]
-    return [event for event in found if event["event"] in kinds or not kinds]
+def files(directory: Path) -> list[Path]:
+    return TrajectoryLog(directory, resumes=True).files()
 
 
 class Batches(Callback):
@@ -56,10 +56,9 @@ OPTIONS = [
     {"take": "in_order"},
     {"stale": "drop"},
     {"partial": "finish"},
-    {"partial": "stop", "capacity": 5},
+    {"partial": "stop"},
     {"schedule": "live"},
-    {"schedule": "live", "stale": "drop", "capacity": 5},
-    {"record_tokens": True, "take": "in_order", "partial": "stop"},
+    {"schedule": "live", "stale": "drop"},
 ]
 
 
@@ -79,12 +78,12 @@ def test_each_problem_is_trained_on_once_and_within_the_staleness(
         versions, mask = batch.batch["token_versions"], batch.batch["response_mask"].bool()
         assert bool((versions[mask] <= step).all()) and bool((versions[~mask] == -1).all())
         assert line["training/staleness_max"] == step - int(versions[mask].min()) <= staleness
-    taken = [number for event in events(tmp_path, "taken") for number in event["groups"]]
-    assert taken == numbers
-    if options.get("stale") == "drop":
-        thrown = sum(event["tokens"] for event in events(tmp_path, "dropped"))
-        assert thrown == sum(line["asynchronous/dropped_tokens"] for line in lines)
-        assert staleness > 2 or thrown > 0
+    record = [read(path) for path in files(tmp_path)]
+    assert [number for taken in record for number in taken.groups] == numbers
+    if options == {"stale": "drop"}:
+        dropped = [taken.dropped_tokens for taken in record]
+        assert dropped == [line["asynchronous/dropped_tokens"] for line in lines]
+        assert staleness > 2 or sum(dropped) > 0
 
 
 def test_each_token_has_the_log_probability_of_the_policy_of_its_version(tmp_path: Path) -> None:
@@ -110,36 +109,42 @@ def test_each_token_has_the_log_probability_of_the_policy_of_its_version(tmp_pat
 @pytest.mark.parametrize("partial", ["continue", "finish", "stop"])
 def test_responses_in_flight_continue_finish_or_stop_when_the_weights_move(tmp_path: Path, partial: str) -> None:
     batches = Batches()
-    run(sliced_config(STEPS, tmp_path, partial=partial, capacity=6), callbacks=[batches])
+    run(sliced_config(STEPS, tmp_path, partial=partial), callbacks=[batches])
     several = [len(row[row >= 0].unique()) for batch in batches.seen for row in batch.batch["token_versions"]]
     assert (max(several) == 1) == (partial == "finish")
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: " ".join(map(str, options.values())) or "default")
-def test_a_replay_has_the_same_events_and_weights(tmp_path: Path, options: dict[str, Any]) -> None:
-    whole, lines = run(sliced_config(STEPS, tmp_path / "run", **options))
+def test_a_replay_generates_nothing_and_has_the_same_weights(tmp_path: Path, options: dict[str, Any]) -> None:
+    batches, repeated = Batches(), Batches()
+    whole, lines = run(sliced_config(STEPS, tmp_path / "run", **options), callbacks=[batches])
     SlicedActor.slices.clear()
-    replay, again = run(sliced_config(STEPS, tmp_path / "replay", **{**options, "replay": str(tmp_path / "run")}))
-    assert table(replay).equal(table(whole))
-    recorded, repeated = events(tmp_path / "run"), events(tmp_path / "replay")
-    assert repeated == recorded[: len(repeated)]
-    assert all(event["event"] == "slice" for event in recorded[len(repeated) :])  # beside the last update
-    assert [line["train/score"] for line in again] == [line["train/score"] for line in lines]
-    assert bool(SlicedActor.slices) != options.get("record_tokens", False)
+    config = sliced_config(STEPS, tmp_path / "replay", **options, replay=str(tmp_path / "run"))
+    replay, again = run(config, callbacks=[repeated])
+    assert table(replay).equal(table(whole)) and SlicedActor.slices == []
+    for name in ("train/score", "training/staleness_mean", "asynchronous/dropped_groups"):
+        assert [line[name] for line in again] == [line[name] for line in lines]
+    for batch, other in zip(batches.seen, repeated.seen, strict=True):
+        expected, actual = batch.tensors(), other.tensors()
+        assert expected.keys() == actual.keys()
+        assert all(actual[name].equal(column) for name, column in expected.items())
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: " ".join(map(str, options.values())) or "default")
-def test_a_run_that_is_killed_anywhere_resumes_to_the_same_weights(tmp_path: Path, options: dict[str, Any]) -> None:
-    """The kill is a copy of the directory, as a process that dies at this moment leaves it, with half a line."""
+def test_a_killed_run_takes_again_what_it_recorded_after_its_checkpoint(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """The kill is a copy of the directory, as a process that dies while it writes leaves it."""
     copies = tmp_path / "copies"
+    tables: dict[str, torch.Tensor] = {}
 
     class Copies(Callback):
         def copy(self, trainer: Any, moment: str) -> None:
             trainer.checkpoints.finish()
             target = copies / f"{trainer.global_steps}-{moment}"
             shutil.copytree(tmp_path / "run", target, symlinks=True, ignore=shutil.ignore_patterns(LOCK))
-            with open(target / EVENTS, "ab") as file:
-                file.write(b'{"event":"sli')
+            (target / TRAJECTORIES / "00000009.part").write_bytes(b"PK")
+            tables[target.name] = table(trainer).clone()
 
         def batch_ready(self, trainer: Any, batch: DataProto) -> None:
             if trainer.global_steps in (3, 5):
@@ -149,55 +154,129 @@ def test_a_run_that_is_killed_anywhere_resumes_to_the_same_weights(tmp_path: Pat
             if trainer.global_steps == 4:
                 self.copy(trainer, "saved")
 
-    settings = {"save_freq": 2}
-    whole, lines = run(sliced_config(STEPS, tmp_path / "run", 2, settings, **options), callbacks=[Copies()])
-    actual = sorted(copies.iterdir())
-    assert len(actual) == 3
-    for directory in actual:
-        config = sliced_config(STEPS, directory, 2, {**settings, "resume": True}, **options)
-        resumed, again = run(config)
-        # a live run is free after the events that it finds; the replay of its log is the test of that
-        if options.get("schedule") == "live":
-            resumed_events = events(directory)
-            replay, _ = run(sliced_config(STEPS, tmp_path / "replay", 2, settings, **options, replay=str(directory)))
-            repeated = events(tmp_path / "replay")
-            assert table(replay).equal(table(resumed)) and repeated == resumed_events[: len(repeated)]
-        else:
-            assert table(resumed).equal(table(whole)), directory
-            assert [each["train/score"] for each in again] == [each["train/score"] for each in lines[-len(again) :]]
-            assert events(directory) == events(tmp_path / "run")
+    settings = {"save_freq": 2, "max_to_keep": None}
+    batches = Batches()
+    run(sliced_config(STEPS, tmp_path / "run", 2, settings, **options), callbacks=[batches, Copies()])
+    assert len(tables) == 3
+    for name, expected in tables.items():
+        directory, repeated = copies / name, Batches()
+        recorded = len(files(directory))
+        trainer, _ = run(
+            sliced_config(STEPS, directory, 2, {**settings, "resume": True}, **options), callbacks=[repeated]
+        )
+        first = STEPS - len(repeated.seen)
+        for batch, other in zip(batches.seen[first:recorded], repeated.seen, strict=False):
+            assert batch.batch["responses"].equal(other.batch["responses"])
+            assert batch.batch["token_versions"].equal(other.batch["token_versions"])
+        numbers = [number for path in files(directory) for number in read(path).groups]
+        assert len({*numbers}) == len(numbers) == STEPS * 8
+        replay, _ = run(sliced_config(STEPS, tmp_path / f"replay-{name}", 2, **options, replay=str(directory)))
+        assert table(replay).equal(table(trainer))
+        until = sliced_config(int(name[0]), tmp_path / f"until-{name}", 2, **options, replay=str(directory))
+        assert table(run(until)[0]).equal(expected)
 
 
-def test_a_replay_that_differs_names_the_first_event(tmp_path: Path) -> None:
-    run(sliced_config(2, tmp_path / "run"))
-    config = sliced_config(2, tmp_path / "replay", replay=str(tmp_path / "run"))
-    other = dataclasses.replace(config, data=dataclasses.replace(config.data, seed=1))
+def test_files_that_no_kept_checkpoint_needs_are_deleted(tmp_path: Path) -> None:
+    run(sliced_config(STEPS, tmp_path, trainer={"save_freq": 1, "max_to_keep": 2}))
+    assert [path.stem for path in files(tmp_path)] == ["00000003", "00000004", "00000005"]
     with pytest.raises(DataError) as caught:
-        run(other)
-    assert caught.value.event == 4
+        run(sliced_config(STEPS, tmp_path / "replay", replay=str(tmp_path)))
+    assert (caught.value.record, caught.value.path) == (0, str(tmp_path / TRAJECTORIES / "00000000.npz"))
+
+
+def test_a_replay_that_differs_is_an_error_with_the_first_difference(tmp_path: Path) -> None:
+    run(sliced_config(3, tmp_path / "run"))
+    config = sliced_config(3, tmp_path / "replay", replay=str(tmp_path / "run"))
+    with pytest.raises(DataError) as caught:
+        run(dataclasses.replace(config, data=dataclasses.replace(config.data, seed=1)))
+    assert (caught.value.record, caught.value.key, caught.value.value) == (0, "data.seed", 1)
+    with pytest.raises(DataError) as caught:
+        run(config, train_dataset=problems(48)[::-1])
+    assert (caught.value.record, caught.value.group) == (0, read(files(tmp_path / "run")[0]).groups[0])
+    trainer, _ = sliced_trainer(config)
+    table(trainer)[0, 0] += 1
+    with pytest.raises(DataError) as caught:
+        trainer.fit()
+    assert (caught.value.record, caught.value.version) == (0, 0)
+    with pytest.raises(DataError) as caught:
+        run(sliced_config(4, tmp_path / "longer", replay=str(tmp_path / "run")))
+    assert caught.value.record == 3
     with pytest.raises(DataError) as caught:
         sliced_trainer(sliced_config(2, tmp_path / "other", replay=str(tmp_path / "none")))
     assert caught.value.path == str(tmp_path / "none")
 
 
-def test_a_damaged_log_of_events_is_reported(tmp_path: Path) -> None:
-    run(sliced_config(2, tmp_path, trainer={"save_freq": 1}))
-    content = (tmp_path / EVENTS).read_bytes()
-    (tmp_path / EVENTS).write_bytes(content.replace(b"weights", b"wEights", 1))
+@pytest.mark.parametrize("options", [{}, {"partial": "stop"}, {"stale": "drop"}, {"schedule": "live"}], ids=str)
+def test_a_check_of_a_replay_names_the_first_token_that_is_generated_otherwise(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    run(sliced_config(STEPS, tmp_path / "run", **options))
+    options = {**options, "replay": str(tmp_path / "run"), "check_replay": True}
+    SlicedActor.slices.clear()
+    run(sliced_config(STEPS, tmp_path / "replay", **options))
+    assert len(SlicedActor.slices) > 2
+    path = files(tmp_path / "run")[2]
+    taken = read(path)
+    row = next(row for row, response in enumerate(taken.responses) if len(response.tokens) > 2)
+    expected = taken.responses[row].tokens[1] = (taken.responses[row].tokens[1] + 1) % 5
+    write(path, taken)
     with pytest.raises(DataError) as caught:
-        run(sliced_config(3, tmp_path, trainer={"resume": True}))
-    assert caught.value.path == str(tmp_path / EVENTS)
+        run(sliced_config(STEPS, tmp_path / "replay", **options))
+    error = caught.value
+    assert (error.record, error.group, error.response) == (2, taken.groups[row // 2], row % 2)
+    assert (error.position, error.expected) == (1, expected)
 
 
-def test_events_that_do_not_fit_a_changed_configuration_are_dropped(
+@pytest.mark.parametrize("kept", [0.0, 0.5, 0.9])
+def test_a_damaged_record_is_an_error_with_its_path(tmp_path: Path, kept: float) -> None:
+    run(sliced_config(2, tmp_path))
+    path = files(tmp_path)[1]
+    content = path.read_bytes()
+    path.write_bytes(content[: int(len(content) * kept)])
+    with pytest.raises(DataError) as caught:
+        run(sliced_config(2, tmp_path / "replay", replay=str(tmp_path)))
+    assert caught.value.path == str(path)
+    flipped = bytearray(content)
+    flipped[int(len(content) * kept)] ^= 1
+    path.write_bytes(flipped)
+    with pytest.raises(DataError) as caught:
+        run(sliced_config(2, tmp_path / "replay", replay=str(tmp_path)))
+    assert caught.value.path == str(path)
+
+
+def test_a_token_of_a_record_has_at_most_nine_bytes(tmp_path: Path) -> None:
+    chance = torch.Generator().manual_seed(0)
+
+    def response(length: int) -> Trajectory:
+        made = Trajectory([], seed=length)
+        for version, part in ((3, length // 2), (4, length - length // 2)):
+            tokens = torch.randint(150_000, (part,), generator=chance).tolist()
+            made.sampled(tokens, (-torch.rand(part, generator=chance)).tolist(), version, 0.7)
+        return made
+
+    taken = Taken([5], [1], [response(length) for length in range(300, 700)], version=4)
+    write(tmp_path / "0.npz", taken)
+    tokens = sum(len(made.tokens) for made in taken.responses)
+    assert (tmp_path / "0.npz").stat().st_size / tokens < 9.0
+    again = read(tmp_path / "0.npz")
+    assert [made.tokens for made in again.responses] == [made.tokens for made in taken.responses]
+    assert [made.versions for made in again.responses] == [made.versions for made in taken.responses]
+
+
+def test_what_does_not_fit_a_changed_configuration_is_generated_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run(sliced_config(4, tmp_path, trainer={"save_freq": 2}))
     record = json.loads((tmp_path / "trainer.json").read_text())
     (tmp_path / "trainer.json").write_text(json.dumps({**record["earlier"][0], "earlier": []}))
+    changed = sliced_config(4, tmp_path, trainer={"resume": True})
+    rule = dataclasses.replace(changed.algorithm, importance=ImportanceConfig("token", threshold=3.0))
+    changed = dataclasses.replace(changed, algorithm=rule)
     with caplog.at_level(logging.WARNING):
-        trainer, _ = run(sliced_config(4, tmp_path, trainer={"resume": True}, slice_tokens=1))
-    assert "before the interruption it was" in caplog.text and trainer.global_steps == 4
+        trainer, _ = run(changed)
+    assert trainer.global_steps == 4
+    assert [read(path).settings["algorithm.importance.threshold"] for path in files(tmp_path)] == [2.0, 2.0, 3.0, 3.0]
+    assert any(entry.name == "trainer.rollout.trajectory_log" for entry in caplog.records)
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 2])
@@ -233,7 +312,7 @@ def test_a_resume_with_another_batch_size_trains_on_every_row_once(
     if not kept:
         monkeypatch.setattr(AsynchronousGenerations, "state", lambda self: ((), {}))
     for steps, size in ((3, 8), (5, 4), (6, 12), (8, 8)):
-        config = sliced_config(steps, tmp_path, staleness, {"resume": steps > 3, "save_freq": 0}, slice_tokens=1)
+        config = sliced_config(steps, tmp_path, staleness, {"resume": steps > 3, "save_freq": 0})
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, train_batch_size=size))
         trainer, lines = run(config, train_dataset=rows, reward_fn=numbered)
         batches, in_flight = trainer.train_batches, trainer.step.generations.problems_in_flight()

@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-import json
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from mcontroller.data.batch import DataProto
-from mcontroller.errors import ConfigError, DataError
+from mcontroller.errors import ConfigError
 from tests.trainer.sliced import LONGEST, STOP, sliced_config, sliced_trainer
 from trainer import Callback, MultiTurnRollout, Trajectory
-from trainer.rollout.episodes import Episodes, Turn
-from trainer.rollout.events import EVENTS, EventLog
-from trainer.rollout.prompt_groups import Group, restored_groups, saved_groups
-from trainer.rollout.trajectories import trajectory_batch
+from trainer.rollout.episodes import Episodes
+from trainer.rollout.trajectory_log import Taken, TrajectoryLog, read, write
 from trainer.saving.checkpoints import LOCK
-from trainer.saving.run_record import BatchInFlight
 
 STEPS, CALL, ENDS = 4, 2, 5
 
@@ -85,10 +79,6 @@ def run(
     return table, lines, batches
 
 
-def events(directory: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (directory / EVENTS).read_text().splitlines()]
-
-
 @pytest.mark.parametrize("rollout", ROLLOUTS.values(), ids=ROLLOUTS)
 @pytest.mark.parametrize("staleness", [1, 3])
 def test_replies_are_where_the_turns_end_and_are_no_tokens_of_the_policy(
@@ -123,41 +113,49 @@ def test_replies_are_where_the_turns_end_and_are_no_tokens_of_the_policy(
 
 OPTIONS = [
     ({}, "environment"),
-    ({"record_tokens": True}, "environment"),
     ({"take": "in_order", "partial": "finish"}, "episode"),
-    ({"staleness": 1, "slice_tokens": 1}, "episode"),
+    ({"staleness": 1}, "episode"),
     ({"stale": "drop", "partial": "stop"}, "few episodes"),
 ]
 
 
 @pytest.mark.parametrize(("options", "rollout"), OPTIONS, ids=lambda each: each if isinstance(each, str) else None)
-def test_a_run_killed_at_any_event_resumes_to_the_same_weights(
+def test_a_run_killed_after_any_step_takes_again_what_it_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], rollout: str
 ) -> None:
-    """The kill is a copy of the directory right after an event, with half of the next one."""
-    record, copies = EventLog.record, tmp_path / "copies"
+    append, copies = TrajectoryLog.append, tmp_path / "copies"
 
-    def recorded(log: EventLog, event: Mapping[str, Any]) -> None:
-        record(log, event)
-        if log.path.parent.name == "whole" and (log.path.parent / "trainer.json").exists():
+    def appended(log: TrajectoryLog, taken: Taken) -> None:
+        append(log, taken)
+        directory = log.directory.parent
+        if directory.name == "whole" and (directory / "trainer.json").exists():
             target = copies / str(log.count)
-            shutil.copytree(log.path.parent, target, symlinks=True, ignore=shutil.ignore_patterns(LOCK))
-            with open(target / EVENTS, "ab") as file:
-                file.write(b'{"event":"sli')
+            shutil.copytree(directory, target, symlinks=True, ignore=shutil.ignore_patterns(LOCK))
 
-    monkeypatch.setattr(EventLog, "record", recorded)
+    monkeypatch.setattr(TrajectoryLog, "append", appended)
     options = {**options, "rollout": ROLLOUTS[rollout]}
-    table, lines, _ = run(tmp_path / "whole", trainer={"save_freq": 2}, **options)
-    actual = sorted(copies.iterdir())
-    assert len(actual) > 10
-    for directory in actual:
-        resumed, again, _ = run(directory, trainer={"save_freq": 2, "resume": True}, **options)
-        assert resumed.equal(table), directory
-        scores = [[each["train/score"] for each in some] for some in (lines, again)]
-        assert scores[1] == scores[0][len(lines) - len(again) :]
-        assert events(directory) == events(tmp_path / "whole")
-    replay, _, _ = run(tmp_path / "replay", replay=str(tmp_path / "whole"), **options)
-    assert replay.equal(table)
+    _, _, batches = run(tmp_path / "whole", trainer={"save_freq": 1}, **options)
+    killed = sorted(copies.iterdir())
+    assert [directory.name for directory in killed] == ["3", "4"]
+    for directory in killed:
+        resumed, lines, again = run(directory, trainer={"save_freq": 1, "resume": True}, **options)
+        first, recorded = STEPS - len(lines), int(directory.name)
+        assert 0 < first < recorded
+        for batch, other in zip(batches.seen[first:recorded], again.seen, strict=False):
+            expected, actual = batch.tensors(), other.tensors()
+            assert expected.keys() == actual.keys()
+            assert all(actual[name].equal(column) for name, column in expected.items())
+        replay, of_replay, _ = run(tmp_path / f"replay-{directory.name}", replay=str(directory), **options)
+        assert replay.equal(resumed)
+        for name in ("multi_turn/turns_mean", "train/score"):
+            assert [line[name] for line in of_replay[-len(lines) :]] == [line[name] for line in lines]
+
+
+@pytest.mark.parametrize("kind", ["environment", "few episodes"])
+def test_turns_are_generated_again_as_they_were_recorded(tmp_path: Path, kind: str) -> None:
+    whole, _, _ = run(tmp_path / "whole", rollout=ROLLOUTS[kind])
+    checked = {"replay": str(tmp_path / "whole"), "check_replay": True}
+    assert run(tmp_path / "replay", rollout=ROLLOUTS[kind], **checked)[0].equal(whole)
 
 
 @pytest.mark.processes
@@ -182,28 +180,17 @@ async def slow_episode(rollout: Any, problem: Mapping[str, Any]) -> Trajectory:
     return await episode(rollout, {**problem, "seconds": abs(rollout.seed) % 7 / 1000})
 
 
-def test_a_checkpoint_has_the_turns_and_experts_of_responses_in_flight() -> None:
-    ids = torch.tensor([[0, 5], [6, 7]])
-    problems = DataProto.from_dict({"input_ids": ids, "attention_mask": (ids > 0).long()}, {"uid": np.array([8, 9])})
+def test_a_record_has_turns_experts_and_failures(tmp_path: Path) -> None:
     experts = [torch.tensor([[[0, 1]], [[2, 3]]]), torch.tensor([[[1, 4]]])]
     made = Trajectory(
-        [6, 7], {"uid": 9}, [2, 3, 4], [1, 0, 1], [-0.5, 0.0, -0.25], [0, -1, 1], experts, seed=-3, turn=2
+        [6, 7], {}, [2, 3, 4], [1, 0, 1], [-0.5, 0.0, -0.25], [0, -1, 1], experts, -3, 2, 2, "turn", [0.5, 1.0, 0.5]
     )
-    turn = dataclasses.replace(made, ended="turn", turns=2)
-    first = Group(8, problems, 4, 0, 1, completed=5, responses=[Trajectory([5], {"uid": 8}, ended="raised")])
-    second = Group(9, problems, 4, 1, 1, attempt=2, responses=[Trajectory([6, 7], {"uid": 9}, seed=7)])
-    rows, state = saved_groups([first, second], 1, {9: {0: Turn(turn, 1), 3: Turn(made, 2)}}, {"9/3": 6})
-    columns = trajectory_batch(rows, prompt_length=2, response_length=4, pad_token_id=0)
-    batch = BatchInFlight(4, DataProto.from_dict({**columns, **state}))
-    groups, [unfinished] = restored_groups(batch, problems, 1, has_prompts=True)
-    for group, expected in zip(groups, [first, second], strict=True):
-        for name in ("number", "batch", "row", "version", "attempt", "completed", "responses"):
-            assert getattr(group, name) == getattr(expected, name), name
-    assert (unfinished.group, unfinished.index, unfinished.places) == (groups[1], 0, {"9/3": 6})
-    for request, before, expected in ((0, 1, turn), (3, 2, made)):
-        actual = unfinished.turns[request]
-        assert actual.before == before and torch.cat(actual.trajectory.experts).equal(torch.cat(experts))
-        assert dataclasses.replace(actual.trajectory, experts=[]) == dataclasses.replace(expected, experts=[])
-    with pytest.raises(DataError) as caught:
-        restored_groups(batch, problems.with_tensors({"input_ids": ids + 1}), 1, has_prompts=True)
-    assert (caught.value.batch, caught.value.row) == (4, 0)
+    responses = [made, Trajectory([], ended="raised"), Trajectory([], {}, [4], [1], [-1.0], [7], seed=5, ended="stop")]
+    taken = Taken(
+        [8, 9, 11], [1, 2, 3], responses, 7, 5, [10], 30, "engine_log_probs", {"engine_log_probs": {"a": 1.0}}
+    )
+    write(tmp_path / "0.npz", taken)
+    again = read(tmp_path / "0.npz")
+    assert torch.cat(again.responses[0].experts).equal(torch.cat(experts))
+    again.responses[0].experts = made.experts = []
+    assert again == taken

@@ -46,9 +46,10 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def fill(disk: Path) -> None:
-    with open(disk / "other", "wb", buffering=0) as file, pytest.raises(OSError, match=FULL):
+    with open(disk / "other", "wb", buffering=0) as file, pytest.raises(OSError) as caught:
         while True:
             file.write(bytes(4096))
+    assert caught.value.errno == errno.ENOSPC
 
 
 class Plain(ToyActor):
@@ -76,12 +77,9 @@ def test_a_save_on_a_full_disk_names_it_and_leaves_nothing(disk: Path, moment: s
         fill(disk)
         with pytest.raises(DataError) as caught:
             run.checkpoints.finish() if moment == "the record is written" else run.save_checkpoint()
-        assert str(caught.value).startswith(
-            "the checkpoint of step 2 was not saved, and the run has the checkpoint of step 1: "
-        )
-        assert FULL in str(caught.value) and saving(directory) == []
+        assert caught.value.path == str(directory) and FULL in str(caught.value) and saving(directory) == []
         if moment == "the record is written":
-            assert f"; the disk at {disk} has 0 bytes free" in str(caught.value)
+            assert f"{disk} has 0 bytes" in str(caught.value)
     (disk / "other").unlink()
     with started(directory, roles, save_freq=1, resume=True) as resumed:
         resumed.fit()
@@ -91,8 +89,9 @@ def test_a_save_on_a_full_disk_names_it_and_leaves_nothing(disk: Path, moment: s
 @pytest.mark.processes
 def test_a_batch_that_finds_the_disk_full_is_an_error_of_the_system(disk: Path) -> None:
     fill(disk)
-    with pytest.raises(OSError, match=rf"cannot write {disk}/batch: .*{FULL}"):
+    with pytest.raises(OSError) as caught:
         DataProto.from_dict({"responses": torch.zeros(64, 64)}).save_to_disk(disk / "batch")
+    assert f"{disk}/batch" in str(caught.value) and FULL in str(caught.value)
     assert [entry.name for entry in disk.iterdir()] == ["other"]
 
 
@@ -119,11 +118,9 @@ class Background(ToyActor):
 
 def test_a_run_that_ends_during_a_failing_save_reports_the_save(tmp_path: Path) -> None:
     roles = {Role.ActorRolloutRef: Background, Role.Critic: ToyCritic}
-    with (
-        pytest.raises(DataError, match=f"step 0 was not saved, and the run has no checkpoint: .*{FULL}") as caught,
-        started(tmp_path, roles) as run,
-    ):
+    with pytest.raises(DataError) as caught, started(tmp_path, roles) as run:
         run.save_checkpoint(wait=False)
         raise OSError(errno.ENOSPC, FULL, "metrics.jsonl")
+    assert FULL in str(caught.value)
     assert saving(tmp_path) == [] and not (tmp_path / "run.lock").exists()
     assert "metrics.jsonl" in str(caught.value.__context__)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from trainer.rewards.config import RewardFunctionConfig
 from trainer.rewards.configured import check_reported
 from trainer.rewards.processes import LoadedFunction
 from trainer.rewards.reward import rewarded
-from trainer.rollout.events import EVENTS
+from trainer.rollout.trajectory_log import TrajectoryLog, read
 
 
 class Log:
@@ -79,19 +78,18 @@ def test_metrics_of_a_step_are_those_of_all_its_draws() -> None:
 
 def test_groups_dropped_by_an_early_draw_are_counted(tmp_path: Path) -> None:
     """Groups become stale when the weights move, before the first draw of a step: the last draw has dropped none."""
-    config = sliced_config(8, tmp_path, stale="drop", partial="stop", capacity=5)
+    config = sliced_config(8, tmp_path, stale="drop", partial="stop", seed=1)
     filtered = FilterGroupsConfig(enable=True, max_batches=3)
     config = dataclasses.replace(config, algorithm=dataclasses.replace(config.algorithm, filter_groups=filtered))
     trainer, steps = sliced_trainer(config)
     with trainer:
         trainer.fit()
-    events = [json.loads(line) for line in (tmp_path / EVENTS).read_text().splitlines()]
-    dropped = [event for event in events if event["event"] == "dropped"]
+    record = [read(path) for path in TrajectoryLog(tmp_path, resumes=True).files()]
     assert max(step["dynamic_sampling/batches"] for step in steps) > 1
-    assert (
-        sum(step["asynchronous/dropped_groups"] for step in steps) == sum(len(drop["groups"]) for drop in dropped) > 0
-    )
-    assert sum(step["asynchronous/dropped_tokens"] for step in steps) == sum(event["tokens"] for event in dropped)
+    dropped = sum(len(taken.dropped) for taken in record)
+    assert sum(step["asynchronous/dropped_groups"] for step in steps) == dropped > 0
+    tokens = sum(taken.dropped_tokens for taken in record)
+    assert sum(step["asynchronous/dropped_tokens"] for step in steps) == tokens
     assert all(0 <= step["asynchronous/trainer_waited"] <= 1 for step in steps)
 
 

@@ -43,17 +43,18 @@ def test_a_group_is_usable_after_mistakes(tmp_path: Path) -> None:
     without_eos = prompts(4, {name: value for name, value in GREEDY.items() if name != "eos_token_id"})
     without_column = experience(4).select(["input_ids", "attention_mask"])
     mistakes = [
-        ("exists: export into a new directory", lambda: group.export_hf(str(tmp_path / "model"))),
-        ("nowhere", lambda: group.load_checkpoint(str(tmp_path / "nowhere"))),
-        ("eos_token_id", lambda: group.generate_sequences(without_eos)),
-        ("padded on the right|left", lambda: group.generate_sequences(padded_on_the_right())),
-        ("responses", lambda: group.compute_log_prob(without_column)),
-        ("responses", lambda: group.update_actor(without_column)),
-        ("max_to_keep is 0", lambda: group.save_checkpoint(str(tmp_path / "run"), 1, 0)),
+        ("export_hf", "model", lambda: group.export_hf(str(tmp_path / "model"))),
+        ("load_checkpoint", "nowhere", lambda: group.load_checkpoint(str(tmp_path / "nowhere"))),
+        ("generate_sequences", "eos_token_id", lambda: group.generate_sequences(without_eos)),
+        ("generate_sequences", "padded", lambda: group.generate_sequences(padded_on_the_right())),
+        ("compute_log_prob", "responses", lambda: group.compute_log_prob(without_column)),
+        ("update_actor", "responses", lambda: group.update_actor(without_column)),
+        ("save_checkpoint", "max_to_keep", lambda: group.save_checkpoint(str(tmp_path / "run"), 1, 0)),
     ]
-    for text, mistake in mistakes:
-        with pytest.raises(CallRejected, match=text):
+    for method, named, mistake in mistakes:
+        with pytest.raises(CallRejected) as caught:
             mistake()
+        assert caught.value.method == method and named in caught.value.cause
     group.save_checkpoint(str(tmp_path / "run"), 1)
     with pytest.raises(CallRejected) as caught:
         group.save_checkpoint(str(tmp_path / "run" / "global_step_1" / "manifest.json"), 2)

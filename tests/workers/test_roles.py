@@ -72,7 +72,7 @@ def test_supervised_steps_learn_the_demonstrations_equally_in_every_layout() -> 
     assert alone["steps"] == (13, 4)  # PPO began with a new optimizer
 
 
-def alternating(path: str) -> list[str]:
+def alternating(path: str) -> tuple[list[dict[str, Any]], int]:
     """Train in one phase, in the other, and in the first again; then the last of these in a worker that resumes."""
     worker, errors = actor({}, sft_optim={"lr": 5e-3}), []
     worker.update_sft(demonstrations(8))
@@ -84,17 +84,16 @@ def alternating(path: str) -> list[str]:
     for policy in (worker, resumed):
         with pytest.raises(ConfigError) as caught:
             policy.update_sft(demonstrations(8))
-        errors.append(str(caught.value))
+        errors.append(caught.value.fields)
     assert largest_difference(before, weights(worker)) == 0.0
     worker.update_actor(experience(8))
-    return [*errors, str(worker.state.counters["optimizer_steps"])]
+    return errors, worker.state.counters["optimizer_steps"]
 
 
 def test_a_phase_whose_optimizer_was_replaced_cannot_go_on(tmp_path: Path) -> None:
-    first, resumed, steps = run_ranks(alternating, 1, str(tmp_path))[0]
-    assert "phase 'sft'" in first and "sft_optim" in first
-    assert resumed == first
-    assert steps == "4"  # two updates of two epochs
+    [(errors, steps)] = run_ranks(alternating, 1, str(tmp_path))
+    assert errors == [{"key": "sft_optim", "value": "sft"}] * 2
+    assert steps == 4  # two updates of two epochs
 
 
 def rates() -> list[float]:
@@ -279,15 +278,13 @@ def test_a_custom_loss_is_independent_of_context_parallelism() -> None:
     assert largest_difference(alone["weights"], divided[0]["weights"]) < 1e-5
 
 
-def outside_a_group() -> list[str]:
+def outside_a_group() -> None:
     template = actor({}, "actor")
     worker, batch = ActorRolloutRefWorker(template.config, "actor"), experience(4)
-    messages = []
 
     def rejected(method: str, *args: Any) -> None:
-        with pytest.raises(ParallelStateError) as caught:
+        with pytest.raises(ParallelStateError):
             getattr(worker, method)(*args)
-        messages.append(str(caught.value))
 
     rejected("init_model")
     with worker.call_context("init_model"):
@@ -297,12 +294,10 @@ def outside_a_group() -> list[str]:
     with worker.call_context("compute_log_prob"):
         alone = worker.compute_log_prob(batch)
     assert torch.equal(alone.batch["old_log_probs"], template.compute_log_prob(batch).batch["old_log_probs"])
-    return messages
 
 
-def test_a_method_outside_its_context_is_rejected_with_the_fix() -> None:
-    messages = run_ranks(outside_a_group, 1)[0]
-    assert len(messages) == 3 and all("`with worker.call_context(method):`" in message for message in messages)
+def test_a_method_outside_its_context_is_rejected() -> None:
+    run_ranks(outside_a_group, 1)
 
 
 class Asking(MegatronWorker):

@@ -53,12 +53,8 @@ def test_a_group_samples_and_trains_as_one_process_and_restores_a_checkpoint(
     torch.version.cuda is not None,
     reason="with this torch, a process in which simulated ranks have computed gradients cannot fork ranks that do",
 )
-def test_layouts_have_the_bits_of_forked_gloo_ranks() -> None:
-    for name in (
-        "PP2 x DP2, distributed optimizer with overlap",
-        "TP2 x PP2 x EP2 with SP, router losses",
-    ):
-        layout = parity.LAYOUTS[name]
-        simulated = run_ranks(layout.ranks, parity.computed, layout, "float32")
-        forked = forking.run_ranks(parity.computed, layout.ranks, layout, "float32")
-        torch.testing.assert_close(simulated, forked, rtol=0, atol=0, msg=name)
+def test_a_layout_has_the_bits_of_forked_gloo_ranks() -> None:
+    layout = parity.LAYOUTS["PP2 x DP2, distributed optimizer with overlap"]
+    simulated = run_ranks(layout.ranks, parity.computed, layout, "float32")
+    forked = forking.run_ranks(parity.computed, layout.ranks, layout, "float32")
+    torch.testing.assert_close(simulated, forked, rtol=0, atol=0)

@@ -98,6 +98,12 @@ class RolloutWeights:
         version: int = self._report.policy_version
         return version
 
+    @property
+    def fingerprint(self) -> int | None:
+        """The fingerprint of the weights that were sent last; None if they were not verified."""
+        fingerprint: int | None = self._report.fingerprint
+        return fingerprint
+
     def update(self) -> None:
         """Send the weights now, if the policy has changed; first wait for the generation in flight."""
         if self._groups is None or not (self._stale or self._are_lost(self._groups[1])):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import random
 import time
 import zlib
 from array import array
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
@@ -20,10 +22,9 @@ from mcontroller.data.batch import DataProto
 from mcontroller.errors import ConfigError, DataError, MControllerError
 from mcontroller.group import WorkerGroup
 from trainer.columns import FAILED, columns
-from trainer.config import PPOConfig
+from trainer.config import AsynchronousConfig, PPOConfig
 from trainer.rollout.balance import Balance
 from trainer.rollout.episodes import Episodes
-from trainer.rollout.events import EventLog, Schedule
 from trainer.rollout.generation import (
     ASYNCHRONOUS,
     GeneratedBatch,
@@ -32,25 +33,65 @@ from trainer.rollout.generation import (
     RolloutWeights,
     not_drawn,
 )
-from trainer.rollout.made_tokens import FAILURE_KINDS, Turn
-from trainer.rollout.prompt_groups import STATE, Group, Unfinished, other_columns, restored_groups, saved_groups
+from trainer.rollout.made_tokens import FAILURE_KINDS, EpisodeError
 from trainer.rollout.seeds import TRAINING, seed_of
-from trainer.rollout.trajectories import Submitted, TrajectoryRollout, trajectory_batch
+from trainer.rollout.trajectories import LOG_PROBS, Submitted, TrajectoryRollout, trajectory_batch
 from trainer.rollout.trajectory import Trajectory
-from trainer.saving.run_record import BatchInFlight
+from trainer.rollout.trajectory_log import Taken, TrajectoryLog
+from trainer.saving.run_record import RECORD, BatchInFlight, read_record
 from trainer.stages import Stages
 from workers.role_worker import RoleWorker
 
 EPISODE_S = 0.01
 """[s] How long the trainer waits at a time for episodes that do something else than wait for the policy."""
 
+GROUPS = "groups"
+"""Column of a saved batch in flight, int64 ``[rows, 3]``: of each group its number, row and attempt."""
+
+
+@dataclasses.dataclass(eq=False)
+class Group:
+    """The responses to one problem.
+
+    Attributes:
+        number: of the problem in the run, its ``uid``.
+        problems: the batch that it was drawn with.
+        batch: the number of that batch in the data set, if it has one.
+        row: of the problem in the batch.
+        attempt: how often it was dropped.
+        version: of the policy when it was submitted.
+        completed: its place in the order in which groups were completed; -1 while it is not.
+        responses: so far; none before it is submitted.
+        futures: of the responses.
+    """
+
+    number: int
+    problems: DataProto
+    batch: int | None
+    row: int
+    attempt: int = 0
+    version: int = -1
+    completed: int = -1
+    responses: list[Trajectory] = dataclasses.field(default_factory=list)
+    futures: list[Future[Trajectory]] = dataclasses.field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        ids, mask = columns(self.problems, "input_ids", "attention_mask")
+        self.prompt = array("q", ids[self.row][mask[self.row].bool()].tolist())
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all responses have ended."""
+        return self.completed >= 0
+
 
 class AsynchronousGenerations(Generations):
     """The responses to train on: each step takes groups that are complete, of ``max_staleness + 1`` batches in flight.
 
-    Slices of a few tokens follow each other while the trainer waits for other stages. The weights move between two
-    slices. A step with the weights ``v`` trains on no group that was submitted with weights before
-    ``v - max_staleness``. Everything runs in the trainer's thread, and every decision is an event of the log.
+    The rollout generates while the trainer waits for other stages; the weights move between two slices of a few tokens.
+    A step with the weights ``v`` trains on no group that was submitted with weights before ``v - max_staleness``. What
+    a step takes is recorded: a run that resumes, or replays another one, takes it from the record instead, and submits
+    nothing before the end of the record. Everything runs in the trainer's thread.
 
     Args:
         config: the configuration of the run.
@@ -58,7 +99,7 @@ class AsynchronousGenerations(Generations):
         weights: sends the weights between slices.
 
     Attributes:
-        log: the events.
+        log: the record.
         balance: how long each side waited.
     """
 
@@ -66,11 +107,13 @@ class AsynchronousGenerations(Generations):
         super().__init__(config.trainer.max_staleness, stages, weights)
         trainer = config.trainer
         self._options, self._data_seed = trainer.asynchronous, config.data.seed
-        self._n = 1
-        self._schedule = Schedule(self._options)
+        self._settings = learning_settings(config)
+        self._directory, self._max_to_keep = Path(trainer.default_local_dir), trainer.max_to_keep
         replay = None if self._options.replay is None else Path(self._options.replay)
-        self.log = EventLog(Path(trainer.default_local_dir), resumes=trainer.resume, replay=replay)
+        self.log = TrajectoryLog(self._directory, resumes=trainer.resume, replay=replay)
         self.balance = Balance()
+        self._schedule = Schedule(self._options)
+        self._n = 1
         self._slices: TrajectoryRollout | None = None
         self._episodes: Episodes | None = None
         self._reset()
@@ -80,14 +123,13 @@ class AsynchronousGenerations(Generations):
 
     def _reset(self) -> None:
         self._groups: dict[int, Group] = {}
-        self._futures: dict[int, Future[Trajectory]] = {}
-        self._ended: dict[int, Trajectory] = {}
-        self._unwanted: list[Submitted] = []
-        self._sent: list[tuple[Submitted, int]] = []
-        self._error: MControllerError | None = None
+        self._error: BaseException | None = None
         self._completed, self._ready, self._version = 0, 0, -1
-        self._dropped = self._dropped_tokens = 0
-        self._held, self._is_restored = False, False
+        self._dropped: list[int] = []
+        self._dropped_tokens, self._counts = 0, [0, 0]
+        self._in_flight, self._held, self._has_weights = False, False, False
+
+    # ---- the group that generates ----------------------------------------------------------------------------------
 
     def connect(
         self, rollout: WorkerGroup[Any], sampling: Mapping[str, Any], rollout_fn: RolloutFunction | None
@@ -102,20 +144,17 @@ class AsynchronousGenerations(Generations):
                 key="trainer.max_staleness",
                 value=self._ahead,
             )
-        self._connect_slices()
+        self._begin_empty()
 
-    def _connect_slices(self) -> None:
+    def _begin_empty(self) -> None:
         """Begin without responses in flight."""
-        tokens, rows = self._options.slice_tokens, self._options.capacity or None
-        self._slices = TrajectoryRollout(
-            self._rollout, slice_tokens=tokens, capacity=rows, driven=True, trained=True, **self._sampling
-        )
-        self._n = self._slices.limits.get("n", 1)
         self.close()
+        self._slices = TrajectoryRollout(self._rollout, driven=True, trained=True, **self._sampling)
+        self._n = self._slices.limits.get("n", 1)
+        self._settings["rollout.response_length"] = self._slices.limits["response_length"]
         if isinstance(self._rollout_fn, Episodes):
             self._episodes = self._rollout_fn.another()
             self._episodes.connect(self._slices)
-            self._episodes.cancel = self._unwanted.append
 
     def close(self) -> None:
         """End the processes of episodes."""
@@ -126,14 +165,15 @@ class AsynchronousGenerations(Generations):
         """Generate with another group from now on; only the running slice is lost, and made again."""
         assert self._slices is not None
         self._slices.restart(rollout)
-        self._rollout, self._sent, self._error, self._is_restored = rollout, [], None, True
-
-    def _batch_size(self) -> int:
-        return len(next(iter(self._groups.values())).problems)
+        self._rollout, self._error = rollout, None
+        self._in_flight = self._has_weights = False
 
     def __len__(self) -> int:
         """The number of batches that were drawn and not trained on; their groups may be of more batches."""
         return -(-len(self._groups) // self._batch_size()) if self._groups else 0
+
+    def _batch_size(self) -> int:
+        return len(next(iter(self._groups.values())).problems)
 
     def problems_in_flight(self) -> dict[int, list[int]]:
         """Return which problems of which batches of the data set were drawn and not trained on."""
@@ -146,7 +186,7 @@ class AsynchronousGenerations(Generations):
     # ---- a step ----------------------------------------------------------------------------------------------------
 
     def exchange(self, problems: DataProto, draw: Callable[[], DataProto]) -> GeneratedBatch:
-        """Submit problems, and return as many groups that are complete.
+        """Submit problems, and return as many groups that are complete, or that were recorded.
 
         Args:
             problems: rows of ``input_ids`` and ``attention_mask`` ``[prompt]``.
@@ -161,22 +201,22 @@ class AsynchronousGenerations(Generations):
             self.balance.begin()
         self._raise_error()
         self._weights.update()
-        self._until(lambda: True)  # what came before this event
+        self._generate_until(lambda: True)  # what a simulated schedule has before
         size = len(problems)
-        self._submit(problems)
+        self._add(problems)
         while len(self._groups) < (self._ahead + 1) * size:
-            self._submit(draw())
-        self._drop_stale()
-        self._until(lambda: self._ready >= size and self._chosen(size) is not None)
-        chosen = self._chosen(size)
-        assert chosen is not None
-        self.log.record({"event": "taken", "groups": [group.number for group in chosen]})
-        for group in chosen:
-            del self._groups[group.number]
-        self._ready -= size
-        return self._batch(chosen)
+            self._add(draw())
+        taken = self._recorded(size)
+        if taken is None:
+            taken = self._generated_groups(size)
+            self.log.append(taken)
+        groups = [self._groups.pop(number) for number in taken.groups]
+        self._counts = [self._counts[0] + len(taken.dropped), self._counts[1] + taken.dropped_tokens]
+        self._submit()
+        return self._batch(groups, taken)
 
-    def _submit(self, problems: DataProto) -> None:
+    def _add(self, problems: DataProto) -> None:
+        """Add a group for each problem, without responses."""
         if self._groups and len(problems) != self._batch_size():
             raise DataError(
                 f"a batch of {len(problems)} problems, and one in flight has {self._batch_size()}: with "
@@ -186,61 +226,173 @@ class AsynchronousGenerations(Generations):
             )
         first, batch = self._next_uid, self._numbered(problems)
         for row in range(len(problems)):
-            group = self._groups[first + row] = Group(first + row, problems, batch, row, self._version)
-            self._begin_group(group)
-        self.log.record({"event": "submitted", "first": first, "groups": len(problems), "version": self._version})
+            self._groups[first + row] = Group(first + row, problems, batch, row)
 
-    def _begin_group(self, group: Group) -> None:
+    def _recorded(self, size: int) -> Taken | None:
+        """Return what the trainer took here before, if that was recorded and fits.
+
+        Raises:
+            DataError: the run replays another one, which differs or has ended.
+        """
+        taken = self.log.next()
+        if taken is None:
+            return None
+        if (error := self._misfit(taken, size)) is not None:
+            self.log.leave(error)
+            return None
+        if self._options.check_replay:
+            self._check_tokens()
+        self.log.count += 1
+        for number in taken.dropped:
+            self._groups[number].attempt += 1
+        for at, response in enumerate(taken.responses):
+            response.prompt = response.prompt or self._groups[taken.groups[at // self._n]].prompt
+        return taken
+
+    def _misfit(self, taken: Taken, size: int) -> DataError | None:
+        """Return how a record differs from this run, if it does. Weights are compared in a replay alone."""
+        record = self.log.count
+        ours, recorded = (json.loads(json.dumps(settings)) for settings in (self._settings, taken.settings))
+        for key in sorted({*ours, *recorded}):
+            if ours.get(key) != recorded.get(key):
+                text = f"{key} is {ours.get(key)!r}, and was {recorded.get(key)!r} when file {record} was recorded"
+                return DataError(f"{text}: set it to that again", record=record, key=key, value=ours.get(key))
+        if len(taken.groups) != size or len(taken.responses) != size * self._n:
+            text = f"file {record} has {len(taken.responses)} responses to {len(taken.groups)} problems"
+            return DataError(f"{text}, expected {size} and {self._n} of each", record=record, rows=size)
+        for number, prompt in zip(taken.groups, taken.prompts, strict=True):
+            if number not in self._groups or zlib.crc32(self._groups[number].prompt) != prompt:
+                text = f"problem {number} of file {record} has another prompt in the data of this run"
+                return DataError(f"{text}: use the same data", record=record, group=number)
+        weights = (taken.version, taken.fingerprint), (self._version, self._weights.fingerprint)
+        if self.log.replays and None not in (taken.fingerprint, weights[1][1]) and weights[0] != weights[1]:
+            return DataError(
+                f"the policy has version and fingerprint {weights[1]}, and had {weights[0]} when file {record} was "
+                "recorded: replay from the same weights, with the same layout, on the same kind of processor, and with "
+                "deterministic kernels",
+                record=record,
+                version=self._version,
+            )
+        return None
+
+    def _check_tokens(self) -> None:
+        """Generate the recorded tokens of this version of the policy again, and compare them.
+
+        Raises:
+            DataError: a token differs.
+        """
+        assert self._slices is not None
+        compared: list[tuple[int, int, int, Trajectory, Submitted]] = []
+        ahead = 0
+        while (taken := self.log.next(ahead)) is not None and taken.version <= self._version + self._ahead:
+            for at, response in enumerate(taken.responses):
+                number = taken.groups[at // self._n]
+                for start, end in _sampled_by(response, self._version):
+                    prompt = response.prompt or self._groups[number].prompt
+                    names = ("tokens", "mask", "log_probs", "versions")
+                    again = Trajectory(prompt, **{name: getattr(response, name)[:start] for name in names})
+                    submitted = self._slices.submit(again, seed=response.seed or 0, max_tokens=end - start)
+                    compared.append((self.log.count + ahead, number, at % self._n, response, submitted))
+            ahead += 1
+        while self._slices.live:
+            self._slices.advance()
+        for record, number, index, response, submitted in compared:
+            generated = submitted.trajectory.tokens
+            for position, (token, expected) in enumerate(zip(generated, response.tokens, strict=False)):
+                if token != expected:
+                    raise DataError(
+                        f"token {position} of response {index} to problem {number}, in file {record} of "
+                        f"{self.log.directory}, is {expected}; generated again it is {token}: the engine, its weights "
+                        "or the sampling differ",
+                        record=record,
+                        group=number,
+                        response=index,
+                        position=position,
+                        token=token,
+                        expected=expected,
+                    )
+
+    def _generated_groups(self, size: int) -> Taken:
+        """Generate until a step can take groups, and return them."""
+        assert self._slices is not None
+        self._submit()
+        self._drop_stale()
+        self._generate_until(lambda: self._ready >= size and self._chosen(size) is not None)
+        chosen = self._chosen(size)
+        assert chosen is not None
+        self._ready -= size
+        dropped, self._dropped = self._dropped, []
+        tokens, self._dropped_tokens = self._dropped_tokens, 0
+        meta_info = self._slices.meta_info(self._n)
+        return Taken(
+            groups=[group.number for group in chosen],
+            prompts=[zlib.crc32(group.prompt) for group in chosen],
+            responses=[response for group in chosen for response in group.responses],
+            version=self._version,
+            fingerprint=self._weights.fingerprint,
+            dropped=dropped,
+            dropped_tokens=tokens,
+            log_probs=self._slices.log_probs,
+            basis={name: meta_info[name] for name in LOG_PROBS if name in meta_info},
+            settings=self._settings,
+        )
+
+    def _submit(self) -> None:
+        """Submit the groups that have not been, unless the trainer takes groups from the record."""
+        if not (self.log.replays or self.log.has_next()):
+            for group in self._groups.values():
+                if not group.responses:
+                    self._submit_group(group)
+
+    def _submit_group(self, group: Group) -> None:
         """Submit the responses of a group; each has another seed, so that their order does not change them."""
         assert self._slices is not None
-        ids, mask = columns(group.problems, "input_ids", "attention_mask")
-        prompt = array("q", ids[group.row][mask[group.row].bool()].tolist())
-        others = other_columns(group.problems, group.row)
+        group.version, group.completed, group.futures = self._version, -1, []
+        others = {name: column[group.row] for name, column in group.problems.non_tensor_batch.items()}
         run_seed = self._slices.limits.get("seed", self._data_seed)
-        for index in range(self._n):
-            seed = seed_of(run_seed, TRAINING, group.number, index, group.attempt)
-            group.responses.append(Trajectory(prompt, others, seed=seed))
-            self._begin_response(group, index)
+        seeds = [seed_of(run_seed, TRAINING, group.number, index, group.attempt) for index in range(self._n)]
+        group.responses = [Trajectory(group.prompt, others, seed=seed) for seed in seeds]
+        for index, response in enumerate(group.responses):
+            future: Future[Trajectory]
+            if self._episodes is None:
+                future = submitted = self._slices.submit(response, seed=seeds[index])
+                submitted.key = group.number
+            else:
+                problem = {**others, "prompt_ids": group.prompt.tolist()}
+                future = self._episodes.start(problem, seeds[index], key=group.number)
+            group.futures.append(future)
+            future.add_done_callback(partial(self._response_ended, group, index))
 
-    def _begin_response(self, group: Group, index: int, turns: Mapping[int, Turn] | None = None) -> None:
-        """Submit a response, or start the episode that makes it, with the turns that it had."""
-        assert self._slices is not None
-        key, response = group.number * self._n + index, group.responses[index]
-        if self._episodes is None:
-            self._slices.submit(response, seed=response.seed).key = key
+    def _response_ended(self, group: Group, index: int, future: Future[Trajectory]) -> None:
+        if future.cancelled():
             return
-        problem = {**response.problem, "prompt_ids": response.prompt.tolist()}
-        assert response.seed is not None
-        future = self._futures[key] = self._episodes.start(problem, response.seed, key=key, turns=turns)
-        future.add_done_callback(partial(self._episode_ended, key, response))
-
-    def _episode_ended(self, key: int, response: Trajectory, done: Future[Trajectory]) -> None:
-        if not done.cancelled():
-            error: Any = done.exception()
-            self._ended[key] = done.result() if error is None else dataclasses.replace(response, ended=error.kind)
-            del self._futures[key]
+        error = future.exception()
+        if isinstance(error, EpisodeError):
+            group.responses[index] = dataclasses.replace(group.responses[index], ended=error.kind)
+        elif error is not None:
+            self._error = error
+        else:
+            group.responses[index] = future.result()
+        if not group.is_complete and all(response.ended for response in group.responses):
+            group.completed, self._completed, self._ready = self._completed, self._completed + 1, self._ready + 1
 
     def _drop_stale(self) -> None:
         """Begin the groups again that are older than they may be."""
         stale = [group for group in self._groups.values() if self._version - group.version > self._ahead]
         if self._options.stale != "drop" or not stale or self._slices is None:
             return
-        with self._holding():
-            self._until(lambda: True)
         numbers = {group.number for group in stale}
-        thrown = [submitted for submitted in self._slices.live if _response(submitted) // self._n in numbers]
-        tokens = sum(len(response.tokens) for group in stale for response in group.responses if response.ended)
-        tokens += sum(len(submitted.trajectory.tokens) for submitted in thrown)
-        for submitted in thrown:
-            submitted.cancel()
-        for key in [key for key in (*self._futures, *self._ended) if key // self._n in numbers]:
-            self._end_episode(key)
+        started = [submitted for submitted in self._slices.live if _group_of(submitted) in numbers]
+        responses = [response for group in stale for response in group.responses if response.ended]
+        responses += [submitted.trajectory for submitted in started]
+        self._dropped_tokens += sum(len(response.tokens) for response in responses)
+        self._dropped += sorted(numbers)
         for group in stale:
             self._ready -= group.is_complete
-            group.attempt, group.version, group.completed, group.responses = group.attempt + 1, self._version, -1, []
-            self._begin_group(group)
-        self._dropped, self._dropped_tokens = self._dropped + len(stale), self._dropped_tokens + tokens
-        self.log.record({"event": "dropped", "groups": [group.number for group in stale], "tokens": tokens})
+            for future in group.futures:
+                future.cancel()
+            group.attempt += 1
+            self._submit_group(group)
 
     def _chosen(self, size: int) -> list[Group] | None:
         """Return the groups that the step trains on, in the order of their numbers; None if it has to wait.
@@ -267,43 +419,37 @@ class AsynchronousGenerations(Generations):
         chosen += [group for group in complete if group not in chosen_before][: size - len(chosen)]
         return sorted(chosen, key=lambda group: group.number) if len(chosen) == size else None
 
-    def _batch(self, chosen: Sequence[Group]) -> GeneratedBatch:
-        """Return the responses of groups."""
+    def _batch(self, groups: Sequence[Group], taken: Taken) -> GeneratedBatch:
+        """Return the responses that the trainer takes."""
+        assert self._slices is not None
         rows: dict[int, tuple[DataProto, list[int]]] = {}
-        for group in chosen:
+        for group in groups:
             rows.setdefault(id(group.problems), (group.problems, []))[1].append(group.row)
         problems = DataProto.concat([batch.select_idxs(torch.tensor(some)) for batch, some in rows.values()])
-        assert self._slices is not None
-        made = [response for group in chosen for response in group.responses]
-        meta_info = self._slices.meta_info(self._n)
-        batch = self._columns(made, columns(problems, "input_ids")[0].shape[1], self._slices.log_probs)
+        made, width = taken.responses, columns(problems, "input_ids")[0].shape[1]
+        batch = trajectory_batch(
+            made,
+            prompt_length=max(width, *(len(response.prompt) for response in made)),
+            response_length=self._slices.limits["response_length"],
+            pad_token_id=self._sampling["pad_token_id"],
+            log_probs=taken.log_probs,
+        )
+        meta_info = {**self._slices.meta_info(self._n), **taken.basis}
         if self._episodes is not None:
             meta_info["metrics"] = self._episodes.take_metrics(made)
             batch[FAILED] = torch.tensor([response.ended in FAILURE_KINDS for response in made])
         others = problems.select([], non_tensor_batch_keys=None).repeat(self._n)
         return GeneratedBatch(problems, DataProto.from_dict(batch, meta_info=meta_info), others, {})
 
-    def _columns(
-        self, made: Sequence[Trajectory], prompt_length: int, log_probs: str | None = "rollout_log_probs"
-    ) -> dict[str, torch.Tensor]:
-        assert self._slices is not None
-        return trajectory_batch(
-            made,
-            prompt_length=max(prompt_length, *(len(response.prompt) for response in made)),
-            response_length=self._slices.limits["response_length"],
-            pad_token_id=self._sampling["pad_token_id"],
-            log_probs=log_probs,
-        )
-
     def take_metrics(self) -> dict[str, float]:
         """Return the sizes of the queue, and what was dropped and how long each side waited since the last call."""
+        (groups, tokens), self._counts = self._counts, [0, 0]
         counts = {
             "asynchronous/queue_groups": len(self._groups),
             "asynchronous/queue_complete": self._ready,
-            "asynchronous/dropped_groups": self._dropped,
-            "asynchronous/dropped_tokens": self._dropped_tokens,
+            "asynchronous/dropped_groups": groups,
+            "asynchronous/dropped_tokens": tokens,
         }
-        self._dropped = self._dropped_tokens = 0
         return {name: float(count) for name, count in counts.items()} | self.balance.take_step()
 
     def summary(self) -> str:
@@ -314,136 +460,73 @@ class AsynchronousGenerations(Generations):
 
     def pump(self) -> None:
         """Take the slice in flight if it has ended, and send the next one; an error is raised by the next step."""
-        if self._held or self._slices is None or self._error is not None or self.log.next is not None:
+        if self._slices is None or self._held or not self._has_weights or self._error is not None:
             return
         try:
-            self._exchange()
-            if self._sent and not self._slices.ready():
-                return
-            if self._sent:
+            self._pump_episodes()
+            if self._in_flight:
+                if not self._slices.ready():
+                    return
                 self._collect()
             self._send(self._slices.live)
         except MControllerError as error:
             self._error = error
 
     @contextmanager
-    def _holding(self) -> Iterator[None]:
-        """Send slices only where this thread asks for them."""
-        self._held = True
-        try:
-            yield
-        finally:
-            self._held = False
-
-    @contextmanager
     def _moving(self) -> Iterator[None]:
         """Have no slice in flight while weights move, and let the trajectories in flight finish first if they are to.
 
-        After a checkpoint was loaded, the rollout has no weights for a slice yet.
+        After a restart, the rollout has no weights for a slice yet.
         """
-        with self._holding():
-            if not self._is_restored:
+        self._held = True
+        try:
+            if self._has_weights:
                 finish = self._options.partial == "finish"
-                self._until(
-                    lambda: self.log.next is not None or not (finish and (self._started() or self._is_busy())),
-                    self._started if finish else None,
+                self._generate_until(
+                    lambda: not (finish and (self._started() or self._is_busy())), self._started if finish else None
                 )
             yield
-            self._is_restored = False
+            self._has_weights = True
             if self._weights.version != self._version:
                 self._version = self._weights.version
-                self.log.record({"event": "weights", "version": self._version})
                 if self._options.partial == "stop" and self._slices is not None:
                     self._slices.postpone(self._started())
+        finally:
+            self._held = False
 
     def _started(self) -> list[Submitted]:
         """Return the responses in flight that have tokens."""
         live = () if self._slices is None else self._slices.live
         return [submitted for submitted in live if submitted.trajectory.tokens]
 
-    def _until(self, reached: Callable[[], bool], rows: Callable[[], Sequence[Submitted]] | None = None) -> None:
-        """Make slices until a condition holds, and those that the schedule or the recorded events have before it.
+    def _generate_until(
+        self, reached: Callable[[], bool], rows: Callable[[], Sequence[Submitted]] | None = None
+    ) -> None:
+        """Make slices until a condition holds, and those that a simulated schedule has before it.
 
         Args:
             reached: the condition.
             rows: returns the responses that the slices continue. None: all in flight.
         """
         self._raise_error()
-        if self._held and self._sent:
+        if self._held and self._in_flight:
             self._wait()
-        self._exchange()
-        while self._goes_on(needed=not reached()) and self._slices is not None:
-            following = self.log.next
-            if following is not None and following["event"] == "ended":
-                ended, failed, cancelled = (following[name] for name in ("responses", "failed", "cancelled"))
-                if self._has_all([key for key in ended if str(key) not in failed], lambda: self._ended):
-                    self._settle(ended, failed, cancelled)
-            elif self._sent or self._send(self._slices.live if rows is None else rows()):
+        self._pump_episodes()
+        while self._slices is not None and self._schedule.goes_on(needed=not reached()):
+            if self._in_flight or self._send(self._slices.live if rows is None else rows()):
                 self._wait()
                 self._raise_error()
-            elif self._is_busy():
-                self._exchange(EPISODE_S)
-            else:
+            elif not self._is_busy():
                 return
-            self._exchange()
+            self._pump_episodes(0.0 if self._slices.live else EPISODE_S)
 
     def _is_busy(self) -> bool:
         return self._episodes is not None and self._episodes.busy
 
-    def _exchange(self, seconds: float = 0.0) -> None:
-        """Let episodes go on, and take those that have ended, unless recorded events have the order."""
-        if self._episodes is None:
-            return
-        self._episodes.pump(seconds if self._episodes.busy else 0.0)
-        if (self._ended or self._unwanted) and self.log.next is None:
-            failed = {
-                str(key): response.ended for key, response in self._ended.items() if response.ended in FAILURE_KINDS
-            }
-            busy = {submitted for submitted, _ in self._sent}
-            cancelled = [
-                submitted.key for submitted in self._unwanted if not submitted.done() and submitted not in busy
-            ]
-            self._settle([*self._ended], failed, cancelled)
-
-    def _has_all(self, wanted: Sequence[Any], there: Callable[[], Container[Any]]) -> bool:
-        """Let episodes go on until all that the next recorded event names are there, and return whether they are."""
-        until = time.monotonic()
-        if self._episodes is not None and self._episodes.processes:
-            until += self._episodes.timeout_s
-        while missing := [key for key in wanted if key not in there()]:
-            if not self._is_busy() and time.monotonic() > until:
-                self.log.diverge(f"without the responses {missing}")
-                return False
-            self._exchange(EPISODE_S)
-        return True
-
-    def _settle(self, ended: Sequence[int], failed: Mapping[str, str], cancelled: Sequence[str]) -> None:
-        """Take episodes that have ended, in this order, as responses of their groups, and cancel trajectories."""
-        assert self._slices is not None
-        for submitted in self._slices.live if cancelled else ():
-            if submitted.key in cancelled:
-                submitted.cancel()
-        self._unwanted[:] = [submitted for submitted in self._unwanted if not submitted.done()]
-        for key in ended:
-            group, index = self._groups[key // self._n], key % self._n
-            made = self._end_episode(key)
-            if made is None or str(key) in failed:
-                made = dataclasses.replace(group.responses[index], ended=failed[str(key)])
-            group.responses[index] = made
-            self._complete(group)
-        if ended or cancelled:
-            event = {"event": "ended", "responses": [*ended], "failed": {**failed}, "cancelled": [*cancelled]}
-            self.log.record(event)
-
-    def _end_episode(self, key: int) -> Trajectory | None:
-        """Return what an episode has made, and forget it; stop it if it has not ended."""
-        if key in self._futures:
-            self._futures.pop(key).cancel()
-        return self._ended.pop(key, None)
-
-    def _complete(self, group: Group) -> None:
-        if not group.is_complete and all(response.ended for response in group.responses):
-            group.completed, self._completed, self._ready = self._completed, self._completed + 1, self._ready + 1
+    def _pump_episodes(self, seconds: float = 0.0) -> None:
+        """Let episodes go on."""
+        if self._episodes is not None:
+            self._episodes.pump(seconds if self._episodes.busy else 0.0)
 
     def _wait(self) -> None:
         """Wait for the slice in flight."""
@@ -452,71 +535,21 @@ class AsynchronousGenerations(Generations):
             self._collect()
             self.balance.waited += time.perf_counter() - began
 
-    def _goes_on(self, *, needed: bool) -> bool:
-        following = self.log.next
-        if following is not None and following["event"] in ("slice", "ended"):
-            return True
-        if following is not None and needed:
-            self.log.diverge("a slice")
-        return (needed or following is None) and self._schedule.goes_on(needed, self.log.count)
-
     def _send(self, live: Sequence[Submitted]) -> bool:
         """Send a slice, and return whether there is one."""
         assert self._slices is not None
-        following = self.log.next
-        if following is None:
-            rows = self._schedule.rows(live, self._slices.capacity, self.log.count)
-        elif isinstance(following["rows"], int):
-            rows = live[: following["rows"]]
-        else:
-            slices, wanted = self._slices, following["rows"]
-            self._has_all(wanted, lambda: {submitted.key for submitted in slices.live})
-            by_key = {submitted.key: submitted for submitted in slices.live}
-            rows = [by_key[key] for key in wanted if key in by_key]
-        if not rows and following is not None and live:
-            self.log.diverge("a slice of other responses")
-            return self._send(live)
-        if not rows:
-            return False
-        self._sent = [(submitted, len(submitted.trajectory.tokens)) for submitted in rows]
-        if following is None or "log_probs" not in following:
-            self._slices.start(rows)
-        self.balance.sent()
-        return True
+        rows = self._schedule.rows(live, self._slices)
+        if rows:
+            self._in_flight = self._slices.start(rows)
+            self.balance.sent()
+        return bool(rows)
 
     def _collect(self) -> None:
-        """Take the slice in flight, and record it."""
+        """Take the slice in flight."""
         assert self._slices is not None
-        sent, self._sent = self._sent, []
-        live, recorded = self._slices.live, self.log.next or {}
-        if "log_probs" in recorded:
-            ended = self._slices.put(
-                [submitted for submitted, _ in sent], recorded["made"], recorded["log_probs"], recorded["version"]
-            )
-        else:
-            ended = self._slices.take()
+        self._in_flight = False
+        self._slices.take()
         self.balance.ended()
-        rows = [submitted for submitted, _ in sent]
-        made = [submitted.trajectory.tokens[length:] for submitted, length in sent]
-        in_order = self._episodes is None and rows == list(live[: len(rows)])
-        crc32 = 0
-        for tokens in made:
-            crc32 = zlib.crc32(tokens, crc32)
-        event: dict[str, Any] = {
-            "event": "slice",
-            "rows": len(rows) if in_order else [submitted.key for submitted in rows],
-            "version": rows[0].trajectory.versions[-1],
-            "tokens": sum(map(len, made)),
-            "crc32": crc32,
-            "ended": [submitted.key for submitted in ended],
-        }
-        if self._options.record_tokens:
-            log_probs = [submitted.trajectory.log_probs[length:].tolist() for submitted, length in sent]
-            event |= {"made": [tokens.tolist() for tokens in made], "log_probs": log_probs}
-        if self._episodes is None:
-            for response in ended:
-                self._complete(self._groups[response.key // self._n])
-        self.log.record(event)
 
     def _raise_error(self) -> None:
         error, self._error = self._error, None
@@ -526,31 +559,33 @@ class AsynchronousGenerations(Generations):
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 
     def state(self) -> tuple[tuple[BatchInFlight, ...], Mapping[str, Any]]:
-        """Send the weights, and return the groups in flight, by batch, and the place in the order of events.
+        """Return the problems in flight, by batch, and the place in the record; delete what no checkpoint needs of it.
 
-        The weights move first because a run that resumes has no older ones. A slice in flight is not part of it: it
-        is the next event.
+        The responses in flight are no part of it: a run that resumes takes what was recorded, and generates the rest
+        again.
         """
-        self._weights.update()
         batches: dict[int | None, list[Group]] = {}
         for group in self._groups.values():
             batches.setdefault(group.batch, []).append(group)
         if None in batches:
             raise not_drawn()
-        assert self._slices is not None
-        episodes = {} if self._episodes is None else self._episodes.states()
-        places = {submitted.key: place for place, submitted in enumerate(self._slices.live)}
         saved = []
         for number, groups in batches.items():
-            made, state = saved_groups(groups, self._n, episodes, places)
-            batch = self._columns(made, columns(groups[0].problems, "input_ids")[0].shape[1])
-            in_flight = tuple(group.row for group in groups)
-            saved.append(BatchInFlight(number or 0, DataProto.from_dict({**batch, **state}), in_flight))
-        mine = {"max_staleness": self._ahead, "version": self._version, "asked": self._next_uid}
-        return tuple(saved), {
-            **self._sampling_state(),
-            ASYNCHRONOUS: {**mine, "completed": self._completed, "log": self.log.state()},
-        }
+            numbers = torch.tensor([[group.number, group.row, group.attempt] for group in groups])
+            rows = tuple(group.row for group in groups)
+            saved.append(BatchInFlight(number or 0, DataProto.from_dict({GROUPS: numbers}), rows))
+        self.log.delete_before(self._oldest_needed())
+        counts = {"max_staleness": self._ahead, "taken": self.log.count, "problems": self._next_uid}
+        return tuple(saved), {**self._sampling_state(), ASYNCHRONOUS: counts}
+
+    def _oldest_needed(self) -> int:
+        """Return the place in the record of the oldest checkpoint; 0 as long as none has been deleted."""
+        if self._max_to_keep is None or not (self._directory / RECORD).exists():
+            return 0
+        saves = read_record(self._directory).saves()
+        if len(saves) < self._max_to_keep:
+            return 0
+        return min(self.log.count, *(int(save.rollout.get(ASYNCHRONOUS, {}).get("taken", 0)) for save in saves))
 
     def restore(
         self,
@@ -558,50 +593,88 @@ class AsynchronousGenerations(Generations):
         sampling: Mapping[str, Any],
         problems: Callable[[int], DataProto],
     ) -> int:
-        """Continue with saved groups, and follow the events that were recorded after them; see ``Generations.restore``.
+        """Continue with saved problems, and take what was recorded after them; see ``Generations.restore``.
 
         Raises:
             ConfigError: the checkpoint was saved with a greater ``max_staleness``.
         """
         others = {name: value for name, value in sampling.items() if name != ASYNCHRONOUS}
         super().restore((), others, problems)
-        mine = sampling.get(ASYNCHRONOUS, {})
-        if mine.get("max_staleness", 0) > self._ahead:
+        counts = sampling.get(ASYNCHRONOUS, {})
+        if counts.get("max_staleness", 0) > self._ahead:
             raise ConfigError(
                 f"trainer.max_staleness is {self._ahead}, and the checkpoint has responses in flight of "
-                f"{mine['max_staleness']}: resume with at least that",
+                f"{counts['max_staleness']}: resume with at least that",
                 key="trainer.max_staleness",
                 value=self._ahead,
             )
         self._reset()
-        self.log.restore(mine.get("log", {}))
+        self.log.restore(counts.get("taken", 0))
         if self._rollout is not None:
-            self._connect_slices()
-        begun: list[Unfinished] = []
-        for batch in saved if mine else ():
-            batch_problems = problems(batch.number)
-            number, row, *_ = columns(batch.responses, STATE)[0][0].tolist()
-            self._next_uid = number - row
-            self._numbered(batch_problems)
-            groups, of_batch = restored_groups(batch, batch_problems, self._n, has_prompts=self._episodes is None)
-            self._groups |= {group.number: group for group in groups}
-            begun += of_batch
+            self._begin_empty()
+        for batch in saved if counts else ():
+            numbers = columns(batch.responses, GROUPS)[0].tolist()
+            of_batch = problems(batch.number)
+            self._next_uid = numbers[0][0] - numbers[0][1]
+            self._numbered(of_batch)
+            for number, row, attempt in numbers:
+                self._groups[number] = Group(number, of_batch, batch.number, row, attempt)
         self._groups = dict(sorted(self._groups.items()))
-        for unfinished in sorted(begun, key=lambda unfinished: unfinished.order):
-            self._begin_response(unfinished.group, unfinished.index, unfinished.turns)
-        self._ready = sum(group.is_complete for group in self._groups.values())
-        self._completed, self._version = mine.get("completed", 0), mine.get("version", -1)
-        self._next_uid, self._is_restored = mine.get("asked", 0), True
-        if self._episodes is not None and self._slices is not None:
-            self._exchange()
-            places = {key: place for unfinished in begun for key, place in unfinished.places.items()}
-            self._slices.postpone(
-                sorted(self._slices.live, key=lambda submitted: places.get(submitted.key, len(places)))
-            )
+        self._next_uid = counts.get("problems", 0)
         self.balance.begin()
         return len(self)
 
 
-def _response(submitted: Submitted) -> int:
-    """Return the number of the response that a trajectory in flight belongs to."""
-    return submitted.key if isinstance(submitted.key, int) else int(submitted.key.partition("/")[0])
+class Schedule:
+    """When a run makes another slice, of which responses, and how long it is.
+
+    Args:
+        config: ``schedule`` and ``seed``.
+    """
+
+    def __init__(self, config: AsynchronousConfig) -> None:
+        self.is_live, self._random = config.schedule == "live", random.Random(config.seed)
+
+    def goes_on(self, *, needed: bool) -> bool:
+        """Return whether a slice comes before the next event of the trainer, which needs it or not."""
+        return needed or (not self.is_live and self._random.random() < 0.5)
+
+    def rows(self, live: Sequence[Submitted], slices: TrajectoryRollout) -> Sequence[Submitted]:
+        """Return which responses the slice continues: the first ones, or a random part by a random number of tokens."""
+        if self.is_live or not live:
+            return live[: slices.capacity]
+        slices.slice_tokens = self._random.randint(1, 8)
+        return self._random.sample(live, self._random.randint(1, min(slices.capacity, len(live))))
+
+
+def learning_settings(config: PPOConfig) -> dict[str, Any]:
+    """Return the configuration of what is learned, a value for each key; without how long, how often and where."""
+    settings: dict[str, Any] = {"trainer.max_staleness": config.trainer.max_staleness}
+    for name in ("actor_rollout_ref", "critic", "ref", "reward_model", "data", "algorithm", "warm_up"):
+        value = getattr(config, name)
+        _flatten(name, dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value, settings)  # type: ignore[arg-type]
+    return settings
+
+
+def _flatten(name: str, value: Any, settings: dict[str, Any]) -> None:
+    if isinstance(value, Mapping) and value:
+        for key, inner in value.items():
+            _flatten(f"{name}.{key}", inner, settings)
+    else:
+        settings[name] = value if isinstance(value, str | int | float | bool | list | None) else repr(value)
+
+
+def _group_of(submitted: Submitted) -> int:
+    """Return the number of the group that a trajectory in flight belongs to."""
+    return int(str(submitted.key).partition("/")[0])
+
+
+def _sampled_by(response: Trajectory, version: int) -> Iterator[tuple[int, int]]:
+    """Yield start and end of the runs of tokens that the policy of a version sampled."""
+    start = None
+    for position, token_version in enumerate([*response.versions, -1]):
+        if token_version == version and start is None:
+            start = position
+        elif token_version != version and start is not None:
+            yield start, position
+            start = None

@@ -39,6 +39,8 @@ LOG_PROBS = ("rollout_log_probs", "engine_log_probs")
 """The columns with a log-probability for each token; a rollout returns one of them."""
 _OF_ENGINES = ("eos_token_id", *(name for name in OF_REQUESTS if name != "max_tokens"))
 _TAKE_S = 0.02
+SLICE_TOKENS = 64
+"""[tokens] The most by which a slice continues a trajectory."""
 
 
 class Submitted(Future[Trajectory]):
@@ -114,7 +116,8 @@ class TrajectoryRollout:
     Args:
         group: its workers have ``generate_sequences`` with the columns ``sample_seed`` and ``generated``, and
             ``generation_limits``.
-        slice_tokens: the most tokens by which a slice continues a trajectory.
+        slice_tokens: the most tokens by which a slice continues a trajectory. None: those of the workers'
+            ``generation_limits``, or ``SLICE_TOKENS``.
         capacity: the most rows of a slice; the others wait in the order in which they were submitted. None: the
             engine's ``rollout.max_rows``.
         driven: whether the program calls ``advance``, or ``start`` and ``take``; otherwise whoever waits for a
@@ -139,7 +142,7 @@ class TrajectoryRollout:
         self,
         group: Any,
         *,
-        slice_tokens: int = 64,
+        slice_tokens: int | None = None,
         capacity: int | None = None,
         driven: bool = False,
         trained: bool = False,
@@ -148,7 +151,7 @@ class TrajectoryRollout:
     ) -> None:
         self.group, self.sampling, self.driven, self.trained = group, sampling, driven, trained
         self.limits: Mapping[str, Any] = group.generation_limits()[0]
-        self.slice_tokens = slice_tokens
+        self.slice_tokens: int = slice_tokens or self.limits.get("slice_tokens", SLICE_TOKENS)
         self.capacity = capacity or self.limits["max_rows"]
         self.submissions, self.some_cancelled = 0, False
         self._sampled_before: int | None = None
@@ -338,18 +341,6 @@ class TrajectoryRollout:
                     self.log_probs = log_probs_of(batch)
                 self._basis = {name: value for name, value in batch.meta_info.items() if name in LOG_PROBS}
             return self._settled([submitted for rows, _ in batches for submitted in rows])
-
-    def put(
-        self,
-        rows: Sequence[Submitted],
-        tokens: Sequence[Sequence[int]],
-        log_probs: Sequence[Sequence[float]],
-        version: int,
-    ) -> list[Submitted]:
-        """Continue trajectories with tokens of an earlier run in place of a slice, and return those that end."""
-        for submitted, made, scores in zip(rows, tokens, log_probs, strict=True):
-            submitted.trajectory.sampled(made, scores, version, submitted.temperature)
-        return self._settled(rows)
 
     def _settled(self, rows: Sequence[Submitted]) -> list[Submitted]:
         """Return those of the rows of a slice that have ended, whose waiters go on."""

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--replay",
         metavar="RUN_DIR",
-        help="run the configuration of an asynchronous run again, in RUN_DIR-replay, with the same order of events",
+        help="train on the responses that an asynchronous run has recorded, in RUN_DIR-replay, to the same weights",
     )
 
 
@@ -41,8 +41,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _config(replay: str | None, file: list[str], overrides: list[str]) -> RunConfig:
     if replay is not None:
-        path, events = Path(replay).resolve(), config_of_run(replay, []).trainer.default_local_dir
-        settings = [f"run_dir={path}-replay", f"trainer.asynchronous.replay={events}", "trainer.resume=false"]
+        path, recorded = Path(replay).resolve(), config_of_run(replay, []).trainer.default_local_dir
+        settings = [f"run_dir={path}-replay", f"trainer.asynchronous.replay={recorded}", "trainer.resume=false"]
         return config_of_run(replay, [*settings, "trainer.default_local_dir=checkpoints", *file, *overrides])
     if not file:
         raise ConfigError("train needs a CONFIG, or --replay RUN_DIR", key="file")

@@ -15,8 +15,9 @@ A registration in a program's main file is not enough: Ray workers do not run th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 from mcontroller.config.checks import check_above
@@ -89,11 +90,13 @@ class PolicyLoss(NamedTuple):
         loss: the loss, to be minimized. The caller averages it over the mask (``loss_agg_mode``).
         ratio: the probability ratio ``exp(log_probs - old_log_probs)``, for metrics.
         clipped: 1 for tokens whose loss is determined by clipping, otherwise 0, for metrics.
+        metrics: values that are averaged over tokens and reported, by the names that the loss is registered with.
     """
 
     loss: Tensor
     ratio: Tensor
     clipped: Tensor
+    metrics: Mapping[str, Tensor] = MappingProxyType({})
 
 
 class PolicyLossFunction(Protocol):
@@ -136,6 +139,7 @@ class RegisteredPolicyLoss:
         clip_low: its ``clip_low``, unless the configuration sets ``clip_ratio_low`` or ``clip_ratio``.
         clip_high: its ``clip_high``, unless the configuration sets ``clip_ratio_high`` or ``clip_ratio``.
         unused: the fields of ``ActorConfig`` about clipping that it does not read.
+        metrics: the names of the metrics that it returns.
     """
 
     function: PolicyLossFunction
@@ -145,6 +149,7 @@ class RegisteredPolicyLoss:
     clip_low: float = 0.2
     clip_high: float = 0.2
     unused: tuple[str, ...] = ()
+    metrics: tuple[str, ...] = ()
 
 
 F = TypeVar("F", bound=Callable[..., PolicyLoss])
@@ -159,6 +164,7 @@ def register_policy_loss(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
     unused: Sequence[str] = (),
+    metrics: Sequence[str] = (),
 ) -> Callable[[F], F]:
     """Return a decorator that registers a policy loss under ``name``.
 
@@ -174,6 +180,7 @@ def register_policy_loss(
         clip_high: its ``clip_high`` unless the configuration sets one; above 0.
         unused: the fields of ``ActorConfig`` about clipping that it does not read, such as ``clip_ratio_c``; they are
             rejected with it.
+        metrics: the names in ``PolicyLoss.metrics``, always the same, reported as ``actor/NAME``.
 
     Raises:
         ConfigError: another policy loss is registered under this name, there is no such ``loss_agg_mode``, or a limit
@@ -192,6 +199,7 @@ def register_policy_loss(
             clip_low=clip_low,
             clip_high=clip_high,
             unused=tuple(unused),
+            metrics=tuple(metrics),
         )
         POLICY_LOSSES.add(name, registered)
         return function

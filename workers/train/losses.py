@@ -125,6 +125,7 @@ def policy_objective(
         "pg_clipfrac_high": policy.clipped * (columns["advantages"] > 0),
         "ppo_kl": _old_log_probs(rows, log_probs) - log_probs,
         "entropy": entropy,
+        **policy.metrics,
     }
     total = masked_sum(per_token, weights.tokens)
     pg_loss = total.detach()
@@ -153,6 +154,7 @@ def policy_objective(
 def policy_metrics(config: ActorConfig) -> dict[str, Rule]:
     """Return how the values that ``policy_objective`` reports are reduced."""
     means = ["pg_clipfrac", "pg_clipfrac_low", "pg_clipfrac_high", "ppo_kl", "entropy"]
+    means += POLICY_LOSSES[config.policy_loss].metrics
     means += ["kl_loss"] * bool(config.use_kl_loss)
     return {"pg_loss": Rule.LOSS_MEAN} | dict.fromkeys(means, Rule.TOKEN_MEAN) | {"ratio_max": Rule.MAX}
 

@@ -16,10 +16,8 @@ from mcontroller.data.batch import (
     DataProtoItem,
     collate_fn,
     pad_dataproto_to_divisor,
-    union_numpy_dict,
-    union_tensor_dict,
 )
-from mcontroller.data.checks import RowIndexError
+from mcontroller.data.columns import RowIndexError
 from mcontroller.errors import DataError
 from tests.mcontroller.batches import every_kind, jagged, numbered, numbers
 
@@ -179,7 +177,6 @@ def test_rename_keeps_the_order_of_columns_and_returns_the_batch_itself() -> Non
         (lambda batch: batch.chunk(0), {"chunks": 0}),
         (lambda batch: batch.split(0), {"split_size": 0}),
         (lambda batch: batch.repeat(-1), {"repeat_times": -1}),
-        (lambda batch: batch.sample_level_repeat([1, 2]), {"shape": (2,), "rows": 5}),
         (lambda batch: batch.reorder([0, 0, 1, 2, 3]), {"rows": 5, "indices": 5}),
         (lambda batch: batch.reorder([0, 1]), {"rows": 5, "indices": 2}),
         (lambda batch: batch.padding(1, "middle"), {"padding_candidate": "middle"}),
@@ -212,11 +209,14 @@ def test_union_adds_columns_and_takes_equal_ones_once() -> None:
 
 
 def test_union_rejects_a_column_or_key_with_two_values() -> None:
-    left = TensorDict({"a": torch.zeros(2)}, [2])
+    def batch(name: str, value: float) -> DataProto:
+        return DataProto.from_dict({"a": torch.full((2,), value)}, {"u": [name, name]})
+
+    wide = DataProto.from_dict({"b": torch.zeros(2, 3)}, num_batch_dims=2)
     rejected = [
-        (lambda: union_tensor_dict(left, TensorDict({"a": torch.ones(2)}, [2])), {"column": "a"}),
-        (lambda: union_tensor_dict(left, TensorDict({"b": torch.ones(3)}, [3])), {"batch_sizes": ([2], [3])}),
-        (lambda: union_numpy_dict({"u": np.array(["x"])}, {"u": np.array(["y"])}), {"column": "u"}),
+        (lambda: batch("x", 0.0).union(batch("x", 1.0)), {"column": "a"}),
+        (lambda: batch("x", 0.0).union(batch("y", 0.0)), {"column": "u"}),
+        (lambda: batch("x", 0.0).union(wide), {"batch_sizes": ([2], [2, 3])}),
         (lambda: numbered(2, a=1).union(numbered(2, a=2)), {"key": "a", "parts": (0, 1), "values": (1, 2)}),
     ]
     for unite, fields in rejected:
@@ -350,24 +350,6 @@ def test_padding_changes_the_batch_itself() -> None:
     assert (numbers(batch), batch.meta_info) == ([0, 1, 2, 2, 2], {"a": 1})
 
 
-def test_column_chunks_become_rows_and_other_columns_are_repeated() -> None:
-    batch = DataProto.from_dict(
-        {"pair": torch.arange(8).view(2, 4), "n": torch.tensor([5, 6])},
-        {"uid": np.array(["a", "b"], object), "texts": np.array([["x", "y"], ["z", "w"]], object)},
-        {"step": 1},
-    )
-    unfolded = batch.unfold_column_chunks(2, ["pair", "texts"])
-    assert unfolded.batch["pair"].tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert unfolded.batch["n"].tolist() == [5, 5, 6, 6]
-    assert unfolded.non_tensor_batch["texts"].tolist() == [["x"], ["y"], ["z"], ["w"]]
-    assert unfolded.non_tensor_batch["uid"].tolist() == ["a", "a", "b", "b"]
-    assert unfolded.meta_info == {"step": 1}
-    assert batch.unfold_column_chunks(2).batch["pair"].shape == (4, 4)
-    with pytest.raises(DataError) as raised:
-        batch.unfold_column_chunks(3, ["pair"])
-    assert raised.value.fields == {"column": "pair", "n_split": 3}
-
-
 def test_equality_compares_all_of_a_batch_and_reports_the_difference() -> None:
     batch = DataProto.from_dict({"a": torch.tensor([1.0, float("nan")])}, {"u": [{"x": np.arange(2)}, None]}, {"t": 1})
     same = DataProto.from_dict({"a": torch.tensor([1.0, float("nan")])}, {"u": [{"x": np.arange(2)}, None]}, {"t": 1})
@@ -383,14 +365,13 @@ def test_equality_compares_all_of_a_batch_and_reports_the_difference() -> None:
     assert batch.difference(same) == "meta_info['t'] differs: 1 and 2"
 
 
-def test_the_summary_and_the_printed_size_show_shapes_and_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_summary_shows_shapes_and_bytes() -> None:
     batch = DataProto.from_dict({"ids": torch.zeros(8, 16), "j": jagged([1] * 8)}, {"uid": list("abcdefgh")}, {"t": 1})
     assert repr(batch) == (
         "DataProto(8 rows, batch {ids: float32[8, 16], j: float32[8, *]}, non_tensor_batch {uid: object[8]}, "
         "meta_info ['t'], 680 B)"
     )
-    batch.print_size("after rollout")
-    assert capsys.readouterr().out == "after rollout, batch: 616 B, non_tensor_batch: 64 B\n"
+    assert batch.nbytes() == 680
 
 
 def test_a_column_added_to_a_batch_or_to_its_copy_is_seen_in_that_one_alone() -> None:

@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 from mcontroller.data.batch import (
     DataProto,
     collate_fn,
-    fold_batch_dim,
     pad_dataproto_to_divisor,
-    unfold_batch_dim,
     unpad_dataproto,
 )
 from tests.mcontroller.batches import every_kind, numbered, numbers, row_counts
@@ -64,13 +62,6 @@ def test_repeat_is_a_choice_of_rows(rows: int, times: int, interleave: bool) -> 
 
 
 @unhurried
-@given(st.lists(st.integers(0, 4), max_size=10))
-def test_sample_level_repeat_repeats_each_row_its_own_number_of_times(times: list[int]) -> None:
-    repeated = numbered(len(times)).sample_level_repeat(torch.tensor(times, dtype=torch.int64))
-    assert numbers(repeated) == [row for row, count in enumerate(times) for _ in range(count)]
-
-
-@unhurried
 @given(row_counts, st.data())
 def test_every_way_to_name_rows_gives_the_same_rows(rows: int, data: st.DataObject) -> None:
     batch = every_kind(rows)
@@ -105,9 +96,9 @@ def test_unpad_undoes_padding_to_a_divisor(rows: int, divisor: int) -> None:
 @given(st.integers(0, 4), st.integers(1, 5))
 def test_unfold_undoes_fold(groups: int, size: int) -> None:
     batch = every_kind(groups * size).select(DENSE)
-    folded = fold_batch_dim(batch, groups) if groups else batch.unfold_batch_dim(1)
+    folded = batch.fold_batch_dim(groups) if groups else batch.unfold_batch_dim(1)
     assert len(folded) == groups
-    assert unfold_batch_dim(folded, 2 if groups else 1).difference(batch) is None
+    assert folded.unfold_batch_dim(2 if groups else 1).difference(batch) is None
 
 
 @unhurried
@@ -139,7 +130,6 @@ def test_operations_leave_the_batch_they_are_called_on_as_it_was(rows: int) -> N
         *batch.chunk(3), *batch.split(2), batch[:1], batch[[0] * min(rows, 1)], batch.select("ids"), batch.repeat(2),
         batch.slice().to("cpu"), batch.union(numbered(rows, more=1)), DataProto.concat([batch]), batch.unpad(0),
         batch.slice().padding(int(rows > 0)), copy.copy(batch), dense.fold_batch_dim(1), dense.unfold_batch_dim(1),
-        batch.sample_level_repeat([1] * rows),
     ]  # fmt: skip
     for part in made:
         part.meta_info["stops"][1].append("c")

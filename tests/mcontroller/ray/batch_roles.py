@@ -60,7 +60,7 @@ class Batches(Worker):
 
     def kept_results(self) -> int:
         """How many results of earlier calls the process keeps."""
-        [kept] = (each for each in gc.get_objects() if isinstance(each, KeptResults))
+        [kept] = (instance for instance in gc.get_objects() if isinstance(instance, KeptResults))
         return len(kept)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

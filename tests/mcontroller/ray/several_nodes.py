@@ -105,9 +105,9 @@ def hidden_death(*, warm_start: bool) -> dict[str, Any]:
     with RayResourcePool([2], use_gpu=False, name_prefix="hidden", warm_start=warm_start).reserve() as pool:
         workers = RayClassWithInitArgs(Resident)
         residents: Any = RayWorkerGroup(pool, workers, name_prefix="hidden")
-        seen = died(lambda: residents.leave_a_child_on(1))
+        death = died(lambda: residents.leave_a_child_on(1))
     node_processes._namespace = namespace
-    return seen
+    return death
 
 
 def timeout_of_stopped(residents: Any, rank: int) -> dict[str, Any]:
@@ -139,24 +139,24 @@ def main() -> None:
     ]
     ray.init(address=cluster.address, log_to_driver=False)
     batch = DataProto.from_dict({"ids": torch.arange(600_000).view(6, -1)})
-    seen: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     pool, residents = group([3, 1], "residents")
-    seen["where"], seen["total"] = residents.where(), residents.meet()
-    seen["same"] = residents.same(residents.same_later(batch)) == batch
-    seen["death"] = died(lambda: residents.die_on(3))
+    results["where"], results["total"] = residents.where(), residents.meet()
+    results["same"] = residents.same(residents.same_later(batch)) == batch
+    results["death"] = died(lambda: residents.die_on(3))
     pool.shutdown()
-    seen["hidden"] = [hidden_death(warm_start=warm_start) for warm_start in (False, True)]
+    results["hidden"] = [hidden_death(warm_start=warm_start) for warm_start in (False, True)]
     try:
         group([4], "too_large")
     except ResourceError as error:
-        seen["rejected"] = str(error)
+        results["rejected"] = str(error)
     for isolated in (False, True):
         with RayResourcePool([2, 2], isolate_gpus=isolated).reserve() as pool:
             residents = RayWorkerGroup(pool, RayClassWithInitArgs(Resident), name_prefix="residents")
-            seen[f"gpus, isolated={isolated}"] = residents.where()
-            seen["table"] = pool.describe()
+            results[f"gpus, isolated={isolated}"] = residents.where()
+            results["table"] = pool.describe()
             if isolated:
-                seen["stopped"] = timeout_of_stopped(residents, rank=3)
+                results["stopped"] = timeout_of_stopped(residents, rank=3)
     pool = RayResourcePool([1, 1], use_gpu=False, name_prefix="pair", spare_bundles=1)
     pair: Any = RayWorkerGroup(pool, RayClassWithInitArgs(Resident), name_prefix="pair")
     waiting = pair.wait()
@@ -164,16 +164,16 @@ def main() -> None:
     began = time.monotonic()
     while pair.broken is None and time.monotonic() - began < 60:
         time.sleep(0.01)
-    seen["node_death"] = {**died(waiting.get), "seconds": time.monotonic() - began}
+    results["node_death"] = {**died(waiting.get), "seconds": time.monotonic() - began}
     pair.restart()
-    seen["replaced"] = {"where": pair.where(), "total": pair.meet(), "seconds": time.monotonic() - began}
+    results["replaced"] = {"where": pair.where(), "total": pair.meet(), "seconds": time.monotonic() - began}
     try:
         pool.replace_lost([node["NodeID"] for node in ray.nodes()])
     except ResourceError as error:
-        seen["no_spares"] = str(error)
+        results["no_spares"] = str(error)
     pair.shutdown()
     pool.shutdown()
-    sys.stdout.write(json.dumps(seen) + "\n")
+    sys.stdout.write(json.dumps(results) + "\n")
     sys.stdout.flush()
     ray.shutdown()
     cluster.shutdown()

@@ -83,7 +83,7 @@ def test_roles_of_one_process_may_have_different_layouts(pool: RayResourcePool) 
         "critic": RayClassWithInitArgs(Reporting, ParallelLayout(2)),
     }
     with MegatronRayWorkerGroup(pool, create_colocated_worker_cls_fused(classes)) as group:
-        sizes = [(each.topology.size("tp"), each.topology.size("dp")) for each in (group.actor, group.critic)]
+        sizes = [(role.topology.size("tp"), role.topology.size("dp")) for role in (group.actor, group.critic)]
         assert sizes == [(2, 1), (1, 2)]
         assert group.actor.echo(["a"]) == ["a"]
         assert group.critic.echo(["a", "b"]) == ["a", "b"]

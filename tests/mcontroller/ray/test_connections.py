@@ -42,8 +42,8 @@ def through(networks: list[Network], group: RayWorkerGroup) -> RayExecutor:
         there = info.address
         calls, queries = (Network(there.host, port) for port in (there.call_port, there.query_port))
         networks += [calls, queries]
-        here = replace(there, host="127.0.0.1", call_port=calls.port, query_port=queries.port, folder="")
-        infos.append(replace(info, address=here))
+        address = replace(there, host="127.0.0.1", call_port=calls.port, query_port=queries.port, folder="")
+        infos.append(replace(info, address=address))
     return RayExecutor(GroupProcesses("plain", replace(handles, infos=infos), detached=True), "plain")
 
 
@@ -68,7 +68,7 @@ def test_calls_go_on_after_local_connections_are_lost_and_run_once(start: Start)
     running = [executor.submit("number", dict.fromkeys((0, 1), Arguments()), (0, 1), timeout=60) for _ in range(20)]
     for info in executor.processes.handles.infos:
         cut_local_connections(info.address)
-    assert [each.result() for each in running] == [[number, number] for number in range(2, 22)]
+    assert [future.result() for future in running] == [[number, number] for number in range(2, 22)]
     assert call(executor, "number") == [22, 22]
 
 
@@ -85,7 +85,7 @@ def test_a_lost_call_runs_before_one_sent_while_the_connection_was_lost(
 
     for number in (2, 4, 6):
         calls = [networks[0].lose_while(submit), submit()]
-        assert [each.result() for each in calls] == [[number, number], [number + 1, number + 1]]
+        assert [future.result() for future in calls] == [[number, number], [number + 1, number + 1]]
 
 
 @pytest.mark.parametrize("waiting", [True, False])

@@ -107,8 +107,8 @@ def test_a_plain_argument_of_a_batch_is_stored_once_and_private_to_each_rank(
 
 def test_replicas_write_into_one_shard_and_nobody_else_sees_it(wide: RayWorkerGroup) -> None:
     given = batch(LARGE)
-    got = wide.scribble(given)
-    assert got.batch["ids"][:, 0].tolist() == [0] * 4 + [2] * 4
+    written = wide.scribble(given)
+    assert written.batch["ids"][:, 0].tolist() == [0] * 4 + [2] * 4
     assert given == batch(LARGE)
 
 

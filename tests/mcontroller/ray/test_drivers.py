@@ -144,20 +144,20 @@ def test_a_detached_group_of_a_driver_that_died_is_ended_by_the_next_driver(
     )
     pids_of(process)
 
-    def found() -> str:
+    def error_of_attach() -> str:
         with pytest.raises(ResourceError) as caught:
             RayWorkerGroup.from_detached("halfway")
         return str(caught.value)
 
-    while "no detached group named" in found():
+    while "no detached group named" in error_of_attach():
         time.sleep(0.05)
-    assert "is still starting group halfway/" in found()
+    assert "is still starting group halfway/" in error_of_attach()
     process.kill()
     process.wait(120)
-    while "is still starting group halfway/" in (text := found()):
+    while "is still starting group halfway/" in (text := error_of_attach()):
         time.sleep(0.05)
     assert "ended before the group's start was complete: its processes have been ended" in text
-    while "no detached group named" not in found():
+    while "no detached group named" not in error_of_attach():
         time.sleep(0.05)
     assert not any(entry["state"] == "CREATED" for entry in placement_group_table().values())
 
@@ -208,4 +208,4 @@ def test_two_jobs_with_groups_of_one_name_do_not_collide(ray_cluster: None) -> N
     assert len(caught.value.groups) == 2
     for group in caught.value.groups:
         RayWorkerGroup.from_detached(worker_names=[f"{group}/{rank}" for rank in range(2)]).shutdown()
-    assert gone([pid for each in pids for pid in each])
+    assert gone([pid for pids_of_job in pids for pid in pids_of_job])

@@ -110,7 +110,7 @@ def test_an_interrupt_at_any_moment_leaves_no_call_waiting(addresses: list[Addre
             interrupts += 1
         try:
             assert send(group, interrupts).result() == [interrupts] * RANKS
-            assert [each.result() for each in sent] == [[value] * RANKS for _ in sent]
+            assert [call.result() for call in sent] == [[value] * RANKS for _ in sent]
         except GroupBroken as broken:
             assert "KeyboardInterrupt while role.echo was being sent" in str(broken)
             ended += 1

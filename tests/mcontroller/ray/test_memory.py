@@ -56,10 +56,10 @@ def test_a_buffer_outside_the_store_is_copied() -> None:
 def test_the_buffers_of_one_object_share_a_mapping_and_keep_to_themselves(ray_cluster: None) -> None:
     sizes = (MAPPED_BYTES, 100, MAPPED_BYTES + 1)
     stored = ray.get(ray.put([np.full(size, place, np.uint8) for place, size in enumerate(sizes)]))
-    own = [np.frombuffer(buffer, np.uint8) for buffer in private_copies(stored)]
-    assert len({id(base_of(array)) for array in own}) == 1
-    assert isinstance(base_of(own[0]), wire._Mapping)
-    for place, array in enumerate(own):
+    copies = [np.frombuffer(buffer, np.uint8) for buffer in private_copies(stored)]
+    assert len({id(base_of(array)) for array in copies}) == 1
+    assert isinstance(base_of(copies[0]), wire._Mapping)
+    for place, array in enumerate(copies):
         assert array.tolist() == [place] * sizes[place]
         array[:] = 9
     assert [array.max() for array in stored] == [0, 1, 2]

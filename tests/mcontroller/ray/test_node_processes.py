@@ -24,34 +24,34 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
     process.wait()
 
 
-def seen(process: subprocess.Popen[bytes]) -> NodeProcess:
+def node_process(process: subprocess.Popen[bytes]) -> NodeProcess:
     with open(f"/proc/{process.pid}/stat") as stat:
         return NodeProcess(process.pid, int(stat.read().rpartition(")")[2].split()[19]), process.pid, None)
 
 
 def test_a_stopped_process_is_reported_and_ended(sleeper: subprocess.Popen[bytes]) -> None:
-    found = seen(sleeper)
-    assert "does not hold the interpreter" in why_silent(found)
+    process = node_process(sleeper)
+    assert "does not hold the interpreter" in why_silent(process)
     sleeper.send_signal(signal.SIGSTOP)
     os.waitpid(sleeper.pid, os.WUNTRACED)
-    assert "is stopped" in why_silent(found)
+    assert "is stopped" in why_silent(process)
     sleeper.terminate()  # has no effect on it yet
-    assert end_processes([found], patience=0.1, seconds=10) == {}
+    assert end_processes([process], patience=0.1, seconds=10) == {}
     assert sleeper.wait() == -signal.SIGKILL
-    assert why_silent(found) == "the process has ended"
+    assert why_silent(process) == "the process has ended"
 
 
 def test_a_process_with_the_id_of_an_ended_one_is_left_alone(sleeper: subprocess.Popen[bytes]) -> None:
-    assert end_processes([seen(sleeper)._replace(started=1)], patience=0, seconds=0) == {}
+    assert end_processes([node_process(sleeper)._replace(started=1)], patience=0, seconds=0) == {}
     assert sleeper.poll() is None
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs a process of another user")
 def test_a_process_that_cannot_be_ended_is_reported(sleeper: subprocess.Popen[bytes]) -> None:
-    found = tuple(seen(sleeper))
+    process = tuple(node_process(sleeper))
     source = (
         "import os; from mcontroller.ray.node_processes import NodeProcess, end_processes; os.setuid(65534); "
-        f"print(end_processes([NodeProcess(*{found!r})], 0, 0))"
+        f"print(end_processes([NodeProcess(*{process!r})], 0, 0))"
     )
     printed = subprocess.run([sys.executable, "-c", source], check=True, capture_output=True, text=True).stdout
     assert printed.strip() == f"{{{sleeper.pid}: 'SIGKILL fails: Operation not permitted'}}"

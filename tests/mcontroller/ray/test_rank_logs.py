@@ -123,8 +123,8 @@ def test_a_directory_that_cannot_be_written_costs_the_file_and_not_the_rank(
 
 def test_warnings_of_imports_are_left_out_and_others_are_not() -> None:
     imported = "/venv/lib/python3.11/site-packages/megatron/core/a.py:3: UserWarning: no apex"
-    own = "/home/me/mine.py:3: UserWarning: mine"
-    lines = [imported, "  warnings.warn(text)", own, "  warnings.warn(text)", "last"]
+    warning = "/home/me/mine.py:3: UserWarning: mine"
+    lines = [imported, "  warnings.warn(text)", warning, "  warnings.warn(text)", "last"]
     assert without_import_warnings(lines) == lines[2:]
     stamp = "2026-11-25 18:00:00.000001 "
     assert without_import_warnings([stamp + line for line in lines]) == [stamp + line for line in lines[2:]]

@@ -49,11 +49,8 @@ def reject_and_go_on(group: Any) -> None:
     assert group.add(1) == [1, 1]
     with pytest.raises(CallRejected) as caught:
         group.add(-1)
-    assert str(caught.value) == (
-        "careful.add was rejected by every rank before it changed anything: ConfigError: number is -1; it must be at "
-        "least 0"
-    )
     assert (caught.value.role, caught.value.method, caught.value.rank) == ("careful", "add", 0)
+    assert caught.value.cause.startswith("ConfigError: number is -1")
     assert "number < 0" in caught.value.worker_traceback or "in add" in caught.value.worker_traceback
     future = group.add.options(blocking=False)(-2)
     assert group.add(2) == [3, 3]  # a rejected call that has not been read is not a failure of the next one

@@ -135,8 +135,8 @@ def test_processes_share_a_gpu_by_slots_and_count_devices_as_torchrun_does(ray_c
     with RayResourcePool([2], max_colocate_count=2, name_prefix="gpus") as pool:
         groups = [RayWorkerGroup(pool, RayClassWithInitArgs(Plain), name_prefix=name) for name in ("actor", "critic")]
         for group in groups:
-            assert [each["CUDA_VISIBLE_DEVICES"] for each in group.environment()] == ["0,1", "0,1"]
-            assert [each["LOCAL_RANK"] for each in group.environment()] == ["0", "1"]
+            assert [variables["CUDA_VISIBLE_DEVICES"] for variables in group.environment()] == ["0,1", "0,1"]
+            assert [variables["LOCAL_RANK"] for variables in group.environment()] == ["0", "1"]
         assert ray.available_resources().get("GPU", 0) == 0
         assert [bundle.gpu for bundle in pool.bundles()] == ["0", "1"]
         for group in groups:
@@ -173,12 +173,12 @@ def test_nodes_with_different_numbers_of_processes_agree_on_the_world(ray_cluste
         RayWorkerGroup(pool, RayClassWithInitArgs(Plain)) as group,
     ):
         environments = group.environment()
-    assert [each["WORLD_SIZE"] for each in environments] == ["4"] * 4
-    assert [each["RANK"] for each in environments] == ["0", "1", "2", "3"]
-    assert [each["LOCAL_RANK"] for each in environments] == ["0", "1", "2", "0"]
-    assert [each["LOCAL_WORLD_SIZE"] for each in environments] == ["3", "3", "3", "1"]
-    assert [each["RAY_LOCAL_RANK"] for each in environments] == ["0", "1", "2", "0"]
-    assert [each["RAY_LOCAL_WORLD_SIZE"] for each in environments] == ["3", "3", "3", "1"]
+    assert [variables["WORLD_SIZE"] for variables in environments] == ["4"] * 4
+    assert [variables["RANK"] for variables in environments] == ["0", "1", "2", "3"]
+    assert [variables["LOCAL_RANK"] for variables in environments] == ["0", "1", "2", "0"]
+    assert [variables["LOCAL_WORLD_SIZE"] for variables in environments] == ["3", "3", "3", "1"]
+    assert [variables["RAY_LOCAL_RANK"] for variables in environments] == ["0", "1", "2", "0"]
+    assert [variables["RAY_LOCAL_WORLD_SIZE"] for variables in environments] == ["3", "3", "3", "1"]
 
 
 def test_parts_of_a_pool_share_its_slots(pool: RayResourcePool, start: Start) -> None:

@@ -59,14 +59,14 @@ def test_a_restart_of_one_role_restarts_those_of_its_processes(pool: RayResource
 
 def test_a_group_restarts_again_and_again_and_a_working_one_too(start: Start) -> None:
     group = start()
-    seen = set(group.pid())
+    processes = set(group.pid())
     for _ in range(2):
         killed(group, 0)
         group.restart()
-        assert seen.isdisjoint(group.pid())
-        seen.update(group.pid())
+        assert processes.isdisjoint(group.pid())
+        processes.update(group.pid())
     group.restart()
-    assert seen.isdisjoint(group.pid())
+    assert processes.isdisjoint(group.pid())
 
 
 def test_a_restart_without_a_slot_names_who_has_it_and_can_be_repeated(start: Start, ray_cluster: None) -> None:
@@ -74,9 +74,9 @@ def test_a_restart_without_a_slot_names_who_has_it_and_can_be_repeated(start: St
         group = RayWorkerGroup(single, RayClassWithInitArgs(Plain), name_prefix="first")
         killed(group, 0)
         with RayWorkerGroup(single, RayClassWithInitArgs(Plain), name_prefix="second"):
-            with pytest.raises(ResourceError) as taken:
+            with pytest.raises(ResourceError) as no_slot:
                 group.restart()
-            assert taken.value.fields["holders"] == ["second"]
+            assert no_slot.value.fields["holders"] == ["second"]
             with pytest.raises(GroupBroken) as caught:
                 group.pid()
             assert isinstance(caught.value.first_cause, WorkerDied)

@@ -59,6 +59,8 @@ def test_a_secret_of_the_environment_appears_in_no_log_and_no_message(tmp_path_f
 def test_versions_of_ray_that_ignore_its_token_are_not_accepted() -> None:
     project = tomllib.loads(Path(__file__).parents[3].joinpath("pyproject.toml").read_text())["project"]
     [accepted] = [
-        Requirement(each).specifier for each in project["optional-dependencies"]["ray"] if each.startswith("ray")
+        Requirement(requirement).specifier
+        for requirement in project["optional-dependencies"]["ray"]
+        if requirement.startswith("ray")
     ]
     assert [version in accepted for version in ("2.40.0", "2.51.1", "2.52.0", "2.60.0")] == [False, False, True, True]

@@ -23,36 +23,36 @@ def travelled(value: object) -> object:
 )
 def test_tensors_of_any_dtype_and_size_arrive_unchanged(dtype: torch.dtype, count: int) -> None:
     tensor = (torch.arange(count) % 2).to(dtype)
-    got = travelled({"here": tensor})["here"]
-    assert got.dtype == dtype
-    assert torch.equal(got.view(torch.uint8), tensor.view(torch.uint8))
+    arrived = travelled({"here": tensor})["here"]
+    assert arrived.dtype == dtype
+    assert torch.equal(arrived.view(torch.uint8), tensor.view(torch.uint8))
 
 
 def test_shapes_without_elements_or_dims_and_views_arrive_unchanged() -> None:
     table = torch.arange(10_000.0).view(100, 100)
     for tensor in (torch.tensor(3.0), torch.empty(0, 7), table.T, table[::2, 1:3], table[0].expand(5, 100)):
-        got = travelled(tensor)
-        assert got.shape == tensor.shape
-        assert torch.equal(got, tensor)
+        arrived = travelled(tensor)
+        assert arrived.shape == tensor.shape
+        assert torch.equal(arrived, tensor)
 
 
 def test_nested_tensordicts_and_jagged_tensors_arrive_unchanged() -> None:
     jagged = torch.nested.nested_tensor([torch.arange(3), torch.arange(900)], layout=torch.jagged)
     nested = TensorDict({"inner": TensorDict({"jagged": jagged}, [2]), "flat": torch.ones(2)}, [2])
-    got = travelled(nested)
-    assert got.batch_size == nested.batch_size
-    assert torch.equal(got["flat"], nested["flat"])
-    assert all(map(torch.equal, got["inner", "jagged"].unbind(), jagged.unbind()))
+    arrived = travelled(nested)
+    assert arrived.batch_size == nested.batch_size
+    assert torch.equal(arrived["flat"], nested["flat"])
+    assert all(map(torch.equal, arrived["inner", "jagged"].unbind(), jagged.unbind()))
 
 
 def test_strings_objects_and_arrays_arrive_unchanged() -> None:
     words = np.array(["a", {"b": [1]}, None], dtype=object)
     days = np.arange("2020-01-01", "2021-01-01", dtype="datetime64[D]")
-    got = travelled((words, days, np.arange(9_000)[::3], "ü", datetime.date(2020, 1, 1)))
-    assert got[0].tolist() == words.tolist()
-    assert (got[1] == days).all()
-    assert got[2].tolist() == list(range(0, 9_000, 3))
-    assert got[3:] == ("ü", datetime.date(2020, 1, 1))
+    arrived = travelled((words, days, np.arange(9_000)[::3], "ü", datetime.date(2020, 1, 1)))
+    assert arrived[0].tolist() == words.tolist()
+    assert (arrived[1] == days).all()
+    assert arrived[2].tolist() == list(range(0, 9_000, 3))
+    assert arrived[3:] == ("ü", datetime.date(2020, 1, 1))
 
 
 def test_large_memory_travels_out_of_band_and_is_not_copied_into_the_pickle() -> None:

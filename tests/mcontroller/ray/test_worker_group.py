@@ -21,13 +21,13 @@ Start = Callable[..., RayWorkerGroup]
 
 def test_ranks_get_the_environment_that_torchrun_sets(steady: RayWorkerGroup) -> None:
     environments = steady.environment()
-    assert [each["RANK"] for each in environments] == ["0", "1", "2", "3"]
-    assert [each["LOCAL_RANK"] for each in environments] == ["0", "1", "2", "3"]
-    assert {each["WORLD_SIZE"] for each in environments} == {"4"}
-    assert {each["LOCAL_WORLD_SIZE"] for each in environments} == {"4"}
-    assert {each["OMP_NUM_THREADS"] for each in environments} == {"1"}
-    assert {each["MASTER_ADDR"] for each in environments} == {steady.executor.nodes[0]}
-    assert len({each["MASTER_PORT"] for each in environments}) == 1
+    assert [variables["RANK"] for variables in environments] == ["0", "1", "2", "3"]
+    assert [variables["LOCAL_RANK"] for variables in environments] == ["0", "1", "2", "3"]
+    assert {variables["WORLD_SIZE"] for variables in environments} == {"4"}
+    assert {variables["LOCAL_WORLD_SIZE"] for variables in environments} == {"4"}
+    assert {variables["OMP_NUM_THREADS"] for variables in environments} == {"1"}
+    assert {variables["MASTER_ADDR"] for variables in environments} == {steady.executor.nodes[0]}
+    assert len({variables["MASTER_PORT"] for variables in environments}) == 1
 
 
 def test_processes_have_the_title_of_their_rank(steady: RayWorkerGroup) -> None:
@@ -47,9 +47,9 @@ def test_a_group_listens_on_ports_of_the_range_only(ray_cluster: None) -> None:
     with RayResourcePool([2], use_gpu=False, channel=options) as pool:
         group = RayWorkerGroup(pool, RayClassWithInitArgs(Plain), name_prefix="pinned")
         infos = group.executor.processes.handles.infos
-        taken = [port for info in infos for port in (info.address.call_port, info.address.query_port)]
-        taken += [int(group.environment()[0]["MASTER_PORT"])]
-        assert len({*taken}) == 5 and all(first <= port <= last for port in taken)
+        used = [port for info in infos for port in (info.address.call_port, info.address.query_port)]
+        used += [int(group.environment()[0]["MASTER_PORT"])]
+        assert len({*used}) == 5 and all(first <= port <= last for port in used)
         assert group.can_listen_on_master_port.options(ranks=[0])() == [True]
 
 
@@ -147,14 +147,14 @@ def test_options_of_the_pool_and_the_group_cannot_be_taken_from_them(name: str) 
 def test_options_of_the_process_are_passed_on(pool: RayResourcePool) -> None:
     init = RayClassWithInitArgs(Plain).update_options({"runtime_env": {"env_vars": {"RAY_LOCAL_RANK": "overwritten"}}})
     with RayWorkerGroup(pool, init, name_prefix="options") as group:
-        assert [each["RAY_LOCAL_RANK"] for each in group.environment()] == ["0", "1"]
+        assert [variables["RAY_LOCAL_RANK"] for variables in group.environment()] == ["0", "1"]
 
 
 @pytest.mark.parametrize("given", [{}, {"CUDA_VISIBLE_DEVICES": "0,1"}], ids=["nodes", "runtime_env"])
 def test_processes_of_a_pool_without_gpus_see_none(pool: RayResourcePool, given: dict[str, str]) -> None:
     init = RayClassWithInitArgs(Plain).update_options({"runtime_env": {"env_vars": given}})
     with RayWorkerGroup(pool, init, name_prefix="no gpus") as group:
-        assert [each["CUDA_VISIBLE_DEVICES"] for each in group.environment()] == ["", ""]
+        assert [variables["CUDA_VISIBLE_DEVICES"] for variables in group.environment()] == ["", ""]
 
 
 def test_ranks_with_the_same_coordinates_are_rejected_at_the_start(pool: RayResourcePool) -> None:

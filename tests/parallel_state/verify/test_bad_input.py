@@ -91,21 +91,11 @@ def test_interleaved_stages_need_enough_micro_batches() -> None:
     assert "a multiple of pp=2 micro-batches on each data-parallel rank, and have 1; set micro_batches" in message
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("tp2", "layout 'tp2': 'tp2' is not one of tp=N, pp=N, cp=N, dp=N, ep=N, etp=N, vpp=N, mbs=N, sp, distopt"),
-        ("tpp=2", "did you mean tp?"),
-        ("tp=two", "layout 'tp=two': tp is 'two'; expected a number of at least 1"),
-        ("sp", "layout 'sp': sp divides the sequence over tp ranks, and tp is 1; add tp=2"),
-        ("vpp=2", "vpp 2 with pp 1"),
-        ("tp=2,ep=3,dp=2", "does not divide world_size 4"),
-    ],
-)
-def test_texts_that_are_no_layouts_are_rejected(text: str, message: str) -> None:
+@pytest.mark.parametrize("text", ["tp2", "tpp=2", "tp=two", "sp", "vpp=2", "tp=2,ep=3,dp=2"])
+def test_texts_that_are_no_layouts_are_rejected(text: str) -> None:
     with pytest.raises(VerifyError) as caught:
         parse_layout(text)
-    assert message in str(caught.value)
+    assert caught.value.text == text
 
 
 def test_a_layout_has_the_fewest_ranks_that_it_allows() -> None:
@@ -122,18 +112,18 @@ def test_all_layouts_are_legal_and_no_larger_than_asked_for() -> None:
 
 
 @pytest.mark.parametrize(
-    ("reference", "message"),
+    ("reference", "fields"),
     [
-        ("gpt", "expected FILE.py:NAME or MODULE:NAME, got 'gpt'"),
-        ("no_such_file.py:program", "there is no file no_such_file.py"),
-        ("no_such_module:program", "there is no module no_such_module"),
-        (f"{EXAMPLES / 'gpt.py'}:programme", "has no program 'programme'; its programs are program"),
+        ("gpt", {"reference": "gpt"}),
+        ("no_such_file.py:program", {"path": "no_such_file.py"}),
+        ("no_such_module:program", {"module": "no_such_module"}),
+        (f"{EXAMPLES / 'gpt.py'}:programme", {"reference": f"{EXAMPLES / 'gpt.py'}:programme"}),
     ],
 )
-def test_programs_that_do_not_exist_are_rejected(reference: str, message: str) -> None:
+def test_programs_that_do_not_exist_are_rejected(reference: str, fields: dict[str, Any]) -> None:
     with pytest.raises(VerifyError) as caught:
         load_program(reference)
-    assert message in str(caught.value)
+    assert caught.value.fields == fields
 
 
 def test_the_examples_import_each_other_by_file(tmp_path: Path) -> None:

@@ -174,8 +174,9 @@ def test_the_fixture_fails_with_the_report(verify_layout: LayoutFixture) -> None
     program = smaller(GPT)
     assert verify_layout(program, "pp=2", steps=1).equal
     fault = mock.patch.object(finalizing, "_allreduce_word_embedding_grads", nothing)
-    with fault, pytest.raises(pytest.fail.Exception, match="a reduction over pp is missing"):
+    with fault, pytest.raises(pytest.fail.Exception) as caught:
         verify_layout(program, "pp=2", steps=1)
+    assert "over pp" in str(caught.value)
     assert verify_layout(f"{EXAMPLES / 'gpt.py'}:program", "pp=2", steps=1).equal
 
 

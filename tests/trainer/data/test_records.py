@@ -88,9 +88,9 @@ def test_a_whole_surrogate_pair_is_one_character(tmp_path):
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
 def test_a_pointer_of_git_lfs_is_rejected_with_what_to_do(tmp_path, name):
     (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a21\nsize 12345\n")
-    with pytest.raises(ConfigError, match="git lfs pull") as caught:
+    with pytest.raises(ConfigError) as caught:
         load_records(DatasetConfig(str(tmp_path / name)), "data.train")
-    assert caught.value.value == str(tmp_path / name)
+    assert caught.value.value == str(tmp_path / name) and "git lfs pull" in str(caught.value)
 
 
 def test_a_path_that_has_no_end_is_rejected_before_it_is_read(tmp_path):

@@ -163,18 +163,18 @@ def test_a_pool_that_does_not_fit_the_run_is_an_error_that_says_what_to_set(
 
 
 @pytest.mark.parametrize(
-    ("override", "message"),
+    ("override", "key"),
     [
-        ("pools.rollout.process_on_node=[1]", "did you mean pools.rollout.process_on_nodes?"),
-        ("pools.rollout.process_on_nodes=[]", "pools.rollout.process_on_nodes is empty"),
-        ("pools.rollout.process_on_nodes=[1, 0]", "pools.rollout.process_on_nodes is 0; it must be at least 1"),
-        ("pools.rollout={}", "needs a value for pools.rollout.process_on_nodes"),
+        ("pools.rollout.process_on_node=[1]", "pools.rollout.process_on_node"),
+        ("pools.rollout.process_on_nodes=[]", "pools.rollout.process_on_nodes"),
+        ("pools.rollout.process_on_nodes=[1, 0]", "pools.rollout.process_on_nodes"),
+        ("pools.rollout={}", "pools.rollout.process_on_nodes"),
     ],
 )
-def test_a_pool_with_a_wrong_field_is_named(config_file: Path, override: str, message: str) -> None:  # noqa: F811
+def test_a_pool_with_a_wrong_field_is_named(config_file: Path, override: str, key: str) -> None:  # noqa: F811
     with pytest.raises(ConfigError) as raised:
         read(config_file, override)
-    assert message in str(raised.value)
+    assert raised.value.key == key
 
 
 def test_generation_ahead_says_which_section_and_which_pool_to_set(config_file: Path) -> None:  # noqa: F811

@@ -132,7 +132,7 @@ def test_a_run_from_the_readme_is_trained_resumed_exported_and_converted(folder,
 REPLAY = """
 import sys
 from mcontroller.cli.main import main
-ahead = ["rollout=${actor_rollout_ref}", "trainer.max_staleness=2", "trainer.asynchronous.slice_tokens=2"]
+ahead = ["rollout=${actor_rollout_ref}", "trainer.max_staleness=2"]
 small = ["trainer.total_training_steps=3", "data.train_batch_size=4", "algorithm.importance.level=token"]
 small.append("cluster.address=" + sys.argv[1])
 verbs = [
@@ -148,7 +148,4 @@ def test_an_asynchronous_run_is_replayed_to_the_same_weights(folder, ray_cluster
     printed = run_verbs(folder, REPLAY)
     assert shards(folder / "out", 3) == shards(folder / "out-replay", 3) != {}
     assert "the trainer waited" in printed
-    recorded, repeated = (
-        (folder / name / "checkpoints" / "events.jsonl").read_bytes() for name in ("out", "out-replay")
-    )
-    assert recorded.startswith(repeated) and repeated.count(b'"taken"') == 3
+    assert len([*(folder / "out" / "checkpoints" / "trajectories").iterdir()]) == 3

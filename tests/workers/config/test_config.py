@@ -32,25 +32,25 @@ ACTOR = ActorConfig(GPT, rollout=ROLLOUT)
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("make", "key"),
     [
         (
             lambda: ModelConfig(**{**dataclasses.asdict(GPT), "num_layers": 10**9}),
-            "num_layers is 1000000000; it must be",
+            "model.num_layers",
         ),
-        (lambda: ParallelConfig(tp=2, dp=2), "ParallelConfig has no field 'dp'; dp follows from the world size"),
-        (lambda: ParallelConfig(tensor_model_parallel_size=2), "did you mean tp?"),
-        (lambda: ActorConfig(GPT, lr=1), "ActorConfig has no field 'lr'; did you mean optim.lr or sft_optim.lr?"),
-        (lambda: ActorConfig(GPT, rollout=ROLLOUT, policy_loss="pppo"), "policy_loss is 'pppo', and there is no such"),
-        (lambda: ActorConfig(GPT, rollout=ROLLOUT, kl_loss_type="k4"), "kl_loss_type is 'k4', and there is no such KL"),
-        (lambda: ActorConfig(GPT, rollout=ROLLOUT, kl_loss_type="k1"), "its gradient is zero in expectation. Use k1+"),
-        (lambda: CriticConfig({"vocab_size": 3}), "CriticConfig: model is a dict; expected ModelConfig"),
+        (lambda: ParallelConfig(tp=2, dp=2), "dp"),
+        (lambda: ParallelConfig(tensor_model_parallel_size=2), "tensor_model_parallel_size"),
+        (lambda: ActorConfig(GPT, lr=1), "lr"),
+        (lambda: ActorConfig(GPT, rollout=ROLLOUT, policy_loss="pppo"), "policy_loss"),
+        (lambda: ActorConfig(GPT, rollout=ROLLOUT, kl_loss_type="k4"), "kl_loss_type"),
+        (lambda: ActorConfig(GPT, rollout=ROLLOUT, kl_loss_type="k1"), "kl_loss_type"),
+        (lambda: CriticConfig({"vocab_size": 3}), "model"),
     ],
 )
-def test_wrong_fields_and_names_are_rejected_with_the_fix(make: Callable[[], Any], message: str) -> None:
+def test_wrong_fields_and_names_are_rejected_with_their_key(make: Callable[[], Any], key: str) -> None:
     with pytest.raises(ConfigError) as caught:
         make()
-    assert message in str(caught.value)
+    assert caught.value.key == key
 
 
 def test_registered_names_are_accepted() -> None:
@@ -111,28 +111,28 @@ def test_a_dropout_of_2_is_rejected() -> None:
 
 
 @pytest.mark.parametrize(
-    ("worker", "config", "message"),
+    ("worker", "config", "key"),
     [
         (
             ActorRolloutRefWorker,
             {"model": {}},
-            "config is of type dict; expected ActorConfig: write config=load_config(ActorConfig",
+            "config",
         ),
         (
             CriticWorker,
             ACTOR,
-            "CriticWorker: config is of type ActorConfig; expected CriticConfig: write config=CriticConfig(...)",
+            "config",
         ),
-        (RewardModelWorker, None, "config is of type NoneType; expected RewardConfig"),
+        (RewardModelWorker, None, "config"),
     ],
 )
 def test_a_configuration_of_another_type_is_rejected_before_any_process_starts(
-    worker: type, config: Any, message: str
+    worker: type, config: Any, key: str
 ) -> None:
     for make in (lambda: RayClassWithInitArgs(worker, config), lambda: RayClassWithInitArgs(worker, config=config)):
         with pytest.raises(ConfigError) as caught:
             make()
-        assert message in str(caught.value)
+        assert caught.value.key == key
 
 
 def test_wrong_arguments_of_a_role_are_rejected_before_any_process_starts() -> None:

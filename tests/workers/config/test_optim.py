@@ -21,36 +21,33 @@ def critic(dtype: str = "float32", ddp: dict[str, Any] | None = None, **optim: A
 
 
 @pytest.mark.parametrize(
-    ("optim", "key", "message"),
+    ("optim", "key"),
     [
-        ({"megatron": {"adam_eps": 1e-6}}, "optim.megatron.adam_eps", "follows from optim.eps: set it there"),
-        ({"megatron": {"bf16": True}}, "optim.megatron.bf16", "follows from model.dtype"),
-        ({"megatron": {"sgd_momentum": 0.5}}, "optim.megatron.sgd_momentum", "it belongs to sgd"),
-        ({"optimizer": "sgd", "megatron": {"muon_momentum": 0.5}}, "optim.megatron.muon_momentum", "belongs to muon"),
-        ({"optimizer": "soap"}, "optim.optimizer", "cannot save its state in a checkpoint"),
-        ({"optimizer": "sgd", "eps": 1e-4}, "optim.betas", "use optim.megatron.sgd_momentum"),
-        ({"optimizer": "sgd", "distributed_optimizer": True}, "optim.distributed_optimizer", "state of adam only"),
-        ({"megatron": {"timers": "all"}}, "optim.megatron.timers", "timers of Megatron-LM"),
-        ({"megatron": {"log_num_zeros_in_grad": True}}, "optim.megatron.log_num_zeros_in_grad", "no metric"),
+        ({"megatron": {"adam_eps": 1e-6}}, "optim.megatron.adam_eps"),
+        ({"megatron": {"bf16": True}}, "optim.megatron.bf16"),
+        ({"megatron": {"sgd_momentum": 0.5}}, "optim.megatron.sgd_momentum"),
+        ({"optimizer": "sgd", "megatron": {"muon_momentum": 0.5}}, "optim.megatron.muon_momentum"),
+        ({"optimizer": "soap"}, "optim.optimizer"),
+        ({"optimizer": "sgd", "eps": 1e-4}, "optim.betas"),
+        ({"optimizer": "sgd", "distributed_optimizer": True}, "optim.distributed_optimizer"),
+        ({"megatron": {"timers": "all"}}, "optim.megatron.timers"),
+        ({"megatron": {"log_num_zeros_in_grad": True}}, "optim.megatron.log_num_zeros_in_grad"),
         (
             {"megatron": {"exp_avg_dtype": "bfloat16"}},
             "optim.megatron.exp_avg_dtype",
-            "without optim.megatron.use_prec",
         ),
         (
             {"megatron": {"pin_cpu_grads": False}},
             "optim.megatron.pin_cpu_grads",
-            "without optim.megatron.optimizer_cpu",
         ),
-        ({"megatron": {"loss_scale": 8.0}}, "optim.megatron.loss_scale", "parameters in float32"),
-        ({"megatron": {"hysteresis": 3}}, "optim.megatron.hysteresis", "model.dtype is 'float32', not 'float16'"),
+        ({"megatron": {"loss_scale": 8.0}}, "optim.megatron.loss_scale"),
+        ({"megatron": {"hysteresis": 3}}, "optim.megatron.hysteresis"),
     ],
 )
-def test_a_field_of_the_optimizer_without_effect_is_rejected(optim: dict[str, Any], key: str, message: str) -> None:
+def test_a_field_of_the_optimizer_without_effect_is_rejected(optim: dict[str, Any], key: str) -> None:
     with pytest.raises(ConfigError) as caught:
         critic(**optim)
     assert caught.value.fields["key"] == key
-    assert message in str(caught.value)
 
 
 def test_the_optimizer_is_distributed_by_default_over_several_ranks_on_a_gpu() -> None:
@@ -66,24 +63,23 @@ def test_the_optimizer_is_distributed_by_default_over_several_ranks_on_a_gpu() -
 
 
 @pytest.mark.parametrize(
-    ("ddp", "message"),
+    "ddp",
     [
-        ({"overlap_grad_reduce": True}, "follows from optim.overlap_grad_reduce: set it there"),
-        ({"bucket_size": 1000}, "has no effect without optim.overlap_grad_reduce"),
-        ({"reduce_scatter_with_fp32_accumulation": True}, "has no effect without optim.distributed_optimizer"),
-        ({"use_megatron_fsdp": True}, "Megatron's FSDP keeps weights as DTensors"),
-        ({"megatron_fsdp_grad_comm_dtype": "bfloat16"}, "Megatron's FSDP keeps weights as DTensors"),
-        ({"average_in_collective": True}, "gradients are sums over tokens"),
-        ({"check_for_nan_in_grad": True}, "optim.on_nonfinite checks"),
-        ({"num_distributed_optimizer_instances": 2}, "no process groups are created for it"),
+        {"overlap_grad_reduce": True},
+        {"bucket_size": 1000},
+        {"reduce_scatter_with_fp32_accumulation": True},
+        {"use_megatron_fsdp": True},
+        {"megatron_fsdp_grad_comm_dtype": "bfloat16"},
+        {"average_in_collective": True},
+        {"check_for_nan_in_grad": True},
+        {"num_distributed_optimizer_instances": 2},
     ],
 )
-def test_a_field_of_the_gradient_buffers_without_effect_is_rejected(ddp: dict[str, Any], message: str) -> None:
+def test_a_field_of_the_gradient_buffers_without_effect_is_rejected(ddp: dict[str, Any]) -> None:
     [name] = ddp
     with pytest.raises(ConfigError) as caught:
         critic(ddp=ddp)
     assert caught.value.fields["key"] == f"ddp.{name}"
-    assert message in str(caught.value)
 
 
 def test_the_scale_of_the_loss_is_checked_for_the_optimizer_of_sft_too() -> None:
@@ -95,19 +91,19 @@ def test_the_scale_of_the_loss_is_checked_for_the_optimizer_of_sft_too() -> None
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("fields", "key"),
     [
-        ({"sgd_momentums": 0.1}, "OptimizerConfig has no such field; did you mean sgd_momentum"),
-        ({"decoupled_lr": "high"}, "is 'high'; OptimizerConfig expects Optional[float]"),
-        ({"main_params_dtype": "float8", "use_precision_aware_optimizer": True}, "expects one of float32, bfloat16"),
-        ({"use_precision_aware_optimizer": True}, "needs Transformer Engine's FusedAdam"),
+        ({"sgd_momentums": 0.1}, "optim.megatron.sgd_momentums"),
+        ({"decoupled_lr": "high"}, "optim.megatron.decoupled_lr"),
+        ({"main_params_dtype": "float8", "use_precision_aware_optimizer": True}, "optim.megatron.main_params_dtype"),
+        ({"use_precision_aware_optimizer": True}, "optim.megatron.use_precision_aware_optimizer"),
     ],
 )
-def test_a_field_that_the_installed_megatron_cannot_compute_is_rejected(fields: dict[str, Any], message: str) -> None:
+def test_a_field_that_the_installed_megatron_cannot_compute_is_rejected(fields: dict[str, Any], key: str) -> None:
     optimizer = "sgd" if "sgd_momentums" in fields else "adam"
     with pytest.raises(ConfigError) as caught:
         optimizer_config(OptimConfig(optimizer=optimizer, megatron=fields), MODEL)
-    assert message in str(caught.value)
+    assert caught.value.key == key
 
 
 def test_an_optimizer_in_host_memory_needs_cuda() -> None:

@@ -259,13 +259,13 @@ def equal(left: Any, right: Any) -> bool:
     return torch.equal(left, right) if isinstance(left, Tensor) else left == right
 
 
-def unknown(names: list[str]) -> str:
+def unknown(names: list[str]) -> tuple[str, str]:
     worker = adapted({}, "actor", model={"lora": LORA | {"names": names}})
     with pytest.raises(ConfigError) as caught:
         worker.use_adapter("mth")
-    return str(caught.value)
+    return caught.value.key, caught.value.value
 
 
-@pytest.mark.parametrize(("names", "known"), [(["math", "code"], "math, code"), ([], "none")])
-def test_adapter_that_is_not_declared_is_rejected(names: list[str], known: str) -> None:
-    assert run_ranks(unknown, 1, names) == [f"there is no adapter 'mth'; model.lora.names has {known}"]
+@pytest.mark.parametrize("names", [["math", "code"], []])
+def test_adapter_that_is_not_declared_is_rejected(names: list[str]) -> None:
+    assert run_ranks(unknown, 1, names) == [("model.lora.names", "mth")]

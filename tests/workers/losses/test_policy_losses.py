@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,10 @@ import torch
 
 from mcontroller.errors import ConfigError
 from trainer import POLICY_LOSSES, PolicyLoss, register_policy_loss
+from workers.config import ActorConfig, ModelConfig
 from workers.losses.policy import clipped_policy_loss
+from workers.train.losses import policy_metrics, policy_objective
+from workers.train.metrics import Rule
 
 
 @pytest.mark.parametrize(
@@ -57,3 +61,21 @@ def test_a_custom_loss_is_chosen_by_its_name() -> None:
     with pytest.raises(ConfigError) as caught:
         register_policy_loss("plain_for_this_test")(clipped_policy_loss)
     assert caught.value.key == "plain_for_this_test"
+
+
+def test_a_loss_reports_metrics_under_its_names() -> None:
+    @register_policy_loss("with_metric_for_this_test", metrics=("far",))
+    def with_metric(log_probs: Any, old_log_probs: Any, advantages: Any, mask: Any, **clip: Any) -> PolicyLoss:
+        ratio = torch.exp(log_probs - old_log_probs)
+        return PolicyLoss(-advantages * ratio, ratio, torch.zeros_like(ratio), {"far": (ratio - 1).abs()})
+
+    model = ModelConfig(vocab_size=8, max_sequence_length=8, num_layers=1, hidden_size=8, num_attention_heads=1)
+    config = ActorConfig(model=model, policy_loss="with_metric_for_this_test")
+    mask = torch.tensor([[1.0, 1.0, 0.0]])
+    columns = {"advantages": torch.ones(1, 3), "old_log_probs": torch.zeros(1, 3)}
+    rows: Any = SimpleNamespace(mask=mask, whole_mask=mask, columns=columns)
+    group: Any = SimpleNamespace(size=lambda: 1)
+    log_probs = torch.tensor([[1.5, 0.5, 9.0]]).log()
+    _, _, report = policy_objective(config, rows, log_probs, torch.zeros(1, 3), group)
+    assert report["far"].item() == pytest.approx(1.0)  # the sum over the mask
+    assert policy_metrics(config)["far"] is Rule.TOKEN_MEAN

@@ -63,28 +63,24 @@ def test_other_fields_of_megatron_pass_through_in_their_types() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    "fields",
     [
-        ({"recompute_granularty": "full"}, "has no such field; did you mean recompute_granularity"),
-        (
-            {"recompute_granularity": "ful"},
-            "is 'ful'; TransformerConfig expects Optional[Literal['full', 'selective']]",
-        ),
-        ({"recompute_num_layers": "1"}, "is '1'; TransformerConfig expects Optional[int]"),
-        ({"recompute_num_layers": True}, "is True; TransformerConfig expects Optional[int]"),
-        ({"test_mode": 1}, "is 1; TransformerConfig expects bool"),
-        ({"attention_backend": "mine"}, "is 'mine'; TransformerConfig expects one of flash, fused"),
-        ({"num_layers": 8}, "follows from model.* and parallel.*: set it there"),
-        ({"activation_func": "gelu"}, "follows from model.* and parallel.*: set it there"),
-        ({"_cpu_offloading_context": None}, "has no such field"),
+        {"recompute_granularty": "full"},
+        {"recompute_granularity": "ful"},
+        {"recompute_num_layers": "1"},
+        {"recompute_num_layers": True},
+        {"test_mode": 1},
+        {"attention_backend": "mine"},
+        {"num_layers": 8},
+        {"activation_func": "gelu"},
+        {"_cpu_offloading_context": None},
     ],
 )
-def test_an_unknown_or_ill_typed_field_is_rejected_with_its_key(fields: dict[str, Any], message: str) -> None:
+def test_an_unknown_or_ill_typed_field_is_rejected_with_its_key(fields: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as caught:
         transformer_config(with_fields(**fields), ParallelConfig())
     [name] = fields
     assert caught.value.fields["key"] == f"model.transformer.{name}"
-    assert message in str(caught.value)
 
 
 def test_what_megatron_itself_rejects_is_a_configuration_error() -> None:

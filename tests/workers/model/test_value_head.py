@@ -38,9 +38,9 @@ def test_values_are_unrounded_float32_for_each_token_in_every_dtype() -> None:
 
 
 def test_a_model_without_an_output_layer_of_its_own_is_rejected() -> None:
-    def rejected() -> tuple[str, str]:
+    def rejected() -> list[str]:
         parallel = ParallelConfig()
-        context, messages = new_context(parallel), []
+        context, keys = new_context(parallel), []
         config = transformer_config(SMALL_GPT, parallel)
         with context.activate():
             tied = GPTModel(
@@ -49,9 +49,7 @@ def test_a_model_without_an_output_layer_of_its_own_is_rejected() -> None:
             for chunk in (torch.nn.Linear(2, 2), tied):
                 with pytest.raises(ConfigError) as caught:
                     put_value_head(chunk, context.pg.tp)
-                messages.append(str(caught.value))
-        return messages[0], messages[1]
+                keys.append(caught.value.key)
+        return keys
 
-    [(without, tied)] = run_ranks(rejected, 1)
-    assert without == "Linear has no output_layer that a value head could replace"
-    assert tied.startswith("GPTModel shares its output layer with the embedding")
+    assert run_ranks(rejected, 1) == [["value_head"] * 2]

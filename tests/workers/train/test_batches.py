@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -93,37 +94,28 @@ def test_mini_batches_that_do_not_fit_the_update_are_rejected() -> None:
 
 
 def test_invalid_batch_is_rejected_with_its_row_and_column() -> None:
-    def rejection(**changes: torch.Tensor) -> str:
+    def rejection(**changes: torch.Tensor) -> dict[str, Any]:
         with pytest.raises(DataError) as caught:
             response_batch({**TWO_ROWS, **changes}, ["advantages"], **LIMITS)
-        return str(caught.value)
+        return {name: value for name, value in caught.value.fields.items() if name not in ("method", "present")}
 
     advantages = torch.zeros(2, 3)
     padding_only = TWO_ROWS["attention_mask"] * torch.tensor([[1], [0]])
     gap = torch.tensor([[0, 1, 0, 1, 1, 0], [1, 1, 1, 1, 0, 0]])
-    assert "needs the column 'advantages'" in rejection()
-    assert "row 1, of 0 tokens, is padding only" in rejection(advantages=advantages, attention_mask=padding_only)
-    assert "row 0, of 3 tokens, has a gap" in rejection(advantages=advantages, attention_mask=gap)
-    assert "row 1 has the token id 12, outside the vocabulary of 10" in rejection(
-        advantages=advantages,
-        input_ids=TWO_ROWS["input_ids"] + 3 * TWO_ROWS["attention_mask"] * torch.tensor([[0], [1]]),
-    )
-    assert "responses of row 1 differs from the end of input_ids" in rejection(
-        advantages=advantages, responses=torch.tensor([[7, 8, 0], [8, 0, 0]])
-    )
-    assert "response_mask of row 0 is 1 at a token that attention_mask marks as padding" in rejection(
-        advantages=advantages, response_mask=torch.tensor([[1, 1, 1], [1, 0, 0]])
-    )
-    assert "input_ids is torch.float32; token ids must be integers" in rejection(
-        advantages=advantages, input_ids=TWO_ROWS["input_ids"].float()
-    )
-    assert "responses is torch.float32; token ids must be integers" in rejection(
-        advantages=advantages, responses=TWO_ROWS["responses"].float()
-    )
-    assert "column 'input_ids' is [2], expected a tensor [rows, tokens]" in rejection(
-        advantages=advantages, input_ids=TWO_ROWS["input_ids"][:, 0]
-    )
-    assert "'advantages' is [2, 2], expected [2, 3]" in rejection(advantages=torch.zeros(2, 2))
+    outside = TWO_ROWS["input_ids"] + 3 * TWO_ROWS["attention_mask"] * torch.tensor([[0], [1]])
+    other_responses = torch.tensor([[7, 8, 0], [8, 0, 0]])
+    mask_of_padding = torch.tensor([[1, 1, 1], [1, 0, 0]])
+    assert rejection() == {"missing": ["advantages"]}
+    assert rejection(advantages=advantages, attention_mask=padding_only) == {"row": 1, "length": 0, "rows": [1]}
+    assert rejection(advantages=advantages, attention_mask=gap) == {"row": 0, "length": 3, "rows": [0]}
+    assert rejection(advantages=advantages, input_ids=outside) == {"row": 1, "token": 12}
+    assert rejection(advantages=advantages, responses=other_responses) == {"column": "responses", "row": 1}
+    assert rejection(advantages=advantages, response_mask=mask_of_padding) == {"column": "response_mask", "row": 0}
+    for name in ("input_ids", "responses"):
+        fractions = rejection(advantages=advantages, **{name: TWO_ROWS[name].float()})
+        assert fractions == {"column": name, "dtype": "torch.float32"}
+    assert rejection(advantages=advantages, input_ids=TWO_ROWS["input_ids"][:, 0])["column"] == "input_ids"
+    assert rejection(advantages=torch.zeros(2, 2))["column"] == "advantages"
     with pytest.raises(DataError) as caught:
         response_batch(TWO_ROWS, **(LIMITS | {"max_length": 3}))
     assert (caught.value.method, caught.value.row, caught.value.length) == ("update", 0, 4)

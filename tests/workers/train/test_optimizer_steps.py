@@ -153,33 +153,28 @@ def test_muon_trains_the_weights_of_one_process(tmp_path: Path) -> None:
     assert [difference for difference, _ in run_ranks(continued, 2, optim, str(tmp_path))] == [0.0, 0.0]
 
 
-REJECTED: list[tuple[dict[str, Any], str]] = [
-    ({"optimizer": "adagrad"}, "megatron-core cannot build optim.optimizer='adagrad': "),
-    *([] if MUON else [({"optimizer": "muon"}, "megatron-core cannot build optim.optimizer='muon': ")]),
-]
+REJECTED = ["adagrad", *([] if MUON else ["muon"])]
 
 
-def rejections() -> list[str]:
-    """Return the messages about optimizers that the installed packages do not have, and about a contradiction."""
+def rejections() -> list[tuple[str, str]]:
+    """Return key and value of the errors about optimizers that are not installed, and about a contradiction."""
 
     class Contradicting(ActorRolloutRefWorker):
         def parameter_groups(self, model: Any, config: OptimConfig) -> Any:
             decaying = ParamGroupOverride(wd_mult=1.0)  # type: ignore[typeddict-item]
             return {**super().parameter_groups(model, config), ParamKey(name="*layernorm*"): decaying}
 
-    cases = [*((optim, ActorRolloutRefWorker) for optim, _ in REJECTED), ({}, Contradicting)]
-    messages = []
+    cases = [*(({"optimizer": name}, ActorRolloutRefWorker) for name in REJECTED), ({}, Contradicting)]
+    errors = []
     for optim, worker_class in cases:
         with pytest.raises(ConfigError) as caught:
             actor({}, "actor", worker_class, optim=optim)
-        messages.append(str(caught.value))
-    return messages
+        errors.append((caught.value.key, caught.value.value))
+    return errors
 
 
-def test_optimizers_that_cannot_be_built_are_rejected_with_the_reason() -> None:
-    [messages] = run_ranks(rejections, 1)
-    for message, expected in zip(messages, [*(text for _, text in REJECTED), "Conflicting overrides"], strict=True):
-        assert expected in message
+def test_optimizers_that_cannot_be_built_are_rejected() -> None:
+    assert run_ranks(rejections, 1) == [[("optim.optimizer", name) for name in (*REJECTED, "adam")]]
 
 
 class ScheduleOfSamples(ActorRolloutRefWorker):
@@ -203,12 +198,12 @@ def rates_of_samples() -> tuple[int, float, str]:
     worker.update_actor(own_shard(experience(20), worker))
     with pytest.raises(ConfigError) as caught:
         actor({}, "actor", Undeclared)
-    return worker.state.scheduler.num_steps, worker.state.scheduler.get_lr({}), str(caught.value)
+    return worker.state.scheduler.num_steps, worker.state.scheduler.get_lr({}), caught.value.key
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_schedule_is_stepped_in_the_unit_that_it_declares(world_size: int) -> None:
-    for steps, rate, text in run_ranks(rates_of_samples, world_size):
+    for steps, rate, key in run_ranks(rates_of_samples, world_size):
         assert steps == 40  # 2 epochs of 20 samples
         assert rate == pytest.approx(1e-3 * (64 - 40) / 64)
-        assert text.startswith("the schedule of Undeclared.build_optimizer has lr_decay_steps 64, and optim has 3:")
+        assert key == "schedule_unit"

@@ -178,7 +178,7 @@ def test_the_whole_vocabulary_gives_the_exact_divergence() -> None:
     assert loss == pytest.approx(by_hand, abs=1e-5) and of_itself == pytest.approx(0, abs=1e-5)
 
 
-def rejections() -> list[str]:
+def rejections() -> list[dict[str, Any]]:
     worker = actor({}, "actor", ppo_micro_batch_size=1)
     ids = {"top_ids": torch.full((ROWS, RESPONSE, 2), VOCAB), "top_log_probs": torch.zeros(ROWS, RESPONSE, 2)}
     calls: list[Any] = [
@@ -189,16 +189,19 @@ def rejections() -> list[str]:
         lambda: worker.forward_backward(experience(ROWS), loss=DISTILLATION),
         lambda: worker.compute_log_prob(DataProto.from_dict(experience(ROWS).tensors(), meta_info={"row_together": 2})),
     ]
-    messages = []
+    errors = []
     for call in calls:
-        with pytest.raises((ConfigError, DataError)) as error:
+        with pytest.raises((ConfigError, DataError)) as caught:
             call()
-        messages.append(str(error.value))
-    return messages
+        errors.append(caught.value.fields)
+    return errors
 
 
 def test_what_does_not_fit_is_rejected() -> None:
-    (messages,) = run_ranks(rejections, 1)
-    parts = ["k is 62", "raise ppo_micro_batch_size", "2 for 3 rows", "ids up to 61", "needs the columns 'top_ids'"]
-    parts.append("meta_info['row_together'] is no setting of scoring and training; did you mean 'rows_together'?")
-    assert all(part in message for part, message in zip(parts, messages, strict=True)), messages
+    [[too_many, too_few_rows, no_multiple, unknown_ids, no_columns, unknown_setting]] = run_ranks(rejections, 1)
+    assert too_many == {"key": "k", "value": 62}
+    assert too_few_rows == {"rows_together": 2}
+    assert no_multiple == {"key": "rows_together", "value": 2, "rows": 3}
+    assert unknown_ids == {"method": "forward_backward", "column": "top_ids"}
+    assert no_columns["missing"] == ["top_ids", "top_log_probs"]
+    assert unknown_setting == {"key": "row_together", "value": 2}

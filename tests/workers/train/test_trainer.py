@@ -52,12 +52,12 @@ def test_forward_backward_and_optim_step_equal_one_update(role: str, layout: str
 
 def steps_without_gradients() -> list[str]:
     worker = actor({}, "actor", ppo_epochs=1, ppo_mini_batch_size=ROWS)
-    data, messages = experience(ROWS), []
+    data, keys = experience(ROWS), []
 
     def rejected() -> None:
-        with pytest.raises(ConfigError) as error:
+        with pytest.raises(ConfigError) as caught:
             worker.optim_step()
-        messages.append(str(error.value))
+        keys.append(caught.value.key)
 
     rejected()
     worker.forward_backward(data)
@@ -69,13 +69,11 @@ def steps_without_gradients() -> list[str]:
     worker.forward_backward(data)
     worker.update_actor(data)
     rejected()
-    return messages
+    return keys
 
 
 def test_optim_step_is_rejected_without_gradients_to_apply() -> None:
-    (messages,) = run_ranks(steps_without_gradients, 1)
-    assert len(messages) == 4
-    assert all("call forward_backward first" in message for message in messages)
+    assert run_ranks(steps_without_gradients, 1) == [["optim_step"] * 4]
 
 
 def trained_on(role: str, only_read: bool) -> dict[str, torch.Tensor]:

@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,32 +33,32 @@ def truncate(directory: Path, size: int) -> None:
     file.write_bytes(file.read_bytes()[:size])
 
 
-BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
-    "no weights": (lambda path: (path / "model.safetensors").unlink(), "there are no weights at"),
-    "empty file": (lambda path: truncate(path, 0), "model.safetensors in .* is damaged"),
-    "truncated header": (lambda path: truncate(path, 20), "model.safetensors in .* is damaged"),
-    "truncated tensor": (lambda path: truncate(path, 110), "model.safetensors in .* is damaged"),
+BROKEN: dict[str, tuple[Callable[[Path], object], dict[str, Any]]] = {
+    "no weights": (lambda path: (path / "model.safetensors").unlink(), {}),
+    "empty file": (lambda path: truncate(path, 0), {"path": "model.safetensors"}),
+    "truncated header": (lambda path: truncate(path, 20), {"path": "model.safetensors"}),
+    "truncated tensor": (lambda path: truncate(path, 110), {"path": "model.safetensors"}),
     "directory for a file": (
         lambda path: ((path / "model.safetensors").unlink(), (path / "model.safetensors").mkdir()),
-        "there are no weights at",
+        {},
     ),
     "missing file": (
         lambda path: write_index(path, {"weight_map": {"w": "other.safetensors"}}),
-        r"names missing files: \['other.safetensors'\]",
+        {"missing": ["other.safetensors"]},
     ),
     "missing tensor": (
         lambda path: write_index(path, {"weight_map": {"v": "model.safetensors"}}),
-        "model.safetensors in .* has no tensor v",
+        {"tensor": "v"},
     ),
-    "file outside": (lambda path: write_index(path, {"weight_map": {"w": "../w"}}), "expected files of the directory"),
-    "no map": (lambda path: write_index(path, {}), "weight_map is None"),
+    "file outside": (lambda path: write_index(path, {"weight_map": {"w": "../w"}}), {}),
+    "no map": (lambda path: write_index(path, {}), {}),
     "integers": (
         lambda path: save_file({"w": torch.zeros(4, dtype=torch.int64)}, path / "model.safetensors"),
-        "w in .* is of dtype I64, expected F64, F32, F16, BF16",
+        {"tensor": "w"},
     ),
     "8 bits": (
         lambda path: save_file({"w": torch.zeros(4).to(torch.float8_e4m3fn)}, path / "model.safetensors"),
-        "w in .* is of dtype F8_E4M3",
+        {"tensor": "w"},
     ),
 }
 
@@ -65,12 +66,13 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
 @pytest.mark.parametrize("how", BROKEN)
 def test_broken_directory_is_rejected(tmp_path: Path, how: str) -> None:
     save_file({"w": torch.zeros(16)}, tmp_path / "model.safetensors")
-    damage, message = BROKEN[how]
+    damage, named = BROKEN[how]
     damage(tmp_path)
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(DataError) as caught:
         files = WeightFiles(tmp_path)
         for name in files.names:
             files.shape(name)
+    assert {name: caught.value.fields[name] for name in named} == named
 
 
 @pytest.mark.processes

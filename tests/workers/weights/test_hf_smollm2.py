@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
 from examples.smollm2 import prompts, shipped_gguf  # noqa: E402
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 
 def logits_and_answer(path: Path, batch: DataProto) -> tuple[torch.Tensor, torch.Tensor]:

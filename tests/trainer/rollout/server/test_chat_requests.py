@@ -13,7 +13,8 @@ from mcontroller.local import LocalWorkerGroup
 from mcontroller.ray.class_with_init import ClassWithInitArgs
 from tests.trainer.rollout.server.test_chat_server import ASK, END, TOOLS, Agent, Characters
 from trainer import TrajectoryRollout
-from trainer.rollout.server.chat_server import ChatServer, ChatSession
+from trainer.rollout.server.chat_server import ChatServer
+from trainer.rollout.server.sessions import ChatSession
 
 MAX_BODY = 50_000
 USER = {"role": "user", "content": "2 + 3?"}
@@ -96,12 +97,14 @@ FIELDS: dict[str, tuple[dict[str, Any], str | None]] = {
     "model is a number": ({"messages": ASK, "model": 5}, "model"),
     "model is empty": ({"messages": ASK, "model": ""}, "model"),
     "model is long": ({"messages": ASK, "model": "m" * 999}, "model"),
-    "n": ({"messages": ASK, "n": 2}, "n"),
+    "n is 0": ({"messages": ASK, "n": 0}, "n"),
     "n is true": ({"messages": ASK, "n": True}, "n"),
     "n is huge": ({"messages": ASK, "n": 10**4000}, "n"),
-    "stop": ({"messages": ASK, "stop": ["\n"]}, "stop"),
+    "stop is a number": ({"messages": ASK, "stop": 5}, "stop"),
+    "a stop is empty": ({"messages": ASK, "stop": ["\n", ""]}, "stop[1]"),
+    "many stops": ({"messages": ASK, "stop": ["a"] * 99}, "stop"),
     "seed": ({"messages": ASK, "seed": 2**63}, "seed"),
-    "logprobs": ({"messages": ASK, "logprobs": True}, "logprobs"),
+    "top_logprobs": ({"messages": ASK, "logprobs": True, "top_logprobs": 5}, "top_logprobs"),
     "logprobs is 0": ({"messages": ASK, "logprobs": 0}, "logprobs"),
     "logit_bias": ({"messages": ASK, "logit_bias": {"5": 100}}, "logit_bias"),
     "penalty": ({"messages": ASK, "presence_penalty": 0.5}, "presence_penalty"),
@@ -229,7 +232,7 @@ def assert_is_error_of_openai(answer: Mapping[str, Any]) -> None:
 def assert_session_works(server: ChatServer, session: ChatSession) -> None:
     """A session that got a malformed request has lost nothing."""
     status, answer = send_body(server, session, json.dumps({"messages": ASK}).encode())
-    assert status == 200 and answer["choices"][0]["finish_reason"] == "tool_calls"
+    assert status == 200 and answer["choices"][0]["finish_reason"] == "stop"
     (made,) = session.close()
     assert made.prompt.tolist() == Characters().encode(Characters().render(ASK))
 

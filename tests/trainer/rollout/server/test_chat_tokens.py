@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from mcontroller.errors import DataError
 from trainer.data.tokenizers import TokenizerSource
-from trainer.rollout.server.chat_tokens import conversation_tokens, tokens_after_reply
+from trainer.rollout.server.chat_tokens import texts_around_replies, tokens_after_reply
 from trainer.run.hf_tokenizer import HuggingFaceTokenizer
 
 CHATML = """
@@ -83,6 +84,11 @@ def whole(tokenizer: HuggingFaceTokenizer, messages: list[Any], **arguments: Any
     return list(applied)
 
 
+def prompt_of(tokenizer: HuggingFaceTokenizer, messages: list[Any], tools: Sequence[Any] = ()) -> list[int]:
+    (text,) = texts_around_replies(tokenizer, messages, [], tools)
+    return tokenizer.encode(text)
+
+
 @pytest.mark.parametrize("text", HOSTILE)
 @pytest.mark.parametrize("is_whole", [True, False], ids=["ended", "cut off"])
 def test_tokens_after_a_reply_are_those_of_transformers(
@@ -92,13 +98,15 @@ def test_tokens_after_a_reply_are_those_of_transformers(
     messages = [*start, {"role": "assistant", "content": REPLY}, {"role": "user", "content": HOSTILE[text]}]
     stop = tokenizer.tokenizer.eos_token_id
     expected, prompt = whole(tokenizer, messages), whole(tokenizer, start)
-    assert expected[: len(prompt)] == prompt == conversation_tokens(tokenizer, start, [])
+    assert expected[: len(prompt)] == prompt == prompt_of(tokenizer, start)
     replied = next(
         end
         for end in range(len(prompt), len(expected))
         if tokenizer.decode(expected[len(prompt) : end]).strip() == REPLY
     )
-    after = tokens_after_reply(tokenizer, messages, 1, [], stop if is_whole else None)
+    before, after_text = texts_around_replies(tokenizer, messages, [1], [])
+    assert tokenizer.encode(before.rstrip()) == tokenizer.encode(tokenizer.render(start).rstrip())
+    after = tokens_after_reply(tokenizer, after_text, stop if is_whole else None)
     assert after == expected[expected.index(stop, replied) + 1 if is_whole else replied :]
 
 
@@ -111,13 +119,11 @@ def test_arguments_of_tools_are_written_once(tokenizer: HuggingFaceTokenizer) ->
         messages = [ask, {"role": "assistant", "content": None, "tool_calls": [call]}, answer]
         call_of_transformers = {**call, "function": {"name": "add", "arguments": value}}
         of_transformers = [ask, {**messages[1], "tool_calls": [call_of_transformers]}, answer]
-        assert conversation_tokens(tokenizer, messages, tools) == whole(tokenizer, of_transformers, tools=tools)
+        assert prompt_of(tokenizer, messages, tools) == whole(tokenizer, of_transformers, tools=tools)
         assert messages[1]["tool_calls"] == [call]
     call = {"id": "call00000", "type": "function", "function": {"name": "add", "arguments": '{"a": "\\ud800"}'}}
-    with pytest.raises(DataError, match="half of a surrogate pair"):
-        conversation_tokens(
-            tokenizer, [ask, {"role": "assistant", "content": None, "tool_calls": [call]}, answer], tools
-        )
+    with pytest.raises(DataError):
+        prompt_of(tokenizer, [ask, {"role": "assistant", "content": None, "tool_calls": [call]}, answer], tools)
 
 
 def test_a_template_that_does_not_write_the_reply_is_an_error(tokenizer: HuggingFaceTokenizer) -> None:
@@ -131,7 +137,7 @@ def test_a_template_that_does_not_write_the_reply_is_an_error(tokenizer: Hugging
         for changed, count in (("hello", 0), (template + template, 2)):
             tokenizer.tokenizer.chat_template = changed
             with pytest.raises(DataError) as caught:
-                tokens_after_reply(tokenizer, messages, 1, [], None)
+                texts_around_replies(tokenizer, messages, [1], [])
             assert caught.value.fields == {"index": 1, "count": count}
     finally:
         tokenizer.tokenizer.chat_template = template

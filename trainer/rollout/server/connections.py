@@ -1,7 +1,7 @@
 """The HTTP side of the server of chat completions, on Starlette and uvicorn: the extra ``agents``.
 
-Anybody on the machine can connect. A connection without a whole request costs a file descriptor and no thread, for a
-limited time; a request without a key of the program is answered before its body is read.
+Anybody who can reach the port can connect. A connection without a whole request costs a file descriptor and no thread,
+for a limited time; a request without a key of the program is answered before its body is read.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import asyncio
 import json
 import socket
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Callable, Collection
+from contextlib import aclosing
 from functools import partial
 from typing import Any
 
@@ -19,8 +20,9 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from trainer.rollout.server.chat_requests import RequestError, reject
@@ -29,6 +31,8 @@ IDLE_S = 30
 """[s] Longest time in which a connection sends the header of a request, and a request its body."""
 MAX_STRANGERS = 256
 """Most connections that have sent no whole header of a request yet: one more closes the oldest."""
+EVENTS = "text/event-stream"
+"""The content type of answers that are sent in parts."""
 CLOSE_S = 5.0
 """[s] Longest time to wait for the thread of the server when it is closed."""
 
@@ -45,9 +49,10 @@ class HttpRequest:
     """
 
     def __init__(self, request: Request, max_body: int) -> None:
-        self._request, self._max_body = request, max_body
+        self._request, self._max_body, self._is_read = request, max_body, asyncio.Event()
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        self.api_key: str = request.path_params.get("api_key", key if scheme.lower() == "bearer" else "")
+        sent = key if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+        self.api_key: str = request.path_params.get("api_key", sent)
 
     async def body(self) -> bytes:
         """Return the body.
@@ -69,6 +74,7 @@ class HttpRequest:
                     self._check_length(len(body))
         except TimeoutError:
             reject(f"the body did not arrive within {IDLE_S} s", status=408)
+        self._is_read.set()
         return bytes(body)
 
     def _check_length(self, length: int) -> None:
@@ -77,50 +83,71 @@ class HttpRequest:
             reject(text, status=413, code="request_too_large")
 
     async def disconnected(self) -> None:
-        """Wait until the client has disconnected; for after the body."""
+        """Wait until the client has disconnected after the body."""
+        await self._is_read.wait()
         while (await self._request.receive())["type"] != "http.disconnect":
             pass
 
 
-Answer = Callable[[HttpRequest], Awaitable[tuple[str, bytes]]]
-"""Returns the content type and the body of the answer to a request, or raises a ``RequestError``."""
-
-
 class HttpServer:
-    """Serves ``POST /v1/chat/completions``, also below a folder whose name is the API key, in a thread.
+    """Serves ``POST`` requests in a thread.
 
     Args:
-        answer: called on the event loop of the server.
-        port: on 127.0.0.1; 0 for a free one.
+        answer: yields the content type and the parts of the answer to a request, on the event loop of the server, or
+            raises a ``RequestError`` before the first; it is closed when the client disconnects.
+        paths: that are served, also below a folder whose name is the API key.
+        host: the address on which it listens.
+        port: 0 for a free one.
         max_body: [bytes] the most of a request's body.
 
     Attributes:
         url: without a path.
     """
 
-    def __init__(self, answer: Answer, *, port: int, max_body: int) -> None:
-        async def completions(request: Request) -> Response:
-            try:
-                kind, body = await answer(HttpRequest(request, max_body))
-            except RequestError as error:
-                return _error_response(error)
-            except ClientDisconnect:
+    def __init__(
+        self,
+        answer: Callable[[str, HttpRequest], AsyncGenerator[str]],
+        paths: Collection[str],
+        *,
+        host: str,
+        port: int,
+        max_body: int,
+    ) -> None:
+        def endpoint(path: str) -> Callable[[Request], Any]:
+            async def answered(request: Request) -> Response:
+                http_request = HttpRequest(request, max_body)
+                parts = answer(path, http_request)
+                first = asyncio.ensure_future(anext(parts))
+                gone = asyncio.ensure_future(http_request.disconnected())
+                try:
+                    await asyncio.wait((first, gone), return_when=asyncio.FIRST_COMPLETED)
+                    if first.done() and (kind := first.result()) == EVENTS:
+                        return _Parts(parts, media_type=kind)
+                    if first.done():
+                        return Response("".join([part async for part in parts]), media_type=kind)
+                except RequestError as error:
+                    return _error_response(error)
+                except ClientDisconnect:
+                    pass
+                finally:
+                    first.cancel()
+                    gone.cancel()
                 return Response()  # which nobody gets
-            return Response(body, media_type=kind)
+
+            return answered
 
         async def rejected(request: Request, error: Any) -> Response:
-            served = "the only method is POST /v1/chat/completions"
+            served = f"served are POST {', '.join(paths)}"
             message = f"{request.method[:20]} {request.url.path[:60]} is not served; {served}"
             return _error_response(RequestError(message, status=error.status_code, code="unknown_url", param=None))
 
-        paths = ("/v1/chat/completions", "/{api_key}/v1/chat/completions")
-        app = Starlette(
-            routes=[Route(path, completions, methods=["POST"]) for path in paths],
-            exception_handlers={HTTPException: rejected},
-        )
+        folders = ("", "/{api_key}")
+        routes = [Route(folder + path, endpoint(path), methods=["POST"]) for path in paths for folder in folders]
+        app = Starlette(routes=routes, exception_handlers={HTTPException: rejected})
         app.router.redirect_slashes = False
-        listening = socket.create_server(("127.0.0.1", port), backlog=1024)
-        self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listening = socket.create_server((host, port), family=family, backlog=1024)
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
         strangers: dict[_Connection, None] = {}
         config = uvicorn.Config(
             app,
@@ -145,6 +172,14 @@ class HttpServer:
         """Stop to serve."""
         self._server.should_exit = True
         self._thread.join(CLOSE_S)
+
+
+class _Parts(StreamingResponse):
+    """An answer in parts, whose generator is closed when the client disconnects."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self.body_iterator):  # type: ignore[type-var]
+            await super().__call__(scope, receive, send)
 
 
 class _Connection(H11Protocol):

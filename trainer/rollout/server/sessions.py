@@ -1,0 +1,361 @@
+"""Sessions of agents: their conversations, as trajectories of exact tokens, and the turns that are generated."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import itertools
+import logging
+import secrets
+import time
+from array import array
+from bisect import bisect_left
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from mcontroller.errors import ConfigError, DataError
+from trainer.data.tokenizers import TextTokenizer
+from trainer.rollout.seeds import seed_of
+from trainer.rollout.server.chat_requests import ChatRequest, reject, same_conversation
+from trainer.rollout.server.chat_tokens import PrefixChange, texts_around_replies, tokens_after_reply
+from trainer.rollout.server.tool_calls import ToolFormat
+from trainer.rollout.trajectory import Trajectory
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.02
+"""[s] Time between two looks at the tokens of a stream, if the program drives the rollout."""
+
+
+@dataclass(eq=False)
+class Conversation:
+    """Messages, and the trajectory that they are.
+
+    Attributes:
+        messages: with the policy's.
+        tools: of all its requests.
+        trajectory: its tokens.
+        texts: what the chat template wrote in front of the policy's messages when they were generated.
+        replies: the indices of the policy's messages.
+        stop: the stop token at the end of the trajectory; None: it ends with another token.
+    """
+
+    messages: list[dict[str, Any]]
+    tools: list[Any]
+    trajectory: Trajectory
+    texts: list[str]
+    replies: list[int] = field(default_factory=list)
+    stop: int | None = None
+
+
+class Turn:
+    """A choice of a request: a turn of the policy.
+
+    Attributes:
+        conversation: continued by this turn.
+        index: of the choice.
+        start: [tokens] of the response before this turn.
+        submitted: the trajectory in flight.
+        tokens: token ids that have arrived.
+        text: of these tokens, up to a stop text of the request, which is ``stopped_at``.
+        content, calls: once the turn has ended: the text around the tool calls, and these as OpenAI's API has them.
+        reason: once the turn has ended: ``stop``, ``length`` or ``tool_calls``.
+    """
+
+    def __init__(self, conversation: Conversation, index: int, request: ChatRequest, tool_format: ToolFormat) -> None:
+        self.conversation, self.index, self._request, self._format = conversation, index, request, tool_format
+        self.start = len(conversation.trajectory.tokens)
+        self.submitted: Future[Trajectory] = Future()
+        self.tokens: list[int] = []
+        self.text, self.content, self.reason = "", "", ""
+        self.stopped_at: str | None = None
+        self.calls: list[dict[str, Any]] = []
+        self._sent = ""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """The number of tokens in front of this turn."""
+        return len(self.conversation.trajectory.prompt) + self.start
+
+    @property
+    def log_probs(self) -> list[float]:
+        """The log-probabilities of ``tokens``."""
+        return self.conversation.trajectory.log_probs[self.start : self.start + len(self.tokens)].tolist()
+
+    def read(self, tokenizer: TextTokenizer) -> None:
+        """Read the tokens that have arrived."""
+        trajectory = self.conversation.trajectory
+        made = trajectory.tokens[self.start : len(trajectory.mask)].tolist()  # the mask is the last column to grow
+        if self.stopped_at is not None or len(made) == len(self.tokens):
+            return
+        self.tokens, self.text = made, tokenizer.decode(made)
+        places = [(place, stop) for stop in self._request.stop if (place := self.text.find(stop)) >= 0]
+        if places:
+            place, stop = min(places)
+            count = 1 + bisect_left(range(1, len(made)), True, key=lambda count: stop in tokenizer.decode(made[:count]))
+            self.tokens, self.text, self.stopped_at = made[:count], self.text[:place], stop
+
+    def next_text(self) -> str:
+        """Return the text that can be sent: it is neither in a stop text nor in a tool call, however it goes on."""
+        if self.reason:
+            text = self.content
+        else:
+            starts = [*self._request.stop, *(self._format.starts if self._request.tools else ())]
+            text = self.text[: _end_before(self.text, starts)].rstrip("\N{REPLACEMENT CHARACTER}")
+        sent, self._sent = self._sent, max(self._sent, text, key=len)
+        return self._sent[len(sent) :]
+
+    def end(self, numbers: itertools.count[int]) -> None:
+        """Complete the conversation with this turn.
+
+        Args:
+            numbers: of the tool calls.
+        """
+        made = self.conversation.trajectory
+        if self.stopped_at is not None:
+            made = self.conversation.trajectory = _shortened(made, self.start + len(self.tokens))
+        self.content = self.text
+        calls: list[tuple[str, str]] = []
+        if self._request.tools:
+            self.content, calls = self._format.parse(self.text, self._request.tools)
+        self.calls = [
+            # some templates ask for nine letters and digits
+            {"id": f"call{next(numbers):05d}", "type": "function", "function": {"name": name, "arguments": arguments}}
+            for name, arguments in calls
+        ]
+        self.conversation.replies.append(len(self.conversation.messages))
+        self.conversation.messages.append(self.message)
+        if self.stopped_at is None and made.ended in ("stop", "turn"):
+            self.conversation.stop = made.tokens[-1]
+        is_cut = self.stopped_at is None and made.ended in ("length", "max_tokens")
+        self.reason = "tool_calls" if calls else "length" if is_cut else "stop"
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The message of the assistant."""
+        if not self.calls:
+            return {"role": "assistant", "content": self.content}
+        return {"role": "assistant", "content": self.content.strip() or None, "tool_calls": self.calls}
+
+
+class ChatSession:
+    """The requests of one agent, which has the key of the session.
+
+    Attributes:
+        name: of the session.
+        api_key: of the agent's client. Nobody without it can take part in the session.
+        conversations: one, and another for each request that did not continue the messages and tools of one.
+        prefix_changes: where the chat template wrote another text before a turn than it did when that was generated.
+            The trajectories have the tokens of the text that was recorded.
+        error: why it has ended without a trajectory; None: it has not.
+    """
+
+    def __init__(
+        self, rollout: Any, tokenizer: TextTokenizer, tool_format: ToolFormat, name: str, seed: int | None
+    ) -> None:
+        self.rollout, self.name, self.seed = rollout, name, seed
+        self.api_key = secrets.token_urlsafe()
+        self.conversations: list[Conversation] = []
+        self.prefix_changes: list[PrefixChange] = []
+        self.error: str | None = None
+        self.is_closed = self.in_use = False
+        self._tokenizer, self._format, self._numbers = tokenizer, tool_format, itertools.count()
+        self._turns: list[Turn] = []
+        self._parent: Conversation | None = None
+
+    @property
+    def trajectories(self) -> list[Trajectory]:
+        """The trajectories of the conversations."""
+        return [conversation.trajectory for conversation in self.conversations]
+
+    def cancel(self) -> None:
+        """End the session: no request is accepted any more, and one that is running is cancelled."""
+        self.is_closed = True
+        for turn in self._turns:
+            turn.submitted.cancel()
+
+    def close(self) -> list[Trajectory]:
+        """End the session, and return its trajectories.
+
+        Raises:
+            DataError: a request is running, a client has disconnected in the middle of one, or there was none.
+        """
+        if self.in_use:
+            self.error = self.error or "a request is running"
+        self.cancel()
+        if self.error is None and not self.conversations:
+            self.error = "no request has arrived"
+        if self.error is not None:
+            raise DataError(f"session {self.name!r} has no trajectory: {self.error}", session=self.name)
+        made, self.conversations = self.trajectories, []
+        return made
+
+    def begin(self) -> None:
+        """Begin a request.
+
+        Raises:
+            RequestError: another one is running, or the session has ended.
+        """
+        if self.in_use:
+            reject(f"session {self.name!r} is in use by another request: open one for each agent")
+        if self.error is not None:
+            reject(f"session {self.name!r} has ended: {self.error}")
+        self.in_use = True
+
+    def end(self) -> None:
+        """End a request; a session whose client disconnects in the middle of one has ended."""
+        if self._turns and not self.is_closed:
+            self.error = self.error or "its client has disconnected in the middle of a request"
+        self._abandon()
+        self.in_use = False
+
+    async def submit(self, request: ChatRequest) -> list[Turn]:
+        """Submit a request to the rollout, and return its turns.
+
+        Raises:
+            RequestError: the session has been closed.
+            ConfigError, DataError: the chat template or the rollout rejects it.
+        """
+        parent = max(
+            (known for known in self.conversations if self._continues(known, request)),
+            key=lambda known: len(known.messages),
+            default=None,
+        )
+        self._parent = parent
+        try:
+            for index in range(request.n):
+                conversation = self._opened(request, index) if parent is None else self._continued(parent, request)
+                turn = Turn(conversation, index, request, self._format)
+                options = {"seed": conversation.trajectory.seed, **request.sampling, "max_tokens": request.max_tokens}
+                if index and type(options["seed"]) is int and (parent is not None or "seed" in request.sampling):
+                    options["seed"] = seed_of(options["seed"], "choice", index)
+                submit = partial(self.rollout.submit, conversation.trajectory, **options)
+                turn.submitted = await asyncio.to_thread(submit)
+                self._turns.append(turn)
+        except (ConfigError, DataError):
+            self._abandon()
+            raise
+        if self.is_closed:
+            self._abandon()
+            reject(f"session {self.name!r} was closed")
+        return [*self._turns]
+
+    @staticmethod
+    def _continues(known: Conversation, request: ChatRequest) -> bool:
+        return known.tools == request.tools and same_conversation(known.messages, request.messages)
+
+    def _opened(self, request: ChatRequest, index: int) -> Conversation:
+        count = len(self.conversations) + index
+        (text,) = texts_around_replies(self._tokenizer, request.messages, [], request.tools)
+        seed = self.seed if self.seed is None or not count else seed_of(self.seed, "conversation", count)
+        trajectory = Trajectory(array("q", self._tokenizer.encode(text)), seed=seed)
+        return Conversation([*request.messages], request.tools, trajectory, [text])
+
+    def _continued(self, parent: Conversation, request: ChatRequest) -> Conversation:
+        messages = [*parent.messages, *request.messages[len(parent.messages) :]]
+        *before, after = texts_around_replies(self._tokenizer, messages, parent.replies, parent.tools)
+        for reply, recorded, rendered in zip(parent.replies, parent.texts, before, strict=True):
+            change = PrefixChange(reply, recorded, rendered)
+            # Some templates write the space that the policy begins its message with.
+            if recorded.rstrip() != rendered.rstrip() and change not in self.prefix_changes:
+                self.prefix_changes.append(change)
+                logger.warning(
+                    "session %r: the chat template changes the text before message %d, whose tokens stay as they were "
+                    "recorded: it was %r, and is %r",
+                    self.name,
+                    reply,
+                    recorded[-400:],
+                    rendered[-400:],
+                )
+        trajectory = copy.deepcopy(parent.trajectory)
+        trajectory.replied(tokens_after_reply(self._tokenizer, after, parent.stop))
+        return Conversation(messages, parent.tools, trajectory, [*parent.texts, after], [*parent.replies])
+
+    async def generate(
+        self, turns: Sequence[Turn], advancing: asyncio.Lock, *, timeout_s: float, is_watched: bool
+    ) -> AsyncIterator[Turn]:
+        """Yield turns that have new tokens, or have ended, until all have; then record the conversations.
+
+        Args:
+            turns: of ``submit``.
+            advancing: held by the request that makes a slice, if the program does not drive the rollout.
+            timeout_s: [s] the longest time of all turns.
+            is_watched: whether the caller needs tokens before their turn has ended.
+
+        Raises:
+            RequestError: a turn has failed or was cancelled, or the time is over.
+        """
+        changed, loop = asyncio.Event(), asyncio.get_running_loop()
+        for turn in turns:
+            turn.submitted.add_done_callback(lambda _: loop.call_soon_threadsafe(changed.set))
+        until, pending = time.monotonic() + timeout_s, list(turns)
+        while pending:
+            await self._progress(pending, advancing, changed, POLL_S if is_watched else until - time.monotonic())
+            for turn in [*pending]:
+                is_done = turn.submitted.done()
+                if is_done:
+                    self._raise_failure(turn.submitted)
+                turn.read(self._tokenizer)
+                if is_done or turn.stopped_at is not None:
+                    turn.submitted.cancel()
+                    pending.remove(turn)
+                    turn.end(self._numbers)
+                yield turn
+            if pending and time.monotonic() > until:
+                self.error = f"a turn took longer than {timeout_s} s"
+                reject(f"session {self.name!r} has ended: {self.error}", status=504, code="timeout")
+        place = len(self.conversations) if self._parent is None else self.conversations.index(self._parent)
+        self.conversations[place : place + 1] = [turn.conversation for turn in turns]
+        self._turns = []
+
+    async def _progress(
+        self, pending: Sequence[Turn], advancing: asyncio.Lock, changed: asyncio.Event, timeout_s: float
+    ) -> None:
+        """Wait for a turn to end or a slice to be made: if nobody else makes slices, one request at a time does."""
+        if self.rollout.driven:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(changed.wait(), max(timeout_s, 0.0))
+            changed.clear()
+            return
+        async with advancing:
+            if not any(turn.submitted.done() for turn in pending):
+                await asyncio.to_thread(self.rollout.advance)
+
+    def _raise_failure(self, submitted: Future[Trajectory]) -> None:
+        if self.is_closed:
+            reject(f"session {self.name!r} was closed")
+        if submitted.cancelled():
+            self.error = "its trajectory was cancelled"
+            reject(f"session {self.name!r} has ended: {self.error}")
+        error = submitted.exception()
+        if isinstance(error, DataError | ConfigError):
+            self._abandon()
+        if error is not None:
+            raise error
+
+    def _abandon(self) -> None:
+        """Cancel the turns in flight."""
+        turns, self._turns = self._turns, []
+        for turn in turns:
+            turn.submitted.cancel()
+
+
+def _end_before(text: str, starts: Sequence[str]) -> int:
+    """Return the place before the first of these texts, or before the end of the text if it may begin one."""
+    end = min((place for start in starts if (place := text.find(start)) >= 0), default=len(text))
+    sizes = [size for start in starts for size in range(1, len(start)) if text.endswith(start[:size], 0, end)]
+    return end - max(sizes, default=0)
+
+
+def _shortened(trajectory: Trajectory, length: int) -> Trajectory:
+    """Return a copy of a trajectory that ends a turn after a number of tokens of the response."""
+    experts = trajectory.experts_before(length)
+    made = copy.deepcopy(trajectory)  # a slice in flight may still add to the other
+    for column in (made.tokens, made.mask, made.log_probs, made.versions, made.temperatures):
+        del column[length:]
+    made.experts, made.ended = experts, "turn"
+    return made
