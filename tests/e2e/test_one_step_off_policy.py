@@ -148,7 +148,7 @@ def test_without_staleness_separate_groups_equal_one_group() -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("staleness", [2])
+@pytest.mark.parametrize("staleness", [1, 2])
 def test_a_resumed_run_equals_one_without_an_interruption(tmp_path: Path, staleness: int) -> None:
     def saved(name: str, steps: int, **trainer: Any) -> Run:
         order = AsynchronousConfig(schedule="simulated")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 import torch
 
 from examples.bring_your_own_megatron import loop, roles, team
@@ -17,6 +18,7 @@ from mcontroller import DataProto
 from mcontroller.testing import SimulatedGroupMaker
 from parallel_state import ParallelLayout
 from parallel_state.simulated import run_ranks
+from tests.examples.test_small_examples import ON_RAY
 from workers import OptimConfig, RolloutConfig
 
 LAYOUTS = {"tp2-pp2": (4, 2, 2), "pp2-dp2": (4, 1, 2)}
@@ -71,10 +73,10 @@ def test_the_model_in_the_roles_has_the_losses_of_the_loop_alone(
     assert expected[-1] < expected[0]
 
 
-@pytest.mark.processes
-def test_the_program_prints_the_same_losses_on_ray() -> None:
-    program = [sys.executable, "-m", "examples.bring_your_own_megatron.loop"]
-    done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True)
+def test_the_program_prints_the_same_losses_on_ray(ray_cluster: None) -> None:
+    start = ON_RAY.format(ray.get_runtime_context().gcs_address)
+    program = f"{start}from examples.bring_your_own_megatron.loop import main; main()"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     args = arguments(2, 2)
     alone = run_ranks(ParallelLayout(4, tp=2, pp=2), team.pretrain, args, loop.make_data(args))[-1]

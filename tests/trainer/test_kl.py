@@ -63,7 +63,6 @@ def test_an_estimator_without_a_gradient_in_expectation_cannot_be_a_loss():
     with pytest.raises(ConfigError) as caught:
         check_kl_loss("k1")
     assert (caught.value.key, caught.value.value) == ("kl_loss_type", "k1")
-    assert "algorithm.kl_penalty=k1" in str(caught.value)
     assert AlgorithmConfig(kl_penalty="k1").kl_penalty == "k1"
     for name in ("k1+", "k2", "k3", "k3+", "abs"):
         check_kl_loss(name)

@@ -42,10 +42,10 @@ class Versions(Callback):
     """Records the versions of the policy that generated each batch."""
 
     def __init__(self) -> None:
-        self.seen: list[list[int]] = []
+        self.of_batches: list[list[int]] = []
 
     def batch_ready(self, trainer: Any, batch: DataProto) -> None:
-        self.seen.append(batch.batch["policy_version"].unique().tolist())
+        self.of_batches.append(batch.batch["policy_version"].unique().tolist())
 
 
 def run(config: PPOConfig, roles: dict[Role, Any] = SEPARATE, **others: Any) -> tuple[RayPPOTrainer, list[dict]]:
@@ -66,7 +66,7 @@ def test_a_batch_is_generated_with_the_weights_before_the_update_beside_it() -> 
     step = ["update_actor", "transfer", "generate_sequences"]
     begin = ["transfer", "generate_sequences", "generate_sequences"]  # the batch of step 1, and the one in flight
     assert [call for call in CALLS if call in SEEN] == [*begin, *step * 3, "update_actor"]
-    assert versions.seen == [[0], [0], [1], [2]]
+    assert versions.of_batches == [[0], [0], [1], [2]]
     assert [line["training/staleness_mean"] for line in lines] == [0.0, 1.0, 1.0, 1.0]
     assert [line["training/staleness_max"] for line in lines] == [0.0, 1.0, 1.0, 1.0]
     limited = [line["training/rollout_kl"] for line in lines]
@@ -126,8 +126,8 @@ def test_dynamic_sampling_draws_from_the_batches_in_flight() -> None:
     versions = Versions()
     trainer, lines = run(off_policy(6, rule), {**SEPARATE, Role.Rollout: Twice}, callbacks=[versions])
     assert max(line["dynamic_sampling/batches"] for line in lines) > 1
-    for step, seen in enumerate(versions.seen[1:], 1):
-        assert set(seen) <= {step - 1, step}
+    for step, generated_by in enumerate(versions.of_batches[1:], 1):
+        assert set(generated_by) <= {step - 1, step}
     assert all(0.0 <= line["training/staleness_mean"] <= line["training/staleness_max"] <= 1.0 for line in lines)
     assert trainer.drawn_batches == 1 + sum(line["dynamic_sampling/batches"] for line in lines)
 

@@ -31,7 +31,7 @@ from trainer.rewards.helper_process import HelperProcess
 from trainer.rollout.episode_loop import SERVER, EpisodeLoop, load_episode, text_of
 from trainer.rollout.made_tokens import FAILURE_KINDS, EpisodeError, MadeTokens, Turn
 from trainer.rollout.seeds import TRAINING, count_call, seed_of
-from trainer.rollout.trajectories import Submitted, TrajectoryRollout, trajectory_batch
+from trainer.rollout.trajectories import TrajectoryRollout, trajectory_batch
 from trainer.rollout.trajectory import Trajectory
 from workers.columns import HELD_OUT_BATCH
 from workers.generate.request_settings import checked_sampling
@@ -149,7 +149,6 @@ class Episodes:
         timeout_s: [s] longest time that an episode may take between two turns of the policy.
 
     Attributes:
-        cancel: called with the turns in flight that nobody waits for any more.
         failed, restarted: numbers of episodes.
         replaced: the number of processes that were lost.
         rollout: generates the turns.
@@ -188,7 +187,6 @@ class Episodes:
         self._running: dict[int, _Running] = {}
         self._made: SimpleQueue[tuple[_Running, int]] = SimpleQueue()
         self._started = 0
-        self.cancel: Callable[[Submitted], object] = Submitted.cancel
 
     def another(self) -> Episodes:
         """Return one with the same settings, whose episodes run apart from these."""
@@ -215,13 +213,7 @@ class Episodes:
         can_begin = bool(self._waiting) and len(self._running) < self.concurrency
         return can_begin or not all(running.waits for running in self._running.values())
 
-    def states(self) -> Mapping[Any, Mapping[int, Turn]]:
-        """Return the turns of all episodes, in their order, by their keys: ``start`` takes them."""
-        return {running.key: running.made.turns for running in (*self._running.values(), *self._waiting)}
-
-    def start(
-        self, problem: Mapping[str, Any], seed: int, *, key: Any = None, turns: Mapping[int, Turn] | None = None
-    ) -> Future[Trajectory]:
+    def start(self, problem: Mapping[str, Any], seed: int, *, key: Any = None) -> Future[Trajectory]:
         """Start an episode, and return the future of its trajectory; ``cancel()`` stops it at the next ``pump``.
 
         Args:
@@ -229,15 +221,13 @@ class Episodes:
             seed: of the random numbers of its responses, 64 bits, signed. Its first prompt has this one; others, and
                 further branches of a response, get seeds that are mixed from it.
             key: what the program knows it by; its request ``r`` is submitted with the key ``f"{key}/{r}"``.
-            turns: what it had asked for in an earlier run, by request. It gets the same again, as long as it asks for
-                the same; the rollout makes the rest of a turn that has not ended.
 
         Raises:
             ConfigError: ``connect`` was not called.
         """
         self._connected()
         self._started += 1
-        running = _Running(self._started, problem, seed, Future(), key, MadeTokens(turns or {}))
+        running = _Running(self._started, problem, seed, Future(), key, MadeTokens({}))
         self._waiting.append(running)
         return running.future
 
@@ -431,7 +421,7 @@ class Episodes:
         elif kind == "cancel":
             turn = running.made.turns.pop(values[0], None)
             if turn is not None and turn.submitted is not None:
-                self.cancel(turn.submitted)
+                turn.submitted.cancel()
         elif kind == "end":
             made = running.made.checked(values[0], self._connected().limits)
             if not any(made.mask):
@@ -534,7 +524,7 @@ class Episodes:
     def _cancel_turns(self, running: _Running) -> None:
         for turn in running.made.turns.values():
             if turn.submitted is not None:
-                self.cancel(turn.submitted)
+                turn.submitted.cancel()
         running.made = MadeTokens({})
 
     def _fail(self, running: _Running, error: EpisodeError) -> None:

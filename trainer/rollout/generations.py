@@ -496,8 +496,7 @@ class AsynchronousGenerations(Generations):
 
     def _started(self) -> list[Submitted]:
         """Return the responses in flight that have tokens."""
-        live = () if self._slices is None else self._slices.live
-        return [submitted for submitted in live if submitted.trajectory.tokens]
+        return [] if self._slices is None else self._slices.started
 
     def _generate_until(
         self, reached: Callable[[], bool], rows: Callable[[], Sequence[Submitted]] | None = None

@@ -198,6 +198,11 @@ class TrajectoryRollout:
                 self.some_cancelled = False
             return tuple(self._live)
 
+    @property
+    def started(self) -> list[Submitted]:
+        """The trajectories in flight that have tokens, or that an engine has."""
+        return [submitted for submitted in self.live if submitted.trajectory.tokens or submitted.request is not None]
+
     def submit(
         self,
         prompt: Sequence[int] | Trajectory,

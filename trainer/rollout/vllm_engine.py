@@ -91,16 +91,15 @@ class VllmEngine:
             return self._writer
 
     async def _receive(self, reader: asyncio.StreamReader) -> None:
-        silence = self._address.config.vllm.silence_timeout_s
+        loop = asyncio.get_running_loop()
+        self._heard = loop.time()
+        self._watch(loop)
         while True:
             try:
-                head, arrays = await asyncio.wait_for(read_message(reader), silence)
+                head, arrays = await read_message(reader)
             except EOFError as error:
                 return self._lose(str(error))
-            except TimeoutError:
-                if self._waiting:
-                    return self._lose(f"it was silent for {silence:g} s: see rollout.vllm.silence_timeout_s")
-                continue
+            self._heard = loop.time()
             future = self._waiting.get(head.get("id", -1))
             if future is None or future.done():
                 continue
@@ -114,6 +113,16 @@ class VllmEngine:
             future.set_result(
                 Sampled(tokens, log_probs, head["versions"], is_partial=head["reason"] == "abort", experts=experts)
             )
+
+    def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Give up an engine that was silent for too long while requests wait for it."""
+        silence = self._address.config.vllm.silence_timeout_s
+        if not self._waiting:
+            self._heard = loop.time()
+        if loop.time() - self._heard > silence:
+            self._lose(f"it was silent for {silence:g} s: see rollout.vllm.silence_timeout_s")
+        elif not self._lost:
+            loop.call_later(silence / 10, self._watch, loop)
 
     def _lose(self, why: str) -> None:
         self._lost = why

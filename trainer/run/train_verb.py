@@ -34,6 +34,12 @@ def run(arguments: argparse.Namespace) -> int:
     """Train, and return the exit status. No process of the run is left, however it ends."""
     config = _config(arguments.replay, [arguments.file] if arguments.file else [], arguments.overrides)
     check_files(config)
+    if config.trainer.asynchronous.replay is not None and config.trainer.resume:
+        from trainer.saving.checkpoints import copy_oldest_save
+
+        target = Path(config.trainer.default_local_dir)
+        target.mkdir(parents=True, exist_ok=True)
+        copy_oldest_save(Path(config.trainer.asynchronous.replay), target)
     from trainer.run.training import train, until_interrupted  # torch, Megatron and Ray: seconds
 
     return until_interrupted(lambda: train(config, Console()))
@@ -42,7 +48,10 @@ def run(arguments: argparse.Namespace) -> int:
 def _config(replay: str | None, file: list[str], overrides: list[str]) -> RunConfig:
     if replay is not None:
         path, recorded = Path(replay).resolve(), config_of_run(replay, []).trainer.default_local_dir
-        settings = [f"run_dir={path}-replay", f"trainer.asynchronous.replay={recorded}", "trainer.resume=false"]
+        later = (
+            any(Path(recorded).glob("trajectories/*.npz")) and not Path(recorded, "trajectories/00000000.npz").exists()
+        )
+        settings = [f"run_dir={path}-replay", f"trainer.asynchronous.replay={recorded}", f"trainer.resume={later}"]
         return config_of_run(replay, [*settings, "trainer.default_local_dir=checkpoints", *file, *overrides])
     if not file:
         raise ConfigError("train needs a CONFIG, or --replay RUN_DIR", key="file")

@@ -425,6 +425,19 @@ def _move(staged: Path, place: Path) -> None:
     shutil.rmtree(staged)
 
 
+def copy_oldest_save(source: Path, target: Path) -> None:
+    """Copy the oldest save of a run, as the only one, into another directory of checkpoints.
+
+    Raises:
+        DataError: there is no save.
+    """
+    record = read_record(source)
+    oldest = record.saves()[-1]
+    for group, place in oldest.groups.items():
+        shutil.copytree(record.locate(source, oldest, group), target / place, dirs_exist_ok=True)
+    write_record(target, RunRecord(oldest))
+
+
 class WholeSave(NamedTuple):
     """A save that can be loaded.
 

@@ -104,3 +104,18 @@ def test_the_controller_takes_at_most_150_microseconds_for_a_trajectory(served: 
     seconds = asyncio.run(run())
     print(f"{1e6 * seconds:.0f} us of CPU for a trajectory")  # noqa: T201
     assert seconds < 150e-6
+
+
+def test_an_engine_that_is_silent_while_requests_wait_is_lost(served: EngineInProcess) -> None:
+    async def run() -> None:
+        address = address_of(served)
+        config = replace(address.config, vllm=replace(address.config.vllm, silence_timeout_s=0.1))
+        engine = VllmEngine(replace(address, config=config), 0)
+        await generate(engine, 3)
+        await asyncio.sleep(0.2)  # nothing is waited for
+        await generate(engine, 3)
+        served.llm.running.clear()  # it hangs
+        with pytest.raises(EngineLost):
+            await generate(engine, 3)
+
+    asyncio.run(run())

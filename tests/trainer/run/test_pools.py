@@ -29,11 +29,11 @@ def read(file: Path, *overrides: str) -> RunConfig:
     return read_run_config(file, list(overrides))
 
 
-def errors_of_run(file: Path, *overrides: str) -> list[str]:
+def errors_of_run(file: Path, *overrides: str) -> list[MControllerError]:
     """Return the errors of the parts of a run, without errors of the data."""
     with pytest.raises(MControllerError) as raised:
         make_parts(read(file, *overrides))
-    return [str(error) for error in getattr(raised.value, "errors", [raised.value])]
+    return getattr(raised.value, "errors", [raised.value])
 
 
 def test_every_role_is_in_its_pool_with_a_slot_for_each_role(config_file: Path) -> None:  # noqa: F811
@@ -127,39 +127,33 @@ def test_the_axes_of_each_role_divide_its_own_pool(config_file: Path) -> None:  
     wide = [*ROLLOUT, "rollout.parallel={tp: 4}", "pools.rollout.process_on_nodes=[4]", "pool.process_on_nodes=[4]"]
     make_parts(read(config_file, *wide))
     (error,) = errors_of_run(config_file, *wide, "pools.rollout.process_on_nodes=[2]")
-    assert error.startswith("rollout on the pool 'rollout' of 2 bundles: tp 4 x pp 1 x cp 1 = 4 does not divide")
+    assert "rollout on the pool 'rollout'" in str(error) and (error.world_size, error.product) == (2, 4)
     (error,) = errors_of_run(config_file, *wide, "pool.process_on_nodes=[2]")
-    assert error.startswith("actor_rollout_ref on a pool of 2 bundles: tp 4")
+    assert "actor_rollout_ref" in str(error) and (error.world_size, error.product) == (2, 4)
 
 
 @pytest.mark.parametrize(
-    ("overrides", "message"),
+    ("overrides", "key", "value"),
     [
-        (["pools.rollout.process_on_nodes=[1]"], "'rollout', and the actor's processes generate: set rollout={}"),
-        (
-            ["pools.ref.process_on_nodes=[1]"],
-            "'ref', and the run has no separate reference policy: add the section ref",
-        ),
-        ([*CRITIC[1:], "pools.critic.process_on_nodes=[1]"], "the run has no critic: set algorithm.adv_estimator=gae"),
-        (["pools.reward_model.process_on_nodes=[1]"], "the run has no reward model: add the section reward_model"),
-        (["pools.rolout.process_on_nodes=[1]"], "'rolout', which cannot have a separate pool; did you mean rollout?"),
-        (["pools.rolout.process_on_nodes=[1]"], "A pool with another name has a list of its roles: set pools.rolout."),
-        ([*SHARED[:1], "pools.scores.roles=[actor_rollout_ref]"], "'actor_rollout_ref', which cannot have a separate"),
-        ([*SCORES, "pools.ref.process_on_nodes=[1]"], "pools.ref has the role 'ref', and so has pools.scores"),
-        (["pools.pool.process_on_nodes=[1]"], "pools.pool has the name of the pool of all other roles"),
-        (
-            [*CRITIC, "pool.max_colocate_count=1"],
-            "2 roles are in the pool, each with a process in every bundle: actor_",
-        ),
+        (["pools.rollout.process_on_nodes=[1]"], "pools.rollout", "rollout"),
+        (["pools.ref.process_on_nodes=[1]"], "pools.ref", "ref"),
+        ([*CRITIC[1:], "pools.critic.process_on_nodes=[1]"], "pools.critic", "critic"),
+        (["pools.reward_model.process_on_nodes=[1]"], "pools.reward_model", "reward_model"),
+        (["pools.rolout.process_on_nodes=[1]"], "pools.rolout", "rolout"),
+        ([*SHARED[:1], "pools.scores.roles=[actor_rollout_ref]"], "pools.scores.roles", "actor_rollout_ref"),
+        ([*SCORES, "pools.ref.process_on_nodes=[1]"], "pools.ref", "ref"),
+        (["pools.pool.process_on_nodes=[1]"], "pools.pool", "pool"),
+        ([*CRITIC, "pool.max_colocate_count=1"], "pool.max_colocate_count", 1),
     ],
 )
-def test_a_pool_that_does_not_fit_the_run_is_an_error_that_says_what_to_set(
+def test_a_pool_that_does_not_fit_the_run_is_an_error_with_its_key(
     config_file: Path,  # noqa: F811
     overrides: list[str],
-    message: str,
+    key: str,
+    value: object,
 ) -> None:
     (error,) = errors_of_run(config_file, *overrides)
-    assert message in error
+    assert (error.key, error.value) == (key, value)
 
 
 @pytest.mark.parametrize(
@@ -180,9 +174,9 @@ def test_a_pool_with_a_wrong_field_is_named(config_file: Path, override: str, ke
 def test_generation_ahead_says_which_section_and_which_pool_to_set(config_file: Path) -> None:  # noqa: F811
     ahead = ["trainer.max_staleness=1", "algorithm.importance.level=token"]
     (error,) = errors_of_run(config_file, *ahead)
-    assert "Set rollout={} in the configuration of a run, and pools.rollout.process_on_nodes with GPUs" in error
+    assert "rollout={}" in str(error) and "pools.rollout.process_on_nodes" in str(error)
     (error,) = errors_of_run(config_file, *ahead, "rollout={}", "pool.use_gpu=true", "pool.process_on_nodes=[4]")
-    assert "takes turns: give it a separate pool, with pools.rollout.process_on_nodes" in error
+    assert "pools.rollout.process_on_nodes" in str(error)
     make_parts(read(config_file, *ahead, *ROLLOUT, "pool.use_gpu=true"))
 
 
@@ -248,9 +242,6 @@ def test_memory_is_that_of_the_ranks_of_the_roles_own_pool(
 def test_groups_that_share_gpus_of_several_nodes_are_rejected(config_file: Path) -> None:  # noqa: F811
     colocated = ["rollout={}", "pool.use_gpu=true"]
     (error,) = errors_of_run(config_file, *colocated)
-    assert error.startswith(
-        "Role.Actor and Role.Rollout share the GPUs of pool 'pool' on 2 nodes, and weights travel between groups that "
-        "share GPUs within one node only: give Role.Rollout a separate pool (pools.rollout), "
-    )
+    assert (error.key, error.value) == ("role_worker_mapping", "pool")
     for fits in (["pool.process_on_nodes=[4]"], [*ROLLOUT, "rollout.parallel.tp=2"], ["pool.use_gpu=false"]):
         make_parts(read(config_file, *colocated, *fits))

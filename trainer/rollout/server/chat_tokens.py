@@ -31,7 +31,12 @@ class PrefixChange:
 
 
 def texts_around_replies(
-    tokenizer: TextTokenizer, messages: Messages, replies: Sequence[int], tools: Sequence[Any]
+    tokenizer: TextTokenizer,
+    messages: Messages,
+    replies: Sequence[int],
+    tools: Sequence[Any],
+    *,
+    keeps_calls: bool = False,
 ) -> list[str]:
     """Return the texts that the chat template writes before, between and after the policy's messages.
 
@@ -40,15 +45,18 @@ def texts_around_replies(
         messages: the whole conversation.
         replies: the indices of the policy's messages.
         tools: of the conversation.
+        keeps_calls: for templates that reject results of tools without calls before them: the text after a message with
+            calls then begins within the last of these.
 
     Raises:
-        DataError: the template does not write a message of the policy once, as it is; fields ``index`` and ``count``.
+        DataError: the template rejects the messages, or does not write a message of the policy once, as it is; then
+            it has fields ``index`` and ``count``.
     """
     # The marks depend on every text of the conversation, so that none of them contains one.
     digest = hashlib.blake2b(json.dumps([messages, tools]).encode(), digest_size=16).hexdigest()
     marks = {reply: f"{digest}-{reply}-" for reply in replies}
     marked = [
-        {"role": "assistant", "content": marks[index]} if index in marks else message
+        _marked(message, marks[index], keeps_calls) if index in marks else message
         for index, message in enumerate(messages)
     ]
     after = tokenizer.render(marked, **({"tools": list(tools)} if tools else {}))
@@ -68,7 +76,18 @@ def texts_around_replies(
     return [*texts, after]
 
 
-def tokens_after_reply(tokenizer: TextTokenizer, text: str, stop: int | None) -> list[int]:
+def _marked(message: Mapping[str, Any], mark: str, keeps_calls: bool) -> dict[str, Any]:
+    """Return a message of the policy with a mark in place of what it says."""
+    calls = message.get("tool_calls") if keeps_calls else None
+    if not calls:
+        return {"role": "assistant", "content": mark}
+    last = {**calls[-1], "function": {**calls[-1]["function"], "name": mark}}
+    return {**message, "tool_calls": [*calls[:-1], last]}
+
+
+def tokens_after_reply(
+    tokenizer: TextTokenizer, text: str, stop: int | None, *, is_within_call: bool = False
+) -> list[int]:
     """Return the tokens between the policy's last message and its next one.
 
     Args:
@@ -76,6 +95,10 @@ def tokens_after_reply(tokenizer: TextTokenizer, text: str, stop: int | None) ->
         text: what the template writes after the message: its end, and all that follows.
         stop: the stop token with which the policy ended the message, which the template writes as well; None: it did
             not end it.
+        is_within_call: whether the text begins within a call: what follows the stop token is returned.
+
+    Raises:
+        DataError: the text begins within a call, and has no stop token.
     """
     # Some tokenizers write a space in front of a text, but not of one that is in the middle.
     before = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
@@ -83,6 +106,8 @@ def tokens_after_reply(tokenizer: TextTokenizer, text: str, stop: int | None) ->
     following = tokens[len(start) :] if tokens[: len(start)] == start else tokenizer.encode(text)
     if stop in following:
         end = following.index(stop)
-        if not tokenizer.decode(following[:end]).strip():
+        if is_within_call or not tokenizer.decode(following[:end]).strip():
             return following[end + 1 :]
+    if is_within_call:
+        raise DataError(f"the end of a tool call cannot be found in what the chat template writes: {text[:200]!r}")
     return following

@@ -257,11 +257,18 @@ class ChatSession:
 
     def _continued(self, parent: Conversation, request: ChatRequest) -> Conversation:
         messages = [*parent.messages, *request.messages[len(parent.messages) :]]
-        *before, after = texts_around_replies(self._tokenizer, messages, parent.replies, parent.tools)
+        render = partial(texts_around_replies, self._tokenizer, messages, parent.replies, parent.tools)
+        keeps_calls = False
+        try:
+            *before, after = render()
+        except DataError:
+            keeps_calls = True
+            *before, after = render(keeps_calls=True)
         for reply, recorded, rendered in zip(parent.replies, parent.texts, before, strict=True):
             change = PrefixChange(reply, recorded, rendered)
             # Some templates write the space that the policy begins its message with.
-            if recorded.rstrip() != rendered.rstrip() and change not in self.prefix_changes:
+            is_same = recorded.rstrip() == rendered.rstrip() or (keeps_calls and rendered.startswith(recorded.rstrip()))
+            if not is_same and change not in self.prefix_changes:
                 self.prefix_changes.append(change)
                 logger.warning(
                     "session %r: the chat template changes the text before message %d, whose tokens stay as they were "
@@ -272,7 +279,9 @@ class ChatSession:
                     rendered[-400:],
                 )
         trajectory = copy.deepcopy(parent.trajectory)
-        trajectory.replied(tokens_after_reply(self._tokenizer, after, parent.stop))
+        is_within_call = keeps_calls and "tool_calls" in messages[parent.replies[-1]]
+        tokens = tokens_after_reply(self._tokenizer, after, parent.stop, is_within_call=is_within_call)
+        trajectory.replied(tokens)
         return Conversation(messages, parent.tools, trajectory, [*parent.texts, after], [*parent.replies])
 
     async def generate(

@@ -57,7 +57,7 @@ def shared_server() -> Iterator[ChatServer]:
 
 def post(session: ChatSession, server: ChatServer, path: str = "chat/completions", **body: Any) -> httpx.Response:
     url = f"{server.base_url}/{path}"
-    return httpx.post(url, json=body, headers={"Authorization": f"Bearer {session.api_key}"}, timeout=30)
+    return httpx.post(url, json=body, headers={"Authorization": f"Bearer {session.api_key}"}, timeout=30, verify=False)
 
 
 def events(response: httpx.Response) -> list[dict[str, Any]]:
@@ -181,7 +181,7 @@ def test_the_messages_api_is_the_same_conversation(serve: Callable[..., ChatServ
         tools = [{"name": "add", "input_schema": {"type": "object"}}]
         body = {"model": "policy", "max_tokens": 100, "system": "Be brief.", "tools": tools, "stream": stream}
         url, headers = f"{server.url}/v1/messages", {"x-api-key": session.api_key}
-        response = httpx.post(url, json={**body, "messages": messages}, headers=headers, timeout=30)
+        response = httpx.post(url, json={**body, "messages": messages}, headers=headers, timeout=30, verify=False)
         if not stream:
             return response.json()
         content: list[dict[str, Any]] = []

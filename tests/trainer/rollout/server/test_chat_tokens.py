@@ -141,3 +141,34 @@ def test_a_template_that_does_not_write_the_reply_is_an_error(tokenizer: Hugging
             assert caught.value.fields == {"index": 1, "count": count}
     finally:
         tokenizer.tokenizer.chat_template = template
+
+
+STRICT = """{{ bos_token }}
+{%- for m in messages %}
+{%- if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}{{ raise_exception('no call') }}{% endif %}
+{%- if m.role == 'user' %}{{ '[INST]' + m.content + '[/INST]' }}
+{%- elif m.role == 'tool' %}{{ '[RESULT]' + m.content + '[/RESULT]' }}
+{%- elif m.tool_calls %}{{ '[CALLS]' }}
+{%- for call in m.tool_calls %}{{ call.function | tojson }}{% endfor %}{{ eos_token }}
+{%- else %}{{ m.content + eos_token }}{% endif %}{% endfor %}"""
+
+
+@pytest.mark.parametrize("tokenizer", ["mistral"], indirect=True)
+def test_results_of_tools_that_need_their_calls_follow_the_end_of_the_call(tokenizer: HuggingFaceTokenizer) -> None:
+    template, stop = tokenizer.tokenizer.chat_template, tokenizer.tokenizer.eos_token_id
+    calls = [{"id": "call00000", "type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}]
+    ask, answer = {"role": "user", "content": "2 + 3?"}, {"role": "tool", "content": "5", "tool_call_id": "call00000"}
+    messages = [ask, {"role": "assistant", "content": None, "tool_calls": calls}, answer]
+    try:
+        tokenizer.tokenizer.chat_template = STRICT
+        with pytest.raises(DataError):
+            texts_around_replies(tokenizer, messages, [1], [])
+        before, after = texts_around_replies(tokenizer, messages, [1], [], keeps_calls=True)
+        assert before.startswith(tokenizer.render([ask]))
+        tokens = tokens_after_reply(tokenizer, after, stop, is_within_call=True)
+        with pytest.raises(DataError):
+            tokens_after_reply(tokenizer, after, None, is_within_call=True)
+        expected = whole(tokenizer, messages)
+        assert tokens == expected[expected.index(stop) + 1 :]
+    finally:
+        tokenizer.tokenizer.chat_template = template

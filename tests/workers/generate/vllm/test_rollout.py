@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from tests.workers.generate.vllm.test_checks import config
 from tests.workers.roles import MODEL, PROMPT, SAMPLED, VOCAB, actor, experience, own_shard, weights
 from tests.workers.roles import prompts as random_prompts
 from tests.workers.router_replay.setup import EXPERTS, LAYERS, NO_BALANCE, TOPK, policy
+from trainer import TrajectoryRollout
 from workers import ActorRolloutRefWorker, Generated, Prompts, Sampling
 from workers.generate.vllm.engine_process import EngineError
 from workers.generate.vllm.start import vllm_rollout
@@ -155,6 +157,29 @@ def test_all_engines_of_an_actor_hold_its_weights_after_every_update() -> None:
     assert found[2][1] > 10_000
     for _, _, events in found:  # four engines of one rank each
         assert events.count("finish_policy_update") == events.count("generate") == 2
+
+
+def submitted(parallel: dict[str, int]) -> tuple[list[list[int]], list[list[int]], list[str]]:
+    """Submit trajectories before and after an update: their tokens and versions, and what the engine did."""
+    worker = actor(parallel, "actor_rollout", rollout={"engine": "vllm"})
+    calls = {name: lambda name=name: [getattr(worker, name)()] for name in ("generation_limits", "engine_addresses")}
+    rollout = TrajectoryRollout(SimpleNamespace(**calls), eos_token_id=EOS, pad_token_id=PAD)
+    made = []
+    for seed in range(2):
+        made += [rollout.submit([3 + index, 4], seed=seed) for index in range(3)]
+        made[-1].result(60)
+        worker.update_actor(own_shard(experience(8), worker))
+    trajectories = [each.result(60) for each in made]
+    tokens, versions = ([list(getattr(each, name)) for each in trajectories] for name in ("tokens", "versions"))
+    return tokens, versions, [event for event in worker.rollout.engine.llm.events if event != "generate"]
+
+
+def test_trajectories_are_requests_to_the_engines_with_the_weights_of_their_versions() -> None:
+    with standing_in():
+        [(tokens, versions, events)] = run_ranks(submitted, 1, {})
+    assert tokens == [[(7 + index) % 97, EOS] for index in range(3)] * 2
+    assert versions == [[0, 0]] * 3 + [[1, 1]] * 3
+    assert events.count("finish_policy_update") == 2
 
 
 WORKERS: list[ActorRolloutRefWorker] = []
