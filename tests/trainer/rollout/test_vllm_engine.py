@@ -26,7 +26,9 @@ SAMPLING = {"response_length": 8, "eos_token_id": [2], "seed": 5}
 def served(tmp_path: Path) -> Iterator[EngineInProcess]:
     (tmp_path / "config.json").write_text('{"vocab_size": 97}')
     with standing_in():
-        yield EngineInProcess({"model": str(tmp_path), "max_model_len": 1300, "enable_sleep_mode": False}, {})
+        engine = EngineInProcess({"model": str(tmp_path), "max_model_len": 1300, "enable_sleep_mode": False}, {})
+        address_of(engine)
+        yield engine
 
 
 def address_of(served: EngineInProcess) -> EngineAddress:

@@ -286,7 +286,11 @@ def _current_config(module: Any) -> Any:
 
 
 class EngineInProcess:
-    """``EngineProcess`` without a process: calls of the real ``serve_engine.Engine``, on an event loop."""
+    """``EngineProcess`` without a process: calls of the real ``serve_engine.Engine``, on an event loop.
+
+    The loop runs in calls, on the thread of the caller, whose CUDA device is the engine's; and on a thread of its own
+    once the engine listens.
+    """
 
     pid = 0
 
@@ -294,8 +298,7 @@ class EngineInProcess:
         import serve_engine
 
         self.environment = environment
-        self.loop = asyncio.new_event_loop()
-        threading.Thread(target=self.loop.run_forever, daemon=True).start()
+        self.loop, self.listens = asyncio.new_event_loop(), False
 
         async def created() -> Any:
             return serve_engine.Engine(dict(arguments))
@@ -318,7 +321,13 @@ class EngineInProcess:
 
     def _in_engine(self, method: str, coroutine: Coroutine[Any, Any, Any]) -> Any:
         try:
-            return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(60)
+            if self.listens:
+                return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(60)
+            result = self.loop.run_until_complete(coroutine)
+            if method == "listen":
+                self.listens = True
+                threading.Thread(target=self.loop.run_forever, daemon=True).start()
+            return result
         except ValueError as error:
             text = f"vLLM's engine failed in {method}: {type(error).__name__}: {error}"
             raise EngineError(text, method=method, pid=self.pid, log_tail="") from error

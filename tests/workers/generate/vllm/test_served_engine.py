@@ -132,9 +132,11 @@ def test_the_stand_in_takes_the_arguments_of_vllm_only(folder: Path) -> None:
         check_arguments(name, argument_names(function))
 
 
-def test_requests_in_flight_go_on_with_new_weights_and_say_which_tokens_are_theirs(folder: Path) -> None:
-    with standing_in() as llm:
-        llm.answer = staticmethod(lambda prompt: [*range(10, 10 + 40 * prompt[0]), 2])  # type: ignore[method-assign]
+def test_requests_in_flight_go_on_with_new_weights_and_say_which_tokens_are_theirs(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(StandInLLM, "answer", staticmethod(lambda prompt: [*range(10, 10 + 40 * prompt[0]), 2]))
+    with standing_in():
         served = engine(folder, enable_sleep_mode=False, max_model_len=500)
 
         async def generate_and_update() -> tuple[Any, Any, Any]:
@@ -150,7 +152,7 @@ def test_requests_in_flight_go_on_with_new_weights_and_say_which_tokens_are_thei
             await served.served.resume(7)
             return await requests[0], await requests[1], await other
 
-        first, second, other = asyncio.run_coroutine_threadsafe(generate_and_update(), served.loop).result(60)
+        first, second, other = served.loop.run_until_complete(generate_and_update())
     for response, length in ((first, 41), (second, 201)):
         assert [version for version, _ in response.versions] == [0, 7]
         assert sum(count for _, count in response.versions) == len(response.tokens) == len(response.log_probs) == length
