@@ -15,7 +15,6 @@ from tests.workers.roles import MODEL, SAMPLED, prompts
 from tests.workers.router_replay.setup import EXPERTS, MIXTURE, batch_with_experts, policy
 from trainer import AlgorithmConfig, PPOConfig, Role
 from trainer.roles import check_roles
-from trainer.run.config import RunConfig
 from workers import ROLLOUT_ENGINES, ActorRolloutRefWorker, RolloutEngine
 from workers.config import ActorConfig, load_config
 from workers.generate.rollout_protocol import Generated
@@ -185,19 +184,3 @@ def router_that_does_not_ask(mode: str, method: str) -> str:
 def test_router_that_does_not_ask_is_named(mode: str, method: str) -> None:
     message = run_ranks(router_that_does_not_ask, 1, mode, method)[0]
     assert "decoder.layers.0.mlp.router, a OwnRouter of megatron-core" in message
-
-
-def test_experts_with_recorded_tokens_are_rejected() -> None:
-    sections = {
-        "data": {"train": {"path": "train.jsonl"}},
-        "algorithm": {"adv_estimator": "rloo"},
-        "actor_rollout_ref": {"model": MIXTURE, "router_replay": "rollout", "rollout": ROLLOUT | {"n": 2}},
-        "rollout": {"model": MIXTURE, "router_replay": "rollout", "rollout": ROLLOUT | {"n": 2}},
-    }
-    mapping = {Role.Actor: ActorRolloutRefWorker, Role.Rollout: ActorRolloutRefWorker}
-    check_roles(load_config(RunConfig, sections, {"trainer": {"max_staleness": 2}}), mapping)
-    recorded = {"trainer": {"max_staleness": 2, "asynchronous": {"record_tokens": True}}}
-    with pytest.raises(ConfigError) as caught:
-        check_roles(load_config(RunConfig, sections, recorded), mapping)
-    assert (caught.value.key, caught.value.value) == ("actor_rollout_ref.router_replay", "rollout")
-    assert caught.value.key == "actor_rollout_ref.router_replay"
