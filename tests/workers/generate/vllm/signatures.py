@@ -1,8 +1,8 @@
 """The arguments of vLLM's functions that engines call, of the version in ``constraints/vllm.txt``.
 
-``signatures.json`` has them for tests without vLLM. To write it again, in the environment of ``make test-vllm``::
+``signatures.json`` has them for tests without vLLM. To write it again, with the interpreter of ``make test-vllm``::
 
-    python -m tests.workers.generate.vllm.signatures
+    .venv-vllm/bin/python tests/workers/generate/vllm/signatures.py
 """
 
 from __future__ import annotations
