@@ -11,6 +11,7 @@ import os
 import select
 import signal
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -21,6 +22,8 @@ from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
+
+_END_S = 5.0
 
 
 class PolicyReceiver:
@@ -153,6 +156,7 @@ def _end_with_engine(engine: int, parent: int) -> None:
     select.select([os.pidfd_open(engine)], [], [])
     if parent not in (engine, 1) and os.getppid() == parent:
         os.kill(parent, signal.SIGKILL)
+    time.sleep(_END_S)  # vLLM ends it and unlinks its shared memory, as its connection to the engine core has ended
     os.kill(os.getpid(), signal.SIGKILL)
 
 
