@@ -464,8 +464,9 @@ class TrajectoryRollout:
             while True:
                 request = submitted.request
                 assert request is not None
-                if not request.cancelled() and isinstance(request.exception(), NoEngineLeft):
-                    self._unsent.append(submitted)
+                of_group = self._engines is None and not request.cancelled()
+                if of_group and isinstance(request.exception(), NoEngineLeft):
+                    self._unsent.append(submitted)  # the group reports the cause
                 elif not request.cancelled():
                     ended += self._settle_request(submitted, request)
                 submitted = self._arrived.get_nowait()

@@ -175,3 +175,14 @@ def test_a_trajectory_is_awaited_on_any_event_loop() -> None:
         return list(await asyncio.gather(*(rollout.submit([3] * count, max_tokens=2) for count in (1, 2))))
 
     assert [trajectory.tokens.tolist() for trajectory in asyncio.run(both())] == [[1, EOS], [2, EOS]]
+
+
+def test_a_driven_rollout_without_an_engine_left_ends_its_requests() -> None:
+    engine = SmallEngine()
+    engine.error = EngineLost("gone", engine="engine")
+    rollout = rollout_with(engine, driven=True)
+    submitted = rollout.submit([3, 4])
+    assert rollout.start()
+    for _ in range(20):
+        rollout.take()
+    assert isinstance(submitted.exception(0), NoEngineLeft) and len(engine.requests) == 1
