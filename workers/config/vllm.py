@@ -23,14 +23,19 @@ _SET_ELSEWHERE = {
     "skip_tokenizer_init": "nothing: prompts are token ids",
     "worker_extension_cls": "nothing: it receives the weights",
     "enable_sleep_mode": "nothing: it is on with a GPU",
-    "distributed_executor_backend": "nothing: it follows from rollout.vllm.tp",
+    "pipeline_parallel_size": "rollout.vllm.tp",
+    "data_parallel_size": "nothing: as many engines start as the GPUs have room for",
+    **dict.fromkeys(
+        ("distributed_executor_backend", "nnodes", "node_rank", "master_addr", "master_port"),
+        "nothing: it follows from where engines lie",
+    ),
 }
 
 
 @strict_fields
 @dataclass(frozen=True, slots=True)
 class VllmConfig:
-    """Engines of vLLM, as many as fit the ranks of a data-parallel shard; read if ``rollout.engine`` is vllm."""
+    """Engines of vLLM, as many as fit the ranks of the group; read if ``rollout.engine`` is vllm."""
 
     python: str | None = None
     """Python interpreter that engines run with, such as that of an environment for vLLM alone; None: the worker's.
@@ -38,7 +43,10 @@ class VllmConfig:
     It needs vLLM and nothing of this package, and is a path on the workers' nodes, or a name in their PATH.
     """
     tp: int = 1
-    """[ranks] Tensor parallelism inside an engine, at most tp x pp x cp of training; it uses GPUs of these ranks."""
+    """[ranks] GPUs of an engine, in any layout of the group: on one node, or as many on each of several nodes.
+
+    ``mcontroller check`` prints where engines lie.
+    """
     kv_cache_bytes: int = 0
     """[bytes] Memory of the cached keys and values, on each rank of an engine. 0: on a GPU the rest, on a CPU 2**30.
 
