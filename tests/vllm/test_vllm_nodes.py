@@ -39,7 +39,8 @@ def main() -> None:
         cluster.add_node(num_cpus=1, node_ip_address=address, **small)
     ray.init(address=cluster.address, log_to_driver=False)
     # Two data-parallel shards of one rank, and an engine of both.
-    config = actor_config("dense-tp2", parallel={"tp": 1}, rollout={"verify_weights": "fingerprints", "vllm": {"tp": 2}})
+    engine = {"verify_weights": "fingerprints", "vllm": {"tp": 2}}
+    config = actor_config("dense-tp2", parallel={"tp": 1}, rollout=engine)
     created = RayClassWithInitArgs(Actor, config, role="actor_rollout")
     with (
         RayResourcePool([1, 1], use_gpu=False, name_prefix="nodes", max_colocate_count=1) as pool,

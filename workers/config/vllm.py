@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from mcontroller.config.checks import check_above, check_at_least
+from mcontroller.config.checks import check_above, check_at_least, check_one_of
 from mcontroller.config.fields import strict_fields
 from mcontroller.errors import ConfigError
 
@@ -65,6 +65,12 @@ class VllmConfig:
     """[seconds] Time for an engine to start."""
     silence_timeout_s: float = 300.0
     """[seconds] An engine that has not finished a step, or part of an update, for this long is reported as hung."""
+    pause: str = "keep"
+    """Requests in flight when the weights move: keep (they go on with the new weights), wait (they end before), or abort
+    (what they have so far is their response, and a trajectory's rest is a new request).
+
+    ``RayPPOTrainer`` sets it in asynchronous runs, from ``trainer.asynchronous.partial``.
+    """
     adapter_alone: bool = False
     """Send only the adapter of ``model.lora`` once the engine has the base, and let the engine compute it."""
     options: dict[str, Any] = field(default_factory=dict)
@@ -78,6 +84,7 @@ class VllmConfig:
         check_at_least("rollout.vllm.kv_cache_bytes", self.kv_cache_bytes, 0)
         check_at_least("rollout.vllm.reserved_bytes", self.reserved_bytes, 0)
         check_at_least("rollout.vllm.bucket_bytes", self.bucket_bytes, 1)
+        check_one_of("rollout.vllm.pause", self.pause, ("keep", "wait", "abort"))
         check_above("rollout.vllm.start_timeout_s", self.start_timeout_s, 0.0)
         check_above("rollout.vllm.silence_timeout_s", self.silence_timeout_s, 0.0)
         for name, instead in _SET_ELSEWHERE.items():

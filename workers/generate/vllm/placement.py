@@ -66,8 +66,8 @@ def place_engines(nodes: Sequence[str], tp: int) -> list[EnginePlacement]:
     raise ConfigError(
         f"rollout.vllm.tp is {tp}, and the {len(nodes)} ranks of the group that generates are "
         f"{', '.join(f'{count} on {node}' for node, count in counts.items())}: an engine needs {tp} ranks on a node, "
-        "or the same number on each of several nodes. Set rollout.vllm.tp to a number that fits, or start the group with "
-        "more GPUs",
+        "or the same number on each of several nodes. Set rollout.vllm.tp to a number that fits, or start the group "
+        "with more GPUs",
         key="rollout.vllm.tp",
         value=tp,
         ranks=counts,

@@ -181,7 +181,7 @@ class VllmRollout(Rollout):
                 prefix="adapter-", dir=_SHARED if os.path.isdir(_SHARED) else None
             ) as folder:
                 write_adapter(Path(folder), tensors, config)
-                self.engine.call("receive_adapter", path=folder)
+                self.engine.call("receive_adapter", path=folder, mode=self._config.rollout.vllm.pause)
             return sum(tensor.nbytes for tensor in tensors.values())
 
         return _timed(send)
@@ -231,7 +231,8 @@ class VllmRollout(Rollout):
             return total
         try:
             hashes = self._config.rollout.verify_weights != "never"
-            self.engine.call("begin_update", hashes=hashes, beside_policy=self._beside_policy)
+            pause = self._config.rollout.vllm.pause
+            self.engine.call("begin_update", hashes=hashes, beside_policy=self._beside_policy, mode=pause)
             for tensors in arriving:
                 try:
                     if in_flight:

@@ -89,8 +89,9 @@ class StandInLLM:
         size = int(self.config["vocab_size"])
         self.vllm_config = types.SimpleNamespace(model_config=types.SimpleNamespace(get_vocab_size=lambda: size))
         self.errored, self.in_flight = False, dict[str, bool]()  # True: aborted
-        self.running = asyncio.Event()
+        self.running, self.admitting = asyncio.Event(), asyncio.Event()
         self.running.set()
+        self.admitting.set()
         self.sizes = {"weights": WEIGHTS_BYTES, "kv_cache": 0}
         self.device = None if type(self).gpu is None else type(self).gpu()  # type: ignore[misc]
         if self.device is not None:
@@ -125,6 +126,7 @@ class StandInLLM:
         given = prompt["prompt_token_ids"]
         if len(given) >= self.arguments["max_model_len"]:
             raise ValueError(f"the prompt has {len(given)} tokens")
+        await self.admitting.wait()
         if not self.in_flight:
             self.events.append("generate")
         self.parameters.append(sampling_params.values)
@@ -157,11 +159,16 @@ class StandInLLM:
 
     async def pause_generation(self, mode: str, clear_cache: bool) -> None:
         assert clear_cache, "keys and values of the old weights would be used"
-        assert mode == "keep", mode
+        if mode != "keep":  # requests that have begun end, and others wait
+            self.admitting.clear()
+            self.in_flight |= dict.fromkeys(self.in_flight, mode == "abort")
+            while self.in_flight:
+                await asyncio.sleep(0)
         self.running.clear()
 
     async def resume_generation(self) -> None:
         assert not self.asleep, f"resumed while {sorted(self.asleep)} are asleep"
+        self.admitting.set()
         self.running.set()
 
     async def sleep(self, level: int, mode: str) -> None:
@@ -183,6 +190,7 @@ class StandInLLM:
         self.asleep -= woken
         self.events += [f"wake {tag}" for tag in sorted(woken)]
         if not self.asleep:
+            self.admitting.set()
             self.running.set()
 
     async def add_lora(self, lora_request: Any) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -237,6 +239,41 @@ def test_trajectories_are_requests_to_the_engines_with_the_weights_of_their_vers
     assert tokens == [[(7 + index) % 97, EOS] for index in range(3)] * 2
     assert versions == [[0, 0]] * 3 + [[1, 1]] * 3
     assert events.count("finish_policy_update") == 2
+
+
+def updated_in_flight(pause: str) -> tuple[list[set[int]], int]:
+    """Update the weights under long requests: the versions of their tokens, and how many requests the engine got."""
+    rollout_config = {"engine": "vllm", "vllm": {"pause": pause}, "response_length": 400, "prompt_length": 10}
+    worker = actor({}, "actor_rollout", model={"max_sequence_length": 410}, rollout=rollout_config)
+    calls = {name: lambda name=name: [getattr(worker, name)()] for name in ("generation_limits", "engine_addresses")}
+    rollout = TrajectoryRollout(SimpleNamespace(**calls), eos_token_id=EOS, pad_token_id=PAD)
+    made = [rollout.submit([3 + index, 4], seed=index) for index in range(3)]
+    served = worker.rollout.engine.served
+    while served.tokens_made < 30:
+        time.sleep(0.001)
+    worker.update_actor(own_shard(experience(8), worker))
+    worker.engine_addresses()
+    versions = [{*trajectory.result(60).versions} for trajectory in made]
+    return versions, len(worker.rollout.engine.llm.prompts)
+
+
+@pytest.mark.parametrize(
+    ("pause", "versions", "requests"), [("keep", {0, 1}, 3), ("wait", {0}, 3), ("abort", {0, 1}, 6)]
+)
+def test_requests_in_flight_go_on_end_or_are_sent_again_when_the_weights_move(
+    pause: str, versions: set[int], requests: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slowly = StandInLLM.generate
+
+    async def generate(llm: StandInLLM, *args: Any, **options: Any) -> Any:
+        async for output in slowly(llm, *args, **options):
+            await asyncio.sleep(0.01)
+            yield output
+
+    monkeypatch.setattr(StandInLLM, "generate", generate)
+    monkeypatch.setattr(StandInLLM, "answer", staticmethod(lambda prompt: [*[7] * (300 - len(prompt)), EOS]))
+    with standing_in():
+        assert run_ranks(updated_in_flight, 1, pause) == [([versions] * 3, requests)]
 
 
 WORKERS: list[ActorRolloutRefWorker] = []

@@ -2,8 +2,8 @@
 
 The folders have what it imports. The worker that started it calls methods of ``Engine`` on a connection, one at a time.
 Messages are pickled tuples. The first one to arrive contains the arguments of vLLM's engine, later ones a method and
-its arguments. Each is answered with ``("result", value)`` or ``("error", text, traceback)``. In between, ``("progress",)`` reports that a call makes
-tokens.
+its arguments. Each is answered with ``("result", value)`` or ``("error", text, traceback)``. In between,
+``("progress",)`` reports that a call makes tokens.
 
 Programs send requests to the socket that ``listen`` opens, any number at a time: see ``RequestServer``.
 """
@@ -233,7 +233,7 @@ class Engine:
         of_processes: list[list[tuple[str, str, int]]] = await self._llm.collective_rpc("finish_policy_update")
         return of_processes
 
-    async def receive_adapter(self, path: str) -> None:
+    async def receive_adapter(self, path: str, mode: str = "keep") -> None:
         """Pause, and generate with the adapter in a folder from ``resume`` on, instead of the one before it.
 
         Raises:
@@ -241,7 +241,7 @@ class Engine:
         """
         from vllm.lora.request import LoRARequest
 
-        await self.pause()
+        await self.pause(mode)
         if not await self._llm.add_lora(LoRARequest("policy", 1, path, load_inplace=True)):
             raise RuntimeError("vLLM did not load the adapter")
         self._adapter = LoRARequest("policy", 1, path)  # by its number: the folder is not read again
