@@ -57,10 +57,12 @@ class Submitted(Future[Trajectory]):
         temperature: of its tokens; 0 if it takes the most probable ones among others that are sampled; None if the
             workers do not say.
         key: what the program knows it by.
+        reconnected: whether its request was sent again because no engine could be reached, and has no answer yet.
     """
 
     key: Any = None
     request: Future[Sampled] | None = None
+    reconnected: bool = False
 
     def __init__(
         self,
@@ -433,6 +435,7 @@ class TrajectoryRollout:
                 return []
             if submitted.done():
                 return []
+            submitted.reconnected = False
             self._append(submitted, request.result())
             if not submitted.end():
                 self._send_request(submitted)
@@ -465,8 +468,10 @@ class TrajectoryRollout:
                 request = submitted.request
                 assert request is not None
                 of_group = self._engines is None and not request.cancelled()
-                if of_group and isinstance(request.exception(), NoEngineLeft):
-                    self._unsent.append(submitted)  # the group reports the cause
+                lost = of_group and isinstance(request.exception(), NoEngineLeft)
+                if lost and not submitted.reconnected:
+                    submitted.reconnected = True
+                    self._unsent.append(submitted)  # the group reports the cause, unless it knows none
                 elif not request.cancelled():
                     ended += self._settle_request(submitted, request)
                 submitted = self._arrived.get_nowait()
