@@ -107,7 +107,9 @@ class Training:
 
     def _check_inputs(self, model: torch.nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         """Check the tokens, positions and labels that a model gets; a hook of its forward pass."""
-        if getattr(self.config, "variable_seq_lengths", False):
+        merges_itself = self.variant.merged > 1 and self.program.merge is not None
+        packed = keywords.get("packed_seq_params") is not None
+        if merges_itself or packed or getattr(self.config, "variable_seq_lengths", False):
             return
         inputs = dict(zip(("input_ids", "position_ids"), arguments, strict=False)) | keywords
         known = {name: inputs[name] for name in ("input_ids", "labels", "position_ids") if name in inputs}
