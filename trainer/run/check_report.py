@@ -22,7 +22,7 @@ from trainer.roles import CONFIG_KEYS, Role, reads_reference
 from trainer.run.config import MAIN_POOL, RunConfig, read_run_config
 from trainer.run.parts import chosen_lines, make_parts, models_without_weights, roles_of
 from trainer.run.pools import pool_names, pool_nodes, pools_of, role_layouts
-from trainer.run.training import connect_to
+from trainer.run.training import check_start, connect_to
 from workers.config import ActorConfig, CriticConfig, RewardConfig, RoleConfig
 from workers.config.trained_weights import base_is_frozen
 from workers.generate.engines import ROLLOUT_ENGINES
@@ -141,6 +141,7 @@ def _problems(config: Any) -> list[str]:
     if not isinstance(config, RunConfig):
         return []
     parts = make_parts(config)
+    check_start(config, parts)
     absent = [
         f"{key}: {path} has no weights on this machine: not checked"
         for key, path in models_without_weights(config).items()
