@@ -475,7 +475,7 @@ class AsynchronousGenerations(Generations):
 
     @contextmanager
     def _moving(self) -> Iterator[None]:
-        """Have no step in flight while weights move, and let the responses that have tokens finish first if they are to.
+        """Have no step in flight while weights move; with ``partial="finish"``, what has tokens ends before.
 
         After a restart, the rollout has no weights for a step yet.
         """
