@@ -147,16 +147,15 @@ class ReferenceEngine:
             GroupError: the group failed. Nothing but the step is lost: another one makes the same tokens.
         """
         with self.lock:
+            answers: dict[Request, Sampled] = {}
             try:
-                batches = [(rows, batch.get()) for rows, batch in self._calls]
+                for rows, batch in self._calls:
+                    answers.update(zip(rows, _sampled(rows, batch.get()), strict=True))
             except MControllerError:
                 self._drop_step()
                 raise
-            answers = dict(
-                chain.from_iterable(zip(rows, _sampled(rows, batch), strict=True) for rows, batch in batches)
-            )
-            rows, waiting, self._rows, self._waiting, self._calls = self._rows, self._waiting, [], [], []
-            for request in rows:
+            stepped, waiting, self._rows, self._waiting, self._calls = self._rows, self._waiting, [], [], []
+            for request in stepped:
                 if not request.is_cancelled:
                     request.answer(answers[request])
             self._waiting += waiting

@@ -97,6 +97,16 @@ def test_tokens_do_not_depend_on_steps_nor_on_what_joins_and_leaves(
     torch.testing.assert_close(found, torch.tensor([score for row in scores for score in row]), atol=1e-5, rtol=0)
 
 
+def test_reference_engines_behind_a_router_make_the_same_tokens(simulated_group: SimulatedGroupMaker) -> None:
+    group = a_group(simulated_group, ParallelLayout(1), {})
+    tokens, _ = in_one_call(group)
+    engines = [ReferenceEngine(group, step_tokens=5), ReferenceEngine(group, step_tokens=3, max_rows=1)]
+    rollout = TrajectoryRollout(group, engines=engines, **SAMPLED)
+    made = [rollout.submit(prompt, seed=seed) for prompt, seed in zip(plain_prompts(), SEEDS, strict=True)]
+    assert [submitted.result(60).tokens.tolist() for submitted in made] == tokens
+    assert rollout.router is not None and not rollout.router.lost
+
+
 def test_the_versions_of_tokens_change_exactly_where_the_weights_move(simulated_group: SimulatedGroupMaker) -> None:
     """The log-probability of each token is that of the policy of its version, and of no other."""
 

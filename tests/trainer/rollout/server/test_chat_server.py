@@ -351,7 +351,7 @@ def test_a_request_that_does_not_arrive_is_ended(
 
 
 def test_a_client_that_disconnects_cancels_its_trajectory(serve: Callable[..., ChatServer]) -> None:
-    server = serve(driven=True)  # nobody makes slices, so that the request waits
+    server = serve(driven=True)  # nobody makes steps, so that the request waits
     session = server.open("a")
     with connected(server) as client:
         client.sendall(request_of(session))
