@@ -56,7 +56,7 @@ def report(arguments: argparse.Namespace) -> int:
     on_gpu = not isinstance(config, RunConfig) or config.pool.use_gpu
     lines += _role_lines(roles, sizes, reference, on_gpu)
     layers = arguments.layers or ("transformer_engine" if on_gpu else "local")
-    lengths = _lengths(config, roles)
+    lengths = lengths_of(config, roles)
     calls = calls_of_run(roles, sizes, lengths, fused=layers == "transformer_engine")
     calls = [call for call in calls if reference or call.role != "reference"]
     lines += ["", memory_table(calls, pools, on_gpu=on_gpu)]
@@ -166,7 +166,8 @@ def layout_of_role(role: RoleConfig, world_size: int) -> str:
     return f"{world_size} ranks, " + " x ".join(f"{axis} {topology.sizes[axis]}" for axis in axes)
 
 
-def _lengths(config: Any, roles: dict[str, RoleConfig]) -> Lengths:
+def lengths_of(config: Any, roles: Mapping[str, Any]) -> Lengths:
+    """Return the lengths of the rows of a configuration, and how many responses a step has."""
     for role in roles.values():
         if isinstance(role, ActorConfig):
             rollout = role.rollout
