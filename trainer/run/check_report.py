@@ -22,7 +22,7 @@ from trainer.roles import CONFIG_KEYS, Role, reads_reference
 from trainer.run.config import MAIN_POOL, RunConfig, read_run_config
 from trainer.run.parts import chosen_lines, make_parts, models_without_weights, roles_of
 from trainer.run.pools import pool_names, pool_nodes, pools_of, role_layouts
-from trainer.run.training import connect_to
+from trainer.run.training import check_start, connect_to
 from workers.config import ActorConfig, CriticConfig, RewardConfig, RoleConfig
 from workers.config.trained_weights import base_is_frozen
 from workers.generate.engines import ROLLOUT_ENGINES
@@ -56,7 +56,7 @@ def report(arguments: argparse.Namespace) -> int:
     on_gpu = not isinstance(config, RunConfig) or config.pool.use_gpu
     lines += _role_lines(roles, sizes, reference, on_gpu)
     layers = arguments.layers or ("transformer_engine" if on_gpu else "local")
-    lengths = _lengths(config, roles)
+    lengths = lengths_of(config, roles)
     calls = calls_of_run(roles, sizes, lengths, fused=layers == "transformer_engine")
     calls = [call for call in calls if reference or call.role != "reference"]
     lines += ["", memory_table(calls, pools, on_gpu=on_gpu)]
@@ -141,6 +141,7 @@ def _problems(config: Any) -> list[str]:
     if not isinstance(config, RunConfig):
         return []
     parts = make_parts(config)
+    check_start(config, parts)
     absent = [
         f"{key}: {path} has no weights on this machine: not checked"
         for key, path in models_without_weights(config).items()
@@ -165,7 +166,8 @@ def layout_of_role(role: RoleConfig, world_size: int) -> str:
     return f"{world_size} ranks, " + " x ".join(f"{axis} {topology.sizes[axis]}" for axis in axes)
 
 
-def _lengths(config: Any, roles: dict[str, RoleConfig]) -> Lengths:
+def lengths_of(config: Any, roles: Mapping[str, Any]) -> Lengths:
+    """Return the lengths of the rows of a configuration, and how many responses a step has."""
     for role in roles.values():
         if isinstance(role, ActorConfig):
             rollout = role.rollout
