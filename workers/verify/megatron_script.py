@@ -80,7 +80,8 @@ class _Script:
     def __init__(self, path: Path, arguments: Sequence[str], shrinks: bool) -> None:
         self._line, self._shrinks = [str(path), *arguments], shrinks
         passed = _passed_to_pretrain(path, self._line, self._parse_and_validate)
-        self.forward_step, self._provider = passed["forward_step_func"], passed.get("model_provider")
+        self.forward_step: Any = passed["forward_step_func"]
+        self._provider: Any = passed.get("model_provider")
         self._model = getattr(passed.get("cfg_container"), "model", None)
         if "cfg_container" not in passed:
             self._read(passed.get("extra_args_provider"), passed.get("args_defaults"))
@@ -236,9 +237,16 @@ def _built(model: Any, config: Any, **stage: Any) -> Any:
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.training import get_args
 
-    model = dataclasses.replace(
-        model, transformer=config, vocab_size=get_args().padded_vocab_size, should_pad_vocab=False
-    )
+    changes = {"transformer": config, "vocab_size": get_args().padded_vocab_size, "should_pad_vocab": False}
+    if "hybrid_layer_pattern" in {field.name for field in dataclasses.fields(model)}:
+        from megatron.core.extensions.transformer_engine import HAVE_TE
+
+        from workers.model.hybrid import local_stack_spec  # older releases of megatron-core have no HybridModel
+
+        changes["hybrid_layer_pattern"] = get_args().hybrid_layer_pattern
+        if not HAVE_TE:
+            changes["hybrid_stack_spec"] = local_stack_spec(config)
+    model = dataclasses.replace(model, **changes)
     builder = model.get_builder_cls()(model)
     return builder.build_model(ProcessGroupCollection.use_mpu_process_groups(), **stage)
 
@@ -333,5 +341,6 @@ def _layers_without_engine() -> Iterator[None]:
     with (
         mock.patch.multiple(specs, create=True, **changes),
         mock.patch.object(transformer_block, "LayerNormImpl", TENorm),
+        mock.patch.object(sys.modules.get("megatron.core.models.hybrid.hybrid_block", specs), "TENorm", TENorm),
     ):
         yield
