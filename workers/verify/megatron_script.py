@@ -110,7 +110,8 @@ class _Script:
         given, layers = self.given, self.given.num_layers_per_virtual_pipeline_stage
         if pattern := getattr(given, "hybrid_layer_pattern", None):
             segments = pattern.partition("/")[0].count("|") + 1
-            return max(segments // given.pipeline_model_parallel_size, 1) if segments > 1 else None
+            on_rank = segments // given.pipeline_model_parallel_size
+            return on_rank if on_rank > 1 else None
         if layers is None:
             stages: int | None = given.num_virtual_stages_per_pipeline_rank
             return stages
