@@ -86,16 +86,15 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def model_directory(path: Path, sizes: dict) -> Path:
-    """Write the model's configuration, and a tokenizer of letters with a template of chats, and return their directory."""
+    """Write the model's configuration, and a tokenizer of letters with a chat template, and return the directory."""
     path.mkdir()
     (path / "config.json").write_text(json.dumps(sizes | {"torch_dtype": "bfloat16", "eos_token_id": 1}))
-    vocabulary = {"<s>": 0, "</s>": 1, "?": 2} | {
-        letter: 3 + index for index, letter in enumerate("abcdefghijklmnopqrstuvwxyz0123456789 ")
-    }
+    tokens = ["<s>", "</s>", "?", *"abcdefghijklmnopqrstuvwxyz0123456789 "]
+    vocabulary = {token: index for index, token in enumerate(tokens)}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="?"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
     tokenizer.save(str(path / "tokenizer.json"))
-    template = "{% for message in messages %}<s>{{ message.content }}</s>{% endfor %}{% if tools %}{{ tools | tojson }}{% endif %}"
+    template = "{% for message in messages %}<s>{{ message.content }}</s>{% endfor %}{{ tools | tojson if tools }}"
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "chat_template": template}
     (path / "tokenizer_config.json").write_text(json.dumps(settings))
     return path

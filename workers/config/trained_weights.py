@@ -21,7 +21,7 @@ _LINEAR = re.compile(r"(decoder\.layers\.\d+\.(?:self_attention|mlp)\.[\w.]*?)(l
 _EXPERT = re.compile(r"\.mlp\.experts\.linear_fc[12]$")
 _GATED = (".gate_proj", ".up_proj", ".down_proj")
 _CHECKED: set[str] = set()
-"""Models that ``check_trained`` has accepted: the search of layouts asks 2,000 times, and 128 experts have 12,000 names."""
+"""Models that ``check_trained`` accepted: a search of layouts asks 2,000 times, and 128 experts have 12,000 names."""
 
 
 @dataclass(frozen=True)
@@ -137,18 +137,9 @@ def check_trained(model: ModelConfig) -> None:
     lora = model.lora
     if lora is None and not model.freeze and not model.train_only:
         return
-    relevant = model.family, model.provider, model.hf_path, model.num_layers, model.num_moe_experts, model.transformer
-    checked = repr(
-        (
-            relevant,
-            model.gated_linear_unit,
-            model.add_qkv_bias,
-            model.qk_layernorm,
-            lora,
-            model.freeze,
-            model.train_only,
-        )
-    )
+    fields = model.family, model.provider, model.hf_path, model.num_layers, model.num_moe_experts, model.transformer
+    flags = model.gated_linear_unit, model.add_qkv_bias, model.qk_layernorm
+    checked = repr((fields, flags, lora, model.freeze, model.train_only))
     if checked in _CHECKED:
         return
     weights = {name: hf_names for name, hf_names in _weights_of(model)}
