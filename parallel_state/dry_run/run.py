@@ -127,9 +127,7 @@ def dry_run_of(
     return outcome
 
 
-def _run(
-    function: Callable[[CountingMode], Use], running: Sequence[int], log: CallLog, outcome: Outcome
-) -> None:
+def _run(function: Callable[[CountingMode], Use], running: Sequence[int], log: CallLog, outcome: Outcome) -> None:
     """Run a function on some ranks, and add what they used, or what failed."""
     try:
         outcome.uses |= run_without_data(outcome.layout, running, function, log)

@@ -240,6 +240,9 @@ def _role_lines(
         on_gpu: whether the lines are those of GPUs too.
     """
     for key, config in roles.items():
+        if config.model.provider == "native":
+            pattern = config.model.hybrid_layer_pattern
+            yield f"{key}: builds " + ("a GPTModel" if pattern is None else f"a HybridModel of {pattern}")
         yield f"{key}: collectives fail after {key}.timeout_s = {config.timeout_s:g} s"
         if not on_gpu:
             continue
