@@ -160,7 +160,7 @@ def test_a_limit_beyond_the_room_is_truncation() -> None:
 @pytest.fixture
 def server() -> Any:
     group = LocalWorkerGroup(ClassWithInitArgs(Agent), name_prefix="agent")
-    served = ChatServer(TrajectoryRollout(group, slice_tokens=30, eos_token_id=EOS, pad_token_id=0), Characters())
+    served = ChatServer(TrajectoryRollout(group, eos_token_id=EOS, pad_token_id=0), Characters())
     yield served
     served.close()
 

@@ -32,7 +32,7 @@ class ChatServer:
     """Serves chat completions with tools on this machine, to clients that have the key of a session.
 
     Args:
-        rollout: generates the turns. If it is not ``driven``, the requests make the slices. None: each session has one.
+        rollout: generates the turns. If it is not ``driven``, the requests make its steps. None: each session has one.
         tokenizer: its chat template renders the messages.
         tool_calls: how the policy writes tool calls; a name of ``TOOL_FORMATS``, or a format.
         host: the address on which it listens.

@@ -307,7 +307,7 @@ class ChatSession:
 
         Args:
             turns: of ``submit``.
-            advancing: held by the request that makes a slice, if the program does not drive the rollout.
+            advancing: held by the request that makes a step, if the program does not drive the rollout.
             timeout_s: [s] the longest time of all turns.
 
         Raises:
@@ -340,7 +340,7 @@ class ChatSession:
     async def _progress(
         self, pending: Sequence[Turn], advancing: asyncio.Lock, changed: asyncio.Event, timeout_s: float
     ) -> None:
-        """Wait for a turn to end or a slice to be made: if nobody else makes slices, one request at a time does."""
+        """Wait for a turn to end or a step to be made: if nobody else makes steps, one request at a time does."""
         if self.rollout.driven:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(changed.wait(), max(timeout_s, 0.0))
@@ -405,7 +405,7 @@ def _end_before(text: str, starts: Sequence[str]) -> int:
 def _shortened(trajectory: Trajectory, length: int) -> Trajectory:
     """Return a copy of a trajectory that ends a turn after a number of tokens of the response."""
     experts = trajectory.experts_before(length)
-    made = copy.deepcopy(trajectory)  # a slice in flight may still add to the other
+    made = copy.deepcopy(trajectory)  # a step in flight may still add to the other
     for column in (made.tokens, made.mask, made.log_probs, made.versions, made.temperatures):
         del column[length:]
     made.experts, made.ended = experts, "turn"

@@ -30,6 +30,7 @@ from tests.trainer.rollout.engine import Formula
 from trainer import Trajectory, TrajectoryRollout
 from trainer.config import MultiTurnConfig
 from trainer.rollout.episodes import EpisodeError
+from trainer.rollout.reference_engine import ReferenceEngine
 from trainer.rollout.server import http
 from trainer.rollout.server.chat_server import ChatServer
 from trainer.rollout.server.sessions import ChatSession
@@ -85,9 +86,10 @@ class Agent(Formula):
 def serve() -> Iterator[Callable[..., ChatServer]]:
     servers = []
 
-    def start(**options: Any) -> ChatServer:
+    def start(max_rows: int | None = None, **options: Any) -> ChatServer:
         group = LocalWorkerGroup(ClassWithInitArgs(Agent), name_prefix="agent")
-        rollout = TrajectoryRollout(group, slice_tokens=30, eos_token_id=END, pad_token_id=0, **options)
+        engine = ReferenceEngine(group, step_tokens=30, max_rows=max_rows)
+        rollout = TrajectoryRollout(group, engines=[engine], eos_token_id=END, pad_token_id=0, **options)
         servers.append(ChatServer(rollout, Characters()))
         return servers[-1]
 
@@ -156,7 +158,7 @@ def test_other_messages_than_those_of_the_session_begin_another_trajectory(serve
 
 
 def test_sessions_at_once_record_their_own_tokens(serve: Callable[..., ChatServer]) -> None:
-    server = serve(capacity=3)
+    server = serve(max_rows=3)
 
     def converse(number: int) -> Trajectory:
         session = server.open(f"session-{number}", seed=number)
@@ -351,7 +353,7 @@ def test_a_request_that_does_not_arrive_is_ended(
 
 
 def test_a_client_that_disconnects_cancels_its_trajectory(serve: Callable[..., ChatServer]) -> None:
-    server = serve(driven=True)  # nobody makes slices, so that the request waits
+    server = serve(driven=True)  # nobody makes steps, so that the request waits
     session = server.open("a")
     with connected(server) as client:
         client.sendall(request_of(session))
@@ -426,7 +428,7 @@ def run_agent(agent: str, *kinds: str, processes: int = 0) -> list[Trajectory | 
     episodes = make_episodes(config, Characters())
     assert episodes is not None
     group = LocalWorkerGroup(ClassWithInitArgs(Agent), name_prefix="agent")
-    episodes.connect(TrajectoryRollout(group, slice_tokens=30, driven=True, eos_token_id=END, pad_token_id=0))
+    episodes.connect(TrajectoryRollout(group, driven=True, eos_token_id=END, pad_token_id=0))
     try:
         futures = [episodes.start({"prompt_ids": [5], "kind": kind}, seed=3) for kind in kinds]
         episodes.run()
