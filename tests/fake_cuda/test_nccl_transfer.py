@@ -134,5 +134,6 @@ def unhandled() -> None:
 
 
 def test_the_stand_in_ends_a_process_whose_timeout_nothing_handles() -> None:
-    with pytest.raises(RankFailure, match="died without a result"):
+    with pytest.raises(RankFailure) as caught:
         run_ranks(unhandled, 2, timeout_s=20)
+    assert caught.value.traceback == ""  # a rank has died
