@@ -32,17 +32,18 @@ test-slow: $(STAMP)
 test-fake-cuda: $(STAMP)
 	$(BIN)/python -m tests.in_two_processes --fake-cuda $(ARGS)
 
-# The newest megatron-core that pip has, in an environment of its own with Python 3.12, which it needs. Where there is no
-# Python 3.12, nothing is tested. Megatron-Bridge is tested with local layers, and with a stand-in for Transformer Engine
+# The newest megatron-core that pip has, in an environment of its own with Python 3.12, which it needs; with MEGATRON=DIRECTORY
+# a checkout of Megatron-LM instead. Where there is no Python 3.12, nothing is tested. Megatron-Bridge is tested with local layers, and with a stand-in for Transformer Engine
 # in a process of its own; it is installed without its dependencies, which are compiled with CUDA. pip may install a torch of several GB with CUDA libraries; it runs on a CPU as well.
 NEWEST       := .venv-newest
 NEWEST_TESTS := tests/bridge tests/parallel_state $(addprefix tests/workers/,checkpoint generate model router_replay train test_parity.py test_process_groups.py test_roles.py test_simulated_roles.py verify) tests/parallel_state/verify
+WITH_MEGATRON := $(if $(MEGATRON),PYTHONPATH=$(abspath $(MEGATRON)))
 PYTHON312    ?= $(shell for it in python3.12 $(wildcard $(HOME)/.pyenv/versions/3.12*/bin/python); do $$it -c "" 2> /dev/null && echo $$it && break; done)
 .SECONDEXPANSION:
 test-newest: $$(if $$(PYTHON312),$$(NEWEST)/.installed)
 	@test -n "$(PYTHON312)" || echo "test-newest: there is no Python 3.12, so nothing is tested; install it, or set PYTHON312"
-	$(if $(PYTHON312),$(NEWEST)/bin/python -m pytest $(NEWEST_TESTS) $(ARGS))
-	$(if $(PYTHON312),$(NEWEST)/bin/python -m pytest -p tests.bridge.with_transformer_engine tests/bridge)
+	$(if $(PYTHON312),$(WITH_MEGATRON) $(NEWEST)/bin/python -m pytest $(NEWEST_TESTS) $(ARGS))
+	$(if $(PYTHON312),$(WITH_MEGATRON) $(NEWEST)/bin/python -m pytest -p tests.bridge.with_transformer_engine tests/bridge)
 
 $(NEWEST)/.installed: pyproject.toml constraints/tested.txt constraints/newest.txt
 	test -x $(NEWEST)/bin/python || $(PYTHON312) -m venv $(NEWEST)
