@@ -356,7 +356,7 @@ class AsynchronousGenerations(Generations):
         for index, response in enumerate(group.responses):
             future: Future[Trajectory]
             if self._episodes is None:
-                future = submitted = self._trajectories.submit(response, seed=seeds[index])
+                future = submitted = self._trajectories.submit(response)
                 submitted.key = group.number
             else:
                 problem = {**others, "prompt_ids": group.prompt.tolist()}
