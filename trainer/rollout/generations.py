@@ -482,7 +482,8 @@ class AsynchronousGenerations(Generations):
         self._held = True
         try:
             if self._has_weights:
-                finish = self._options.partial == "finish"
+                by_engine = self._slices is not None and self._slices.routes and self._episodes is None
+                finish = self._options.partial == "finish" and not by_engine
                 self._generate_until(
                     lambda: not (finish and (self._requests(begun=True) or self._is_busy())), begun=finish
                 )
