@@ -34,7 +34,7 @@ from trainer.rollout.generation import (
     not_drawn,
 )
 from trainer.rollout.made_tokens import FAILURE_KINDS, EpisodeError
-from trainer.rollout.requests import Request
+from trainer.rollout.requests import Request, RoutedEngines
 from trainer.rollout.seeds import TRAINING, seed_of
 from trainer.rollout.trajectories import Submitted, TrajectoryRollout, trajectory_batch
 from trainer.rollout.trajectory import Trajectory
@@ -482,7 +482,11 @@ class AsynchronousGenerations(Generations):
         self._held = True
         try:
             if self._has_weights:
-                by_engine = self._slices is not None and self._slices.routes and self._episodes is None
+                by_engine = (
+                    self._trajectories is not None
+                    and isinstance(self._trajectories.engine, RoutedEngines)
+                    and self._episodes is None
+                )
                 finish = self._options.partial == "finish" and not by_engine
                 self._generate_until(
                     lambda: not (finish and (self._requests(begun=True) or self._is_busy())), begun=finish
