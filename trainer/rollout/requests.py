@@ -91,7 +91,7 @@ class RoutedEngines:
 
     def requests(self, *, begun: bool = False) -> list[Request]:
         """Return the requests in flight: an engine may have begun each of them."""
-        return list(self._in_flight)
+        return [request for request in self._in_flight if not request.is_cancelled]
 
     def step(self, requests: Sequence[Request] | None = None, tokens: int | None = None) -> bool:
         """Send the requests that wait, and return whether one is in flight; engines choose themselves what goes on."""
