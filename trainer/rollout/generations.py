@@ -645,7 +645,7 @@ class Schedule:
         return needed or (not self.is_live and self._random.random() < 0.5)
 
     def step(self, requests: list[Request], most: int) -> tuple[list[Request], int | None]:
-        """Return which requests a step continues, at most ``most``: the first ones, or a random part; and its tokens."""
+        """Return the requests that a step continues, at most ``most``, and its tokens: a random part, if simulated."""
         if self.is_live or not requests:
             return requests[:most], None
         tokens = self._random.randint(1, 8)
