@@ -113,6 +113,8 @@ def test_a_recipe_is_right_and_fits(name, rows, tmp_path, capsys):
     printed = capsys.readouterr().out
     peak = re.search(r"([\d.]+) GB with trainer.offload=auto", printed)
     assert peak is not None and float(peak[1]) < 80, printed
+    (documented,) = re.findall(rf"`{re.escape(name)}`.*\| ([\d.]+) \|", (RECIPES / "README.md").read_text())
+    assert float(documented) == pytest.approx(float(peak[1]), rel=0.02)
 
 
 def test_the_calculator_tells_the_agent_what_is_wrong():
