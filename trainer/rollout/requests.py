@@ -23,7 +23,7 @@ _TAKE_S = 0.02
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """A request to the engines of a rollout. An answer may be a part of the response: the rest is another request.
+    """A request to the engines of a rollout. If an answer is a part of the response, it is sent again for the rest.
 
     Attributes:
         prompt: token ids of the prompt, and of the response so far.
@@ -31,7 +31,7 @@ class Request:
         seed: of the random numbers of the response, 64 bits, signed.
         generated: [tokens] of the response so far.
         limit: [tokens] the most to add.
-        answer: called once, with what was generated, or the error; not if the request was cancelled.
+        answer: called with what was generated, or the error, each time that it was sent; not if it was cancelled.
         future: of the engine's answer, if it generates by itself.
         is_cancelled: whether nobody waits for it any more.
         is_repeated: whether it was sent again because all engines were lost.
@@ -46,6 +46,11 @@ class Request:
     future: Future[Sampled] | None = None
     is_cancelled: bool = False
     is_repeated: bool = False
+
+    def extend(self, tokens: array[int]) -> None:
+        """Go on after these tokens of the response."""
+        self.prompt.extend(tokens)
+        self.generated, self.limit = self.generated + len(tokens), self.limit - len(tokens)
 
     def cancel(self) -> None:
         """Take it out of its engine."""
@@ -88,7 +93,7 @@ class RoutedEngines:
 
     def requests(self, *, begun: bool = False) -> list[Request]:
         """Return the requests in flight: an engine may have begun each of them."""
-        return list(self._in_flight)
+        return [request for request in self._in_flight if not request.is_cancelled]
 
     def step(self, requests: Sequence[Request] | None = None, tokens: int | None = None) -> bool:
         """Send the requests that wait, and return whether one is in flight; engines choose themselves what goes on."""
@@ -183,5 +188,6 @@ class RoutedEngines:
                 return True
             if not future.cancelled():
                 request.answer(error or future.result())
-            self._in_flight.pop(request, None)  # after the answer, so that a request for the rest finds engines at work
+            if future is request.future:  # it was not sent again for the rest
+                self._in_flight.pop(request, None)
             return False
