@@ -122,6 +122,8 @@ def _classify(mode: CountingMode, worker: Any) -> None:
     memory.kind = "activations"
     for model in worker.state.model:
         memory.change_kind(model.parameters(), "parameters")
-        for buffer in (*getattr(model, "buffers", ()), *getattr(model, "expert_parallel_buffers", ())) if optimizer else ():
+        for buffer in (
+            (*getattr(model, "buffers", ()), *getattr(model, "expert_parallel_buffers", ())) if optimizer else ()
+        ):
             memory.change_kind([buffer.grad_data], "gradients")
             memory.change_kind([buffer.param_data], "parameters")

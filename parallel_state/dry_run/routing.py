@@ -40,7 +40,9 @@ def routing_of(text: str) -> Choose:
         raise DryRunError(f"routing {text!r} is neither balanced, skewed, nor a file of counts", routing=text)
     counts = torch.load(text, weights_only=True)
     if not isinstance(counts, torch.Tensor) or counts.dim() not in (1, 2) or not bool((counts >= 0).all()):
-        raise DryRunError(f"{text} has no counts of tokens: expected a tensor [experts] or [layers, experts]", path=text)
+        raise DryRunError(
+            f"{text} has no counts of tokens: expected a tensor [experts] or [layers, experts]", path=text
+        )
     shares = counts.double().reshape(-1, counts.shape[-1]).sum(0)
 
     def recorded(tokens: int, experts: int, chosen: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Values that are known beside tensors without memory: of small integers, from which shapes follow, and small constants.
+"""Known values of tensors without memory: of small integers, from which shapes follow, and of small constants.
 
 A known value is an attribute of the tensor. An operation whose inputs are all known computes its result's value too.
 """
@@ -76,7 +76,9 @@ def any_is_known(arguments: Any) -> bool:
 
 def compute_value(func: Any, args: Any, kwargs: Any, result: Any) -> None:
     """Compute the values of an operation's results if those of its inputs are known."""
-    tensors = [one for one in (result if isinstance(result, (list, tuple)) else [result]) if isinstance(one, torch.Tensor)]
+    tensors = [
+        one for one in (result if isinstance(result, (list, tuple)) else [result]) if isinstance(one, torch.Tensor)
+    ]
     try:
         if not all(map(is_small, tensors)):
             raise UnknownValue
@@ -224,17 +226,19 @@ def _fused_optimizer(read: ValuesRead, func: Any, args: Any, kwargs: Any) -> Any
     return None if args[0] and args[0][0].is_meta else NotImplemented
 
 
-HANDLERS: dict[Any, Handler] = {
-    _aten._to_copy: _to_copy,
-    _aten.copy_: _copy,
-    _aten._local_scalar_dense: _item,
-    _aten.equal: _equal,
-    _aten.masked_select: _masked_select,
-    _aten.nonzero: _nonzero,
-    _aten.index: _index,
-    _aten._fused_adam_: _fused_optimizer,
-    _aten._fused_adamw_: _fused_optimizer,
-} | dict.fromkeys((_aten.arange, _aten.zeros, _aten.ones, _aten.full, _aten.scalar_tensor), _constant) | dict.fromkeys(
-    (_aten.zeros_like, _aten.ones_like, _aten.full_like), _constant_like
+HANDLERS: dict[Any, Handler] = (
+    {
+        _aten._to_copy: _to_copy,
+        _aten.copy_: _copy,
+        _aten._local_scalar_dense: _item,
+        _aten.equal: _equal,
+        _aten.masked_select: _masked_select,
+        _aten.nonzero: _nonzero,
+        _aten.index: _index,
+        _aten._fused_adam_: _fused_optimizer,
+        _aten._fused_adamw_: _fused_optimizer,
+    }
+    | dict.fromkeys((_aten.arange, _aten.zeros, _aten.ones, _aten.full, _aten.scalar_tensor), _constant)
+    | dict.fromkeys((_aten.zeros_like, _aten.ones_like, _aten.full_like), _constant_like)
 )
 """Operation -> what computes it instead; it returns NotImplemented for those that torch computes as always."""

@@ -32,7 +32,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--micro-batches", type=int, metavar="N", help="of a data-parallel rank of a Program or script")
     parser.add_argument("--gpu", default="H100", help="a name, such as H200, or GiB of memory; default: H100")
     parser.add_argument(
-        "--routing", default="balanced", metavar="HOW", help="of tokens to experts: balanced, skewed, or a file of counts"
+        "--routing",
+        default="balanced",
+        metavar="HOW",
+        help="of tokens to experts: balanced, skewed, or a file of counts",
     )
     parser.add_argument("--all", action="store_true", help="run every rank, not one of each stage")
     parser.add_argument("--once", action="store_true", help="do not run a second pipeline at other coordinates")
@@ -50,7 +53,9 @@ def run(arguments: argparse.Namespace) -> int:
         sys.stdout.write("\n".join([name, *outcome.lines(gpu), "", ""]))
         sys.stdout.flush()
     if arguments.json:
-        arguments.json.write_text(json.dumps({name: one.as_json(gpu) for name, one in outcomes.items()}, indent=1) + "\n")
+        arguments.json.write_text(
+            json.dumps({name: one.as_json(gpu) for name, one in outcomes.items()}, indent=1) + "\n"
+        )
     return 0 if all(outcome.fits(gpu) for outcome in outcomes.values()) else 1
 
 
@@ -74,6 +79,9 @@ def _parts(arguments: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Ou
         program, layouts = load_program(arguments.program), arguments.layouts or [""]
     for text in layouts:
         variant = layout_for(text, arguments.ranks)
-        yield variant.text or "one rank", lambda variant=variant: dry_run(  # type: ignore[misc]
-            program, variant, micro_batches=arguments.micro_batches, **chosen
+        yield (
+            variant.text or "one rank",
+            lambda variant=variant: dry_run(  # type: ignore[misc]
+                program, variant, micro_batches=arguments.micro_batches, **chosen
+            ),
         )
