@@ -33,6 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("transformer_engine", "local"),
         help="implementation of the layers; default: transformer_engine on GPUs, local with pool.use_gpu=false",
     )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="end with a dry run of every call: seconds for small models, or minutes"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -42,4 +45,9 @@ def run(arguments: argparse.Namespace) -> int:
             check_files(read_run_config(arguments.file, arguments.overrides))
         from trainer.run.check_report import report  # torch, Megatron and Ray: seconds
 
-        return report(arguments)
+        status = report(arguments)
+        if arguments.dry_run and arguments.role is None and arguments.config is None:
+            from trainer.run.dry_run_verb import report_roles
+
+            status |= report_roles(read_run_config(arguments.file, arguments.overrides), arguments.gpu_memory)
+        return status
