@@ -100,10 +100,10 @@ def patch_cuda() -> None:
         setattr(torch.cuda.random, name, getattr(torch.cuda, name))
     torch.cuda.nvtx.range_push = _nothing()
     torch.cuda.nvtx.range_pop = _nothing()
-    torch.Tensor.cuda = _tensor_to_device  # type: ignore[method-assign]
+    torch.Tensor.cuda = _tensor_to_device  # type: ignore[method-assign, assignment]
     torch.Tensor.pin_memory = _return_self()  # type: ignore[method-assign]
     torch.Tensor.record_stream = _nothing()  # type: ignore[method-assign]
-    torch.nn.Module.cuda = _module_to_device  # type: ignore[method-assign]
+    torch.nn.Module.cuda = _module_to_device  # type: ignore[method-assign, assignment]
 
 
 def _replacements() -> dict[str, Any]:
