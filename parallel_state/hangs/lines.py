@@ -97,12 +97,17 @@ def _kind(filename: str) -> int:
 
 @functools.cache
 def _text(filename: str, code: CodeType, offset: int) -> str:
-    installed = filename.rpartition("/site-packages/")[2]
-    if installed == filename:
-        relative = os.path.relpath(filename)
-        installed = filename if relative.startswith("..") else relative
     number = next((line for start, end, line in code.co_lines() if start <= offset < end), code.co_firstlineno)
-    return f"{installed}:{number} in {code.co_name}"
+    return f"{path_text(filename)}:{number} in {code.co_name}"
+
+
+def path_text(filename: str) -> str:
+    """Return the path of a file as reports have it: of Megatron, from its package on, installed or in a checkout."""
+    if megatron := _MEGATRON_PACKAGE.search(filename):
+        return filename[megatron.start() + 1 :]
+    installed = filename.rpartition("/site-packages/")[2]
+    relative = os.path.relpath(filename) if installed == filename else installed
+    return installed if relative.startswith("..") else relative
 
 
 def members_text(ranks: Sequence[int]) -> str:
