@@ -132,7 +132,7 @@ class Outcome:
         return [*lines, *(f"WARNING: {text}" for text in self.warnings)]
 
     def _memory_table(self, unit: int) -> list[str]:
-        rows = [("stage", "rank", "parameters", "idle", "peak", *KINDS, "TFLOP")]
+        rows: list[tuple[str, ...]] = [("stage", "rank", "parameters", "idle", "peak", *KINDS, "TFLOP")]
         for stage, rank in self.stages.items():
             use = self.uses[rank]
             sizes = [sum(use.idle.values()), use.peak, *(use.by_kind.get(kind, 0) for kind in KINDS)]

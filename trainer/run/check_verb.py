@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 
 from mcontroller.config.load import CollectedErrors
-from trainer.run.config import read_with_files
+from trainer.run.config import read_run_config, read_with_files
 from workers.planning import planning
 
 
