@@ -100,10 +100,10 @@ def patch_cuda() -> None:
         setattr(torch.cuda.random, name, getattr(torch.cuda, name))
     torch.cuda.nvtx.range_push = _nothing()
     torch.cuda.nvtx.range_pop = _nothing()
-    torch.Tensor.cuda = _tensor_to_device  # type: ignore[method-assign]
+    torch.Tensor.cuda = _tensor_to_device  # type: ignore[method-assign, assignment]
     torch.Tensor.pin_memory = _return_self()  # type: ignore[method-assign]
     torch.Tensor.record_stream = _nothing()  # type: ignore[method-assign]
-    torch.nn.Module.cuda = _module_to_device  # type: ignore[method-assign]
+    torch.nn.Module.cuda = _module_to_device  # type: ignore[method-assign, assignment]
 
 
 def _replacements() -> dict[str, Any]:
@@ -144,15 +144,14 @@ def _module_to_device(self: torch.nn.Module, *args: Any, **kwargs: Any) -> torch
         return self
     moved: dict[torch.nn.Parameter, torch.nn.Parameter] = {}  # several modules may share a parameter
     for module in self.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and not parameter.is_meta:
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if not parameter.is_meta:
                 if parameter not in moved:
                     moved[parameter] = torch.nn.Parameter(parameter.detach().to(current.torch), parameter.requires_grad)
                     vars(moved[parameter]).update(vars(parameter))  # Megatron's attributes
-                module._parameters[name] = moved[parameter]
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = buffer.to(current.torch)
+                setattr(module, name, moved[parameter])
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, buffer.to(current.torch))
     return self
 
 

@@ -1,7 +1,7 @@
 """``dry_run``: a training step of the real model in its real layout, without a GPU and without data.
 
-Megatron's device is torch's ``meta`` device: tensors have shapes and no values, so a rank of a large model takes seconds.
-Storages and FLOPs are counted, and simulated ranks match every collective by order, shape, dtype and group.
+Megatron's device is torch's ``meta`` device: tensors have shapes and no values, so a rank of a large model takes
+seconds. Storages and FLOPs are counted, and simulated ranks match every collective by order, shape, dtype and group.
 docs/dry-run.md describes the command line.
 """
 

@@ -21,7 +21,7 @@ _results: dict[Any, tuple[list[tuple[Any, Any, Any]] | None, int, bool]] = {}
 Computing a shape takes torch ten times as long as this look-up."""
 
 
-class CountingMode(TorchDispatchMode):
+class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the storages and FLOPs of the operations of one rank, and keeps known values.
 
     Args:
@@ -36,7 +36,7 @@ class CountingMode(TorchDispatchMode):
     """
 
     def __init__(self, memory: Memory, device: str = "meta") -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.memory, self.device = memory, device
         self.flops = self.operations = 0
         self.read = ValuesRead()

@@ -75,7 +75,7 @@ class _RmsNorm(torch.autograd.Function):
 
 def _rms_norm(function: Any, input: torch.Tensor, normalized_shape: Any, weight: Any = None, eps: Any = None) -> Any:
     if input.is_meta and weight is not None:
-        return _RmsNorm.apply(input, weight)
+        return _RmsNorm.apply(input, weight)  # type: ignore[no-untyped-call]
     return function(input, normalized_shape, weight, eps)
 
 
@@ -112,7 +112,7 @@ def _attend(function: Any, query: Any, key: Any, value: Any, attn_mask: Any = No
     bias = attn_mask
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         bias = torch.empty(attn_mask.shape, dtype=query.dtype, device=_META)
-    return _Attention.apply(query, key, value, bias)
+    return _Attention.apply(query, key, value, bias)  # type: ignore[no-untyped-call]
 
 
 _REPLACEMENTS: dict[Any, Callable[..., Any]] = {

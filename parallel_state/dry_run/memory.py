@@ -63,7 +63,11 @@ class Memory:
         self.kind = "activations"
         self.now = 0
         self.by_kind: Counter[str] = Counter()
-        self.reset_peak()
+        self.peak = 0
+        self.peak_by_kind: dict[str, int] = {}
+        self._next_place = 0.0
+        self.module: torch.nn.Module | None = None
+        self.line = ""
 
     def add(self, size: int, kind: str) -> None:
         """Count bytes of a new storage."""
@@ -79,8 +83,7 @@ class Memory:
         """Begin to look for the peak again."""
         self.peak, self.peak_by_kind = self.now, dict(self.by_kind)
         self._next_place = float(self.now)
-        self.module: torch.nn.Module | None = None
-        self.line = ""
+        self.module, self.line = None, ""
 
     def change_kind(self, tensors: Iterable[torch.Tensor | None], kind: str) -> None:
         """Count the storages of tensors as another kind."""

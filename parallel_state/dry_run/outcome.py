@@ -115,7 +115,8 @@ class Outcome:
         lines = [f"layout {self.text}: {self.layout.world_size} ranks, of which {len(self.uses)} ran"]
         if self.failure:
             return [*lines, "FAILED", *(f"  {line}" for line in self.failure.splitlines())]
-        lines += ["", "GiB on the rank of each stage that needs the most:", *self._memory_table(gpu), ""]
+        unit, name = (GIB, "GiB") if self.peak >= GIB else (GIB >> 10, "MiB")
+        lines += ["", f"{name} on the rank of each stage that needs the most:", *self._memory_table(unit), ""]
         if gpu is not None:
             margin = (gpu - self.peak - CONTEXT) / GIB
             what = f"fits {gpu / GIB:.1f} GiB with a margin of {margin:.1f} GiB"
@@ -128,14 +129,14 @@ class Outcome:
         for (axis, operation), (calls, nbytes) in sorted(self.calls.items(), key=lambda item: -item[1][1]):
             lines.append(f"{axis:12}{operation:24}{calls:>8}{nbytes / 2**20:>12.1f}")
         lines += self._read_lines()
-        return lines + ["", *(f"WARNING: {text}" for text in self.warnings)] if self.warnings else lines
+        return [*lines, *(f"WARNING: {text}" for text in self.warnings)]
 
-    def _memory_table(self, gpu: int | None) -> list[str]:
-        rows = [("stage", "rank", "parameters", "idle", "peak", *KINDS, "TFLOP")]
+    def _memory_table(self, unit: int) -> list[str]:
+        rows: list[tuple[str, ...]] = [("stage", "rank", "parameters", "idle", "peak", *KINDS, "TFLOP")]
         for stage, rank in self.stages.items():
             use = self.uses[rank]
             sizes = [sum(use.idle.values()), use.peak, *(use.by_kind.get(kind, 0) for kind in KINDS)]
-            cells = [f"{size / GIB:.2f}" for size in sizes]
+            cells = [f"{size / unit:.2f}" for size in sizes]
             rows.append((str(stage), str(rank), f"{use.parameters / 1e9:.3f}e9", *cells, f"{use.flops / 1e12:.1f}"))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]

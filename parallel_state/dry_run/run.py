@@ -45,8 +45,8 @@ def layout_for(text: str, ranks: int | None) -> Variant:
     stages = layout.tp * layout.pp * layout.cp
     if "dp=" in text or ranks % stages:
         raise DryRunError(
-            f"layout {text!r} has {layout.world_size} ranks and {ranks} are given; leave dp out, and give a multiple of "
-            f"tp x pp x cp = {stages}",
+            f"layout {text!r} has {layout.world_size} ranks, and {ranks} are given; leave dp out, and give a multiple "
+            f"of tp x pp x cp = {stages}",
             layout=text,
             ranks=ranks,
         )

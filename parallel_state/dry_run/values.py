@@ -1,4 +1,4 @@
-"""Values that are known beside tensors without memory: of small integers, from which shapes follow, and small constants.
+"""Known values of tensors without memory: of small integers, from which shapes follow, and of small constants.
 
 A known value is an attribute of the tensor. An operation whose inputs are all known computes its result's value too.
 """
@@ -182,7 +182,8 @@ def _masked_select(read: ValuesRead, func: Any, args: Any, kwargs: Any) -> Any:
     chosen, value = _mask(mask, "masked_select"), value_of(source)
     if value is not None:
         return with_value(torch.masked_select(value, chosen))
-    count = int(chosen.expand(torch.broadcast_shapes(chosen.shape, source.shape)).sum())
+    shape = torch.broadcast_shapes(chosen.shape, source.shape)  # type: ignore[no-untyped-call]
+    count = int(chosen.expand(shape).sum())
     return torch.empty(count, dtype=source.dtype, device="meta")
 
 

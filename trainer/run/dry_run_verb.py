@@ -15,12 +15,16 @@ import argparse
 import json
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from parallel_state.dry_run.outcome import Outcome, gpu_bytes
 from parallel_state.dry_run.run import dry_run, layout_for
 from parallel_state.verify.program import load_program
+
+if TYPE_CHECKING:
+    from trainer.run.config import RunConfig
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,26 +48,46 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print a report for each layout or role, and return 1 if one of them fails or does not fit."""
+    gpu = gpu_bytes(arguments.gpu)
+    outcomes = _reported(_parts(arguments), gpu)
+    if arguments.json:
+        content = {name: outcome.as_json(gpu) for name, outcome in outcomes.items()}
+        arguments.json.write_text(json.dumps(content, indent=1) + "\n")
+    return 0 if all(outcome.fits(gpu) for outcome in outcomes.values()) else 1
+
+
+def report_roles(config: RunConfig, gpu_memory: float | None) -> int:
+    """Print a report for each call of the roles of a run, as ``run`` does.
+
+    Args:
+        config: the configuration of the run.
+        gpu_memory: of a GPU, in units of 2**30 bytes; None for 80.
+    """
+    from trainer.run.dry_run_roles import role_calls  # as in ``_parts``
+
+    gpu = gpu_bytes(str(80 if gpu_memory is None else gpu_memory))
+    outcomes = _reported(role_calls(config).items(), gpu)
+    return 0 if all(outcome.fits(gpu) for outcome in outcomes.values()) else 1
+
+
+def _reported(parts: Iterable[tuple[str, Callable[[], Outcome]]], gpu: int) -> dict[str, Outcome]:
+    """Run each part, print its report, and return the outcomes by name."""
     for module in ("megatron", "torch", r"parallel_state\.simulated\.trace"):
         warnings.filterwarnings("ignore", module=module)
-    gpu = gpu_bytes(arguments.gpu)
     outcomes: dict[str, Outcome] = {}
-    for name, make in _parts(arguments):
+    for name, make in parts:
+        sys.stderr.write(f"dry run of {name} ...\n")
         outcomes[name] = outcome = make()
         sys.stdout.write("\n".join([name, *outcome.lines(gpu), "", ""]))
         sys.stdout.flush()
-    if arguments.json:
-        arguments.json.write_text(
-            json.dumps({name: one.as_json(gpu) for name, one in outcomes.items()}, indent=1) + "\n"
-        )
-    return 0 if all(outcome.fits(gpu) for outcome in outcomes.values()) else 1
+    return outcomes
 
 
 def _parts(arguments: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Outcome]]]:
     """Yield the name of each layout, or of each call of a role, and what runs it."""
     chosen = {"routing": arguments.routing, "every_rank": arguments.all, "second": not arguments.once}
     if arguments.program.endswith((".yaml", ".yml")):
-        from trainer.run.config import read_run_config
+        from trainer.run.config import read_run_config  # Ray and omegaconf, which a Program does not need
         from trainer.run.dry_run_roles import role_calls
 
         config = read_run_config(arguments.program, arguments.rest)
