@@ -7,6 +7,8 @@ LAYOUT ?= $(or $(layout),4)
 SEED   ?= $(or $(seed),0)
 ARGS   ?=
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
+# Hundreds of processes start in the tests: each would compile the project again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo docs faults test test-fast test-slow test-fake-cuda test-newest test-slurm test-manifests test-vllm lint types wheel container bench against-trl clean
 
@@ -20,9 +22,11 @@ test: $(STAMP)
 test-fast: lint types
 	$(BIN)/python -m pytest -m "not processes and not simulated" $(ARGS)
 
-# Tests that take minutes: training of real weights from the command line, and every row of docs/parity.md.
+# Tests that take minutes: training of real weights from the command line, every row of docs/parity.md, and groups of
+# gpucheck on fake CUDA devices.
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow $(ARGS)
+	$(BIN)/python -m pytest -m slow -p tests.fake_cuda.plugin tests/fake_cuda/test_gpucheck.py
 
 # The GPU path with real values on a CPU: what tests/fake_cuda/selection.py chooses. ARGS=--all runs every test.
 test-fake-cuda: $(STAMP)

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from trainer.data.stream import Mixture as Mixture
     from trainer.data.stream import collate as collate
     from trainer.data.tokenizers import TOKENIZERS as TOKENIZERS
+    from trainer.data.tokenizers import TextTokenizer as TextTokenizer
     from trainer.data.tokenizers import TokenizerSource as TokenizerSource
     from trainer.display import Callback as Callback
     from trainer.display import Display as Display

@@ -1,4 +1,4 @@
-"""Eleven faulty programs, each of a kind that teams have reported, and the layout in which verify shows the fault.
+"""Twelve faulty programs, each of a kind that teams have reported, and the layout in which verify shows the fault.
 
     python -m mcontroller verify examples/verify/gallery.py:label_smoothing --layouts tp=2
 
@@ -85,6 +85,24 @@ def with_auxiliary_loss(**parallel):
 
 
 auxiliary_loss = dataclasses.replace(gpt.program, config=with_auxiliary_loss)
+
+
+# A fault of megatron-core itself: with averages over all tokens, the gradient of the auxiliary loss of each sequence is
+# too small by the ranks that share the sequence: tp with sequence parallelism, and cp. The cure is a larger coefficient.
+def with_sequence_loss(coefficient=1.0, **parallel):
+    config = with_auxiliary_loss(**parallel)
+    config.moe_router_load_balancing_type, config.moe_aux_loss_coeff = "seq_aux_loss", coefficient
+    return config
+
+
+def with_cured_sequence_loss(**parallel):
+    ranks = parallel["context_parallel_size"]
+    ranks *= parallel["tensor_model_parallel_size"] if parallel["sequence_parallel"] else 1
+    return with_sequence_loss(coefficient=float(ranks), **parallel)
+
+
+sequence_loss = dataclasses.replace(gpt.program, config=with_sequence_loss)
+cured_sequence_loss = dataclasses.replace(gpt.program, config=with_cured_sequence_loss)
 
 
 # Megatron-LM#7452: the padding mask of the router is divided by ranks of another group than the tokens that it masks.

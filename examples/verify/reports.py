@@ -18,6 +18,7 @@ LAYOUTS = {
     "padding_mask": "tp=2,dp=2,sp",
     "attention_sinks": "tp=2",
     "auxiliary_loss": "mbs=2",
+    "sequence_loss": "tp=2,sp",
     "tokens_over_dp": "cp=2",
     "counted_on_each_rank": "cp=2",
     "tied_embeddings": "pp=2",

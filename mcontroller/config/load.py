@@ -48,6 +48,27 @@ def load_config(cls: type[C], *sources: Any, overrides: Iterable[str] = ()) -> C
         >>> load_config(ActorConfig, "actor.yaml", overrides=["optim.lr=1e-6"])
     """
     errors = CollectedErrors()
+    config = load_partly(cls, errors, {}, *sources, overrides=overrides)
+    errors.raise_any()
+    assert config is not None
+    return config
+
+
+def load_partly(
+    cls: type[C], errors: CollectedErrors, usual: Mapping[str, Any], *sources: Any, overrides: Iterable[str] = ()
+) -> C | None:
+    """Return what ``load_config`` returns, with other values in place of wrong ones, so that more can be checked.
+
+    Args:
+        cls: as of ``load_config``.
+        errors: gets the errors.
+        usual: values in place of missing ones that have no default, by the name of the field.
+        sources: as of ``load_config``.
+        overrides: as of ``load_config``.
+
+    Returns:
+        None if other values do not help.
+    """
     layers = [_layer(source) for source in sources] + [_layer_of_overrides(list(overrides))]
     for layer in layers:
         values = typing.cast(dict[str, Any], OmegaConf.to_container(layer, resolve=False))
@@ -58,10 +79,21 @@ def load_config(cls: type[C], *sources: Any, overrides: Iterable[str] = ()) -> C
         before = [OmegaConf.create(layer) for layer in layers]
         if not _without_value(layers, str(getattr(errors.errors[-1], "key", ""))) or _lacks_values(cls, layers):
             errors.errors += _errors_of_sections(cls, before)
-            break
-    errors.raise_any()
-    assert config is not None
+            return _built_with(cls, layers, usual)
     return config
+
+
+def _built_with(cls: type[C], layers: Sequence[DictConfig], usual: Mapping[str, Any]) -> C | None:
+    """Return the instance of ``cls`` with usual values for missing ones, without values that are rejected."""
+    rejected = CollectedErrors()
+    while True:
+        filled = OmegaConf.create({})
+        for key in OmegaConf.missing_keys(OmegaConf.merge(OmegaConf.structured(cls), *layers)):
+            if (name := key.rpartition(".")[2]) in usual:
+                OmegaConf.update(filled, key, usual[name])
+        config = rejected.attempt(partial(_built, cls, [filled, *layers]))
+        if config is not None or not _without_value(layers, str(getattr(rejected.errors[-1], "key", ""))):
+            return config
 
 
 def given_values(*sources: Any, overrides: Iterable[str] = ()) -> dict[str, Any]:
@@ -296,11 +328,14 @@ class CollectedErrors:
         self.errors: list[MControllerError] = []
 
     def attempt(self, action: Callable[[], T]) -> T | None:
-        """Return the result of ``action``; None if it raises an error of this project, which is collected."""
+        """Return the result of ``action``; None if it raises an error of this project, which is collected.
+
+        Of an error that ``raise_any`` has raised for several, these are collected.
+        """
         try:
             return action()
         except MControllerError as error:
-            self.errors.append(error)
+            self.errors += error.fields.get("errors", [error])
             return None
 
     def raise_any(self) -> None:

@@ -194,12 +194,11 @@ class DispatchModes:
             result: ``concat`` (default with axes), ``list`` (default without axes) or ``value``.
             arguments: ``rows`` splits the rows of DataProtos, ``entries`` takes lists with one entry per shard.
             by: the axes that the results are listed by; ``axes`` by default, or every rank without axes.
-            extra: user-defined axes whose names are close to the name of a Megatron axis, such as ``"fsdp"``; without
-                this, a close name is rejected as a spelling error.
+            extra: the user-defined axes that are named; every other name must be that of a Megatron axis.
 
         Raises:
-            DispatchError: an axis is misspelled, or an index or a rule is unknown. An axis that a topology does not
-                have is reported by the call, as TopologyError.
+            DispatchError: an axis, an index or a rule is unknown. An axis that a topology does not have is reported by
+                the call, as TopologyError.
 
         Examples:
             >>> Dispatch.over("dp", "cp", collect={"tp": 0, "pp": -1})
@@ -215,7 +214,7 @@ class DispatchModes:
                 collect=collect,
             )
         listed = (by,) if isinstance(by, str) else tuple(by) if by is not None else axes or (RANK,)
-        _reject_misspelled(name, [*axes, *selected, *listed], extra)
+        _reject_unknown(name, [*axes, *selected, *listed], extra)
         rule: ArgumentRule = arguments if axes else "whole"
         shown: ResultRule = result or ("concat" if axes else "list")
         return DispatchSpec(name, rule, axes, tuple(selected.items()), listed, shown)
@@ -247,20 +246,20 @@ def register_dispatch_mode(
     return Dispatch.register(dispatch_mode_name, mode_of_functions(dispatch_mode_name, dispatch_fn, collect_fn))
 
 
-def _reject_misspelled(mode: str, axes: Iterable[object], extra: Collection[str]) -> None:
+def _reject_unknown(mode: str, axes: Iterable[object], extra: Collection[str]) -> None:
     known = (*DENSE_AXES, *EXPERT_AXES, RANK)
     for axis in axes:
         if not isinstance(axis, str) or axis in known or axis in extra:
             continue
-        close = difflib.get_close_matches(axis.lower(), known, n=3)
-        if close:
-            intended = " or ".join(repr(name) for name in known if name in close)
-            raise DispatchError(
-                f"mode {mode}: there is no axis {axis!r}; did you mean {intended}? If the layout declares it "
-                f"(ParallelLayout(..., extra={{{axis!r}: size}})), pass extra=[{axis!r}] to Dispatch.over",
-                mode=mode,
-                axis=axis,
-            )
+        close = difflib.get_close_matches(axis.lower(), known, n=3, cutoff=0.5)
+        intended = " or ".join(repr(name) for name in known if name in close)
+        hint = f"did you mean {intended}?" if close else f"Megatron has {', '.join(known)}."
+        raise DispatchError(
+            f"mode {mode}: there is no axis {axis!r}; {hint} If the layout declares it "
+            f"(ParallelLayout(..., extra={{{axis!r}: size}})), pass extra=[{axis!r}] to Dispatch.over",
+            mode=mode,
+            axis=axis,
+        )
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,8 @@ class NodeShape:
         return {name: amount * self.processes for name, amount in self.bundle}
 
     def __str__(self) -> str:
-        return " + ".join(f"{amount:g} {name}" for name, amount in self.total.items()) + " on one node"
+        bundle = " + ".join(f"{amount:g} {name}" for name, amount in self.bundle)
+        return f"{self.processes} bundle{'s' if self.processes > 1 else ''} of {bundle} on one node"
 
 
 @dataclass(eq=False, slots=True)
@@ -283,7 +284,8 @@ def _resource_error(shapes: Sequence[NodeShape], name: str, why: str) -> Resourc
     fix = (
         "No node has a GPU: pass use_gpu=False to RayResourcePool for processes on CPUs"
         if no_gpus
-        else "Ask for fewer processes or slots, or start Ray with more"
+        else "A bundle has a CPU for each of its max_colocate_count slots: ask for fewer processes or slots, or start"
+        " Ray with more"
     )
     return ResourceError(
         f"pool {name!r} asks for {requested}, and {why}: {len(nodes)} node(s) with {has}; taken: {used}{by}. {fix}",

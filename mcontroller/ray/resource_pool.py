@@ -18,6 +18,7 @@ from mcontroller.errors import ConfigError, ResourceError, close_all
 from mcontroller.ray.reservation import Bundle, NodeShape, Reservation, check_fits
 from parallel_state.axes import is_count
 from parallel_state.describe import table_html
+from parallel_state.keywords import known_keywords
 
 _unnamed = itertools.count()
 
@@ -94,6 +95,7 @@ class RayResourcePool(ResourcePool):
         ResourceError: ``process_on_nodes`` is not a list or is empty, or a count is not a positive integer.
     """
 
+    @known_keywords(ResourceError)
     def __init__(
         self,
         process_on_nodes: Iterable[int],

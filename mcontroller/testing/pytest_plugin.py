@@ -4,15 +4,20 @@
 shuts them down after the test; ``simulated_group`` makes groups of simulated ranks, which communicate.
 ``mock_rank(layout, rank)`` runs the rest of the test as one rank of a layout. ``verify_layout(program, layout)`` fails
 the test with a report if a layout does not train the model that one process trains.
+
+On a machine without a GPU, test modules may import Megatron-Core at their top: the plugin prepares it for the CPU.
 """
 
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import pytest
+
+from parallel_state.patches.import_hook import call_before_import
 
 if TYPE_CHECKING:
     from mcontroller.testing.mocked_groups import InjectedFailure, MockWorkerGroup
@@ -67,6 +72,19 @@ class LayoutFixture(Protocol):
 
         ``program`` is a Program, or FILE.py:NAME or MODULE:NAME of one. One process trains it once for all tests.
         """
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests() -> None:
+    """Install the CPU layer when Megatron-Core is imported first, before conftest files and tests are."""
+    if "megatron.core" not in sys.modules:
+        call_before_import("megatron.core", _install_cpu_layer)
+
+
+def _install_cpu_layer() -> None:
+    from parallel_state import cpu  # loads torch, which a test session without Megatron may not need
+
+    cpu.install()
 
 
 @pytest.fixture

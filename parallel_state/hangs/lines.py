@@ -14,7 +14,7 @@ from types import CodeType, FrameType
 _SHOWN_MEMBERS = 8
 _SHOWN_TENSORS = 4
 _ROOT = Path(__file__).parents[1]
-_ADAPTERS = tuple(str(_ROOT / name) + os.sep for name in ("hangs", "simulated", "cpu"))
+_ADAPTERS = tuple(str(_ROOT / name) + os.sep for name in ("hangs", "simulated", "cpu", "dry_run"))
 _LIBRARY, _MEGATRON, _USER = range(3)
 _MEGATRON_PACKAGE = re.compile(r"/megatron/(core|legacy|post_training|rl|training)/")
 

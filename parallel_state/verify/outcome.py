@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -114,6 +115,15 @@ class Outcome:
     def equal(self) -> bool:
         """Whether the layout trains the model of one process."""
         return not self.differences and self.failure is None
+
+    def cause(self) -> tuple[str, ...]:
+        """Return what layouts that differ for the same reason have in common."""
+        if self.failure is not None:
+            return ("failure", re.sub(r"\d+", "", self.first()))
+        if self.place is not None:
+            return (self.place.direction, re.sub(r"\d+", "", self.place.module))
+        first = self.differences[0] if self.differences else None
+        return () if first is None else (first.kind, re.sub(r"\d+", "", first.name))
 
     def first(self) -> str:
         """Return one line: the place where differences begin, the failure, or the first difference."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -57,6 +58,64 @@ class Program:
     micro_batch_size: int = 1
     merge: Callable[[Sequence[Any]], Any] | None = None
     positions: Callable[[int], torch.Tensor] | None = None
+
+    def check_functions(self) -> None:
+        """Check that the functions can be called as the training calls them.
+
+        Raises:
+            VerifyError: a signature does not fit; the message has the call.
+        """
+        calls: tuple[tuple[str, Callable[..., Any], str, tuple[Any, ...], dict[str, Any]], ...] = (
+            ("config", self.config, "config(tensor_model_parallel_size=1, ...)", (), {"tensor_model_parallel_size": 1}),
+            (
+                "model_provider",
+                self.model_provider,
+                "model_provider(config, pre_process, post_process, vp_stage)",
+                (None, True, True, None),
+                {},
+            ),
+            ("forward_step", self.forward_step, "forward_step(data_iterator, model)", (None, None), {}),
+            ("batch", self.batch, "batch(index)", (0,), {}),
+        )
+        for name, function, call, arguments, keywords in calls:
+            try:
+                signature = inspect.signature(function)
+            except (TypeError, ValueError):  # of a builtin, for instance
+                continue
+            try:
+                signature.bind(*arguments, **keywords)
+            except TypeError as error:
+                text = f"{name} is called as {call}, and its parameters are {signature}: {error}"
+                raise VerifyError(text, function=name) from error
+
+    def check_inputs(self, rows: int, context_parallel: int, inputs: Mapping[str, Any]) -> None:
+        """Check the shapes of what a model gets: ``[rows, seq_length / context_parallel]``.
+
+        Args:
+            rows: the rows of a micro-batch.
+            context_parallel: the ranks over which the sequence is divided.
+            inputs: arguments of the model by name; those that are no tensors of two dims are not checked.
+
+        Raises:
+            VerifyError: a shape differs.
+        """
+        expected = rows, self.seq_length // context_parallel
+        for name, value in inputs.items():
+            if not isinstance(value, torch.Tensor) or value.dim() != 2 or tuple(value.shape) == expected:
+                continue
+            if value.shape[0] != rows and name != "position_ids":
+                reason = f"a micro-batch has {rows} rows: return them, or set micro_batch_size of the Program"
+            elif value.shape[1] == expected[1]:
+                continue  # positions of one row, for all rows
+            elif context_parallel > 1:
+                reason = (
+                    f"with cp={context_parallel} a rank has {expected[1]} of the {self.seq_length} tokens: return this "
+                    "rank's part from batch, by parallel_state.get_context_parallel_rank()"
+                )
+            else:
+                reason = f"a row has {self.seq_length} tokens: return them, or set seq_length of the Program"
+            text = f"{name} of the model has the shape {list(value.shape)}, and {reason}"
+            raise VerifyError(text, input=name, shape=tuple(value.shape), expected=expected)
 
     def smaller(self, *, micro_batches: int | None = None, seq_length: int | None = None, **fields: Any) -> Program:
         """Return the program with fewer micro-batches, shorter rows, and other values of fields of its config.

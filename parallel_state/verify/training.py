@@ -33,11 +33,17 @@ class StepValues:
     scores: dict[str, tuple[torch.Tensor, slice]] = dataclasses.field(default_factory=dict)
 
 
-def config_for(program: Program, variant: Variant, dtype: torch.dtype) -> Any:
+def config_for(program: Program, variant: Variant, dtype: torch.dtype, *, is_random: bool = False) -> Any:
     """Return the program's config for a layout.
 
+    Args:
+        program: the program.
+        variant: the layout.
+        dtype: of the weights.
+        is_random: whether the program may draw random numbers.
+
     Raises:
-        VerifyError: the program ignores the layout, or draws random numbers.
+        VerifyError: the program ignores the layout, or draws random numbers and must not.
     """
     arguments = parallel_arguments(variant, dtype)
     try:
@@ -52,7 +58,7 @@ def config_for(program: Program, variant: Variant, dtype: torch.dtype) -> Any:
                 f"{value!r}; pass the arguments of the function config on to TransformerConfig",
                 field=name,
             )
-    for name in ("hidden_dropout", "attention_dropout", "moe_input_jitter_eps"):
+    for name in () if is_random else ("hidden_dropout", "attention_dropout", "moe_input_jitter_eps"):
         if getattr(config, name, None):
             raise VerifyError(
                 f"{name} is {getattr(config, name)}: every layout draws other numbers; set it to 0", field=name
@@ -105,6 +111,17 @@ class Training:
                 parameter.tensor.detach().copy_(given)
         self.optimizer = self.make_optimizer()
 
+    def _check_inputs(self, model: torch.nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        """Check the tokens, positions and labels that a model gets; a hook of its forward pass."""
+        merges_itself = self.variant.merged > 1 and self.program.merge is not None
+        packed = keywords.get("packed_seq_params") is not None
+        if merges_itself or packed or getattr(self.config, "variable_seq_lengths", False):
+            return
+        inputs = dict(zip(("input_ids", "position_ids"), arguments, strict=False)) | keywords
+        known = {name: inputs[name] for name in ("input_ids", "labels", "position_ids") if name in inputs}
+        rows = self.program.micro_batch_size * self.variant.merged
+        self.program.check_inputs(rows, self.variant.layout.cp, known)
+
     def build(self) -> list[torch.nn.Module]:
         """Return the chunks of the model, with the program's weights."""
         from megatron.core import tensor_parallel
@@ -154,6 +171,7 @@ class Training:
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         program, indices, merged = self.program, self.micro_batches(step), self.variant.merged
+        hooks = [model.register_forward_pre_hook(self._check_inputs, with_kwargs=True) for model in self._wrapped]
         parts = [indices[start : start + merged] for start in range(0, len(indices), merged)]
         for wrapped in self._wrapped:
             wrapped.zero_grad_buffer()
@@ -169,6 +187,8 @@ class Training:
             micro_batch_size=program.micro_batch_size * merged,
             forward_only=False,
         )
+        for hook in hooks:
+            hook.remove()
         return StepValues(self.gradients(), _mean_reports(reports))
 
     def update(self, step: int) -> dict[str, float]:

@@ -19,6 +19,7 @@ import typing_extensions
 
 import parallel_state
 from parallel_state import cpu
+from parallel_state.errors import MControllerError
 from parallel_state.hangs.lines import path_text
 from parallel_state.simulated import run_ranks
 from parallel_state.verify.comparing import (
@@ -81,7 +82,7 @@ class Verifier:
         locates: whether ``verify`` trains again to find where a difference begins.
 
     Raises:
-        VerifyError: the program is not deterministic, or cannot be compared.
+        VerifyError: the program is not deterministic, fails in one process, or cannot be compared.
     """
 
     def __init__(self, program: Program, *, steps: int = 2, exact: bool = False) -> None:
@@ -91,10 +92,16 @@ class Verifier:
         self._records: dict[int, StepRecords] = {}
         self._in_bf16: _InBf16 | None = None
         self._dtype = torch.float64 if exact else torch.float32
+        program.check_functions()
         check_divisible(program, ONE_PROCESS)
         with self._precision():
-            self.config = config_for(program, ONE_PROCESS, self._dtype)
-            self.reference, again = self._one_process(), self._one_process()
+            try:
+                self.config = config_for(program, ONE_PROCESS, self._dtype)
+                self.reference, again = self._one_process(), self._one_process()
+            except MControllerError:
+                raise
+            except Exception as error:  # whatever the program raises
+                raise VerifyError(f"the program fails in one process: {_failure_text(error)}") from error
         check_deterministic(self.reference, again)
         self.fingerprint = self.reference.fingerprint
 

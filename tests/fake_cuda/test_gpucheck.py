@@ -94,6 +94,7 @@ def test_a_fault_in_the_product_fails_its_row_and_a_killed_run_keeps_the_rows_th
     assert results["versions"] == "passed" and results["scores dense float32"] == "failed"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_groups_on_fake_cuda_devices_pass_every_row(tmp_path: Path) -> None:
     rows = rows_of(start(tmp_path, *PARTS, "d", gpus="0,1"), 0)

@@ -118,7 +118,8 @@ def through_buckets(waits: bool) -> dict[str, Any]:
         receiver = policy_receiver.PolicyReceiver()
         model = SimpleNamespace(named_parameters=weights.items, load_weights=load)
         receiver.model_runner = SimpleNamespace(get_model=lambda: model, model_config=None)
-        receiver.vllm_config, receiver.device = None, torch.device("cuda")
+        receiver.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(node_rank_within_dp=0))
+        receiver.device = torch.device("cuda")
         buckets, registered = SharedBuckets(128), runtime.count  # earlier tests of the parent process registered too
         for _ in range(2):
             receiver.begin_policy_update()
@@ -127,7 +128,7 @@ def through_buckets(waits: bool) -> dict[str, Any]:
                 places = [(str(first + number), "float32", (16,), 64 * number) for number in range(2)]
                 for place in places:
                     tensor_in(memory, place).copy_(weights[place[0]])
-                receiver.receive_policy_bucket(buckets.path, places)
+                receiver.receive_policy_bucket([buckets.path], places)
             assert receiver.finish_policy_update() == [each[:3] for each in tensor_fingerprints(weights.items())]
         most, count = runtime.most, runtime.count - registered
         buckets.close()

@@ -20,6 +20,8 @@ from mcontroller import (
     DistRankInfo,
     LayoutError,
     LocalWorkerGroup,
+    RayResourcePool,
+    ResourceError,
     TopologyError,
     Worker,
     register,
@@ -58,7 +60,7 @@ class Model(Worker):
     def static(value: int) -> int:
         return value
 
-    @register(Dispatch.over("dq"))
+    @register(Dispatch.over("dq", extra=["dq"]))
     def unknown_axis(self, batch: DataProto) -> DataProto: ...
 
     @register(Dispatch.over("dp", collect={"pp": 7}))
@@ -151,6 +153,10 @@ def test_workers_that_form_no_grid_are_reported_with_their_role() -> None:
         lambda: Dispatch.over("DP"),
         lambda: Dispatch.over("dp", collect={"ttp": 0}),
         lambda: Dispatch.over(by="ppp"),
+        lambda: Dispatch.over("dp", "cd"),
+        lambda: Dispatch.over("dp", collect={"xx": 0}),
+        lambda: register(Dispatch.ONE_TO_ALL, block=False),
+        lambda: mock_worker_group(Model, 2).compute.options(block=False),
         lambda: register("MEGATRON_COMPUTE_PROTO"),
         lambda: register("Dispatch.ONE_TO_ALL"),
         lambda: register("spread"),
@@ -171,9 +177,15 @@ def test_wrong_classes_and_layouts_are_rejected() -> None:
         ClassWithInitArgs(Model())  # type: ignore[arg-type]
     with pytest.raises(LayoutError):
         mock_worker_group(Model, "8")  # type: ignore[arg-type]
+    with pytest.raises(LayoutError) as layout:
+        ParallelLayout(8, tpp=2)  # type: ignore[call-arg]
+    assert layout.value.fields["argument"] == "tpp" and "tp" in layout.value.fields["arguments"]
+    with pytest.raises(ResourceError) as pool:
+        RayResourcePool([4], max_colocate=2)  # type: ignore[call-arg]
+    assert pool.value.fields["argument"] == "max_colocate"
 
 
-def test_an_axis_with_a_name_close_to_megatrons_is_accepted_as_extra() -> None:
+def test_an_axis_of_the_layout_is_accepted_as_extra() -> None:
     topology = topology_of(4, order="tp-cp-ep-dp-pp-fsdp", extra={"fsdp": 2})
     assert plan(Dispatch.over("fsdp", extra=["fsdp"]), topology).shard_count == 2
 

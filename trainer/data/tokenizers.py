@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,7 +50,14 @@ class TextTokenizer(Protocol):
         """
 
     def save(self, directory: Path) -> None:
-        """Write the tokenizer into a directory."""
+        """Write the tokenizer into ``tokenizer`` of a run's directory, from where exports copy its files.
+
+        A tokenizer without files writes nothing.
+        """
+
+
+TOKENIZER_MEMBERS = ("eos_token_id", "pad_token_id", "vocab_size", "encode", "decode", "render", "save")
+"""The attributes and methods of ``TextTokenizer``."""
 
 
 @runtime_checkable
@@ -105,6 +113,29 @@ class TokenizerSource:
     path: str | None
     texts: Callable[[], tuple[Iterable[str], Iterable[str]]]
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
+
+
+def check_tokenizer(tokenizer: TextTokenizer, kind: str) -> None:
+    """Check that a tokenizer has everything that ``TextTokenizer`` has, and that it can be saved, as a run does.
+
+    Args:
+        tokenizer: the tokenizer.
+        kind: its name in the configuration.
+
+    Raises:
+        ConfigError: it lacks methods or attributes, or ``save`` fails.
+    """
+    name = f"tokenizer.kind={kind} ({type(tokenizer).__name__})"
+    missing = [member for member in TOKENIZER_MEMBERS if not hasattr(tokenizer, member)]
+    if missing:
+        text = f"{name} has no {', '.join(missing)}; a tokenizer has the methods of trainer.TextTokenizer"
+        raise ConfigError(text, key="tokenizer.kind", value=kind, missing=missing)
+    try:
+        with tempfile.TemporaryDirectory() as directory:
+            tokenizer.save(Path(directory))
+    except Exception as error:  # whatever the program raises
+        text = f"{name} cannot be saved: save raises {type(error).__name__}: {error}"
+        raise ConfigError(text, key="tokenizer.kind", value=kind, missing=[]) from error
 
 
 class Tokenizer(Protocol):

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import argparse
 
-from trainer.run.config import check_files, read_run_config
+from mcontroller.config.load import CollectedErrors
+from trainer.run.config import read_with_files
 from workers.planning import planning
 
 
@@ -39,7 +40,18 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the layouts and the memory table."""
     with planning():
         if arguments.role is None and arguments.config is None:
-            check_files(read_run_config(arguments.file, arguments.overrides))
+            _raise_all_errors(arguments.file, arguments.overrides)
         from trainer.run.check_report import report  # torch, Megatron and Ray: seconds
 
         return report(arguments)
+
+
+def _raise_all_errors(file: str, overrides: list[str]) -> None:
+    """Raise the errors of the fields and files of a run, and those of its parts with them."""
+    errors = CollectedErrors()
+    config = read_with_files(file, overrides, errors)
+    if errors.errors and config is not None:
+        from trainer.run.parts import make_parts
+
+        errors.attempt(lambda: make_parts(config))
+    errors.raise_any()

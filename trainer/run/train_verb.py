@@ -12,8 +12,9 @@ from pathlib import Path
 
 from rich.console import Console
 
+from mcontroller.config.load import CollectedErrors
 from mcontroller.errors import ConfigError
-from trainer.run.config import RunConfig, check_files, read_run_config
+from trainer.run.config import RunConfig, check_files, read_with_files
 from trainer.run.resume_verb import config_of_run
 
 
@@ -33,11 +34,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Train, and return the exit status. No process of the run is left, however it ends."""
     config = _config(arguments.replay, [arguments.file] if arguments.file else [], arguments.overrides)
-    check_files(config)
     if config.trainer.asynchronous.replay is not None and config.trainer.resume:
         from trainer.saving.checkpoints import copy_oldest_save
 
-        target = Path(config.trainer.default_local_dir)
+        target = Path(config.run_dir or ".", config.trainer.default_local_dir)
         target.mkdir(parents=True, exist_ok=True)
         copy_oldest_save(Path(config.trainer.asynchronous.replay), target)
     from trainer.run.training import train, until_interrupted  # torch, Megatron and Ray: seconds
@@ -52,7 +52,13 @@ def _config(replay: str | None, file: list[str], overrides: list[str]) -> RunCon
             any(Path(recorded).glob("trajectories/*.npz")) and not Path(recorded, "trajectories/00000000.npz").exists()
         )
         settings = [f"run_dir={path}-replay", f"trainer.asynchronous.replay={recorded}", f"trainer.resume={later}"]
-        return config_of_run(replay, [*settings, "trainer.default_local_dir=checkpoints", *file, *overrides])
+        config = config_of_run(replay, [*settings, "trainer.default_local_dir=checkpoints", *file, *overrides])
+        check_files(config)
+        return config
     if not file:
         raise ConfigError("train needs a CONFIG, or --replay RUN_DIR", key="file")
-    return read_run_config(file[0], overrides)
+    errors = CollectedErrors()
+    read = read_with_files(file[0], overrides, errors)
+    errors.raise_any()
+    assert read is not None
+    return read

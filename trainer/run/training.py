@@ -39,6 +39,8 @@ INTERRUPTED = 130
 
 CONNECT_S = 10.0
 """[s] Time to reach a cluster: Ray itself would try for two minutes, and print every attempt."""
+# It prints at every start, in three lines, that the cluster has token authentication.
+logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
 _new_sessions = threading.Event()
 
 
@@ -113,6 +115,19 @@ def train(config: RunConfig, console: Console) -> Path:
         release_lock(directory / LOCK)
     report.end(trainer)
     return directory
+
+
+def check_start(config: RunConfig, parts: RunParts) -> None:
+    """Check what ``train`` checks after its parts are made: its directories, and that its trainer can be made.
+
+    Raises:
+        ConfigError: see ``train``.
+        DataError: see ``train``.
+    """
+    directory = Path(config.run_dir or "runs/new").resolve()
+    config = config.within(directory)
+    _has_no_step(directory, config)
+    make_trainer(dataclasses.replace(config, trackers=[]), parts, directory, Console(quiet=True))
 
 
 def make_trainer(

@@ -77,7 +77,7 @@ class _Part:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Verify the layouts, print a table and what differs, and return 1 if something does."""
+    """Verify the layouts, print a table and what differs, for each cause once, and return 1 if something does."""
     for module in ("megatron", "torch", r"parallel_state\.simulated\.trace"):
         warnings.filterwarnings("ignore", module=module)
     given = [parse_layout(text) for text in arguments.layouts or ()]
@@ -87,9 +87,12 @@ def run(arguments: argparse.Namespace) -> int:
         saved = stack.enter_context(saved_by(arguments.against, _command(arguments))) if arguments.against else None
         outcomes = _verified(parts, verifiers, arguments, given, saved)
     different = [(part, outcome) for part, outcome in outcomes if not outcome.equal]
+    causes: dict[tuple[str, ...], list[tuple[_Part, Outcome]]] = {}
     for part, outcome in different:
-        title = f"{part.name} {outcome.layout}".strip()
-        sys.stdout.write(f"\n{title}\n" + "".join(f"  {line}\n" for line in outcome.lines()))
+        causes.setdefault(outcome.cause(), []).append((part, outcome))
+    for same in causes.values():
+        title = "; ".join(f"{part.name} {outcome.layout}".strip() for part, outcome in same)
+        sys.stdout.write(f"\n{title}\n" + "".join(f"  {line}\n" for line in same[0][1].lines()))
     sys.stdout.write(
         f"\n{_summary(len(outcomes), len(different), arguments.bf16)} in {time.perf_counter() - began:.1f} s\n"
     )

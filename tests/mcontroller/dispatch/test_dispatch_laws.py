@@ -35,7 +35,8 @@ def calls(draw: st.DrawFn) -> tuple[Topology, DispatchSpec]:
     axes = draw(st.lists(st.sampled_from(grid), min_size=1, unique=True))
     others = [axis for axis in grid if axis not in axes]
     named = draw(st.lists(st.sampled_from(others), unique=True)) if others else []
-    return topology, Dispatch.over(*axes, collect={axis: draw(st.sampled_from([0, -1])) for axis in named})
+    collect = {axis: draw(st.sampled_from([0, -1])) for axis in named}
+    return topology, Dispatch.over(*axes, collect=collect, extra=topology.dense_axes)
 
 
 def with_mask(batch: DataProto) -> DataProto:

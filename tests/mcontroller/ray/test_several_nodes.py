@@ -60,7 +60,7 @@ def test_a_death_that_a_forked_child_hides_is_found_on_another_machine(results: 
 
 
 def test_a_pool_larger_than_any_node_is_rejected_with_the_existing_resources(results: dict[str, Any]) -> None:
-    assert "asks for 4 CPU on one node" in results["rejected"]
+    assert "asks for 4 bundles of 1 CPU on one node" in results["rejected"]
     assert "3 CPU; 3 CPU" in results["rejected"]
 
 

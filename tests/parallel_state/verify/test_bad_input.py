@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from parallel_state.layout import ParallelLayout
+from parallel_state.simulated import run_ranks
 from parallel_state.verify import Program, Verifier, VerifyError
 from parallel_state.verify.layouts import all_layouts, parse_layout
 from parallel_state.verify.program import load_program
@@ -34,6 +36,53 @@ def test_batches_that_differ_from_run_to_run_are_rejected() -> None:
         "the program is not deterministic in one process: two runs have another value of the grad"
     )
     assert "such as the index of the batch" in message
+
+
+@pytest.mark.parametrize(
+    ("name", "function"),
+    [
+        ("config", lambda: None),
+        ("model_provider", lambda pre_process=True, post_process=True: None),
+        ("forward_step", lambda data_iterator: None),
+        ("batch", lambda: None),
+    ],
+)
+def test_functions_that_cannot_be_called_as_the_training_does_are_rejected(name: str, function: Any) -> None:
+    with pytest.raises(VerifyError) as caught:
+        Verifier(dataclasses.replace(GPT, **{name: function}))
+    assert caught.value.fields["function"] == name
+
+
+def lengthened(index: int) -> Any:
+    batch = GPT.batch(index)
+    return batch | {"labels": torch.nn.functional.pad(batch["labels"], (0, 1))}
+
+
+def doubled(index: int) -> Any:
+    return {name: torch.cat([value, value]) for name, value in GPT.batch(index).items()}
+
+
+@pytest.mark.parametrize(("batch", "name", "shape"), [(lengthened, "labels", (1, 17)), (doubled, "input_ids", (2, 16))])
+def test_rows_of_another_shape_are_rejected(batch: Any, name: str, shape: tuple[int, int]) -> None:
+    with pytest.raises(VerifyError) as caught:
+        Verifier(smaller(GPT, batch=batch), steps=1)
+    assert caught.value.fields == {"input": name, "shape": shape, "expected": (1, 16)}
+
+
+def test_a_batch_that_ignores_context_parallelism_is_rejected() -> None:
+    whole = {index: run_ranks(ParallelLayout(1), lambda index=index: GPT.batch(index))[0] for index in range(4)}
+    with pytest.raises(VerifyError) as caught:
+        Verifier(smaller(GPT, batch=whole.__getitem__), steps=1).verify("cp=2")
+    assert (caught.value.fields["shape"], caught.value.fields["expected"]) == ((1, 16), (1, 8))
+
+
+def test_an_error_of_the_program_in_one_process_is_reported_with_its_line() -> None:
+    def forward_step(data_iterator: Any, model: Any) -> Any:
+        raise KeyError("tokens")
+
+    with pytest.raises(VerifyError) as caught:
+        Verifier(smaller(GPT, forward_step=forward_step), steps=1)
+    assert isinstance(caught.value.__cause__, KeyError)
 
 
 def test_dropout_is_rejected() -> None:

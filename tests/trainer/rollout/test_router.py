@@ -13,7 +13,8 @@ from mcontroller.local import LocalWorkerGroup
 from mcontroller.ray.class_with_init import ClassWithInitArgs
 from tests.trainer.rollout.engine import EOS, SAMPLING, Formula
 from trainer import Trajectory, TrajectoryRollout
-from trainer.rollout.engine import EngineLost, RequestFailed, Sampled
+from trainer.rollout.engine import Engine, EngineLost, RequestFailed, Sampled
+from trainer.rollout.reference_engine import ReferenceEngine
 from trainer.rollout.router import BLOCK_TOKENS, UNEVEN, NoEngineLeft, Router, prefix_blocks
 
 
@@ -52,7 +53,7 @@ class SmallEngine:
         self.closed = True
 
 
-def rollout_with(*engines: SmallEngine, **options: Any) -> TrajectoryRollout:
+def rollout_with(*engines: Engine, **options: Any) -> TrajectoryRollout:
     group = LocalWorkerGroup(ClassWithInitArgs(Formula))
     return TrajectoryRollout(group, engines=engines, **SAMPLING, **options)
 
@@ -186,3 +187,13 @@ def test_a_driven_rollout_without_an_engine_left_ends_its_requests() -> None:
     for _ in range(20):
         rollout.take()
     assert isinstance(submitted.exception(0), NoEngineLeft) and len(engine.requests) == 1
+
+
+def test_responses_that_have_begun_end_before_those_that_wait() -> None:
+    engine = ReferenceEngine(LocalWorkerGroup(ClassWithInitArgs(Formula)), step_tokens=3, max_rows=2)
+    rollout = rollout_with(engine, driven=True)
+    made = [rollout.submit([10 + number, 20], seed=number, max_tokens=7) for number in range(4)]
+    ended: list[Any] = []
+    while rollout.start():
+        ended += rollout.take()
+    assert [each in made[:2] for each in ended[:2]] == [True, True] and {*ended} == {*made}

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
+from typing_extensions import get_protocol_members
 
 from mcontroller.cli.main import main
 from mcontroller.errors import ConfigError, DataError, LayoutError, MControllerError
 from tests.workers.weights.test_hf_fields import QWEN_3_CODER
+from trainer.data.tokenizers import TOKENIZER_MEMBERS, TextTokenizer, check_tokenizer
+from trainer.run import check_verb
 from trainer.run.config import read_run_config
 from trainer.run.parts import make_parts
 
@@ -102,6 +107,70 @@ def test_all_errors_of_the_parts_are_reported_together(config_file):
         "rewards.functions.exact.function",
         "path",
     }
+
+
+def check(file: Path, *overrides: str) -> None:
+    parser = argparse.ArgumentParser()
+    check_verb.add_arguments(parser)
+    check_verb.run(parser.parse_args([str(file), *overrides]))
+
+
+def test_check_reports_mistakes_of_fields_files_and_parts_together(config_file):
+    mistakes = [
+        "trainer.total_training_step=3",
+        "actor_rollout_ref.model.num_attention_heads=3",
+        "actor_rollout_ref.ppo_micro_batch_size=many",
+        "data.val.path=missing.jsonl",
+        "trackers=[jsonlines]",
+        "pool.process_on_nodes=[3]",
+        "rewards.functions.exact.function=trainer.rewards.functions:exact_macth",
+    ]
+    with pytest.raises(ConfigError) as raised:
+        check(config_file, *mistakes)
+    errors = raised.value.errors
+    assert Counter(map(type, errors)) == {ConfigError: 6, LayoutError: 1}
+    assert {error.key for error in errors if isinstance(error, ConfigError)} == {
+        "trainer.total_training_step",
+        "model.hidden_size",
+        "actor_rollout_ref.ppo_micro_batch_size",
+        "path",
+        "trackers",
+        "rewards.functions.exact.function",
+    }
+
+
+class WithoutSave:
+    eos_token_id, pad_token_id, vocab_size = 1, 0, 32
+    encode = decode = render = print
+
+
+class FailingSave(WithoutSave):
+    def save(self, directory: Path) -> None:
+        (directory / "missing" / "vocabulary.json").write_text("[]")
+
+
+class Saves(WithoutSave):
+    def save(self, directory: Path) -> None:
+        (directory / "vocabulary.json").write_text("[]")
+
+
+@pytest.mark.parametrize(("tokenizer", "missing"), [(WithoutSave(), ["save"]), (FailingSave(), [])])
+def test_a_tokenizer_that_a_run_cannot_save_is_rejected(tokenizer: Any, missing: list[str]) -> None:
+    with pytest.raises(ConfigError) as raised:
+        check_tokenizer(tokenizer, "mine")
+    assert (raised.value.key, raised.value.value, raised.value.missing) == ("tokenizer.kind", "mine", missing)
+    check_tokenizer(Saves(), "mine")  # type: ignore[arg-type]
+
+
+def test_the_members_of_a_tokenizer_are_those_of_its_protocol() -> None:
+    assert {*TOKENIZER_MEMBERS} == get_protocol_members(TextTokenizer)
+
+
+def test_check_rejects_the_directory_of_another_run_as_train_does(config_file, tmp_path):
+    (tmp_path / "metrics.jsonl").touch()
+    with pytest.raises(ConfigError) as raised:
+        check(config_file, f"run_dir={tmp_path}")
+    assert raised.value.key == "run_dir"
 
 
 def test_a_file_that_is_not_yaml_is_rejected_with_its_line(tmp_path):

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 from pathlib import Path
 
 import pytest
+import torch
 
-from workers.weights.hf.files import files_left_out, finish_export, start_export
+from workers.weights.hf.files import WeightWriter, files_left_out, finish_export, start_export
 
 AUTO = {"AutoConfig": "configuration_x.Config", "AutoModelForCausalLM": "owner/repo--modeling_hub.Model"}
 
@@ -56,3 +59,17 @@ def test_an_export_has_no_file_of_another_tokenizer_than_the_given_one(tmp_path:
     assert files == code | {"tokenizer.json", "tokenizer_config.json", "additional_chat_templates"}
     assert (tmp_path / "export" / "tokenizer.json").read_text() == "own"
     assert files_left_out(base, tmp_path / "export") == ["prompt_style.yaml", "tokenization_y.py"]
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o027])
+def test_exported_weights_have_the_permissions_of_the_umask(tmp_path: Path, mask: int) -> None:
+    target = tmp_path / "export"
+    before = os.umask(mask)
+    try:
+        start_export(target)
+        writer = WeightWriter(target, 0, 1000)
+        writer.add("weight", torch.ones(2))
+        finish_export(target, {}, writer.close(), None, None)
+    finally:
+        os.umask(before)
+    assert {stat.S_IMODE(file.stat().st_mode) for file in target.iterdir()} == {0o666 & ~mask}

@@ -10,7 +10,6 @@ from typing import Any
 
 from mcontroller.errors import DataError
 from trainer.data.tokenizers import TextTokenizer
-from trainer.rollout.server.chat_requests import is_text
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -60,8 +59,10 @@ def texts_around_replies(
         for index, message in enumerate(messages)
     ]
     after = tokenizer.render(marked, **({"tools": list(tools)} if tools else {}))
-    if not is_text(after):  # of JSON in the arguments of a call
-        raise DataError("the conversation has half of a surrogate pair, which is no text")
+    try:
+        after.encode()
+    except UnicodeEncodeError as error:  # of JSON in the arguments of a call
+        raise DataError("the conversation has half of a surrogate pair, which is no text") from error
     texts = []
     for reply, mark in marks.items():
         if (count := after.count(mark)) != 1:

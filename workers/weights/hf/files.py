@@ -9,7 +9,7 @@ import fnmatch
 import functools
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -229,11 +229,24 @@ class WeightWriter:
 
     def _flush(self) -> None:
         name = f"rank-{self._rank:05}-{len(self._written):05}.safetensors"
-        from safetensors.torch import save_file
-
-        save_file(self._pending, self._directory / name, metadata={"format": "pt"})
+        save_tensors(self._pending, self._directory / name)
         self._written.append(WrittenFile(name, tuple(self._pending), self._num_bytes))
         self._pending, self._num_bytes = {}, 0
+
+
+def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+    """Write tensors in the format of safetensors, to a file that others may read as the umask says.
+
+    Args:
+        tensors: contiguous tensors by name.
+        path: the file.
+    """
+    from safetensors.torch import save_file
+
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(dict(tensors), path, metadata={"format": "pt"})  # replaces it with a file of its owner alone
+    path.chmod(mode)
 
 
 def start_export(target: Path) -> None:

@@ -7,9 +7,9 @@ import os
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 
 from mcontroller.errors import DataError
+from workers.weights.hf.files import save_tensors
 
 
 def gguf_to_hf(gguf: str | os.PathLike[str], directory: str | os.PathLike[str]) -> None:
@@ -39,6 +39,6 @@ def gguf_to_hf(gguf: str | os.PathLike[str], directory: str | os.PathLike[str]) 
     if config["tie_word_embeddings"]:
         weights.pop("lm_head.weight", None)
     target.mkdir(parents=True, exist_ok=True)
-    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    save_tensors(weights, target / "model.safetensors")
     (target / "config.json").write_text(json.dumps(config | {"dtype": "float32"}, indent=2, default=str))
     tokenizer.save_pretrained(target)

@@ -18,6 +18,7 @@ from mcontroller.local import LocalWorkerGroup
 from mcontroller.ray.class_with_init import ClassWithInitArgs
 from tests.trainer.rollout.server.test_chat_server import ASK, CALL, END, SHIFT, TOOLS, Agent, Characters
 from trainer import Trajectory, TrajectoryRollout
+from trainer.rollout.reference_engine import ReferenceEngine
 from trainer.rollout.server.chat_server import ChatServer
 from trainer.rollout.server.sessions import ChatSession
 from trainer.rollout.server.tool_calls import TOOL_FORMATS
@@ -32,7 +33,9 @@ def tokens_of(text: str, end: Sequence[int] = (END,)) -> list[int]:
 
 def started(options: dict[str, Any] | None = None) -> ChatServer:
     group = LocalWorkerGroup(ClassWithInitArgs(Agent), name_prefix="agent")
-    rollout = TrajectoryRollout(group, slice_tokens=3, eos_token_id=END, pad_token_id=0)
+    rollout = TrajectoryRollout(
+        group, engines=[ReferenceEngine(group, step_tokens=3)], eos_token_id=END, pad_token_id=0
+    )
     return ChatServer(rollout, Characters(), **(options or {}))
 
 
