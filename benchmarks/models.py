@@ -61,6 +61,16 @@ gpt-oss and others are built [through Megatron-Bridge](#through-megatron-bridge)
 - The bias of a router that chooses experts is loaded, exported, sent to engines and kept as it is, unless you set
   `model.transformer.moe_router_bias_update_rate`.
 
+## HybridModel
+
+Megatron-LM adds no features to GPTModel any more. With megatron-core 0.19 and later, `model.hybrid_layer_pattern`,
+such as `"*-*-*E*E"`, builds its HybridModel: two letters for each of `model.num_layers`, attention `*` (`+` if
+multi-latent), then an MLP `-` or experts `E`. Stages follow from `parallel.pp`; a `|` in the pattern is ignored.
+Scores, values, gradients, steps and generated tokens are those of the GPTModel of the same weights, to the bit, in
+the layouts of [parity.md](parity.md). So are the names of the weights: each reads the other's checkpoints, adapters
+and exports. Without a pattern, a GPTModel is built. Patterns with `M`, `G`, `D` or `/` are rejected, with what they
+need.
+
 ## Beside transformers
 
 Random models of 4 layers, saved by transformers, {rows} rows of unequal length, in the layouts

@@ -100,7 +100,7 @@ def model_config_from_megatron(
             computed and that ``ModelConfig`` does not have. Names the field.
     """
     fields: dict[str, Any] = {name: getattr(source, name) for name in _SAME_NAME if hasattr(source, name)}
-    fields |= _normalization(source) | _activation(source) | _embeddings(source) | _experts(source)
+    fields |= _normalization(source) | _activation(source) | _embeddings(source) | _experts(source) | _pattern(source)
     fields["dtype"] = _dtype(source)
     fields["num_query_groups"] = _value(source, "num_query_groups") if _is_grouped(source) else None
     fields["vocab_size"] = vocab_size if vocab_size is not None else _value(source, "vocab_size")
@@ -168,6 +168,14 @@ def _experts(source: Any) -> dict[str, Any]:
     return {} if experts is None else {"num_moe_experts": experts}
 
 
+def _pattern(source: Any) -> dict[str, Any]:
+    """Return the pattern of a HybridModel, and its layers, two letters each."""
+    pattern = _value(source, "hybrid_layer_pattern")
+    if pattern is None:
+        return {}
+    return {"hybrid_layer_pattern": pattern, "num_layers": len(pattern.replace("|", "")) // 2}
+
+
 def _dtype(source: Any) -> str:
     """Return the dtype of the parameters, which the flags of mixed precision name too."""
     for flag, name in (("bf16", "bfloat16"), ("fp16", "float16")):
@@ -182,6 +190,8 @@ def _check_computed(source: Any, model: ModelConfig, changes: Mapping[str, Any])
     None and False among arguments are options that were not given.
     """
     of_model = {"activation_func", "num_moe_experts"} | changes.keys()
+    if model.hybrid_layer_pattern is not None:
+        of_model |= {"num_layers"}  # of the source: letters
     built = computed_fields(transformer_config(model, ParallelConfig()))
     is_config = isinstance(source, TransformerConfig)
     theirs = computed_fields(source) if is_config else {name: getattr(source, name, None) for name in built}

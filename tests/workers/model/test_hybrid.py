@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ from safetensors.torch import load_file
 from mcontroller.errors import ConfigError
 from parallel_state.releases import language_models
 from tests.ranks import run_ranks
-from tests.workers.parity import LAYOUTS, computed
+from tests.workers.parity import LAYOUTS, SLOW, computed
 from tests.workers.roles import GREEDY, MODEL, actor, experience, own_shard, prompts, weights
+from tests.workers.test_from_megatron import ARGUMENTS
+from workers import model_config_from_megatron
 from workers.config import ModelConfig, ParallelConfig
 from workers.config.from_hf import model_config_from_hf
 from workers.gpucheck.cases import MODELS, SMALL
@@ -69,6 +72,13 @@ def test_an_older_megatron_rejects_a_pattern() -> None:
     assert raised.value.key == "model.hybrid_layer_pattern"
 
 
+@with_hybrid
+def test_arguments_with_a_pattern_describe_layers_of_two_letters() -> None:
+    arguments = argparse.Namespace(**(ARGUMENTS | {"hybrid_layer_pattern": "*-*-|*-*-", "num_layers": 8}))
+    model = model_config_from_megatron(arguments)
+    assert (model.num_layers, model.hybrid_layer_pattern) == (4, "*-*-|*-*-")
+
+
 @pytest.mark.parametrize("pattern", ["*-*-", "*-*-*-*E", "M-" * 4, "*G" * 4, DENSE + "/*-"])
 def test_a_pattern_of_other_layers_is_rejected(pattern: str) -> None:
     with pytest.raises(ConfigError) as raised:
@@ -78,7 +88,9 @@ def test_a_pattern_of_other_layers_is_rejected(pattern: str) -> None:
 
 @with_hybrid
 @pytest.mark.simulated
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * ((name, "float32") in SLOW)) for name in LAYOUTS]
+)
 def test_every_layout_computes_what_a_gpt_model_computes(name: str) -> None:
     layout = LAYOUTS[name]
     pattern = EXPERTS if "num_moe_experts" in MODELS[layout.model] else DENSE
