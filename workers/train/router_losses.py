@@ -117,7 +117,7 @@ class _TokenRouter(TopKRouter):
         return self._balanced(probs, "global_aux_loss", scores.sum(0), self.global_tokens_per_expert)
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
-        super()._apply_expert_bias(routing_map, None if padding_mask is None else padding_mask[:, None])
+        super()._apply_expert_bias(routing_map if padding_mask is None else routing_map & ~padding_mask[:, None])
 
     def _balanced(self, probs: Tensor, kind: str, scores: Tensor, counts: Tensor) -> Tensor:
         """Attach a balance loss; ``scores`` of this rank and ``counts`` are sums over tokens, ``[.., experts]``."""
