@@ -148,22 +148,36 @@ class ProgressDisplay(Display):
             return
         self._progress.update(self._task, advance=1, shown=metrics_text(metrics))
         task = self._progress.tasks[self._task]
-        every = max(1, int(task.total or 0) // LINES_PER_PHASE)
-        if self._progress.disable and (task.completed % every == 0 or task.finished):
+        if self._progress.disable and self._has_lines(task.completed):
             line = f"{task.description} {task.completed:.0f}/{task.total:.0f}  {metrics_text(metrics)}"
             self._print(line)
 
+    def _has_lines(self, step: float) -> bool:
+        """Return whether lines are printed for a step of the phase: every eighth of them, and the last."""
+        if self._task is None:
+            return True
+        total = int(self._progress.tasks[self._task].total or 0)
+        return step % max(1, total // LINES_PER_PHASE) == 0 or step >= total
+
     def samples(self, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Print the first samples of a step."""
+        """Print the first samples of a step, at every eighth of the phase."""
+        if self._task is not None and not self._has_lines(self._progress.tasks[self._task].completed + 1):
+            return
         for sample in samples[:SHOWN_SAMPLES]:
             texts = " -> ".join(_shortened(sample[name]) for name in ("prompt", "response"))
             score = "no score" if sample["score"] is None else f"{sample['score']:.3g}"
             self._print(f"  {texts}  ({score})", soft_wrap=True)
 
     def held_out(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Print the metrics of the held-out problems."""
+        """Print the means of the held-out problems; that of a reward function alone is the score."""
         shown = {name: value for name, value in without_zeros(metrics).items() if name.startswith("held_out/")}
-        values = ", ".join(f"{name.removeprefix('held_out/')} {value:.3f}" for name, value in shown.items())
+        scores = {name.rpartition("/")[0]: value for name, value in shown.items() if name.endswith("/score")}
+        values = ", ".join(
+            f"{name.removeprefix('held_out/')} {value:.3f}"
+            for name, value in shown.items()
+            if not name.endswith(("_std", "_min", "_max"))
+            and (name.endswith("/score") or value != scores.get(name.rpartition("/")[0]))
+        )
         self._print(Text.assemble(f"held-out after {step} steps: ", (values, "bold")))
 
     def close(self) -> None:

@@ -88,7 +88,7 @@ auxiliary_loss = dataclasses.replace(gpt.program, config=with_auxiliary_loss)
 
 
 # A fault of megatron-core itself: with averages over all tokens, the gradient of the auxiliary loss of each sequence is
-# too small by the ranks that share the sequence: tp with sequence parallelism, and cp. The cure is a larger coefficient.
+# too small by the ranks that share the sequence: tp with sequence parallelism, and cp. A larger coefficient cures it.
 def with_sequence_loss(coefficient=1.0, **parallel):
     config = with_auxiliary_loss(**parallel)
     config.moe_router_load_balancing_type, config.moe_aux_loss_coeff = "seq_aux_loss", coefficient

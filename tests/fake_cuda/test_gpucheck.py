@@ -19,9 +19,9 @@ import sys
 from importlib.machinery import PathFinder
 NAMES = {blocked}
 find = PathFinder.find_spec
-def found(name, path=None, target=None):
+def find_spec(name, path=None, target=None):
     return None if name.partition(".")[0] in NAMES else find(name, path, target)
-PathFinder.find_spec = staticmethod(found)
+PathFinder.find_spec = staticmethod(find_spec)
 words = " ".join(sys.orig_argv)
 if "warm_start" in words or "gpucheck" in words:  # not in Ray's processes, nor for the results of the CPU
     import tests.fake_cuda.plugin

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import re
 
 from rich.console import Console
 
@@ -79,3 +80,25 @@ def test_held_out_results_are_printed_with_their_step():
     shown, out = display()
     shown.held_out(8, {"held_out/score": 0.75, "held_out/accuracy": 0.5})
     assert out.getvalue().strip() == "held-out after 8 steps: score 0.750, accuracy 0.500"
+
+
+def test_held_out_statistics_and_a_score_that_is_a_functions_own_are_not_repeated():
+    shown, out = display()
+    statistics = {"held_out/score": 0.75, "held_out/score_std": 0.4, "held_out/score_min": 0.0, "held_out/right": 0.75}
+    shown.held_out(8, {**statistics, "held_out/other/score": 0.75, "held_out/other/format": 1.0})
+    assert re.findall(r"([a-z/]+) ([0-9.]+)", out.getvalue().partition(": ")[2]) == [
+        ("score", "0.750"),
+        ("other/score", "0.750"),
+        ("other/format", "1.000"),
+    ]
+
+
+def test_samples_do_not_push_the_progress_out_of_the_window():
+    shown, out = display()
+    shown.phase("GRPO", 80)
+    for _ in range(80):
+        shown.samples([{"prompt": "1+1=", "response": "2", "score": 1.0}] * 16)
+        shown.step({"train/score": 0.5})
+    lines = out.getvalue().splitlines()
+    assert sum("GRPO" in line for line in lines) == 8
+    assert len(lines) == 24

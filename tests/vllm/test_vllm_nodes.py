@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 
+import pytest
 import ray
 from ray.cluster_utils import Cluster
 
@@ -19,6 +20,7 @@ from tests.vllm.test_vllm_rollout import GREEDY, TOLERANCE, update, worst_differ
 NODES = ("127.0.0.9", "127.0.0.10")
 
 
+@pytest.mark.processes
 def test_an_engine_on_two_nodes_has_the_policys_log_probs_after_updates() -> None:
     directory = tempfile.mkdtemp(prefix="nodes")  # a short name: Ray puts its sockets there
     environment = {**os.environ, "RAY_TMPDIR": directory}

@@ -357,7 +357,7 @@ class AsynchronousGenerations(Generations):
         for index, response in enumerate(group.responses):
             future: Future[Trajectory]
             if self._episodes is None:
-                future = submitted = self._trajectories.submit(response, seed=seeds[index])
+                future = submitted = self._trajectories.submit(response)
                 submitted.key = group.number
             else:
                 problem = {**others, "prompt_ids": group.prompt.tolist()}
@@ -542,11 +542,13 @@ class AsynchronousGenerations(Generations):
     def _send(self, *, begun: bool = False) -> bool:
         """Let the engines go on, and return whether a request is in flight."""
         assert self._trajectories is not None
-        requests = self._requests(begun=begun)
-        if requests:
-            self._in_flight = self._trajectories.start(*self._schedule.step(requests, self._trajectories.limits))
+        requests, tokens = None, None
+        if begun or not self._schedule.is_live:
+            requests, tokens = self._schedule.step(self._requests(begun=begun), self._trajectories.limits["max_rows"])
+        self._in_flight = requests != [] and self._trajectories.start(requests, tokens)
+        if self._in_flight:
             self.balance.sent()
-        return bool(requests)
+        return self._in_flight
 
     def _collect(self) -> None:
         """Take the answers of the engines."""
@@ -643,10 +645,9 @@ class Schedule:
         """Return whether a step comes before the next event of the trainer, which needs it or not."""
         return needed or (not self.is_live and self._random.random() < 0.5)
 
-    def step(self, requests: list[Request], limits: Mapping[str, Any]) -> tuple[Sequence[Request], int | None]:
-        """Return which requests a step continues, and by how many tokens: the first ones, or a random part."""
-        most = limits["max_rows"]
-        if self.is_live:
+    def step(self, requests: list[Request], most: int) -> tuple[list[Request], int | None]:
+        """Return the requests that a step continues, at most ``most``, and its tokens: a random part, if simulated."""
+        if self.is_live or not requests:
             return requests[:most], None
         tokens = self._random.randint(1, 8)
         return self._random.sample(requests, self._random.randint(1, min(most, len(requests)))), tokens

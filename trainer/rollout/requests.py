@@ -23,7 +23,7 @@ _TAKE_S = 0.02
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """A request to the engines of a rollout. An answer may be a part of the response: the rest is another request.
+    """A request to the engines of a rollout. If an answer is a part of the response, it is sent again for the rest.
 
     Attributes:
         prompt: token ids of the prompt, and of the response so far.
@@ -31,9 +31,10 @@ class Request:
         seed: of the random numbers of the response, 64 bits, signed.
         generated: [tokens] of the response so far.
         limit: [tokens] the most to add.
-        answer: called once, with what was generated, or the error; not if the request was cancelled.
+        answer: called with what was generated, or the error, each time that it was sent; not if it was cancelled.
         future: of the engine's answer, if it generates by itself.
         is_cancelled: whether nobody waits for it any more.
+        is_repeated: whether it was sent again because all engines were lost.
     """
 
     prompt: array[int]
@@ -44,6 +45,12 @@ class Request:
     answer: Callable[[Sampled | BaseException], None]
     future: Future[Sampled] | None = None
     is_cancelled: bool = False
+    is_repeated: bool = False
+
+    def extend(self, tokens: array[int]) -> None:
+        """Go on after these tokens of the response."""
+        self.prompt.extend(tokens)
+        self.generated, self.limit = self.generated + len(tokens), self.limit - len(tokens)
 
     def cancel(self) -> None:
         """Take it out of its engine."""
@@ -86,7 +93,7 @@ class RoutedEngines:
 
     def requests(self, *, begun: bool = False) -> list[Request]:
         """Return the requests in flight: an engine may have begun each of them."""
-        return list(self._in_flight)
+        return [request for request in self._in_flight if not request.is_cancelled]
 
     def step(self, requests: Sequence[Request] | None = None, tokens: int | None = None) -> bool:
         """Send the requests that wait, and return whether one is in flight; engines choose themselves what goes on."""
@@ -174,10 +181,13 @@ class RoutedEngines:
             if future is not request.future:  # it was sent again meanwhile
                 return False
             error = None if future.cancelled() else future.exception()
-            if isinstance(error, NoEngineLeft) and self._engines is None and self._driven:
-                self._unsent.append(request)
+            may_repeat = self._engines is None and self._driven and not request.is_repeated
+            if isinstance(error, NoEngineLeft) and may_repeat:
+                request.is_repeated = True
+                self._unsent.append(request)  # the group reports the cause, if it has failed
                 return True
             if not future.cancelled():
                 request.answer(error or future.result())
-            self._in_flight.pop(request, None)  # after the answer, so that a request for the rest finds engines at work
+            if future is request.future:  # it was not sent again for the rest
+                self._in_flight.pop(request, None)
             return False

@@ -11,7 +11,6 @@ import asyncio
 from array import array
 from collections.abc import Collection, Generator, Mapping, Sequence
 from concurrent.futures import Future
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -76,6 +75,10 @@ class Submitted(Future[Trajectory]):
         if was_cancelled:
             self._rollout.forget(self)
         return was_cancelled
+
+    def answered(self, answer: Sampled | BaseException) -> None:
+        """Add the answer of an engine, or end with its error."""
+        self._rollout.answered(self, answer)
 
     def result(self, timeout: float | None = None) -> Trajectory:
         """Return the trajectory when it has ended.
@@ -230,7 +233,10 @@ class TrajectoryRollout:
         trajectory.seed, trajectory.seeded, trajectory.ended = seed, id(trajectory), ""
         with self._lock:
             self._live[submitted] = None
-            self._send(submitted)
+            made = len(trajectory.tokens)
+            context = trajectory.prompt + trajectory.tokens
+            submitted.request = Request(context, submitted.settings, seed, made, limit - made, submitted.answered)
+            self.engine.start(submitted.request)
         return submitted
 
     def _settings_of(self, stops: frozenset[int], changes: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -297,22 +303,8 @@ class TrajectoryRollout:
             self._live.pop(submitted, None)
             submitted.request.cancel()
 
-    def _send(self, submitted: Submitted) -> None:
-        """Request what a trajectory has not got yet."""
-        trajectory = submitted.trajectory
-        generated = len(trajectory.tokens)
-        submitted.request = Request(
-            trajectory.prompt + trajectory.tokens,
-            submitted.settings,
-            trajectory.seed or 0,
-            generated,
-            submitted.limit - generated,
-            partial(self._answered, submitted),
-        )
-        self.engine.start(submitted.request)
-
-    def _answered(self, submitted: Submitted, answer: Sampled | BaseException) -> None:
-        """Add an answer to its trajectory, which has ended with it or goes on."""
+    def answered(self, submitted: Submitted, answer: Sampled | BaseException) -> None:
+        """Add an answer to its trajectory, which has ended with it, or whose rest is requested."""
         with self._lock:
             if submitted.done():
                 return
@@ -320,7 +312,8 @@ class TrajectoryRollout:
                 self._append(submitted, answer)
                 submitted.trajectory.ended = submitted.end()
                 if not submitted.trajectory.ended:
-                    self._send(submitted)
+                    submitted.request.extend(submitted.trajectory.tokens[submitted.request.generated :])
+                    self.engine.start(submitted.request)
                     return
             del self._live[submitted]
         if not submitted.set_running_or_notify_cancel():
@@ -357,7 +350,9 @@ class TrajectoryRollout:
     def _check(self, trajectory: Trajectory, limit: int) -> None:
         length, most = len(trajectory.prompt), self.limits["prompt_length"]
         for tokens in (trajectory.prompt, trajectory.tokens):
-            checked_token_ids("prompt", [min(tokens, default=0), max(tokens, default=0)], self.limits["vocab_size"])
+            least_and_greatest = [min(tokens, default=0), max(tokens, default=0)]
+            if not 0 <= least_and_greatest[0] <= least_and_greatest[1] < self.limits["vocab_size"]:
+                checked_token_ids("prompt", least_and_greatest, self.limits["vocab_size"])
         if not 1 <= length <= most:
             raise DataError(
                 f"submit: the prompt has {length} tokens, expected 1 to rollout.prompt_length, which is {most}",

@@ -66,7 +66,7 @@ class VllmConfig:
     silence_timeout_s: float = 300.0
     """[seconds] An engine that has not finished a step, or part of an update, for this long is reported as hung."""
     pause: str = "keep"
-    """Requests in flight when the weights move: keep (they go on with the new weights), wait (they end before), or abort
+    """Requests in flight when the weights move: keep (they go on with the new weights), wait (they end first), or abort
     (what they have so far is their response, and a trajectory's rest is a new request).
 
     ``RayPPOTrainer`` sets it in asynchronous runs, from ``trainer.asynchronous.partial``.

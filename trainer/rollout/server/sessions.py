@@ -262,13 +262,7 @@ class ChatSession:
 
     def _continued(self, parent: Conversation, request: ChatRequest) -> Conversation:
         messages = [*parent.messages, *request.conversation[len(parent.messages) :]]
-        render = partial(texts_around_replies, self._tokenizer, messages, parent.replies, parent.tools)
-        keeps_calls = False
-        try:
-            *before, after = render()
-        except DataError:
-            keeps_calls = True
-            *before, after = render(keeps_calls=True)
+        tokens, before, after, keeps_calls = self._reply(messages, parent)
         for reply, recorded, rendered in zip(parent.replies, parent.texts, before, strict=True):
             change = PrefixChange(reply, recorded, rendered)
             # Some templates write the space that the policy begins its message with.
@@ -284,10 +278,27 @@ class ChatSession:
                     rendered[-400:],
                 )
         trajectory = copy.deepcopy(parent.trajectory)
-        is_within_call = keeps_calls and "tool_calls" in messages[parent.replies[-1]]
-        tokens = tokens_after_reply(self._tokenizer, after, parent.stop, is_within_call=is_within_call)
         trajectory.replied(tokens)
         return Conversation(messages, parent.tools, trajectory, [*parent.texts, after], [*parent.replies])
+
+    def _reply(self, messages: list[dict[str, Any]], parent: Conversation) -> tuple[list[int], list[str], str, bool]:
+        """Return the tokens after the last message of the policy, the texts around all, and whether they have calls.
+
+        Some templates reject results of tools without their calls, or end calls with another token than texts; and the
+        policy may end a message with a stop token that the template never writes.
+        """
+        is_call = "tool_calls" in messages[parent.replies[-1]]
+        errors = []
+        for keeps_calls, stop in ((False, parent.stop), (True, parent.stop), (False, None)):
+            try:
+                *before, after = texts_around_replies(
+                    self._tokenizer, messages, parent.replies, parent.tools, keeps_calls=keeps_calls
+                )
+                tokens = tokens_after_reply(self._tokenizer, after, stop, is_within_call=keeps_calls and is_call)
+                return tokens, before, after, keeps_calls
+            except DataError as error:
+                errors.append(error)
+        raise errors[0]
 
     async def generate(
         self, turns: Sequence[Turn], advancing: asyncio.Lock, *, timeout_s: float

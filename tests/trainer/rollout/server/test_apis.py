@@ -336,6 +336,31 @@ def test_a_template_that_changes_the_prefix_is_reported_with_both_texts(serve: C
     assert made.prompt.tolist() == Characters().encode(Characters().render(ASK))
 
 
+class EndsCallsDifferently(Characters):
+    """Ends texts of the assistant with another token than its calls."""
+
+    def render(self, messages: Sequence[Any], **arguments: Any) -> str:
+        text = json.dumps(arguments.get("tools", []))
+        for message in messages:
+            calls = json.dumps([call["function"] for call in message.get("tool_calls", ())] or "")
+            end = chr(2) if message["role"] == "assistant" and calls == '""' else chr(END)
+            text += f"[{message['role']}]{message.get('content') or ''}{calls}{end}\n"
+        return text + "[assistant]"
+
+
+def test_a_call_that_ends_with_another_token_than_texts_is_followed_by_no_second_end(
+    serve: Callable[..., ChatServer],
+) -> None:
+    server = serve()
+    server.tokenizer = EndsCallsDifferently()
+    session = server.open("a")
+    reply = post(session, server, messages=ASK, tools=TOOLS).json()["choices"][0]["message"]
+    post(session, server, messages=[*ASK, reply, RESULT], tools=TOOLS)
+    (made,) = session.close()
+    between = Characters().encode(f'\n[tool]5""{chr(END)}\n[assistant]')
+    assert made.tokens.tolist() == tokens_of(CALL) + between + tokens_of(ANSWER)
+
+
 STRING = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"s": {"type": "string"}}}}}]
 PARAMETERS = "<parameter=s>\n5\n</parameter>\n<parameter=n>\n5\n</parameter>"
 CODER = f"<tool_call>\n<function=f>\n{PARAMETERS}\n</function>\n</tool_call>"
