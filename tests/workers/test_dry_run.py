@@ -38,7 +38,7 @@ def test_an_update_of_a_large_model_has_the_peak_of_a_gpu() -> None:
     assert use.by_kind["gradients"] == pytest.approx(4 * use.parameters, rel=0.01)
 
 
-@pytest.mark.parametrize("changed", [{}, {"packed": True}, {"model": {"lora": LoraConfig(rank=4)}}])
+@pytest.mark.parametrize("changed", [{}, {"packed": True}, {"model": {"lora": LoraConfig(rank=4, alpha=8)}}])
 def test_a_role_is_updated_and_scored_without_data(changed: dict[str, Any]) -> None:
     rollout = {"prompt_length": 24, "response_length": 40}
     changed = changed | {"model": SMALL["model"] | changed.get("model", {})}
