@@ -112,7 +112,9 @@ class Training:
         if merges_itself or packed or getattr(self.config, "variable_seq_lengths", False):
             return
         inputs = dict(zip(("input_ids", "position_ids"), arguments, strict=False)) | keywords
-        known = {name: inputs[name] for name in ("input_ids", "labels", "position_ids") if name in inputs}
+        known: dict[str, Any] = {
+            name: inputs[name] for name in ("input_ids", "labels", "position_ids") if name in inputs
+        }
         rows = self.program.micro_batch_size * self.variant.merged
         self.program.check_inputs(rows, self.variant.layout.cp, known)
 
