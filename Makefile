@@ -7,6 +7,8 @@ LAYOUT ?= $(or $(layout),4)
 SEED   ?= $(or $(seed),0)
 ARGS   ?=
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
+# Hundreds of processes start in the tests: each would compile the project again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo docs faults test test-fast test-slow test-fake-cuda test-newest test-slurm test-manifests test-vllm lint types wheel container bench against-trl clean
 
@@ -20,25 +22,28 @@ test: $(STAMP)
 test-fast: lint types
 	$(BIN)/python -m pytest -m "not processes and not simulated" $(ARGS)
 
-# Tests that take minutes: training of real weights from the command line, and every row of docs/parity.md.
+# Tests that take minutes: training of real weights from the command line, every row of docs/parity.md, and groups of
+# gpucheck on fake CUDA devices.
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow $(ARGS)
+	$(BIN)/python -m pytest -m slow -p tests.fake_cuda.plugin tests/fake_cuda/test_gpucheck.py
 
 # The GPU path with real values on a CPU: what tests/fake_cuda/selection.py chooses. ARGS=--all runs every test.
 test-fake-cuda: $(STAMP)
 	$(BIN)/python -m tests.in_two_processes --fake-cuda $(ARGS)
 
-# The newest megatron-core that pip has, in an environment of its own with Python 3.12, which it needs. Where there is no
-# Python 3.12, nothing is tested. Megatron-Bridge is tested with local layers, and with a stand-in for Transformer Engine
+# The newest megatron-core that pip has, in an environment of its own with Python 3.12, which it needs; with MEGATRON=DIRECTORY
+# a checkout of Megatron-LM instead. Where there is no Python 3.12, nothing is tested. Megatron-Bridge is tested with local layers, and with a stand-in for Transformer Engine
 # in a process of its own; it is installed without its dependencies, which are compiled with CUDA. pip may install a torch of several GB with CUDA libraries; it runs on a CPU as well.
 NEWEST       := .venv-newest
 NEWEST_TESTS := tests/bridge tests/parallel_state $(addprefix tests/workers/,checkpoint generate model router_replay train test_parity.py test_process_groups.py test_roles.py test_simulated_roles.py verify) tests/parallel_state/verify
+WITH_MEGATRON := $(if $(MEGATRON),PYTHONPATH=$(abspath $(MEGATRON)))
 PYTHON312    ?= $(shell for it in python3.12 $(wildcard $(HOME)/.pyenv/versions/3.12*/bin/python); do $$it -c "" 2> /dev/null && echo $$it && break; done)
 .SECONDEXPANSION:
 test-newest: $$(if $$(PYTHON312),$$(NEWEST)/.installed)
 	@test -n "$(PYTHON312)" || echo "test-newest: there is no Python 3.12, so nothing is tested; install it, or set PYTHON312"
-	$(if $(PYTHON312),$(NEWEST)/bin/python -m pytest $(NEWEST_TESTS) $(ARGS))
-	$(if $(PYTHON312),$(NEWEST)/bin/python -m pytest -p tests.bridge.with_transformer_engine tests/bridge)
+	$(if $(PYTHON312),$(WITH_MEGATRON) $(NEWEST)/bin/python -m pytest $(NEWEST_TESTS) $(ARGS))
+	$(if $(PYTHON312),$(WITH_MEGATRON) $(NEWEST)/bin/python -m pytest -p tests.bridge.with_transformer_engine tests/bridge)
 
 $(NEWEST)/.installed: pyproject.toml constraints/tested.txt constraints/newest.txt
 	test -x $(NEWEST)/bin/python || $(PYTHON312) -m venv $(NEWEST)

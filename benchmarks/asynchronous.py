@@ -65,15 +65,15 @@ class Sleeps:
         median: [tokens] of the lengths.
         token_s: [s] of a token of all rows.
         train_s: [s] of a training step.
-        slice_tokens: [tokens] of a call of the engine.
-        max_rows: of a call of the engine.
+        step_tokens: [tokens] of a step of the engine.
+        max_rows: of a step of the engine.
     """
 
     rollout: Rollout
     median: int
     token_s: float = 0.0
     train_s: float = 0.0
-    slice_tokens: int = 32
+    step_tokens: int = 32
     max_rows: int = 1024
 
 
@@ -130,7 +130,7 @@ class SleepingEngine(RoleWorker):
             "prompt_length": PROMPT,
             "response_length": longest,
             "max_rows": self.config.max_rows,
-            "slice_tokens": self.config.slice_tokens,
+            "step_tokens": self.config.step_tokens,
             "vocab_size": 64,
             "n": self.config.rollout.n,
         }
@@ -251,7 +251,7 @@ def controller(in_flight: int, steps: int) -> list[DataProto]:
     """
     n, staleness, median = 4, 3, 128
     problems = in_flight // n // (staleness + 1)
-    sleeps = Sleeps(Rollout(n, LONGEST * median), median, slice_tokens=64)
+    sleeps = Sleeps(Rollout(n, LONGEST * median), median, step_tokens=64)
 
     def local(pool: Any, init: Any, name_prefix: str) -> Any:
         return LocalWorkerGroup(init, 1, name_prefix=name_prefix)

@@ -1,4 +1,4 @@
-"""An engine behind HTTP as the rollout: an OpenAI-compatible server that someone else runs. See docs/engine.md.
+"""An engine behind HTTP as the rollout: an OpenAI-compatible server that someone else runs. See docs/rollout.md.
 
 Prompts are sent as token ids to ``/v1/completions`` with ``return_token_ids``, which vLLM's server knows.
 ``HttpEngine`` takes requests one by one (``trainer.rollout.engine.Engine``), and ``HttpRollout`` generates batches with

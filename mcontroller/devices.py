@@ -17,7 +17,7 @@ DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def device_of_rank(local_rank: int, local_world_size: int) -> torch.device:
-    """Return the GPU of a rank among the visible ones, or the CPU if torch can use none.
+    """Return the GPU of a rank among the visible ones, or what stands for it if torch can use none, such as the CPU.
 
     A cluster may count GPUs that torch cannot use. Then a rank of a GPU pool computes on the CPU too.
 
@@ -30,8 +30,10 @@ def device_of_rank(local_rank: int, local_world_size: int) -> torch.device:
     """
     import torch
 
+    from parallel_state.cpu.device import current
+
     if not torch.cuda.is_available():
-        return torch.device("cpu")
+        return current.torch
     needed, visible = max(local_world_size, local_rank + 1), torch.cuda.device_count()
     if needed > visible:
         listed = os.environ.get("CUDA_VISIBLE_DEVICES")

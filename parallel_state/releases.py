@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import sys
 from types import ModuleType
 from typing import Any
@@ -65,6 +66,20 @@ def experts_builder(linears: dict[str, Any], submodules_class: type) -> Any:
         submodules = experts.GroupedMLPSubmodules(**linears, activation_func=None)
         return functools.partial(experts.TEGroupedMLP, submodules=submodules)
     return experts.TEGroupedMLP, submodules_class(**linears)
+
+
+@functools.cache
+def language_models() -> tuple[Any, ...]:
+    """Return the classes of language models: GPTModel, and from 0.19 on HybridModel."""
+    gpt = importlib.import_module("megatron.core.models.gpt").GPTModel
+    if importlib.util.find_spec("megatron.core.models.hybrid") is None:
+        return (gpt,)
+    return gpt, importlib.import_module("megatron.core.models.hybrid.hybrid_model").HybridModel
+
+
+def release() -> str:
+    """Return the version of the installed megatron-core."""
+    return str(importlib.import_module("megatron.core").__version__)
 
 
 def _parameter_groups(module: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -48,6 +49,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.flaky(reruns=1))
     built_for_cuda = torch.version.cuda is not None
     items.sort(key=lambda item: (needs_ray(item), built_for_cuda and not forks(item)))
+
+
+def pytest_collection_finish() -> None:
+    """Leave what exists now out of every garbage collection: Megatron collects on each rank, for seconds otherwise."""
+    gc.collect()
+    gc.freeze()
 
 
 def needs_ray(item: pytest.Item) -> bool:

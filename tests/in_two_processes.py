@@ -1,9 +1,9 @@
 """Run tests in two pytest processes at the same time: one leaves a core idle, and its start and its collection too.
 
-``python -m tests.in_two_processes`` is what ``make test`` runs: the tests that start processes; and the others, then
-the examples that start processes, so that both take as long. With arguments, one pytest gets them. With
-``--fake-cuda`` it is ``make test-fake-cuda``: the tests of workers; and those of the device, then those with the
-stand-in for Transformer Engine. All get the other arguments.
+``python -m tests.in_two_processes`` is what ``make test`` runs: the tests that start processes, and the others. Both
+take as long. With arguments, one pytest gets them. With ``--fake-cuda`` it is ``make test-fake-cuda``: the tests of
+workers; and those of the device and of memory, then those with the stand-in for Transformer Engine. All get the other
+arguments.
 
 A process computes with one thread where a test may not ask for more: two that wait for each other on a busy core cost
 as much as they compute.
@@ -18,12 +18,11 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 
 PYTEST = [sys.executable, "-m", "pytest"]
-WITH_PROCESSES = [*PYTEST, "-m", "processes and not slow", "--ignore=tests/examples"]
+WITH_PROCESSES = [*PYTEST, "-m", "processes and not slow"]
 WITHOUT = [*PYTEST, "-m", "not processes and not slow"]
-EXAMPLES = [*PYTEST, "-m", "processes and not slow", "tests/examples"]
 FAKE_CUDA = [*PYTEST, "-p", "tests.fake_cuda.plugin"]
-OF_DEVICE = [*FAKE_CUDA, "tests/fake_cuda", "--ignore=tests/fake_cuda/transformer_engine"]
-OF_WORKERS = [*FAKE_CUDA, "tests/workers", "--ignore=tests/workers/gpucheck"]
+OF_DEVICE = [*FAKE_CUDA, "tests/fake_cuda", "tests/workers/memory", "--ignore=tests/fake_cuda/transformer_engine"]
+OF_WORKERS = [*FAKE_CUDA, "tests/workers", "--ignore=tests/workers/gpucheck", "--ignore=tests/workers/memory"]
 TRANSFORMER_ENGINE = [*PYTEST, "-p", "tests.fake_cuda.with_transformer_engine", "tests/fake_cuda/transformer_engine"]
 
 ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -34,7 +33,7 @@ def run_both(command: list[str], *others: list[str]) -> int:
     with tempfile.TemporaryFile() as output, ThreadPoolExecutor(1) as pool:
         options = {"stdout": output, "stderr": subprocess.STDOUT, "env": ONE_THREAD}
         beside = [pool.submit(subprocess.run, other, **options) for other in others]
-        statuses = [subprocess.run(command).returncode, *(each.result().returncode for each in beside)]
+        statuses = [subprocess.run(command).returncode, *(run.result().returncode for run in beside)]
         output.seek(0)
         names = ", ".join(" ".join(other) for other in others)
         sys.stdout.write(f"\n\n{names}\n{output.read().decode(errors='replace')}")
@@ -48,7 +47,7 @@ def main(arguments: list[str]) -> int:
         return run_both(*([*command, *arguments[1:]] for command in (OF_WORKERS, OF_DEVICE, TRANSFORMER_ENGINE)))
     if arguments:
         return subprocess.run([*PYTEST, *arguments]).returncode
-    return run_both(WITH_PROCESSES, WITHOUT, EXAMPLES)
+    return run_both(WITH_PROCESSES, WITHOUT)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,9 @@ from workers.columns import ROUTED_EXPERTS
 RESPONSE_COLUMNS = ("responses", "response_mask", "rollout_log_probs")
 """The columns of generated responses that the trainer reads. It fetches them together."""
 
+LOG_PROBS = ("rollout_log_probs", "engine_log_probs")
+"""The columns with a log-probability for each token; a rollout returns one of them."""
+
 FAILED = "failed"
 """Column of the responses that could not be made, bool ``[rows]``: they have no tokens and no score."""
 

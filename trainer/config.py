@@ -87,7 +87,7 @@ class MultiTurnConfig:
     """[turns] Most turns of the policy in one response. With an environment."""
     episode: str | None = None
     """Import path of an async function or class that makes a response with turns of its own, such as
-    ``my_module:episode``; see docs/agents.md."""
+    ``my_module:episode``; see docs/rollout.md."""
     processes: int = 1
     """[processes] In which episodes run; 0: in the controller, in a fixed order."""
     concurrency: int = 256
@@ -475,7 +475,7 @@ class TrainerConfig:
     again. Checkpoints are then always reshardable. See docs/reliability.md."""
     max_staleness: int = 0
     """[batches] 1: generate the next batch while the policy learns from this one. 2 or more: generate by trajectory, so
-    that each step trains on responses that began at most so many updates before. 0: do not; see docs/asynchronous.md.
+    that each step trains on responses that began at most so many updates before. 0: do not; see docs/rollout.md.
     """
     asynchronous: AsynchronousConfig = field(default_factory=AsynchronousConfig)
     """Generation by trajectory, with max_staleness of 2 or more."""

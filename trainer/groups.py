@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ from trainer.reserved_memory import reserved_for_others
 from trainer.roles import GroupSpec, Role, reads_reference, role_workers
 from trainer.stages import Stages
 from workers.columns import MINI_BATCHES
+from workers.config import ActorConfig
+from workers.generate.engines import ROLLOUT_ENGINES
 
 NOTICE_SECONDS = 30.0
 """Time in which Ray notices that a node is gone; by default about 14 s."""
@@ -54,6 +56,7 @@ class RunGroups:
         display: Display,
     ) -> None:
         self.workers = reserved_for_others(role_workers(config, mapping), pools, config.trainer.offload)
+        check_engines_fit(self.workers, pools)
         self.by_name: dict[str, WorkerGroup] = {}
         self._pools, self._group_cls, self._stages, self._display = pools, group_cls, stages, display
         self.mapping, self._config, self._options = mapping, config, config.trainer
@@ -191,6 +194,16 @@ class RunGroups:
     def trained(self) -> dict[str, WorkerGroup]:
         """Return the groups that have weights to save, by name."""
         return {name: group for name, group in self.by_name.items() if name in ("actor", "critic")}
+
+
+def check_engines_fit(workers: Sequence[GroupSpec], pools: ResourcePoolManager) -> None:
+    """Raise ConfigError if no engine fits the pool of the group that generates."""
+    generating = next((worker for worker in workers if worker.name == "rollout"), workers[0])
+    config = generating.config
+    engine = ROLLOUT_ENGINES.get(config.rollout.engine) if isinstance(config, ActorConfig) else None
+    if engine is not None and engine.place is not None:
+        counts = pools.resource_pool_spec[pools.mapping[generating.role]]
+        engine.place(config, [f"node{node}" for node, count in enumerate(counts) for _ in range(count)])
 
 
 class TokenBalance:

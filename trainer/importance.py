@@ -14,7 +14,7 @@ MODES = ("truncate", "mask", "decoupled")
 @strict_fields
 @dataclass(frozen=True, slots=True)
 class ImportanceConfig:
-    """Importance weights ``policy / rollout`` of the sampled tokens in the policy loss; see docs/asynchronous.md."""
+    """Importance weights ``policy / rollout`` of the sampled tokens in the policy loss; see docs/rollout.md."""
 
     level: str = "none"
     """Weight of a token: its own ratio (token), the product of the ratios of its response (sequence), their geometric

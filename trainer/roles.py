@@ -16,6 +16,7 @@ from mcontroller.ray.resource_pool import ResourcePoolManager
 from trainer.config import PPOConfig
 from trainer.estimators.registry import ADVANTAGE_ESTIMATORS
 from trainer.rollout.episodes import Episodes
+from workers.config import ActorConfig
 from workers.role_worker import PolicySettings, RoleWorker
 
 STALENESS = "trainer.max_staleness"
@@ -55,6 +56,10 @@ GROUPS: Mapping[Role, tuple[str, Mapping[str, Any]]] = {
     Role.RewardModel: ("reward", {}),
 }
 """The group's name and other arguments of a role's workers, in the order in which groups start."""
+
+
+PAUSES = {"continue": "keep", "finish": "wait", "stop": "abort"}
+"""``rollout.vllm.pause`` by ``trainer.asynchronous.partial``."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +131,10 @@ def role_workers(config: PPOConfig, mapping: Mapping[Role, Any]) -> list[GroupSp
             raise _misfit(mapping, f"{role} has no configuration: set {CONFIG_KEYS[role]}")
         if name == "actor":
             worker_config = _with_kl_loss(worker_config, config, mapping)
+        if role is Role.Rollout and isinstance(worker_config, ActorConfig):
+            vllm = dataclasses.replace(worker_config.rollout.vllm, pause=PAUSES[config.trainer.asynchronous.partial])
+            rollout = dataclasses.replace(worker_config.rollout, vllm=vllm)
+            worker_config = dataclasses.replace(worker_config, rollout=rollout)
         cls = role_class(mapping, role)
         init = RayClassWithInitArgs(cls, config=worker_config, **arguments)
         if name == "actor":

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
+
+from parallel_state.releases import language_models
 
 _WORTH = 0.9
 """The share of the padded rows' tokens below which distinct tokens are cheaper: the copies for attention cost too."""
@@ -280,7 +281,9 @@ def computes_distinct_tokens(model: Sequence[nn.Module]) -> bool:
 
 
 def _computes(chunk: nn.Module) -> bool:
-    if not isinstance(chunk, GPTModel) or chunk.position_embedding_type not in _POSITIONS:
+    if not set(getattr(chunk, "hybrid_layer_pattern", "")) <= set("*-|"):
+        return False  # other layers of a HybridModel have a state
+    if not isinstance(chunk, language_models()) or chunk.position_embedding_type not in _POSITIONS:
         return False
     config: Any = chunk.config
     if config.cuda_graph_impl != "none" or config.enable_cuda_graph or config.external_cuda_graph:

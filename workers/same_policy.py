@@ -64,8 +64,11 @@ _UNAVAILABLE = frozenset(" ".join((_COMMUNICATION, _MEMORY, _KERNELS)).split())
 """Fields that Megatron may reject on a machine without a GPU or Transformer Engine."""
 _MAY_DIFFER = _UNAVAILABLE | frozenset(" ".join((_LAYOUT, _TRAINING, _INITIAL, _PRECISION)).split())
 
-_OF_WEIGHTS = frozenset(("dtype", "seed", "hf_path", "verify_load", "family", "lora", "freeze", "train_only"))
-"""Fields of ModelConfig that say which weights there are, how they are trained, and under which names they go."""
+_OF_WEIGHTS = frozenset(
+    ("dtype", "seed", "hf_path", "verify_load", "family", "lora", "freeze", "train_only", "hybrid_layer_pattern")
+)
+"""Fields of ModelConfig that say which weights there are, how they are trained, under which names they go, and which
+class of Megatron's has them."""
 
 
 def differing_fields(

@@ -17,6 +17,7 @@ import torch
 from examples.loops.task import BEGIN, DIGITS, FIRST_DIGIT, LENGTH, PAD, TOKENS, actor_config, local
 from mcontroller import DataProto
 from trainer import ImportanceConfig, compute_advantage, importance_weights, outcome_scores
+from trainer.rollout.reference_engine import ReferenceEngine
 from trainer.rollout.trajectories import TrajectoryRollout, trajectory_batch
 from trainer.rollout.trajectory import Trajectory
 from workers import WeightTransfer
@@ -47,7 +48,8 @@ async def train() -> list[float]:
     policy, engine = (START(config, role) for role in ("actor", "rollout"))
     for each in (policy, engine):
         each.init_model()
-    rollout, weights = TrajectoryRollout(engine, slice_tokens=1, **TOKENS), WeightTransfer(policy, engine)
+    engines = [ReferenceEngine(engine, step_tokens=1)]
+    rollout, weights = TrajectoryRollout(engine, engines=engines, **TOKENS), WeightTransfer(policy, engine)
     weights.run()
     digits, flying, ready, found = cycle(ANY_DIGIT), set[asyncio.Task[Any]](), list[Any](), list[float]()
     while len(found) < STEPS:

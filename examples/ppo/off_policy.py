@@ -57,7 +57,8 @@ PAGE = """# Learning off policy
 
 Held-out accuracy on the demo's task (chain_sum of reasoning-gym) before and after GRPO with actor and rollout in
 separate groups, on policy and up to four updates off, with each option for responses in flight when the weights move
-([asynchronous training](asynchronous.md)), by `python -m examples.ppo.off_policy`; one line of the plot is one seed.
+([asynchronous training](rollout.md#asynchronous-training)), by `python -m examples.ppo.off_policy`; one line of the
+plot is one seed.
 All runs train on equally many samples: 96 steps of 1024 responses, one pass over each. From `max_staleness=2` on, the
 simulated order of events keeps the rollout ahead, which is the hardest case: most tokens that a step trains on are as
 old as the limit allows.

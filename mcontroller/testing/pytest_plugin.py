@@ -3,7 +3,8 @@
 ``mock_group(Worker, layout, ...)`` makes mocked worker groups as ``mcontroller.testing.mock_worker_group`` does, and
 shuts them down after the test; ``simulated_group`` makes groups of simulated ranks, which communicate.
 ``mock_rank(layout, rank)`` runs the rest of the test as one rank of a layout. ``verify_layout(program, layout)`` fails
-the test with a report if a layout does not train the model that one process trains.
+the test with a report if a layout does not train the model that one process trains. ``dry_run(program, layout)``
+returns what a training step needs, without data: see ``parallel_state.dry_run``.
 
 On a machine without a GPU, test modules may import Megatron-Core at their top: the plugin prepares it for the CPU.
 """
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from mcontroller.testing.mocked_groups import InjectedFailure, MockWorkerGroup
     from mcontroller.testing.simulated_groups import SimulatedWorkerGroup
     from mcontroller.worker import ClassWithInitArgs
+    from parallel_state.dry_run.outcome import Outcome as DryOutcome
     from parallel_state.layout import ParallelLayout
     from parallel_state.topology import Topology
     from parallel_state.verify.outcome import Outcome
@@ -72,6 +74,29 @@ class LayoutFixture(Protocol):
 
         ``program`` is a Program, or FILE.py:NAME or MODULE:NAME of one. One process trains it once for all tests.
         """
+
+
+class DryRunFixture(Protocol):
+    """The type of the fixture ``dry_run``, for annotations of tests."""
+
+    def __call__(self, program: Program | str, layout: str, **options: Any) -> DryOutcome:
+        """Make one step without data; see ``parallel_state.dry_run.dry_run``.
+
+        ``program`` is a Program, or FILE.py:NAME or MODULE:NAME of one.
+        """
+
+
+@pytest.fixture(scope="session", name="dry_run")
+def dry_run_fixture() -> DryRunFixture:
+    """Make steps of programs without data; see ``DryRunFixture``."""
+
+    def run(program: Program | str, layout: str, **options: Any) -> DryOutcome:
+        from parallel_state.dry_run.run import dry_run  # imported by the tests that need it: it loads torch
+        from parallel_state.verify.program import load_program
+
+        return dry_run(load_program(program) if isinstance(program, str) else program, layout, **options)
+
+    return run
 
 
 @pytest.hookimpl(tryfirst=True)

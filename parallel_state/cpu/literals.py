@@ -1,7 +1,8 @@
-"""An import hook that replaces ``"cuda"`` with ``"cpu"`` in Megatron's sources.
+"""An import hook that replaces ``"cuda"`` in Megatron's sources with the device that stands for the GPU.
 
-The literals are replaced when a module is compiled, so it costs nothing at run time. The bytecode is cached next to
-Python's own under a different tag: Python's own cache stays as it is, and an import takes as long as without the hook.
+The literals are replaced when a module is compiled, by ``parallel_state.cpu.device.current.type``: ``"cpu"``, or
+``"meta"`` in a dry run. The bytecode is cached next to Python's own under a different tag: Python's own cache stays as
+it is, and an import takes as long as without the hook.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ PACKAGES = ("megatron", "mbridge")
 
 _packages = set(PACKAGES)
 
+_CURRENT = "_device_for_cuda"
+"""The name under which rewritten modules import ``parallel_state.cpu.device.current``."""
 _DEVICE = re.compile(r"cuda(:\d+)?")
 _TENSOR_TYPE = re.compile(r"torch\.cuda\.(\w*Tensor[,.]?\s*)")
 # The tag changes with this file: bytecode that other rules produced is never read.
@@ -95,17 +98,37 @@ def rewrite(source: bytes, filename: str = "<source>") -> ast.Module:
         filename: the name that a SyntaxError reports.
     """
     tree = ast.parse(source, filename)
-    _Rewriter().visit(tree)
+    rewriter = _Rewriter()
+    rewriter.visit(tree)
+    if rewriter.has_devices:
+        first = next((index for index, node in enumerate(tree.body) if not _must_come_first(node)), 0)
+        tree.body.insert(first, ast.ImportFrom("parallel_state.cpu.device", [ast.alias("current", _CURRENT)], 0))
     return ast.fix_missing_locations(tree)
 
 
+def _must_come_first(node: ast.stmt) -> bool:
+    """Whether a statement is a docstring or a ``from __future__`` import."""
+    if isinstance(node, ast.ImportFrom):
+        return node.module == "__future__"
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+
+
 class _Rewriter(ast.NodeTransformer):
-    def visit_Constant(self, node: ast.Constant) -> ast.Constant:
+    def __init__(self) -> None:
+        self.has_devices = False
+
+    def _current(self, node: ast.expr, attribute: str = "type") -> ast.Attribute:
+        self.has_devices = True
+        name = ast.Name(_CURRENT, ast.Load())
+        return ast.copy_location(ast.Attribute(name, attribute, ast.Load()), node)
+
+    def visit_Constant(self, node: ast.Constant) -> ast.expr:
         if isinstance(node.value, str):
             if _DEVICE.fullmatch(node.value):
-                return ast.copy_location(ast.Constant("cpu"), node)
+                return self._current(node)
             if _TENSOR_TYPE.fullmatch(node.value):
-                return ast.copy_location(ast.Constant(_TENSOR_TYPE.sub(r"torch.\1", node.value)), node)
+                name = ast.Constant(_TENSOR_TYPE.sub(r"\1", node.value))
+                return ast.copy_location(ast.BinOp(self._current(node, "tensors"), ast.Add(), name), node)
         return node
 
     def visit_keyword(self, node: ast.keyword) -> ast.keyword:
@@ -117,18 +140,18 @@ class _Rewriter(ast.NodeTransformer):
     def visit_JoinedStr(self, node: ast.JoinedStr) -> ast.expr:
         first = node.values[0] if len(node.values) == 2 else None
         if isinstance(first, ast.Constant) and first.value == "cuda:":
-            return ast.copy_location(ast.Constant("cpu"), node)
+            return self._current(node)
         return node  # text for people, even if it contains "cuda"
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
         if isinstance(node.op, ast.Mod) and _is_constant(node.left, "cuda:%d", "cuda:%s"):
-            return ast.copy_location(ast.Constant("cpu"), node)
+            return self._current(node)
         return self.generic_visit(node)  # type: ignore[return-value]
 
     def visit_Call(self, node: ast.Call) -> ast.expr:
         called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
         if called == "format" and _is_constant(getattr(node.func, "value", None), "cuda:{}"):
-            return ast.copy_location(ast.Constant("cpu"), node)
+            return self._current(node)
         if called == "device" and len(node.args) == 2 and _is_constant(node.args[0], "cuda"):
             del node.args[1]  # the index
         return self.generic_visit(node)  # type: ignore[return-value]

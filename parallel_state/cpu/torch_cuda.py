@@ -1,6 +1,7 @@
 """Replace the functions of ``torch.cuda`` that Megatron calls.
 
-The device's memory is the CPU's, its random generator is the CPU's, and streams and events are always complete.
+The device's memory is the CPU's, or none (see ``device``), its random generator is the CPU's, and streams and events
+are always complete.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from typing import Any, Self
 
 import torch
 
-_CPU = torch.device("cpu")
+from parallel_state.cpu.device import current
+
 _MEMORY_BYTES = 1 << 34  # reported by mem_get_info; nothing depends on it
 _PROPERTIES = SimpleNamespace(name="cpu", major=0, minor=0, total_memory=_MEMORY_BYTES, multi_processor_count=1)
 
@@ -22,8 +24,12 @@ class Stream:
     """A stream on which all work is complete; it has the interface of ``torch.cuda.Stream``."""
 
     cuda_stream = 0
-    device = _CPU
     priority = 0
+
+    @property
+    def device(self) -> torch.device:
+        """The device."""
+        return current.torch
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Return a stream; the arguments are ignored."""
@@ -87,23 +93,23 @@ class Event:
 
 
 def patch_cuda() -> None:
-    """Patch ``torch.cuda``, and make ``Tensor.cuda``, ``Tensor.pin_memory`` and ``Module.cuda`` return their object."""
+    """Patch ``torch.cuda``; ``Tensor.cuda`` and ``Module.cuda`` move to the device that stands for the GPU."""
     for name, replacement in _replacements().items():
         setattr(torch.cuda, name, replacement)
     for name in ("get_rng_state", "set_rng_state", "manual_seed"):
         setattr(torch.cuda.random, name, getattr(torch.cuda, name))
     torch.cuda.nvtx.range_push = _nothing()
     torch.cuda.nvtx.range_pop = _nothing()
-    torch.Tensor.cuda = _return_self()  # type: ignore[method-assign]
+    torch.Tensor.cuda = _tensor_to_device  # type: ignore[method-assign, assignment]
     torch.Tensor.pin_memory = _return_self()  # type: ignore[method-assign]
     torch.Tensor.record_stream = _nothing()  # type: ignore[method-assign]
-    torch.nn.Module.cuda = _return_self()  # type: ignore[method-assign]
+    torch.nn.Module.cuda = _module_to_device  # type: ignore[method-assign, assignment]
 
 
 def _replacements() -> dict[str, Any]:
     stream = Stream()
     replacements: dict[str, Any] = {
-        "current_device": lambda: _CPU,
+        "current_device": lambda: current.torch,
         "device_count": lambda: 1,
         # With PYTORCH_NVML_BASED_CUDA_CHECK=1, a torch that is built for CUDA would ask device_count.
         "is_available": lambda: False,
@@ -127,6 +133,26 @@ def _replacements() -> dict[str, Any]:
     for name in ("set_device", "set_stream", "synchronize", "empty_cache", "ipc_collect", "reset_peak_memory_stats"):
         replacements[name] = _nothing()
     return replacements
+
+
+def _tensor_to_device(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return self if current.has_memory else self.to(current.torch)
+
+
+def _module_to_device(self: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
+    if current.has_memory:
+        return self
+    moved: dict[torch.nn.Parameter, torch.nn.Parameter] = {}  # several modules may share a parameter
+    for module in self.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if not parameter.is_meta:
+                if parameter not in moved:
+                    moved[parameter] = torch.nn.Parameter(parameter.detach().to(current.torch), parameter.requires_grad)
+                    vars(moved[parameter]).update(vars(parameter))  # Megatron's attributes
+                setattr(module, name, moved[parameter])
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, buffer.to(current.torch))
+    return self
 
 
 # Each name needs its own function object: torch.compile looks up its trace rules by the identity of a function.

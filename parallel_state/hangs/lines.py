@@ -14,7 +14,7 @@ from types import CodeType, FrameType
 _SHOWN_MEMBERS = 8
 _SHOWN_TENSORS = 4
 _ROOT = Path(__file__).parents[1]
-_ADAPTERS = tuple(str(_ROOT / name) + os.sep for name in ("hangs", "simulated", "cpu"))
+_ADAPTERS = tuple(str(_ROOT / name) + os.sep for name in ("hangs", "simulated", "cpu", "dry_run"))
 _LIBRARY, _MEGATRON, _USER = range(3)
 _MEGATRON_PACKAGE = re.compile(r"/megatron/(core|legacy|post_training|rl|training)/")
 
@@ -97,12 +97,17 @@ def _kind(filename: str) -> int:
 
 @functools.cache
 def _text(filename: str, code: CodeType, offset: int) -> str:
-    installed = filename.rpartition("/site-packages/")[2]
-    if installed == filename:
-        relative = os.path.relpath(filename)
-        installed = filename if relative.startswith("..") else relative
     number = next((line for start, end, line in code.co_lines() if start <= offset < end), code.co_firstlineno)
-    return f"{installed}:{number} in {code.co_name}"
+    return f"{path_text(filename)}:{number} in {code.co_name}"
+
+
+def path_text(filename: str) -> str:
+    """Return the path of a file as reports have it: of Megatron, from its package on, installed or in a checkout."""
+    if megatron := _MEGATRON_PACKAGE.search(filename):
+        return filename[megatron.start() + 1 :]
+    installed = filename.rpartition("/site-packages/")[2]
+    relative = os.path.relpath(filename) if installed == filename else installed
+    return installed if relative.startswith("..") else relative
 
 
 def members_text(ranks: Sequence[int]) -> str:

@@ -40,7 +40,15 @@ def packed_positions(bounds: Tensor, tokens: int, cp: int, rank: int, *, offsets
 def _rope_utils(module: Any) -> None:
     rotate = module._apply_rotary_pos_emb_bshd
 
-    def rotate_packed(t: Tensor, cu_seqlens: Tensor, freqs: Tensor, *args: Any, cp_group: Any, **kwargs: Any) -> Tensor:
+    def rotate_packed(
+        t: Tensor,
+        cu_seqlens: Tensor,
+        freqs: Tensor,
+        *args: Any,
+        cp_group: Any,
+        max_seqlen: int | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
         """Rotate the heads of packed rows.
 
         Args:
@@ -49,6 +57,7 @@ def _rope_utils(module: Any) -> None:
             freqs: ``[positions, 1, 1, width]``: of the longest row, or of all tokens of all ranks.
             *args: those of ``_apply_rotary_pos_emb_bshd`` after the angles.
             cp_group: the context-parallel ranks.
+            max_seqlen: tokens of the longest row, which 0.20 passes; not needed here.
             **kwargs: as ``args``.
         """
         of_all_tokens = freqs.size(0) == t.size(0) * cp_group.size()

@@ -6,7 +6,7 @@ fit together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -66,7 +66,23 @@ class Exchange:
         if call.is_transfer:
             return [call.peer] if call.peer is not None else [rank for rank in call.group.ranks if rank != call.rank]
         present = self._collectives.get((call.group, call.number), {})
-        return [rank for index, rank in enumerate(call.group.ranks) if index not in present]
+        return [call.group.ranks[index] for index in self.members(call) if index not in present]
+
+    def members(self, call: Call) -> Sequence[int]:
+        """Return the members that take part in a collective, by their ranks in the group."""
+        return range(len(call.group.ranks))
+
+    def runs(self, rank: int) -> bool:
+        """Whether a rank runs; a transfer with one that does not is complete at once."""
+        return True
+
+    def compute(self, calls: Sequence[Call]) -> None:
+        """Compute a collective from the calls of its members."""
+        compute(calls)
+
+    def transfer(self, send: Call, receive: Call) -> None:
+        """Copy what one rank sends into the tensor of the rank that receives it."""
+        transfer(send, receive)
 
     def pending(self) -> list[Call]:
         """Return the calls that are not complete, of each collective that of its first member."""
@@ -88,10 +104,11 @@ class Exchange:
                 raise self._mismatch(reason, [other, call])
         meeting[call.index] = call
         self._order.add(call)
-        if len(meeting) < len(call.group.ranks):
+        members = self.members(call)
+        if len(meeting) < len(members):
             return []
         del self._collectives[call.group, call.number]
-        calls = [meeting[index] for index in range(len(call.group.ranks))]
+        calls = [meeting[index] for index in members]
         for member in calls:
             self.check_unchanged(member)
         self._order.complete(call)
@@ -99,7 +116,7 @@ class Exchange:
         if check is not None:
             check(calls, self._describe)
         else:
-            compute(calls)
+            self.compute(calls)
         return calls
 
     def _transfer(self, call: Call) -> list[Call]:
@@ -122,7 +139,7 @@ class Exchange:
             raise self._mismatch("what is sent is not what is received", [sending, receiving])
         self.check_unchanged(sending)
         self.check_unchanged(receiving)
-        transfer(sending, receiving)
+        self.transfer(sending, receiving)
         receiving.peer = sending.rank
         return [sending, receiving]
 

@@ -112,10 +112,10 @@ class GroupRegistry:
         for rank in self._world:
             self.unregister(rank)
 
-    def unequal_counts(self) -> tuple[str, tuple[int, ...]] | None:
-        """Return a message and the ranks that it names, if ranks called ``new_group`` different numbers of times."""
+    def unequal_counts(self, running: Sequence[int]) -> tuple[str, tuple[int, ...]] | None:
+        """Return a message and the ranks that it names, if running ranks called ``new_group`` unequally often."""
         most = max(self._created)
-        fewer = tuple(rank for rank, count in enumerate(self._created) if count < most)
+        fewer = tuple(rank for rank in running if self._created[rank] < most)
         if not fewer:
             return None
         group = next(iter(self._groups[self._created[fewer[0]]].values()))

@@ -46,15 +46,13 @@ class CollectiveOrder:
         candidates = [(call.group, call.number)]
         while candidates:
             collective = candidates.pop()
-            group, _ = collective
             if collective not in self._called_by_all:
                 continue
-            if any(self._queues[rank][0] != collective for rank in group.ranks):
+            if any(self._queues[rank][0] != collective for rank in self._lines[collective]):
                 self._check_no_cycle([collective], set())
                 continue
             self._called_by_all.remove(collective)
-            del self._lines[collective]
-            for rank in group.ranks:
+            for rank in self._lines.pop(collective):
                 self._queues[rank].popleft()
                 if self._queues[rank]:
                     candidates.append(self._queues[rank][0])
@@ -62,7 +60,7 @@ class CollectiveOrder:
     def _check_no_cycle(self, path: list[_Collective], checked: set[_Collective]) -> None:
         """Raise if the last collective of a path waits, over others that all members have called, for one of them."""
         checked.add(path[-1])
-        for earlier in dict.fromkeys(self._queues[rank][0] for rank in path[-1][0].ranks):
+        for earlier in dict.fromkeys(self._queues[rank][0] for rank in self._lines[path[-1]]):
             if earlier in path[:-1]:
                 raise self._error(path[path.index(earlier) :])
             if earlier in self._called_by_all and earlier not in checked:
@@ -72,7 +70,7 @@ class CollectiveOrder:
         """Return the error of collectives of which each waits for the next one, and the last for the first."""
         ranks, stories = [], []
         for later, earlier in zip(cycle, [*cycle[1:], cycle[0]], strict=True):
-            rank = next(rank for rank in later[0].ranks if self._queues[rank][0] == earlier)
+            rank = next(rank for rank in self._lines[later] if self._queues[rank][0] == earlier)
             ranks.append(rank)
             calls = [(collective, *self._lines[collective][rank]) for collective in (earlier, later)]
             first, second = (

@@ -54,6 +54,8 @@ class Simulation:
         trace: records every call.
         modules: packages that each rank imports for itself, so that module globals and classes are its own.
         variables: environment variables by rank; None for those of torchrun.
+        running: the ranks that will run; None for all. ``exchange`` completes the calls of their groups.
+        exchange: what matches calls: ``Exchange``, or a function with its arguments.
 
     Attributes:
         world_size: the number of ranks.
@@ -73,6 +75,8 @@ class Simulation:
         trace: CommunicationTrace | None = None,
         modules: Sequence[str] = (),
         variables: Callable[[int], Mapping[str, str]] | None = None,
+        running: Sequence[int] | None = None,
+        exchange: Callable[[Callable[[int], str], bool], Exchange] = Exchange,
     ) -> None:
         if schedule not in _SCHEDULES or (seed is None) != (schedule == "round_robin"):
             raise ParallelStateError(
@@ -84,23 +88,24 @@ class Simulation:
         self._stores: list[SimulatedStore] = []
         topology = Topology.from_layout(layout) if isinstance(layout, ParallelLayout) else layout
         self._groups = GroupRegistry(self.world_size, topology if isinstance(topology, Topology) else None)
-        self._exchange = Exchange(self.describe, check_async)
+        self._running = range(self.world_size) if running is None else running
+        self._exchange = exchange(self.describe, check_async)
         self._trace = trace
         self._key_waits: dict[int, KeyWait] = {}
         self._with_own_modules: set[int] = set()
         self._running_last: int | None = None
         self._thread_state = dict.fromkeys(range(self.world_size), (torch.get_default_device(), True))
         self._scheduler = Scheduler(self.world_size, seed, self._switch_to, self._deadlock, self._on_error)
-        replacements = [_same_on_every_rank() | self._replacements(rank) for rank in range(self.world_size)]
+        replacements = {rank: _same_on_every_rank() | self._replacements(rank) for rank in self._running}
         self._own_modules = OwnModules(modules)
-        names = {owner: tuple(values) for owner, values in replacements[0].items()}
+        names = {owner: tuple(values) for owner, values in replacements[self._running[0]].items()}
         self._process = ProcessState(names, self._own_modules)
         self._shared_writes = SharedWrites(self._own_modules.has, self._process.parts)
         self._switch = StateSwitch(self._process.parts)
-        self._states = [
-            self._process.new_rank((variables or self._torchrun)(rank), replacements[rank])
-            for rank in range(self.world_size)
-        ]
+        self._states = {
+            rank: self._process.new_rank((variables or self._torchrun)(rank), replacement)
+            for rank, replacement in replacements.items()
+        }
 
     @property
     def ranks(self) -> list[RankThread]:
@@ -137,7 +142,7 @@ class Simulation:
                 self.close()
         if self._scheduler.failure is not None:
             raise self._scheduler.failure
-        if len(functions) == self.world_size:
+        if len(functions) == len(self._running):
             self._check_all_finished()
         self._shared_writes.report()
         return {rank: self.ranks[rank].result for rank in functions}
@@ -224,7 +229,7 @@ class Simulation:
                 ranks=(current,),
             )
         for tensor in (*call.inputs, *call.outputs):
-            if tensor.device.type != "cpu":
+            if tensor.device.type not in ("cpu", "meta"):
                 raise UnsupportedError(
                     f"{self.describe(call.rank)}: {call.operation} of a tensor on {tensor.device}; simulated ranks "
                     f"compute on the CPU and have no CUDA streams\n    at {call.line}",
@@ -254,7 +259,7 @@ class Simulation:
                 ranks=(*missing, call.rank),
             )
         else:
-            unequal = self._groups.unequal_counts()
+            unequal = self._groups.unequal_counts(self._running)
             if unequal is None:
                 return
             error = UnfinishedCalls(unequal[0], ranks=unequal[1])

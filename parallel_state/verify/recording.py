@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from typing import Any
 
 import torch
 
+from parallel_state.hangs.lines import path_text
 from parallel_state.simulated import CommunicationTrace
 from parallel_state.simulated.trace import line_of_operation
 
@@ -154,10 +154,3 @@ def source_of(module: torch.nn.Module) -> str:
     if code is None:
         return type(module).__name__
     return f"{type(module).__name__}, {path_text(code.co_filename)}:{code.co_firstlineno}"
-
-
-def path_text(file: str) -> str:
-    """Return the path of a file as reports have it."""
-    installed = file.rpartition("/site-packages/")[2]
-    relative = os.path.relpath(installed) if installed == file else installed
-    return installed if relative.startswith("..") else relative

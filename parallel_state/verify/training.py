@@ -33,11 +33,17 @@ class StepValues:
     scores: dict[str, tuple[torch.Tensor, slice]] = dataclasses.field(default_factory=dict)
 
 
-def config_for(program: Program, variant: Variant, dtype: torch.dtype) -> Any:
+def config_for(program: Program, variant: Variant, dtype: torch.dtype, *, is_random: bool = False) -> Any:
     """Return the program's config for a layout.
 
+    Args:
+        program: the program.
+        variant: the layout.
+        dtype: of the weights.
+        is_random: whether the program may draw random numbers.
+
     Raises:
-        VerifyError: the program ignores the layout, or draws random numbers.
+        VerifyError: the program ignores the layout, or draws random numbers and must not.
     """
     arguments = parallel_arguments(variant, dtype)
     try:
@@ -52,7 +58,7 @@ def config_for(program: Program, variant: Variant, dtype: torch.dtype) -> Any:
                 f"{value!r}; pass the arguments of the function config on to TransformerConfig",
                 field=name,
             )
-    for name in ("hidden_dropout", "attention_dropout", "moe_input_jitter_eps"):
+    for name in () if is_random else ("hidden_dropout", "attention_dropout", "moe_input_jitter_eps"):
         if getattr(config, name, None):
             raise VerifyError(
                 f"{name} is {getattr(config, name)}: every layout draws other numbers; set it to 0", field=name

@@ -20,6 +20,7 @@ import typing_extensions
 import parallel_state
 from parallel_state import cpu
 from parallel_state.errors import MControllerError
+from parallel_state.hangs.lines import path_text
 from parallel_state.simulated import run_ranks
 from parallel_state.verify.comparing import (
     OneProcess,
@@ -44,7 +45,7 @@ from parallel_state.verify.locating import locate, record_reference
 from parallel_state.verify.outcome import Difference, LayoutDiffers, Outcome
 from parallel_state.verify.precision import in_float64
 from parallel_state.verify.program import Program, VerifyError
-from parallel_state.verify.recording import StepRecords, module_name, path_text, source_of
+from parallel_state.verify.recording import StepRecords, module_name, source_of
 from parallel_state.verify.seeds import wrong_seeds
 from parallel_state.verify.training import config_for
 from parallel_state.verify.weights import ModelTensors

@@ -58,14 +58,14 @@ class NamedTensor:
                     "depend on the layout",
                     key=piece.key,
                 )
-            piece.data.copy_(true[piece.global_slice()])
+            piece.data.copy_(true[_slice_in_whole(piece)])
         return part
 
     @property
     def name(self) -> str:
         """The name in the whole model, with the index of the layer or expert if they are stacked."""
         piece = next(self.pieces(self.tensor.detach()))
-        indices = [f"[{position}]" for position in piece.global_slice() if isinstance(position, int)]
+        indices = [f"[{position}]" for position in _slice_in_whole(piece) if isinstance(position, int)]
         return str(self.sharded.key) + "".join(indices)
 
     @property
@@ -109,8 +109,14 @@ def assemble(named: Sequence[NamedTensor], values: Sequence[torch.Tensor]) -> Mo
         for piece in parameter.pieces(value.detach()):
             if piece.key not in whole:
                 whole[piece.key] = torch.zeros(piece.global_shape, dtype=value.dtype)
-            whole[piece.key][piece.global_slice()] = piece.data
+            whole[piece.key][_slice_in_whole(piece)] = piece.data
     return whole
+
+
+def _slice_in_whole(piece: Any) -> tuple[int | slice, ...]:
+    """Return the part of the whole tensor that a ShardedTensor is: an index for each stacked dim, then slices."""
+    stacked, offsets = piece.global_offset[: piece.prepend_axis_num], piece.global_offset[piece.prepend_axis_num :]
+    return *stacked, *(slice(start, start + size) for start, size in zip(offsets, piece.local_shape, strict=True))
 
 
 def _leaves(tree: Any) -> Iterator[Any]:

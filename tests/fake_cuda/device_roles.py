@@ -20,9 +20,9 @@ from workers.megatron_worker import MegatronWorker
 class UsesDevicesFirst(MegatronWorker):
     """Notes the devices that its code would use before it calls ``super().__init__()``, and after."""
 
-    def __init__(self) -> None:
+    def __init__(self, parallel: ParallelConfig) -> None:
         self.before = self._devices()
-        super().__init__(ParallelConfig(), timeout_s=30)
+        super().__init__(parallel, timeout_s=30)
 
     def _devices(self) -> dict[str, Any]:
         return {
@@ -46,6 +46,11 @@ class UsesDevicesFirst(MegatronWorker):
         dist.all_reduce(rank)
         return rank.item()
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def connections(self) -> str | None:
+        """Return CUDA_DEVICE_MAX_CONNECTIONS as it was when CUDA was first used."""
+        return initialization.variables.get("CUDA_DEVICE_MAX_CONNECTIONS")
+
 
 class OnGpu(Policy):
     """A policy that reports the memory of its GPU."""
@@ -55,15 +60,3 @@ class OnGpu(Policy):
         """Return the bytes that are allocated, and how many users have memory that this process exports."""
         gc.collect()  # what building the model has left in circles
         return torch.cuda.memory_allocated(), len(ipc.exported)
-
-
-class Sharded(MegatronWorker):
-    """A worker whose axes are an argument, which reports a variable of its process."""
-
-    def __init__(self, parallel: ParallelConfig) -> None:
-        super().__init__(parallel, timeout_s=30)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def connections(self) -> str | None:
-        """Return CUDA_DEVICE_MAX_CONNECTIONS as it was when CUDA was first used."""
-        return initialization.variables.get("CUDA_DEVICE_MAX_CONNECTIONS")

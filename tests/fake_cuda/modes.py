@@ -297,8 +297,8 @@ class _RmsNorm(torch.autograd.Function):
         inputs = [each if each is None else each.detach().requires_grad_() for each in context.saved_tensors]
         with torch._C._DisableTorchDispatch(), torch.enable_grad():
             result = _rms_norm_of_cpu(*inputs, context.settings)
-            found = torch.autograd.grad(result, [each for each in inputs if each is not None], gradients)
-        return *(put(each, device_of(inputs[0])) for each in found), *[None] * (3 - len(found))
+            grads = torch.autograd.grad(result, [each for each in inputs if each is not None], gradients)
+        return *(put(each, device_of(inputs[0])) for each in grads), *[None] * (3 - len(grads))
 
 
 def _rms_norm(

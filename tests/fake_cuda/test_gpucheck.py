@@ -19,9 +19,9 @@ import sys
 from importlib.machinery import PathFinder
 NAMES = {blocked}
 find = PathFinder.find_spec
-def found(name, path=None, target=None):
+def find_spec(name, path=None, target=None):
     return None if name.partition(".")[0] in NAMES else find(name, path, target)
-PathFinder.find_spec = staticmethod(found)
+PathFinder.find_spec = staticmethod(find_spec)
 words = " ".join(sys.orig_argv)
 if "warm_start" in words or "gpucheck" in words:  # not in Ray's processes, nor for the results of the CPU
     import tests.fake_cuda.plugin
@@ -94,6 +94,7 @@ def test_a_fault_in_the_product_fails_its_row_and_a_killed_run_keeps_the_rows_th
     assert results["versions"] == "passed" and results["scores dense float32"] == "failed"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_groups_on_fake_cuda_devices_pass_every_row(tmp_path: Path) -> None:
     rows = rows_of(start(tmp_path, *PARTS, "d", gpus="0,1"), 0)

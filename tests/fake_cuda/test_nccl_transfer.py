@@ -108,16 +108,16 @@ def test_a_wait_lasts_until_its_deadline() -> None:
 
 def absent() -> tuple[int, str]:
     mine, addresses = end(0.5)
-    found = -1, ""
+    failure = -1, ""
     if dist.get_rank() == 0:
         with pytest.raises(PeerLost) as raised:
             mine.connect(addresses, Deadline(0.5))
             mine.send(0, Deadline(0.5))
             mine.flush(Deadline(0.5))
-        found = raised.value.peer, str(raised.value)
+        failure = raised.value.peer, str(raised.value)
     dist.barrier()
     mine.close()
-    return found
+    return failure
 
 
 def test_a_peer_that_never_connects_is_lost_at_the_deadline() -> None:
@@ -134,5 +134,6 @@ def unhandled() -> None:
 
 
 def test_the_stand_in_ends_a_process_whose_timeout_nothing_handles() -> None:
-    with pytest.raises(RankFailure, match="died without a result"):
+    with pytest.raises(RankFailure) as caught:
         run_ranks(unhandled, 2, timeout_s=20)
+    assert caught.value.traceback == ""  # a rank has died

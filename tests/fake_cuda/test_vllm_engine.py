@@ -50,34 +50,34 @@ def beside_others(options: dict[str, Any], **vllm: Any) -> dict[str, Any]:
     with standing_in(RankGpu):
         worker = actor({"tp": 2}, "actor_rollout", rollout={"engine": "vllm", "vllm": {"options": options, **vllm}})
         llm = worker.rollout.engine.llm
-        found = {"share": llm.arguments["gpu_memory_utilization"], "started": RankGpu().used}
+        figures = {"share": llm.arguments["gpu_memory_utilization"], "started": RankGpu().used}
         batch = own_shard(prompts(4, SAMPLED), worker)
         worker.generate_sequences(batch)
-        found["generating"] = RankGpu().used
+        figures["generating"] = RankGpu().used
         worker.update_actor(own_shard(experience(8), worker))
-        found["trained"] = RankGpu().used
+        figures["trained"] = RankGpu().used
         worker.generate_sequences(batch)
         events = [event for event in llm.events if event != "receive_policy_bucket"]
-        return found | {"events": events, "pinned": (runtime.most, len(runtime.registered))}
+        return figures | {"events": events, "pinned": (runtime.most, len(runtime.registered))}
 
 
 def test_an_engine_fits_beside_others_and_sleeps_while_the_actor_trains() -> None:
-    for found in run_ranks(beside_others, 2, {}):
-        started = found["started"]
-        assert found["share"] == pytest.approx((40 - 5.9) / 140, abs=0.03)  # 4% and 0.3 GB stay free
+    for figures in run_ranks(beside_others, 2, {}):
+        started = figures["started"]
+        assert figures["share"] == pytest.approx((40 - 5.9) / 140, abs=0.03)  # 4% and 0.3 GB stay free
         assert started < OF_OTHERS + 3 * GB  # contexts and communicators of two processes
-        assert found["generating"] - started > 30 * GB
-        assert found["trained"] - started < WEIGHTS_BYTES
+        assert figures["generating"] - started > 30 * GB
+        assert figures["trained"] - started < WEIGHTS_BYTES
         update = ["wake weights", "begin_policy_update", "finish_policy_update", "wake kv_cache", "generate"]
-        assert found["events"] == ["sleep 2", *update] * 2
-        most, left = found["pinned"]
+        assert figures["events"] == ["sleep 2", *update] * 2
+        most, left = figures["pinned"]
         assert most >= 64 << 20 and left > 0  # the buckets stay registered for the next update
 
 
 def test_an_engine_leaves_what_other_roles_will_take() -> None:
-    for found in run_ranks(lambda: beside_others({}, reserved_bytes=OF_OTHERS + 10 * GB), 2):
-        assert found["share"] == pytest.approx((40 - 10 - 5.9) / 140, abs=0.01)
-        assert found["generating"] < OF_OTHERS + 26 * GB
+    for figures in run_ranks(lambda: beside_others({}, reserved_bytes=OF_OTHERS + 10 * GB), 2):
+        assert figures["share"] == pytest.approx((40 - 10 - 5.9) / 140, abs=0.01)
+        assert figures["generating"] < OF_OTHERS + 26 * GB
 
 
 def due(resident: bool) -> int:
@@ -118,7 +118,8 @@ def through_buckets(waits: bool) -> dict[str, Any]:
         receiver = policy_receiver.PolicyReceiver()
         model = SimpleNamespace(named_parameters=weights.items, load_weights=load)
         receiver.model_runner = SimpleNamespace(get_model=lambda: model, model_config=None)
-        receiver.vllm_config, receiver.device = None, torch.device("cuda")
+        receiver.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(node_rank_within_dp=0))
+        receiver.device = torch.device("cuda")
         buckets, registered = SharedBuckets(128), runtime.count  # earlier tests of the parent process registered too
         for _ in range(2):
             receiver.begin_policy_update()
@@ -127,7 +128,7 @@ def through_buckets(waits: bool) -> dict[str, Any]:
                 places = [(str(first + number), "float32", (16,), 64 * number) for number in range(2)]
                 for place in places:
                     tensor_in(memory, place).copy_(weights[place[0]])
-                receiver.receive_policy_bucket(buckets.path, places)
+                receiver.receive_policy_bucket([buckets.path], places)
             assert receiver.finish_policy_update() == [each[:3] for each in tensor_fingerprints(weights.items())]
         most, count = runtime.most, runtime.count - registered
         buckets.close()

@@ -48,9 +48,9 @@ def test_the_gpu_path_computes_what_the_cpu_path_does(
 ) -> None:
     results = run_ranks(computed, ranks, parallel)
     for name, tolerance in (("responses", 0), ("log_probs", 1e-4)):
-        found = [rank[name] for rank in results if rank[name] is not None]
-        assert found
-        for mine in found:
+        values = [rank[name] for rank in results if rank[name] is not None]
+        assert values
+        for mine in values:
             torch.testing.assert_close(mine, on_cpu[name], atol=tolerance, rtol=0)
     for rank in results:
         assert rank["grad_norm"] == pytest.approx(on_cpu["grad_norm"], rel=1e-4)
@@ -87,17 +87,17 @@ def after_each_change(distributed: bool, dtype: str, directory: Path) -> list[se
     }
     worker = actor({"pp": 2}, "actor", **changes)
     worker.update_actor(experience(ROWS))
-    found = [described(worker)]
+    values = [described(worker)]
     worker.offload()
     worker.reload()
     worker.update_actor(experience(ROWS))
-    found.append(described(worker))
+    values.append(described(worker))
     worker.save_checkpoint(str(directory))
     again = actor({"pp": 2}, "actor", **changes)
     again.load_checkpoint(str(directory))
-    found.append(described(again))
+    values.append(described(again))
     again.update_actor(experience(ROWS))
-    return [*found, described(again)]
+    return [*values, described(again)]
 
 
 @pytest.mark.parametrize(("dtype", "distributed"), [("float32", False), ("bfloat16", True)])
@@ -115,20 +115,20 @@ def locked() -> tuple[list[int], int, int, int]:
     """Return bytes: page-locked ones of two offloads, after the reload, and of torch's allocator; of the parts."""
     worker = actor({}, "actor", ppo_epochs=1)
     worker.update_actor(experience(ROWS))
-    cached, found = pinned.cached, []
+    cached, values = pinned.cached, []
     kept = [tensor.untyped_storage() for part in ("params", "optimizer") for tensor in worker.offloader.parts()[part]]
     size = sum({storage._cdata: -(-storage.nbytes() // 512) * 512 for storage in kept}.values())
     for _ in range(2):
         worker.offload()
-        found.append(sum(runtime.registered.values()))
+        values.append(sum(runtime.registered.values()))
         worker.update_actor(experience(ROWS))
     worker.reload()
-    return found, sum(runtime.registered.values()), pinned.cached - cached, size
+    return values, sum(runtime.registered.values()), pinned.cached - cached, size
 
 
 def test_offloaded_parts_lock_their_bytes_once_and_release_them() -> None:
-    [(found, left, cached, size)] = run_ranks(locked, 1)
-    assert found == [size, size] and size > 400_000
+    [(values, left, cached, size)] = run_ranks(locked, 1)
+    assert values == [size, size] and size > 400_000
     assert (left, cached) == (0, 0)
 
 

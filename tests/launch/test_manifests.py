@@ -26,8 +26,9 @@ def test_the_pods_fit_the_schema_of_kubernetes(name: str) -> None:
     for template in templates:
         kubernetes_validate.validate(template, KUBERNETES, strict=True)
     templates[0]["template"]["spec"]["containers"][0]["volumeMount"] = []
-    with pytest.raises(kubernetes_validate.ValidationError, match="volumeMount"):
+    with pytest.raises(kubernetes_validate.ValidationError) as caught:
         kubernetes_validate.validate(templates[0], KUBERNETES, strict=True)
+    assert list(caught.value.path)[-2:] == ["containers", 0]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)

@@ -158,6 +158,7 @@ def test_ranks_of_fewer_replicas_load_the_files_of_their_place() -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 def test_a_run_on_two_nodes_goes_on_with_one_and_then_with_both(tmp_path: Path) -> None:
     folder = tempfile.mkdtemp(prefix="nodes")  # a short name: Ray puts its sockets there
     # Five checks in vain are the loss of a node: 2.5 s in place of Ray's 15.

@@ -92,6 +92,12 @@ class Actor(ActorRolloutRefWorker):
         self.state.counters["sampled_batches"] = 0
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def set_pause(self, mode: str) -> None:
+        """Set ``rollout.vllm.pause`` of the engine."""
+        assert isinstance(self.rollout, VllmRollout)
+        self.rollout._config = load_config(ActorConfig, self.rollout._config, {"rollout": {"vllm": {"pause": mode}}})
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def pid(self) -> int:
         return os.getpid()
 

@@ -70,3 +70,25 @@ def test_tokens_in_flight_have_the_log_probs_of_their_versions(ray_cluster: None
     assert present < TOLERANCE
     assert older > 100 * TOLERANCE  # another policy would be noticed
     assert rollout.router is not None and not rollout.router.lost
+
+
+def test_requests_in_flight_end_before_the_weights_move_or_their_rest_is_sent_again(ray_cluster: None) -> None:
+    config = actor_config("dense-tp2", parallel={"tp": 1}, rollout={"response_length": RESPONSE})
+    created = RayClassWithInitArgs(Actor, config, role="actor_rollout")
+    several = {}
+    with (
+        RayResourcePool([1], use_gpu=False, name_prefix="pausing", max_colocate_count=1) as pool,
+        MegatronRayWorkerGroup(pool, created, name_prefix="pausing") as group,
+    ):
+        group.init_model()
+        trained = group.generate_sequences(prompts(**GREEDY))
+        rollout = TrajectoryRollout(group, eos_token_id=EOS, pad_token_id=PAD)
+        for pause in ("wait", "abort"):
+            group.set_pause(pause)
+            made = [rollout.submit([3 + number % 100, 4], temperature=1.0) for number in range(100)]
+            while not any(submitted.done() for submitted in made):
+                time.sleep(0.01)
+            update(group, trained)
+            group.update_engine()
+            several[pause] = sum(len({*submitted.result(300).versions}) > 1 for submitted in made)
+    assert several["wait"] == 0 < several["abort"]

@@ -12,7 +12,7 @@ FITS = 0.05
 class Balance:
     """The seconds in which the trainer waited for responses, and in which the rollout had nothing to generate.
 
-    Generation is counted by slices. One that has ended counts until the controller sees it, at most the time between
+    Generation is counted by steps. One that has ended counts until the controller sees it, at most the time between
     two stages.
 
     Attributes:
@@ -28,13 +28,13 @@ class Balance:
         self._before = (0.0, 0.0)
 
     def sent(self) -> None:
-        """Count a slice that starts."""
+        """Count a step of the engines that starts."""
         if self._free is not None:
             self.idle += time.perf_counter() - self._free
         self._free = None
 
     def ended(self) -> None:
-        """Count a slice that has ended."""
+        """Count a step that has ended."""
         self._free = time.perf_counter()
 
     def begin(self) -> None:

@@ -8,7 +8,8 @@ Weights are not part of it: they move from worker to worker, and ``workers.Rollo
 side: ``update_weights``, then ``resume`` with the version when all ranks have them, ``sleep`` and ``wake_up``. An
 engine may go on with its requests in flight between two tokens, with the new weights; then it says so in ``versions``.
 
-``trainer/rollout/vllm_engine.py`` is one engine, and ``examples/http_rollout.py`` another.
+``trainer/rollout/vllm_engine.py`` is one engine, and ``examples/http_rollout.py`` another. ``ReferenceEngine``, of
+Megatron's ranks, does nothing by itself: a rollout makes its steps, so that tests are deterministic.
 """
 
 from __future__ import annotations
@@ -53,17 +54,18 @@ class Sampled:
 
     Attributes:
         tokens: token ids, up to and including the stop token: type code ``i`` or ``q``.
-        log_probs: one for each token, of the policy at the request's temperature, before all filters: type code ``d``.
+        log_probs: one for each token, of the policy at the request's temperature, before all filters: type code ``d``;
+            None if the engine does not know them.
         versions: in the order of the tokens, the version of the policy and how many tokens it made. If an engine does
             not know them, the trainer cannot correct for tokens of older policies: return ``[(0, len(tokens))]``.
-        is_partial: whether the engine stopped before a stop token or the limit, such as for new weights. The rollout
-            submits the rest again.
+        is_partial: whether the engine stopped before a stop token or the limit, such as for new weights or after a
+            step. The rollout submits the rest again.
         basis: what the log-probabilities are of, the fields of ``workers.LogProbBasis``, if that is something else.
         experts: integers ``[prompt + tokens - 1, layers with experts, topk]``, if the engine records them.
     """
 
     tokens: array[int]
-    log_probs: array[float]
+    log_probs: array[float] | None
     versions: Sequence[tuple[int, int]]
     is_partial: bool = False
     basis: Mapping[str, Any] | None = None

@@ -39,7 +39,7 @@ from workers.generate.request_settings import checked_sampling
 logger = logging.getLogger(__name__)
 
 PATIENCE_S = 0.05
-"""[s] How long this process waits for its own episodes before the next slice, if they wait for something else."""
+"""[s] How long this process waits for its own episodes before the next step, if they wait for something else."""
 GRACE_S = 2.0
 """[s] How long a process may take to answer that it has cancelled an episode, before it is killed."""
 LONGEST_MESSAGE = 1 << 30
@@ -133,7 +133,7 @@ class _ProcessHost(_Host):
 
 
 class Episodes:
-    """Runs episodes, whose turns a rollout generates: ``start`` them, and ``pump`` between two slices.
+    """Runs episodes, whose turns a rollout generates: ``start`` them, and ``pump`` between two steps of its engines.
 
     An episode that fails has an ``EpisodeError`` as the exception of its future. If a process is lost, its episodes
     begin again, and get the turns that they had: those that did not wait for the rollout each alone in a process, where
@@ -291,7 +291,7 @@ class Episodes:
         return DataProto.from_dict(whole, meta_info={**rollout.meta_info(n), "metrics": self.take_metrics(made)})
 
     def run(self) -> None:
-        """Make slices until every episode has ended."""
+        """Let the engines go on until every episode has ended."""
         rollout = self._connected()
         while len(self):
             self.pump(0.0)

@@ -21,7 +21,7 @@ import torch
 from mcontroller.data.batch import DataProto
 from mcontroller.errors import ConfigError, DataError, MControllerError
 from mcontroller.group import WorkerGroup
-from trainer.columns import FAILED, columns
+from trainer.columns import FAILED, LOG_PROBS, columns
 from trainer.config import AsynchronousConfig, PPOConfig
 from trainer.rollout.balance import Balance
 from trainer.rollout.episodes import Episodes
@@ -34,8 +34,10 @@ from trainer.rollout.generation import (
     not_drawn,
 )
 from trainer.rollout.made_tokens import FAILURE_KINDS, EpisodeError
+from trainer.rollout.reference_engine import ReferenceEngine
+from trainer.rollout.requests import Request
 from trainer.rollout.seeds import TRAINING, seed_of
-from trainer.rollout.trajectories import LOG_PROBS, Submitted, TrajectoryRollout, trajectory_batch
+from trainer.rollout.trajectories import Submitted, TrajectoryRollout, trajectory_batch
 from trainer.rollout.trajectory import Trajectory
 from trainer.rollout.trajectory_log import Taken, TrajectoryLog
 from trainer.saving.run_record import RECORD, BatchInFlight, read_record
@@ -88,7 +90,7 @@ class Group:
 class AsynchronousGenerations(Generations):
     """The responses to train on: each step takes groups that are complete, of ``max_staleness + 1`` batches in flight.
 
-    The rollout generates while the trainer waits for other stages; the weights move between two slices of a few tokens.
+    The rollout generates while the trainer waits for other stages; the weights move between two answers of its engines.
     A step with the weights ``v`` trains on no group that was submitted with weights before ``v - max_staleness``. What
     a step takes is recorded: a run that resumes, or replays another one, takes it from the record instead, and submits
     nothing before the end of the record. Everything runs in the trainer's thread.
@@ -96,7 +98,7 @@ class AsynchronousGenerations(Generations):
     Args:
         config: the configuration of the run.
         stages: calls ``pump`` while the trainer waits.
-        weights: sends the weights between slices.
+        weights: sends the weights while no step of the engines is in flight.
 
     Attributes:
         log: the record.
@@ -114,7 +116,7 @@ class AsynchronousGenerations(Generations):
         self.balance = Balance()
         self._schedule = Schedule(self._options)
         self._n = 1
-        self._slices: TrajectoryRollout | None = None
+        self._trajectories: TrajectoryRollout | None = None
         self._episodes: Episodes | None = None
         self._reset()
         if self._schedule.is_live:
@@ -149,12 +151,12 @@ class AsynchronousGenerations(Generations):
     def _begin_empty(self) -> None:
         """Begin without responses in flight."""
         self.close()
-        self._slices = TrajectoryRollout(self._rollout, driven=True, trained=True, **self._sampling)
-        self._n = self._slices.limits.get("n", 1)
-        self._settings["rollout.response_length"] = self._slices.limits["response_length"]
+        self._trajectories = TrajectoryRollout(self._rollout, driven=True, trained=True, **self._sampling)
+        self._n = self._trajectories.limits.get("n", 1)
+        self._settings["rollout.response_length"] = self._trajectories.limits["response_length"]
         if isinstance(self._rollout_fn, Episodes):
             self._episodes = self._rollout_fn.another()
-            self._episodes.connect(self._slices)
+            self._episodes.connect(self._trajectories)
 
     def close(self) -> None:
         """End the processes of episodes."""
@@ -162,9 +164,9 @@ class AsynchronousGenerations(Generations):
             self._episodes.close()
 
     def restart(self, rollout: WorkerGroup[Any]) -> None:
-        """Generate with another group from now on; only the running slice is lost, and made again."""
-        assert self._slices is not None
-        self._slices.restart(rollout)
+        """Generate with another group from now on; only the running step is lost, and made again."""
+        assert self._trajectories is not None
+        self._trajectories.restart(rollout)
         self._rollout, self._error = rollout, None
         self._in_flight = self._has_weights = False
 
@@ -195,7 +197,7 @@ class AsynchronousGenerations(Generations):
         Returns:
             As ``Generations.exchange``, without metrics: ``take_metrics`` returns them.
         """
-        if self._slices is None:
+        if self._trajectories is None:
             raise ConfigError("no group generates yet: call init_workers() before train_step()", key="rollout")
         if not self._groups:
             self.balance.begin()
@@ -281,7 +283,7 @@ class AsynchronousGenerations(Generations):
         Raises:
             DataError: a token differs.
         """
-        assert self._slices is not None
+        assert self._trajectories is not None
         compared: list[tuple[int, int, int, Trajectory, Submitted]] = []
         ahead = 0
         while (taken := self.log.next(ahead)) is not None and taken.version <= self._version + self._ahead:
@@ -291,11 +293,11 @@ class AsynchronousGenerations(Generations):
                     prompt = response.prompt or self._groups[number].prompt
                     names = ("tokens", "mask", "log_probs", "versions")
                     again = Trajectory(prompt, **{name: getattr(response, name)[:start] for name in names})
-                    submitted = self._slices.submit(again, seed=response.seed or 0, max_tokens=end - start)
+                    submitted = self._trajectories.submit(again, seed=response.seed or 0, max_tokens=end - start)
                     compared.append((self.log.count + ahead, number, at % self._n, response, submitted))
             ahead += 1
-        while self._slices.live:
-            self._slices.advance()
+        while self._trajectories.live:
+            self._trajectories.advance()
         for record, number, index, response, submitted in compared:
             generated = submitted.trajectory.tokens
             for position, (token, expected) in enumerate(zip(generated, response.tokens, strict=False)):
@@ -314,7 +316,7 @@ class AsynchronousGenerations(Generations):
 
     def _generated_groups(self, size: int) -> Taken:
         """Generate until a step can take groups, and return them."""
-        assert self._slices is not None
+        assert self._trajectories is not None
         self._submit()
         self._drop_stale()
         self._generate_until(lambda: self._ready >= size and self._chosen(size) is not None)
@@ -323,7 +325,7 @@ class AsynchronousGenerations(Generations):
         self._ready -= size
         dropped, self._dropped = self._dropped, []
         tokens, self._dropped_tokens = self._dropped_tokens, 0
-        meta_info = self._slices.meta_info(self._n)
+        meta_info = self._trajectories.meta_info(self._n)
         return Taken(
             groups=[group.number for group in chosen],
             prompts=[zlib.crc32(group.prompt) for group in chosen],
@@ -332,7 +334,7 @@ class AsynchronousGenerations(Generations):
             fingerprint=self._weights.fingerprint,
             dropped=dropped,
             dropped_tokens=tokens,
-            log_probs=self._slices.log_probs,
+            log_probs=self._trajectories.log_probs,
             basis={name: meta_info[name] for name in LOG_PROBS if name in meta_info},
             settings=self._settings,
         )
@@ -346,16 +348,16 @@ class AsynchronousGenerations(Generations):
 
     def _submit_group(self, group: Group) -> None:
         """Submit the responses of a group; each has another seed, so that their order does not change them."""
-        assert self._slices is not None
+        assert self._trajectories is not None
         group.version, group.completed, group.futures = self._version, -1, []
         others = {name: column[group.row] for name, column in group.problems.non_tensor_batch.items()}
-        run_seed = self._slices.limits.get("seed", self._data_seed)
+        run_seed = self._trajectories.limits.get("seed", self._data_seed)
         seeds = [seed_of(run_seed, TRAINING, group.number, index, group.attempt) for index in range(self._n)]
         group.responses = [Trajectory(group.prompt, others, seed=seed) for seed in seeds]
         for index, response in enumerate(group.responses):
             future: Future[Trajectory]
             if self._episodes is None:
-                future = submitted = self._slices.submit(response, seed=seeds[index])
+                future = submitted = self._trajectories.submit(response)
                 submitted.key = group.number
             else:
                 problem = {**others, "prompt_ids": group.prompt.tolist()}
@@ -379,10 +381,10 @@ class AsynchronousGenerations(Generations):
     def _drop_stale(self) -> None:
         """Begin the groups again that are older than they may be."""
         stale = [group for group in self._groups.values() if self._version - group.version > self._ahead]
-        if self._options.stale != "drop" or not stale or self._slices is None:
+        if self._options.stale != "drop" or not stale or self._trajectories is None:
             return
         numbers = {group.number for group in stale}
-        started = [submitted for submitted in self._slices.live if _group_of(submitted) in numbers]
+        started = [submitted for submitted in self._trajectories.live if _group_of(submitted) in numbers]
         responses = [response for group in stale for response in group.responses if response.ended]
         responses += [submitted.trajectory for submitted in started]
         self._dropped_tokens += sum(len(response.tokens) for response in responses)
@@ -421,7 +423,7 @@ class AsynchronousGenerations(Generations):
 
     def _batch(self, groups: Sequence[Group], taken: Taken) -> GeneratedBatch:
         """Return the responses that the trainer takes."""
-        assert self._slices is not None
+        assert self._trajectories is not None
         rows: dict[int, tuple[DataProto, list[int]]] = {}
         for group in groups:
             rows.setdefault(id(group.problems), (group.problems, []))[1].append(group.row)
@@ -430,11 +432,11 @@ class AsynchronousGenerations(Generations):
         batch = trajectory_batch(
             made,
             prompt_length=max(width, *(len(response.prompt) for response in made)),
-            response_length=self._slices.limits["response_length"],
+            response_length=self._trajectories.limits["response_length"],
             pad_token_id=self._sampling["pad_token_id"],
             log_probs=taken.log_probs,
         )
-        meta_info = {**self._slices.meta_info(self._n), **taken.basis}
+        meta_info = {**self._trajectories.meta_info(self._n), **taken.basis}
         if self._episodes is not None:
             meta_info["metrics"] = self._episodes.take_metrics(made)
             batch[FAILED] = torch.tensor([response.ended in FAILURE_KINDS for response in made])
@@ -456,68 +458,71 @@ class AsynchronousGenerations(Generations):
         """Return a line on the balance of the run."""
         return "" if self._rollout is None else self.balance.line(self._rollout.world_size)
 
-    # ---- slices ----------------------------------------------------------------------------------------------------
+    # ---- steps of the engines ---------------------------------------------------------------------------------------
 
     def pump(self) -> None:
-        """Take the slice in flight if it has ended, and send the next one; an error is raised by the next step."""
-        if self._slices is None or self._held or not self._has_weights or self._error is not None:
+        """Take the answers that have arrived, and let the engines go on; an error is raised by the next step."""
+        if self._trajectories is None or self._held or not self._has_weights or self._error is not None:
             return
         try:
             self._pump_episodes()
             if self._in_flight:
-                if not self._slices.ready():
+                if not self._trajectories.ready():
                     return
                 self._collect()
-            self._send(self._slices.live)
+            self._send()
         except MControllerError as error:
             self._error = error
 
     @contextmanager
     def _moving(self) -> Iterator[None]:
-        """Have no slice in flight while weights move, and let the trajectories in flight finish first if they are to.
+        """Have no step in flight while weights move; with ``partial="finish"``, what has tokens ends before.
 
-        After a restart, the rollout has no weights for a slice yet.
+        After a restart, the rollout has no weights for a step yet.
         """
         self._held = True
         try:
             if self._has_weights:
-                finish = self._options.partial == "finish"
+                by_engine = not self._is_stepped() and self._episodes is None
+                finish = self._options.partial == "finish" and not by_engine
                 self._generate_until(
-                    lambda: not (finish and (self._started() or self._is_busy())), self._started if finish else None
+                    lambda: not (finish and (self._requests(begun=True) or self._is_busy())), begun=finish
                 )
             yield
             self._has_weights = True
             if self._weights.version != self._version:
                 self._version = self._weights.version
-                if self._options.partial == "stop" and self._slices is not None:
-                    self._slices.postpone(self._started())
+                if self._options.partial == "stop" and self._trajectories is not None:
+                    self._trajectories.engine.postpone_begun()
         finally:
             self._held = False
 
-    def _started(self) -> list[Submitted]:
-        """Return the responses in flight that have tokens."""
-        return [] if self._slices is None else self._slices.started
+    def _is_stepped(self) -> bool:
+        """Whether responses are generated by calls of this object, and not by engines that go on by themselves."""
+        return self._trajectories is None or isinstance(self._trajectories.engine, ReferenceEngine)
 
-    def _generate_until(
-        self, reached: Callable[[], bool], rows: Callable[[], Sequence[Submitted]] | None = None
-    ) -> None:
-        """Make slices until a condition holds, and those that a simulated schedule has before it.
+    def _requests(self, *, begun: bool = False) -> list[Request]:
+        """Return the requests in flight, or those whose response has tokens."""
+        return [] if self._trajectories is None else self._trajectories.engine.requests(begun=begun)
+
+    def _generate_until(self, reached: Callable[[], bool], *, begun: bool = False) -> None:
+        """Make steps until a condition holds, and those that a simulated schedule has before it.
 
         Args:
             reached: the condition.
-            rows: returns the responses that the slices continue. None: all in flight.
+            begun: whether only responses that have tokens go on.
         """
         self._raise_error()
         if self._held and self._in_flight:
             self._wait()
         self._pump_episodes()
-        while self._slices is not None and self._schedule.goes_on(needed=not reached()):
-            if self._in_flight or self._send(self._slices.live if rows is None else rows()):
+        while self._trajectories is not None and self._schedule.goes_on(needed=not reached()):
+            if self._in_flight or self._send(begun=begun):
                 self._wait()
                 self._raise_error()
             elif not self._is_busy():
                 return
-            self._pump_episodes(0.0 if self._slices.live else EPISODE_S)
+            self._pump_episodes(0.0 if len(self._trajectories) else EPISODE_S)
 
     def _is_busy(self) -> bool:
         return self._episodes is not None and self._episodes.busy
@@ -528,26 +533,28 @@ class AsynchronousGenerations(Generations):
             self._episodes.pump(seconds if self._episodes.busy else 0.0)
 
     def _wait(self) -> None:
-        """Wait for the slice in flight."""
+        """Wait for the step in flight."""
         began = time.perf_counter()
         with self._stages("generate"):
             self._collect()
             self.balance.waited += time.perf_counter() - began
 
-    def _send(self, live: Sequence[Submitted]) -> bool:
-        """Send a slice, and return whether there is one."""
-        assert self._slices is not None
-        rows = self._schedule.rows(live, self._slices)
-        if rows:
-            self._in_flight = self._slices.start(rows)
+    def _send(self, *, begun: bool = False) -> bool:
+        """Let the engines go on, and return whether a request is in flight."""
+        assert self._trajectories is not None
+        requests, tokens = None, None
+        if begun or not self._schedule.is_live:
+            requests, tokens = self._schedule.step(self._requests(begun=begun), self._trajectories.limits["max_rows"])
+        self._in_flight = requests != [] and self._trajectories.start(requests, tokens)
+        if self._in_flight:
             self.balance.sent()
-        return bool(rows)
+        return self._in_flight
 
     def _collect(self) -> None:
-        """Take the slice in flight."""
-        assert self._slices is not None
+        """Take the answers of the engines."""
+        assert self._trajectories is not None
         self._in_flight = False
-        self._slices.take()
+        self._trajectories.take()
         self.balance.ended()
 
     def _raise_error(self) -> None:
@@ -625,7 +632,7 @@ class AsynchronousGenerations(Generations):
 
 
 class Schedule:
-    """When a run makes another slice, of which responses, and how long it is.
+    """When a run makes another step of its engines, of which requests, and how long it is.
 
     Args:
         config: ``schedule`` and ``seed``.
@@ -635,15 +642,15 @@ class Schedule:
         self.is_live, self._random = config.schedule == "live", random.Random(config.seed)
 
     def goes_on(self, *, needed: bool) -> bool:
-        """Return whether a slice comes before the next event of the trainer, which needs it or not."""
+        """Return whether a step comes before the next event of the trainer, which needs it or not."""
         return needed or (not self.is_live and self._random.random() < 0.5)
 
-    def rows(self, live: Sequence[Submitted], slices: TrajectoryRollout) -> Sequence[Submitted]:
-        """Return which responses the slice continues: the first ones, or a random part by a random number of tokens."""
-        if self.is_live or not live:
-            return live[: slices.capacity]
-        slices.slice_tokens = self._random.randint(1, 8)
-        return self._random.sample(live, self._random.randint(1, min(slices.capacity, len(live))))
+    def step(self, requests: list[Request], most: int) -> tuple[list[Request], int | None]:
+        """Return the requests that a step continues, at most ``most``, and its tokens: a random part, if simulated."""
+        if self.is_live or not requests:
+            return requests[:most], None
+        tokens = self._random.randint(1, 8)
+        return self._random.sample(requests, self._random.randint(1, min(most, len(requests)))), tokens
 
 
 def learning_settings(config: PPOConfig) -> dict[str, Any]:

@@ -1,66 +1,51 @@
 """Generation by trajectory: any number of responses in flight, which join and leave at any time.
 
-Engines that take requests, such as vLLM's, get each trajectory by itself through a ``Router``, and go on by themselves.
-With Megatron's ranks, the workers keep nothing between calls: a trajectory in flight is a prompt and the tokens so far,
-and a slice is one call of ``generate_sequences`` that continues all of them by some tokens. The noise of a token
-depends on the seed of its trajectory and on its position, so a response made in slices equals one made at once. Weights
-move between two slices.
+A response is one request to an engine after another: the first, one for each later turn, and one for the rest if an
+engine answers with a part. Engines that take requests, such as vLLM's, generate by themselves behind a ``Router``. A
+group without engines, such as one of Megatron's ranks, generates with the ``ReferenceEngine``, step by step.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import threading
 from array import array
 from collections.abc import Collection, Generator, Mapping, Sequence
 from concurrent.futures import Future
-from functools import partial
-from itertools import chain
-from queue import Empty, SimpleQueue
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mcontroller.data.batch import DataProto
-from mcontroller.errors import DataError, MControllerError
-from trainer.columns import columns
+from mcontroller.errors import DataError
+from trainer.columns import LOG_PROBS
 from trainer.rollout.engine import Engine, Sampled
-from trainer.rollout.router import NoEngineLeft, RequestLoop, Router
+from trainer.rollout.reference_engine import ReferenceEngine
+from trainer.rollout.requests import Request, RoutedEngines
+from trainer.rollout.router import Router
 from trainer.rollout.seeds import count_call, seed_of
 from trainer.rollout.trajectory import Trajectory
 from workers.columns import ROUTED_EXPERTS, TOKEN_TEMPERATURES
-from workers.generate.request_settings import OF_REQUESTS, checked_sampling, checked_token_ids
-from workers.generate.sampling import later_seeds
-
-LOG_PROBS = ("rollout_log_probs", "engine_log_probs")
-"""The columns with a log-probability for each token; a rollout returns one of them."""
-_OF_ENGINES = ("eos_token_id", *(name for name in OF_REQUESTS if name != "max_tokens"))
-_TAKE_S = 0.02
-SLICE_TOKENS = 64
-"""[tokens] The most by which a slice continues a trajectory."""
+from workers.generate.request_settings import checked_sampling, checked_token_ids
 
 
 class Submitted(Future[Trajectory]):
-    """A trajectory in flight: ``await`` it, or call ``result()``; ``cancel()`` takes it out before the next slice.
-
-    Unless a program makes the slices itself (``TrajectoryRollout.driven``), whoever waits makes them.
+    """A trajectory in flight: ``await`` it, or call ``result()``; ``cancel()`` takes it out of its engine.
 
     Attributes:
-        trajectory: its state, which every slice continues.
+        trajectory: its state, to which every answer of an engine adds.
         limit: [tokens] the most of the response at the end of this turn.
         room: [tokens] the most of the whole response.
         stop_token_ids: the tokens that end this turn, and leave the response open.
-        settings: the ``meta_info`` of its calls; trajectories with equal settings share a call.
+        settings: the ``meta_info`` of its requests.
         temperature: of its tokens; 0 if it takes the most probable ones among others that are sampled; None if the
             workers do not say.
         key: what the program knows it by.
+        request: the one in flight.
     """
 
     key: Any = None
-    request: Future[Sampled] | None = None
+    request: Request
 
     def __init__(
         self,
@@ -85,11 +70,15 @@ class Submitted(Future[Trajectory]):
         return "" if length < self.limit else "length" if length >= self.room else "max_tokens"
 
     def cancel(self) -> bool:
-        """Take it out of its engine, or before the next slice; return whether it had not ended."""
-        self._rollout.some_cancelled = True
-        if self.request is not None:
-            self.request.cancel()
-        return super().cancel()
+        """Take it out of its engine; return whether it had not ended."""
+        was_cancelled = super().cancel()
+        if was_cancelled:
+            self._rollout.forget(self)
+        return was_cancelled
+
+    def answered(self, answer: Sampled | BaseException) -> None:
+        """Add the answer of an engine, or end with its error."""
+        self._rollout.answered(self, answer)
 
     def result(self, timeout: float | None = None) -> Trajectory:
         """Return the trajectory when it has ended.
@@ -100,50 +89,43 @@ class Submitted(Future[Trajectory]):
         Raises:
             CancelledError: it was cancelled.
         """
-        while not (self.done() or self._rollout.driven or self._rollout.routes):
+        while not self.done() and self._rollout.steps_for_waiters:
             self._rollout.advance()
         return super().result(timeout)
 
     def __await__(self) -> Generator[Any, None, Trajectory]:
-        if not (self._rollout.driven or self._rollout.routes):
-            self._rollout.drive_on_loop()
+        if self._rollout.steps_for_waiters:
+            self._rollout.engine.drive()
         return asyncio.wrap_future(self).__await__()
 
 
 class TrajectoryRollout:
-    """Generates trajectories with a group: ``submit`` them, and advance all of them slice by slice.
+    """Generates trajectories with a group or with engines: ``submit`` them.
 
     Args:
-        group: its workers have ``generate_sequences`` with the columns ``sample_seed`` and ``generated``, and
-            ``generation_limits``.
-        slice_tokens: the most tokens by which a slice continues a trajectory. None: those of the workers'
-            ``generation_limits``, or ``SLICE_TOKENS``.
-        capacity: the most rows of a slice; the others wait in the order in which they were submitted. None: the
-            engine's ``rollout.max_rows``.
-        driven: whether the program calls ``advance``, or ``start`` and ``take``; otherwise whoever waits for a
-            trajectory makes the slices.
+        group: its workers have ``generation_limits``, and engines that take requests, or ``generate_sequences`` as the
+            ``ReferenceEngine`` calls it.
+        driven: whether the program calls ``advance``, or ``start`` and ``take``, in which trajectories end; otherwise
+            engines go on by themselves, and with a ``ReferenceEngine`` whoever waits for a trajectory makes the steps.
         trained: whether all responses are to be trained on, so that one that asks for the most probable tokens is
             rejected.
-        engines: that take the requests. None: those of the group's workers, if they do.
+        engines: that take the requests: several, or one ``ReferenceEngine``, which is stepped. None: those of the
+            group's workers, or a ``ReferenceEngine`` if they have none.
         sampling: the ``meta_info`` of ``generate_sequences``: ``eos_token_id``, ``pad_token_id``, and settings.
 
     Attributes:
-        routes: whether each trajectory is a request to an engine, and there are no slices.
-        router: before the engines, once there was a request.
-        driven, slice_tokens, capacity, trained, sampling: as passed.
+        engine: the ``ReferenceEngine``, or the engines behind a router.
+        driven, trained, sampling: as passed.
         limits: of the workers' configuration: ``prompt_length``, ``response_length``, ``vocab_size``, ``max_rows``, and
             if they have them, ``n``, ``temperature``, ``do_sample`` and ``seed``.
         submissions: the number of trajectories that were submitted without a seed, on which the next seed depends.
-        some_cancelled: whether some of those in flight may have been cancelled.
-        log_probs: the name of the column with log-probabilities that the group returned last; None: there was none.
+        log_probs: the name of the column with log-probabilities that an engine returned last; None: there was none.
     """
 
     def __init__(
         self,
         group: Any,
         *,
-        slice_tokens: int | None = None,
-        capacity: int | None = None,
         driven: bool = False,
         trained: bool = False,
         engines: Sequence[Engine] | None = None,
@@ -151,23 +133,21 @@ class TrajectoryRollout:
     ) -> None:
         self.group, self.sampling, self.driven, self.trained = group, sampling, driven, trained
         self.limits: Mapping[str, Any] = group.generation_limits()[0]
-        self.slice_tokens: int = slice_tokens or self.limits.get("slice_tokens", SLICE_TOKENS)
-        self.capacity = capacity or self.limits["max_rows"]
-        self.submissions, self.some_cancelled = 0, False
-        self._sampled_before: int | None = None
+        self.engine: ReferenceEngine | RoutedEngines
+        if engines is not None and len(engines) == 1 and isinstance(engines[0], ReferenceEngine):
+            self.engine = engines[0]
+        elif engines is None and not self.limits.get("takes_requests"):
+            self.engine = ReferenceEngine(group)
+        else:
+            self.engine = RoutedEngines(group, engines, driven=driven, pad_token_id=sampling.get("pad_token_id", 0))
+        self.submissions = 0
         self.log_probs: str | None = LOG_PROBS[0]
+        self._sampled_before: int | None = None
         self._basis: dict[str, Any] = {}
         self._live: dict[Submitted, None] = {}
-        self.routes = engines is not None or bool(self.limits.get("takes_requests"))
-        self.router: Router | None = None
-        self._engines, self._addresses = engines, list[Any]()
-        self._requests = RequestLoop() if self.routes else None
-        self._unsent: list[Submitted] = []
-        self._arrived: SimpleQueue[Submitted] = SimpleQueue()
+        self._ended: list[Submitted] = []
         self._settings: dict[frozenset[int], Mapping[str, Any]] = {}
-        self._calls: list[tuple[list[Submitted], DataProto]] = []
-        self._lock = threading.RLock()
-        self._driver: asyncio.Task[None] | None = None
+        self._lock = self.engine.lock
 
     def __len__(self) -> int:
         """The number of trajectories in flight."""
@@ -190,18 +170,20 @@ class TrajectoryRollout:
         return bool(self.sampling.get("do_sample", self.limits.get("do_sample", True)))
 
     @property
+    def steps_for_waiters(self) -> bool:
+        """Whether whoever waits for a trajectory has to make steps."""
+        return not self.driven and isinstance(self.engine, ReferenceEngine)
+
+    @property
+    def router(self) -> Router | None:
+        """The router before the engines, once there was a request; None with a ``ReferenceEngine``."""
+        return self.engine.router if isinstance(self.engine, RoutedEngines) else None
+
+    @property
     def live(self) -> Sequence[Submitted]:
         """The trajectories in flight, in the order of their submission."""
         with self._lock:
-            if self.some_cancelled:
-                self._live = {submitted: None for submitted in self._live if not submitted.done()}
-                self.some_cancelled = False
             return tuple(self._live)
-
-    @property
-    def started(self) -> list[Submitted]:
-        """The trajectories in flight that have tokens, or that an engine has."""
-        return [submitted for submitted in self.live if submitted.trajectory.tokens or submitted.request is not None]
 
     def submit(
         self,
@@ -250,14 +232,11 @@ class TrajectoryRollout:
             seed = self._next_seed() if trajectory.seed is None or is_copy else trajectory.seed
         trajectory.seed, trajectory.seeded, trajectory.ended = seed, id(trajectory), ""
         with self._lock:
-            if self.routes:
-                goes_on = bool(self.live) and self.router is not None
-                self._unsent.append(submitted)
-                self._live[submitted] = None
-                if goes_on or not self.driven:
-                    self._send_requests(connect=not goes_on)
-            else:
-                self._live[submitted] = None
+            self._live[submitted] = None
+            made = len(trajectory.tokens)
+            context = trajectory.prompt + trajectory.tokens
+            submitted.request = Request(context, submitted.settings, seed, made, limit - made, submitted.answered)
+            self.engine.start(submitted.request)
         return submitted
 
     def _settings_of(self, stops: frozenset[int], changes: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -291,210 +270,76 @@ class TrajectoryRollout:
         return temperature
 
     def restart(self, group: Any) -> None:
-        """Generate with another group from now on: only the slice in flight is lost, and made again."""
-        with self._lock:
-            self.group, self._calls, self.router = group, [], None
-            self._unsent = list(self.live)
-            if self.routes and not self.driven:
-                self.start()
+        """Generate with another group from now on: only what its engines had not answered is lost, and made again."""
+        self.group = group
+        self.engine.restart(group)
 
-    def start(self, chosen: Sequence[Submitted] | None = None) -> bool:
-        """Send the calls of a slice, and return whether there is one in flight; trajectories that join later wait.
-
-        Args:
-            chosen: which trajectories in flight it continues. None: the first ``capacity``.
-        """
-        with self._lock:
-            if self.routes:
-                self._send_requests(connect=len(self._unsent) == len(self.live))
-            if self._calls or self.routes:
-                return bool(self._calls or self.live)
-            rows = list(self.live[: self.capacity] if chosen is None else chosen)
-            alike: list[tuple[Mapping[str, Any], list[Submitted]]] = []
-            for submitted in rows:
-                settings = submitted.settings
-                same = next((some for other, some in alike if other is settings or other == settings), None)
-                if same is None:
-                    alike.append((settings, [submitted]))
-                else:
-                    same.append(submitted)
-            for _, some in alike:
-                self._calls.append((some, self._call(some)))
-            return bool(self._calls)
+    def start(self, requests: Sequence[Request] | None = None, tokens: int | None = None) -> bool:
+        """Let the engines go on, and return whether a request is in flight; see ``ReferenceEngine.step``."""
+        return self.engine.step(requests, tokens)
 
     def ready(self) -> bool:
         """Whether ``take`` would not wait."""
-        return not self._arrived.empty() if self.routes else all(batch.wait(0.0) for _, batch in self._calls)
+        return self.engine.ready()
 
     def take(self) -> list[Submitted]:
-        """Wait for the slice in flight, and return the trajectories that it has ended, whose waiters go on.
+        """Wait for answers of the engines, and return the trajectories that they have ended, whose waiters go on.
 
         Raises:
-            GroupError: the group failed. Nothing but the slice is lost: the trajectories stay in flight, and the next
-                slice makes the same tokens.
+            GroupError: the group failed. The trajectories stay in flight; ``restart`` goes on with another group.
         """
-        if self.routes:
-            return self._take_responses()
-        with self._lock:
-            calls, self._calls = self._calls, []
-            batches = [(rows, batch.get()) for rows, batch in calls]
-            for rows, batch in batches:
-                limits = [submitted.limit for submitted in rows]
-                temperatures = [submitted.temperature for submitted in rows]
-                append_sampled([submitted.trajectory for submitted in rows], batch, limits, temperatures)
-                if self.log_probs != LOG_PROBS[1]:  # once some are the engine's, those of a batch are not the policy's
-                    self.log_probs = log_probs_of(batch)
-                self._basis = {name: value for name, value in batch.meta_info.items() if name in LOG_PROBS}
-            return self._settled([submitted for rows, _ in batches for submitted in rows])
-
-    def _settled(self, rows: Sequence[Submitted]) -> list[Submitted]:
-        """Return those of the rows of a slice that have ended, whose waiters go on."""
-        for submitted in rows:
-            submitted.trajectory.ended = submitted.end()
-        ended = [submitted for submitted in rows if submitted.trajectory.ended]
-        with self._lock:
-            for submitted in ended:
-                self._live.pop(submitted, None)
-        completed = [submitted for submitted in ended if submitted.set_running_or_notify_cancel()]
-        for submitted in completed:
-            submitted.set_result(submitted.trajectory)
-        return completed
-
-    def postpone(self, some: Sequence[Submitted]) -> None:
-        """Continue these trajectories after all others in flight."""
-        with self._lock:
-            for submitted in some:
-                self._live.pop(submitted)
-                self._live[submitted] = None
+        self._ended = []
+        self.engine.take()
+        ended, self._ended = self._ended, []
+        return ended
 
     def advance(self) -> list[Submitted]:
-        """Make one slice, and return the trajectories that it has ended."""
+        """Make one step, and return the trajectories that it has ended."""
+        return self.take() if self.start() else []
+
+    def forget(self, submitted: Submitted) -> None:
+        """Take a trajectory that was cancelled out of its engine."""
         with self._lock:
-            return self.take() if self.start() else []
+            self._live.pop(submitted, None)
+            submitted.request.cancel()
 
-    def _send_requests(self, *, connect: bool) -> None:
-        """Send what waits to the engines, which are brought up to date first if none has a request."""
-        unsent, self._unsent = [submitted for submitted in self._unsent if not submitted.done()], []
-        if not unsent:
-            return
-        try:
-            if connect or self.router is None:
-                self._connect()
-        except MControllerError:
-            self._unsent = unsent
-            raise
-        for submitted in unsent:
-            self._send_request(submitted)
-
-    def _connect(self) -> None:
-        """Use the engines of the group's workers, with their current weights."""
-        addresses = (
-            [] if self._engines else [address for address in self.group.engine_addresses() if address is not None]
-        )
-        if self.router is not None and not self.router.lost and addresses == self._addresses:
-            return
-        self._addresses, engines = addresses, self._engines
-        if engines is None:
-            from trainer.rollout.vllm_engine import VllmEngine
-
-            engines = [VllmEngine(address, self.sampling["pad_token_id"]) for address in addresses]
-            if self.router is not None:
-                assert self._requests is not None
-                self._requests.start(self.router.close())
-        self.router = Router(engines)
-
-    def _send_request(self, submitted: Submitted) -> None:
-        assert self.router is not None and self._requests is not None
-        trajectory = submitted.trajectory
-        made, seed = len(trajectory.tokens), trajectory.seed or 0
-        if made:
-            seed = int(later_seeds(torch.tensor([seed]), torch.tensor([made])))
-        settings = {name: submitted.settings[name] for name in _OF_ENGINES if name in submitted.settings}
-        settings |= {"response_length": submitted.limit - made, "seed": seed}
-        request = self._requests.start(self.router.generate(trajectory.prompt + trajectory.tokens, settings))
-        submitted.request = request
-        request.add_done_callback(partial(self._request_ended, submitted))
-
-    def _request_ended(self, submitted: Submitted, request: Future[Sampled]) -> None:
-        """Settle a request, or let ``take`` do it (on the thread of the requests)."""
-        if self.driven:
-            self._arrived.put(submitted)
-        elif not request.cancelled():
-            self._settle_request(submitted, request)
-
-    def _settle_request(self, submitted: Submitted, request: Future[Sampled]) -> list[Submitted]:
-        """Append a response to its trajectory, and return that if it has ended; the rest is submitted again."""
-        error = request.exception()
+    def answered(self, submitted: Submitted, answer: Sampled | BaseException) -> None:
+        """Add an answer to its trajectory, which has ended with it, or whose rest is requested."""
         with self._lock:
-            if error is not None:
-                self._live.pop(submitted, None)
-                if submitted.set_running_or_notify_cancel():
-                    submitted.set_exception(error)
-                return []
             if submitted.done():
-                return []
-            self._append(submitted, request.result())
-            if not submitted.end():
-                self._send_request(submitted)
-                return []
-            return self._settled([submitted])
+                return
+            if isinstance(answer, Sampled):
+                self._append(submitted, answer)
+                submitted.trajectory.ended = submitted.end()
+                if not submitted.trajectory.ended:
+                    submitted.request.extend(submitted.trajectory.tokens[submitted.request.generated :])
+                    self.engine.start(submitted.request)
+                    return
+            del self._live[submitted]
+        if not submitted.set_running_or_notify_cancel():
+            return
+        if isinstance(answer, Sampled):
+            self._ended.append(submitted)
+            submitted.set_result(submitted.trajectory)
+        else:
+            submitted.set_exception(answer)
 
     def _append(self, submitted: Submitted, sampled: Sampled) -> None:
         trajectory, start = submitted.trajectory, 0
         if sampled.experts is not None:
             known = sum(map(len, trajectory.experts))
             trajectory.experts.append(sampled.experts[known:])
+        log_probs = sampled.log_probs
+        if log_probs is None:
+            log_probs = array("d", (0.0,)) * len(sampled.tokens)
         for version, count in sampled.versions:
             part = slice(start, start + count)
-            tokens, log_probs = array("q", sampled.tokens[part]), sampled.log_probs[part]
-            trajectory.sampled(tokens, log_probs, version, submitted.temperature)
+            trajectory.sampled(array("q", sampled.tokens[part]), log_probs[part], version, submitted.temperature)
             start += count
         if sampled.basis is not None:
-            self.log_probs, self._basis = LOG_PROBS[1], {LOG_PROBS[1]: dict(sampled.basis)}
-
-    def _take_responses(self) -> list[Submitted]:
-        """Return the trajectories that have ended since the last call; wait a moment for the first one.
-
-        Raises:
-            GroupError: no engine is left, for the cause that the group reports.
-        """
-        ended: list[Submitted] = []
-        with contextlib.suppress(Empty):
-            submitted = self._arrived.get(timeout=_TAKE_S)
-            while True:
-                request = submitted.request
-                assert request is not None
-                of_group = self._engines is None and not request.cancelled()
-                if of_group and isinstance(request.exception(), NoEngineLeft):
-                    self._unsent.append(submitted)  # the group reports the cause
-                elif not request.cancelled():
-                    ended += self._settle_request(submitted, request)
-                submitted = self._arrived.get_nowait()
-        if self._unsent and not ended:
-            with self._lock:
-                self.router = None
-                self._send_requests(connect=True)
-        return ended
-
-    def drive_on_loop(self) -> None:
-        """Make slices on the running event loop until no trajectory is in flight."""
-        if self._driver is None or self._driver.done():
-            self._driver = asyncio.get_running_loop().create_task(self._drive())
-
-    async def _drive(self) -> None:
-        try:
-            await _let_waiters_run()
-            while self.start():
-                while not self.ready():
-                    await asyncio.sleep(0.001)
-                self.take()
-                await _let_waiters_run()
-        except Exception as error:
-            with self._lock:
-                waiting, self._live = self._live, {}
-            for submitted in waiting:
-                if submitted.set_running_or_notify_cancel():
-                    submitted.set_exception(error)
+            self.log_probs, self._basis = LOG_PROBS[1], {LOG_PROBS[1]: dict(sampled.basis)} if sampled.basis else {}
+        elif self.log_probs != LOG_PROBS[1]:  # once some are the engine's, those of a batch are not the policy's
+            self.log_probs = None if sampled.log_probs is None else LOG_PROBS[0]
 
     def _next_seed(self) -> int:
         if self._sampled_before is None:
@@ -505,7 +350,9 @@ class TrajectoryRollout:
     def _check(self, trajectory: Trajectory, limit: int) -> None:
         length, most = len(trajectory.prompt), self.limits["prompt_length"]
         for tokens in (trajectory.prompt, trajectory.tokens):
-            checked_token_ids("prompt", [min(tokens, default=0), max(tokens, default=0)], self.limits["vocab_size"])
+            least_and_greatest = [min(tokens, default=0), max(tokens, default=0)]
+            if not 0 <= least_and_greatest[0] <= least_and_greatest[1] < self.limits["vocab_size"]:
+                checked_token_ids("prompt", least_and_greatest, self.limits["vocab_size"])
         if not 1 <= length <= most:
             raise DataError(
                 f"submit: the prompt has {length} tokens, expected 1 to rollout.prompt_length, which is {most}",
@@ -520,84 +367,6 @@ class TrajectoryRollout:
                 "before there is no room for a turn, or raise rollout.response_length",
                 length=len(trajectory.tokens),
             )
-
-    def _call(self, rows: Sequence[Submitted]) -> DataProto:
-        """Send a call that continues trajectories with the same settings."""
-        going = [submitted.trajectory for submitted in rows]
-        width = self.limits["prompt_length"] + self.limits["response_length"]
-        room = min(self.slice_tokens, max(submitted.limit - len(submitted.trajectory.tokens) for submitted in rows))
-        prompts = contexts(going, rows[0].settings, room, width)
-        seeds = torch.tensor([trajectory.seed or 0 for trajectory in going], dtype=torch.long)
-        generated = torch.tensor([len(trajectory.tokens) for trajectory in going])
-        prompts = prompts.with_tensors({"sample_seed": seeds, "generated": generated})
-        batch: DataProto = self.group.generate_sequences.options(blocking=False)(prompts)
-        return batch
-
-
-async def _let_waiters_run() -> None:
-    """Let those who waited for a trajectory submit their next one: a result reaches them in three rounds."""
-    for _ in range(3):
-        await asyncio.sleep(0)
-
-
-def contexts(going: Sequence[Trajectory], meta_info: Mapping[str, Any], room: int, width: int) -> DataProto:
-    """Return prompts and responses so far as prompts that continue by ``room`` tokens, or fewer if one has no room.
-
-    Args:
-        going: responses that go on.
-        meta_info: of ``generate_sequences``.
-        room: [tokens] the most new ones of a row.
-        width: [tokens] the most of a whole row.
-
-    Returns:
-        ``input_ids`` and ``attention_mask`` int64 ``[rows, tokens]``, padded on the left.
-    """
-    lengths = torch.tensor([len(trajectory.prompt) + len(trajectory.tokens) for trajectory in going])
-    widest = int(lengths.max())
-    pads = memoryview(array("q", (int(meta_info["pad_token_id"]),)) * widest)
-    padded = (
-        (pads[length:], trajectory.prompt, trajectory.tokens)
-        for trajectory, length in zip(going, lengths.tolist(), strict=True)
-    )
-    ids = torch.frombuffer(bytearray().join(chain.from_iterable(padded)), dtype=torch.long).view(-1, widest)
-    attention = (torch.arange(widest) >= widest - lengths[:, None]).long()
-    meta_info = {**meta_info, "n": 1, "response_length": min(room, width - widest)}
-    return DataProto.from_dict({"input_ids": ids, "attention_mask": attention}, meta_info=meta_info)
-
-
-def append_sampled(
-    trajectories: Sequence[Trajectory],
-    turn: DataProto,
-    limits: Sequence[int],
-    temperatures: Sequence[float | None],
-) -> None:
-    """Append the tokens of a call to each response, as far as there is room.
-
-    Args:
-        trajectories: the responses, in the order of the rows.
-        turn: the result of ``generate_sequences``.
-        limits: [tokens] the most of each response.
-        temperatures: of each response; None if it is not known.
-    """
-    responses, mask = columns(turn, "responses", "response_mask")
-    width, kept, name = responses.shape[1], mask.sum(1).tolist(), log_probs_of(turn)
-    scores = torch.zeros(responses.shape) if name is None else columns(turn, name)[0]
-    tokens = array("q", responses.long().numpy().tobytes())
-    log_probs = array("d", scores.double().numpy().tobytes())
-    versions = turn.tensors().get("policy_version", torch.zeros(len(turn), dtype=torch.long)).tolist()
-    experts, prompt_columns = turn.tensors().get(ROUTED_EXPERTS), columns(turn, "prompts")[0].shape[1]
-    for row, (trajectory, limit, temperature) in enumerate(zip(trajectories, limits, temperatures, strict=True)):
-        count = min(int(kept[row]), limit - len(trajectory.tokens))
-        if experts is not None:
-            known, before = sum(map(len, trajectory.experts)), len(trajectory.prompt) + len(trajectory.tokens)
-            trajectory.experts.append(experts[row, prompt_columns - before + known : prompt_columns + count - 1])
-        made = slice(row * width, row * width + count)
-        trajectory.sampled(tokens[made], log_probs[made], versions[row], temperature)
-
-
-def log_probs_of(turn: DataProto) -> str | None:
-    """Return the name of the column with log-probabilities, if there is one."""
-    return next((name for name in LOG_PROBS if name in turn.tensors()), None)
 
 
 def trajectory_batch(

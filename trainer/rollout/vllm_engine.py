@@ -70,6 +70,8 @@ class VllmEngine:
 
     async def _connected(self) -> asyncio.StreamWriter:
         async with self._connecting:
+            if self._lost:  # another request has tried
+                raise self._loss()
             if self._writer is None:
                 try:
                     connection = asyncio.open_connection(self._address.host, self._address.port)
@@ -77,8 +79,8 @@ class VllmEngine:
                     writer.write(packed({"token": self._address.token}))
                     facts, _ = await asyncio.wait_for(read_message(reader), _CONNECT_S)
                 except (TimeoutError, OSError, EOFError) as error:
-                    text = f"engine {self.name} takes no connection: {type(error).__name__}: {error}"
-                    raise EngineLost(text, engine=self.name) from error
+                    self._lose(f"it takes no connection: {type(error).__name__}: {error}")
+                    raise self._loss() from error
                 if facts["vocab_size"] != self._address.vocab_size:
                     writer.close()
                     raise ConfigError(

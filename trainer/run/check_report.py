@@ -26,6 +26,7 @@ from trainer.run.training import check_start, connect_to
 from workers.config import ActorConfig, CriticConfig, RewardConfig, RoleConfig
 from workers.config.trained_weights import base_is_frozen
 from workers.generate.engines import ROLLOUT_ENGINES
+from workers.generate.vllm.placement import describe_engines
 from workers.layout_search import search_layouts
 from workers.memory.estimate import (
     CONTEXT_BYTES,
@@ -55,7 +56,7 @@ def report(arguments: argparse.Namespace) -> int:
     on_gpu = not isinstance(config, RunConfig) or config.pool.use_gpu
     lines += _role_lines(roles, sizes, reference, on_gpu)
     layers = arguments.layers or ("transformer_engine" if on_gpu else "local")
-    lengths = _lengths(config, roles)
+    lengths = lengths_of(config, roles)
     calls = calls_of_run(roles, sizes, lengths, fused=layers == "transformer_engine")
     calls = [call for call in calls if reference or call.role != "reference"]
     lines += ["", memory_table(calls, pools, on_gpu=on_gpu)]
@@ -77,16 +78,28 @@ def _gpu_memory(given: float | None) -> float:
 
 
 def _generating_lines(config: Any, roles: Mapping[str, RoleConfig], sizes: Mapping[str, int]) -> Iterator[str]:
-    """A line for the role that generates: how many of its GPUs, or processes, do."""
+    """Lines for the role that generates: its engines, their GPUs or processes, and the roles beside them."""
     for key, role in roles.items():
         if not isinstance(role, ActorConfig) or key == "ref" or (key != "rollout" and "rollout" in roles):
             continue
-        shards = Topology.from_layout(role.parallel.layout(sizes[key])).column("dp")
-        used = ROLLOUT_ENGINES.get_or_raise(role.rollout.engine).gpus_used(
-            role, shards, _nodes(config, key, sizes[key])
-        )
+        engine, nodes = ROLLOUT_ENGINES.get_or_raise(role.rollout.engine), _nodes(config, key, sizes[key])
         unit = "processes" if isinstance(config, RunConfig) and not config.pool.use_gpu else "GPUs"
-        yield f"{key}: {used} of {sizes[key]} {unit} generate"
+        if engine.place is None:
+            yield f"{key}: {len(nodes)} of {len(nodes)} {unit} generate"
+            continue
+        engines = engine.place(role, nodes)
+        used, size = sum(len(engine.ranks) for engine in engines), len(engines[0].ranks)
+        number = "1 engine" if len(engines) == 1 else f"{len(engines)} engines"
+        beside = " and ".join(_roles_beside(config, key, roles)) or "no other role"
+        yield f"{key}: {used} of {len(nodes)} {unit} generate: {number} of {size}, beside {beside}"
+        yield from (f"{key}: {line}" for line in describe_engines(engines, nodes))
+
+
+def _roles_beside(config: Any, key: str, roles: Mapping[str, RoleConfig]) -> list[str]:
+    """Return what uses the GPUs of the engines too: the policy of the same workers, and the other roles of the pool."""
+    pools = pool_names(config) if isinstance(config, RunConfig) else {}
+    others = [other for other in roles if other != key and other in pools and pools[other] == pools[key]]
+    return others if key == "rollout" else ["the policy", *others]
 
 
 def _nodes(config: Any, key: str, world_size: int) -> list[str]:
@@ -153,7 +166,8 @@ def layout_of_role(role: RoleConfig, world_size: int) -> str:
     return f"{world_size} ranks, " + " x ".join(f"{axis} {topology.sizes[axis]}" for axis in axes)
 
 
-def _lengths(config: Any, roles: dict[str, RoleConfig]) -> Lengths:
+def lengths_of(config: Any, roles: Mapping[str, Any]) -> Lengths:
+    """Return the lengths of the rows of a configuration, and how many responses a step has."""
     for role in roles.values():
         if isinstance(role, ActorConfig):
             rollout = role.rollout
@@ -226,6 +240,9 @@ def _role_lines(
         on_gpu: whether the lines are those of GPUs too.
     """
     for key, config in roles.items():
+        if config.model.provider == "native":
+            pattern = config.model.hybrid_layer_pattern
+            yield f"{key}: builds " + ("a GPTModel" if pattern is None else f"a HybridModel of {pattern}")
         yield f"{key}: collectives fail after {key}.timeout_s = {config.timeout_s:g} s"
         if not on_gpu:
             continue

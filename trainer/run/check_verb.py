@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 
 from mcontroller.config.load import CollectedErrors
-from trainer.run.config import read_with_files
+from trainer.run.config import read_run_config, read_with_files
 from workers.planning import planning
 
 
@@ -34,6 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("transformer_engine", "local"),
         help="implementation of the layers; default: transformer_engine on GPUs, local with pool.use_gpu=false",
     )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="end with a dry run of every call: seconds for small models, or minutes"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -43,7 +46,12 @@ def run(arguments: argparse.Namespace) -> int:
             _raise_all_errors(arguments.file, arguments.overrides)
         from trainer.run.check_report import report  # torch, Megatron and Ray: seconds
 
-        return report(arguments)
+        status = report(arguments)
+        if arguments.dry_run and arguments.role is None and arguments.config is None:
+            from trainer.run.dry_run_verb import report_roles
+
+            status |= report_roles(read_run_config(arguments.file, arguments.overrides), arguments.gpu_memory)
+        return status
 
 
 def _raise_all_errors(file: str, overrides: list[str]) -> None:

@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     if config.trainer.asynchronous.replay is not None and config.trainer.resume:
         from trainer.saving.checkpoints import copy_oldest_save
 
-        target = Path(config.trainer.default_local_dir)
+        target = Path(config.run_dir or ".", config.trainer.default_local_dir)
         target.mkdir(parents=True, exist_ok=True)
         copy_oldest_save(Path(config.trainer.asynchronous.replay), target)
     from trainer.run.training import train, until_interrupted  # torch, Megatron and Ray: seconds

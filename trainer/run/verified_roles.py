@@ -28,7 +28,7 @@ def role_programs(config: RunConfig, *, most_ranks: int = 8, shrinks: bool = Tru
         ConfigError: a worker cannot build the small model; the message names the field.
     """
     programs = {}
-    for worker in role_workers(_without_weights(config), roles_of(config)):
+    for worker in role_workers(without_weights(config), roles_of(config)):
         if worker.role is Role.Rollout:
             continue
         key = CONFIG_KEYS[worker.role]
@@ -44,7 +44,7 @@ def role_programs(config: RunConfig, *, most_ranks: int = 8, shrinks: bool = Tru
     return programs
 
 
-def _without_weights(config: RunConfig) -> RunConfig:
+def without_weights(config: RunConfig) -> RunConfig:
     """Return the run with random weights: a directory of Hugging Face may have its ``config.json`` alone."""
     sections: dict[str, Any] = {
         key: replace(section, model=replace(section.model, hf_path=None)) for key, section in config.sections().items()

@@ -11,6 +11,13 @@ from workers.config.parallel import ParallelConfig
 from workers.config.precision import check_precision, token_block
 from workers.config.trained_weights import check_trained
 
+# Letters of a hybrid pattern that are not built, and what they need.
+_OTHER_LAYERS = {
+    "M": "Mamba layers need the packages mamba-ssm and causal-conv1d, whose kernels need a GPU",
+    "G": "gated delta nets need the package flash-linear-attention, whose kernels need a GPU",
+    "D": "sparse attention needs Transformer Engine",
+    "/": "layers of multi-token prediction would be built without their loss",
+}
 _CUSTOM_SPLIT = (
     "pipeline_model_parallel_layout",
     "num_layers_in_first_pipeline_stage",
@@ -91,6 +98,7 @@ def check_fit(model: ModelConfig, parallel: ParallelConfig) -> None:
     _check_sizes(model, parallel)
     _check_attention(model, parallel)
     _check_layers(model, parallel)
+    _check_pattern(model)
     if model.num_moe_experts is not None:
         _check_experts(model.num_moe_experts, model, parallel)
     elif parallel.ep > 1:
@@ -274,6 +282,27 @@ def _check_layers(model: ModelConfig, parallel: ParallelConfig) -> None:
             f"parallel.pp",
             key=_wrong_key("model.num_layers", "parallel.pp"),
             value=model.num_layers,
+        )
+
+
+def _check_pattern(model: ModelConfig) -> None:
+    """Check that a hybrid pattern has the layers that the other fields describe."""
+    if (pattern := model.hybrid_layer_pattern) is None:
+        return
+    key = "model.hybrid_layer_pattern"
+    if unknown := [letter for letter in pattern if letter in _OTHER_LAYERS]:
+        raise ConfigError(f"{key} is {pattern!r}: {_OTHER_LAYERS[unknown[0]]}; remove them", key=key, value=pattern)
+    attention = "+" if model.transformer.get("multi_latent_attention") else "*"
+    every = model.transformer.get("moe_layer_freq", 1)
+    routed = [index % every == 0 for index in range(model.num_layers)] if isinstance(every, int) else every
+    built = "".join(attention + ("E" if model.num_moe_experts and flag else "-") for flag in routed)
+    if pattern.replace("|", "") != built:
+        raise ConfigError(
+            f"{key} is {pattern!r}, but the model has {model.num_layers} layers, {built!r}: change the pattern, or "
+            "model.num_layers, model.num_moe_experts and model.transformer.moe_layer_freq",
+            key=key,
+            value=pattern,
+            built=built,
         )
 
 

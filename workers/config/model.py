@@ -26,6 +26,7 @@ _NATIVE = {
     "rotary_base",
     "rotary_percent",
     "rope_scaling_factor",
+    "hybrid_layer_pattern",
     "transformer_impl",
 }
 
@@ -92,6 +93,12 @@ class ModelConfig:
     """[channels] Width inside each expert. None: ffn_hidden_size."""
     dtype: str = "float32"
     """Type of the parameters and of the computation: float32, bfloat16 or float16."""
+    hybrid_layer_pattern: str | None = None
+    """Letters of a HybridModel (megatron-core 0.19), such as ``*-*E``. None: a GPTModel, which computes the same.
+
+    Two for each layer: attention is ``*`` (``+`` if multi-latent), an MLP ``-``, and experts are ``E``. Stages follow
+    from parallel.pp: ``|`` is ignored.
+    """
     transformer_impl: str = "auto"
     """Layer implementation: transformer_engine, local (plain PyTorch), or auto (Transformer Engine on GPUs)."""
     seed: int = 1234

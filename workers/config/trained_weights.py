@@ -20,6 +20,8 @@ from workers.weights.hf.family import MODEL_FAMILIES, ModelFamily, hf_names_of, 
 _LINEAR = re.compile(r"(decoder\.layers\.\d+\.(?:self_attention|mlp)\.[\w.]*?)(linear_\w+)\.weight(\d*)")
 _EXPERT = re.compile(r"\.mlp\.experts\.linear_fc[12]$")
 _GATED = (".gate_proj", ".up_proj", ".down_proj")
+_CHECKED: set[str] = set()
+"""Models that ``check_trained`` accepted: a search of layouts asks 2,000 times, and 128 experts have 12,000 names."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +137,11 @@ def check_trained(model: ModelConfig) -> None:
     lora = model.lora
     if lora is None and not model.freeze and not model.train_only:
         return
+    fields = model.family, model.provider, model.hf_path, model.num_layers, model.num_moe_experts, model.transformer
+    flags = model.gated_linear_unit, model.add_qkv_bias, model.qk_layernorm
+    checked = repr((fields, flags, lora, model.freeze, model.train_only))
+    if checked in _CHECKED:
+        return
     weights = {name: hf_names for name, hf_names in _weights_of(model)}
     for key in ("freeze", "train_only"):
         _check_each(f"model.{key}", getattr(model, key), [(name, *hf) for name, hf in weights.items()])
@@ -156,6 +163,7 @@ def check_trained(model: ModelConfig) -> None:
     elif not any(trains(model, name, hf) for name, hf in weights.items()):
         text = "model.freeze and model.train_only leave no weight to train"
         raise ConfigError(text, key="model.freeze", value=model.freeze)
+    _CHECKED.add(checked)
 
 
 def check_not_overlapped(name: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from mcontroller.config.checks import check_above, check_at_least
+from mcontroller.config.checks import check_above, check_at_least, check_one_of
 from mcontroller.config.fields import strict_fields
 from mcontroller.errors import ConfigError
 
@@ -23,14 +23,19 @@ _SET_ELSEWHERE = {
     "skip_tokenizer_init": "nothing: prompts are token ids",
     "worker_extension_cls": "nothing: it receives the weights",
     "enable_sleep_mode": "nothing: it is on with a GPU",
-    "distributed_executor_backend": "nothing: it follows from rollout.vllm.tp",
+    "pipeline_parallel_size": "rollout.vllm.tp",
+    "data_parallel_size": "nothing: as many engines start as the GPUs have room for",
+    **dict.fromkeys(
+        ("distributed_executor_backend", "nnodes", "node_rank", "master_addr", "master_port"),
+        "nothing: it follows from where engines lie",
+    ),
 }
 
 
 @strict_fields
 @dataclass(frozen=True, slots=True)
 class VllmConfig:
-    """Engines of vLLM, as many as fit the ranks of a data-parallel shard; read if ``rollout.engine`` is vllm."""
+    """Engines of vLLM, as many as fit the ranks of the group; read if ``rollout.engine`` is vllm."""
 
     python: str | None = None
     """Python interpreter that engines run with, such as that of an environment for vLLM alone; None: the worker's.
@@ -38,7 +43,10 @@ class VllmConfig:
     It needs vLLM and nothing of this package, and is a path on the workers' nodes, or a name in their PATH.
     """
     tp: int = 1
-    """[ranks] Tensor parallelism inside an engine, at most tp x pp x cp of training; it uses GPUs of these ranks."""
+    """[ranks] GPUs of an engine, in any layout of the group: on one node, or as many on each of several nodes.
+
+    ``mcontroller check`` prints where engines lie.
+    """
     kv_cache_bytes: int = 0
     """[bytes] Memory of the cached keys and values, on each rank of an engine. 0: on a GPU the rest, on a CPU 2**30.
 
@@ -57,6 +65,12 @@ class VllmConfig:
     """[seconds] Time for an engine to start."""
     silence_timeout_s: float = 300.0
     """[seconds] An engine that has not finished a step, or part of an update, for this long is reported as hung."""
+    pause: str = "keep"
+    """Requests in flight when the weights move: keep (they go on with the new weights), wait (they end first), or abort
+    (what they have so far is their response, and a trajectory's rest is a new request).
+
+    ``RayPPOTrainer`` sets it in asynchronous runs, from ``trainer.asynchronous.partial``.
+    """
     adapter_alone: bool = False
     """Send only the adapter of ``model.lora`` once the engine has the base, and let the engine compute it."""
     options: dict[str, Any] = field(default_factory=dict)
@@ -70,6 +84,7 @@ class VllmConfig:
         check_at_least("rollout.vllm.kv_cache_bytes", self.kv_cache_bytes, 0)
         check_at_least("rollout.vllm.reserved_bytes", self.reserved_bytes, 0)
         check_at_least("rollout.vllm.bucket_bytes", self.bucket_bytes, 1)
+        check_one_of("rollout.vllm.pause", self.pause, ("keep", "wait", "abort"))
         check_above("rollout.vllm.start_timeout_s", self.start_timeout_s, 0.0)
         check_above("rollout.vllm.silence_timeout_s", self.silence_timeout_s, 0.0)
         for name, instead in _SET_ELSEWHERE.items():

@@ -19,7 +19,7 @@ from workers.config.fit import check_generation
 from workers.generate.megatron_rollout import MegatronRollout
 from workers.generate.rollout_protocol import Rollout
 from workers.generate.vllm.checks import check_vllm
-from workers.generate.vllm.placement import gpus_used
+from workers.generate.vllm.placement import EnginePlacement, place_engines
 from workers.generate.vllm.start import vllm_rollout
 
 ROLLOUT_ENGINES: Registry[RolloutEngine] = Registry("rollout engine", key="rollout.engine")
@@ -39,15 +39,15 @@ class RolloutEngine:
             ``mcontroller check`` estimates. A group that only generates, with another engine, builds no model.
         records_experts: whether it returns the experts of tokens (``Generated.routed_experts``) if
             ``router_replay=rollout``, which is rejected otherwise.
-        gpus_used: returns how many GPUs generate, of ranks whose data-parallel shards and nodes are given, for
-            ``mcontroller check``.
+        place: returns the ranks whose GPUs its engines use, from the nodes of the ranks, for ``mcontroller check``.
+            None: every rank generates.
     """
 
     check: Callable[[ActorConfig], None]
     build: Callable[[Any], Rollout]
     in_worker: bool = False
     records_experts: bool = False
-    gpus_used: Callable[[ActorConfig, Sequence[int], Sequence[str]], int] = lambda config, shards, nodes: len(nodes)
+    place: Callable[[ActorConfig, Sequence[str]], list[EnginePlacement]] | None = None
 
 
 def _check_megatron(config: ActorConfig) -> None:
@@ -69,4 +69,8 @@ def _build_vllm(worker: Any) -> Rollout:
     return vllm_rollout(worker.config, worker.context, trained=trained, models=models, resident=resident)
 
 
-ROLLOUT_ENGINES.add("vllm", RolloutEngine(check_vllm, _build_vllm, records_experts=True, gpus_used=gpus_used))
+def _place_vllm(config: ActorConfig, nodes: Sequence[str]) -> list[EnginePlacement]:
+    return place_engines(nodes, config.rollout.vllm.tp)
+
+
+ROLLOUT_ENGINES.add("vllm", RolloutEngine(check_vllm, _build_vllm, records_experts=True, place=_place_vllm))

@@ -266,6 +266,11 @@ def later_seeds(seeds: Tensor, generated: Tensor) -> Tensor:
     return seeds + _GAMMA * generated
 
 
+def later_seed(seed: int, generated: int) -> int:
+    """Return what ``later_seeds`` returns, for one seed."""
+    return _signed((seed + _GAMMA * generated) % (1 << 64))
+
+
 def position_keys(seeds: Tensor, position: int) -> Tensor:
     """Return the key of each sample's noise at a position of its response, int64 ``[rows]``."""
     return _mix(seeds + _signed(_GAMMA * (position + 1) % (1 << 64)))

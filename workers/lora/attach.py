@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from megatron.core.models.gpt import GPTModel
 from torch import nn
 
 from mcontroller.errors import ConfigError
 from parallel_state.megatron import MegatronContext
+from parallel_state.releases import language_models
 from workers.config.model import ModelConfig
 from workers.config.trained_weights import adapter_target, check_not_overlapped, trains
 from workers.lora.adapters import Adapter, Adapters
@@ -106,7 +106,7 @@ def _start_backward_pass(chunk: Any) -> None:
     A recomputed layer has no backward pass unless an input needs a gradient, and a stage of a pipeline must have one.
     """
     config, embedding = chunk.config, getattr(chunk, "embedding", None)
-    if not isinstance(chunk, GPTModel) or embedding is None or not chunk.pre_process:
+    if not isinstance(chunk, language_models()) or embedding is None or not chunk.pre_process:
         return
     if config.recompute_granularity is None and config.pipeline_model_parallel_size == 1:
         return

@@ -1,20 +1,22 @@
-"""Build this rank's chunks of a GPT model of Megatron-Core."""
+"""Build this rank's chunks of a GPT model of Megatron-Core, as a GPTModel or as a HybridModel."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from mcontroller.errors import ConfigError
 from parallel_state.megatron import MegatronContext
+from parallel_state.releases import language_models
 from workers.config import ModelConfig, ParallelConfig
 from workers.config.fit import check_engine_windows, check_local, padded_vocab_size
 from workers.config.precision import check_device
@@ -117,9 +119,9 @@ def build_model(
     return chunks
 
 
-def _mask_padding(chunk: torch.nn.Module, vocab_size: int) -> None:
-    """Mask the padding of the vocabulary in the logits of any GPTModel, unless that was done."""
-    padded = isinstance(chunk, GPTModel) and chunk.vocab_size >= vocab_size
+def _mask_padding(chunk: Any, vocab_size: int) -> None:
+    """Mask the padding of the vocabulary in the logits of any GPTModel or HybridModel, unless that was done."""
+    padded = isinstance(chunk, language_models()) and chunk.vocab_size >= vocab_size
     if padded and not hasattr(chunk, "unpadded_vocab_size"):
         mask_padded_vocabulary(chunk, vocab_size)
 
@@ -194,13 +196,12 @@ class _OwnModel:
             for default in gpu_defaults(model):
                 _print_once(str(default))
 
-    def __call__(self, pre_process: bool, post_process: bool, vp_stage: int | None) -> GPTModel:
+    def __call__(self, pre_process: bool, post_process: bool, vp_stage: int | None) -> torch.nn.Module:
         model, context = self.model, self.context
         spec = block_spec(self.config, self.implementation, context.pg.pp.rank(), vp_stage)
         try:
-            chunk = GPTModel(
-                config=self.config,
-                transformer_layer_spec=spec,
+            chunk = self._model(
+                spec,
                 vocab_size=padded_vocab_size(model.vocab_size, self.parallel.tp),
                 max_sequence_length=model.max_sequence_length,
                 pre_process=pre_process,
@@ -209,9 +210,6 @@ class _OwnModel:
                 position_embedding_type=model.position_embedding_type,
                 rotary_percent=model.rotary_percent,
                 rotary_base=model.rotary_base,
-                rope_scaling=model.rope_scaling_factor is not None,
-                rope_scaling_factor=model.rope_scaling_factor or 1.0,
-                pg_collection=context.pg,
                 vp_stage=vp_stage,
             )
         except (AssertionError, ImportError, ValueError) as error:
@@ -222,3 +220,18 @@ class _OwnModel:
         attend_over_rows(chunk)
         chunk.model_family = model.family  # read by workers.weights.hf
         return chunk
+
+    def _model(self, spec: TransformerBlockSubmodules, **arguments: Any) -> Any:
+        factor = self.model.rope_scaling_factor
+        if self.model.hybrid_layer_pattern is not None:
+            from workers.model.hybrid import build_hybrid  # older releases of megatron-core have no HybridModel
+
+            return build_hybrid(self.config, spec, self.context.pg, rope_scaling_factor=factor, **arguments)
+        return GPTModel(
+            config=self.config,
+            transformer_layer_spec=spec,
+            rope_scaling=factor is not None,
+            rope_scaling_factor=factor or 1.0,
+            pg_collection=self.context.pg,
+            **arguments,
+        )

@@ -41,6 +41,8 @@ def initialize_weights(
         seed: determines all weights.
         only: names in the whole model of the tensors to fill; None fills all.
     """
+    if next((parameter.is_meta for chunk in chunks for parameter in chunk.parameters()), False):
+        return  # a dry run has no values
     matrices: list[tuple[WeightShard, TransformerConfig]] = []
     for chunk in chunks:
         for shard in named_shards([chunk], context):

@@ -51,7 +51,7 @@ def block_spec(
         return gpt_layer_specs.get_gpt_decoder_block_spec(
             config, use_transformer_engine=True, qk_l2_norm=config.qk_l2_norm, vp_stage=vp_stage, pp_rank=pp_rank
         )
-    specs = [_layer_spec(config, with_experts) for with_experts in expert_layers(config)]
+    specs = [layer_spec(config, with_experts) for with_experts in expert_layers(config)]
     on_stage = [specs[index] for index in layers_of_stage(config, pp_rank, vp_stage)]
     return TransformerBlockSubmodules(layer_specs=on_stage, layer_norm=TENorm)
 
@@ -94,7 +94,8 @@ class LocalProvider(LocalSpecProvider):
         return experts_builder(linears, MLPSubmodules)
 
 
-def _layer_spec(config: TransformerConfig, with_experts: bool) -> ModuleSpec:
+def layer_spec(config: TransformerConfig, with_experts: bool) -> ModuleSpec:
+    """Return the spec of a transformer layer of plain PyTorch."""
     provider = LocalProvider()
     qk_norm = TENorm if config.qk_layernorm else IdentityOp
     if config.qk_l2_norm:

@@ -15,6 +15,7 @@ from megatron.core import activations
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 from mcontroller.errors import ConfigError
+from parallel_state.releases import language_models, release
 from workers.config import ModelConfig, ParallelConfig
 from workers.config.fit import check_fit
 from workers.model.gpu_defaults import gpu_defaults
@@ -101,6 +102,13 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig) -> Transfor
             of the configuration, or has a value of another type; TransformerConfig itself rejects the model.
     """
     check_fit(model, parallel)
+    if model.hybrid_layer_pattern is not None and len(language_models()) == 1:
+        raise ConfigError(
+            f"model.hybrid_layer_pattern builds a HybridModel, which megatron-core {release()} does not have: install "
+            "0.19 or later, which needs Python 3.12 (docs/install.md), or leave the pattern out for a GPTModel",
+            key="model.hybrid_layer_pattern",
+            value=model.hybrid_layer_pattern,
+        )
     fields = _from_model(model) | parallel_fields(parallel)
     kind, given = TransformerConfig, dict(model.transformer)
     if given.get("multi_latent_attention"):

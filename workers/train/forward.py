@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
@@ -214,7 +215,8 @@ def _inputs(model: nn.Module, rows: TokenBatch, pg: ProcessGroupCollection) -> t
     if torch.is_grad_enabled() and padding_matters(model):
         padding = _local_columns((columns >= rows.lengths[:, None]) | ~rows.counted[:, None], rows, pg)
         chunk = unwrap_model(model)
-        if chunk.config.sequence_parallel and not chunk.pre_process:  # a first stage divides it over tp itself
+        divides = chunk.pre_process and isinstance(chunk, GPTModel)  # over tp; a HybridModel never does
+        if chunk.config.sequence_parallel and not divides:
             padding = padding.chunk(pg.tp.size(), dim=1)[pg.tp.rank()]
         extra["padding_mask"] = padding
     return (_local_columns(rows.tokens, rows, pg), _local_columns(columns, rows, pg), None), extra

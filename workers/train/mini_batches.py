@@ -232,8 +232,8 @@ def of_every_shard(numbers: Sequence[int], group: dist.ProcessGroup, device: tor
         group: the data-parallel ranks.
         device: of the collective.
     """
-    every = torch.zeros(group.size(), len(numbers), dtype=torch.long, device=device)
-    every[group.rank()] = torch.tensor(numbers)
+    mine = torch.tensor([numbers], dtype=torch.long, device=device)
+    every = mine.new_empty(group.size(), len(numbers)) if group.size() > 1 else mine
     if group.size() > 1:
-        dist.all_reduce(every, group=group)
+        dist.all_gather_into_tensor(every, mine, group=group)
     return every.tolist()

@@ -1,18 +1,21 @@
 """Megatron-LM's own training scripts, such as ``pretrain_gpt.py``, as programs that ``verify`` trains.
 
-The script runs until it calls ``pretrain``: what it passes there is its model provider and forward step. Megatron-LM
-parses and checks its own arguments, and each rank has them as its globals.
+The script runs until it calls ``pretrain``: what it passes there is its model provider, or the config of its model
+(megatron-core 0.19), and its forward step. Megatron-LM parses and checks its own arguments, and each rank has them as
+its globals.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
+import inspect
 import io
 import logging
 import math
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from types import ModuleType
@@ -58,6 +61,7 @@ _FIXED = {
     "apply_rope_fusion": False, "ckpt_format": "torch_dist", "use_precision_aware_optimizer": False,
 }  # fmt: skip
 _VPP = "virtual_pipeline_model_parallel_size"
+_ONE_RANK = {"sequence_parallel": False, "bf16": False, "params_dtype": torch.float32}
 
 
 class _Called(BaseException):
@@ -75,9 +79,24 @@ class _Script:
 
     def __init__(self, path: Path, arguments: Sequence[str], shrinks: bool) -> None:
         self._line, self._shrinks = [str(path), *arguments], shrinks
-        passed = _passed_to_pretrain(path, self._line)
-        self.model_provider, self.forward_step = passed["model_provider"], passed["forward_step_func"]
-        self._defaults, self._extra = passed.get("args_defaults") or {}, passed.get("extra_args_provider")
+        passed = _passed_to_pretrain(path, self._line, self._parse_and_validate)
+        self.forward_step: Any = passed["forward_step_func"]
+        self._provider: Any = passed.get("model_provider")
+        self._model = getattr(passed.get("cfg_container"), "model", None)
+        if "cfg_container" not in passed:
+            self._read(passed.get("extra_args_provider"), passed.get("args_defaults"))
+
+    def _parse_and_validate(
+        self, extra_args_provider: Any = None, ignore_unknown_args: bool = False, args_defaults: Any = None
+    ) -> Any:
+        """Return what a script parses before it calls ``pretrain``: the arguments of one rank."""
+        self._read(extra_args_provider, args_defaults)
+        arguments = self.arguments(_ONE_RANK, 1)
+        _set_globals(arguments)
+        return arguments
+
+    def _read(self, extra: Any, defaults: Mapping[str, Any] | None) -> None:
+        self._extra, self._defaults = extra, defaults or {}
         self.given = self._parsed()
         self.stages = self._virtual_stages()
 
@@ -89,6 +108,10 @@ class _Script:
 
     def _virtual_stages(self) -> int | None:
         given, layers = self.given, self.given.num_layers_per_virtual_pipeline_stage
+        if pattern := getattr(given, "hybrid_layer_pattern", None):
+            segments = pattern.partition("/")[0].count("|") + 1
+            on_rank = segments // given.pipeline_model_parallel_size
+            return on_rank if on_rank > 1 else None
         if layers is None:
             stages: int | None = given.num_virtual_stages_per_pipeline_rank
             return stages
@@ -120,7 +143,10 @@ class _Script:
             args.num_query_groups = 2 if args.group_query_attention else args.num_query_groups
         args.sequence_parallel, args.world_size = fields["sequence_parallel"], ranks
         args.bf16 = fields["bf16"]
-        if fields.get(_VPP):
+        stages = args.pipeline_model_parallel_size * (fields.get(_VPP) or 1)
+        if pattern := getattr(args, "hybrid_layer_pattern", None):
+            args.hybrid_layer_pattern = self._divided(pattern, stages)
+        elif fields.get(_VPP):
             args.num_virtual_stages_per_pipeline_rank = fields[_VPP]
         # Megatron-LM wants the variable and the capability of some GPUs, and prints what it derives.
         variables = mock.patch.dict(os.environ, CUDA_DEVICE_MAX_CONNECTIONS="1")
@@ -133,6 +159,16 @@ class _Script:
         args.padded_vocab_size = -(-(args.vocab_size + 1) // 64) * 64
         args.params_dtype = fields["params_dtype"]
         return args
+
+    def _divided(self, pattern: str, stages: int) -> str:
+        """Return a hybrid pattern of layers in equal stages; a small model has a layer of each kind for each stage."""
+        layers, *predicting = pattern.split("/")
+        if self._shrinks:
+            layers = "".join(dict.fromkeys(layers.replace("|", "")))
+            layers *= self.given.pipeline_model_parallel_size * (self.stages or 1)
+        layers = layers.replace("|", "")
+        size = max(len(layers) // stages, 1)
+        return "/".join(["|".join(layers[start : start + size] for start in range(0, len(layers), size)), *predicting])
 
     def config(self, **fields: Any) -> Any:
         """Return the TransformerConfig of a layout; see ``Program``."""
@@ -154,7 +190,9 @@ class _Script:
         """Return a stage of the model; see ``Program``."""
         stage = {} if vp_stage is None else {"vp_stage": vp_stage}
         with _layers_without_engine():
-            return self.model_provider(pre_process=pre_process, post_process=post_process, config=config, **stage)
+            if self._model is None:
+                return self._provider(pre_process=pre_process, post_process=post_process, config=config, **stage)
+            return _built(self._model, config, pre_process=pre_process, post_process=post_process, **stage)
 
     def batch(self, index: int) -> dict[str, Any]:
         """Return random rows; tokens that do not count are among them if losses are averaged over tokens."""
@@ -195,8 +233,33 @@ def script_program(path: str, arguments: Sequence[str], *, shrinks: bool = True)
     return program, parse_layout(",".join(parts) or "dp=2")
 
 
-def _passed_to_pretrain(path: Path, line: Sequence[str]) -> dict[str, Any]:
-    """Run a script until it calls ``pretrain``, and return what it passes by the names of the parameters."""
+def _built(model: Any, config: Any, **stage: Any) -> Any:
+    """Return a stage of what a model config of Megatron-LM describes."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.training import get_args
+
+    changes = {"transformer": config, "vocab_size": get_args().padded_vocab_size, "should_pad_vocab": False}
+    if "hybrid_layer_pattern" in {field.name for field in dataclasses.fields(model)}:
+        from megatron.core.extensions.transformer_engine import HAVE_TE
+
+        from workers.model.hybrid import local_stack_spec  # older releases of megatron-core have no HybridModel
+
+        changes["hybrid_layer_pattern"] = get_args().hybrid_layer_pattern
+        if not HAVE_TE:
+            changes["hybrid_stack_spec"] = local_stack_spec(config)
+    model = dataclasses.replace(model, **changes)
+    builder = model.get_builder_cls()(model)
+    return builder.build_model(ProcessGroupCollection.use_mpu_process_groups(), **stage)
+
+
+def _passed_to_pretrain(path: Path, line: Sequence[str], parse_and_validate: Callable[..., Any]) -> Mapping[str, Any]:
+    """Run a script until it calls ``pretrain``, and return what it passes by the names of the parameters.
+
+    Args:
+        path: the script.
+        line: its command line.
+        parse_and_validate: replaces Megatron-LM's ``parse_and_validate_args``.
+    """
     if not path.is_file():
         raise VerifyError(f"there is no file {path}", path=str(path))
     folder = str(path.resolve().parent)
@@ -209,19 +272,24 @@ def _passed_to_pretrain(path: Path, line: Sequence[str]) -> dict[str, Any]:
             "the same version on PYTHONPATH, or name a Program as FILE.py:NAME"
         )
     import megatron.training as training
+    from megatron.training import arguments
 
     passed: dict[str, Any] = {}
-    names = ("train_valid_test_dataset_provider", "model_provider", "model_type", "forward_step_func")
+    signature = inspect.signature(training.pretrain)
 
     def pretrain(*args: Any, **kwargs: Any) -> None:
-        passed.update(dict(zip(names, args, strict=False)) | kwargs)
+        passed.update(signature.bind(*args, **kwargs).arguments)
         raise _Called
 
     logging.getLogger("megatron").setLevel(logging.WARNING)
     module = ModuleType("__main__")
     module.__file__ = str(path)
     code = compile(rewrite(path.read_bytes()), str(path), "exec")
-    with mock.patch.object(training, "pretrain", pretrain), mock.patch.object(sys, "argv", list(line)):
+    with (
+        mock.patch.object(training, "pretrain", pretrain),
+        mock.patch.object(arguments, "parse_and_validate_args", parse_and_validate, create=True),
+        mock.patch.object(sys, "argv", list(line)),
+    ):
         try:
             exec(code, vars(module))
         except _Called:
@@ -233,14 +301,19 @@ def _passed_to_pretrain(path: Path, line: Sequence[str]) -> dict[str, Any]:
 
 def _set_globals(arguments: Any) -> None:
     """Set the globals of Megatron-LM on this rank."""
-    from megatron.core.rerun_state_machine import RerunMode, initialize_rerun_state_machine
+    from megatron.core.rerun_state_machine import (
+        RerunMode,
+        destroy_rerun_state_machine,
+        initialize_rerun_state_machine,
+    )
     from megatron.training import global_vars
 
     for name in [variable for variable in vars(global_vars) if variable.startswith("_GLOBAL_")]:
         setattr(global_vars, name, None)
-    arguments.rank = torch.distributed.get_rank()
+    arguments.rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     global_vars.set_args(arguments)
     global_vars._GLOBAL_TIMERS = _Timers()
+    destroy_rerun_state_machine()  # of the process that ran the script
     initialize_rerun_state_machine(mode=RerunMode.DISABLED)
 
 
@@ -269,5 +342,6 @@ def _layers_without_engine() -> Iterator[None]:
     with (
         mock.patch.multiple(specs, create=True, **changes),
         mock.patch.object(transformer_block, "LayerNormImpl", TENorm),
+        mock.patch.object(sys.modules.get("megatron.core.models.hybrid.hybrid_block", specs), "TENorm", TENorm),
     ):
         yield

@@ -65,11 +65,11 @@ EXPERTS = {"num_moe_experts": 4, "moe_ffn_hidden_size": 64}
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_packed_rows_train_in_fp8_with_whole_blocks_of_tokens(recipe: str, layout: str) -> None:
     world_size, parallel = LAYOUTS[layout]
-    found = run_ranks(trained, world_size, parallel, True, {"fp8": "hybrid", "fp8_recipe": recipe})[0]
-    assert set(found["recipes"]) == {RECIPES[recipe]} and found["while generating"] == 0
+    result = run_ranks(trained, world_size, parallel, True, {"fp8": "hybrid", "fp8_recipe": recipe})[0]
+    assert set(result["recipes"]) == {RECIPES[recipe]} and result["while generating"] == 0
     block = 32 if recipe == "mxfp8" else 16
-    assert {shape[0] % block for shape in found["shapes"]} == {0}
-    assert found["change"] > 1e-3
+    assert {shape[0] % block for shape in result["shapes"]} == {0}
+    assert result["change"] > 1e-3
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -104,9 +104,9 @@ def copies_in_float32(optimizer: Any) -> Iterator[tuple[list[torch.Tensor], list
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_weights_move_to_files_from_masters_and_not_from_fp8(recipe: str, tmp_path: Path) -> None:
-    found = run_ranks(moved, 2, {"tp": 2, "sequence_parallel": True}, recipe, str(tmp_path / "out"))
-    trained = found[0]["weights"]
-    assert all(rank["in fp8"] > 0 and rank["rounded"] and all(rank["rounded"]) for rank in found)
+    result = run_ranks(moved, 2, {"tp": 2, "sequence_parallel": True}, recipe, str(tmp_path / "out"))
+    trained = result[0]["weights"]
+    assert all(rank["in fp8"] > 0 and rank["rounded"] and all(rank["rounded"]) for rank in result)
     exported = {}
     for file in (tmp_path / "out").glob("*.safetensors"):
         exported |= load_file(file)

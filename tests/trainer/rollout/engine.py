@@ -16,6 +16,7 @@ from mcontroller.dispatch.registration import register
 from mcontroller.local import LocalWorkerGroup
 from mcontroller.ray.class_with_init import ClassWithInitArgs
 from trainer import Trajectory, TrajectoryRollout
+from trainer.rollout.reference_engine import ReferenceEngine
 from workers.role_worker import RoleWorker
 
 PAD, EOS, CALL = 0, 1, 2
@@ -72,7 +73,8 @@ def whole(prompt: Sequence[int], seed: int) -> list[int]:
 
 def a_rollout(**options: Any) -> TrajectoryRollout:
     group = LocalWorkerGroup(ClassWithInitArgs(Formula), name_prefix="formula")
-    return TrajectoryRollout(group, **{"slice_tokens": 3, "driven": True, **SAMPLING, **options})
+    engines = [ReferenceEngine(group, step_tokens=3)]
+    return TrajectoryRollout(group, **{"engines": engines, "driven": True, **SAMPLING, **options})
 
 
 class Tools:

@@ -11,7 +11,6 @@ from mcontroller.errors import ConfigError
 from tests.trainer.rollout.engine import CALL, RESPONSE, Tools, a_rollout, next_token
 from trainer import Trajectory
 from trainer.rollout.episodes import EpisodeError, Episodes, _Host
-from trainer.rollout.trajectories import append_sampled
 
 TOOLS = "tests.trainer.rollout.engine:Tools"
 PROMPTS = [[10 + row, 20, 3 * row + 1][: 1 + row % 3] for row in range(12)]
@@ -119,13 +118,14 @@ def test_a_process_lost_at_any_message_neither_loses_nor_repeats_a_turn(monkeypa
             if count == failing:
                 raise BrokenPipeError if way == "send" else EOFError
 
-    def append(trajectories: Any, *others: Any) -> None:
-        before = [len(each.tokens) for each in trajectories]
-        append_sampled(trajectories, *others)
-        made.extend(len(each.tokens) - length for each, length in zip(trajectories, before, strict=True))
+    sampled = Trajectory.sampled
+
+    def count_sampled(trajectory: Trajectory, tokens: Any, *others: Any) -> None:
+        made.append(len(tokens))
+        sampled(trajectory, tokens, *others)
 
     monkeypatch.setattr(Episodes, "_process", lambda episodes: Dying(episodes._loop))
-    monkeypatch.setattr("trainer.rollout.trajectories.append_sampled", append)
+    monkeypatch.setattr(Trajectory, "sampled", count_sampled)
     right = [expected(prompt, row) for row, prompt in enumerate(PROMPTS)]
     total, failing = 1, 0
     while failing <= total:

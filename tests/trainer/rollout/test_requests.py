@@ -17,7 +17,7 @@ from mcontroller.local import LocalWorkerGroup
 from mcontroller.ray.class_with_init import ClassWithInitArgs
 from tests.trainer import sliced
 from tests.trainer.rollout.engine import CALL, EOS, PROMPT, RESPONSE, SAMPLING, Formula, Tools, a_rollout, whole
-from tests.trainer.rollout.server.test_chat_server import Agent, Characters, with_urllib
+from tests.trainer.rollout.server.test_chat_server import Agent, Characters, Rejected, with_urllib
 from tests.trainer.sliced import SlicedActor, sliced_config, sliced_trainer
 from trainer import MultiTurnRollout, Role, Trajectory, TrajectoryRollout
 from trainer.rollout.episodes import Episodes
@@ -160,7 +160,7 @@ def test_a_limit_beyond_the_room_is_truncation() -> None:
 @pytest.fixture
 def server() -> Any:
     group = LocalWorkerGroup(ClassWithInitArgs(Agent), name_prefix="agent")
-    served = ChatServer(TrajectoryRollout(group, slice_tokens=30, eos_token_id=EOS, pad_token_id=0), Characters())
+    served = ChatServer(TrajectoryRollout(group, eos_token_id=EOS, pad_token_id=0), Characters())
     yield served
     served.close()
 
@@ -184,8 +184,9 @@ def test_sessions_of_a_server_have_distinct_seeds(server: Any) -> None:
 )
 def test_a_client_with_a_wrong_setting_gets_its_name(server: Any, settings: dict[str, Any]) -> None:
     session = server.open("a")
-    with pytest.raises(ValueError, match=f"{next(iter(settings))} .*expected an? "):
+    with pytest.raises(Rejected) as rejected:
         with_urllib(server.base_url, session.api_key, messages=ASK, **settings)
+    assert (rejected.value.status, rejected.value.param) == (400, next(iter(settings)))
     with_urllib(server.base_url, session.api_key, messages=ASK, top_p=0, seed=3)
     assert session.close()[0].seed == 3
 

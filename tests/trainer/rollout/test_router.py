@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from array import array
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +15,11 @@ from mcontroller.local import LocalWorkerGroup
 from mcontroller.ray.class_with_init import ClassWithInitArgs
 from tests.trainer.rollout.engine import EOS, SAMPLING, Formula
 from trainer import Trajectory, TrajectoryRollout
-from trainer.rollout.engine import EngineLost, RequestFailed, Sampled
+from trainer.rollout.engine import Engine, EngineLost, RequestFailed, Sampled
+from trainer.rollout.reference_engine import ReferenceEngine
 from trainer.rollout.router import BLOCK_TOKENS, UNEVEN, NoEngineLeft, Router, prefix_blocks
+from workers.config import RolloutConfig
+from workers.generate.vllm.requests import EngineAddress
 
 
 class SmallEngine:
@@ -52,7 +57,7 @@ class SmallEngine:
         self.closed = True
 
 
-def rollout_with(*engines: SmallEngine, **options: Any) -> TrajectoryRollout:
+def rollout_with(*engines: Engine, **options: Any) -> TrajectoryRollout:
     group = LocalWorkerGroup(ClassWithInitArgs(Formula))
     return TrajectoryRollout(group, engines=engines, **SAMPLING, **options)
 
@@ -186,3 +191,34 @@ def test_a_driven_rollout_without_an_engine_left_ends_its_requests() -> None:
     for _ in range(20):
         rollout.take()
     assert isinstance(submitted.exception(0), NoEngineLeft) and len(engine.requests) == 1
+
+
+def test_engines_of_a_group_that_cannot_be_reached_end_a_request_after_one_more_try() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+    connections = []
+
+    def engine_addresses() -> list[EngineAddress]:
+        connections.append(port)
+        return [EngineAddress("127.0.0.1", port, "token", RolloutConfig(), vocab_size=100)]
+
+    limits = Formula().generation_limits() | {"takes_requests": True}
+    group = SimpleNamespace(generation_limits=lambda: [limits], engine_addresses=engine_addresses)
+    rollout = TrajectoryRollout(group, driven=True, **SAMPLING)
+    submitted = [rollout.submit([3, 4], seed=seed) for seed in range(2)]
+    assert rollout.start()
+    for _ in range(20):
+        rollout.take()
+    assert len(rollout) == 0 and len(connections) <= 3
+    for error in (one.exception(0) for one in submitted):
+        assert isinstance(error, NoEngineLeft) and error.engines == (f"127.0.0.1:{port}",)
+
+
+def test_responses_that_have_begun_end_before_those_that_wait() -> None:
+    engine = ReferenceEngine(LocalWorkerGroup(ClassWithInitArgs(Formula)), step_tokens=3, max_rows=2)
+    rollout = rollout_with(engine, driven=True)
+    made = [rollout.submit([10 + number, 20], seed=number, max_tokens=7) for number in range(4)]
+    ended: list[Any] = []
+    while rollout.start():
+        ended += rollout.take()
+    assert [each in made[:2] for each in ended[:2]] == [True, True] and {*ended} == {*made}

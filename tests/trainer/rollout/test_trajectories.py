@@ -1,4 +1,4 @@
-"""Responses made in slices, among others that join and leave, against one call for the whole batch."""
+"""Responses made in steps, among others that join and leave, against one call for the whole batch."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from mcontroller.errors import CallRejected, DataError
 from mcontroller.testing import SimulatedGroupMaker
 from parallel_state.layout import ParallelLayout
 from tests.workers.roles import MODEL, OPTIM, PROMPT, SAMPLED, prompts
+from trainer.rollout.reference_engine import ReferenceEngine
 from trainer.rollout.trajectories import Submitted, TrajectoryRollout, trajectory_batch
 from trainer.rollout.trajectory import Trajectory
 from workers.actor import ActorRolloutRefWorker
@@ -72,13 +73,14 @@ def plain_prompts() -> list[list[int]]:
     ],
     ids=["one", "tp2", "pp2", "dp2"],
 )
-def test_tokens_do_not_depend_on_slices_nor_on_what_joins_and_leaves(
+def test_tokens_do_not_depend_on_steps_nor_on_what_joins_and_leaves(
     simulated_group: SimulatedGroupMaker, layout: ParallelLayout, parallel: dict[str, int]
 ) -> None:
     tokens, scores = in_one_call(a_group(simulated_group, ParallelLayout(1), {}))
     group = a_group(simulated_group, layout, parallel)
     chance = random.Random(str(layout))
-    rollout = TrajectoryRollout(group, slice_tokens=3, capacity=4, **SAMPLED)
+    engine = ReferenceEngine(group, step_tokens=3, max_rows=4)
+    rollout = TrajectoryRollout(group, engines=[engine], **SAMPLED)
     waiting, inflight, others = list(enumerate(plain_prompts())), {}, list[Submitted]()
     while waiting or len(rollout):
         while waiting and chance.random() < 0.6:
@@ -87,12 +89,22 @@ def test_tokens_do_not_depend_on_slices_nor_on_what_joins_and_leaves(
             others.append(rollout.submit(prompt[:2], temperature=chance.choice([0.5, 1.0])))
         if others and chance.random() < 0.5:
             others.pop().cancel()
-        rollout.slice_tokens = chance.choice([1, 2, 3, 5])
+        engine.step_tokens = chance.choice([1, 2, 3, 5])
         rollout.advance()
     assert [inflight[row].result().tokens.tolist() for row in range(ROWS)] == tokens
     assert len({len(row) for row in tokens}) > 2  # they leave at different moments
     found = torch.tensor([score for row in range(ROWS) for score in inflight[row].result().log_probs])
     torch.testing.assert_close(found, torch.tensor([score for row in scores for score in row]), atol=1e-5, rtol=0)
+
+
+def test_reference_engines_behind_a_router_make_the_same_tokens(simulated_group: SimulatedGroupMaker) -> None:
+    group = a_group(simulated_group, ParallelLayout(1), {})
+    tokens, _ = in_one_call(group)
+    engines = [ReferenceEngine(group, step_tokens=5), ReferenceEngine(group, step_tokens=3, max_rows=1)]
+    rollout = TrajectoryRollout(group, engines=engines, **SAMPLED)
+    made = [rollout.submit(prompt, seed=seed) for prompt, seed in zip(plain_prompts(), SEEDS, strict=True)]
+    assert [submitted.result(60).tokens.tolist() for submitted in made] == tokens
+    assert rollout.router is not None and not rollout.router.lost
 
 
 def test_the_versions_of_tokens_change_exactly_where_the_weights_move(simulated_group: SimulatedGroupMaker) -> None:
@@ -106,7 +118,8 @@ def test_the_versions_of_tokens_change_exactly_where_the_weights_move(simulated_
 
     rollout, made, slices = None, [], {0: 1, 1: 2, 2: 0}
     for version, group in moves(a_group(simulated_group, ParallelLayout(1), {})):
-        rollout = rollout or TrajectoryRollout(group, slice_tokens=2, **SAMPLED)
+        engines = [ReferenceEngine(group, step_tokens=2)]
+        rollout = rollout or TrajectoryRollout(group, engines=engines, **SAMPLED)
         made += [rollout.submit(prompt, seed=seed) for prompt, seed in zip(plain_prompts(), SEEDS, strict=True)]
         for _ in range(slices[version]):
             rollout.advance()
@@ -134,7 +147,7 @@ def train(group: Any) -> None:
 def test_trajectories_are_awaited_and_cancelled_on_a_group(simulated_group: SimulatedGroupMaker) -> None:
     group = a_group(simulated_group, ParallelLayout(1), {})
     tokens, _ = in_one_call(group)
-    rollout = TrajectoryRollout(group, slice_tokens=2)
+    rollout = TrajectoryRollout(group, engines=[ReferenceEngine(group, step_tokens=2)])
     cancelled = rollout.submit(plain_prompts()[5], **SAMPLED)
 
     async def both() -> list[list[int]]:

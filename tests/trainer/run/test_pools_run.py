@@ -1,4 +1,4 @@
-"""One step off policy from the command line: actor and rollout in separate pools on Ray, trained and resumed."""
+"""One step off policy from the command line: actor and rollout in separate pools on Ray."""
 
 from __future__ import annotations
 
@@ -12,26 +12,16 @@ from pathlib import Path
 import pytest
 import ray
 
-from tests.trainer.run.test_preempted_run import shards
-
 ROOT = Path(__file__).parents[3]
-STEPS = 3
-VERBS = f"""
+VERBS = """
 import sys
 from mcontroller.cli.main import main
 
 small = ["trackers=[jsonl]", "warm_up.steps=0", "trainer.val_before_train=false", "trainer.test_freq=-1"]
 small += ["data.train.size=300", "data.val.size=32", "data.train_batch_size=16", "rewards.processes=1"]
-small += ["ref.model=${{actor_rollout_ref.model}}", "pools.rollout.roles=[rollout, ref]"]
-train = ["train", "examples/ppo/one_step_off.yaml", *small]
-whole, parts, address = sys.argv[1:]
-train.append("cluster.address=" + address)
-codes = [
-    main([*train, f"run_dir={{whole}}", "trainer.total_training_steps={STEPS}"]),
-    main([*train, f"run_dir={{parts}}", "trainer.total_training_steps={STEPS - 1}"]),
-    main(["resume", parts, "trainer.total_training_steps={STEPS}"]),
-]
-print("codes", codes)
+small += ["ref.model=${actor_rollout_ref.model}", "pools.rollout.roles=[rollout, ref]"]
+small += ["trainer.total_training_steps=2", "run_dir=" + sys.argv[1], "cluster.address=" + sys.argv[2]]
+sys.exit(main(["train", "examples/ppo/one_step_off.yaml", *small]))
 """
 
 
@@ -42,20 +32,14 @@ def metrics(run: Path, name: str) -> dict[int, float]:
 
 @pytest.mark.processes
 @pytest.mark.timeout(300)
-def test_a_rollout_in_its_own_pool_generates_ahead_and_a_resumed_run_is_exact(
-    tmp_path: Path, ray_cluster: None
-) -> None:
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
+def test_a_rollout_in_its_own_pool_generates_ahead(tmp_path: Path, ray_cluster: None) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    command = [sys.executable, "-c", VERBS, str(whole), str(parts), ray.get_runtime_context().gcs_address]
+    command = [sys.executable, "-c", VERBS, str(tmp_path), ray.get_runtime_context().gcs_address]
     done = subprocess.run(
         command, cwd=ROOT, env=environment | {"COLUMNS": "200"}, capture_output=True, text=True, check=False
     )
-    assert "codes [0, 0, 0]" in done.stdout, done.stdout[-3000:] + done.stderr[-3000:]
-    assert metrics(whole, "training/staleness_mean") == {1: 0.0, 2: 1.0, 3: 1.0}
-    for name in ("training/staleness_mean", "train/score", "actor/pg_loss", "actor/grad_norm"):
-        assert metrics(parts, name) == metrics(whole, name) != {}
-    assert shards(parts, STEPS) == shards(whole, STEPS) != {}
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert metrics(tmp_path, "training/staleness_mean") == {1: 0.0, 2: 1.0}
 
     cores = len(os.sched_getaffinity(0))
     rows = re.findall(r"^│ (actor|rollout|ref) .* │ 1 on 1 node +│ (\d+) ", done.stdout, re.MULTILINE)

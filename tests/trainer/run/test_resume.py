@@ -18,7 +18,7 @@ from trainer.report.reading import read_run
 from trainer.run import training
 from trainer.run.config import read_run_config
 from trainer.run.resume_verb import config_of_run
-from trainer.saving.run_record import RunRecord, SavedStep, write_record
+from trainer.saving.run_record import RunRecord, SavedStep, read_record, write_record
 
 LINES = {name: "".join(json.dumps({"global_step": step}) + "\n" for step in (1, 2)) for name in ("metrics", "samples")}
 MakeRun = Callable[[str], Path]
@@ -75,6 +75,28 @@ def test_without_the_record_of_its_saves_a_run_is_not_begun_again(
         training.train(config_of_run(str(run), ["trainer.resume=true"]), Console())
     assert caught.value.fields["saves"] == (["actor/global_step_2"] if lost == "trainer.json" else [])
     assert caught.value.fields["path"] == str(tmp_path / "disk" / "trainer.json")
+
+
+@pytest.mark.parametrize(("oldest", "resumes"), [(0, False), (3, True)])
+def test_a_replay_begins_at_the_oldest_checkpoint_if_earlier_records_are_deleted(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, oldest: int, resumes: bool
+) -> None:
+    configs = []
+    monkeypatch.setattr(training, "train", lambda config, console: configs.append(config))
+    run = make_run("checkpoints")
+    save(run / "checkpoints", 3)
+    (run / "checkpoints" / "actor" / "global_step_3").mkdir(parents=True)
+    (run / "checkpoints" / "trajectories").mkdir()
+    (run / "checkpoints" / "trajectories" / f"{oldest:08d}.npz").touch()
+    ahead = ["rollout=${actor_rollout_ref}", "trainer.max_staleness=2", "pool.process_on_nodes=[8]"]
+    ahead.append("algorithm.importance.level=token")
+    assert main(["train", "--replay", str(run), *ahead]) == 0
+    replay = Path(f"{run}-replay")
+    [config] = configs
+    assert config.trainer.asynchronous.replay == str(run / "checkpoints") and config.run_dir == str(replay)
+    assert config.trainer.resume == resumes == (replay / "checkpoints" / "actor" / "global_step_3").is_dir()
+    if resumes:
+        assert read_record(replay / "checkpoints").last.global_steps == 3
 
 
 @pytest.mark.processes

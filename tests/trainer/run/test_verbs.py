@@ -133,8 +133,8 @@ REPLAY = """
 import sys
 from mcontroller.cli.main import main
 ahead = ["rollout=${actor_rollout_ref}", "trainer.max_staleness=2"]
-small = ["trainer.total_training_steps=3", "data.train_batch_size=4", "algorithm.importance.level=token"]
-small.append("cluster.address=" + sys.argv[1])
+small = ["trainer.total_training_steps=4", "data.train_batch_size=4", "algorithm.importance.level=token"]
+small += ["trainer.save_freq=1", "trainer.max_to_keep=2", "cluster.address=" + sys.argv[1]]
 verbs = [
     ["train", "run.yaml", "run_dir=out", *ahead, *small],
     ["train", "--replay", "out"],
@@ -144,8 +144,10 @@ sys.exit(max(main(verb) for verb in verbs))
 
 
 @pytest.mark.timeout(300)
-def test_an_asynchronous_run_is_replayed_to_the_same_weights(folder, ray_cluster):
+def test_an_asynchronous_run_is_replayed_from_its_oldest_checkpoint_to_the_same_weights(folder, ray_cluster):
     printed = run_verbs(folder, REPLAY)
-    assert shards(folder / "out", 3) == shards(folder / "out-replay", 3) != {}
+    assert shards(folder / "out", 4) == shards(folder / "out-replay", 4) != {}
     assert "the trainer waited" in printed
-    assert len([*(folder / "out" / "checkpoints" / "trajectories").iterdir()]) == 3
+    assert not (folder / "out" / "checkpoints" / "trajectories" / "00000000.npz").exists()
+    lines = [json.loads(line) for line in (folder / "out-replay" / "metrics.jsonl").read_text().splitlines()]
+    assert {line["global_step"] for line in lines if "train/right" in line} == {4}

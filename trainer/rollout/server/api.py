@@ -1,11 +1,11 @@
-"""The chat completions of OpenAI's API, and what the other APIs have in common with them."""
+"""The chat completions of OpenAI's API: ``POST /v1/chat/completions``."""
 
 from __future__ import annotations
 
 import json
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from trainer.data.tokenizers import TextTokenizer
@@ -14,11 +14,11 @@ from trainer.rollout.server.sessions import Turn
 
 
 class ChatCompletions:
-    """A request for chat completions, and its answer: ``POST /v1/chat/completions``.
+    """A request for chat completions, and its answer. ``Responses`` and ``Messages`` have the same methods.
 
     Args:
         body: of the request.
-        tokenizer: decodes tokens whose log-probabilities are asked for.
+        tokenizer: decodes tokens whose log-probabilities are returned.
 
     Attributes:
         request: what is to be generated.
@@ -27,84 +27,64 @@ class ChatCompletions:
         RequestError: a field is unknown or not supported, or a value has another type.
     """
 
-    prefix = "chatcmpl"
-
     def __init__(self, body: Mapping[str, Any], tokenizer: TextTokenizer) -> None:
-        self.request = ChatRequest.of(self.translated(body))
-        self.id, self.created = self.new_id(self.prefix), int(time.time())
+        self.request = ChatRequest.of(body)
+        self._head = {"id": f"chatcmpl_{uuid.uuid4().hex}", "created": int(time.time()), "model": self.request.model}
         self._tokenizer, self._logged = tokenizer, dict.fromkeys(range(self.request.n), 0)
-
-    def translated(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the request for chat completions that a body stands for."""
-        return body
-
-    @staticmethod
-    def new_id(prefix: str) -> str:
-        """Return an id of the answer, or of a part."""
-        return f"{prefix}_{uuid.uuid4().hex}"
 
     def answer(self, turns: Sequence[Turn]) -> dict[str, Any]:
         """Return the body of the answer."""
-        choices = []
+        choices = [self._choice(turn, turn.reason, message=turn.message) for turn in turns]
+        return {**self._head, "object": "chat.completion", "choices": choices, "usage": _usage(turns)}
+
+    async def events(self, turns: Sequence[Turn], progress: AsyncIterator[Turn]) -> AsyncIterator[str]:
+        """Yield the answer as a stream of events.
+
+        Args:
+            turns: of the request.
+            progress: turns that have new tokens or have ended.
+        """
+        usage = {"usage": None} if self.request.stream_options.include_usage else {}
+
+        def chunk(turn: Turn, reason: str | None = None, **delta: Any) -> str:
+            return self._event(choices=[self._choice(turn, reason, delta=delta)], **usage)
+
         for turn in turns:
-            said = {"message": turn.message, "finish_reason": turn.reason, "logprobs": self._logprobs(turn)}
-            choices.append({"index": turn.index, **said})
-        head = {"id": self.id, "object": "chat.completion", "created": self.created, "model": self.request.model}
-        return {**head, "choices": choices, "usage": _usage(turns)}
-
-    def start(self, turns: Sequence[Turn]) -> Iterator[str]:
-        """Return the first events of a stream."""
-        for turn in turns:
-            yield self._chunk({"role": "assistant", "content": ""}, turn)
-
-    def delta(self, turn: Turn, text: str) -> Iterator[str]:
-        """Return the events for a text that has arrived."""
-        yield self._chunk({"content": text}, turn)
-
-    def turn_end(self, turn: Turn) -> Iterator[str]:
-        """Return the events for the tool calls and the end of a turn."""
-        if turn.calls:
-            yield self._chunk({"tool_calls": [{"index": at, **call} for at, call in enumerate(turn.calls)]}, turn)
-        yield self._chunk({}, turn, turn.reason)
-
-    def end(self, turns: Sequence[Turn]) -> Iterator[str]:
-        """Return the last events of a stream."""
-        if self.request.include_usage:
-            yield self._event({**self._head(), "choices": [], "usage": _usage(turns)})
+            yield chunk(turn, role="assistant", content="")
+        async for turn in progress:
+            if text := turn.next_text():
+                yield chunk(turn, content=text)
+            if turn.calls:
+                yield chunk(turn, tool_calls=[{"index": index, **call} for index, call in enumerate(turn.calls)])
+            if turn.reason:
+                yield chunk(turn, turn.reason)
+        if usage:
+            yield self._event(choices=[], usage=_usage(turns))
         yield "data: [DONE]\n\n"
 
     def error(self, body: Mapping[str, Any]) -> str:
         """Return the event for an error in the middle of a stream."""
-        return self._event(body)
+        return event(body)
 
-    def _chunk(self, delta: Mapping[str, Any], turn: Turn, reason: str | None = None) -> str:
-        logprobs = self._logprobs(turn)
-        choice = {"index": turn.index, "delta": delta, "finish_reason": reason, "logprobs": logprobs}
-        usage = {"usage": None} if self.request.include_usage else {}
-        return self._event({**self._head(), "choices": [choice], **usage})
+    def _event(self, **fields: Any) -> str:
+        return event({**self._head, "object": "chat.completion.chunk", **fields})
 
-    def _head(self) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "object": "chat.completion.chunk",
-            "created": self.created,
-            "model": self.request.model,
-        }
+    def _choice(self, turn: Turn, reason: str | None, **said: Any) -> dict[str, Any]:
+        """Return a choice, with the log-probabilities of the tokens that were not returned before."""
+        logprobs = None
+        if self.request.logprobs:
+            start, self._logged[turn.index] = self._logged[turn.index], len(turn.tokens)
+            content = []
+            for token, log_prob in zip(turn.tokens[start:], turn.log_probs[start:], strict=True):
+                text = self._tokenizer.decode([token])
+                content.append({"token": text, "logprob": log_prob, "bytes": [*text.encode()], "top_logprobs": []})
+            logprobs = {"content": content, "refusal": None}
+        return {"index": turn.index, **said, "finish_reason": reason, "logprobs": logprobs}
 
-    def _logprobs(self, turn: Turn) -> dict[str, Any] | None:
-        """Return the log-probabilities of the tokens that were not returned before."""
-        if not self.request.logprobs:
-            return None
-        start, self._logged[turn.index] = self._logged[turn.index], len(turn.tokens)
-        content = []
-        for token, log_prob in zip(turn.tokens[start:], turn.log_probs[start:], strict=True):
-            text = self._tokenizer.decode([token])
-            content.append({"token": text, "logprob": log_prob, "bytes": [*text.encode()], "top_logprobs": []})
-        return {"content": content, "refusal": None}
 
-    @staticmethod
-    def _event(value: Mapping[str, Any]) -> str:
-        return f"data: {json.dumps(value)}\n\n"
+def event(data: Mapping[str, Any], name: str | None = None) -> str:
+    """Return a server-sent event."""
+    return (f"event: {name}\n" if name else "") + f"data: {json.dumps(data)}\n\n"
 
 
 def _usage(turns: Sequence[Turn]) -> dict[str, int]:

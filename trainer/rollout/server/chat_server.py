@@ -8,49 +8,31 @@ request that continues the messages of its session continues its tokens: only wh
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import inspect
 import itertools
-import json
-import logging
 import re
 import secrets
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mcontroller.config.imports import import_extra, import_object
 from mcontroller.errors import ConfigError, DataError
 from trainer.data.tokenizers import TextTokenizer
 from trainer.rollout.episode_loop import EpisodeRollout
-from trainer.rollout.server.api import ChatCompletions
-from trainer.rollout.server.chat_requests import RequestError, parsed, reject
-from trainer.rollout.server.messages_api import Messages
-from trainer.rollout.server.responses_api import Responses
+from trainer.rollout.server.request_error import reject
 from trainer.rollout.server.sessions import ChatSession
 from trainer.rollout.server.tool_calls import TOOL_FORMATS, ToolFormat
 from trainer.rollout.trajectories import TrajectoryRollout
 from trainer.rollout.trajectory import Trajectory
-
-if TYPE_CHECKING:
-    from trainer.rollout.server.connections import HttpRequest
-
-logger = logging.getLogger(__name__)
-
-APIS: Mapping[str, type[ChatCompletions]] = {
-    "/v1/chat/completions": ChatCompletions,
-    "/v1/responses": Responses,
-    "/v1/messages": Messages,
-}
-"""The paths that are served."""
 
 
 class ChatServer:
     """Serves chat completions with tools on this machine, to clients that have the key of a session.
 
     Args:
-        rollout: generates the turns. If it is not ``driven``, the requests make the slices. None: each session has one.
+        rollout: generates the turns. If it is not ``driven``, the requests make its steps. None: each session has one.
         tokenizer: its chat template renders the messages.
         tool_calls: how the policy writes tool calls; a name of ``TOOL_FORMATS``, or a format.
         host: the address on which it listens.
@@ -81,11 +63,11 @@ class ChatServer:
     ) -> None:
         self.rollout, self.tokenizer = rollout, tokenizer
         self.tool_format = TOOL_FORMATS.get_or_raise(tool_calls) if isinstance(tool_calls, str) else tool_calls
-        self.max_sessions, self.timeout_s = max_sessions, timeout_s
+        self.max_sessions = max_sessions
         self._sessions: dict[str, ChatSession] = {}
-        self._advancing = asyncio.Lock()
-        connections = import_extra("trainer.rollout.server.connections", "agents", "multi_turn.episode")
-        self._http = connections.HttpServer(self._answer, APIS, host=host, port=port, max_body=max_body)
+        http = import_extra("trainer.rollout.server.http", "agents", "multi_turn.episode")
+        limits = {"max_body": max_body, "timeout_s": timeout_s}
+        self._http = http.HttpServer(self._session_of, tokenizer, host=host, port=port, **limits)
         self.url = self._http.url
         self.base_url = f"{self.url}/v1"
 
@@ -126,48 +108,6 @@ class ChatServer:
             session.cancel()
         self._http.close()
 
-    async def _answer(self, path: str, http_request: HttpRequest) -> AsyncIterator[str]:
-        """Yield the content type of the answer to a request, and then its parts.
-
-        Raises:
-            RequestError: the key is not that of an open session, the request is malformed, or its turn has failed.
-        """
-        session = self._session_of(http_request.api_key)
-        session.begin()
-        with contextlib.ExitStack() as running:
-            running.callback(session.end)
-            body = parsed(await http_request.body())
-            with self._errors(session):
-                api = APIS[path](body, self.tokenizer)
-                request = api.request
-                turns = await session.submit(request)
-                is_watched = request.stream or bool(request.stop)
-                progress = session.generate(turns, self._advancing, timeout_s=self.timeout_s, is_watched=is_watched)
-                if not request.stream:
-                    async for _ in progress:
-                        pass
-                    running.close()  # so that the client can send its next request at once
-                    yield "application/json"
-                    yield json.dumps(api.answer(turns))
-                    return
-            yield "text/event-stream"
-            try:
-                with self._errors(session):
-                    for event in api.start(turns):
-                        yield event
-                    async for turn in progress:
-                        if text := turn.next_text():
-                            for event in api.delta(turn, text):
-                                yield event
-                        if turn.reason:
-                            for event in api.turn_end(turn):
-                                yield event
-                    running.close()
-                    for event in api.end(turns):
-                        yield event
-            except RequestError as error:
-                yield api.error(error.body())
-
     def _session_of(self, api_key: str) -> ChatSession:
         for session in list(self._sessions.values()):
             if secrets.compare_digest(session.api_key.encode(), api_key.encode()) and not session.is_closed:
@@ -177,20 +117,6 @@ class ChatServer:
             status=401,
             code="invalid_api_key",
         )
-
-    @contextlib.contextmanager
-    def _errors(self, session: ChatSession) -> Iterator[None]:
-        """Raise errors as ``RequestError``; what fails for another reason than the request ends the session."""
-        try:
-            yield
-        except RequestError:
-            raise
-        except (DataError, ConfigError) as error:
-            reject(str(error), param=error.fields.get("field"))
-        except Exception as error:
-            logger.warning("a turn of session %r failed", session.name, exc_info=error)
-            session.error = f"{type(error).__name__}: {error}"
-            reject(f"session {session.name!r} has ended: {session.error}", status=500)
 
 
 class AgentEpisode:

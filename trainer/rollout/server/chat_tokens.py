@@ -10,7 +10,6 @@ from typing import Any
 
 from mcontroller.errors import DataError
 from trainer.data.tokenizers import TextTokenizer
-from trainer.rollout.server.chat_requests import is_text
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -56,12 +55,14 @@ def texts_around_replies(
     digest = hashlib.blake2b(json.dumps([messages, tools]).encode(), digest_size=16).hexdigest()
     marks = {reply: f"{digest}-{reply}-" for reply in replies}
     marked = [
-        _marked(message, marks[index], keeps_calls) if index in marks else message
+        {"content": "", **_given(_marked(message, marks[index], keeps_calls) if index in marks else message)}
         for index, message in enumerate(messages)
     ]
     after = tokenizer.render(marked, **({"tools": list(tools)} if tools else {}))
-    if not is_text(after):  # of JSON in the arguments of a call
-        raise DataError("the conversation has half of a surrogate pair, which is no text")
+    try:
+        after.encode()
+    except UnicodeEncodeError as error:  # of JSON in the arguments of a call
+        raise DataError("the conversation has half of a surrogate pair, which is no text") from error
     texts = []
     for reply, mark in marks.items():
         if (count := after.count(mark)) != 1:
@@ -74,6 +75,11 @@ def texts_around_replies(
         before, _, after = after.partition(mark)
         texts.append(before)
     return [*texts, after]
+
+
+def _given(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message without fields that are null: many templates take only a text as the content."""
+    return {name: value for name, value in message.items() if value is not None}
 
 
 def _marked(message: Mapping[str, Any], mark: str, keeps_calls: bool) -> dict[str, Any]:
@@ -98,16 +104,16 @@ def tokens_after_reply(
         is_within_call: whether the text begins within a call: what follows the stop token is returned.
 
     Raises:
-        DataError: the text begins within a call, and has no stop token.
+        DataError: the template does not write the stop token after the message or call.
     """
     # Some tokenizers write a space in front of a text, but not of one that is in the middle.
     before = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
     start, tokens = tokenizer.encode(before), tokenizer.encode(before + text)
     following = tokens[len(start) :] if tokens[: len(start)] == start else tokenizer.encode(text)
+    if stop is None and not is_within_call:
+        return following
     if stop in following:
         end = following.index(stop)
         if is_within_call or not tokenizer.decode(following[:end]).strip():
             return following[end + 1 :]
-    if is_within_call:
-        raise DataError(f"the end of a tool call cannot be found in what the chat template writes: {text[:200]!r}")
-    return following
+    raise DataError(f"the chat template writes no stop token where the policy ended its message: {text[:200]!r}")

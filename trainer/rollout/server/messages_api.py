@@ -1,43 +1,92 @@
-"""The Messages API of Anthropic: text and tool calls."""
+"""The Messages API of Anthropic, ``POST /v1/messages``: text and tool calls."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+import uuid
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
-from trainer.rollout.server.api import ChatCompletions
-from trainer.rollout.server.chat_requests import check_fields, reject, shown, typed
+from pydantic import BeforeValidator, Field
+
+from trainer.data.tokenizers import TextTokenizer
+from trainer.rollout.server.api import event
+from trainer.rollout.server.chat_requests import ChatRequest, Fields, Limit, Name, Request, Stops, Text
 from trainer.rollout.server.sessions import Turn
 
-SAME = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream")
-"""Fields that chat completions have under the same name."""
-IGNORED = ("cache_control", "container", "context_management", "metadata", "service_tier")
-USED = ("messages", "stop_sequences", "system", "thinking", "tool_choice", "tools", *SAME)
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-class Messages(ChatCompletions):
-    """A request of the Messages API, and its answer: ``POST /v1/messages``."""
+class _Block(Fields):
+    ignored = ("cache_control", "citations", "is_error", "caller", "signature", "data", "thinking")
+    type: Literal["text", "tool_use", "tool_result", "thinking", "redacted_thinking"]
+    text: str = ""
+    id: Name | None = None
+    name: Name | None = None
+    input: Any = None
+    tool_use_id: Name | None = None
+    content: Text = ""
 
-    prefix = "msg"
 
-    def translated(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the request for chat completions that a body stands for."""
-        given = {name: value for name, value in body.items() if value is not None and name not in IGNORED}
-        check_fields(given, "the request", USED)
-        for name, kinds in (("tool_choice", ("auto",)), ("thinking", ("disabled",))):
-            if name in given and typed(given[name], name, dict).get("type") not in kinds:
-                reject(f"{name}={shown(given[name])} is not supported; leave it out", param=name)
-        if "max_tokens" not in given:
-            reject("max_tokens is missing; expected an integer", param="max_tokens")
-        messages = [{"role": "system", "content": _text(given["system"], "system")}] if "system" in given else []
-        for index, message in enumerate(typed(given.get("messages"), "messages", list)):
-            messages += _messages(message, f"messages[{index}]")
-        chat = {name: given[name] for name in SAME if name in given}
-        listed = typed(given.get("tools", []), "tools", list)
-        tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(listed)]
-        return {**chat, "messages": messages, "tools": tools, "stop": given.get("stop_sequences", [])}
+class _Message(Fields):
+    role: Literal["user", "assistant"]
+    content: Annotated[
+        list[_Block],
+        BeforeValidator(lambda content: [{"type": "text", "text": content}] if isinstance(content, str) else content),
+    ]
+
+
+class _Tool(Fields):
+    ignored = ("cache_control", "strict")
+    type: Literal["custom"] = "custom"
+    name: Name
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+
+
+class MessagesRequest(Request):
+    """A request of the Messages API."""
+
+    ignored = ("cache_control", "container", "context_management", "metadata", "service_tier")
+    neutral: ClassVar[Mapping[str, Any]] = {"thinking": {"type": "disabled"}, "tool_choice": {"type": "auto"}}
+    max_tokens: Limit
+    messages: list[_Message]
+    system: Text | None = None
+    stop_sequences: Stops = Field(default=[])
+    tools: list[_Tool] = Field(default=[])
+
+    def chat(self) -> ChatRequest:
+        """Return the request for chat completions that this one stands for."""
+        same = self.model_dump(exclude_none=True, exclude={"messages", "system", "stop_sequences", "tools"})
+        messages = [] if self.system is None else [{"role": "system", "content": self.system}]
+        messages += [chat for message in self.messages for chat in _chat_messages(message)]
+        tools = []
+        for tool in self.tools:
+            function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
+            tools.append({"type": "function", "function": function})
+        return ChatRequest.of({**same, "messages": messages, "tools": tools, "stop": self.stop_sequences})
+
+
+def _chat_messages(message: _Message) -> Iterator[dict[str, Any]]:
+    """Yield the chat messages that a message stands for: results of tools are messages of their own."""
+    calls = []
+    for block in message.content:
+        if block.type == "tool_result":
+            yield {"role": "tool", "content": block.content, "tool_call_id": block.tool_use_id}
+        elif block.type == "tool_use":
+            function = {"name": block.name, "arguments": json.dumps(block.input)}
+            calls.append({"id": block.id, "type": "function", "function": function})
+    texts = [block.text for block in message.content if block.type == "text"]
+    if texts or message.role == "assistant":
+        yield {"role": message.role, "content": "".join(texts), "tool_calls": calls or None}
+
+
+class Messages:
+    """A request of the Messages API, and its answer; see ``ChatCompletions``."""
+
+    def __init__(self, body: Mapping[str, Any], tokenizer: TextTokenizer) -> None:
+        self.request = MessagesRequest.of(body).chat()
+        self._id = f"msg_{uuid.uuid4().hex}"
 
     def answer(self, turns: Sequence[Turn]) -> dict[str, Any]:
         """Return the body of the answer."""
@@ -46,43 +95,37 @@ class Messages(ChatCompletions):
         blocks = [{"type": "text", "text": text}] if text else []
         return self._message(turn, [*blocks, *({**_tool_use(call), "input": _input(call)} for call in turn.calls)])
 
-    def start(self, turns: Sequence[Turn]) -> Iterator[str]:
-        """Return the first events of a stream."""
-        self._is_open, self._blocks = False, 0
-        yield _event("message_start", message=self._message(turns[0], []))
-
-    def delta(self, turn: Turn, text: str) -> Iterator[str]:
-        """Return the events for a text that has arrived."""
-        if not self._is_open:
-            self._is_open = True
-            yield _event("content_block_start", index=0, content_block={"type": "text", "text": ""})
-        yield _event("content_block_delta", index=0, delta={"type": "text_delta", "text": text})
-
-    def turn_end(self, turn: Turn) -> Iterator[str]:
-        """Return the events for the tool calls and the end of a turn."""
-        if self._is_open:
-            yield _event("content_block_stop", index=0)
-        for index, call in enumerate(turn.calls, int(self._is_open)):
-            yield _event("content_block_start", index=index, content_block=_tool_use(call))
+    async def events(self, turns: Sequence[Turn], progress: AsyncIterator[Turn]) -> AsyncIterator[str]:
+        """Yield the answer as a stream of events."""
+        (turn,) = turns
+        has_text = False
+        yield _named("message_start", message=self._message(turn, []))
+        async for _ in progress:
+            if text := turn.next_text():
+                if not has_text:
+                    yield _named("content_block_start", index=0, content_block={"type": "text", "text": ""})
+                has_text = True
+                yield _named("content_block_delta", index=0, delta={"type": "text_delta", "text": text})
+        if has_text:
+            yield _named("content_block_stop", index=0)
+        for index, call in enumerate(turn.calls, int(has_text)):
+            yield _named("content_block_start", index=index, content_block=_tool_use(call))
             delta = {"type": "input_json_delta", "partial_json": json.dumps(_input(call))}
-            yield _event("content_block_delta", index=index, delta=delta)
-            yield _event("content_block_stop", index=index)
-
-    def end(self, turns: Sequence[Turn]) -> Iterator[str]:
-        """Return the last events of a stream."""
-        whole = self._message(turns[0], [])
-        delta = {name: whole[name] for name in ("stop_reason", "stop_sequence")}
-        yield _event("message_delta", delta=delta, usage=whole["usage"])
-        yield _event("message_stop")
+            yield _named("content_block_delta", index=index, delta=delta)
+            yield _named("content_block_stop", index=index)
+        whole = self._message(turn, [])
+        ended = {name: whole[name] for name in ("stop_reason", "stop_sequence")}
+        yield _named("message_delta", delta=ended, usage=whole["usage"])
+        yield _named("message_stop")
 
     def error(self, body: Mapping[str, Any]) -> str:
         """Return the event for an error in the middle of a stream."""
-        return _event("error", **body)
+        return _named("error", **body)
 
     def _message(self, turn: Turn, content: list[dict[str, Any]]) -> dict[str, Any]:
         reason = "stop_sequence" if turn.reason == "stop" and turn.stopped_at is not None else REASONS.get(turn.reason)
         return {
-            "id": self.id,
+            "id": self._id,
             "type": "message",
             "role": "assistant",
             "model": self.request.model,
@@ -93,8 +136,8 @@ class Messages(ChatCompletions):
         }
 
 
-def _event(kind: str, **fields: Any) -> str:
-    return f"event: {kind}\ndata: {json.dumps({'type': kind, **fields})}\n\n"
+def _named(kind: str, **fields: Any) -> str:
+    return event({"type": kind, **fields}, kind)
 
 
 def _tool_use(call: Mapping[str, Any]) -> dict[str, Any]:
@@ -103,47 +146,3 @@ def _tool_use(call: Mapping[str, Any]) -> dict[str, Any]:
 
 def _input(call: Mapping[str, Any]) -> Any:
     return json.loads(call["function"]["arguments"])
-
-
-def _messages(message: Any, where: str) -> Iterator[dict[str, Any]]:
-    """Return the chat messages that a message stands for: results of tools are messages of their own."""
-    check_fields(message, where, ("role", "content"))
-    role, content = message.get("role"), message.get("content")
-    if role not in ("user", "assistant"):
-        reject(f"{where}.role is {shown(role)}; expected user or assistant", param=f"{where}.role")
-    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    texts, calls = [], []
-    for index, block in enumerate(typed(blocks, f"{where}.content", list)):
-        place = f"{where}.content[{index}]"
-        kind = typed(block, place, dict).get("type")
-        if kind == "text":
-            texts.append(typed(block.get("text"), f"{place}.text", str))
-        elif kind == "tool_use" and role == "assistant":
-            function = {"name": block.get("name"), "arguments": json.dumps(block.get("input"))}
-            calls.append({"id": block.get("id"), "type": "function", "function": function})
-        elif kind == "tool_result" and role == "user":
-            result = _text(block.get("content") or "", f"{place}.content")
-            yield {"role": "tool", "content": result, "tool_call_id": block.get("tool_use_id")}
-        elif kind not in ("thinking", "redacted_thinking"):
-            reject(f"{place}.type is {shown(kind)}, which is not supported", param=f"{place}.type")
-    if role == "assistant":
-        yield {"role": role, "content": "".join(texts), **({"tool_calls": calls} if calls else {})}
-    elif texts:
-        yield {"role": role, "content": "".join(texts)}
-
-
-def _text(content: Any, where: str) -> str:
-    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else typed(content, where, list)
-    for index, block in enumerate(blocks):
-        if typed(block, f"{where}[{index}]", dict).get("type") != "text":
-            reject(f"{where}[{index}].type is {shown(block.get('type'))}; expected text", param=where)
-    return "".join(typed(block.get("text"), f"{where}.text", str) for block in blocks)
-
-
-def _tool(tool: Any, where: str) -> dict[str, Any]:
-    check_fields(tool, where, ("type", "name", "description", "input_schema", "cache_control", "strict"))
-    if tool.get("type", "custom") != "custom":
-        reject(f"{where}.type is {shown(tool['type'])}; expected custom", param=f"{where}.type")
-    names = {"name": "name", "description": "description", "input_schema": "parameters"}
-    function = {name: tool[given] for given, name in names.items() if tool.get(given) is not None}
-    return {"type": "function", "function": function}

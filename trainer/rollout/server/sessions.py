@@ -6,24 +6,28 @@ import asyncio
 import contextlib
 import copy
 import itertools
+import json
 import logging
 import secrets
 import time
 from array import array
 from bisect import bisect_left
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mcontroller.errors import ConfigError, DataError
 from trainer.data.tokenizers import TextTokenizer
 from trainer.rollout.seeds import seed_of
-from trainer.rollout.server.chat_requests import ChatRequest, reject, same_conversation
 from trainer.rollout.server.chat_tokens import PrefixChange, texts_around_replies, tokens_after_reply
+from trainer.rollout.server.request_error import reject
 from trainer.rollout.server.tool_calls import ToolFormat
 from trainer.rollout.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    from trainer.rollout.server.chat_requests import ChatRequest
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +62,7 @@ class Turn:
     Attributes:
         conversation: continued by this turn.
         index: of the choice.
+        request: that it belongs to.
         start: [tokens] of the response before this turn.
         submitted: the trajectory in flight.
         tokens: token ids that have arrived.
@@ -67,7 +72,7 @@ class Turn:
     """
 
     def __init__(self, conversation: Conversation, index: int, request: ChatRequest, tool_format: ToolFormat) -> None:
-        self.conversation, self.index, self._request, self._format = conversation, index, request, tool_format
+        self.conversation, self.index, self.request, self._format = conversation, index, request, tool_format
         self.start = len(conversation.trajectory.tokens)
         self.submitted: Future[Trajectory] = Future()
         self.tokens: list[int] = []
@@ -93,7 +98,7 @@ class Turn:
         if self.stopped_at is not None or len(made) == len(self.tokens):
             return
         self.tokens, self.text = made, tokenizer.decode(made)
-        places = [(place, stop) for stop in self._request.stop if (place := self.text.find(stop)) >= 0]
+        places = [(place, stop) for stop in self.request.stop if (place := self.text.find(stop)) >= 0]
         if places:
             place, stop = min(places)
             count = 1 + bisect_left(range(1, len(made)), True, key=lambda count: stop in tokenizer.decode(made[:count]))
@@ -104,7 +109,7 @@ class Turn:
         if self.reason:
             text = self.content
         else:
-            starts = [*self._request.stop, *(self._format.starts if self._request.tools else ())]
+            starts = [*self.request.stop, *(self._format.starts if self.request.tools else ())]
             text = self.text[: _end_before(self.text, starts)].rstrip("\N{REPLACEMENT CHARACTER}")
         sent, self._sent = self._sent, max(self._sent, text, key=len)
         return self._sent[len(sent) :]
@@ -120,8 +125,8 @@ class Turn:
             made = self.conversation.trajectory = _shortened(made, self.start + len(self.tokens))
         self.content = self.text
         calls: list[tuple[str, str]] = []
-        if self._request.tools:
-            self.content, calls = self._format.parse(self.text, self._request.tools)
+        if self.request.functions:
+            self.content, calls = self._format.parse(self.text, self.request.functions)
         self.calls = [
             # some templates ask for nine letters and digits
             {"id": f"call{next(numbers):05d}", "type": "function", "function": {"name": name, "arguments": arguments}}
@@ -230,8 +235,8 @@ class ChatSession:
             for index in range(request.n):
                 conversation = self._opened(request, index) if parent is None else self._continued(parent, request)
                 turn = Turn(conversation, index, request, self._format)
-                options = {"seed": conversation.trajectory.seed, **request.sampling, "max_tokens": request.max_tokens}
-                if index and type(options["seed"]) is int and (parent is not None or "seed" in request.sampling):
+                options = {"seed": conversation.trajectory.seed, **request.settings}
+                if index and type(options["seed"]) is int and (parent is not None or request.seed is not None):
                     options["seed"] = seed_of(options["seed"], "choice", index)
                 submit = partial(self.rollout.submit, conversation.trajectory, **options)
                 turn.submitted = await asyncio.to_thread(submit)
@@ -246,24 +251,18 @@ class ChatSession:
 
     @staticmethod
     def _continues(known: Conversation, request: ChatRequest) -> bool:
-        return known.tools == request.tools and same_conversation(known.messages, request.messages)
+        return known.tools == request.functions and _same_conversation(known.messages, request.conversation)
 
     def _opened(self, request: ChatRequest, index: int) -> Conversation:
         count = len(self.conversations) + index
-        (text,) = texts_around_replies(self._tokenizer, request.messages, [], request.tools)
+        (text,) = texts_around_replies(self._tokenizer, request.conversation, [], request.functions)
         seed = self.seed if self.seed is None or not count else seed_of(self.seed, "conversation", count)
         trajectory = Trajectory(array("q", self._tokenizer.encode(text)), seed=seed)
-        return Conversation([*request.messages], request.tools, trajectory, [text])
+        return Conversation([*request.conversation], request.functions, trajectory, [text])
 
     def _continued(self, parent: Conversation, request: ChatRequest) -> Conversation:
-        messages = [*parent.messages, *request.messages[len(parent.messages) :]]
-        render = partial(texts_around_replies, self._tokenizer, messages, parent.replies, parent.tools)
-        keeps_calls = False
-        try:
-            *before, after = render()
-        except DataError:
-            keeps_calls = True
-            *before, after = render(keeps_calls=True)
+        messages = [*parent.messages, *request.conversation[len(parent.messages) :]]
+        tokens, before, after, keeps_calls = self._reply(messages, parent)
         for reply, recorded, rendered in zip(parent.replies, parent.texts, before, strict=True):
             change = PrefixChange(reply, recorded, rendered)
             # Some templates write the space that the policy begins its message with.
@@ -279,21 +278,37 @@ class ChatSession:
                     rendered[-400:],
                 )
         trajectory = copy.deepcopy(parent.trajectory)
-        is_within_call = keeps_calls and "tool_calls" in messages[parent.replies[-1]]
-        tokens = tokens_after_reply(self._tokenizer, after, parent.stop, is_within_call=is_within_call)
         trajectory.replied(tokens)
         return Conversation(messages, parent.tools, trajectory, [*parent.texts, after], [*parent.replies])
 
+    def _reply(self, messages: list[dict[str, Any]], parent: Conversation) -> tuple[list[int], list[str], str, bool]:
+        """Return the tokens after the last message of the policy, the texts around all, and whether they have calls.
+
+        Some templates reject results of tools without their calls, or end calls with another token than texts; and the
+        policy may end a message with a stop token that the template never writes.
+        """
+        is_call = "tool_calls" in messages[parent.replies[-1]]
+        errors = []
+        for keeps_calls, stop in ((False, parent.stop), (True, parent.stop), (False, None)):
+            try:
+                *before, after = texts_around_replies(
+                    self._tokenizer, messages, parent.replies, parent.tools, keeps_calls=keeps_calls
+                )
+                tokens = tokens_after_reply(self._tokenizer, after, stop, is_within_call=keeps_calls and is_call)
+                return tokens, before, after, keeps_calls
+            except DataError as error:
+                errors.append(error)
+        raise errors[0]
+
     async def generate(
-        self, turns: Sequence[Turn], advancing: asyncio.Lock, *, timeout_s: float, is_watched: bool
+        self, turns: Sequence[Turn], advancing: asyncio.Lock, *, timeout_s: float
     ) -> AsyncIterator[Turn]:
         """Yield turns that have new tokens, or have ended, until all have; then record the conversations.
 
         Args:
             turns: of ``submit``.
-            advancing: held by the request that makes a slice, if the program does not drive the rollout.
+            advancing: held by the request that makes a step, if the program does not drive the rollout.
             timeout_s: [s] the longest time of all turns.
-            is_watched: whether the caller needs tokens before their turn has ended.
 
         Raises:
             RequestError: a turn has failed or was cancelled, or the time is over.
@@ -302,6 +317,7 @@ class ChatSession:
         for turn in turns:
             turn.submitted.add_done_callback(lambda _: loop.call_soon_threadsafe(changed.set))
         until, pending = time.monotonic() + timeout_s, list(turns)
+        is_watched = turns[0].request.stream or bool(turns[0].request.stop)  # before a turn has ended
         while pending:
             await self._progress(pending, advancing, changed, POLL_S if is_watched else until - time.monotonic())
             for turn in [*pending]:
@@ -324,7 +340,7 @@ class ChatSession:
     async def _progress(
         self, pending: Sequence[Turn], advancing: asyncio.Lock, changed: asyncio.Event, timeout_s: float
     ) -> None:
-        """Wait for a turn to end or a slice to be made: if nobody else makes slices, one request at a time does."""
+        """Wait for a turn to end or a step to be made: if nobody else makes steps, one request at a time does."""
         if self.rollout.driven:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(changed.wait(), max(timeout_s, 0.0))
@@ -353,6 +369,32 @@ class ChatSession:
             turn.submitted.cancel()
 
 
+def _same_conversation(before: Sequence[Mapping[str, Any]], messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the messages begin with those before, and go on."""
+    return len(messages) > len(before) > 0 and [*map(_said, before)] == [*map(_said, messages[: len(before)])]
+
+
+def _said(message: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return what a message says.
+
+    Clients add a name to the policy's messages, write no content in several ways, drop the space around it, and write
+    the JSON of arguments again.
+    """
+    content = message.get("content") or ""
+    if message["role"] == "assistant":
+        functions = [call["function"] for call in message.get("tool_calls", ())]
+        calls = [(function["name"], _value(function["arguments"])) for function in functions]
+        return "assistant", content.strip(), calls
+    return message["role"], message.get("name"), content, message.get("tool_call_id")
+
+
+def _value(arguments: str) -> Any:
+    try:
+        return json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+
+
 def _end_before(text: str, starts: Sequence[str]) -> int:
     """Return the place before the first of these texts, or before the end of the text if it may begin one."""
     end = min((place for start in starts if (place := text.find(start)) >= 0), default=len(text))
@@ -363,7 +405,7 @@ def _end_before(text: str, starts: Sequence[str]) -> int:
 def _shortened(trajectory: Trajectory, length: int) -> Trajectory:
     """Return a copy of a trajectory that ends a turn after a number of tokens of the response."""
     experts = trajectory.experts_before(length)
-    made = copy.deepcopy(trajectory)  # a slice in flight may still add to the other
+    made = copy.deepcopy(trajectory)  # a step in flight may still add to the other
     for column in (made.tokens, made.mask, made.log_probs, made.versions, made.temperatures):
         del column[length:]
     made.experts, made.ended = experts, "turn"

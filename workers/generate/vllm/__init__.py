@@ -1,13 +1,14 @@
-"""Generation with vLLM: as many engines as fit the ranks of a data-parallel shard, each in a separate process.
+"""Generation with vLLM: as many engines as fit the ranks of a group, each in separate processes.
 
 Status: tested on a CPU by hand (make test-vllm).
 
 - ``checks``: what an engine cannot run, before any process starts.
-- ``placement``: which ranks' GPUs an engine uses.
+- ``placement``: which ranks' GPUs an engine uses, on one node or several.
 - ``gpu_memory``: how much of a GPU an engine may take beside the policy.
 - ``interpreter``: the interpreter that engines run with, and which vLLM it has.
-- ``start``: start the engines of all shards.
+- ``start``: start the engines.
 - ``rollout``: the ``Rollout`` of the workers.
+- ``row_exchange``: prompts to the ranks that call engines, and responses back.
 - ``requests``: prompts and sampling as requests of vLLM, and its answers as responses.
 - ``buckets``: weights in shared memory.
 - ``engine_process``: start the process, call it, and report its death or silence.

@@ -128,13 +128,9 @@ def _check_adapter_alone(config: ActorConfig) -> None:
 
 
 def _check_tensor_parallelism(config: ActorConfig) -> None:
-    key, tp, parallel = "rollout.vllm.tp", config.rollout.vllm.tp, config.parallel
+    key, tp = "rollout.vllm.tp", config.rollout.vllm.tp
     heads = config.model.num_attention_heads
     groups = config.model.num_query_groups or heads
-    available = parallel.tp * parallel.pp * parallel.cp
-    if tp > available:
-        text = f"{key} is {tp}, more than the {available} ranks of a data-parallel shard, parallel.tp x pp x cp"
-        raise ConfigError(text, key=key, value=tp)
     if heads % tp or (groups % tp and tp % groups):
         text = f"{key} is {tp}, which does not divide {heads} attention heads and {groups} query groups of the model"
         raise ConfigError(text, key=key, value=tp)

@@ -89,7 +89,7 @@ def _printed(python: str, code: str) -> list[str]:
     if failed:
         raise ConfigError(
             f"rollout.vllm.python is {python!r}, which cannot run vLLM: {failed}, and printed "
-            f"{output[-500:] or 'nothing'}. Set it to the interpreter of an environment that has vllm (docs/engine.md)",
+            f"{output[-500:] or 'nothing'}. Set it to the interpreter of an environment with vllm (docs/rollout.md)",
             key="rollout.vllm.python",
             value=python,
             output=output,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import math
 import os
 import secrets
@@ -9,9 +10,10 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from mcontroller.errors import MControllerError
@@ -22,9 +24,10 @@ from workers.generate.rollout_protocol import Generated, HeldWeights, PolicyWeig
 from workers.generate.sampling import Sampling
 from workers.generate.vllm.buckets import SharedBuckets
 from workers.generate.vllm.engine_process import EngineError, EngineProcess
+from workers.generate.vllm.placement import EnginePlacement
 from workers.generate.vllm.requests import EngineAddress, sampling_parameters
-from workers.generate.vllm.response_exchange import RankRole, ResponseExchange, consecutive, even_shares
 from workers.generate.vllm.responses import expert_dtype, expert_layers, experts_of, prompt_tokens, responses_of
+from workers.generate.vllm.row_exchange import consecutive, even_shares, exchange_rows
 from workers.lora.peft_files import write_adapter
 from workers.weights.fingerprints import Fingerprint
 from workers.weights.moves import TensorInBucket
@@ -32,39 +35,22 @@ from workers.weights.moves import TensorInBucket
 _SHARED = "/dev/shm"
 
 
-class EngineMap(NamedTuple):
-    """The engines of all data-parallel shards.
-
-    Attributes:
-        of_shard: how many engines each shard has.
-        number: of this rank's engine among the engines of all shards; None on a rank without one.
-        on_gpus: whether they run on GPUs.
-    """
-
-    of_shard: list[int]
-    number: int | None
-    on_gpus: bool
-
-    def shares(self, shards: Sequence[range]) -> list[range]:
-        """Return the rows of every engine, from the rows of the shards; the engines of a shard get even parts."""
-        return [
-            range(rows.start + part.start, rows.start + part.stop)
-            for rows, count in zip(shards, self.of_shard, strict=True)
-            for part in even_shares(len(rows), count)
-        ]
-
-
 class VllmRollout(Rollout):
-    """Generates with as many engines as fit the ranks of a data-parallel shard, each with a part of the shard's rows.
+    """Generates with engines that lie where ``place_engines`` has put them; each gets an even part of all rows.
 
-    The first of an engine's ranks starts and calls it, and puts the weights together for it.
+    The first of an engine's ranks on each of its nodes starts its processes there, and puts the weights together for
+    them; the first of these calls the engine.
 
     Args:
         config: of the actor and its rollout.
         context: the layout of the ranks.
-        engine: the engine of this rank; None on ranks without one.
+        process: the engine of this rank, or its part on this node; None on ranks that start none.
         engines: the engines of all ranks.
+        on_gpus: whether they run on GPUs.
         beside_policy: whether a policy uses the GPUs of the engines too.
+
+    Attributes:
+        engine: the engine that this rank calls; None on ranks that call none.
     """
 
     holds_weights = True
@@ -74,36 +60,38 @@ class VllmRollout(Rollout):
         self,
         config: ActorConfig,
         context: MegatronContext,
-        engine: EngineProcess | None,
-        engines: EngineMap,
+        process: EngineProcess | None,
+        engines: Sequence[EnginePlacement],
         *,
+        on_gpus: bool,
         beside_policy: bool,
     ) -> None:
-        pg = context.pg
-        self._config, self._pg, self._engines = config, pg, engines
-        self.engine = engine
-        self._beside_policy = beside_policy
+        pg, rank = context.pg, dist.get_rank()
+        self._config, self._dp, self._on_gpus, self._beside_policy = config, pg.dp, on_gpus, beside_policy
+        self._callers = [engine.caller for engine in engines]
+        self._process = process
+        self.engine = process if rank in self._callers else None
         self._token = secrets.token_hex(16)
         self._buckets = SharedBuckets(config.rollout.vllm.bucket_bytes)
         self._arrived: list[Fingerprint] = []
-        self._exchange = ResponseExchange(
-            RankRole(
-                requests_shard=pg.dp.rank(),
-                receives=pg.pp.rank() == pg.pp.size() - 1 and pg.tp.rank() == 0 and pg.cp.rank() == 0,
-                generates_share=engines.number or 0,
-                sends=engines.number is not None,
-            )
-        )
+        returns = pg.pp.rank() == pg.pp.size() - 1 and pg.tp.rank() == 0 and pg.cp.rank() == 0
+        self._shards = all_gather_values(pg.dp.rank() if returns else None)
+        limit = datetime.timedelta(seconds=config.rollout.vllm.silence_timeout_s)
+        self._nodes: dist.ProcessGroup | None = None
+        for engine in engines:
+            if len(engine.parts) > 1:
+                nodes = dist.new_group(list(engine.starters), timeout=limit, backend="gloo")
+                self._nodes = nodes if rank in engine.starters else self._nodes
 
     @property
     def sleeps_beside_training(self) -> bool:
         """Whether the engines must sleep while the policy computes: what is free on their GPUs is their cache."""
-        return self._engines.on_gpus
+        return self._on_gpus
 
     @property
     def receives_weights(self) -> bool:
         """Whether whole tensors are put together on this rank."""
-        return self.engine is not None
+        return self._process is not None
 
     def address(self, host: str) -> EngineAddress | None:
         """Wake the engine of this rank up, and return where it takes requests; None without one (a collective).
@@ -114,6 +102,7 @@ class VllmRollout(Rollout):
         Raises:
             EngineError: on every rank, if an engine fails.
         """
+        self._wait_for_gpus()
         return raise_on_every_rank(lambda: self._listening(host))
 
     def _listening(self, host: str) -> EngineAddress | None:
@@ -138,18 +127,21 @@ class VllmRollout(Rollout):
         Raises:
             EngineError: on every rank, if an engine fails.
         """
-        if self._config.rollout.vllm.tp > 1:
-            all_gather_values(None)  # what other ranks of the engine offload has left its GPUs
+        self._wait_for_gpus()
         samples = prompts.samples()
-        shards = consecutive(all_gather_values(len(samples.ids), self._pg.dp))
-        shares, first = self._engines.shares(shards), shards[self._pg.dp.rank()].start
-        share = range(first, first) if self._engines.number is None else shares[self._engines.number]
-        prompts_of_engine = Prompts(*(column[share.start - first : share.stop - first] for column in samples))
-        generated = raise_on_every_rank(lambda: self._responses(prompts_of_engine, sampling))
-        device = torch.device("cuda" if self._engines.on_gpus else "cpu")
-        columns = Generated.of_columns([column.to(device) for column in generated.columns()])
-        returned = self._exchange.return_responses(columns, shares, shards)
-        return None if returned is None else returned._replace(basis=generated.basis)
+        rows = consecutive(all_gather_values(len(samples.ids), self._dp))
+        of_shards = [range(0) if shard is None else rows[shard] for shard in self._shards]
+        of_engines = [range(0)] * len(self._shards)
+        for caller, share in zip(self._callers, even_shares(rows[-1].stop, len(self._callers)), strict=True):
+            of_engines[caller] = share
+        device, rank = torch.device("cuda" if self._on_gpus else "cpu"), dist.get_rank()
+        columns = exchange_rows([column.to(device) for column in samples], of_shards, of_engines)
+        of_engine = Prompts(*(column.cpu() for column in columns))
+        generated = raise_on_every_rank(lambda: self._responses(of_engine, sampling))
+        columns = exchange_rows([column.to(device) for column in generated.columns()], of_engines, of_shards)
+        if self._shards[rank] is None:
+            return None
+        return Generated.of_columns(columns)._replace(basis=generated.basis)
 
     def update_weights(self, weights: PolicyWeights) -> Mapping[str, float]:
         """Put all weights together in shared memory for the engines (a collective).
@@ -189,7 +181,7 @@ class VllmRollout(Rollout):
                 prefix="adapter-", dir=_SHARED if os.path.isdir(_SHARED) else None
             ) as folder:
                 write_adapter(Path(folder), tensors, config)
-                self.engine.call("receive_adapter", path=folder)
+                self.engine.call("receive_adapter", path=folder, mode=self._config.rollout.vllm.pause)
             return sum(tensor.nbytes for tensor in tensors.values())
 
         return _timed(send)
@@ -202,7 +194,7 @@ class VllmRollout(Rollout):
     def sleep(self) -> int:
         """Free the memory of the engine's GPUs, and return how many bytes (a collective); on a CPU it frees nothing."""
         freed: int = 0 if self.engine is None else self.engine.call("sleep")
-        if self._engines.on_gpus and self._config.rollout.vllm.tp > 1:
+        if self._on_gpus and self._config.rollout.vllm.tp > 1:
             all_gather_values(freed)  # other ranks of the engine use its GPUs next
         return freed
 
@@ -221,7 +213,7 @@ class VllmRollout(Rollout):
                     temperature=sampling.temperature,
                 )
         finally:
-            if self._engines.on_gpus:
+            if self._on_gpus:
                 wait_for_every_rank("vllm/generate")
         experts = None
         if self._config.router_replay == "rollout":
@@ -230,17 +222,24 @@ class VllmRollout(Rollout):
 
     def _sent(self, weights: PolicyWeights) -> int:
         buckets = self._buckets
-        arriving = weights.buckets(buckets.memory, "none" if self.engine is None else "all")
+        arriving = weights.buckets(buckets.memory, "all" if self.receives_weights else "none")
         total, in_flight = 0, False
-        try:
-            if self.engine is None:
-                return sum(map(_nbytes, arriving))
-            hashes = self._config.rollout.verify_weights != "never"
-            self.engine.call("begin_update", hashes=hashes, beside_policy=self._beside_policy)
+        if self.engine is None:
             for tensors in arriving:
-                if in_flight:
-                    self.engine.result()
-                self.engine.send("receive_bucket", path=buckets.path, tensors=tensors)
+                total += _nbytes(tensors)
+                self._paths()
+            return total
+        try:
+            hashes = self._config.rollout.verify_weights != "never"
+            pause = self._config.rollout.vllm.pause
+            self.engine.call("begin_update", hashes=hashes, beside_policy=self._beside_policy, mode=pause)
+            for tensors in arriving:
+                try:
+                    if in_flight:
+                        self.engine.result()
+                finally:
+                    paths = self._paths()
+                self.engine.send("receive_bucket", paths=paths, tensors=tensors)
                 total, in_flight = total + _nbytes(tensors), True
             if in_flight:
                 self.engine.result()
@@ -248,7 +247,7 @@ class VllmRollout(Rollout):
             self._arrived = [Fingerprint(*fields) for of_process in of_processes for fields in of_process]
         except EngineError:
             for _ in arriving:  # the other ranks send the rest, and wait for this one
-                pass
+                self._paths()
             raise
         except MControllerError:
             if self.engine is not None and in_flight:
@@ -256,9 +255,22 @@ class VllmRollout(Rollout):
             raise
         return total
 
+    def _paths(self) -> list[str]:
+        """The bucket that was filled last, by node of the engine (a collective of those that start its processes).
+
+        They fill the next one when all have filled this one, and the engine has read the one before.
+        """
+        path = self._buckets.path
+        return [path] if self._nodes is None else all_gather_values(path, self._nodes)
+
+    def _wait_for_gpus(self) -> None:
+        """Wait until other ranks have offloaded what they have on an engine's GPUs (a collective)."""
+        if self._config.rollout.vllm.tp > 1:
+            all_gather_values(None)
+
     def _release_cached_memory(self) -> None:
         """Return what torch has reserved on all GPUs of the engines (a collective)."""
-        if self._engines.on_gpus:
+        if self._on_gpus:
             torch.cuda.empty_cache()
             all_gather_values(None)
 

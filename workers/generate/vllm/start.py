@@ -1,4 +1,4 @@
-"""Start the engines of vLLM of all data-parallel shards: their GPUs, their memory, arguments and environment."""
+"""Start the engines of vLLM: their GPUs, their memory, arguments and environment."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import os
+import socket
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,9 +23,9 @@ from workers.generate.vllm.checks import CPU_CACHE_BYTES, LORA_RANKS, check_inst
 from workers.generate.vllm.engine_process import EngineProcess
 from workers.generate.vllm.gpu_memory import GpuMemory, measured_memory, utilization
 from workers.generate.vllm.interpreter import interpreter_of
-from workers.generate.vllm.placement import engines_of_shards
-from workers.generate.vllm.rollout import EngineMap, VllmRollout
-from workers.gpu_ids import node_id
+from workers.generate.vllm.placement import EnginePlacement, place_engines
+from workers.generate.vllm.rollout import VllmRollout
+from workers.gpu_ids import node_address, node_id
 from workers.weights.hf.config import hf_config_of
 
 logger = logging.getLogger(__name__)
@@ -43,19 +44,53 @@ _NOT_INHERITED = (
 )
 
 
-class _Place(NamedTuple):
-    """The node of a rank and the state of its GPU; ``device`` and ``memory`` are empty on a CPU."""
+class _RankGpu(NamedTuple):
+    """Where a rank is, and the state of its GPU; ``device`` and ``memory`` are empty on a CPU."""
 
-    shard: int
     node: str
+    address: str
+    port: int
     device: str
     memory: GpuMemory | None
+
+
+class EnginePart(NamedTuple):
+    """The part of an engine on one node, which one rank starts.
+
+    Attributes:
+        engine: the number of the engine.
+        gpus: the ranks of the engine on all its nodes.
+        devices: the GPUs of the part, as ``CUDA_VISIBLE_DEVICES`` names them; none on a CPU.
+        node_rank: of the node, among those of the engine; the part of the first one is called.
+        addresses: of the engine's nodes.
+        port: at the first address, where the engine's own ranks meet if it has several nodes.
+    """
+
+    engine: int
+    gpus: Sequence[_RankGpu]
+    devices: list[str]
+    node_rank: int
+    addresses: list[str]
+    port: int
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of ``vllm.AsyncEngineArgs`` of an engine on several nodes; none on one node."""
+        if len(self.addresses) == 1:
+            return {}
+        return {
+            "nnodes": len(self.addresses),
+            "node_rank": self.node_rank,
+            "master_addr": self.addresses[0],
+            "master_port": self.port,
+            "distributed_executor_backend": "mp",
+        }
 
 
 def vllm_rollout(
     config: ActorConfig, context: MegatronContext, *, trained: bool, models: int, resident: bool = True
 ) -> VllmRollout:
-    """Start the engines of all shards, each on the first of its ranks, and return the rollout (a collective).
+    """Start the engines, each on the first of its ranks on each of its nodes, and return the rollout (a collective).
 
     Args:
         config: of the actor and its rollout.
@@ -65,7 +100,7 @@ def vllm_rollout(
         resident: whether they are on the GPU while the engine generates.
 
     Raises:
-        ConfigError: on every rank: a shard has no node with room for an engine, or an engine does not fit its GPUs.
+        ConfigError: on every rank: no engine fits the ranks (see ``place_engines``), or one does not fit its GPUs.
         EngineError: on every rank: an engine does not start.
     """
 
@@ -73,67 +108,90 @@ def vllm_rollout(
         world_size, pp_rank = dist.get_world_size(), context.pg.pp.rank()
         return measured_memory(config, world_size, pp_rank, trained=trained, models=models, resident=resident)
 
-    places = all_gather_values(_place(context, measured))
-    tp, rank = config.rollout.vllm.tp, dist.get_rank()
-    shards = engines_of_shards([place.shard for place in places], [place.node for place in places], tp)
-    engines = [ranks for engines_of_shard in shards for ranks in engines_of_shard]
-    number = next((number for number, ranks in enumerate(engines) if ranks[0] == rank), None)
-    used = [] if number is None else [places[rank] for rank in engines[number]]
-    engine = raise_on_every_rank(lambda: _started_everywhere(config, used, number, beside_policy=models > 0))
-    engine_map = EngineMap(list(map(len, shards)), number, places[rank].memory is not None)
-    return VllmRollout(config, context, engine, engine_map, beside_policy=models > 0)
+    gpus = all_gather_values(_gpu_of_rank(measured))
+    engines = place_engines([gpu.node for gpu in gpus], config.rollout.vllm.tp)
+    nodes = len(engines[0].parts)
+    if config.rollout.vllm.adapter_alone and nodes > 1:
+        raise ConfigError(
+            f"rollout.vllm.adapter_alone is true, and an engine of {config.rollout.vllm.tp} ranks is on "
+            f"{nodes} nodes, which cannot read an adapter from one folder in memory: set it to false",
+            key="rollout.vllm.adapter_alone",
+            value=True,
+        )
+    part, beside_policy = _part_of(dist.get_rank(), engines, gpus), models > 0
+    process = raise_on_every_rank(lambda: _started_everywhere(config, part, beside_policy=beside_policy))
+    on_gpus = gpus[0].memory is not None
+    return VllmRollout(config, context, process, engines, on_gpus=on_gpus, beside_policy=beside_policy)
 
 
-def _place(context: MegatronContext, measured: Callable[[], GpuMemory]) -> _Place:
-    shard, node = context.pg.dp.rank(), node_id()
+def _gpu_of_rank(measured: Callable[[], GpuMemory]) -> _RankGpu:
+    address = node_address()
+    with socket.create_server((address, 0)) as free:
+        place = node_id(), address, free.getsockname()[1]
     if not torch.cuda.is_available():
-        return _Place(shard, node, "", None)
+        return _RankGpu(*place, "", None)
     visible, index = os.environ.get("CUDA_VISIBLE_DEVICES"), torch.cuda.current_device()
     device = visible.split(",")[index] if visible else str(index)
-    return _Place(shard, node, device, measured())
+    return _RankGpu(*place, device, measured())
 
 
-def _started_everywhere(
-    config: ActorConfig, places: Sequence[_Place], number: int | None, *, beside_policy: bool
-) -> EngineProcess | None:
-    """The engine of this rank, if it has one, when the engines of all ranks have started or failed."""
+def _part_of(rank: int, engines: Sequence[EnginePlacement], gpus: Sequence[_RankGpu]) -> EnginePart | None:
+    """The part of an engine that a rank starts, if it starts one."""
+    for number, engine in enumerate(engines):
+        if rank in engine.starters:
+            node_rank, starters = engine.starters.index(rank), [gpus[starter] for starter in engine.starters]
+            return EnginePart(
+                engine=number,
+                gpus=[gpus[other] for other in engine.ranks],
+                devices=[gpus[other].device for other in engine.parts[node_rank] if gpus[other].device],
+                node_rank=node_rank,
+                addresses=[starter.address for starter in starters],
+                port=starters[0].port,
+            )
+    return None
+
+
+def _started_everywhere(config: ActorConfig, part: EnginePart | None, *, beside_policy: bool) -> EngineProcess | None:
+    """The process of this rank, if it starts one, when the engines of all ranks have started or failed."""
     try:
-        if number is None:
+        if part is None:
             return None
-        engine = _started(config, places, number=number)
-        if beside_policy:
-            engine.call("sleep")
-        return engine
+        process = _started(config, part)
+        if beside_policy and part.node_rank == 0:
+            process.call("sleep")
+        return process
     finally:
         if torch.cuda.is_available():
             wait_for_every_rank("vllm/start")
 
 
-def _started(config: ActorConfig, places: Sequence[_Place], *, number: int) -> EngineProcess:
-    """An engine without weights, built from a ``config.json`` of the policy."""
+def _started(config: ActorConfig, part: EnginePart) -> EngineProcess:
+    """A part of an engine without weights, built from a ``config.json`` of the policy."""
     check_installed(config)
     settings = config.rollout.vllm
     share = None
-    gpus = [place.memory for place in places if place.memory is not None]
+    gpus = [gpu.memory for gpu in part.gpus if gpu.memory is not None]
     if gpus:
         chosen = settings.options.get("gpu_memory_utilization")
         share = utilization(config, gpus) if chosen is None else chosen
-        logger.info("vLLM's engine %d gets gpu_memory_utilization=%s of %s", number, share, gpus)
-    engine = EngineProcess(
-        engine_arguments(config, str(policy_folder(config)), share, number=number),
-        engine_environment([place.device for place in places if place.memory is not None]),
+        logger.info("vLLM's engine %d gets gpu_memory_utilization=%s of %s", part.engine, share, gpus)
+    of_nodes = {} if len(part.addresses) == 1 else {"VLLM_HOST_IP": part.addresses[part.node_rank]}
+    process = EngineProcess(
+        engine_arguments(config, str(policy_folder(config)), share, number=part.engine) | part.arguments,
+        engine_environment(part.devices) | of_nodes,
         start_timeout_s=settings.start_timeout_s,
         silence_timeout_s=settings.silence_timeout_s,
         python=interpreter_of(config),
     )
-    if engine.facts["vocab_size"] != config.model.vocab_size:
-        engine.close()
+    vocab_size = process.facts["vocab_size"]
+    if vocab_size != config.model.vocab_size:
+        process.close()
         raise ConfigError(
-            f"model.vocab_size is {config.model.vocab_size}, but vLLM's engine has {engine.facts['vocab_size']} tokens",
+            f"model.vocab_size is {config.model.vocab_size}, but vLLM's engine has {vocab_size} tokens",
             key="model.vocab_size",
             value=config.model.vocab_size,
         )
-    return engine
+    return process
 
 
 def policy_folder(config: ActorConfig) -> Path:
@@ -198,7 +256,7 @@ def engine_environment(devices: list[str]) -> dict[str, str | None]:
     """Return the variables of an engine's process that differ from the worker's; None removes one.
 
     Args:
-        devices: the GPUs of the engine, as ``CUDA_VISIBLE_DEVICES`` names them; none on a CPU.
+        devices: its GPUs, as ``CUDA_VISIBLE_DEVICES`` names them; none on a CPU.
     """
     common: dict[str, str | None] = {
         **dict.fromkeys(_NOT_INHERITED),

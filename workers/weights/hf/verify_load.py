@@ -161,7 +161,9 @@ def _recorded(chunks: Sequence[Any], context: MegatronContext) -> list[_Part]:
         given = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
         returned = output[0] if isinstance(output, tuple) else output
         # Copies: after a stage has sent its output, the schedule frees the memory.
-        hidden_states.setdefault(layer.layer_number - 1, (given.clone(), returned.clone()))
+        number = layer.layer_number - 1  # two layers of a HybridModel have the number of one
+        first, _ = hidden_states.get(number, (given.clone(), None))
+        hidden_states[number] = first, returned.clone()
 
     def step(_: Any, chunk: Any) -> tuple[Tensor, Callable[..., Any]]:
         output = chunk(ids.gather(1, positions), positions, None, runtime_gather_output=True)

@@ -18,6 +18,7 @@ from mcontroller.local import LocalWorkerGroup
 from mcontroller.ray.class_with_init import ClassWithInitArgs
 from tests.trainer.rollout.server.test_chat_server import ASK, CALL, END, SHIFT, TOOLS, Agent, Characters
 from trainer import Trajectory, TrajectoryRollout
+from trainer.rollout.reference_engine import ReferenceEngine
 from trainer.rollout.server.chat_server import ChatServer
 from trainer.rollout.server.sessions import ChatSession
 from trainer.rollout.server.tool_calls import TOOL_FORMATS
@@ -32,7 +33,9 @@ def tokens_of(text: str, end: Sequence[int] = (END,)) -> list[int]:
 
 def started(options: dict[str, Any] | None = None) -> ChatServer:
     group = LocalWorkerGroup(ClassWithInitArgs(Agent), name_prefix="agent")
-    rollout = TrajectoryRollout(group, slice_tokens=3, eos_token_id=END, pad_token_id=0)
+    rollout = TrajectoryRollout(
+        group, engines=[ReferenceEngine(group, step_tokens=3)], eos_token_id=END, pad_token_id=0
+    )
     return ChatServer(rollout, Characters(), **(options or {}))
 
 
@@ -331,6 +334,31 @@ def test_a_template_that_changes_the_prefix_is_reported_with_both_texts(serve: C
     assert change.rendered == Characters().render(ASK[1:])
     (made,) = session.close()
     assert made.prompt.tolist() == Characters().encode(Characters().render(ASK))
+
+
+class EndsCallsDifferently(Characters):
+    """Ends texts of the assistant with another token than its calls."""
+
+    def render(self, messages: Sequence[Any], **arguments: Any) -> str:
+        text = json.dumps(arguments.get("tools", []))
+        for message in messages:
+            calls = json.dumps([call["function"] for call in message.get("tool_calls", ())] or "")
+            end = chr(2) if message["role"] == "assistant" and calls == '""' else chr(END)
+            text += f"[{message['role']}]{message.get('content') or ''}{calls}{end}\n"
+        return text + "[assistant]"
+
+
+def test_a_call_that_ends_with_another_token_than_texts_is_followed_by_no_second_end(
+    serve: Callable[..., ChatServer],
+) -> None:
+    server = serve()
+    server.tokenizer = EndsCallsDifferently()
+    session = server.open("a")
+    reply = post(session, server, messages=ASK, tools=TOOLS).json()["choices"][0]["message"]
+    post(session, server, messages=[*ASK, reply, RESULT], tools=TOOLS)
+    (made,) = session.close()
+    between = Characters().encode(f'\n[tool]5""{chr(END)}\n[assistant]')
+    assert made.tokens.tolist() == tokens_of(CALL) + between + tokens_of(ANSWER)
 
 
 STRING = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"s": {"type": "string"}}}}}]

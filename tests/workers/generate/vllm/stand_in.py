@@ -67,6 +67,7 @@ class StandInLLM:
         started: all engines.
         events: what happened to this one, in order.
         weights: the tensors of the last update.
+        weights_by_node: those that arrived on each of its nodes; ``weights`` on the first.
     """
 
     gpu: Callable[[], Gpu] | None = None
@@ -82,12 +83,15 @@ class StandInLLM:
         self.adapters: list[dict[str, torch.Tensor]] = []
         self.prompts: list[list[int]] = []
         self.weights: dict[str, torch.Tensor] = {}
+        others = (dict[str, torch.Tensor]() for _ in range(arguments.get("nnodes", 1) - 1))
+        self.weights_by_node = [self.weights, *others]
         self.config = json.loads((Path(arguments["model"]) / "config.json").read_text())
         size = int(self.config["vocab_size"])
         self.vllm_config = types.SimpleNamespace(model_config=types.SimpleNamespace(get_vocab_size=lambda: size))
         self.errored, self.in_flight = False, dict[str, bool]()  # True: aborted
-        self.running = asyncio.Event()
+        self.running, self.admitting = asyncio.Event(), asyncio.Event()
         self.running.set()
+        self.admitting.set()
         self.sizes = {"weights": WEIGHTS_BYTES, "kv_cache": 0}
         self.device = None if type(self).gpu is None else type(self).gpu()  # type: ignore[misc]
         if self.device is not None:
@@ -122,6 +126,7 @@ class StandInLLM:
         given = prompt["prompt_token_ids"]
         if len(given) >= self.arguments["max_model_len"]:
             raise ValueError(f"the prompt has {len(given)} tokens")
+        await self.admitting.wait()
         if not self.in_flight:
             self.events.append("generate")
         self.parameters.append(sampling_params.values)
@@ -154,11 +159,16 @@ class StandInLLM:
 
     async def pause_generation(self, mode: str, clear_cache: bool) -> None:
         assert clear_cache, "keys and values of the old weights would be used"
-        assert mode == "keep", mode
+        if mode != "keep":  # requests that have begun end, and others wait
+            self.admitting.clear()
+            self.in_flight |= dict.fromkeys(self.in_flight, mode == "abort")
+            while self.in_flight:
+                await asyncio.sleep(0)
         self.running.clear()
 
     async def resume_generation(self) -> None:
         assert not self.asleep, f"resumed while {sorted(self.asleep)} are asleep"
+        self.admitting.set()
         self.running.set()
 
     async def sleep(self, level: int, mode: str) -> None:
@@ -180,6 +190,7 @@ class StandInLLM:
         self.asleep -= woken
         self.events += [f"wake {tag}" for tag in sorted(woken)]
         if not self.asleep:
+            self.admitting.set()
             self.running.set()
 
     async def add_lora(self, lora_request: Any) -> bool:
@@ -192,14 +203,16 @@ class StandInLLM:
             assert "weights" not in self.asleep, f"{method} while the weights are asleep"
             assert not self.running.is_set(), f"{method} while requests are computed"
             self.events.append(method)
+        if method == "finish_policy_update":
+            return [self._finish_policy_update(weights) for weights in self.weights_by_node]
         return [getattr(self, f"_{method}", lambda *_: None)(*args)]
 
-    def _finish_policy_update(self) -> list[tuple[str, str, int]]:
+    def _finish_policy_update(self, weights: Mapping[str, torch.Tensor]) -> list[tuple[str, str, int]]:
         """The sums of all tensors, as ``PolicyReceiver`` returns them."""
         from bit_sums import IndexKeys, sum_of_bits
 
         keys, found = IndexKeys(), []
-        for name, tensor in self.weights.items():
+        for name, tensor in weights.items():
             value = int(sum_of_bits(tensor, [0] * tensor.dim(), tensor.dtype, keys))
             found.append((name, str(tensor.dtype).removeprefix("torch."), value))
         return found
@@ -207,12 +220,14 @@ class StandInLLM:
     def _free_device_memory(self) -> int:
         return 0 if self.device is None else self.device.free()
 
-    def _receive_policy_bucket(self, path: str, tensors: Sequence[Any]) -> None:
-        content = Path(path).read_bytes()
-        for name, dtype, shape, first in tensors:
-            empty = torch.empty(shape, dtype=getattr(torch, dtype))
-            part = bytearray(content[first : first + empty.nbytes])
-            self.weights[name] = torch.frombuffer(part, dtype=empty.dtype).view(shape)
+    def _receive_policy_bucket(self, paths: Sequence[str], tensors: Sequence[Any]) -> None:
+        assert len(paths) == len(self.weights_by_node) == self.arguments.get("nnodes", 1)
+        for path, weights in zip(paths, self.weights_by_node, strict=True):
+            content = Path(path).read_bytes()
+            for name, dtype, shape, first in tensors:
+                empty = torch.empty(shape, dtype=getattr(torch, dtype))
+                part = bytearray(content[first : first + empty.nbytes])
+                weights[name] = torch.frombuffer(part, dtype=empty.dtype).view(shape)
 
     def _experts(self, tokens: Sequence[int]) -> np.ndarray | None:
         """The experts of tokens, ``[tokens, layers, topk]``: their sum with the layer and the place, if asked for."""
@@ -221,6 +236,32 @@ class StandInLLM:
         layers, topk = (np.arange(self.config[name]) for name in ("num_hidden_layers", "num_experts_per_tok"))
         numbers = np.array(tokens)[:, None, None] + layers[:, None] + topk
         return (numbers % self.config["num_experts"]).astype("uint8")
+
+
+class _AsyncEngineArgs(dict[str, Any]):
+    def create_engine_config(self, usage_context: str, headless: bool) -> types.SimpleNamespace:
+        assert headless and 0 < self["node_rank"] < self["nnodes"]
+        config = json.loads((Path(self["model"]) / "config.json").read_text())
+        model = types.SimpleNamespace(get_vocab_size=lambda: int(config["vocab_size"]))
+        return types.SimpleNamespace(model_config=model, arguments=dict(self))
+
+
+class StandInExecutor:
+    """vLLM's ``MultiprocExecutor`` on another node than the engine's first.
+
+    Attributes:
+        started: the arguments of all.
+    """
+
+    started: list[dict[str, Any]] = []  # noqa: RUF012  # emptied by ``standing_in``
+
+    def __init__(self, vllm_config: Any) -> None:
+        check_arguments("AsyncEngineArgs", vllm_config.arguments)
+        self.started.append(vllm_config.arguments)
+
+    def register_failure_callback(self, callback: Callable[[], Any]) -> None: ...
+
+    def shutdown(self) -> None: ...
 
 
 class _LoRARequest:
@@ -261,7 +302,9 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         if name == "vllm":
             module.SamplingParams = _SamplingParams  # type: ignore[attr-defined]
         if name == "vllm.engine.arg_utils":
-            module.AsyncEngineArgs = dict  # type: ignore[attr-defined]
+            module.AsyncEngineArgs = _AsyncEngineArgs  # type: ignore[attr-defined]
+        if name == "vllm.v1.executor.multiproc_executor":
+            module.MultiprocExecutor = StandInExecutor  # type: ignore[attr-defined]
         if name == "vllm.v1.engine.async_llm":
             module.AsyncLLM = StandInLLM  # type: ignore[attr-defined]
         if name == "vllm.lora.request":
@@ -301,10 +344,11 @@ class EngineInProcess:
         self.loop, self.listens = asyncio.new_event_loop(), False
 
         async def created() -> Any:
-            return serve_engine.Engine(dict(arguments))
+            program = serve_engine.RemotePart if arguments.get("node_rank") else serve_engine.Engine
+            return program(dict(arguments))
 
         self.served = self._in_engine("start", created())
-        self.llm: StandInLLM = self.served._llm
+        self.llm: StandInLLM = getattr(self.served, "_llm", None)  # type: ignore[assignment]
         self.facts = self.call("start")
 
     def call(self, method: str, **arguments: Any) -> Any:
@@ -343,7 +387,7 @@ def standing_in(gpu: Callable[[], Gpu] | None = None) -> Iterator[type[StandInLL
     sys.path[:0] = folders
     start.EngineProcess = EngineInProcess  # type: ignore[misc,assignment]
     checks.installed_vllm = lambda python: InstalledVllm(cpu_build=False)
-    StandInLLM.gpu, StandInLLM.started = gpu, []
+    StandInLLM.gpu, StandInLLM.started, StandInExecutor.started = gpu, [], []
     try:
         variables = {"ENGINE_PID": ""}  # which an engine sets
         with tempfile.TemporaryDirectory() as caches, mock.patch.dict("os.environ", variables, XDG_CACHE_HOME=caches):

@@ -37,7 +37,6 @@ ALONE = {"vllm": {"adapter_alone": True}}
     [
         ({"model": {"hidden_size": 96}}, True, "model.hidden_size"),
         ({"model": {"kv_channels": 48}}, True, "model.kv_channels"),
-        ({"parallel": {"tp": 2}, "rollout": {"vllm": {"tp": 4}}}, False, "rollout.vllm.tp"),
         ({"parallel": {"tp": 2, "cp": 2}, "rollout": {"vllm": {"tp": 3}}}, False, "rollout.vllm.tp"),
         ({"model": {"num_moe_experts": 4}, "router_replay": "rollout"}, True, "router_replay"),
         ({"rollout": ALONE}, True, "rollout.vllm.adapter_alone"),
@@ -73,11 +72,6 @@ def test_heads_of_other_widths_are_for_gpus() -> None:
     check_settings(config(model={"hidden_size": 96}), on_cpu=False)
 
 
-def test_an_engine_may_have_as_many_ranks_as_its_shard() -> None:
-    check_settings(config(parallel={"tp": 2}, rollout={"vllm": {"tp": 2}}), on_cpu=True)
-    check_settings(config(parallel={"cp": 2}, rollout={"vllm": {"tp": 2}}), on_cpu=True)
-
-
 @pytest.mark.parametrize(
     ("vllm", "key"),
     [
@@ -85,6 +79,7 @@ def test_an_engine_may_have_as_many_ranks_as_its_shard() -> None:
         ({"bucket_bytes": 0}, "rollout.vllm.bucket_bytes"),
         ({"silence_timeout_s": 0}, "rollout.vllm.silence_timeout_s"),
         ({"options": {"max_num_seqs": 3}}, "rollout.vllm.options.max_num_seqs"),
+        ({"options": {"nnodes": 2}}, "rollout.vllm.options.nnodes"),
         ({"options": {"enable_batch_sharded_sampling": True}}, "rollout.vllm.options.enable_batch_sharded_sampling"),
     ],
 )

@@ -16,6 +16,7 @@ from tests.workers.generate.vllm.stand_in import StandInLLM, standing_in
 from tests.workers.roles import MODEL, OPTIM, PROMPT, RESPONSE, SAMPLED, actor, experience, prompts
 from workers.actor import ActorRolloutRefWorker
 from workers.config import ActorConfig, load_config
+from workers.generate.vllm import start
 from workers.weights.transfer.weight_transfer import WeightTransfer
 from workers.weights.verification import WeightsNotArrived
 
@@ -63,13 +64,13 @@ def held_by_one_process(model: dict[str, Any], exported: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "ranks", "from_axes", "to_ranks", "to_axes", "tp", "engines_there"),
+    ("model", "ranks", "from_axes", "to_ranks", "to_axes", "tp", "engines_there", "of_node"),
     [
-        (DENSE, 4, {"tp": 2, "pp": 2}, 2, {"tp": 2}, 1, 2),
-        (DENSE, 2, {"tp": 2}, 2, {"tp": 2}, 2, 1),
-        (EXPERTS, 4, {"ep": 2, "pp": 2}, 1, {}, 1, 1),
+        (DENSE, 4, {"tp": 2, "pp": 2}, 2, {"tp": 2}, 1, 2, 2),
+        (DENSE, 2, {"tp": 2}, 2, {}, 2, 1, 1),
+        (EXPERTS, 4, {"ep": 2, "pp": 2}, 1, {}, 1, 1, 1),
     ],
-    ids=["tp2-pp2-two-engines", "engine-of-two-ranks", "experts"],
+    ids=["tp2-pp2-two-engines", "engine-of-two-shards-on-two-nodes", "experts"],
 )
 @pytest.mark.simulated
 def test_every_engine_gets_the_actors_weights_and_no_rank_has_a_model(
@@ -80,8 +81,11 @@ def test_every_engine_gets_the_actors_weights_and_no_rank_has_a_model(
     to_axes: dict[str, Any],
     tp: int,
     engines_there: int,
+    of_node: int,
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(start, "node_id", lambda: f"node{torch.distributed.get_rank() // of_node}")
     actors, rollout = group("actor", ranks, from_axes, model), engine_group(to_ranks, to_axes, model, tp)
     with pytest.raises(CallRejected):
         rollout.generate_sequences(prompts(4, SAMPLED))
@@ -100,8 +104,10 @@ def test_every_engine_gets_the_actors_weights_and_no_rank_has_a_model(
     expected = torch.load(tmp_path / "policy" / "held.pt")
     assert len(StandInLLM.started) == engines_there
     for llm in StandInLLM.started:
-        assert llm.weights.keys() == expected.keys()
-        assert all(torch.equal(llm.weights[name], tensor) for name, tensor in expected.items())
+        assert len(llm.weights_by_node) == -(-tp // of_node)
+        for held in llm.weights_by_node:
+            assert held.keys() == expected.keys()
+            assert all(torch.equal(held[name], tensor) for name, tensor in expected.items())
         assert llm.events.count("receive_policy_bucket") > 4
 
 
@@ -110,8 +116,8 @@ def test_a_tensor_that_changes_on_its_way_is_named_with_the_rank(monkeypatch: py
     actors, rollout = group("actor", 2, {"tp": 2}, DENSE), engine_group(2, {"tp": 2}, DENSE)
     receive = StandInLLM._receive_policy_bucket
 
-    def damaged(llm: StandInLLM, path: str, tensors: Any) -> None:
-        receive(llm, path, tensors)
+    def damaged(llm: StandInLLM, paths: Any, tensors: Any) -> None:
+        receive(llm, paths, tensors)
         if llm is StandInLLM.started[1]:
             for name in llm.weights.keys() & {"model.layers.1.self_attn.k_proj.bias"}:
                 llm.weights[name][0] += 1

@@ -95,7 +95,7 @@ def test_the_chosen_interpreter_is_asked_for_vllm_where_it_is(interpreter: Inter
     python = interpreter({"vllm": ""})
     check_vllm(config(rollout={"vllm": {"python": python}}))
     with pytest.raises(ConfigError) as caught:
-        check_vllm(config(parallel={"tp": 2}, rollout={"vllm": {"python": python, "tp": 4}}))
+        check_vllm(config(rollout={"vllm": {"python": python, "tp": 3}}))
     assert caught.value.key == "rollout.vllm.tp"
 
 

@@ -1,4 +1,4 @@
-"""As many engines as fit the ranks of a data-parallel shard, each on one node."""
+"""As many engines as fit the ranks of a group, on as few nodes as possible, in any layout of the group."""
 
 from __future__ import annotations
 
@@ -8,57 +8,72 @@ import pytest
 
 from mcontroller.cli.main import main
 from mcontroller.errors import ConfigError
-from workers.generate.vllm.placement import engines_of_shards
-
-NODES = [f"node{rank // 8}" for rank in range(32)]
-
-
-@pytest.mark.parametrize(("tp", "engines"), [(1, 32), (2, 16), (8, 4)])
-def test_a_shard_of_32_gpus_has_engines_on_all_of_them(tp: int, engines: int) -> None:
-    [found] = engines_of_shards([0] * 32, NODES, tp)
-    assert len(found) == engines
-    assert [rank for ranks in found for rank in ranks] == list(range(32))
-    assert all(len({NODES[rank] for rank in ranks}) == 1 for ranks in found)
-
-
-def test_an_engine_has_ranks_of_one_shard_on_one_node() -> None:
-    nodes = ["a", "a", "a", "b", "b", "b"]
-    assert engines_of_shards([0, 1, 0, 1, 0, 1], nodes, 1) == [[(0,), (2,), (4,)], [(1,), (3,), (5,)]]
-    assert engines_of_shards([0, 0, 0, 0, 0, 0], nodes, 2) == [[(0, 1), (3, 4)]]  # ranks 2 and 5 have none
-
-
-def test_a_shard_without_room_for_an_engine_on_a_node_is_rejected() -> None:
-    with pytest.raises(ConfigError) as caught:
-        engines_of_shards([0, 0, 0, 0, 1, 1, 1, 1], ["a"] * 6 + ["b"] * 2, 4)
-    assert (caught.value.key, caught.value.value) == ("rollout.vllm.tp", 4)
-
-
-ROLE = """
-model: {vocab_size: 131072, max_sequence_length: 4096, num_layers: 32, hidden_size: 4096, num_attention_heads: 32,
-  num_query_groups: 8, ffn_hidden_size: 14336, dtype: bfloat16}
-parallel: {tp: 8, pp: 4}
-"""
+from workers.generate.vllm.placement import place_engines
 
 
 @pytest.mark.parametrize(
-    ("rollout", "used"),
-    [("{engine: vllm}", 64), ("{engine: vllm, vllm: {tp: 8}}", 64), ("{engine: megatron}", 64)],
-    ids=["tp1", "tp8", "megatron"],
+    ("counts", "tp", "engines", "spanned"),
+    [
+        ([8], 1, 8, 1),
+        ([8], 4, 2, 1),
+        ([8] * 4, 1, 32, 1),
+        ([8] * 4, 8, 4, 1),
+        ([8] * 4, 16, 2, 2),
+        ([8] * 8, 32, 2, 4),
+        ([8] * 8, 64, 1, 8),
+        ([8] * 5, 16, 2, 2),
+        ([6] * 2, 4, 2, 1),
+        ([6] * 2, 8, 1, 2),
+        ([4, 8, 4], 8, 1, 1),
+        ([5, 3], 3, 2, 1),
+        ([3, 5, 4], 6, 1, 2),
+        ([8] * 2, 12, 1, 2),
+        ([1] * 4, 2, 2, 2),
+        ([1] * 3, 3, 1, 3),
+        ([8] * 512, 8, 512, 1),
+        ([8] * 512, 32, 128, 4),
+    ],
 )
-def test_check_prints_how_many_gpus_generate(
-    rollout: str, used: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_all_engines_have_one_shape_and_share_no_rank(counts: list[int], tp: int, engines: int, spanned: int) -> None:
+    nodes = [f"node{node}" for node, count in enumerate(counts) for _ in range(count)]
+    placed = place_engines(nodes, tp)
+    assert len(placed) == engines
+    ranks = [rank for engine in placed for rank in engine.ranks]
+    assert len(set(ranks)) == len(ranks) == engines * tp and set(ranks) <= set(range(len(nodes)))
+    for engine in placed:
+        assert [len(part) for part in engine.parts] == [tp // spanned] * spanned
+        on = [{nodes[rank] for rank in part} for part in engine.parts]
+        assert all(len(names) == 1 for names in on) and len(set.union(*on)) == spanned
+        assert engine.caller == min(engine.ranks) and engine.starters == tuple(min(part) for part in engine.parts)
+    assert [engine.caller for engine in placed] == sorted(engine.caller for engine in placed)
+
+
+def test_ranks_of_a_node_need_not_follow_each_other() -> None:
+    assert [engine.parts for engine in place_engines(["a", "b", "a", "b", "a", "b"], 2)] == [((0, 2),), ((1, 3),)]
+    assert [engine.parts for engine in place_engines(["a", "b", "a", "b"], 4)] == [((0, 2), (1, 3))]
+
+
+@pytest.mark.parametrize(("counts", "tp"), [([8], 16), ([8, 4], 16), ([6, 6], 9), ([8] * 3, 32), ([1], 2)])
+def test_a_group_without_room_for_an_engine_is_rejected_with_its_ranks(counts: list[int], tp: int) -> None:
+    nodes = [f"node{node}" for node, count in enumerate(counts) for _ in range(count)]
+    with pytest.raises(ConfigError) as caught:
+        place_engines(nodes, tp)
+    assert (caught.value.key, caught.value.value) == ("rollout.vllm.tp", tp)
+    assert list(caught.value.ranks.values()) == counts
+
+
+@pytest.mark.parametrize(
+    ("pool", "beside"), [("pools.rollout", "no other role"), ("pool", "actor_rollout_ref")], ids=["separate", "shared"]
+)
+def test_check_prints_the_nodes_of_engines_and_the_roles_beside_them(
+    pool: str, beside: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = tmp_path / "actor.yaml"
-    file.write_text(f"{ROLE}rollout: {rollout}\n")
-    assert main(["check", str(file), "--role", "actor_rollout_ref", "--world-size", "64"]) == 0
-    assert f"actor_rollout_ref: {used} of 64 GPUs generate\n" in capsys.readouterr().out
-
-
-def test_check_counts_the_gpus_that_no_engine_uses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "actor.yaml"
-    file.write_text(
-        ROLE.replace("{tp: 8, pp: 4}", "{tp: 2, pp: 3, sequence_parallel: true}").replace("32, hidden", "33, hidden")
-        + "rollout: {engine: vllm, vllm: {tp: 4}}\n"
-    )
-    assert main(["check", str(file), "--role", "actor_rollout_ref", "--world-size", "12"]) == 0
-    assert "actor_rollout_ref: 8 of 12 GPUs generate\n" in capsys.readouterr().out
+    file, text = tmp_path / "run.yaml", Path("examples/ppo/one_step_off.yaml").read_text()
+    file.write_text(text if pool == "pools.rollout" else text.replace("pools:\n  rollout: {process_on_nodes: [1]}", ""))
+    changes = [f"{pool}.process_on_nodes=[4, 4, 4]", "trainer.max_staleness=0"]
+    changes += ["rollout.rollout.engine=vllm", "rollout.rollout.vllm={python: /vllm/python, tp: 8}"]
+    sizes = ["actor_rollout_ref.model.num_attention_heads=8", "actor_rollout_ref.model.num_query_groups=8"]
+    assert main(["check", str(file), *changes, *sizes]) == 0
+    printed = capsys.readouterr().out
+    assert f"rollout: 8 of 12 processes generate: 1 engine of 8, beside {beside}\n" in printed
+    assert "rollout: engine 0: ranks 0-3 on node0, ranks 4-7 on node1\n" in printed

@@ -26,7 +26,7 @@ def module() -> Iterator[Any]:
 def test_vllm_loads_and_repacks_weights_under_its_own_config(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     import vllm.config
 
-    config, during, weight = SimpleNamespace(), [], torch.ones(3)
+    config, during, weight = SimpleNamespace(parallel_config=SimpleNamespace(node_rank_within_dp=0)), [], torch.ones(3)
 
     def note(*_: Any) -> None:
         during.append(vllm.config.current is config)
@@ -46,6 +46,6 @@ def test_vllm_loads_and_repacks_weights_under_its_own_config(module: Any, monkey
     receiver.begin_policy_update()
     place = ("weight", "float32", (3,), 0)
     tensor_in(buckets.memory(12), place).copy_(weight)
-    receiver.receive_policy_bucket(buckets.path, [place])
+    receiver.receive_policy_bucket([buckets.path], [place])
     receiver.finish_policy_update()
     assert during == [True] * 4 and vllm.config.current is None

@@ -1,7 +1,9 @@
-"""The engines of a shard share its rows, and the rank that returns results gets all of them in order."""
+"""Engines share the rows of all shards, and the ranks that return results get theirs in order."""
 
 from __future__ import annotations
 
+import asyncio
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,13 +14,14 @@ from parallel_state import simulated
 from parallel_state.agreement import all_gather_values
 from parallel_state.megatron import MegatronContext
 from tests.ranks import run_ranks
-from tests.workers.generate.vllm.stand_in import StandInLLM, standing_in
+from tests.workers.generate.vllm.stand_in import StandInExecutor, StandInLLM, standing_in
 from tests.workers.generate.vllm.test_checks import config
 from tests.workers.roles import MODEL, PROMPT, SAMPLED, VOCAB, actor, experience, own_shard, weights
 from tests.workers.roles import prompts as random_prompts
 from tests.workers.router_replay.setup import EXPERTS, LAYERS, NO_BALANCE, TOPK, policy
 from trainer import TrajectoryRollout
 from workers import ActorRolloutRefWorker, Generated, Prompts, Sampling
+from workers.generate.vllm import start
 from workers.generate.vllm.engine_process import EngineError
 from workers.generate.vllm.start import vllm_rollout
 
@@ -70,21 +73,37 @@ def expected(shard: int, rows: int, n: int) -> Generated:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "parallel", "tp", "rows", "n", "engines"),
+    ("ranks", "parallel", "tp", "rows", "n", "engines", "of_node"),
     [
-        (8, {"tp": 4, "pp": 2}, 1, 5, 4, 8),
-        (8, {"tp": 2, "pp": 2}, 1, 5, 3, 8),
-        (8, {"tp": 2, "cp": 2}, 2, 5, 1, 4),
-        (4, {"tp": 2, "pp": 2}, 4, 3, 2, 1),
-        (4, {"tp": 2, "pp": 2}, 1, 1, 2, 4),
+        (8, {"tp": 4, "pp": 2}, 1, 5, 4, 8, 8),
+        (8, {"tp": 2, "pp": 2}, 1, 5, 3, 8, 8),
+        (8, {"tp": 2, "cp": 2}, 2, 5, 1, 4, 8),
+        (4, {"tp": 2, "pp": 2}, 4, 3, 2, 1, 8),
+        (4, {"tp": 2, "pp": 2}, 1, 1, 2, 4, 8),
+        (8, {}, 4, 3, 2, 2, 8),
+        (8, {"tp": 2}, 8, 3, 1, 1, 4),
+        (8, {"pp": 2}, 4, 2, 2, 2, 2),
+        (6, {}, 4, 2, 1, 1, 3),
     ],
-    ids=["tp4-pp2", "tp2-pp2-dp2", "tp2-cp2-dp2-engine-tp2", "one-engine", "fewer-rows-than-engines"],
+    ids=[
+        *("tp4-pp2", "tp2-pp2-dp2", "tp2-cp2-dp2-engine-tp2", "one-engine", "fewer-rows-than-engines"),
+        *("four-shards-an-engine", "two-nodes-an-engine", "two-engines-of-two-nodes", "idle-ranks-on-two-nodes"),
+    ],
 )
 def test_every_engine_generates_a_part_and_the_rows_return_in_order(
-    ranks: int, parallel: dict[str, int], tp: int, rows: int, n: int, engines: int
+    ranks: int,
+    parallel: dict[str, int],
+    tp: int,
+    rows: int,
+    n: int,
+    engines: int,
+    of_node: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(start, "node_id", lambda: f"node{torch.distributed.get_rank() // of_node}")
     with standing_in():
         found = simulated.run_ranks(ranks, generated, parallel, tp, rows, n)
+        check_nodes_of_engines(of_node, tp)
         assert len(StandInLLM.started) == engines
         seeds = [llm.arguments["seed"] for llm in StandInLLM.started]
         assert len(set(seeds)) == engines  # no two engines draw the same numbers
@@ -94,10 +113,19 @@ def test_every_engine_generates_a_part_and_the_rows_return_in_order(
         whole = expected(rank["shard"], rows, n)
         for column, wanted in zip(rank["result"].columns(), whole.columns(), strict=True):
             assert torch.equal(column, wanted)
-        shares = [
-            len(other["prompts"]) for other in found if other["shard"] == rank["shard"] and other["prompts"] is not None
-        ]
-        assert sum(shares) == rows * n and max(shares) - min(shares) <= 1
+    shares = [len(rank["prompts"]) for rank in found if rank["prompts"] is not None]
+    assert sum(shares) == rows * n * len(returned) and max(shares) - min(shares) <= 1
+
+
+def check_nodes_of_engines(of_node: int, tp: int) -> None:
+    """Check that the parts of every engine meet at one address, and have the same arguments."""
+    for llm in StandInLLM.started:
+        nodes = -(-tp // of_node)
+        assert llm.arguments.get("nnodes", 1) == nodes and llm.arguments["tensor_parallel_size"] == tp
+        parts = [part for part in StandInExecutor.started if part["master_port"] == llm.arguments.get("master_port")]
+        assert sorted(part["node_rank"] for part in parts) == list(range(1, nodes))
+        for part in parts:
+            assert {**part, "node_rank": 0} == {**llm.arguments, "node_rank": 0}
 
 
 def failing(parallel: dict[str, int]) -> str:
@@ -136,9 +164,21 @@ def test_samples_have_seeds_only_if_they_are_asked_for(vllm: dict[str, Any], wan
         assert run_ranks(seeded, 1, vllm) == [[wanted] * 4]
 
 
-def trained(parallel: dict[str, int]) -> tuple[int, float, list[str]]:
+MIXTURE = {
+    "family": "qwen3_moe",
+    "qk_layernorm": True,
+    "num_layers": 2,
+    "num_query_groups": 4,
+    "num_moe_experts": 4,
+    "moe_ffn_hidden_size": 32,
+    "transformer": {"moe_router_load_balancing_type": "none", "moe_router_pre_softmax": False},
+}
+
+
+def trained(parallel: dict[str, int], tp: int, model: dict[str, Any]) -> tuple[int, float, list[str]]:
     """Generate, train and generate again; the engines report what they hold after each update."""
-    worker = actor(parallel, "actor_rollout", rollout={"engine": "vllm", "verify_weights": "fingerprints"})
+    rollout = {"engine": "vllm", "verify_weights": "fingerprints", "vllm": {"tp": tp, "bucket_bytes": 8192}}
+    worker = actor(parallel, "actor_rollout", model=model, rollout=rollout)
     batch = own_shard(random_prompts(8, SAMPLED), worker)
     metrics = []
     for _ in range(2):
@@ -150,13 +190,32 @@ def trained(parallel: dict[str, int]) -> tuple[int, float, list[str]]:
     return rows, metrics[-1].get("rollout/update_bytes", 0.0), [] if engine is None else engine.llm.events
 
 
-def test_all_engines_of_an_actor_hold_its_weights_after_every_update() -> None:
+@pytest.mark.parametrize(
+    ("parallel", "tp", "model", "of_node", "rows"),
+    [({"tp": 2, "pp": 2}, 1, {}, 4, [0, 0, 8, 0]), ({"ep": 4}, 4, MIXTURE, 2, [2, 2, 2, 2])],
+    ids=["four-engines", "one-engine-of-four-shards-on-two-nodes"],
+)
+def test_all_engines_of_an_actor_hold_its_weights_after_every_update(
+    parallel: dict[str, int],
+    tp: int,
+    model: dict[str, Any],
+    of_node: int,
+    rows: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(start, "node_id", lambda: f"node{torch.distributed.get_rank() // of_node}")
     with standing_in():
-        found = run_ranks(trained, 4, {"tp": 2, "pp": 2})
-    assert [rows for rows, _, _ in found] == [0, 0, 8, 0]
-    assert found[2][1] > 10_000
-    for _, _, events in found:  # four engines of one rank each
+        found = run_ranks(trained, 4, parallel, tp, model)
+        weights = [held for llm in StandInLLM.started for held in llm.weights_by_node]
+    assert [generated for generated, _, _ in found] == rows
+    assert max(nbytes for _, nbytes, _ in found) > 10_000
+    calling = [events for _, _, events in found if events]
+    assert len(calling) == 4 // tp and len(weights) == 4 // min(tp, of_node)
+    for events in calling:
         assert events.count("finish_policy_update") == events.count("generate") == 2
+    for held in weights[1:]:
+        assert held.keys() == weights[0].keys()
+        assert all(torch.equal(tensor, weights[0][name]) for name, tensor in held.items())
 
 
 def submitted(parallel: dict[str, int]) -> tuple[list[list[int]], list[list[int]], list[str]]:
@@ -180,6 +239,41 @@ def test_trajectories_are_requests_to_the_engines_with_the_weights_of_their_vers
     assert tokens == [[(7 + index) % 97, EOS] for index in range(3)] * 2
     assert versions == [[0, 0]] * 3 + [[1, 1]] * 3
     assert events.count("finish_policy_update") == 2
+
+
+def updated_in_flight(pause: str) -> tuple[list[set[int]], int]:
+    """Update the weights under long requests: the versions of their tokens, and how many requests the engine got."""
+    rollout_config = {"engine": "vllm", "vllm": {"pause": pause}, "response_length": 400, "prompt_length": 10}
+    worker = actor({}, "actor_rollout", model={"max_sequence_length": 410}, rollout=rollout_config)
+    calls = {name: lambda name=name: [getattr(worker, name)()] for name in ("generation_limits", "engine_addresses")}
+    rollout = TrajectoryRollout(SimpleNamespace(**calls), eos_token_id=EOS, pad_token_id=PAD)
+    made = [rollout.submit([3 + index, 4], seed=index) for index in range(3)]
+    served = worker.rollout.engine.served
+    while served.tokens_made < 30:
+        time.sleep(0.001)
+    worker.update_actor(own_shard(experience(8), worker))
+    worker.engine_addresses()
+    versions = [{*trajectory.result(60).versions} for trajectory in made]
+    return versions, len(worker.rollout.engine.llm.prompts)
+
+
+@pytest.mark.parametrize(
+    ("pause", "versions", "requests"), [("keep", {0, 1}, 3), ("wait", {0}, 3), ("abort", {0, 1}, 6)]
+)
+def test_requests_in_flight_go_on_end_or_are_sent_again_when_the_weights_move(
+    pause: str, versions: set[int], requests: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slowly = StandInLLM.generate
+
+    async def generate(llm: StandInLLM, *args: Any, **options: Any) -> Any:
+        async for output in slowly(llm, *args, **options):
+            await asyncio.sleep(0.01)
+            yield output
+
+    monkeypatch.setattr(StandInLLM, "generate", generate)
+    monkeypatch.setattr(StandInLLM, "answer", staticmethod(lambda prompt: [*[7] * (300 - len(prompt)), EOS]))
+    with standing_in():
+        assert run_ranks(updated_in_flight, 1, pause) == [([versions] * 3, requests)]
 
 
 WORKERS: list[ActorRolloutRefWorker] = []

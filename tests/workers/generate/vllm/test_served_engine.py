@@ -50,7 +50,7 @@ def update(served: EngineInProcess, **options: Any) -> None:
     served.call("begin_update", **options)
     buckets = SharedBuckets(64)
     tensor_in(buckets.memory(12), WEIGHT).copy_(torch.ones(3))
-    served.call("receive_bucket", path=buckets.path, tensors=[WEIGHT])
+    served.call("receive_bucket", paths=[buckets.path], tensors=[WEIGHT])
     buckets.close()
     [[arrived]] = served.call("finish_update")
     assert arrived[:2] == ("weight", "float32")

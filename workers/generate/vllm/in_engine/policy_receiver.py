@@ -49,14 +49,17 @@ class PolicyReceiver:
         self.policy_names_received = set()
         self.policy_sums, self.policy_keys = {}, IndexKeys() if hashes else None
 
-    def receive_policy_bucket(self, path: str, tensors: Sequence[tuple[str, str, tuple[int, ...], int]]) -> None:
+    def receive_policy_bucket(
+        self, paths: Sequence[str], tensors: Sequence[tuple[str, str, tuple[int, ...], int]]
+    ) -> None:
         """Load the tensors of a bucket, which may be filled again when this returns, and hash them as they arrived.
 
         Args:
-            path: of the shared memory.
+            paths: of the shared memory, by node of the engine.
             tensors: name, dtype, shape and first byte of each.
         """
         model = self.model_runner.get_model()
+        path = paths[self.vllm_config.parallel_config.node_rank_within_dp]
         with set_current_vllm_config(
             self.vllm_config
         ):  # layers that are complete are repacked, with kernels of its choice

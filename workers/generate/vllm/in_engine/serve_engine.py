@@ -1,9 +1,9 @@
-"""Serve one engine of vLLM: ``python serve_engine.py DESCRIPTOR FOLDER...``, with the folders of what it imports.
+"""Serve an engine of vLLM, or its part on one node: ``python serve_engine.py DESCRIPTOR FOLDER...``.
 
-The worker that started it calls methods of ``Engine`` on a connection, one at a time. Messages are pickled tuples. The
-first one to arrive contains the arguments of vLLM's engine, later ones a method and its arguments. Each is answered
-with ``("result", value)`` or ``("error", text, traceback)``. In between, ``("progress",)`` reports that a call makes
-tokens.
+The folders have what it imports. The worker that started it calls methods of ``Engine`` on a connection, one at a time.
+Messages are pickled tuples. The first one to arrive contains the arguments of vLLM's engine, later ones a method and
+its arguments. Each is answered with ``("result", value)`` or ``("error", text, traceback)``. In between,
+``("progress",)`` reports that a call makes tokens.
 
 Programs send requests to the socket that ``listen`` opens, any number at a time: see ``RequestServer``.
 """
@@ -33,7 +33,7 @@ _DRAIN_ROUNDS = 100  # of the event loop, after which outputs that vLLM has sent
 async def serve_engine() -> None:
     """Answer calls until the worker closes the connection."""
     connection, loop = Connection(int(sys.argv[1])), asyncio.get_running_loop()
-    engine: Engine | None = None
+    engine: Engine | RemotePart | None = None
     while True:
         try:
             method, arguments = await loop.run_in_executor(None, connection.recv)
@@ -42,7 +42,7 @@ async def serve_engine() -> None:
         reports = None
         try:
             if engine is None:
-                engine = Engine(arguments)
+                engine = RemotePart(arguments) if arguments.get("node_rank") else Engine(arguments)
             reports = loop.create_task(_report_progress(engine, connection))
             answer: tuple[Any, ...] = (
                 "result",
@@ -60,7 +60,7 @@ async def serve_engine() -> None:
         engine.shutdown()
 
 
-async def _report_progress(engine: Engine, connection: Connection) -> None:
+async def _report_progress(engine: Engine | RemotePart, connection: Connection) -> None:
     """Report while an engine makes tokens."""
     reported = engine.tokens_made
     while True:
@@ -105,11 +105,8 @@ class Engine:
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        os.environ["ENGINE_PID"] = str(os.getpid())  # its processes end with this one: see policy_receiver
-        defaults = {"disable_log_stats": True, "worker_extension_cls": "policy_receiver.PolicyReceiver"}
-        self._llm = AsyncLLM.from_engine_args(
-            AsyncEngineArgs(**{**defaults, **arguments}), usage_context=UsageContext.LLM_CLASS
-        )
+        engine_arguments = AsyncEngineArgs(**_engine_arguments(arguments))
+        self._llm = AsyncLLM.from_engine_args(engine_arguments, usage_context=UsageContext.LLM_CLASS)
         self.version, self.tokens_made, self.is_paused = 0, 0, False
         self._numbers = itertools.count()
         self._adapter: Any = None
@@ -218,9 +215,11 @@ class Engine:
         await self._wake("weights")
         await self._llm.collective_rpc("begin_policy_update", args=(hashes,))
 
-    async def receive_bucket(self, path: str, tensors: Sequence[tuple[str, str, tuple[int, ...], int]]) -> None:
+    async def receive_bucket(
+        self, paths: Sequence[str], tensors: Sequence[tuple[str, str, tuple[int, ...], int]]
+    ) -> None:
         """Load the tensors of a bucket; see ``policy_receiver``."""
-        await self._llm.collective_rpc("receive_policy_bucket", args=(path, tensors))
+        await self._llm.collective_rpc("receive_policy_bucket", args=(paths, tensors))
 
     async def finish_update(self) -> list[list[tuple[str, str, int]]]:
         """Finish an update: repack the weights, and return what has arrived. ``resume`` follows.
@@ -234,7 +233,7 @@ class Engine:
         of_processes: list[list[tuple[str, str, int]]] = await self._llm.collective_rpc("finish_policy_update")
         return of_processes
 
-    async def receive_adapter(self, path: str) -> None:
+    async def receive_adapter(self, path: str, mode: str = "keep") -> None:
         """Pause, and generate with the adapter in a folder from ``resume`` on, instead of the one before it.
 
         Raises:
@@ -242,7 +241,7 @@ class Engine:
         """
         from vllm.lora.request import LoRARequest
 
-        await self.pause()
+        await self.pause(mode)
         if not await self._llm.add_lora(LoRARequest("policy", 1, path, load_inplace=True)):
             raise RuntimeError("vLLM did not load the adapter")
         self._adapter = LoRARequest("policy", 1, path)  # by its number: the folder is not read again
@@ -291,6 +290,43 @@ class Engine:
         if tag in self._asleep:
             await self._llm.wake_up(tags=[tag])
             self._asleep -= {tag}
+
+
+class RemotePart:
+    """The part of an engine on another node than its first: processes that the engine there calls.
+
+    Args:
+        arguments: of ``vllm.AsyncEngineArgs``, those of the engine with another ``node_rank``.
+    """
+
+    tokens_made = 0
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.usage.usage_lib import UsageContext
+        from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+        engine_arguments = _engine_arguments(arguments)
+        config = AsyncEngineArgs(**engine_arguments).create_engine_config(UsageContext.LLM_CLASS, headless=True)
+        self._config, self._executor = config, MultiprocExecutor(config)
+        self._executor.register_failure_callback(lambda: os._exit(1))  # the worker notices
+
+    async def start(self) -> dict[str, Any]:
+        """Return facts about the engine that has started."""
+        return {"vocab_size": self._config.model_config.get_vocab_size()}
+
+    def end_if_dead(self) -> None:
+        """Do nothing: the process has ended with vLLM's."""
+
+    def shutdown(self) -> None:
+        """End vLLM's processes of this node."""
+        self._executor.shutdown()
+
+
+def _engine_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of ``vllm.AsyncEngineArgs``, whose processes end with this one: see ``policy_receiver``."""
+    os.environ["ENGINE_PID"] = str(os.getpid())
+    return {"disable_log_stats": True, "worker_extension_cls": "policy_receiver.PolicyReceiver", **arguments}
 
 
 class _Temperatures:

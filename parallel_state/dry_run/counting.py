@@ -1,0 +1,153 @@
+"""The mode in which torch's operations on a rank compute shapes, and their storages and FLOPs are counted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from parallel_state.dry_run.memory import Memory, Storage
+from parallel_state.dry_run.values import HANDLERS, ValuesRead, any_is_known, compute_value
+
+_META = torch.device("meta")
+_Traits = tuple[bool, Any, Any, bool]
+"""Of an operation: whether it makes new storages, its handler, its count of FLOPs, whether its results are cached."""
+_traits: dict[Any, _Traits] = {}
+_results: dict[Any, tuple[list[tuple[Any, Any, Any]] | None, int, bool]] = {}
+"""Operation and shapes of its inputs -> shapes of its results, None in place; FLOPs; whether there is one result.
+
+Computing a shape takes torch ten times as long as this look-up."""
+
+
+class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the storages and FLOPs of the operations of one rank, and keeps known values.
+
+    Args:
+        memory: of the rank.
+        device: the type of the device whose storages are counted; ``"cpu"`` counts those of a real run.
+
+    Attributes:
+        memory: as passed.
+        flops: of all operations.
+        operations: their number.
+        read: the unknown values that were read.
+    """
+
+    def __init__(self, memory: Memory, device: str = "meta") -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.memory, self.device = memory, device
+        self.flops = self.operations = 0
+        self.read = ValuesRead()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Compute an operation, and count it."""
+        kwargs = kwargs or {}
+        self.operations += 1
+        traits = _traits.get(func)
+        if traits is None:
+            traits = _traits[func] = _traits_of(func)
+        is_new, handler, flops_of, is_cached = traits
+        if handler is not None:
+            result = handler(self.read, func, args, kwargs)
+            if result is not NotImplemented:
+                self._count(result)
+                return result
+        key = _key_of(func, args, kwargs) if is_cached else None
+        cached = _results.get(key) if key is not None else None
+        if cached is not None:
+            result = self._from_cache(cached, args, kwargs)
+        else:
+            result = func(*args, **kwargs)
+            flops = 0 if flops_of is None else flops_of(*args, **kwargs, out_val=result)
+            self.flops += flops
+            if is_new:
+                self._count(result)
+            if key is not None:
+                _cache(key, func, args, kwargs, result, flops)
+        if any_is_known(args):
+            compute_value(func, args, kwargs, result)
+        return result
+
+    def _from_cache(self, cached: Any, args: Any, kwargs: Any) -> Any:
+        shapes, flops, is_single = cached
+        self.flops += flops
+        if shapes is None:
+            return kwargs["out"] if "out" in kwargs else args[0]
+        made = []
+        for shape, stride, dtype in shapes:
+            tensor = torch.empty_strided(shape, stride, dtype=dtype, device=_META)
+            storage: Any = tensor.untyped_storage()
+            storage.counted = Storage(self.memory, storage.nbytes())
+            made.append(tensor)
+        return made[0] if is_single else tuple(made)
+
+    def _count(self, result: Any) -> None:
+        if isinstance(result, torch.Tensor):
+            if result.device.type == self.device:
+                storage: Any = result.untyped_storage()
+                if not hasattr(storage, "counted"):
+                    storage.counted = Storage(self.memory, storage.nbytes())
+        elif isinstance(result, (tuple, list)):
+            for item in result:
+                self._count(item)
+
+
+def running_mode() -> CountingMode | None:
+    """Return the mode of the running rank."""
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    modes = (mode for mode in reversed(_get_current_dispatch_mode_stack()) if isinstance(mode, CountingMode))
+    return next(modes, None)
+
+
+def _traits_of(func: Any) -> _Traits:
+    schema = func._schema
+    is_new = any(value.alias_info is None for value in schema.returns) and func.namespace != "c10d"
+    is_whole = all(value.alias_info is None for value in schema.returns) and not schema.is_mutable
+    is_in_place = (
+        schema.is_mutable
+        and len(schema.returns) == 1
+        and schema.returns[0].alias_info is not None
+        and schema.returns[0].alias_info.is_write
+    )
+    has_tensor = any("Tensor" in str(argument.type) for argument in schema.arguments)
+    is_cached = func.namespace == "aten" and has_tensor and (is_whole or is_in_place) and len(schema.returns) > 0
+    handler = HANDLERS.get(func, HANDLERS.get(func.overloadpacket))
+    return is_new, handler, flop_registry.get(func.overloadpacket), is_cached
+
+
+def _key_of(func: Any, args: Any, kwargs: Any) -> Any:
+    """Return the key of a call in the cache; None if it is not cached."""
+    if kwargs.get("device") is not None:
+        return None
+    try:
+        key = func, _shapes_of(args), tuple((name, _shapes_of(value)) for name, value in kwargs.items())
+        hash(key)
+    except TypeError:
+        return None
+    return key
+
+
+def _shapes_of(argument: Any) -> Any:
+    if isinstance(argument, torch.Tensor):
+        if not argument.is_meta:
+            raise TypeError
+        return argument.shape, argument.stride(), argument.dtype
+    if type(argument) in (list, tuple):
+        return tuple([_shapes_of(item) for item in argument])
+    return type(argument), argument
+
+
+def _cache(key: Any, func: Any, args: Any, kwargs: Any, result: Any, flops: int) -> None:
+    is_single = isinstance(result, torch.Tensor)
+    if func._schema.is_mutable:
+        if is_single and result is (kwargs["out"] if "out" in kwargs else args[0]):
+            _results[key] = None, flops, True
+        return
+    results = [result] if is_single else result
+    if isinstance(results, (list, tuple)) and all(
+        isinstance(one, torch.Tensor) and one.is_meta and one.storage_offset() == 0 for one in results
+    ):
+        _results[key] = [(one.shape, one.stride(), one.dtype) for one in results], flops, is_single

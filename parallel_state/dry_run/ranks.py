@@ -1,0 +1,126 @@
+"""Which ranks of a layout run, and running them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from parallel_state import cpu
+from parallel_state.cpu.device import without_memory
+from parallel_state.dry_run.counting import CountingMode
+from parallel_state.dry_run.kernels import GpuFunctions, torch_on_meta
+from parallel_state.dry_run.memory import Memory
+from parallel_state.dry_run.shapes import ShapeExchange
+from parallel_state.layout import ParallelLayout
+from parallel_state.simulated.calls import Call
+from parallel_state.simulated.simulation import Simulation
+from parallel_state.simulated.trace import CommunicationTrace
+
+T = TypeVar("T")
+
+
+def pipeline_of(layout: ParallelLayout, *, last: bool = False) -> list[int]:
+    """Return the ranks of one pipeline: one of each stage, the first on all other axes, or the last."""
+    return layout.groups("pp")[-1 if last else 0]
+
+
+class CallLog(CommunicationTrace):
+    """The collectives and transfers of each rank: their number and bytes by axis and operation, and digests.
+
+    Attributes:
+        calls: the number by rank, axis and operation.
+        nbytes_of: the bytes by the same.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[tuple[int, str, str]] = Counter()
+        self.nbytes_of: Counter[tuple[int, str, str]] = Counter()
+        self._order: dict[int, Any] = {}
+        self._shapes: dict[int, Any] = {}
+
+    def begin(self, call: Call) -> None:
+        """Count a call."""
+        key = call.rank, call.group.axis or ("pp" if call.is_transfer else "-"), call.operation
+        self.calls[key] += 1
+        self.nbytes_of[key] += call.payload
+        place = call.operation, call.group.axis, call.line.line
+        shapes = [(tuple(tensor.shape), str(tensor.dtype)) for tensor in (*call.inputs, *call.outputs)]
+        self._order.setdefault(call.rank, hashlib.sha256()).update(repr(place).encode())
+        self._shapes.setdefault(call.rank, hashlib.sha256()).update(repr(shapes).encode())
+
+    def complete(self, call: Call) -> None:
+        """Do nothing."""
+
+    def clear(self) -> None:
+        """Forget all calls."""
+        self.calls.clear()
+        self.nbytes_of.clear()
+        self._order.clear()
+        self._shapes.clear()
+
+    def digest(self, rank: int, *, shapes: bool = True) -> str:
+        """Return a digest of the calls of a rank, in their order; with the shapes of their tensors."""
+        kinds = (self._order, self._shapes) if shapes else (self._order,)
+        return "".join(digests[rank].hexdigest() for digests in kinds if rank in digests)
+
+    def most(self) -> dict[tuple[str, str], tuple[int, int]]:
+        """Return calls and bytes by axis and operation, of the rank that has the most bytes of them."""
+        worst: dict[tuple[str, str], tuple[int, int]] = {}
+        for (rank, *kind), nbytes in self.nbytes_of.items():
+            axis, operation = kind
+            if nbytes >= worst.get((axis, operation), (0, -1))[1]:
+                worst[axis, operation] = self.calls[rank, axis, operation], nbytes
+        return worst
+
+
+def run_without_data(
+    layout: ParallelLayout, running: Sequence[int], function: Callable[[CountingMode], T], log: CallLog
+) -> dict[int, T]:
+    """Run ``function(mode)`` on some ranks of a layout, whose device has no memory, and return the results by rank.
+
+    Members of groups that do not run are assumed to call what the running ones call.
+
+    Args:
+        layout: the layout.
+        running: the ranks that run.
+        function: what each of them runs; the mode counts its storages and FLOPs.
+        log: records the calls, from when the ranks are initialized.
+
+    Raises:
+        SimulationError: ranks communicate wrongly.
+        BaseException: what the first rank that failed raised.
+    """
+    cpu.install()
+    from parallel_state.megatron import MegatronContext  # after cpu.install
+
+    contexts: dict[int, Any] = {}
+
+    def initialize(rank: int) -> None:
+        dist.init_process_group("gloo", rank=rank, world_size=layout.world_size)
+        contexts[rank] = MegatronContext(layout)
+
+    def run(rank: int) -> T:
+        with ExitStack() as stack:
+            mode = CountingMode(Memory())
+            stack.enter_context(contexts[rank].activate())
+            stack.enter_context(GpuFunctions())
+            stack.enter_context(mode)
+            return function(mode)
+
+    simulation = Simulation(
+        layout, check_async=False, trace=log, running=running, exchange=partial(ShapeExchange, running)
+    )
+    try:
+        with without_memory(), torch_on_meta():
+            simulation.run({rank: partial(initialize, rank) for rank in running})
+            log.clear()
+            return simulation.run({rank: partial(run, rank) for rank in running})
+    finally:
+        simulation.close()

@@ -1,0 +1,164 @@
+"""``dry_run``: one training step of a program in a layout, on ranks whose device has no memory."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from parallel_state import cpu
+from parallel_state.dry_run.counting import CountingMode
+from parallel_state.dry_run.errors import DryRunError
+from parallel_state.dry_run.outcome import GIB, Outcome, Use
+from parallel_state.dry_run.ranks import CallLog, pipeline_of, run_without_data
+from parallel_state.dry_run.routing import routed, routing_of
+from parallel_state.dry_run.training import train
+from parallel_state.dry_run.values import UnknownValue
+from parallel_state.errors import MControllerError
+from parallel_state.hangs.lines import calling_position, source_line
+from parallel_state.simulated.errors import SimulationError
+from parallel_state.verify.layouts import Variant, check_divisible, parse_layout
+from parallel_state.verify.program import Program
+
+_SAME = 0.01  # two pipelines whose peaks differ by less are alike: their parts of the optimizer's state differ
+
+
+def layout_for(text: str, ranks: int | None) -> Variant:
+    """Return the layout of a text on a number of ranks: dp is the quotient.
+
+    Args:
+        text: such as ``"tp=8,pp=4,sp,distopt"``.
+        ranks: the number of ranks; None for the fewest that the axes allow.
+
+    Raises:
+        VerifyError: an unknown axis or flag, or a layout that Megatron cannot have.
+        DryRunError: the axes do not divide the ranks.
+    """
+    variant = parse_layout(text)
+    if ranks is None or ranks == variant.layout.world_size:
+        return variant
+    layout = variant.layout
+    stages = layout.tp * layout.pp * layout.cp
+    if "dp=" in text or ranks % stages:
+        raise DryRunError(
+            f"layout {text!r} has {layout.world_size} ranks, and {ranks} are given; leave dp out, and give a multiple "
+            f"of tp x pp x cp = {stages}",
+            layout=text,
+            ranks=ranks,
+        )
+    return replace(parse_layout(f"{text},dp={ranks // stages}"), text=text)
+
+
+def dry_run(
+    program: Program,
+    layout: str | Variant,
+    *,
+    ranks: int | None = None,
+    micro_batches: int | None = None,
+    routing: str = "balanced",
+    dtype: torch.dtype = torch.bfloat16,
+    every_rank: bool = False,
+    second: bool = True,
+) -> Outcome:
+    """Make one training step of a program in a layout, with shapes and without data.
+
+    Each stage runs on the first of its ranks; the others are assumed to do the same. A second pipeline, the last on all
+    other axes, then checks that.
+
+    Args:
+        program: the program.
+        layout: a layout or its text, such as ``"tp=8,pp=4,sp,distopt"``.
+        ranks: the number of ranks; None for the fewest that the axes allow.
+        micro_batches: of one data-parallel rank; None for the program's.
+        routing: how tokens choose experts: ``"balanced"``, ``"skewed"``, or a file of recorded counts.
+        dtype: of the weights: bfloat16 or float32.
+        every_rank: whether every rank runs.
+        second: whether a second pipeline runs.
+
+    Returns:
+        What each rank used, what the ranks communicate, and the failure if there was one.
+
+    Raises:
+        VerifyError: the layout does not fit the program.
+        DryRunError: the program needs data that a dry run does not have.
+    """
+    variant = layout_for(layout, ranks) if isinstance(layout, str) else layout
+    if micro_batches is not None:
+        program = program.smaller(micro_batches=micro_batches * variant.layout.dp * variant.merged)
+    check_divisible(program, variant)
+    return dry_run_of(partial(train, program, variant, dtype), variant, routing, every_rank=every_rank, second=second)
+
+
+def dry_run_of(
+    function: Callable[[CountingMode], Use],
+    variant: Variant,
+    routing: str = "balanced",
+    *,
+    every_rank: bool = False,
+    second: bool = True,
+) -> Outcome:
+    """Run a function on the ranks of a layout, as ``dry_run`` runs a step.
+
+    Args:
+        function: builds what a rank needs, runs it, and returns what was used.
+        variant: the layout.
+        routing: how tokens choose experts.
+        every_rank: whether every rank runs.
+        second: whether a second pipeline runs.
+    """
+    began = time.perf_counter()
+    cpu.install()
+    layout, log = variant.layout, CallLog()
+    outcome = Outcome(variant.text, layout)
+    with routed(routing_of(routing)):
+        first = list(range(layout.world_size)) if every_rank else pipeline_of(layout)
+        _run(function, first, log, outcome)
+        outcome.calls = log.most()
+        if second and not every_rank and not outcome.failure and layout.world_size > layout.pp:
+            last, again = pipeline_of(layout, last=True), CallLog()
+            _run(function, last, again, outcome)
+            for ranks in zip(first, last, strict=True) if not outcome.failure else ():
+                _compare(outcome, ranks, (log, again), is_balanced=routing == "balanced")
+    outcome.seconds = time.perf_counter() - began
+    return outcome
+
+
+def _run(function: Callable[[CountingMode], Use], running: Sequence[int], log: CallLog, outcome: Outcome) -> None:
+    """Run a function on some ranks, and add what they used, or what failed."""
+    try:
+        outcome.uses |= run_without_data(outcome.layout, running, function, log)
+    except UnknownValue as error:
+        raise DryRunError(f"{error}\n{_line_of(error)}") from error
+    except NotImplementedError as error:
+        text = str(error).partition("\n")[0]
+        raise DryRunError(f"an operation computes no shapes without data: {text}\n{_line_of(error)}") from error
+    except SimulationError as error:
+        outcome.failure = f"{type(error).__name__}: {error}"
+    except MControllerError:
+        raise
+    except Exception as error:  # whatever the program raises: the report has it
+        notes = "\n".join(getattr(error, "__notes__", ()))
+        outcome.failure = f"{type(error).__name__}: {error}\n{_line_of(error)}\n{notes}"
+
+
+def _line_of(error: BaseException) -> str:
+    """Return the line of the program, or of Megatron, that raised an error."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    place = source_line(*calling_position(frames[-1]))
+    return f"at {place}"
+
+
+def _compare(outcome: Outcome, ranks: tuple[int, int], logs: tuple[CallLog, CallLog], *, is_balanced: bool) -> None:
+    """Warn if two ranks of a stage, in different pipelines, do not do the same."""
+    digests = {log.digest(rank, shapes=is_balanced) for rank, log in zip(ranks, logs, strict=True)}
+    peaks = [outcome.uses[rank].peak for rank in ranks]
+    where = f"ranks {ranks[0]} and {ranks[1]} of one stage"
+    if len(digests) > 1:
+        outcome.warnings.append(f"{where} do not make the same calls; run every rank with --all")
+    if is_balanced and max(peaks) > min(peaks) * (1 + _SAME):
+        sizes = " and ".join(f"{peak / GIB:.2f}" for peak in peaks)
+        outcome.warnings.append(f"{where} have peaks of {sizes} GiB; run every rank with --all")

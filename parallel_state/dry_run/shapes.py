@@ -1,0 +1,103 @@
+"""The matching of collectives and transfers without data, among the ranks that run.
+
+A rank that does not run is assumed to call what a running member of its group calls, with tensors of the same shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from parallel_state.dry_run.memory import Storage, storage_of
+from parallel_state.dry_run.values import is_small, set_value, value_of
+from parallel_state.simulated.calls import Call
+from parallel_state.simulated.collectives import compute, transfer
+from parallel_state.simulated.exchange import Exchange
+
+
+class ShapeExchange(Exchange):
+    """Matches the calls of running ranks by order, shape, dtype and group.
+
+    Args:
+        running: the ranks that run.
+        exchange: the arguments of ``Exchange``.
+    """
+
+    def __init__(self, running: Collection[int], *exchange: Any) -> None:
+        super().__init__(*exchange)
+        self._running = frozenset(running)
+
+    def members(self, call: Call) -> list[int]:
+        """Return the members that run, by their ranks in the group."""
+        return [index for index, rank in enumerate(call.group.ranks) if rank in self._running]
+
+    def runs(self, rank: int) -> bool:
+        """Whether a rank runs."""
+        return rank in self._running
+
+    def compute(self, calls: Sequence[Call]) -> None:
+        """Compute known values of a collective's results, and count the storages as those of communication."""
+        for call in calls:
+            for tensor in call.outputs:
+                storage = storage_of(tensor)
+                if storage is not None and storage.kind == "activations":
+                    storage.change_kind("communication")
+        tensors = [tensor for call in calls for tensor in (*call.inputs, *call.outputs)]
+        root = calls[0].options.get("root")
+        sources = [call for call in calls if call.index == root] if calls[0].operation == "broadcast" else calls
+        inputs = [tensor for call in sources for tensor in call.inputs]
+        if not any(tensor.is_meta for tensor in tensors):
+            compute(self._with_absent(calls))
+        elif inputs and all(is_small(tensor) and value_of(tensor) is not None for tensor in inputs):
+            self._compute_values(calls)
+        else:
+            for tensor in (tensor for call in calls for tensor in (call.outputs or call.inputs)):
+                if tensor.is_meta:
+                    set_value(tensor, None)
+
+    def transfer(self, send: Call, receive: Call) -> None:
+        """Give the receiver the value that is sent, if it is known."""
+        source, target = send.inputs[0], receive.outputs[0]
+        if not (source.is_meta or target.is_meta):
+            transfer(send, receive)
+            return
+        storage: Storage | None = storage_of(target)
+        if storage is not None and storage.kind == "activations":
+            storage.change_kind("communication")
+        value = value_of(source)
+        if target.is_meta:
+            set_value(target, value.clone().reshape(target.shape) if value is not None and is_small(target) else None)
+
+    def _compute_values(self, calls: Sequence[Call]) -> None:
+        values: dict[int, torch.Tensor] = {}
+
+        def value(tensor: torch.Tensor) -> torch.Tensor:
+            if id(tensor) not in values:
+                known = value_of(tensor)
+                values[id(tensor)] = torch.zeros(tensor.shape, dtype=tensor.dtype) if known is None else known.clone()
+            return values[id(tensor)]
+
+        of_values = [
+            replace(call, inputs=list(map(value, call.inputs)), outputs=list(map(value, call.outputs)))
+            for call in calls
+        ]
+        compute(self._with_absent(of_values))
+        for tensor in (tensor for call in calls for tensor in (call.outputs or call.inputs)):
+            if tensor.is_meta:
+                set_value(tensor, values[id(tensor)])
+            else:
+                tensor.copy_(values[id(tensor)])
+
+    def _with_absent(self, calls: Sequence[Call]) -> list[Call]:
+        """Return the calls of all members: those that do not run do what the first of the others does."""
+        present = {call.index: call for call in calls}
+        return [present.get(index) or _stand_in(calls[0], index) for index in range(len(calls[0].group.ranks))]
+
+
+def _stand_in(call: Call, index: int) -> Call:
+    outputs = [torch.empty_like(tensor) for tensor in call.outputs]
+    inputs = [tensor.clone() for tensor in call.inputs]
+    return replace(call, index=index, rank=call.group.ranks[index], inputs=inputs, outputs=outputs)

@@ -1,0 +1,125 @@
+"""One training step of a program on a rank whose device has no memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from parallel_state.dry_run.counting import CountingMode
+from parallel_state.dry_run.outcome import Use
+from parallel_state.verify.layouts import Variant
+from parallel_state.verify.program import Program
+from parallel_state.verify.training import Training, config_for
+
+
+class ShapeTraining(Training):
+    """The model and the optimizer of this rank, without data; see ``Training``.
+
+    Args:
+        program: the program.
+        variant: the layout.
+        dtype: of the weights.
+        mode: counts what the rank uses.
+    """
+
+    def __init__(self, program: Program, variant: Variant, dtype: torch.dtype, mode: CountingMode) -> None:
+        self.program, self.variant, self._mode = program, variant, mode
+        memory = mode.memory
+        self.config = config_for(program, variant, dtype, is_random=True)
+        memory.kind = "parameters"
+        self.models = self.build()
+        memory.kind = "optimizer"
+        self.optimizer = self.make_optimizer()
+        initialize_state(self.optimizer)
+        for model in self._wrapped:
+            for buffer in (*model.buffers, *model.expert_parallel_buffers):
+                memory.change_kind([buffer.grad_data], "gradients")
+                memory.change_kind([buffer.param_data], "parameters")
+        memory.kind = "activations"
+
+    def build(self) -> list[torch.nn.Module]:
+        """Return the chunks of the model on the device."""
+        return [model.cuda() for model in super().build()]
+
+    def step(self) -> None:
+        """Make one step."""
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        program, merged, layout = self.program, self.variant.merged, self.variant.layout
+        indices = self.micro_batches(0)
+        parts = [indices[start : start + merged] for start in range(0, len(indices), merged)]
+        for wrapped in self._wrapped:
+            wrapped.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        data = [self._batches(parts) for _ in self._wrapped]
+        get_forward_backward_func()(
+            forward_step_func=program.forward_step,
+            data_iterator=data if layout.vpp is not None else data[0],
+            model=self._wrapped if layout.vpp is not None else self._wrapped[0],
+            num_microbatches=len(parts),
+            seq_length=program.seq_length,
+            micro_batch_size=program.micro_batch_size * merged,
+            forward_only=False,
+        )
+        self._mode.memory.kind = "optimizer"
+        self.optimizer.step()
+        self._mode.memory.kind = "activations"
+
+    def _batches(self, parts: list[range]) -> Iterator[Any]:
+        for part in parts:
+            yield _on_device(self.program.merged_batch(part))
+
+
+def _on_device(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.cuda()
+    if isinstance(value, dict):
+        return {name: _on_device(item) for name, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_on_device, value))
+    return value
+
+
+def initialize_state(optimizer: Any) -> None:
+    """Create the state of Megatron's optimizer, which else is created in its first step."""
+    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if getattr(one, "optimizer", None) is not None and getattr(one, "init_state_fn", None) is not None:
+            one.init_state_fn(one.optimizer, one.config)
+
+
+def train(program: Program, variant: Variant, dtype: torch.dtype, mode: CountingMode) -> Use:
+    """Build the model of this rank, make one step, and return what was used."""
+    training = ShapeTraining(program, variant, dtype, mode)
+    idle = begin(mode)
+    training.step()
+    return used(mode, idle, training.models)
+
+
+def begin(mode: CountingMode) -> dict[str, int]:
+    """Return the bytes of each kind now, and begin to count."""
+    mode.memory.reset_peak()
+    mode.flops = mode.operations = 0
+    mode.read.lines.clear()
+    return dict(mode.memory.by_kind)
+
+
+def used(mode: CountingMode, idle: dict[str, int], models: list[torch.nn.Module]) -> Use:
+    """Return what was used since ``begin``."""
+    memory = mode.memory
+    names = {id(module): name for model in models for name, module in model.named_modules()}
+    module = "" if memory.module is None else type(memory.module).__name__
+    if memory.module is not None and id(memory.module) in names:
+        module = f"{names[id(memory.module)]} ({module})"
+    return Use(
+        parameters=sum(parameter.numel() for model in models for parameter in model.parameters()),
+        idle=idle,
+        peak=memory.peak,
+        by_kind=memory.peak_by_kind,
+        module=module,
+        line=memory.line,
+        flops=mode.flops,
+        operations=mode.operations,
+        read=dict(mode.read.lines),
+    )

@@ -1,0 +1,193 @@
+"""Requests of a rollout, and the engines that generate by themselves, to which a router sends them."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from trainer.rollout.engine import Engine, Sampled
+from trainer.rollout.router import NoEngineLeft, RequestLoop, Router
+from workers.generate.request_settings import OF_REQUESTS
+from workers.generate.sampling import later_seed
+
+_OF_ENGINES = ("eos_token_id", *(name for name in OF_REQUESTS if name != "max_tokens"))
+_TAKE_S = 0.02
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """A request to the engines of a rollout. If an answer is a part of the response, it is sent again for the rest.
+
+    Attributes:
+        prompt: token ids of the prompt, and of the response so far.
+        settings: the ``meta_info`` of ``generate_sequences``; requests with one object share a batch.
+        seed: of the random numbers of the response, 64 bits, signed.
+        generated: [tokens] of the response so far.
+        limit: [tokens] the most to add.
+        answer: called with what was generated, or the error, each time that it was sent; not if it was cancelled.
+        future: of the engine's answer, if it generates by itself.
+        is_cancelled: whether nobody waits for it any more.
+        is_repeated: whether it was sent again because all engines were lost.
+    """
+
+    prompt: array[int]
+    settings: Mapping[str, Any]
+    seed: int
+    generated: int
+    limit: int
+    answer: Callable[[Sampled | BaseException], None]
+    future: Future[Sampled] | None = None
+    is_cancelled: bool = False
+    is_repeated: bool = False
+
+    def extend(self, tokens: array[int]) -> None:
+        """Go on after these tokens of the response."""
+        self.prompt.extend(tokens)
+        self.generated, self.limit = self.generated + len(tokens), self.limit - len(tokens)
+
+    def cancel(self) -> None:
+        """Take it out of its engine."""
+        self.is_cancelled = True
+        if self.future is not None:
+            self.future.cancel()
+
+
+class RoutedEngines:
+    """Sends requests to engines, which go on by themselves, through a ``Router``.
+
+    Args:
+        group: whose workers have the engines, with their weights.
+        engines: that take the requests. None: those of the group.
+        driven: whether requests are sent by ``step`` and answered by ``take``, on the thread of a program; otherwise on
+            a thread of this object.
+        pad_token_id: of the rollout.
+
+    Attributes:
+        lock: held while a request is sent or answered.
+        router: before the engines, once there was a request.
+    """
+
+    def __init__(self, group: Any, engines: Sequence[Engine] | None, *, driven: bool, pad_token_id: int) -> None:
+        self._group, self._engines, self._driven, self._pad_token_id = group, engines, driven, pad_token_id
+        self.lock, self.router = threading.RLock(), None if engines is None else Router(engines)
+        self._loop, self._addresses = RequestLoop(), list[Any]()
+        self._in_flight: dict[Request, None] = {}
+        self._unsent: list[Request] = []
+        self._arrived: SimpleQueue[tuple[Request, Future[Sampled]]] = SimpleQueue()
+
+    def start(self, request: Request) -> None:
+        """Take a request. The first ones of a driven rollout wait for ``step``, which brings the engines up to date."""
+        with self.lock:
+            others_are_sent = len(self._in_flight) > len(self._unsent)
+            self._in_flight[request] = None
+            self._unsent.append(request)
+            if others_are_sent or not self._driven:
+                self._send(connect=not others_are_sent)
+
+    def requests(self, *, begun: bool = False) -> list[Request]:
+        """Return the requests in flight: an engine may have begun each of them."""
+        return [request for request in self._in_flight if not request.is_cancelled]
+
+    def step(self, requests: Sequence[Request] | None = None, tokens: int | None = None) -> bool:
+        """Send the requests that wait, and return whether one is in flight; engines choose themselves what goes on."""
+        with self.lock:
+            self._send(connect=len(self._unsent) == len(self._in_flight))
+            return bool(self._in_flight)
+
+    def ready(self) -> bool:
+        """Whether an answer has arrived."""
+        return not self._arrived.empty()
+
+    def take(self) -> None:
+        """Answer the requests whose answers have arrived; wait a moment for the first one.
+
+        Raises:
+            GroupError: no engine of the group is left, for the cause that the group reports.
+        """
+        lost = False
+        with contextlib.suppress(Empty):
+            arrived = self._arrived.get(timeout=_TAKE_S)
+            while True:
+                lost |= self._settle(*arrived)
+                arrived = self._arrived.get_nowait()
+        if lost:
+            with self.lock:
+                self.router = None
+                self._send(connect=True)
+
+    def postpone_begun(self) -> None:
+        """Do nothing: engines choose themselves what goes on."""
+
+    def restart(self, group: Any) -> None:
+        """Send all requests to the engines of another group."""
+        with self.lock:
+            self._group, self._unsent = group, list(self._in_flight)
+            self.router = None if self._engines is None else Router(self._engines)
+            for request in self._unsent:
+                request.future = None
+            if not self._driven:
+                self._send(connect=True)
+
+    def drive(self) -> None:
+        """Do nothing: engines go on by themselves."""
+
+    def _send(self, *, connect: bool) -> None:
+        """Send what waits to the engines, which are brought up to date first if none has a request."""
+        for request in [request for request in self._unsent if request.is_cancelled]:
+            self._in_flight.pop(request, None)
+        unsent = self._unsent = [request for request in self._unsent if not request.is_cancelled]
+        if not unsent:
+            return
+        if self._engines is None and (connect or self.router is None):
+            self._connect()
+        self._unsent = []
+        assert self.router is not None
+        for request in unsent:
+            settings = {name: request.settings[name] for name in _OF_ENGINES if name in request.settings}
+            seed = later_seed(request.seed, request.generated)
+            settings |= {"response_length": request.limit, "seed": seed}
+            request.future = self._loop.start(self.router.generate(request.prompt, settings))
+            request.future.add_done_callback(partial(self._ended, request))
+
+    def _connect(self) -> None:
+        """Use the engines of the group's workers, with their current weights."""
+        from trainer.rollout.vllm_engine import VllmEngine
+
+        addresses = [address for address in self._group.engine_addresses() if address is not None]
+        if self.router is not None and not self.router.lost and addresses == self._addresses:
+            return
+        if self.router is not None:
+            self._loop.start(self.router.close())
+        self._addresses = addresses
+        self.router = Router([VllmEngine(address, self._pad_token_id) for address in addresses])
+
+    def _ended(self, request: Request, future: Future[Sampled]) -> None:
+        """Answer a request, or let ``take`` do it (on the thread of the engines' loop)."""
+        if self._driven:
+            self._arrived.put((request, future))
+        else:
+            self._settle(request, future)
+
+    def _settle(self, request: Request, future: Future[Sampled]) -> bool:
+        """Answer a request, and return whether it waits for other engines instead, since all were lost."""
+        with self.lock:
+            if future is not request.future:  # it was sent again meanwhile
+                return False
+            error = None if future.cancelled() else future.exception()
+            may_repeat = self._engines is None and self._driven and not request.is_repeated
+            if isinstance(error, NoEngineLeft) and may_repeat:
+                request.is_repeated = True
+                self._unsent.append(request)  # the group reports the cause, if it has failed
+                return True
+            if not future.cancelled():
+                request.answer(error or future.result())
+            if future is request.future:  # it was not sent again for the rest
+                self._in_flight.pop(request, None)
+            return False
