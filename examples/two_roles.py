@@ -61,7 +61,7 @@ def train(name: str, groups: list[MegatronRayWorkerGroup[Role]], began: float) -
 
 def main() -> tuple[float, float]:
     """Train in both placements, and return the last losses."""
-    ray.init("local", num_cpus=2 * RANKS, object_store_memory=200_000_000)
+    ray.init("local", num_cpus=2 * RANKS, object_store_memory=200_000_000, log_to_driver=False)
     began = time.perf_counter()
     with RayResourcePool([RANKS], use_gpu=False, max_colocate_count=2) as pool:  # a slot for each role
         groups = [MegatronRayWorkerGroup(pool, init, name_prefix=role) for role, init in CLASSES.items()]

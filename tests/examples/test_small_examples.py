@@ -37,3 +37,12 @@ def test_a_rollout_in_another_layout_generates_with_the_weights_of_the_actor(ray
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "actor (2 ranks) -> rollout (2 ranks) by process_group" in done.stdout
+
+
+@pytest.mark.processes
+def test_two_roles_in_one_process_train_as_in_two(ray_cluster: None) -> None:
+    start = ON_RAY.format(ray.get_runtime_context().gcs_address)
+    program = f"{start}from examples.two_roles import main; one, other = main(); assert one == other"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [int(line.split(": ")[1].split()[0]) for line in done.stdout.splitlines() if "processes," in line] == [4, 2]
