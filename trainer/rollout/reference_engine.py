@@ -41,6 +41,7 @@ class ReferenceEngine:
             ``generation_limits``, or ``STEP_TOKENS``.
         max_rows: the most requests of a step; the others wait. None: ``max_rows`` of the workers' limits.
         pad_token_id: for requests of ``generate``.
+        limits: ``generation_limits`` of the workers. None: they are called for them.
 
     Attributes:
         name: of the group.
@@ -49,9 +50,15 @@ class ReferenceEngine:
     """
 
     def __init__(
-        self, group: Any, *, step_tokens: int | None = None, max_rows: int | None = None, pad_token_id: int = 0
+        self,
+        group: Any,
+        *,
+        step_tokens: int | None = None,
+        max_rows: int | None = None,
+        pad_token_id: int = 0,
+        limits: Mapping[str, Any] | None = None,
     ) -> None:
-        limits = group.generation_limits()[0]
+        limits = limits or group.generation_limits()[0]
         self._group, self.pad_token_id, self.lock = group, pad_token_id, threading.RLock()
         self.name: str = getattr(group, "name", "reference")
         self.step_tokens: int = step_tokens or limits.get("step_tokens", STEP_TOKENS)

@@ -137,7 +137,7 @@ class TrajectoryRollout:
         if engines is not None and len(engines) == 1 and isinstance(engines[0], ReferenceEngine):
             self.engine = engines[0]
         elif engines is None and not self.limits.get("takes_requests"):
-            self.engine = ReferenceEngine(group)
+            self.engine = ReferenceEngine(group, limits=self.limits)
         else:
             self.engine = RoutedEngines(group, engines, driven=driven, pad_token_id=sampling.get("pad_token_id", 0))
         self.submissions = 0
