@@ -175,19 +175,21 @@ MIXTURE = {
 }
 
 
-def trained(parallel: dict[str, int], tp: int, model: dict[str, Any]) -> tuple[int, float, list[str]]:
-    """Generate, train and generate again; the engines report what they hold after each update."""
+def trained(
+    parallel: dict[str, int], tp: int, model: dict[str, Any]
+) -> tuple[int, float, list[str], list[dict[str, torch.Tensor]]]:
+    """Generate, train and generate again; the engines report what they hold after each update, by node."""
     rollout = {"engine": "vllm", "verify_weights": "fingerprints", "vllm": {"tp": tp, "bucket_bytes": 8192}}
     worker = actor(parallel, "actor_rollout", model=model, rollout=rollout)
     batch = own_shard(random_prompts(8, SAMPLED), worker)
-    metrics = []
+    engine, metrics = worker.rollout.engine, []
     for _ in range(2):
         generated = worker.generate_sequences(batch)
         metrics.append({} if generated is None else generated.meta_info["metrics"])
+        weights = [] if engine is None else [dict(held) for held in engine.llm.weights_by_node]  # a sleep drops them
         worker.update_actor(own_shard(experience(8), worker))
-    engine = worker.rollout.engine
     rows = 0 if generated is None else len(generated)
-    return rows, metrics[-1].get("rollout/update_bytes", 0.0), [] if engine is None else engine.llm.events
+    return rows, metrics[-1].get("rollout/update_bytes", 0.0), [] if engine is None else engine.llm.events, weights
 
 
 @pytest.mark.parametrize(
@@ -206,10 +208,10 @@ def test_all_engines_of_an_actor_hold_its_weights_after_every_update(
     monkeypatch.setattr(start, "node_id", lambda: f"node{torch.distributed.get_rank() // of_node}")
     with standing_in():
         found = run_ranks(trained, 4, parallel, tp, model)
-        weights = [held for llm in StandInLLM.started for held in llm.weights_by_node]
-    assert [generated for generated, _, _ in found] == rows
-    assert max(nbytes for _, nbytes, _ in found) > 10_000
-    calling = [events for _, _, events in found if events]
+    assert [generated for generated, *_ in found] == rows
+    assert max(nbytes for _, nbytes, *_ in found) > 10_000
+    calling = [events for _, _, events, _ in found if events]
+    weights = [held for *_, of_rank in found for held in of_rank]
     assert len(calling) == 4 // tp and len(weights) == 4 // min(tp, of_node)
     for events in calling:
         assert events.count("finish_policy_update") == events.count("generate") == 2
