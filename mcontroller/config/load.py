@@ -88,7 +88,11 @@ def _built_with(cls: type[C], layers: Sequence[DictConfig], usual: Mapping[str, 
     rejected = CollectedErrors()
     while True:
         filled = OmegaConf.create({})
-        for key in OmegaConf.missing_keys(OmegaConf.merge(OmegaConf.structured(cls), *layers)):
+        try:
+            merged = OmegaConf.merge(OmegaConf.structured(cls), *layers)
+        except (OmegaConfBaseException, TypeError, ValueError):  # a section that is no mapping, for instance
+            return None
+        for key in OmegaConf.missing_keys(merged):
             if (name := key.rpartition(".")[2]) in usual:
                 OmegaConf.update(filled, key, usual[name])
         config = rejected.attempt(partial(_built, cls, [filled, *layers]))

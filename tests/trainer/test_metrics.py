@@ -78,7 +78,7 @@ def test_metrics_of_a_step_are_those_of_all_its_draws() -> None:
 
 def test_groups_dropped_by_an_early_draw_are_counted(tmp_path: Path) -> None:
     """Groups become stale when the weights move, before the first draw of a step: the last draw has dropped none."""
-    config = sliced_config(8, tmp_path, stale="drop", partial="stop", seed=1)
+    config = sliced_config(8, tmp_path, stale="drop", partial="stop", seed=0)
     filtered = FilterGroupsConfig(enable=True, max_batches=3)
     config = dataclasses.replace(config, algorithm=dataclasses.replace(config.algorithm, filter_groups=filtered))
     trainer, steps = sliced_trainer(config)

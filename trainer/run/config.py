@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
 
 from mcontroller.config.checks import check_at_least
@@ -242,11 +243,15 @@ def read_with_files(path: str | Path, overrides: Iterable[str], errors: Collecte
     return config
 
 
+def _imported(module: str) -> ModuleType:
+    return import_module(module, "imports")
+
+
 def _read_partly(path: str | Path, overrides: Iterable[str], errors: CollectedErrors) -> RunConfig | None:
     overrides = list(overrides)
     given = given_values(path, overrides=overrides)
     for module in _imports(given):
-        errors.attempt(partial(import_module, module, "imports"))
+        errors.attempt(partial(_imported, module))
     return load_partly(RunConfig, errors, _USUAL_SIZES, _rollout_defaults(given), path, overrides=overrides)
 
 
