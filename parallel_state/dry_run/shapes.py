@@ -26,6 +26,8 @@ class ShapeExchange(Exchange):
         exchange: the arguments of ``Exchange``.
     """
 
+    devices = ("cpu", "meta")
+
     def __init__(self, running: Collection[int], *exchange: Any) -> None:
         super().__init__(*exchange)
         self._running = frozenset(running)

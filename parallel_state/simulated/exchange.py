@@ -7,6 +7,7 @@ fit together.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import ClassVar
 
 import torch
 
@@ -24,7 +25,12 @@ class Exchange:
     Args:
         describe: returns the name of a rank in messages.
         check_async: whether to find tensors that change between an asynchronous call and its wait.
+
+    Attributes:
+        devices: types of the devices whose tensors can be exchanged.
     """
+
+    devices: ClassVar[tuple[str, ...]] = ("cpu",)
 
     def __init__(self, describe: Callable[[int], str], check_async: bool = True) -> None:
         self._describe = describe

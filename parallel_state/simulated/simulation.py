@@ -229,7 +229,7 @@ class Simulation:
                 ranks=(current,),
             )
         for tensor in (*call.inputs, *call.outputs):
-            if tensor.device.type not in ("cpu", "meta"):
+            if tensor.device.type not in self._exchange.devices:
                 raise UnsupportedError(
                     f"{self.describe(call.rank)}: {call.operation} of a tensor on {tensor.device}; simulated ranks "
                     f"compute on the CPU and have no CUDA streams\n    at {call.line}",
