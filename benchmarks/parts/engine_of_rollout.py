@@ -64,7 +64,7 @@ class MeasuredEngine:
 
         settings = {"eos_token_id": EOS, "pad_token_id": PAD}
         sampling = Sampling.of(self.config.rollout, settings)
-        self.parameters = sampling_parameters(range(requests), sampling, seeded=True)
+        self.parameters = sampling_parameters(range(requests), sampling, seeded=self.config.rollout.vllm.seeds)
         port = self.process.call("listen", host="127.0.0.1", token=TOKEN)
         self.address = EngineAddress("127.0.0.1", port, TOKEN, self.config.rollout, VOCAB)
 
@@ -129,10 +129,10 @@ def report(python: str, requests: int, length: int, rounds: int) -> None:
         print(f"| {name} | {speed:.0f} | " + " | ".join(f"{part / requests * 1e3:.2f}" for part in parts) + " |")
     ratio = statistics.median(bare.seconds / bare.tokens * routed.tokens / routed.seconds for bare, routed in pairs)
     print(f"throughput through the router over AsyncLLM: {ratio:.3f} (limit: at least 0.95)")
-    parts = {name: statistics.median(stop[name] for stop, _ in stops) * 1e3 for name in stops[0][0]}
-    paused, last = parts["pause"] + parts["resume"], statistics.median(count for _, count in stops)
+    ms = {name: statistics.median(stop[name] for stop, _ in stops) * 1e3 for name in stops[0][0]}
+    paused, last = ms["pause"] + ms["resume"], statistics.median(count for _, count in stops)
     print(
         f"an update without the copy of weights, {last:.0f} requests in flight: paused for {paused:.0f} ms (limit: "
-        f"50), of which resume took {parts['resume']:.0f} ms. The next token, before which the engine computes all "
-        f"keys and values again, comes {parts['first']:.0f} ms later, {parts['stop']:.0f} ms after the last one"
+        f"50), of which resume took {ms['resume']:.0f} ms. The next token, before which the engine computes all "
+        f"keys and values again, comes {ms['first']:.0f} ms later, {ms['stop']:.0f} ms after the last one"
     )

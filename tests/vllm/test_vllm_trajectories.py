@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
+from typing import Any
 
 from mcontroller import DataProto, MegatronRayWorkerGroup, RayClassWithInitArgs, RayResourcePool
 from tests.vllm.policies import EOS, PAD, PROMPT, VOCAB, Actor, actor_config, prompts
 from tests.vllm.test_vllm_rollout import GREEDY, TOLERANCE, update
-from trainer import TrajectoryRollout
+from trainer import Submitted, TrajectoryRollout
 from trainer.rollout.trajectories import trajectory_batch
 
 TRAJECTORIES, RESPONSE, UPDATES = 200, 90, 2
@@ -85,10 +87,17 @@ def test_requests_in_flight_end_before_the_weights_move_or_their_rest_is_sent_ag
         rollout = TrajectoryRollout(group, eos_token_id=EOS, pad_token_id=PAD)
         for pause in ("wait", "abort"):
             group.set_pause(pause)
-            made = [rollout.submit([3 + number % 100, 4], temperature=1.0) for number in range(100)]
-            while not any(submitted.done() for submitted in made):
-                time.sleep(0.01)
+            made, is_updated = list[Submitted](), threading.Event()
+
+            def submit(*_: Any, made: list[Submitted] = made, is_updated: threading.Event = is_updated) -> None:
+                if not is_updated.is_set():  # the engine has requests all the time, however long the training takes
+                    made.append(rollout.submit([3 + len(made) % 100, 4], temperature=1.0))
+                    made[-1].add_done_callback(submit)
+
+            for _ in range(100):
+                submit()
             update(group, trained)
             group.update_engine()
-            several[pause] = sum(len({*submitted.result(300).versions}) > 1 for submitted in made)
+            is_updated.set()
+            several[pause] = sum(len({*submitted.result(300).versions}) > 1 for submitted in [*made])
     assert several["wait"] == 0 < several["abort"]

@@ -416,7 +416,8 @@ def trajectory_batch(
     attended, positions = np.zeros(ids.shape, np.int64), np.zeros(ids.shape, np.int64)
     mask, versions = np.zeros((rows, response_length), np.int64), np.full((rows, response_length), -1)
     scores, counted = np.zeros((rows, response_length), np.float32), np.arange(ids.shape[1])
-    temperatures = np.ones((rows, response_length), np.float32)
+    are_known = all(len(trajectory.temperatures) == len(trajectory.tokens) for trajectory in trajectories)
+    temperatures = np.ones((rows if are_known else 0, response_length), np.float32)
     for row, trajectory in enumerate(trajectories):
         length, start = len(trajectory.tokens), prompt_length - len(trajectory.prompt)
         end = prompt_length + length
@@ -426,7 +427,8 @@ def trajectory_batch(
         mask[row, :length] = trajectory.mask
         versions[row, :length] = trajectory.versions
         scores[row, :length] = trajectory.log_probs
-        temperatures[row, : len(trajectory.temperatures)] = trajectory.temperatures
+        if are_known:
+            temperatures[row, :length] = trajectory.temperatures
     oldest = versions.view(np.uint64).min(1).view(np.int64)  # without sign, -1 is the greatest
     oldest[oldest < 0] = versions.max(initial=0)
     # numpy asks for huge pages, so that writing to new memory is several times faster than in torch's
@@ -439,7 +441,7 @@ def trajectory_batch(
     whole = {name: torch.from_numpy(column) for name, column in parts.items()}
     whole["truncated"] = torch.tensor([trajectory.ended == "length" for trajectory in trajectories])
     whole |= {"policy_version": torch.from_numpy(oldest), "token_versions": torch.from_numpy(versions)}
-    if all(len(trajectory.temperatures) == len(trajectory.tokens) for trajectory in trajectories):
+    if are_known:
         whole[TOKEN_TEMPERATURES] = torch.from_numpy(temperatures)
     if log_probs is not None:
         whole[log_probs] = torch.from_numpy(scores)
