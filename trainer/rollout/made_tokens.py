@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import Any
 
 from mcontroller.errors import MControllerError
@@ -13,6 +15,9 @@ from trainer.rollout.trajectory import ARRAYS, Trajectory
 
 FAILURE_KINDS = ("raised", "timed_out", "died", "invalid")
 """Why an episode made no trajectory; ``invalid``: what it returned cannot be trained on."""
+
+MAX_METRICS = 64
+"""The most metrics of an episode."""
 
 
 class EpisodeError(MControllerError):
@@ -67,6 +72,7 @@ class MadeTokens:
             raise EpisodeError(f"it returned {returned}; expected a Trajectory", kind="invalid")
         length, limit = len(returned.tokens), limits["response_length"]
         self._check_values(returned, limits["vocab_size"])
+        returned = replace(returned, **_checked_outcome(returned))
         if length > limit or len(returned.mask) != length:
             raise EpisodeError(
                 f"its response has {length} tokens and its mask {len(returned.mask)}; expected equally many, and at "
@@ -126,3 +132,20 @@ class MadeTokens:
                     "rollout.submit",
                     kind="invalid",
                 )
+
+
+def _checked_outcome(returned: Trajectory) -> dict[str, Any]:
+    """Return score and metrics of an episode as floats.
+
+    Raises:
+        EpisodeError: one of them is no finite number, or there are too many metrics.
+    """
+    metrics = returned.metrics
+    if not isinstance(metrics, dict) or len(metrics) > MAX_METRICS or not all(isinstance(name, str) for name in metrics):
+        text = f"its metrics are of {type(metrics).__name__}; expected a dict of up to {MAX_METRICS} numbers by name"
+        raise EpisodeError(text, kind="invalid")
+    for name, value in {"score": returned.score or 0.0, **metrics}.items():
+        if not isinstance(value, Real) or not math.isfinite(value):
+            raise EpisodeError(f"its {name[:60]} is {repr(value)[:60]}; expected a finite number", kind="invalid")
+    score = None if returned.score is None else float(returned.score)
+    return {"score": score, "metrics": {name: float(value) for name, value in metrics.items()}}
