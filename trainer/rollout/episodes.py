@@ -194,6 +194,7 @@ class Episodes:
         self._waiting: deque[_Running] = deque()
         self._running: dict[int, _Running] = {}
         self._made: SimpleQueue[tuple[_Running, int]] = SimpleQueue()
+        self._streams: dict[Turn, tuple[_Running, int]] = {}
         self._started = 0
 
     def another(self) -> Episodes:
@@ -432,9 +433,14 @@ class Episodes:
         if kind == "submit":
             self._submit(host, running, *values)
         elif kind == "cancel":
-            turn = running.made.turns.pop(values[0], None)
+            turn = running.made.turns.get(values[0])
             if turn is not None and turn.submitted is not None:
                 turn.submitted.cancel()
+                turn.submitted, turn.is_awaited = None, False
+                if len(turn.trajectory.tokens) > turn.before:
+                    turn.trajectory.ended = "turn"  # the episode may return what it has of it
+                else:
+                    del running.made.turns[values[0]]
         elif kind == "end":
             made = running.made.checked(values[0], self._connected().limits)
             if not any(made.mask):
@@ -456,7 +462,9 @@ class Episodes:
         known = running.made.turns.get(request)
         if known is not None and known.context() == turn.context():
             turn = known
-        running.made.turns[request], turn.is_awaited = turn, True
+        running.made.turns[request], turn.is_awaited, turn.sent = turn, True, turn.before
+        if options.get("stream"):
+            self._streams[turn] = running, request
         if turn.trajectory.ended and turn is known:
             self._made.put((running, request))
         elif turn.submitted is None:
@@ -488,7 +496,12 @@ class Episodes:
         return turn
 
     def _deliver(self) -> None:
-        """Send the turns that were made to their episodes."""
+        """Send the turns that were made to their episodes, and the tokens of those that stream."""
+        for turn, (running, request) in list(self._streams.items()):
+            if not turn.is_awaited or running.host is None:
+                del self._streams[turn]
+            elif len(turn.trajectory.tokens) > turn.sent and not turn.trajectory.ended:
+                self._send(running.host, ("part", running.number, request, turn.take_unsent()))
         while True:
             try:
                 running, request = self._made.get_nowait()
@@ -502,10 +515,7 @@ class Episodes:
             if submitted is not None and (error := submitted.exception()) is not None:
                 self._send(host, ("failed", running.number, request, error))
                 continue
-            made = turn.trajectory
-            names = ("tokens", "log_probs", "versions", "temperatures")
-            added = {name: getattr(made, name)[turn.before :] for name in names}
-            self._send(host, ("made", running.number, request, (added, made.ended)))
+            self._send(host, ("made", running.number, request, turn.take_unsent()))
 
     def _check_deadlines(self) -> None:
         """Stop the episodes that take too long; a process that does not answer is blocked by one of its episodes."""

@@ -39,16 +39,24 @@ class Turn:
         before: [tokens] of the response, without this turn.
         submitted: the turn in flight.
         is_awaited: whether the episode waits for it; one that began again may not have asked yet.
+        sent: [tokens] of the response that the episode has.
     """
 
     trajectory: Trajectory
     before: int
     submitted: Submitted | None = None
     is_awaited: bool = False
+    sent: int = 0
 
     def context(self) -> tuple[int, ...]:
         """Return the tokens that this turn continues."""
         return (*self.trajectory.prompt, *self.trajectory.tokens[: self.before])
+
+    def take_unsent(self) -> tuple[dict[str, Any], str]:
+        """Return the tokens that the episode does not have, with all that belongs to them, and why the turn ended."""
+        names = ("tokens", "log_probs", "versions", "temperatures")
+        start, self.sent = self.sent, len(self.trajectory.tokens)
+        return {name: getattr(self.trajectory, name)[start:] for name in names}, self.trajectory.ended
 
 
 class MadeTokens:
