@@ -271,7 +271,7 @@ def write_results(output: str, steps: str, layouts: str, *programs: str) -> None
 
 def _short_name(program: str) -> str:
     source, _, name = program.rpartition(":")
-    return Path(source).stem if name == "program" else name
+    return Path(source).name.removesuffix(".py").rpartition(".")[2] if name == "program" else name
 
 
 def _absolute(program: str) -> str:
