@@ -17,13 +17,13 @@ from tests.parallel_state.verify.programs import EXAMPLES
 # In place of a verification: the fingerprint is the content of one file, which is also what is imported.
 CHILD = """
 import json, pathlib, sys
-output, steps, layouts, program = sys.argv[1:]
+output, steps, layouts, *programs = sys.argv[1:]
 numbers = pathlib.Path("megatron/numbers.py").absolute()
 content = numbers.read_text().strip()
 failure = {"failure": "SyntaxError"} if content == "broken" else {}
 differs = "output of attention" if content == "wrong" else ""
-result = {"fingerprint": content, "layouts": {"tp=2": differs}, "bits": {"tp=2": content}, **failure}
-pathlib.Path(output).write_text(json.dumps({program: {**result, "imported": [str(numbers)]}}))
+result = {"imported": [str(numbers)], "fingerprint": content, "layouts": {"tp=2": differs}, "bits": {"tp=2": content}, **failure}
+pathlib.Path(output).write_text(json.dumps({program: result for program in programs}))
 """
 
 
