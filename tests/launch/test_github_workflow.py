@@ -14,9 +14,8 @@ from tests.launch.manifests import ROOT
 from tests.parallel_state.verify.test_commits import CHILD, git
 
 WORKFLOW = ROOT / "launch" / "github" / "verify.yml"
-STEPS = {
-    step["name"]: step for step in yaml.safe_load(WORKFLOW.read_text())["jobs"]["verify"]["steps"] if "name" in step
-}
+JOB = yaml.safe_load(WORKFLOW.read_text())["jobs"]["verify"]
+SCRIPTS = {step["name"]: step["run"] for step in JOB["steps"] if "run" in step}
 PYTHON = f"""#!{sys.executable}
 import sys
 from mcontroller.cli.main import main
@@ -52,7 +51,7 @@ def run(step: str, fork: Path) -> None:
     variables = {"BASE": "HEAD~3", "HEAD": "HEAD", "PROGRAMS": "team.model:program team.moe:small"}
     variables |= {"GITHUB_STEP_SUMMARY": "summary.md", "COMMENTS": "comments", "PYTHONPATH": str(ROOT)}
     variables["PATH"] = os.pathsep.join([str(fork), os.environ["PATH"]])
-    script = ["bash", "-e", "-o", "pipefail", "-c", STEPS[step]["run"]]
+    script = ["bash", "-e", "-o", "pipefail", "-c", SCRIPTS[step]]
     subprocess.run(script, cwd=fork, env={**os.environ, **variables}, check=True)
 
 
@@ -72,7 +71,5 @@ def test_the_report_of_a_pull_request_is_one_comment(fork: Path) -> None:
 @pytest.mark.parametrize("step", ["Verify", "Comment"])
 def test_the_scripts_pass_shellcheck(step: str) -> None:
     shellcheck = Path(sys.executable).parent / "shellcheck"
-    checked = subprocess.run(
-        [shellcheck, "--shell=bash", "-"], input=STEPS[step]["run"], capture_output=True, text=True
-    )
+    checked = subprocess.run([shellcheck, "--shell=bash", "-"], input=SCRIPTS[step], capture_output=True, text=True)
     assert checked.stdout == ""

@@ -22,7 +22,8 @@ numbers = pathlib.Path("megatron/numbers.py").absolute()
 content = numbers.read_text().strip()
 failure = {"failure": "SyntaxError"} if content == "broken" else {}
 differs = "output of attention" if content == "wrong" else ""
-result = {"imported": [str(numbers)], "fingerprint": content, "layouts": {"tp=2": differs}, "bits": {"tp=2": content}, **failure}
+result = {"fingerprint": content, "layouts": {"tp=2": differs}, "bits": {"tp=2": content}, **failure}
+result["imported"] = [str(numbers)]
 pathlib.Path(output).write_text(json.dumps({program: result for program in programs}))
 """
 
