@@ -41,7 +41,7 @@ test-others: $(STAMP)
 test-fast: lint types
 	$(PYTEST) -m "not processes and not simulated" $(ARGS)
 
-# Tests that take minutes: training of real weights from the command line, every row of docs/parity.md, and groups of
+# Tests that take minutes: training of real weights from the command line, every row of docs/results.md, and groups of
 # gpucheck on fake CUDA devices.
 test-slow: $(STAMP)
 	$(PYTEST) -m slow $(ARGS)
@@ -141,7 +141,7 @@ container: $(STAMP)
 faults: $(STAMP)
 	$(BIN)/python benchmarks/faults.py $(ARGS)
 
-# Every benchmark of docs/performance.md, with the environment of against-trl and the faults.
+# Every benchmark of docs/results.md, with the environment of against-trl and the faults.
 bench: $(STAMP) $(TRL)/.installed
 	@for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
 

@@ -1,6 +1,6 @@
 """Every layout computes what one process computes: scores, losses, gradient norms, weights after optimizer steps.
 
-In one process rows are padded and taken two at a time; docs/parity.md explains the cases and lists the differences.
+In one process rows are padded and taken two at a time; docs/results.md explains the cases and lists the differences.
 ``make test`` runs each path once; ``make test-slow`` runs every row of the page.
 """
 

@@ -36,7 +36,7 @@ from workers.weights.hf.files import WeightFiles
 from workers.weights.hf.model import export_hf, hf_tensors
 
 NAMES = [name for name in MODELS if not name.startswith(("llama", "qwen"))]
-"""The models that test_hf.py has no cases for; docs/models.md has all layouts."""
+"""The models that test_hf.py has no cases for; docs/results.md has all layouts."""
 CASES = [
     (name, layout, packed)
     for name in NAMES
