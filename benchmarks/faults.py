@@ -61,8 +61,8 @@ DEADLINE = 15.0
 """[s] Deadline of calls: after it a rank that is stopped or waits for ever is found."""
 
 HEAD = """\
-| fault | known after, s | named | left | again, s | steps lost | exact |
-|---|---:|---|---:|---:|---:|---|
+| fault | known after, s | named | again, s | steps lost | exact |
+|---|---:|---|---:|---:|---|
 """
 """The head of the table: seconds are the median, and the most in brackets if it differs."""
 
@@ -507,11 +507,12 @@ def row_of(trials: Sequence[Trial]) -> str:
         trials[0].fault,
         span([trial.known for trial in failed if trial.known is not None]) if failed else "-",
         "; ".join(named),
-        sum(trial.left for trial in trials),
         span(going_on) if going_on else "-",
         max((trial.lost for trial in failed), default=0),
         f"{sum(trial.exact for trial in trials)} of {len(trials)}" if going_on or not failed else "-",
     ]
+    if left := sum(trial.left for trial in trials):
+        cells[-1] = f"{cells[-1]}, {left} processes left"
     return f"| {' | '.join(map(str, cells))} |"
 
 
