@@ -434,12 +434,11 @@ class Episodes:
             self._submit(host, running, *values)
         elif kind == "cancel":
             turn = running.made.turns.get(values[0])
-            if turn is not None and turn.submitted is not None:
-                turn.submitted.cancel()
+            if turn is not None:
+                if turn.submitted is not None:
+                    turn.submitted.cancel()
                 turn.submitted, turn.is_awaited = None, False
-                if len(turn.trajectory.tokens) > turn.before:
-                    turn.trajectory.ended = "turn"  # the episode may return what it has of it
-                else:
+                if turn.sent == turn.before:  # otherwise the episode may return what it has of it
                     del running.made.turns[values[0]]
         elif kind == "end":
             made = running.made.checked(values[0], self._connected().limits)

@@ -94,7 +94,7 @@ class MadeTokens:
         tokens = checked.tokens
         made: dict[tuple[int, ...], list[Turn]] = {}
         for turn in self.turns.values():
-            if turn.trajectory.ended:
+            if turn.trajectory.ended or turn.sent > turn.before:
                 made.setdefault(turn.context(), []).append(turn)
         position = 0
         while position < length:
