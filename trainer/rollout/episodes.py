@@ -496,11 +496,11 @@ class Episodes:
 
     def _deliver(self) -> None:
         """Send the turns that were made to their episodes, and the tokens of those that stream."""
-        for turn, (running, request) in list(self._streams.items()):
-            if not turn.is_awaited or running.host is None:
-                del self._streams[turn]
-            elif len(turn.trajectory.tokens) > turn.sent and not turn.trajectory.ended:
-                self._send(running.host, ("part", running.number, request, turn.take_unsent()))
+        for streaming, (running, request) in list(self._streams.items()):
+            if not streaming.is_awaited or running.host is None:
+                del self._streams[streaming]
+            elif len(streaming.trajectory.tokens) > streaming.sent and not streaming.trajectory.ended:
+                self._send(running.host, ("part", running.number, request, streaming.take_unsent()))
         while True:
             try:
                 running, request = self._made.get_nowait()
