@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from mcontroller.errors import ConfigError, DataError
 from mcontroller.local import LocalWorkerGroup
 from mcontroller.ray.class_with_init import ClassWithInitArgs
 from tests.trainer.rollout.engine import EOS, SAMPLING, Formula
@@ -226,6 +227,20 @@ def test_responses_that_have_begun_end_before_those_that_wait() -> None:
     while rollout.start():
         ended += rollout.take()
     assert [each in made[:2] for each in ended[:2]] == [True, True] and {*ended} == {*made}
+
+
+@pytest.mark.parametrize("name", ["capacity", "slice_tokens", "temprature", "max_tokens"])
+def test_a_rollout_rejects_unknown_settings(name: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        rollout_with(SmallEngine(), **{name: 8})
+    assert (caught.value.key, caught.value.value) == (name, 8)
+
+
+def test_a_request_without_stop_tokens_is_rejected() -> None:
+    rollout = TrajectoryRollout(LocalWorkerGroup(ClassWithInitArgs(Formula)), engines=[SmallEngine()])
+    with pytest.raises(DataError) as caught:
+        rollout.submit([5])
+    assert caught.value.missing == ["eos_token_id", "pad_token_id"]
 
 
 class StreamingEngine(SmallEngine):
