@@ -13,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 FAKE_CUDA_PARTS := $(addprefix test-fake-cuda-,workers device transformer-engine)
 
-.PHONY: demo docs faults test test-processes test-others test-fast test-slow test-fake-cuda $(FAKE_CUDA_PARTS) test-newest test-slurm test-manifests test-vllm lint types wheel container bench against-trl clean
+.PHONY: demo docs faults test test-processes test-others test-fast test-slow test-fake-cuda $(FAKE_CUDA_PARTS) test-newest test-slurm test-manifests test-vllm test-verifiers lint types wheel container bench against-trl clean
 
 demo: $(STAMP)
 	$(BIN)/python -m examples.ppo.main layout=$(LAYOUT) seed=$(SEED) $(ARGS)
@@ -115,6 +115,18 @@ $(VLLM)/.installed: constraints/vllm.txt
 	$(VLLM)/bin/python -m pip --disable-pip-version-check uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
+# Environments of verifiers as episodes, in an environment of its own: the package brings about 40 others.
+VERIFIERS := .venv-verifiers
+test-verifiers: $(VERIFIERS)/.installed
+	$(VERIFIERS)/bin/python -m pytest tests/verifiers $(ARGS)
+
+$(VERIFIERS)/.installed: pyproject.toml constraints/tested.txt
+	test -x $(VERIFIERS)/bin/python || $(PYTHON) -m venv $(VERIFIERS)
+	$(VERIFIERS)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints/tested.txt torch
+	$(VERIFIERS)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints/tested.txt \
+		--editable ".[cpu,test,verifiers]"
+	touch $@
+
 SHELL_FILES := $(wildcard launch/*.sh launch/*.sbatch tests/slurm/*.sh) .ci/run .ci/check-container .ci/check-wheel
 
 # The site of docs/, in build/site: a warning is an error.
@@ -154,4 +166,4 @@ $(STAMP): pyproject.toml constraints/tested.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(NEWEST) $(TRL) $(VLLM) build *.egg-info
+	rm -rf $(VENV) $(NEWEST) $(TRL) $(VERIFIERS) $(VLLM) build *.egg-info
