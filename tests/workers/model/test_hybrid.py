@@ -86,6 +86,12 @@ def test_a_pattern_of_other_layers_is_rejected(pattern: str) -> None:
     assert (raised.value.key, raised.value.value) == ("model.hybrid_layer_pattern", pattern)
 
 
+def test_a_pattern_is_rejected_where_bridge_builds_the_model() -> None:
+    with pytest.raises(ConfigError) as raised:
+        model_of(DENSE, provider="bridge", hf_path="Qwen/Qwen3-0.6B")
+    assert raised.value.key == "model.hybrid_layer_pattern"
+
+
 @with_hybrid
 @pytest.mark.simulated
 @pytest.mark.parametrize(
