@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
 import itertools
 import math
 import resource
@@ -24,7 +25,7 @@ import statistics
 import tempfile
 import time
 from statistics import NormalDist
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import ray
 import torch
@@ -243,12 +244,35 @@ def report(arguments: argparse.Namespace) -> None:
         print(f"| {staleness} | {partial} | {times} | {line}", flush=True)
 
 
-def controller(in_flight: int, steps: int) -> list[DataProto]:
-    """Print the CPU time of the controller for each trajectory, and the memory after each step.
+class ControllerCost(NamedTuple):
+    """What a step cost the controller, without the engine.
 
-    Returns:
-        The batch of each step.
+    Attributes:
+        rows: trajectories that the step trains on.
+        tokens: theirs.
+        recorded: [bytes] of the record of the step.
+        cpu_s: [s] of CPU time.
+        peak_mib: [MiB] the most memory of the process so far.
+        objects: that the garbage collector tracks, after the step.
     """
+
+    rows: int
+    tokens: int
+    recorded: int
+    cpu_s: float
+    peak_mib: float
+    objects: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.rows} trajectories of {self.tokens / self.rows:.0f} tokens, "
+            f"{self.recorded / self.tokens:.1f} bytes recorded of a token, {self.cpu_s / self.rows * 1e6:.0f} us of CPU a trajectory, at most "
+            f"{self.peak_mib:.0f} MiB in the process"
+        )
+
+
+def controller(in_flight: int, steps: int) -> list[ControllerCost]:
+    """Print what each step costs the controller. No batch is kept: a run does not keep them either."""
     n, staleness, median = 4, 3, 128
     problems = in_flight // n // (staleness + 1)
     sleeps = Sleeps(Rollout(n, LONGEST * median), median, step_tokens=64)
@@ -258,25 +282,27 @@ def controller(in_flight: int, steps: int) -> list[DataProto]:
 
     with trainer_of(sleeps, problems, staleness, local) as trainer:
         trainer.init_workers()
-        generations = trainer.step.generations
-        microseconds, batches = list[float](), list[DataProto]()
+        costs = list[ControllerCost]()
         for step in range(steps):
-            before, busy = time.process_time(), SleepingEngine.busy
-            batch = generations.exchange(trainer.draw(), trainer.draw)[1]
-            spent = time.process_time() - before - (SleepingEngine.busy - busy)
-            microseconds.append(spent / len(batch) * 1e6)
-            batches.append(batch)
-            tokens, memory = int(batch.batch["response_mask"].sum()), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            recorded = generations.log.files()[-1].stat().st_size
-            print(
-                f"step {step + 1}: {len(batch)} trajectories, {tokens / len(batch):.0f} tokens each, "
-                f"{recorded / tokens:.1f} bytes recorded of a token, {microseconds[-1]:.0f} us of CPU each, "
-                f"at most {memory / 1024:.0f} MiB in the process",
-                flush=True,
-            )
-        mean = statistics.fmean(microseconds[staleness:])
-        print(f"mean of the steps after the queue was filled: {mean:.0f} us of CPU each")
-    return batches
+            costs.append(cost_of_step(trainer))
+            print(f"step {step + 1}: {costs[-1]}", flush=True)
+        filled = costs[staleness:]
+        mean = sum(cost.cpu_s for cost in filled) / sum(cost.rows for cost in filled)
+        print(f"mean of the steps after the queue was filled: {mean * 1e6:.0f} us of CPU a trajectory (limit: 150)")
+    return costs
+
+
+def cost_of_step(trainer: RayPPOTrainer) -> ControllerCost:
+    """Return what the controller spends until it has the responses of a step."""
+    generations = trainer.step.generations
+    before, busy = time.process_time(), SleepingEngine.busy
+    batch = generations.exchange(trainer.draw(), trainer.draw).responses
+    cpu_s = time.process_time() - before - (SleepingEngine.busy - busy)
+    tokens, recorded = int(batch.batch["response_mask"].sum()), generations.log.files()[-1].stat().st_size
+    peak, rows = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, len(batch)
+    del batch
+    gc.collect()
+    return ControllerCost(rows, tokens, recorded, cpu_s, peak, len(gc.get_objects()))
 
 
 def main() -> None:

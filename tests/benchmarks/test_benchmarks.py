@@ -96,11 +96,11 @@ def test_loads_restore_the_weights_that_were_saved(tmp_path: Path) -> None:
     assert all(rank["written"] > 0 for rank in ranks)
 
 
-def test_steps_of_asynchronous_training_have_whole_batches() -> None:
-    batches = asynchronous.controller(in_flight=64, steps=5)
-    assert [len(batch) for batch in batches] == [16] * 5
-    for batch in batches:
-        assert bool((batch.batch["response_mask"].sum(1) > 0).all())
+def test_a_controller_keeps_nothing_of_trajectories_that_were_trained_on() -> None:
+    costs = asynchronous.controller(in_flight=64, steps=8)
+    assert [cost.rows for cost in costs] == [16] * 8
+    assert all(cost.recorded < 9 * cost.tokens + 4096 for cost in costs)
+    assert costs[-1].objects - costs[3].objects < 16  # less than one of each that four steps train on
 
 
 def test_the_reward_beside_trl_is_the_share_of_right_digits() -> None:

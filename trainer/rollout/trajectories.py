@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mcontroller.errors import DataError
+from mcontroller.config.checks import close_names
+from mcontroller.errors import ConfigError, DataError
 from trainer.columns import LOG_PROBS
 from trainer.rollout.engine import Engine, Sampled
 from trainer.rollout.reference_engine import ReferenceEngine
@@ -25,8 +26,11 @@ from trainer.rollout.requests import Request, RoutedEngines
 from trainer.rollout.router import Router
 from trainer.rollout.seeds import count_call, seed_of
 from trainer.rollout.trajectory import Trajectory
-from workers.columns import ROUTED_EXPERTS, TOKEN_TEMPERATURES
-from workers.generate.request_settings import checked_sampling, checked_token_ids
+from workers.columns import HELD_OUT_BATCH, ROUTED_EXPERTS, TOKEN_TEMPERATURES
+from workers.generate.request_settings import SETTINGS, checked_sampling, checked_token_ids
+
+SAMPLING = ("eos_token_id", "pad_token_id", *(name for name in SETTINGS if name != "max_tokens"), HELD_OUT_BATCH)
+"""The settings that a rollout has for its requests."""
 
 
 class Submitted(Future[Trajectory]):
@@ -80,6 +84,10 @@ class Submitted(Future[Trajectory]):
         """Add the answer of an engine, or end with its error."""
         self._rollout.answered(self, answer)
 
+    def received(self, part: Sampled) -> None:
+        """Add tokens of an answer that goes on."""
+        self._rollout.received(self, part)
+
     def result(self, timeout: float | None = None) -> Trajectory:
         """Return the trajectory when it has ended.
 
@@ -111,7 +119,10 @@ class TrajectoryRollout:
             rejected.
         engines: that take the requests: several, or one ``ReferenceEngine``, which is stepped. None: those of the
             group's workers, or a ``ReferenceEngine`` if they have none.
-        sampling: the ``meta_info`` of ``generate_sequences``: ``eos_token_id``, ``pad_token_id``, and settings.
+        sampling: of ``SAMPLING``: ``eos_token_id``, ``pad_token_id``, and settings of ``generate_sequences``.
+
+    Raises:
+        ConfigError: a name is not in ``SAMPLING``.
 
     Attributes:
         engine: the ``ReferenceEngine``, or the engines behind a router.
@@ -131,6 +142,14 @@ class TrajectoryRollout:
         engines: Sequence[Engine] | None = None,
         **sampling: Any,
     ) -> None:
+        for name in sampling:
+            if name not in SAMPLING:
+                raise ConfigError(
+                    f"TrajectoryRollout has no setting {name!r}{close_names(name, SAMPLING)}; possible: "
+                    + ", ".join(SAMPLING),
+                    key=name,
+                    value=sampling[name],
+                )
         self.group, self.sampling, self.driven, self.trained = group, sampling, driven, trained
         self.limits: Mapping[str, Any] = group.generation_limits()[0]
         self.engine: ReferenceEngine | RoutedEngines
@@ -192,6 +211,7 @@ class TrajectoryRollout:
         stop_token_ids: Collection[int] = frozenset(),
         eos_token_id: int | Sequence[int] | None = None,
         pad_token_id: int | None = None,
+        stream: bool = False,
         **settings: Any,
     ) -> Submitted:
         """Generate a response, or the next turn of one, and return it before it has arrived.
@@ -203,13 +223,15 @@ class TrajectoryRollout:
             stop_token_ids: tokens that end the turn, beside the stop tokens.
             eos_token_id: the stop tokens; None: those of the rollout.
             pad_token_id: None: that of the rollout.
+            stream: whether the trajectory grows while an engine generates. Otherwise it grows by whole answers, which
+                costs the controller less; those of a ``ReferenceEngine`` are its steps.
             settings: of ``sampling.OF_REQUESTS``: changes of ``temperature``, ``top_p`` and so on; ``seed``, of the
                 random numbers, 64 bits, signed; ``response_length``, [tokens] the most of the whole response, by
                 default the workers' ``rollout.response_length``; ``max_tokens``, [tokens] the most of this turn.
 
         Raises:
             DataError: the prompt is empty or too long, a token is not in the vocabulary, the response has no room, a
-                setting is unknown or invalid, or the most probable tokens are to be trained on.
+                setting is unknown, missing or invalid, or the most probable tokens are to be trained on.
         """
         checked, vocab_size = checked_sampling(settings, self.limits), self.limits["vocab_size"]
         trajectory = (
@@ -236,6 +258,7 @@ class TrajectoryRollout:
             made = len(trajectory.tokens)
             context = trajectory.prompt + trajectory.tokens
             submitted.request = Request(context, submitted.settings, seed, made, limit - made, submitted.answered)
+            submitted.request.on_part = submitted.received if stream else None
             self.engine.start(submitted.request)
         return submitted
 
@@ -244,6 +267,9 @@ class TrajectoryRollout:
         if not changes and stops in self._settings:
             return self._settings[stops]
         settings = {**self.sampling, **changes}
+        if missing := [name for name in ("eos_token_id", "pad_token_id") if name not in settings]:
+            text = f"a request has no {' and no '.join(missing)}: pass it to submit or to TrajectoryRollout"
+            raise DataError(text, missing=missing)
         settings["eos_token_id"] = sorted({*_token_ids(settings["eos_token_id"]), *stops})
         if not changes:
             self._settings[stops] = settings
@@ -323,6 +349,13 @@ class TrajectoryRollout:
             submitted.set_result(submitted.trajectory)
         else:
             submitted.set_exception(answer)
+
+    def received(self, submitted: Submitted, part: Sampled) -> None:
+        """Add tokens of an answer that goes on to their trajectory."""
+        with self._lock:
+            if not submitted.done():
+                self._append(submitted, part)
+                submitted.request.extend(part.tokens)
 
     def _append(self, submitted: Submitted, sampled: Sampled) -> None:
         trajectory, start = submitted.trajectory, 0
