@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-from megatron.core.transformer import TransformerConfig
 from safetensors.torch import load_file
 
 from mcontroller.errors import ConfigError
 from parallel_state.releases import language_models
 from parallel_state.verify import Verifier
 from parallel_state.verify.layouts import parse_layout
+from parallel_state.verify.program import load_program
 from tests.ranks import run_ranks
 from tests.workers.parity import LAYOUTS, SLOW, computed
 from tests.workers.roles import GREEDY, MODEL, actor, experience, own_shard, prompts, weights
@@ -26,7 +24,6 @@ from workers import model_config_from_megatron
 from workers.config import ModelConfig, ParallelConfig
 from workers.config.from_hf import model_config_from_hf
 from workers.gpucheck.cases import MODELS, SMALL
-from workers.model.local_modules import TENorm
 from workers.model.transformer_config import transformer_config
 from workers.weights.hf.model import export_hf
 
@@ -47,17 +44,6 @@ LATENT = {
         "v_head_dim": 8,
         "rope_type": "rope",
     }
-}
-
-OF_STATES = {
-    "mamba_state_dim": 8,
-    "mamba_head_dim": 8,
-    "mamba_num_groups": 4,
-    "mamba_num_heads": 8,
-    "linear_num_key_heads": 4,
-    "linear_num_value_heads": 8,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
 }
 
 with_hybrid = pytest.mark.skipif(not HYBRID, reason="this release of megatron-core has no HybridModel")
@@ -125,29 +111,9 @@ def test_every_layout_computes_what_a_gpt_model_computes(name: str) -> None:
 
 @with_hybrid
 @pytest.mark.simulated
-@pytest.mark.parametrize(("letters", "layouts"), [("M-*-", ("tp=2,pp=2,sp", "cp=2")), ("G-*-", ("pp=2", "cp=2"))])
-def test_verify_trains_layers_with_states_in_every_layout(letters: str, layouts: tuple[str, ...]) -> None:
-    from megatron.core.models.hybrid import hybrid_block
-    from megatron.core.models.hybrid.hybrid_model import HybridModel
-
-    from examples.verify import gpt
-    from workers.model.hybrid import local_stack_spec
-
-    def config(**parallel: Any) -> TransformerConfig:
-        config = gpt.config(**parallel, is_hybrid_model=True, deterministic_mode=True, **OF_STATES)
-        config.num_layers = 2 * len(letters)
-        return config
-
-    def provider(config: Any, pre_process: bool, post_process: bool, vp_stage: int | None = None) -> HybridModel:
-        stages = config.pipeline_model_parallel_size
-        pattern = "|".join([letters * (2 // stages)] * stages)
-        arguments = {"pre_process": pre_process, "post_process": post_process, "hybrid_layer_pattern": pattern}
-        spec = local_stack_spec(config, pattern)
-        with mock.patch.object(hybrid_block, "TENorm", TENorm):
-            return HybridModel(config, spec, gpt.VOCABULARY, gpt.LENGTH, **arguments)
-
-    program = dataclasses.replace(gpt.program, config=config, model_provider=provider)
-    verifier = Verifier(program, steps=1)
+@pytest.mark.parametrize(("name", "layouts"), [("mamba", ("tp=2,pp=2,sp", "cp=2")), ("delta_net", ("pp=2", "cp=2"))])
+def test_verify_trains_layers_with_states_in_every_layout(name: str, layouts: tuple[str, ...]) -> None:
+    verifier = Verifier(load_program(f"examples/verify/hybrid.py:{name}"), steps=1)
     for layout in layouts:
         outcome = verifier.verify(parse_layout(layout))
         assert outcome.equal, outcome.lines()
