@@ -65,7 +65,7 @@ test-fake-cuda-transformer-engine: $(STAMP)
 # a checkout of Megatron-LM instead. Where there is no Python 3.12, nothing is tested. Megatron-Bridge is tested with local layers, and with a stand-in for Transformer Engine
 # in a process of its own; it is installed without its dependencies, which are compiled with CUDA. pip may install a torch of several GB with CUDA libraries; it runs on a CPU as well.
 NEWEST       := .venv-newest
-NEWEST_TESTS := tests/bridge tests/parallel_state $(addprefix tests/workers/,checkpoint generate model router_replay train test_parity.py test_process_groups.py test_roles.py test_simulated_roles.py verify) tests/parallel_state/verify
+NEWEST_TESTS := tests/bridge tests/parallel_state $(addprefix tests/workers/,checkpoint generate model router_replay train test_parity.py test_process_groups.py test_roles.py test_simulated_roles.py verify)
 WITH_MEGATRON := $(if $(MEGATRON),PYTHONPATH=$(abspath $(MEGATRON)))
 PYTHON312    ?= $(shell for it in python3.12 $(wildcard $(HOME)/.pyenv/versions/3.12*/bin/python); do $$it -c "" 2> /dev/null && echo $$it && break; done)
 .SECONDEXPANSION:
