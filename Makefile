@@ -41,7 +41,7 @@ test-others: $(STAMP)
 test-fast: lint types
 	$(PYTEST) -m "not processes and not simulated" $(ARGS)
 
-# Tests that take minutes: training of real weights from the command line, every row of docs/parity.md, and groups of
+# Tests that take minutes: training of real weights from the command line, every row of docs/results.md, and groups of
 # gpucheck on fake CUDA devices.
 test-slow: $(STAMP)
 	$(PYTEST) -m slow $(ARGS)
@@ -65,7 +65,7 @@ test-fake-cuda-transformer-engine: $(STAMP)
 # a checkout of Megatron-LM instead. Where there is no Python 3.12, nothing is tested. Megatron-Bridge is tested with local layers, and with a stand-in for Transformer Engine
 # in a process of its own; it is installed without its dependencies, which are compiled with CUDA. pip may install a torch of several GB with CUDA libraries; it runs on a CPU as well.
 NEWEST       := .venv-newest
-NEWEST_TESTS := tests/bridge tests/parallel_state $(addprefix tests/workers/,checkpoint generate model router_replay train test_parity.py test_process_groups.py test_roles.py test_simulated_roles.py verify) tests/parallel_state/verify
+NEWEST_TESTS := tests/bridge tests/parallel_state $(addprefix tests/workers/,checkpoint generate model router_replay train test_parity.py test_process_groups.py test_roles.py test_simulated_roles.py verify)
 WITH_MEGATRON := $(if $(MEGATRON),PYTHONPATH=$(abspath $(MEGATRON)))
 PYTHON312    ?= $(shell for it in python3.12 $(wildcard $(HOME)/.pyenv/versions/3.12*/bin/python); do $$it -c "" 2> /dev/null && echo $$it && break; done)
 .SECONDEXPANSION:
@@ -153,7 +153,7 @@ container: $(STAMP)
 faults: $(STAMP)
 	$(BIN)/python benchmarks/faults.py $(ARGS)
 
-# Every benchmark of docs/performance.md, with the environment of against-trl and the faults.
+# Every benchmark of docs/results.md, with the environment of against-trl and the faults.
 bench: $(STAMP) $(TRL)/.installed
 	@for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
 
