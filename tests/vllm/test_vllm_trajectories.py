@@ -26,7 +26,7 @@ def test_tokens_in_flight_have_the_log_probs_of_their_versions(ray_cluster: None
         group.init_model()
         trained = group.generate_sequences(prompts(**GREEDY))
         rollout = TrajectoryRollout(group, driven=True, eos_token_id=EOS, pad_token_id=PAD)
-        made, in_flight, stopped, growing = [], [], [], []
+        made, in_flight, stopped = [], [], []
 
         def submit() -> None:
             length = draws.randint(RESPONSE // 2, RESPONSE)
@@ -53,8 +53,6 @@ def test_tokens_in_flight_have_the_log_probs_of_their_versions(ray_cluster: None
                 ended = sum(bool(trajectory.ended) for trajectory in made[-TRAJECTORIES:])
             update(group, trained)
             in_flight.append(len(rollout))
-            first_turns = [live.trajectory for live in rollout.live if live.trajectory.turns == 1]
-            growing.append(sum(len(trajectory.tokens) > 0 for trajectory in first_turns))
             start = time.perf_counter()
             group.update_engine()
             stopped.append(time.perf_counter() - start)
@@ -66,7 +64,7 @@ def test_tokens_in_flight_have_the_log_probs_of_their_versions(ray_cluster: None
     versions = columns["token_versions"]
     present, older = (float(away[some].max()) for some in (versions == UPDATES, (versions >= 0) & (versions < UPDATES)))
     print("in flight at the updates:", in_flight, "seconds:", stopped, "differences:", present, older)  # noqa: T201
-    assert min(in_flight) > TRAJECTORIES // 2 and min(growing) > 0  # those that stream, before they end
+    assert min(in_flight) > TRAJECTORIES // 2
     assert sum(len({*trajectory.versions} - {-1}) > 1 for trajectory in made) > TRAJECTORIES // 4
     assert sum(trajectory.turns > 1 for trajectory in made) > TRAJECTORIES // 8
     assert {version for trajectory in made for version in trajectory.versions} == {-1, *range(UPDATES + 1)}
