@@ -1,4 +1,4 @@
-"""Faults of Megatron-LM that are reported in its issue 7452, and what their open fixes repair.
+"""Faults that are reported of Megatron-LM, most in its issue 7452, and what their open fixes repair.
 
     python -m examples.verify.findings
 
@@ -16,20 +16,22 @@ import torch
 
 from parallel_state import cpu
 
-cpu.install(packages=["gpt", "moe", "gallery"])
+cpu.install(packages=["gpt", "moe", "mla", "gallery"])
 sys.path.insert(0, str(Path(__file__).parent))
 
 import gallery  # noqa: E402
 import gpt  # noqa: E402
+import mla  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec_for_backend  # noqa: E402
 from megatron.core.pipeline_parallel import schedules  # noqa: E402
 from megatron.core.tensor_parallel import (  # noqa: E402
+    copy_to_tensor_model_parallel_region,
     gather_from_tensor_model_parallel_region,
     set_tensor_model_parallel_attributes,
 )
-from megatron.core.transformer import multi_token_prediction  # noqa: E402
+from megatron.core.transformer import multi_latent_attention, multi_token_prediction  # noqa: E402
 from megatron.core.transformer.dot_product_attention import DotProductAttention  # noqa: E402
 from megatron.core.transformer.moe import router  # noqa: E402
 
@@ -149,6 +151,19 @@ def tokens_of_the_sequence():
         yield
 
 
+# Issue 1699 and PR 6839: all tp ranks share one rotary key, and its gradient is not summed over them.
+@contextlib.contextmanager
+def summed_shared_key():
+    rotate = multi_latent_attention.apply_rotary_pos_emb
+
+    def rotated(tensor, *args, **options):
+        result = rotate(tensor, *args, **options)
+        return copy_to_tensor_model_parallel_region(result) if tensor.shape[-2] == 1 else result
+
+    with mock.patch.object(multi_latent_attention, "apply_rotary_pos_emb", rotated):
+        yield
+
+
 FINDINGS = {
     "label_smoothing": ("1", gallery.label_smoothing, "7466", smoothing_over_the_vocabulary),
     "mtp_loss": ("3", mtp_loss, "7498", counts_over_cp),
@@ -157,6 +172,7 @@ FINDINGS = {
     "counted_on_each_rank": ("9", gallery.counted_on_each_rank, "7513", tokens_of_the_sequence),
     "gathered_logits": ("", gallery.gathered_logits, "", None),
     "masked_routing": ("", masked_routing, "7481", counts_before_the_sum),
+    "mla": ("issue 1699", mla.program, "6839", summed_shared_key),
 }
 """Program -> the number of the finding, the program, the pull request that is open, and its change."""
 
@@ -177,7 +193,7 @@ def main():
         finding, program, request, change = FINDINGS[name]
         program = program.smaller(num_layers=2)
         layouts, count = differing(program)
-        repaired = "none is open"
+        repaired = "-"
         if change is not None:
             with change():
                 still, _ = differing(program)

@@ -41,3 +41,13 @@ def test_a_larger_coefficient_makes_up_for_megatrons_loss_of_each_sequence() -> 
     program = load_program("examples/verify/gallery.py:cured_sequence_loss").smaller(num_layers=1, micro_batches=2)
     verifier = Verifier(program, steps=1)
     assert [verifier.verify(layout).equal for layout in ("tp=2,sp", "cp=2")] == [True, True]
+
+
+def test_the_change_of_an_open_request_repairs_what_it_describes() -> None:
+    from examples.verify.findings import FINDINGS
+
+    _, program, _, change = FINDINGS["counted_on_each_rank"]
+    verifier = Verifier(program.smaller(num_layers=1, micro_batches=2), steps=1)
+    assert not verifier.verify("cp=2").equal
+    with change():
+        assert verifier.verify("cp=2").equal
