@@ -13,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 FAKE_CUDA_PARTS := $(addprefix test-fake-cuda-,workers device transformer-engine)
 
-.PHONY: demo docs faults test test-processes test-others test-fast test-slow test-fake-cuda $(FAKE_CUDA_PARTS) test-newest test-slurm test-manifests test-vllm lint types wheel container bench against-trl clean
+.PHONY: demo docs faults test test-processes test-others test-fast test-slow test-fake-cuda $(FAKE_CUDA_PARTS) test-newest test-slurm test-manifests test-vllm test-verifiers lint types wheel container bench against-trl clean
 
 demo: $(STAMP)
 	$(BIN)/python -m examples.ppo.main layout=$(LAYOUT) seed=$(SEED) $(ARGS)
@@ -41,7 +41,7 @@ test-others: $(STAMP)
 test-fast: lint types
 	$(PYTEST) -m "not processes and not simulated" $(ARGS)
 
-# Tests that take minutes: training of real weights from the command line, every row of docs/parity.md, and groups of
+# Tests that take minutes: training of real weights from the command line, every row of docs/results.md, and groups of
 # gpucheck on fake CUDA devices.
 test-slow: $(STAMP)
 	$(PYTEST) -m slow $(ARGS)
@@ -65,7 +65,7 @@ test-fake-cuda-transformer-engine: $(STAMP)
 # a checkout of Megatron-LM instead. Where there is no Python 3.12, nothing is tested. Megatron-Bridge is tested with local layers, and with a stand-in for Transformer Engine
 # in a process of its own; it is installed without its dependencies, which are compiled with CUDA. pip may install a torch of several GB with CUDA libraries; it runs on a CPU as well.
 NEWEST       := .venv-newest
-NEWEST_TESTS := tests/bridge tests/parallel_state $(addprefix tests/workers/,checkpoint generate model router_replay train test_parity.py test_process_groups.py test_roles.py test_simulated_roles.py verify) tests/parallel_state/verify
+NEWEST_TESTS := tests/bridge tests/parallel_state $(addprefix tests/workers/,checkpoint generate model router_replay train test_parity.py test_process_groups.py test_roles.py test_simulated_roles.py verify)
 WITH_MEGATRON := $(if $(MEGATRON),PYTHONPATH=$(abspath $(MEGATRON)))
 PYTHON312    ?= $(shell for it in python3.12 $(wildcard $(HOME)/.pyenv/versions/3.12*/bin/python); do $$it -c "" 2> /dev/null && echo $$it && break; done)
 .SECONDEXPANSION:
@@ -115,6 +115,18 @@ $(VLLM)/.installed: constraints/vllm.txt
 	$(VLLM)/bin/python -m pip --disable-pip-version-check uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
+# Environments of verifiers as episodes, in an environment of its own: the package brings about 40 others.
+VERIFIERS := .venv-verifiers
+test-verifiers: $(VERIFIERS)/.installed
+	$(VERIFIERS)/bin/python -m pytest tests/verifiers $(ARGS)
+
+$(VERIFIERS)/.installed: pyproject.toml constraints/tested.txt
+	test -x $(VERIFIERS)/bin/python || $(PYTHON) -m venv $(VERIFIERS)
+	$(VERIFIERS)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints/tested.txt torch
+	$(VERIFIERS)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints/tested.txt \
+		--editable ".[cpu,test,verifiers]"
+	touch $@
+
 SHELL_FILES := $(wildcard launch/*.sh launch/*.sbatch tests/slurm/*.sh) .ci/run .ci/check-container .ci/check-wheel
 
 # The site of docs/, in build/site: a warning is an error.
@@ -141,7 +153,7 @@ container: $(STAMP)
 faults: $(STAMP)
 	$(BIN)/python benchmarks/faults.py $(ARGS)
 
-# Every benchmark of docs/performance.md, with the environment of against-trl and the faults.
+# Every benchmark of docs/results.md, with the environment of against-trl and the faults.
 bench: $(STAMP) $(TRL)/.installed
 	@for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
 
@@ -154,4 +166,4 @@ $(STAMP): pyproject.toml constraints/tested.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(NEWEST) $(TRL) $(VLLM) build *.egg-info
+	rm -rf $(VENV) $(NEWEST) $(TRL) $(VERIFIERS) $(VLLM) build *.egg-info

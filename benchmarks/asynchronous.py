@@ -2,6 +2,7 @@
 
     python benchmarks/asynchronous.py [--steps 10] [--share 0.6] [--staleness 0 1 2 4] [--partial continue finish stop]
     python benchmarks/asynchronous.py --controller 10000
+    python benchmarks/asynchronous.py --engine .venv-vllm/bin/python [--requests 200] [--rounds 5]
 
 The engine and the trainer sleep, in a process each. The lengths of responses are log-normal with sigma 0.99, cut at 16
 times the median, as reported for reasoning runs (median about 500 tokens, p99 about 5,000; jiahuanglin.xyz, "RL
@@ -11,6 +12,9 @@ batch. The training takes the rest of a synchronous step, of which generation is
 
 ``--controller`` measures the CPU time of the controller for each trajectory over its life, without that of the engine,
 and the memory, with so many trajectories in flight.
+
+``--engine`` names an interpreter that has vLLM, and measures an engine of small size on CPUs through the router beside
+the same engine called as ``AsyncLLM``, and how long it stops for an update of the weights, without their copy.
 """
 
 from __future__ import annotations
@@ -30,6 +34,7 @@ from typing import Any, ClassVar, NamedTuple
 import ray
 import torch
 
+from benchmarks.parts import engine_of_rollout
 from mcontroller import DataProto, Dispatch, RayWorkerGroup, register
 from mcontroller.local import LocalWorkerGroup
 from mcontroller.ray import ResourcePoolManager
@@ -266,8 +271,8 @@ class ControllerCost(NamedTuple):
     def __str__(self) -> str:
         return (
             f"{self.rows} trajectories of {self.tokens / self.rows:.0f} tokens, "
-            f"{self.recorded / self.tokens:.1f} bytes recorded of a token, {self.cpu_s / self.rows * 1e6:.0f} us of CPU a trajectory, at most "
-            f"{self.peak_mib:.0f} MiB in the process"
+            f"{self.recorded / self.tokens:.1f} bytes recorded of a token, "
+            f"{self.cpu_s / self.rows * 1e6:.0f} us of CPU a trajectory, at most {self.peak_mib:.0f} MiB in the process"
         )
 
 
@@ -313,8 +318,14 @@ def main() -> None:
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 2, 4])
     parser.add_argument("--partial", nargs="+", default=["continue"])
     parser.add_argument("--controller", type=int, default=0)
+    parser.add_argument("--engine", default="")
+    parser.add_argument("--requests", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    if arguments.engine:
+        engine_of_rollout.report(arguments.engine, arguments.requests, length=64, rounds=arguments.rounds)
+        return
     if arguments.controller:
         controller(arguments.controller, steps=12)
         return

@@ -9,18 +9,18 @@ import pytest
 
 from mcontroller.errors import ConfigError
 from mcontroller.local import LocalWorkerGroup
+from mcontroller.ray.class_with_init import ClassWithInitArgs
 from mcontroller.ray.resource_pool import ResourcePoolManager
 from mcontroller.testing import SimulatedGroupMaker
-from mcontroller.ray.class_with_init import ClassWithInitArgs
 from tests.trainer.rollout.server.test_apis import ANSWER, tokens_of
 from tests.trainer.rollout.server.test_chat_server import CALL, END, Agent, Characters
 from trainer import Callback, RayPPOTrainer, TrajectoryRollout
 from trainer.config import MultiTurnConfig
 from trainer.data.config import DatasetConfig
 from trainer.data.sources import load_records
+from trainer.rollout.turns import make_episodes
 from trainer.run.config import read_run_config
 from trainer.run.parts import make_parts
-from trainer.rollout.turns import make_episodes
 
 ENVIRONMENT = "tests.verifiers.environment"
 pytestmark = pytest.mark.processes  # the package calls uname
@@ -80,4 +80,4 @@ def test_a_policy_learns_from_the_rubric_of_an_environment(
     with trainer:
         trainer.init_workers()
         trainer.fit()
-    assert sum(rewards.means[-3:]) / 3 > sum(rewards.means[:3]) / 3 + 0.3
+    assert sum(rewards.means[-3:]) / 3 > sum(rewards.means[:3]) / 3 + 0.4

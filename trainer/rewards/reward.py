@@ -322,7 +322,8 @@ def _with_episode_scores(rule: Reward | None, batch: DataProto) -> Reward | None
     """Return the reward with the scores of episodes added, which a row without one does not change."""
     scores, mask = columns(batch, EPISODE_SCORES, "response_mask")
     given = ~scores.isnan()
-    if not given.any() and (rule is not None or FAILED not in batch.tensor_names or not columns(batch, FAILED)[0].all()):
+    all_failed = FAILED in batch.tensor_names and bool(columns(batch, FAILED)[0].all())
+    if not given.any() and not (rule is None and all_failed):
         return rule
     on_tokens = outcome_scores(scores.nan_to_num(), mask)
     if rule is None:

@@ -434,12 +434,11 @@ class Episodes:
             self._submit(host, running, *values)
         elif kind == "cancel":
             turn = running.made.turns.get(values[0])
-            if turn is not None and turn.submitted is not None:
-                turn.submitted.cancel()
+            if turn is not None:
+                if turn.submitted is not None:
+                    turn.submitted.cancel()
                 turn.submitted, turn.is_awaited = None, False
-                if len(turn.trajectory.tokens) > turn.before:
-                    turn.trajectory.ended = "turn"  # the episode may return what it has of it
-                else:
+                if turn.sent == turn.before:  # otherwise the episode may return what it has of it
                     del running.made.turns[values[0]]
         elif kind == "end":
             made = running.made.checked(values[0], self._connected().limits)
@@ -497,11 +496,11 @@ class Episodes:
 
     def _deliver(self) -> None:
         """Send the turns that were made to their episodes, and the tokens of those that stream."""
-        for turn, (running, request) in list(self._streams.items()):
-            if not turn.is_awaited or running.host is None:
-                del self._streams[turn]
-            elif len(turn.trajectory.tokens) > turn.sent and not turn.trajectory.ended:
-                self._send(running.host, ("part", running.number, request, turn.take_unsent()))
+        for streaming, (running, request) in list(self._streams.items()):
+            if not streaming.is_awaited or running.host is None:
+                del self._streams[streaming]
+            elif len(streaming.trajectory.tokens) > streaming.sent and not streaming.trajectory.ended:
+                self._send(running.host, ("part", running.number, request, streaming.take_unsent()))
         while True:
             try:
                 running, request = self._made.get_nowait()

@@ -80,7 +80,7 @@ class MadeTokens:
             raise EpisodeError(f"it returned {returned}; expected a Trajectory", kind="invalid")
         length, limit = len(returned.tokens), limits["response_length"]
         self._check_values(returned, limits["vocab_size"])
-        returned = replace(returned, **_checked_outcome(returned))
+        score, metrics = _checked_outcome(returned)
         if length > limit or len(returned.mask) != length:
             raise EpisodeError(
                 f"its response has {length} tokens and its mask {len(returned.mask)}; expected equally many, and at "
@@ -91,10 +91,11 @@ class MadeTokens:
         is_known = all(turn.trajectory.temperatures for turn in self.turns.values() if turn.trajectory.tokens)
         temperatures = array("d", [1.0]) * (length if is_known else 0)
         checked = replace(returned, log_probs=log_probs, versions=versions, temperatures=temperatures, experts=[])
+        checked.score, checked.metrics = score, metrics
         tokens = checked.tokens
         made: dict[tuple[int, ...], list[Turn]] = {}
         for turn in self.turns.values():
-            if turn.trajectory.ended:
+            if turn.trajectory.ended or turn.sent > turn.before:
                 made.setdefault(turn.context(), []).append(turn)
         position = 0
         while position < length:
@@ -142,18 +143,19 @@ class MadeTokens:
                 )
 
 
-def _checked_outcome(returned: Trajectory) -> dict[str, Any]:
+def _checked_outcome(returned: Trajectory) -> tuple[float | None, dict[str, float]]:
     """Return score and metrics of an episode as floats.
 
     Raises:
         EpisodeError: one of them is no finite number, or there are too many metrics.
     """
     metrics = returned.metrics
-    if not isinstance(metrics, dict) or len(metrics) > MAX_METRICS or not all(isinstance(name, str) for name in metrics):
+    is_named = isinstance(metrics, dict) and all(isinstance(name, str) for name in metrics)
+    if not is_named or len(metrics) > MAX_METRICS:
         text = f"its metrics are of {type(metrics).__name__}; expected a dict of up to {MAX_METRICS} numbers by name"
         raise EpisodeError(text, kind="invalid")
     for name, value in {"score": returned.score or 0.0, **metrics}.items():
         if not isinstance(value, Real) or not math.isfinite(value):
             raise EpisodeError(f"its {name[:60]} is {repr(value)[:60]}; expected a finite number", kind="invalid")
     score = None if returned.score is None else float(returned.score)
-    return {"score": score, "metrics": {name: float(value) for name, value in metrics.items()}}
+    return score, {name: float(value) for name, value in metrics.items()}

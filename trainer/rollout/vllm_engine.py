@@ -115,7 +115,7 @@ class VllmEngine:
                 future.set_exception(_Rejected(head["error"]))
                 continue
             if "reason" not in head:
-                self._on_part[head["id"]](Sampled(*arrays, head["versions"]))
+                self._on_part[head["id"]](Sampled(arrays[0], arrays[1], head["versions"]))
                 continue
             experts = None
             if "experts" in head and self._address.expert_dtype is not None:

@@ -5,8 +5,9 @@ examples: mcontroller dry-run my_model.py:program --layouts tp=8,pp=8,cp=4,ep=32
           mcontroller dry-run -- pretrain_gpt.py --tensor-model-parallel-size 2 ...
 
 Tensors have shapes and no values. One rank of each pipeline stage runs, then another one at other coordinates, which
-must do the same; --all runs every rank. docs/dry-run.md describes the report and its limits. The exit status is 1 if a
-rank does not fit the GPU, a collective does not match, or the step cannot run.
+must do the same; then, of a program or script, all ranks with one layer a stage. --all runs every rank whole.
+docs/verify.md describes the report and its limits. The exit status is 1 if a rank does not fit the GPU, a collective
+does not match, or the step cannot run.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of tokens to experts: balanced, skewed, or a file of counts",
     )
     parser.add_argument("--all", action="store_true", help="run every rank, not one of each stage")
-    parser.add_argument("--once", action="store_true", help="do not run a second pipeline at other coordinates")
+    parser.add_argument("--once", action="store_true", help="run one pipeline only, and check no other ranks")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the outcomes to this file")
 
 

@@ -24,7 +24,6 @@ from trainer.rollout.router import BLOCK_TOKENS, UNEVEN, NoEngineLeft, Router, p
 from workers.config import RolloutConfig
 from workers.generate.vllm.requests import EngineAddress
 
-
 OnPart = Callable[[Sampled], None] | None
 
 

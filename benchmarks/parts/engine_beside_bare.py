@@ -1,0 +1,84 @@
+"""The engine of ``asynchronous.py --engine``: that of a rollout, which can also be called as programs call vLLM's.
+
+``python engine_beside_bare.py DESCRIPTOR FOLDER...``, as ``serve_engine.py``, in an environment with vLLM.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+_IN_ENGINE = Path(__file__).parents[2] / "workers" / "generate" / "vllm" / "in_engine"
+_POLL_S = 0.0005
+
+
+def _program() -> Any:
+    """Return ``serve_engine.py``, which other programs do not import."""
+    sys.path[:0] = [str(_IN_ENGINE), *sys.argv[2:]]
+    import serve_engine
+
+    class BesideBare(serve_engine.Engine):  # type: ignore[misc]
+        """An engine with methods that measure."""
+
+        last_token_s = 0.0
+
+        def _append(self, response: Any, made: Any) -> None:
+            super()._append(response, made)
+            self.last_token_s = time.perf_counter()
+
+        async def bare(
+            self, prompts: Sequence[Sequence[int]], parameters: Sequence[dict[str, Any]]
+        ) -> tuple[int, float]:
+            """Return the tokens of the responses of ``AsyncLLM``, whole as they end, and the seconds."""
+            began = time.perf_counter()
+            counts = await asyncio.gather(*map(self._tokens, range(len(prompts)), prompts, parameters))
+            return sum(counts), time.perf_counter() - began
+
+        async def _tokens(self, number: int, prompt: Sequence[int], parameters: dict[str, Any]) -> int:
+            from vllm import SamplingParams
+            from vllm.sampling_params import RequestOutputKind
+
+            kind = RequestOutputKind.FINAL_ONLY
+            sampling = SamplingParams(**parameters, logprobs=0, detokenize=False, ignore_eos=True, output_kind=kind)
+            tokens = 0
+            async for output in self._llm.generate({"prompt_token_ids": list(prompt)}, sampling, f"bare-{number}"):
+                tokens += len(output.outputs[0].token_ids)
+            return tokens
+
+        async def cpu_seconds(self) -> tuple[float, float]:
+            """Return the CPU time of this process, and of those that it has started."""
+            ticks = os.sysconf("SC_CLK_TCK")
+            children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+            of_children = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in children]
+            return time.process_time(), sum((int(stat[11]) + int(stat[12])) / ticks for stat in of_children)
+
+        async def stop(self, tokens: int) -> dict[str, float]:
+            """Return the seconds of an update of the weights without weights, when so many tokens were made.
+
+            Returns:
+                Of ``pause``, of ``resume``, from there to the next token, and from the last token to the next one.
+            """
+            made = self.tokens_made + tokens
+            while self.tokens_made < made:
+                await asyncio.sleep(_POLL_S)
+            began = time.perf_counter()
+            await self.pause()
+            paused, last, made = time.perf_counter(), self.last_token_s, self.tokens_made
+            await self.resume(self.version + 1)
+            resumed = time.perf_counter()
+            while self.tokens_made == made:
+                await asyncio.sleep(_POLL_S)
+            first = time.perf_counter()
+            return {"pause": paused - began, "resume": resumed - paused, "first": first - resumed, "stop": first - last}
+
+    serve_engine.Engine = BesideBare
+    return serve_engine
+
+
+if __name__ == "__main__":
+    asyncio.run(_program().serve_engine())

@@ -1,0 +1,138 @@
+"""The engine of vLLM through the router beside bare ``AsyncLLM``, in one process of it, and its stop at an update."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import statistics
+import time
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from trainer.rollout.engine import Sampled
+from trainer.rollout.router import Router
+from trainer.rollout.vllm_engine import VllmEngine
+from workers import ActorConfig, load_config
+from workers.generate.sampling import Sampling
+from workers.generate.vllm.engine_process import EngineProcess
+from workers.generate.vllm.requests import EngineAddress, sampling_parameters
+from workers.generate.vllm.start import engine_arguments, engine_environment, policy_folder
+
+VOCAB, PROMPT, EOS, PAD = 4096, 64, 2, 0
+TOKEN = "benchmark"
+PROGRAM = Path(__file__).parent / "engine_beside_bare.py"
+
+
+class Spent(NamedTuple):
+    """What a batch of requests cost: [s] of time, and of CPU time of the controller, of vLLM's front and its core."""
+
+    tokens: int
+    seconds: float
+    controller: float
+    front: float
+    core: float
+
+
+class MeasuredEngine:
+    """An engine of dummy weights, and requests for it.
+
+    Args:
+        python: the interpreter that has vLLM.
+        requests: of a batch; so many are in flight.
+        length: [tokens] of a response.
+    """
+
+    def __init__(self, python: str, requests: int, length: int) -> None:
+        model = {"vocab_size": VOCAB, "max_sequence_length": 1024, "num_layers": 4, "hidden_size": 256}
+        model |= {"num_attention_heads": 4, "num_query_groups": 2, "ffn_hidden_size": 512}
+        vllm = {"python": python, "start_timeout_s": 600.0}
+        rollout = {"engine": "vllm", "prompt_length": PROMPT, "response_length": length, "max_rows": requests}
+        self.config = load_config(ActorConfig, {"model": model, "rollout": {**rollout, "vllm": vllm}})
+        draws = random.Random(0)
+        self.prompts = [[draws.randrange(3, VOCAB) for _ in range(PROMPT)] for _ in range(requests)]
+        self.length = length
+        self.process = EngineProcess(
+            engine_arguments(self.config, str(policy_folder(self.config)), None),
+            engine_environment([]),
+            start_timeout_s=600.0,
+            silence_timeout_s=600.0,
+            python=python,
+            program=PROGRAM,
+        )
+
+        settings = {"eos_token_id": EOS, "pad_token_id": PAD}
+        sampling = Sampling.of(self.config.rollout, settings)
+        self.parameters = sampling_parameters(range(requests), sampling, seeded=True)
+        port = self.process.call("listen", host="127.0.0.1", token=TOKEN)
+        self.address = EngineAddress("127.0.0.1", port, TOKEN, self.config.rollout, VOCAB)
+
+    def bare(self) -> Spent:
+        """Return what a batch costs with ``AsyncLLM``, called in its process."""
+        before = self._cpu_seconds()
+        tokens, seconds = self.process.call("bare", prompts=self.prompts, parameters=self.parameters)
+        return self._spent(before, tokens, seconds)
+
+    def routed(self) -> Spent:
+        """Return what a batch costs through the router."""
+        before, began = self._cpu_seconds(), time.perf_counter()
+        responses = asyncio.run(self._responses())
+        return self._spent(before, sum(len(response.tokens) for response in responses), time.perf_counter() - began)
+
+    def stop(self) -> tuple[dict[str, float], int]:
+        """Return the seconds of an update without weights, and how many responses go on after it."""
+        self.process.send("stop", tokens=len(self.prompts) * self.length // 4)
+        responses = asyncio.run(self._responses())
+        return self.process.result(), sum(len(response.versions) > 1 for response in responses)
+
+    def close(self) -> None:
+        """End the process."""
+        self.process.close()
+
+    async def _responses(self) -> Sequence[Sampled]:
+        router = Router([VllmEngine(self.address, PAD)])
+        settings = {"eos_token_id": EOS, "response_length": self.length}
+        requests = [
+            router.generate(array("q", prompt), {**settings, "seed": seed}) for seed, prompt in enumerate(self.prompts)
+        ]
+        try:
+            return await asyncio.gather(*requests)
+        finally:
+            await router.close()
+
+    def _cpu_seconds(self) -> tuple[float, float, float]:
+        front, core = self.process.call("cpu_seconds")
+        return time.process_time(), front, core
+
+    def _spent(self, before: tuple[float, float, float], tokens: int, seconds: float) -> Spent:
+        return Spent(
+            tokens, seconds, *(after - start for after, start in zip(self._cpu_seconds(), before, strict=True))
+        )
+
+
+def report(python: str, requests: int, length: int, rounds: int) -> None:
+    """Print the throughput through the router over that of ``AsyncLLM``, and what a stop consists of."""
+    engine = MeasuredEngine(python, requests, length)
+    try:
+        engine.routed()  # compiles, and fills caches
+        pairs = [(engine.bare(), engine.routed()) for _ in range(rounds)]
+        stops = [engine.stop() for _ in range(rounds)]
+    finally:
+        engine.close()
+    print(f"{requests} requests of {PROMPT} + {length} tokens at once, {rounds} rounds of each in turn")
+    print("| | tokens/s | ms of CPU a request: controller | vLLM's front | its core |\n|---|--:|--:|--:|--:|")
+    for name, side in (("AsyncLLM", 0), ("router", 1)):
+        spent = [pair[side] for pair in pairs]
+        speed = statistics.median(one.tokens / one.seconds for one in spent)
+        parts = [statistics.median(getattr(one, part) for one in spent) for part in ("controller", "front", "core")]
+        print(f"| {name} | {speed:.0f} | " + " | ".join(f"{part / requests * 1e3:.2f}" for part in parts) + " |")
+    ratio = statistics.median(bare.seconds / bare.tokens * routed.tokens / routed.seconds for bare, routed in pairs)
+    print(f"throughput through the router over AsyncLLM: {ratio:.3f} (limit: at least 0.95)")
+    parts = {name: statistics.median(stop[name] for stop, _ in stops) * 1e3 for name in stops[0][0]}
+    paused, last = parts["pause"] + parts["resume"], statistics.median(count for _, count in stops)
+    print(
+        f"an update without the copy of weights, {last:.0f} requests in flight: paused for {paused:.0f} ms (limit: "
+        f"50), of which resume took {parts['resume']:.0f} ms. The next token, before which the engine computes all "
+        f"keys and values again, comes {parts['first']:.0f} ms later, {parts['stop']:.0f} ms after the last one"
+    )
