@@ -159,12 +159,12 @@ def _parts(arguments: argparse.Namespace) -> list[_Part]:
         source = "from parallel_state.verify.program import load_program", f"load_program({arguments.program!r})"
         return [_Part("", load_program(arguments.program), (), source)]
     from trainer.run.config import read_run_config
-    from trainer.run.verified_roles import role_programs
+    from trainer.run.model_roles import role_programs
 
     config = read_run_config(arguments.program, arguments.rest)
     shrinks = not arguments.full_size
     programs = role_programs(config, most_ranks=arguments.ranks, shrinks=shrinks)
-    imports = "from trainer.run.config import read_run_config\nfrom trainer.run.verified_roles import role_programs"
+    imports = "from trainer.run.config import read_run_config\nfrom trainer.run.model_roles import role_programs"
     read = f"role_programs(read_run_config({arguments.program!r}, {arguments.rest!r}), shrinks={shrinks})"
     return [
         _Part(key, program, [program.role.variant], (imports, f"{read}[{key!r}]")) for key, program in programs.items()
