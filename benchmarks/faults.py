@@ -2,7 +2,7 @@
 
     python benchmarks/faults.py [--fault NAME ...] [--repeats 5] [--seed 0] [--list]
 
-Every trial is a line of build/faults.jsonl, with its seed; the table of docs/reliability.md is written from them.
+Every trial is a line of build/faults.jsonl, with its seed; the table of docs/results.md is written from them.
 
 A first run is not disturbed; the SHA-256 of every rank's weights after each of its steps is what the others must have.
 Faults of ranks and of their helpers hit a second run one after another: each at a random moment of a step, in a random
@@ -61,8 +61,8 @@ DEADLINE = 15.0
 """[s] Deadline of calls: after it a rank that is stopped or waits for ever is found."""
 
 HEAD = """\
-| fault | times | known after, s | named | left | training again, s | completed steps lost | exact |
-|---|---:|---:|---|---:|---:|---:|---|
+| fault | known after, s | named | again, s | steps lost | exact |
+|---|---:|---|---:|---:|---|
 """
 """The head of the table: seconds are the median, and the most in brackets if it differs."""
 
@@ -505,14 +505,14 @@ def row_of(trials: Sequence[Trial]) -> str:
     going_on = [trial.again for trial in failed if trial.again]
     cells = [
         trials[0].fault,
-        len(trials),
         span([trial.known for trial in failed if trial.known is not None]) if failed else "-",
         "; ".join(named),
-        sum(trial.left for trial in trials),
         span(going_on) if going_on else "-",
         max((trial.lost for trial in failed), default=0),
         f"{sum(trial.exact for trial in trials)} of {len(trials)}" if going_on or not failed else "-",
     ]
+    if left := sum(trial.left for trial in trials):
+        cells[-1] = f"{cells[-1]}, {left} processes left"
     return f"| {' | '.join(map(str, cells))} |"
 
 
@@ -533,7 +533,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--results", type=Path, default=ROOT / "build" / "faults.jsonl", help="trials are added to it")
-    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "reliability.md", help="has the table of results")
+    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "results.md", help="has the table of results")
     parser.add_argument("--list", action="store_true", help="print the names of the faults")
     arguments = parser.parse_args()
     kinds = [

@@ -1,6 +1,8 @@
 """Print the largest difference between every layout of the parity matrix and one process, as Markdown tables.
 
-python benchmarks/parity.py [--write docs/parity.md]
+    python benchmarks/parity.py
+
+docs/results.md has the largest difference of each layout.
 """
 
 from __future__ import annotations
@@ -22,8 +24,7 @@ from workers.gpucheck.cases import ROWS, STEPS
 
 HEAD = """# Parity of the layouts with one process
 
-Written by `python benchmarks/parity.py --write docs/parity.md`, which measures what
-`tests/workers/test_parity_matrix.py` asserts; megatron-core {megatron}, torch {torch}, {backend}.
+`tests/workers/test_parity_matrix.py` asserts it; megatron-core {megatron}, torch {torch}, {backend}.
 
 Every layout starts from the weights of one process, and computes on the same {rows} rows of different lengths. The
 tables show the largest absolute differences: of log-probabilities (actor) and values (critic) of all response tokens,
@@ -39,7 +40,7 @@ a limit of tokens ("by tokens"). "Router losses" are z loss with `aux_loss` and 
 
 
 OF_MANY_RANKS_TEXT = """
-On [simulated ranks](testing.md#simulated-ranks-everything-that-communicates) in one process."""
+On simulated ranks in one process."""
 
 
 def table(dtype: str, layouts: list[str], run: Callable[..., Any] = forking.run_ranks) -> tuple[str, bool]:
@@ -64,9 +65,7 @@ def simulated_ranks(function: Callable[..., Any], world_size: int, *arguments: A
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", type=Path, help="also write the tables to this file")
-    arguments = parser.parse_args()
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     parts = [
         table("float32", list(LAYOUTS)),
         table("bfloat16", list(IN_BFLOAT16)),
@@ -80,10 +79,7 @@ def main() -> int:
         rows=ROWS,
         steps=STEPS,
     )
-    document = "\n\n".join([head, *(text for text, _ in parts)]) + "\n"
-    print(document)
-    if arguments.write is not None:
-        arguments.write.write_text(document)
+    print("\n\n".join([head, *(text for text, _ in parts)]))
     return 0 if all(passed for _, passed in parts) else 1
 
 

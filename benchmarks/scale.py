@@ -1,6 +1,6 @@
 """The controller's cost of a call, from 8 to 16,384 ranks.
 
-    python benchmarks/scale.py [--actors 8 24] [--light 8 128 1024 4096 16384] [--docs docs/scale.md]
+    python benchmarks/scale.py [--actors 8 24] [--light 8 128 1024 4096 16384]
 
 Real Ray actors are compared with bare Ray, in alternation. Light endpoints are sockets of a few processes that answer
 every call at once, so that one machine holds thousands: the controller does the same work for them as for workers. The
@@ -11,16 +11,13 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
-import os
 import pickle
-import platform
 import resource
 import select
 import statistics
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -46,33 +43,10 @@ from mcontroller.ray.process import ProcessInfo
 from mcontroller.ray.process_handles import ProcessHandles
 from parallel_state import ParallelLayout, Topology
 
-PAGE = """# Cost of a call by the number of ranks
-
-Written by `python benchmarks/scale.py --docs docs/scale.md` on {cpus} cores ({model}), {gigabytes:.0f} GB of
-memory, with Python {python}; the load of the machine was {load:.1f} at the start. Controller and ranks share the cores.
-
-- **actors**: worker processes of a group on the controller's machine, next to bare Ray actors that do the same. `start`
-  ends when the group has answered its first call; both import torch and tensordict.
-- **light**: sockets of a few processes that answer each call at once, which the controller reaches over ZeroMQ with
-  CURVE as it does worker processes on other machines. `start` is the time until all are connected.
-
-```text
-{output}
-```
-
-The CPU time of the controller limits the number of ranks: one message for each rank, encrypted and decrypted, and one
-answer. From some thousand ranks on, the state of the connections no longer fits into the processor's caches. If a
-program makes many small calls on thousands of ranks, let the workers run the loop: one call that runs the steps costs
-as much as one empty call.
-"""
-
 TARGETS_MS = {8: 1.2, 24: 3.0}
 LIGHT_TARGETS_MS = {128: 15.0}
 CPU_TARGET_US = 60
 SETTLE_SECONDS = 0.1  # what one of the alternatives leaves to background threads is not counted in the next
-
-
-shown: list[str] = []
 
 
 class Nothing(Worker):
@@ -131,7 +105,7 @@ def report_actors(ranks: int) -> None:
     target = TARGETS_MS.get(ranks, float("inf"))
     (ours, cpu), (other, other_cpu) = times["ours"], times["bare"]
     verdict = "ok" if ours <= target and cpu / ranks <= CPU_TARGET_US else "MISSED"
-    show(
+    print(
         f"{ranks:>6} actors {ours:>9.2f} {other:>9.2f} {cpu / ranks:>9.0f} {other_cpu / ranks:>9.0f} "
         f"{started:>8.1f} {bare_started:>8.1f}  {verdict}"
     )
@@ -143,7 +117,7 @@ def report_actors(ranks: int) -> None:
 
 def report_threshold(sizes: list[int], ranks: int) -> None:
     """Report the time of a call that takes and returns a value, inside messages and through the object store."""
-    show(f"a value in and out of {ranks} actors, ms:  in messages / through the store")
+    print(f"a value in and out of {ranks} actors, ms:  in messages / through the store")
     groups = {}
     for name, inline_bytes in (("messages", 1 << 28), ("store", 1000)):
         pool = RayResourcePool([ranks], use_gpu=False, channel=ChannelOptions(inline_bytes=inline_bytes))
@@ -153,7 +127,7 @@ def report_threshold(sizes: list[int], ranks: int) -> None:
         times = measure(
             {name: lambda group=group, value=value: group.same(value) for name, group in groups.items()}, 50
         )
-        show(f"{size / 1024:>8.0f} KiB {times['messages'][0]:>9.2f} {times['store'][0]:>9.2f}")
+        print(f"{size / 1024:>8.0f} KiB {times['messages'][0]:>9.2f} {times['store'][0]:>9.2f}")
     for group in groups.values():
         group.shutdown()
 
@@ -242,7 +216,7 @@ def report_light(ranks: int, processes: list[LightProcess]) -> None:
     target = LIGHT_TARGETS_MS.get(ranks, float("inf"))
     verdict = "ok" if median <= target and cpu / ranks <= CPU_TARGET_US else "MISSED"
     figures = f"{median:>9.2f} {'':>9} {cpu / ranks:>9.0f} {'':>9} {connected:>8.1f} {memory:>8.0f}"
-    show(f"{ranks:>6} light  {figures}  {verdict}")
+    print(f"{ranks:>6} light  {figures}  {verdict}")
     group.shutdown()
 
 
@@ -252,16 +226,16 @@ def main() -> None:
     parser.add_argument("--light", type=int, nargs="*", default=[8, 128, 1024, 4096, 16384])
     parser.add_argument("--threshold", type=int, nargs="*", default=[16, 64, 128, 256, 512, 1024, 4096], help="KiB")
     parser.add_argument("--processes", type=int, default=8, help="processes of light endpoints")
-    parser.add_argument("--docs", type=Path, help="page to write the output to")
     options = parser.parse_args()
-    load = os.getloadavg()[0]
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     processes = [LightProcess() for _ in range(options.processes if options.light else 0)]
     cpus = max([8, *options.actors]) + 2
     ray.init("local", num_cpus=cpus, object_store_memory=1_000_000_000, include_dashboard=False, logging_level="ERROR")
-    show("empty call: median ms, controller's CPU us a rank and call, start s (light: connections s, memory kB a rank)")
-    show(f"{'':>13} {'ours ms':>9} {'bare ms':>9} {'ours us':>9} {'bare us':>9} {'start s':>8} {'bare s':>8}")
+    print(
+        "empty call: median ms, controller's CPU us a rank and call, start s (light: connections s, memory kB a rank)"
+    )
+    print(f"{'':>13} {'ours ms':>9} {'bare ms':>9} {'ours us':>9} {'bare us':>9} {'start s':>8} {'bare s':>8}")
     for ranks in options.actors:
         report_actors(ranks)
     for ranks in options.light:
@@ -269,28 +243,6 @@ def main() -> None:
     if options.threshold:
         report_threshold([size * 1024 for size in options.threshold], 4)
     ray.shutdown()
-    if options.docs is not None:
-        options.docs.write_text(page(load))
-
-
-def show(line: str) -> None:
-    """Print a line, and keep it for the page."""
-    print(line, flush=True)
-    shown.append(line.rstrip())
-
-
-def page(load: float) -> str:
-    """Return the page with what was shown."""
-    facts = [line.partition(": ") for line in Path("/proc/cpuinfo").read_text().splitlines()]
-    model = next((value.strip() for name, _, value in facts if name.startswith("model name")), "")
-    return PAGE.format(
-        cpus=os.cpu_count(),
-        model=model or platform.machine(),
-        python=platform.python_version(),
-        gigabytes=psutil.virtual_memory().total / 1e9,
-        load=load,
-        output="\n".join(shown),
-    )
 
 
 if __name__ == "__main__":

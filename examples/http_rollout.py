@@ -92,7 +92,9 @@ class HttpEngine:
         self.name, self.server, self.config = server.url, server, config
         self.threads = ThreadPoolExecutor(server.connections)
 
-    async def generate(self, prompt: array[int], sampling: Mapping[str, Any]) -> Sampled:
+    async def generate(
+        self, prompt: array[int], sampling: Mapping[str, Any], on_part: Callable[[Sampled], None] | None = None
+    ) -> Sampled:
         settings = Sampling.of(self.config, {**sampling, "pad_token_id": 0})
         body, connection = self.body(prompt.tolist(), settings), self.server.connect()
         post = asyncio.get_running_loop().run_in_executor(

@@ -7,7 +7,7 @@
 #   ray_node.sh slurm            start the head on the first node of a Slurm step, and a worker on the others
 #   ray_node.sh worker-on-stdin  the same; read the token from standard input, and end when that is closed
 #
-# Settings, from the environment: docs/multi-node.md has the list.
+# Settings, from the environment: docs/gpu.md has the list.
 set -euo pipefail
 
 node_name=${NODE_NAME:-${SLURMD_NODENAME:-$(hostname)}}

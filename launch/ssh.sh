@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Run a driver on a Ray cluster of machines that this one reaches with ssh. docs/multi-node.md explains this file.
+# Run a driver on a Ray cluster of machines that this one reaches with ssh. docs/gpu.md explains this file.
 # Status: tried by hand on one machine.
 #
 #   launch/ssh.sh hosts.txt python train.py run_dir=/shared/runs/first

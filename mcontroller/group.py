@@ -55,7 +55,7 @@ class GroupMethod(Generic[P, Result_co, Future_co]):
     """A registered method of a group: call it, ``explain`` a call, or change the ``options`` of a call.
 
     The type parameters are the parameters of a call, its result, and the future that it returns with
-    ``blocking=False``. See docs/typing.md for how type checkers learn them.
+    ``blocking=False``. See docs/testing.md for how type checkers learn them.
 
     Attributes:
         group: the group that is called.

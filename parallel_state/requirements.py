@@ -1,7 +1,7 @@
 """Report a missing package in one line that contains the command to install it.
 
 The distribution depends on what layouts need alone: teams build torch, megatron-core and Transformer Engine for their
-own images, and verify a layout without Ray (docs/install.md).
+own images, and verify a layout without Ray (docs/index.md).
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def missing_package(module: str) -> MissingPackageError:
     extra = EXTRAS[module.partition(".")[0]]
     return MissingPackageError(
         f"{module} is not installed: run pip install 'mcontroller[cpu]' for CPU wheels of everything, or pip install "
-        f"'mcontroller[{extra}]' for this part, or put your own build on PYTHONPATH (docs/install.md)",
+        f"'mcontroller[{extra}]' for this part, or put your own build on PYTHONPATH (docs/index.md)",
         name=module,
         extra=extra,
     )

@@ -23,8 +23,8 @@ MARKS = {
 }
 """Events of Python's audit hooks -> the mark that allows them."""
 
-LISTS_FONTS = "fc-list"
-"""The program that matplotlib runs when it is imported for the first time on a machine."""
+STARTED_BY_IMPORTS = ("fc-list", "git")
+"""Programs that imports run: matplotlib's first one on a machine, and megatron-core's since 0.19."""
 
 
 class ProcessGuard:
@@ -36,7 +36,7 @@ class ProcessGuard:
         sys.addaudithook(self._on_event)
 
     def _on_event(self, event: str, args: tuple[Any, ...]) -> None:
-        if self._guarded and event in MARKS and args[:1] != (LISTS_FONTS,):
+        if self._guarded and event in MARKS and args[:1] not in {(program,) for program in STARTED_BY_IMPORTS}:
             message = f"the test starts a process ({event}{args[:2]}): mark it with @pytest.mark.{MARKS[event]}"
             self.started.append(message)
             raise RuntimeError(message)

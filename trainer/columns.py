@@ -21,6 +21,9 @@ LOG_PROBS = ("rollout_log_probs", "engine_log_probs")
 FAILED = "failed"
 """Column of the responses that could not be made, bool ``[rows]``: they have no tokens and no score."""
 
+EPISODE_SCORES = "episode_scores"
+"""Column of the scores that episodes returned, float32 ``[rows]``; NaN for a response without one."""
+
 STAGE_COLUMNS = frozenset(
     {
         ROUTED_EXPERTS,

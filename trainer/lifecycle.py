@@ -91,7 +91,8 @@ class RunLifecycle:
         check_generates_alone(config, role_worker_mapping, resource_pool_manager, rollout_fn)
         if train_dataset is None:
             raise ConfigError("RayPPOTrainer needs a train_dataset", key="train_dataset")
-        rewards = RewardSources(reward_fn, val_reward_fn, Role.RewardModel in role_worker_mapping, combine_rewards)
+        has_model, has_episodes = Role.RewardModel in role_worker_mapping, rollout_fn is not None
+        rewards = RewardSources(reward_fn, val_reward_fn, has_model, combine_rewards, has_episodes)
         if config.warm_up.steps and warm_up_dataset is None:
             raise ConfigError(f"warm_up.steps is {config.warm_up.steps}, but warm_up_dataset is None", key="warm_up")
         if config.trainer.resume:

@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import math
-import os
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
-from mcontroller.data.batch import DataProto
 from parallel_state.dry_run.counting import CountingMode
+from parallel_state.dry_run.memory import storage_of
 from parallel_state.dry_run.outcome import Use
 from parallel_state.dry_run.training import begin, initialize_state, used
-from parallel_state.layout import ParallelLayout
-from workers.config import ActorConfig
+from workers.config import OptimConfig
 from workers.config.roles import MicroBatchSize
-from workers.losses.registry import POLICY_LOSSES
+from workers.verify.roles import ModelRole, rows_of_role
+from workers.weights.offload import Sleepable
 
-UPDATES = ("update_actor", "update_critic")
-"""Calls that train."""
-_FLOATS = (
-    "old_log_probs", "rollout_log_probs", "ref_log_prob", "advantages", "importance_weights", "values", "returns",
-)  # fmt: skip
+_IN_HOST_MEMORY = ("optimizer_cpu_offload", "optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d")
 
 
 @dataclass(frozen=True)
@@ -32,80 +24,95 @@ class RoleCall:
     """A call of a role, with rows of full length.
 
     Attributes:
-        worker_class: the class of its workers.
-        config: their configuration.
-        roles: of an actor's workers, such as ``"actor_ref"``; empty for others.
+        role: the role.
         method: the call.
-        layout: its layout.
         prompt: tokens of a prompt.
         response: tokens of a response.
     """
 
-    worker_class: Any
-    config: Any
-    roles: str
+    role: ModelRole
     method: str
-    layout: ParallelLayout
     prompt: int
     response: int
 
     @property
     def rows(self) -> tuple[int, int]:
         """Rows of a micro-batch, and the number of micro-batches: no more than change the peak."""
-        size: MicroBatchSize = self.config.update_size if self.method in UPDATES else self.config.scoring_size
+        config, layout, is_update = self.role.config, self.role.variant.layout, self.method in self.role.updates
+        size: MicroBatchSize = config.update_size if is_update else config.scoring_size
         rows = max(1, size.tokens // (self.prompt + self.response)) if size.tokens else max(size.rows, 1)
-        count = 2 * self.layout.pp
-        if self.method in UPDATES:
-            count = min(count, math.ceil(self.config.ppo_mini_batch_size / self.layout.dp / rows))
-        if self.layout.vpp:
-            count = math.ceil(count / self.layout.pp) * self.layout.pp
+        count = 2 * layout.pp
+        if is_update:
+            count = min(count, math.ceil(config.ppo_mini_batch_size / layout.dp / rows))
+        if layout.vpp:
+            count = math.ceil(count / layout.pp) * layout.pp
         return rows, count
 
     def __call__(self, mode: CountingMode) -> Use:
         """Build the worker of this rank, make the call, and return what was used."""
-        rank, size = str(torch.distributed.get_rank()), str(torch.distributed.get_world_size())
-        os.environ.update({"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size})
+        config, layout = self.role.config, self.role.variant.layout
         mode.memory.kind = "parameters"
         rows, count = self.rows
-        config = replace(self.config, **self._changes(rows * count * self.layout.dp))
-        worker = self.worker_class(config, self.roles) if self.roles else self.worker_class(config)
+        fused = {"gradient_accumulation_fusion": config.model.transformer_impl != "local"}
+        transformer = fused | config.model.transformer
+        model = replace(config.model, transformer_impl="local", hf_path=None, transformer=transformer)
+        changes: dict[str, Any] = {"model": model}
+        on_host = 0.0
+        if hasattr(config, "optim"):
+            optim, on_host = _on_device(config.optim.resolved(layout.dp * layout.cp, on_gpu=True))
+            changes |= {"optim": optim, "ppo_epochs": 1}
+        worker = self.role.worker(rows * count * layout.dp, **changes)
         with worker.call_context("init_model"):
             worker.init_model()
         _classify(mode, worker)
-        batch = self._batch(rows * count, config)
+        batch = rows_of_role(0, config, rows * count, self.prompt, self.response)
         gc.collect()
+        unneeded = _unneeded(worker, self.method, on_host)
         idle = begin(mode)
         with worker.call_context(self.method):
             getattr(worker, self.method)(batch)
-        return used(mode, idle, [*worker.state.model, *getattr(worker, "reference", ())])
+        use = used(mode, idle, [*worker.state.model, *getattr(worker, "reference", ())])
+        return replace(_without_host_memory(use, on_host), unneeded=unneeded)
 
-    def _changes(self, rows: int) -> dict[str, Any]:
-        """Return fields of the configuration that differ: one mini-batch, local layers, random weights."""
-        known = {field.name for field in dataclasses.fields(self.config)}
-        model = self.config.model
-        fused = {"gradient_accumulation_fusion": model.transformer_impl != "local"}
-        model = replace(model, transformer_impl="local", hf_path=None, transformer=fused | model.transformer)
-        changes: dict[str, Any] = {"model": model}
-        if "optim" in known:
-            optim = self.config.optim.resolved(self.layout.dp * self.layout.cp, on_gpu=True)
-            changes |= {"optim": optim, "ppo_epochs": 1, "ppo_mini_batch_size": rows, "ppo_mini_batch_prompts": 0}
-        if isinstance(self.config, ActorConfig):
-            rollout = replace(self.config.rollout, engine="megatron")
-            changes |= {"rollout": rollout, "router_replay": "none", "sft_optim": None}
-        return changes
 
-    def _batch(self, rows: int, config: Any) -> DataProto:
-        tokens = torch.ones(rows, self.prompt + self.response, dtype=torch.long)
-        responses = tokens[:, self.prompt :].contiguous()
-        columns = {
-            "input_ids": tokens,
-            "attention_mask": tokens.clone(),
-            "responses": responses,
-            "response_mask": responses.clone(),
-        }
-        extra = POLICY_LOSSES[config.policy_loss].columns if isinstance(config, ActorConfig) else ()
-        columns |= {name: torch.zeros(responses.shape) for name in (*_FLOATS, *extra)}
-        return DataProto.from_dict(columns)
+def _on_device(optim: OptimConfig) -> tuple[OptimConfig, float]:
+    """Return the optimizer with all its state on the device, and the share of it that is in host memory.
+
+    Megatron's optimizer for both allocates the host's part, which may be larger than the memory of this machine.
+    """
+    megatron = {name: value for name, value in optim.megatron.items() if name not in _IN_HOST_MEMORY}
+    share = optim.megatron.get("optimizer_offload_fraction", 0.0) if optim.megatron.get("optimizer_cpu_offload") else 0
+    return replace(optim, megatron=megatron), float(share)
+
+
+def _without_host_memory(use: Use, share: float) -> Use:
+    """Return what was used without a share of the optimizer's state, all of which exists during the whole call."""
+    on_host = int(share * use.idle.get("optimizer", 0))
+    idle, by_kind = dict(use.idle), dict(use.by_kind)
+    for kinds in (idle, by_kind) if on_host else ():
+        kinds["optimizer"] -= on_host
+    return replace(use, idle=idle, by_kind=by_kind, peak=use.peak - on_host)
+
+
+def _unneeded(worker: Any, method: str, on_host: float) -> int:
+    """Return the bytes of the parts of a worker that a method does not compute with.
+
+    Args:
+        worker: the worker.
+        method: the method.
+        on_host: the share of the optimizer's state that is in host memory anyway.
+    """
+    parts, counted, unneeded = worker.offloader.parts(), set[int](), 0.0
+    needed = worker.offloader.needs.get(method, parts)
+    for part, tensors in parts.items():
+        for tensor in () if isinstance(tensors, Sleepable) else tensors:
+            storage = storage_of(tensor)
+            if storage is None or id(storage) in counted:
+                continue
+            counted.add(id(storage))
+            if part not in needed:
+                unneeded += storage.size * (1 - on_host if part == "optimizer" else 1)
+    return int(unneeded)
 
 
 def _classify(mode: CountingMode, worker: Any) -> None:

@@ -1,10 +1,9 @@
-"""Train the algorithms on the demo's task with fixed seeds, and write a table and a plot of the held-out accuracy.
+"""Train the algorithms on the demo's task with fixed seeds, print a table and plot the held-out accuracy.
 
-    python -m examples.ppo.compare [--algorithms grpo rloo] [--seeds 101 102] [--runs runs/compare] [--docs docs]
+    python -m examples.ppo.compare [--algorithms grpo rloo] [--seeds 101 102] [--runs runs/compare]
 
 Every run is ``python -m examples.ppo.main`` with one process for each role. A run that is complete in ``--runs`` is not
-repeated, so an interrupted comparison continues where it ended; ``learning.md`` and ``img/learning.png`` have the
-complete runs.
+repeated, so an interrupted comparison continues where it ended.
 """
 
 from __future__ import annotations
@@ -104,24 +103,12 @@ def draw(curves: Mapping[str, Mapping[int, Curve]], path: Path) -> None:
     pyplot.close(figure)
 
 
-def write(curves: Mapping[str, Mapping[int, Curve]], docs: Path) -> None:
-    """Write ``learning.md`` and ``img/learning.png``."""
-    draw(curves, docs / "img" / "learning.png")
-    text = (
-        "# Learning\n\nHeld-out accuracy on the demo's task (chain_sum of reasoning-gym) before and after PPO-family "
-        "training, by\n`python -m examples.ppo.compare`; one line of the plot is one seed.\n\n"
-        f"{learning_table(curves)}\n\n![Held-out accuracy over steps](img/learning.png)\n"
-    )
-    (docs / "learning.md").write_text(text, encoding="utf-8")
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run what is missing, and write the table and the plot of all complete runs."""
+    """Run what is missing, and print the table and plot of all complete runs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--algorithms", nargs="+", choices=list(ALGORITHMS), default=list(ALGORITHMS))
     parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
     parser.add_argument("--runs", type=Path, default=Path("runs/compare"))
-    parser.add_argument("--docs", type=Path, default=Path("docs"))
     parser.add_argument("--overrides", nargs="*", default=[], help="more key=value of examples.ppo.main")
     given = parser.parse_args(arguments)
     runs = given.runs.resolve()
@@ -131,7 +118,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             directory = runs / f"{algorithm}-{seed}"
             trained(ALGORITHMS[algorithm], seed, directory, given.overrides)
             curves.setdefault(algorithm, {})[seed] = curve(directory)
-            write(curves, given.docs)
+    draw(curves, runs / "learning.png")
+    print(learning_table(curves))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Train the demo's task on policy and up to four updates off, and write a table and a plot of the held-out accuracy.
+"""Train the demo's task on policy and up to four updates off, and print a table and plot the held-out accuracy.
 
     python -m examples.ppo.off_policy [--seeds 101 102 103] [--names max_staleness=0] [--runs runs/off_policy]
 
 GRPO with actor and rollout in separate groups, and truncated importance sampling by token. The runs differ in
 ``trainer.max_staleness`` and ``trainer.asynchronous.partial`` alone; from 2 on, the order of events is simulated. A run
-takes one process, and has the same result each time. Complete runs are not repeated; ``learning-off-policy.md`` and
-``img/learning-off-policy.png`` have the complete runs.
+takes one process, and has the same result each time. Complete runs are not repeated; the table and
+``learning-off-policy.png`` in the folder of the runs have the complete runs.
 """
 
 from __future__ import annotations
@@ -53,23 +53,6 @@ SETTINGS: Mapping[str, Sequence[str]] = {
     for partial in ("continue", "finish", "stop")
 }
 """Overrides of ``config.yaml`` by the name in table and plot."""
-PAGE = """# Learning off policy
-
-Held-out accuracy on the demo's task (chain_sum of reasoning-gym) before and after GRPO with actor and rollout in
-separate groups, on policy and up to four updates off, with each option for responses in flight when the weights move
-([asynchronous training](rollout.md#asynchronous-training)), by `python -m examples.ppo.off_policy`; one line of the
-plot is one seed.
-All runs train on equally many samples: 96 steps of 1024 responses, one pass over each. From `max_staleness=2` on, the
-simulated order of events keeps the rollout ahead, which is the hardest case: most tokens that a step trains on are as
-old as the limit allows.
-
-{table}
-
-The accuracy is that of 256 problems, so its standard error is 0.03 in each run. Large steps suffer more: with the
-demo's own, two passes at a higher rate, the means after 32 steps were 0.00 to 0.04 below the synchronous 0.621.
-
-![Held-out accuracy over steps](img/learning-off-policy.png)
-"""
 
 
 def trained(settings: Sequence[str], seed: int, directory: Path) -> None:
@@ -119,19 +102,12 @@ def table(curves: Mapping[str, Mapping[int, Curve]], runs: Path) -> str:
     return "\n".join(rows)
 
 
-def write(curves: Mapping[str, Mapping[int, Curve]], runs: Path, docs: Path) -> None:
-    """Write ``learning-off-policy.md`` and ``img/learning-off-policy.png``."""
-    draw(curves, docs / "img" / "learning-off-policy.png")
-    (docs / "learning-off-policy.md").write_text(PAGE.format(table=table(curves, runs)), encoding="utf-8")
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run what is missing, and write the table and the plot of all complete runs."""
+    """Run what is missing, and print the table and plot of all complete runs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
     parser.add_argument("--names", nargs="+", choices=list(SETTINGS), default=list(SETTINGS))
     parser.add_argument("--runs", type=Path, default=Path("runs/off_policy"))
-    parser.add_argument("--docs", type=Path, default=Path("docs"))
     parser.add_argument("--overrides", nargs="*", default=[], help="more key=value of examples.ppo.main")
     given = parser.parse_args(arguments)
     runs = given.runs.resolve()
@@ -141,7 +117,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             directory = runs / f"{name}-{seed}"
             trained([*SETTINGS[name], *given.overrides], seed, directory)
             curves.setdefault(name, {})[seed] = curve(directory)
-    write(curves, runs, given.docs)
+    draw(curves, runs / "learning-off-policy.png")
+    print(table(curves, runs))
 
 
 if __name__ == "__main__":

@@ -11,5 +11,5 @@ connections; ``mcontroller.ray`` decides which values travel in a message.
 * Queries (``ask``, ``notify``) are also how a worker process reads a result that is kept in another one.
 * On one machine, sockets are files in a folder that only the user can enter. Between machines, CURVE encrypts TCP, and
   an endpoint accepts one client key, the key of its group (``ChannelKeys``).
-* There is no relay between a controller and the ranks of a node: docs/scale.md has the figures and the reasons.
+* There is no relay between a controller and the ranks of a node: docs/results.md has the figures and the reasons.
 """

@@ -128,7 +128,7 @@ def unpack_answer(frame: Buffer) -> tuple[int, GroupError | None, bool, memoryvi
 
 def _too_short(buffer: memoryview, kind: str, end: int) -> DataError:
     text = f"the first frame of a message has {len(buffer)} bytes: the header of a {kind} ends at byte {end}"
-    return DataError(text, found=len(buffer), expected=end)
+    return DataError(text, actual=len(buffer), expected=end)
 
 
 def pack_query(number: int, name: str, arguments: tuple[Any, ...]) -> bytes:

@@ -627,7 +627,7 @@ class DataProto(OutOfBand):
         if self.has_columns() and tuple(added.batch_size) != batch_size:
             dims = tuple(added.batch_size)
             text = f"tensors {list(tensors)} have batch dims {list(dims)}, the batch has {list(batch_size)}"
-            raise DataError(f"{text}: they must be equal", columns=list(tensors), found=dims, expected=batch_size)
+            raise DataError(f"{text}: they must be equal", columns=list(tensors), actual=dims, expected=batch_size)
         device = None if batch is None else batch.device
         joined = make_tensordict(self.local_tensors() | dict(added.items()), added.batch_size, device)
         kept = [name for name in self.tensor_names if name not in tensors]

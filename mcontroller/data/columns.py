@@ -198,7 +198,7 @@ def _join(columns: Sequence[Any], name: str, memo: OffsetsMemo) -> Any:
                 f"column {name!r} of part {position} is {given}, of part 0 {expected}: only dim 0 may differ",
                 column=name,
                 part=position,
-                found=given,
+                actual=given,
                 expected=expected,
             )
     if not isinstance(columns[0], Tensor):
@@ -395,7 +395,7 @@ def make_batch(tensors: Mapping[str, Any], batch_dims: int) -> TensorDict:
         first, rows = next(iter((expected or {key: dims}).items()))
         if dims != rows:
             text = f"tensors[{key!r}] has batch dims {list(dims)}, tensors[{first!r}] has {list(rows)}"
-            raise DataError(f"{text}: all columns must have the same rows", column=key, found=dims, expected=rows)
+            raise DataError(f"{text}: all columns must have the same rows", column=key, actual=dims, expected=rows)
         expected[first] = rows
     return make_tensordict(tensors, next(iter(expected.values()), ()))
 
@@ -419,5 +419,5 @@ def check_columns(batch: Any, arrays: Mapping[str, Any]) -> None:
             raise DataError(f"{name} is {describe(array)}: expected an array with one entry per row", column=key)
         if rows is not None and len(array) != rows:
             text = f"{name} has {len(array)} rows, the batch has {rows}: all columns must have the same number of rows"
-            raise DataError(text, column=key, found=len(array), rows=rows)
+            raise DataError(text, column=key, actual=len(array), rows=rows)
         rows = len(array)

@@ -304,7 +304,7 @@ def _check_signature(call: PreparedCall, args: Sequence[Any], kwargs: Mapping[st
         parameters = written_parameters(signature)
         listed = ", ".join(str(parameter.replace(annotation=parameter.empty)) for parameter in parameters)
         names = tuple(parameter.name for parameter in parameters)
-        raise call.error(f"{error}; it takes ({listed})", taken=names) from error
+        raise call.error(f"{error}; it takes ({listed})", parameters=names) from error
 
 
 @lru_cache(maxsize=1024)

@@ -387,9 +387,9 @@ def plan(spec: DispatchSpec, topology: Topology, ranks: Collection[int] | None =
 def _plan(spec: DispatchSpec, topology: Topology, ranks: tuple[int, ...] | None) -> Plan:
     run = (0,) if spec.rank_zero_only else tuple(range(topology.world_size)) if ranks is None else ranks
     _check_ranks(spec, topology, run, ranks)
-    of_rank = topology.shard_indices(spec.axes)
-    position = {shard: index for index, shard in enumerate(sorted({of_rank[rank] for rank in run}))}
-    shards = tuple(position[of_rank[rank]] for rank in run)
+    shard_of = topology.shard_indices(spec.axes)
+    position = {shard: index for index, shard in enumerate(sorted({shard_of[rank] for rank in run}))}
+    shards = tuple(position[shard_of[rank]] for rank in run)
     return Plan(spec, topology, run, shards, len(position), _collected(spec, topology, run))
 
 

@@ -5,9 +5,13 @@ Names are imported on first use, so that a worker process imports only the modul
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 from parallel_state.lazy import lazy_exports
+
+# It prints a paragraph about token authentication at every start of Ray on this machine.
+logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
 
 if TYPE_CHECKING:
     from mcontroller.ray.class_with_init import RayClassWithInitArgs as RayClassWithInitArgs

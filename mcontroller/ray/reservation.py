@@ -289,9 +289,9 @@ def _resource_error(shapes: Sequence[NodeShape], name: str, why: str) -> Resourc
     )
     return ResourceError(
         f"pool {name!r} asks for {requested}, and {why}: {len(nodes)} node(s) with {has}; taken: {used}{by}. {fix}",
-        asked=[shape.total for shape in shapes],
+        requested=[shape.total for shape in shapes],
         exists=exists,
-        taken=in_use,
+        in_use=in_use,
         holders=holders,
     )
 

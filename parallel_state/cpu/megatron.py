@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from parallel_state import releases
+from parallel_state.cpu.mamba import patch_mixer
 from parallel_state.cpu.products import add_product_of_transposed
 from parallel_state.patches.import_hook import Patch
 from parallel_state.patches.packed_rope import PATCHES as PACKED_ROPE
@@ -163,6 +164,7 @@ PATCHES: dict[str, Patch] = (
         "megatron.core.tensor_parallel.layers": _layers,
         "megatron.core.tensor_parallel.random": _random,
         "megatron.core.ssm.gated_delta_net.common": _gated_delta_net,
+        "megatron.core.ssm.mamba_mixer": patch_mixer,
         "megatron.core.utils": _utils,
         "megatron.core.transformer.moe.moe_utils": _moe_utils,
         "megatron.core.dist_checkpointing.strategies.filesystem_async": _checkpoint_writer,

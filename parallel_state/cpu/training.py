@@ -24,13 +24,18 @@ def replace_triton_kernels() -> None:
     """
     if importlib.util.find_spec("triton") is None:
         module = ModuleType(_TRITON_KERNELS)
-        vars(module).update(
-            enable_batch_invariant_mode=_reject_batch_invariant_mode, is_batch_invariant_mode_enabled=lambda: False
-        )
+        vars(module).update(__getattr__=_kernel, is_batch_invariant_mode_enabled=lambda: False)
         sys.modules[_TRITON_KERNELS] = module
 
 
-def _reject_batch_invariant_mode() -> NoReturn:
+def _kernel(name: str) -> Any:
+    """Return a function in place of any kernel: Megatron imports them by name."""
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return _reject_batch_invariant_mode
+
+
+def _reject_batch_invariant_mode(*args: Any, **kwargs: Any) -> NoReturn:
     raise ParallelStateError("batch_invariant_mode needs Triton and a GPU; leave it off on a CPU")
 
 

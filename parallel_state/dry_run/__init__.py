@@ -2,7 +2,7 @@
 
 Megatron's device is torch's ``meta`` device: tensors have shapes and no values, so a rank of a large model takes
 seconds. Storages and FLOPs are counted, and simulated ranks match every collective by order, shape, dtype and group.
-docs/dry-run.md describes the command line.
+docs/verify.md describes the command line.
 """
 
 from __future__ import annotations

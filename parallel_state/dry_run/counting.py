@@ -12,13 +12,13 @@ from parallel_state.dry_run.memory import Memory, Storage
 from parallel_state.dry_run.values import HANDLERS, ValuesRead, any_is_known, compute_value
 
 _META = torch.device("meta")
-_Traits = tuple[bool, Any, Any, bool]
-"""Of an operation: whether it makes new storages, its handler, its count of FLOPs, whether its results are cached."""
-_traits: dict[Any, _Traits] = {}
-_results: dict[Any, tuple[list[tuple[Any, Any, Any]] | None, int, bool]] = {}
-"""Operation and shapes of its inputs -> shapes of its results, None in place; FLOPs; whether there is one result.
+_Traits = tuple[bool, Any, Any, dict[Any, Any] | None]
+"""Of an operation: whether it makes new storages, its handler, its count of FLOPs, and its cache, if it has one.
 
-Computing a shape takes torch ten times as long as this look-up."""
+The cache has, by the shapes of the inputs: the shapes of the results, None in place; FLOPs; whether there is one
+result. Computing a shape takes torch ten times as long as this look-up.
+"""
+_traits: dict[Any, _Traits] = {}
 
 
 class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -48,14 +48,19 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         traits = _traits.get(func)
         if traits is None:
             traits = _traits[func] = _traits_of(func)
-        is_new, handler, flops_of, is_cached = traits
+        is_new, handler, flops_of, cache = traits
         if handler is not None:
             result = handler(self.read, func, args, kwargs)
             if result is not NotImplemented:
                 self._count(result)
                 return result
-        key = _key_of(func, args, kwargs) if is_cached else None
-        cached = _results.get(key) if key is not None else None
+        key = cached = None
+        if cache is not None and kwargs.get("device") is None:
+            try:
+                key = _shapes_of(args), *kwargs, _shapes_of(kwargs.values())
+                cached = cache.get(key)
+            except TypeError:  # a tensor of the host, or an argument without a hash
+                key = None
         if cached is not None:
             result = self._from_cache(cached, args, kwargs)
         else:
@@ -65,7 +70,9 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if is_new:
                 self._count(result)
             if key is not None:
-                _cache(key, func, args, kwargs, result, flops)
+                entry = _entry_of(func, args, kwargs, result, flops)
+                if entry is not None:
+                    cache[key] = entry  # type: ignore[index]
         if any_is_known(args):
             compute_value(func, args, kwargs, result)
         return result
@@ -115,39 +122,37 @@ def _traits_of(func: Any) -> _Traits:
     has_tensor = any("Tensor" in str(argument.type) for argument in schema.arguments)
     is_cached = func.namespace == "aten" and has_tensor and (is_whole or is_in_place) and len(schema.returns) > 0
     handler = HANDLERS.get(func, HANDLERS.get(func.overloadpacket))
-    return is_new, handler, flop_registry.get(func.overloadpacket), is_cached
+    return is_new, handler, flop_registry.get(func.overloadpacket), {} if is_cached else None
 
 
-def _key_of(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return the key of a call in the cache; None if it is not cached."""
-    if kwargs.get("device") is not None:
-        return None
-    try:
-        key = func, _shapes_of(args), tuple((name, _shapes_of(value)) for name, value in kwargs.items())
-        hash(key)
-    except TypeError:
-        return None
-    return key
+def _shapes_of(arguments: Any) -> Any:
+    """Return the key of arguments in a cache.
+
+    Raises:
+        TypeError: one of them is a tensor with values.
+    """
+    shapes: list[Any] = []
+    for argument in arguments:
+        if isinstance(argument, torch.Tensor):
+            if not argument.is_meta:
+                raise TypeError
+            shapes += argument.shape, argument.stride(), argument.dtype
+        elif type(argument) in (list, tuple):
+            shapes.append(_shapes_of(argument))
+        else:
+            shapes += type(argument), argument
+    return tuple(shapes)
 
 
-def _shapes_of(argument: Any) -> Any:
-    if isinstance(argument, torch.Tensor):
-        if not argument.is_meta:
-            raise TypeError
-        return argument.shape, argument.stride(), argument.dtype
-    if type(argument) in (list, tuple):
-        return tuple([_shapes_of(item) for item in argument])
-    return type(argument), argument
-
-
-def _cache(key: Any, func: Any, args: Any, kwargs: Any, result: Any, flops: int) -> None:
+def _entry_of(func: Any, args: Any, kwargs: Any, result: Any, flops: int) -> Any:
+    """Return the results of a call as a cache has them; None if they cannot be made from their shapes."""
     is_single = isinstance(result, torch.Tensor)
     if func._schema.is_mutable:
-        if is_single and result is (kwargs["out"] if "out" in kwargs else args[0]):
-            _results[key] = None, flops, True
-        return
+        is_same = is_single and result is (kwargs["out"] if "out" in kwargs else args[0])
+        return (None, flops, True) if is_same else None
     results = [result] if is_single else result
     if isinstance(results, (list, tuple)) and all(
         isinstance(one, torch.Tensor) and one.is_meta and one.storage_offset() == 0 for one in results
     ):
-        _results[key] = [(one.shape, one.stride(), one.dtype) for one in results], flops, is_single
+        return [(one.shape, one.stride(), one.dtype) for one in results], flops, is_single
+    return None

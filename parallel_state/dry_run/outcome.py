@@ -47,6 +47,7 @@ class Use:
         flops: of the step.
         operations: the operations of torch in it.
         read: how many unknown values were read, by the line and what it did.
+        unneeded: of a role's call, bytes of the parts that it does not compute with; they can be in host memory.
     """
 
     parameters: int
@@ -58,6 +59,7 @@ class Use:
     flops: int
     operations: int
     read: dict[tuple[str, str], int]
+    unneeded: int = 0
 
 
 @dataclass

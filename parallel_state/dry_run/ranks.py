@@ -6,8 +6,9 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeVar
+from unittest import mock
 
 import torch.distributed as dist
 
@@ -98,7 +99,9 @@ def run_without_data(
         BaseException: what the first rank that failed raised.
     """
     cpu.install()
-    from parallel_state.megatron import MegatronContext  # after cpu.install
+    from megatron.core import parallel_state as mpu  # after cpu.install
+
+    from parallel_state.megatron import MegatronContext
 
     contexts: dict[int, Any] = {}
 
@@ -117,10 +120,34 @@ def run_without_data(
     simulation = Simulation(
         layout, check_async=False, trace=log, running=running, exchange=partial(ShapeExchange, running)
     )
+    create_group, rank_groups = mpu.create_group, mpu.generate_masked_orthogonal_rank_groups
+
+    def create_of_member(ranks: Sequence[int], *args: Any, **kwargs: Any) -> Any:
+        return create_group(ranks, *args, **kwargs) if dist.get_rank() in ranks else simulation.skip_group()
+
+    @cache
+    def groups_once(*key: tuple[Any, ...]) -> list[list[int]]:
+        return rank_groups(*key)  # type: ignore[no-any-return]
+
+    # Every rank of N creates a number of groups in proportion to N, most of which it is no member of.
+    initializing = mock.patch.multiple(
+        mpu,
+        create_group=create_of_member,
+        generate_masked_orthogonal_rank_groups=lambda size, sizes, mask: [
+            list(ranks) for ranks in groups_once(size, tuple(sizes), tuple(mask))
+        ],
+    )
     try:
-        with without_memory(), torch_on_meta():
-            simulation.run({rank: partial(initialize, rank) for rank in running})
+        with without_memory(), torch_on_meta(), mock.patch.object(dist, "all_gather_object", _gather_objects):
+            with initializing:
+                simulation.run({rank: partial(initialize, rank) for rank in running})
             log.clear()
             return simulation.run({rank: partial(run, rank) for rank in running})
     finally:
         simulation.close()
+
+
+def _gather_objects(objects: list[Any], value: Any, group: Any = None) -> None:
+    """Gather objects by reference: copies on every rank take time and memory that grow with the square of the ranks."""
+    members: Any = dist.group.WORLD if group is None else group
+    members.allgather_object(objects, value)

@@ -16,10 +16,10 @@ from parallel_state.dry_run.errors import DryRunError
 from parallel_state.dry_run.outcome import GIB, Outcome, Use
 from parallel_state.dry_run.ranks import CallLog, pipeline_of, run_without_data
 from parallel_state.dry_run.routing import routed, routing_of
-from parallel_state.dry_run.training import train
+from parallel_state.dry_run.training import one_layer_a_stage, train
 from parallel_state.dry_run.values import UnknownValue
 from parallel_state.errors import MControllerError
-from parallel_state.hangs.lines import calling_position, source_line
+from parallel_state.hangs.lines import calling_position, members_text, source_line
 from parallel_state.simulated.errors import SimulationError
 from parallel_state.verify.layouts import Variant, check_divisible, parse_layout
 from parallel_state.verify.program import Program
@@ -67,7 +67,7 @@ def dry_run(
     """Make one training step of a program in a layout, with shapes and without data.
 
     Each stage runs on the first of its ranks; the others are assumed to do the same. A second pipeline, the last on all
-    other axes, then checks that.
+    other axes, then checks that, and all ranks run with one layer on each stage, which finds faults on the others.
 
     Args:
         program: the program.
@@ -77,7 +77,7 @@ def dry_run(
         routing: how tokens choose experts: ``"balanced"``, ``"skewed"``, or a file of recorded counts.
         dtype: of the weights: bfloat16 or float32.
         every_rank: whether every rank runs.
-        second: whether a second pipeline runs.
+        second: whether a second pipeline, and all ranks with one layer on each stage, check the first pipeline.
 
     Returns:
         What each rank used, what the ranks communicate, and the failure if there was one.
@@ -90,7 +90,8 @@ def dry_run(
     if micro_batches is not None:
         program = program.smaller(micro_batches=micro_batches * variant.layout.dp * variant.merged)
     check_divisible(program, variant)
-    return dry_run_of(partial(train, program, variant, dtype), variant, routing, every_rank=every_rank, second=second)
+    step, small_step = (partial(train, one, variant, dtype) for one in (program, one_layer_a_stage(program, variant)))
+    return dry_run_of(step, variant, routing, every_rank=every_rank, second=second, small=small_step)
 
 
 def dry_run_of(
@@ -100,6 +101,7 @@ def dry_run_of(
     *,
     every_rank: bool = False,
     second: bool = True,
+    small: Callable[[CountingMode], Use] | None = None,
 ) -> Outcome:
     """Run a function on the ranks of a layout, as ``dry_run`` runs a step.
 
@@ -108,7 +110,8 @@ def dry_run_of(
         variant: the layout.
         routing: how tokens choose experts.
         every_rank: whether every rank runs.
-        second: whether a second pipeline runs.
+        second: whether a second pipeline runs, and all ranks with ``small``.
+        small: the function with one layer on each stage; None to run no ranks but those of the pipelines.
     """
     began = time.perf_counter()
     cpu.install()
@@ -123,8 +126,28 @@ def dry_run_of(
             _run(function, last, again, outcome)
             for ranks in zip(first, last, strict=True) if not outcome.failure else ():
                 _compare(outcome, ranks, (log, again), is_balanced=routing == "balanced")
+            if small is not None and not outcome.failure and layout.world_size > len(first) + len(last):
+                _run_all_ranks(small, outcome)
     outcome.seconds = time.perf_counter() - began
     return outcome
+
+
+def _run_all_ranks(function: Callable[[CountingMode], Use], outcome: Outcome) -> None:
+    """Run a function on every rank; add what failed, and warn of ranks that call other collectives than their peers."""
+    log = CallLog()
+    trial = Outcome(outcome.text, outcome.layout)
+    _run(function, range(outcome.layout.world_size), log, trial)
+    if trial.failure:
+        outcome.failure = f"with one layer on each stage, all ranks: {trial.failure}"
+        return
+    for ranks in zip(*outcome.layout.groups("pp"), strict=True):
+        digests = {rank: log.digest(rank, shapes=False) for rank in ranks}
+        other = [rank for rank, digest in digests.items() if digest != digests[ranks[0]]]
+        if other:
+            outcome.warnings.append(
+                f"ranks {members_text(other)} do not make the calls of rank {ranks[0]}, which has the same stage; run "
+                "every rank with --all"
+            )
 
 
 def _run(function: Callable[[CountingMode], Use], running: Sequence[int], log: CallLog, outcome: Outcome) -> None:

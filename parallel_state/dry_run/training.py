@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +13,16 @@ from parallel_state.dry_run.outcome import Use
 from parallel_state.verify.layouts import Variant
 from parallel_state.verify.program import Program
 from parallel_state.verify.training import Training, config_for
+
+_WHOLE_STAGES = {
+    "pipeline_model_parallel_layout": None,
+    "num_layers_in_first_pipeline_stage": None,
+    "num_layers_in_last_pipeline_stage": None,
+    "account_for_embedding_in_pipeline_split": False,
+    "account_for_loss_in_pipeline_split": False,
+    "recompute_num_layers": 1,
+}
+"""Fields of a config that has one layer on every stage; those that are None stay so."""
 
 
 class ShapeTraining(Training):
@@ -80,6 +91,26 @@ def _on_device(value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(map(_on_device, value))
     return value
+
+
+def one_layer_a_stage(program: Program, variant: Variant) -> Program:
+    """Return a program with the last layer of each stage, and as few micro-batches as the layout allows."""
+    stages = variant.layout.pp * (variant.layout.vpp or 1)
+    micro_batches = variant.layout.pp if variant.layout.vpp else 1
+
+    def config(**parallel: Any) -> Any:
+        made = program.config(**parallel)
+        layers = made.num_layers
+        kept = [(stage + 1) * layers // stages - 1 for stage in range(stages)]
+        for name, value in vars(made).items():
+            if isinstance(value, list) and len(value) == layers:
+                setattr(made, name, [value[index] for index in kept])
+        for name, value in (_WHOLE_STAGES | {"num_layers": stages}).items():
+            if getattr(made, name, None) is not None:
+                setattr(made, name, value)
+        return made
+
+    return replace(program, config=config, micro_batches=micro_batches * variant.layout.dp * variant.merged)
 
 
 def initialize_state(optimizer: Any) -> None:

@@ -176,6 +176,12 @@ def _all_gather(calls: Sequence[Call]) -> None:
             _copy(output, source)
 
 
+def _all_gather_object(calls: Sequence[Call]) -> None:
+    values = [call.options["value"] for call in calls]
+    for call in calls:
+        call.options["objects"][:] = values
+
+
 def _all_gather_into_tensor(calls: Sequence[Call]) -> None:
     for index in range(len(calls[0].inputs)):
         whole = torch.cat([call.inputs[index].detach().reshape(-1) for call in calls])
@@ -233,6 +239,7 @@ _COMPUTATIONS: dict[str, Callable[[Sequence[Call]], None]] = {
     "broadcast": _broadcast,
     "all_gather": _all_gather,
     "all_gather_into_tensor": _all_gather_into_tensor,
+    "all_gather_object": _all_gather_object,
     "reduce_scatter_tensor": _reduce_scatter_tensor,
     "reduce_scatter": _reduce_scatter,
     "gather": _gather,

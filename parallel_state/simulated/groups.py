@@ -36,8 +36,8 @@ class GroupRegistry:
     def __init__(self, world_size: int, topology: Topology | None) -> None:
         self._world = tuple(range(world_size))
         self._topology = topology
-        self._groups: list[dict[tuple[int, ...], SharedGroup]] = []  # of each call, by members
-        self._local: dict[str, SharedGroup] = {}
+        self._groups: dict[int, dict[tuple[int, ...], SharedGroup]] = {}  # by the number of the call, by members
+        self._local: dict[str, dict[tuple[int, ...], SharedGroup]] = {}  # by name, by members
         self._created = [0] * world_size
         self._members: list[list[SimulatedGroup]] = [[] for _ in range(world_size)]
         self._prefix = f"simulation {next(_numbers)}"
@@ -61,13 +61,11 @@ class GroupRegistry:
         """
         members = ranks or self._world
         if not name.isdecimal():  # a hash: created by its members alone
-            group = self._local.setdefault(name, self._new(name, description, members, rank))
+            of_call = self._local.setdefault(name, {})
         else:
             number = self._created[rank]
             self._created[rank] += 1
-            if number == len(self._groups):
-                self._groups.append({})
-            of_call = self._groups[number]
+            of_call = self._groups.setdefault(number, {})
             others = [other for ranks, other in of_call.items() if ranks != members]
             other = next((candidate for candidate in others if not _are_apart(candidate, members, rank)), None)
             if other is not None:
@@ -81,9 +79,15 @@ class GroupRegistry:
                 )
             if members not in of_call and any(len(candidate.ranks) > 1 for candidate in others):
                 warnings.warn(_sharing_text(number, others[0].ranks, members), RuntimeWarning, stacklevel=4)
-            group = of_call.setdefault(members, self._new(name, description, members, rank))
+        group = of_call.get(members)
+        if group is None:
+            group = of_call[members] = self._new(name, description, members, rank)
         group.created_by.add(rank)
         return group
+
+    def skip(self, rank: int) -> None:
+        """Count a group that a rank is no member of as created, and do not compare its ranks."""
+        self._created[rank] += 1
 
     def unique_name(self, rank: int) -> str:
         """Return a name for the next group of a rank that no other group of this process has."""

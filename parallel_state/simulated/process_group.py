@@ -207,6 +207,10 @@ class SimulatedGroup(dist.ProcessGroup):
         """Gather several tensors, each into one tensor."""
         return self._collective("all_gather_into_tensor", inputs, outputs, opts)
 
+    def allgather_object(self, objects: list[Any], value: Any) -> None:
+        """Gather a Python object of each member, by reference, as ``torch.distributed.all_gather_object`` copies it."""
+        self._collective("all_gather_object", [], [], key=((), ()), objects=objects, value=value).wait()
+
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> SimulatedWork:
         """Reduce one tensor, and keep a part of it on each member."""
         return self._collective("reduce_scatter_tensor", [input], [output], opts)

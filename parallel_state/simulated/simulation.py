@@ -159,6 +159,12 @@ class Simulation:
         """Return the ranks that a call waits for."""
         return self._exchange.missing(call)
 
+    def skip_group(self) -> Any:
+        """Count a group that the running rank is no member of, and return what ``new_group`` returns."""
+        self._groups.skip(self._scheduler.running().rank)
+        c10d._world.group_count += 1
+        return c10d.GroupMember.NON_GROUP_MEMBER
+
     def announce(self, call: Call) -> None:
         """Match a call of the running rank with those of others; see ``Announcements``."""
         self._scheduler.check_running()

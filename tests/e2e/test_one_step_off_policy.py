@@ -156,7 +156,6 @@ def test_a_resumed_run_equals_one_without_an_interruption(tmp_path: Path, stalen
         settings |= {"asynchronous": order} if staleness > 1 else {}
         return run(groups(2), staleness, steps, 2, **settings)
 
-    whole, of_whole = saved("whole", 4)
     _, first = saved("parts", 2)
     resumed, second = saved("parts", 4, resume=True)
     if staleness == 2:  # the responses in flight at the checkpoint are generated again
@@ -164,5 +163,6 @@ def test_a_resumed_run_equals_one_without_an_interruption(tmp_path: Path, stalen
         replayed, _ = run(groups(2), 2, 4, 2, default_local_dir=str(tmp_path / "replay"), asynchronous=order)
         assert equal(resumed, replayed)
         return
+    whole, of_whole = saved("whole", 4)
     assert equal(whole, resumed)
     assert {**first, **second} == of_whole and list(of_whole) == [0, 1, 2, 3, 4]

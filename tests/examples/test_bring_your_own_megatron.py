@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 import torch
 
 from examples.bring_your_own_megatron import loop, roles, team
@@ -18,11 +14,9 @@ from mcontroller import DataProto
 from mcontroller.testing import SimulatedGroupMaker
 from parallel_state import ParallelLayout
 from parallel_state.simulated import run_ranks
-from tests.examples.test_small_examples import ON_RAY
 from workers import OptimConfig, RolloutConfig
 
 LAYOUTS = {"tp2-pp2": (4, 2, 2), "pp2-dp2": (4, 1, 2)}
-ROOT = Path(__file__).parents[2]
 
 
 def arguments(tp: int, pp: int) -> argparse.Namespace:
@@ -73,14 +67,12 @@ def test_the_model_in_the_roles_has_the_losses_of_the_loop_alone(
     assert expected[-1] < expected[0]
 
 
-def test_the_program_prints_the_same_losses_on_ray(ray_cluster: None) -> None:
-    start = ON_RAY.format(ray.get_runtime_context().gcs_address)
-    program = f"{start}from examples.bring_your_own_megatron.loop import main; main()"
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_the_program_prints_the_same_losses_on_ray(ray_for_programs: None, capsys: pytest.CaptureFixture[str]) -> None:
+    loop.main()
+    lines = capsys.readouterr().out.splitlines()
     args = arguments(2, 2)
     alone = run_ranks(ParallelLayout(4, tp=2, pp=2), team.pretrain, args, loop.make_data(args))[-1]
-    printed = [float(line.split("lm loss ")[1].split()[0]) for line in done.stdout.splitlines() if "lm loss" in line]
+    printed = [float(line.split("lm loss ")[1].split()[0]) for line in lines if "lm loss" in line]
     assert printed == pytest.approx([step["lm loss"] for step in alone], abs=1e-6)
 
 

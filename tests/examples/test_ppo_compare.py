@@ -5,10 +5,9 @@ import json
 
 import pytest
 
-from examples.ppo.compare import ALGORITHMS, ONE_PROCESS, curve, learning_table, write
+from examples.ppo.compare import ALGORITHMS, ONE_PROCESS, curve, draw, learning_table
 from examples.ppo.main import CONFIG
-from examples.ppo.off_policy import SETTINGS
-from examples.ppo.off_policy import write as write_off_policy
+from examples.ppo.off_policy import SETTINGS, table
 from trainer.run.config import read_run_config
 
 
@@ -22,8 +21,8 @@ def test_every_algorithm_has_a_configuration_of_1024_responses_a_step(algorithm)
 def test_the_table_reports_mean_and_smallest_gain(tmp_path):
     curves = {"grpo": {1: [(0, 0.25), (8, 0.75)], 2: [(0, 0.5), (8, 0.75)]}}
     assert learning_table(curves).splitlines()[-1] == "| `grpo` | 1, 2 | 0.375 | 0.750 | 0.375 | 0.250 |"
-    write(curves, tmp_path)
-    assert (tmp_path / "img" / "learning.png").stat().st_size > 0 and "0.375" in (tmp_path / "learning.md").read_text()
+    draw(curves, tmp_path / "learning.png")
+    assert (tmp_path / "learning.png").stat().st_size > 0
 
 
 def test_a_curve_has_the_steps_with_validation(tmp_path):
@@ -45,14 +44,13 @@ def test_the_runs_on_and_off_policy_differ_in_the_staleness_alone():
     assert on_policy.rollout == on_policy.actor_rollout_ref
 
 
-def test_the_page_has_the_accuracy_and_the_staleness_of_every_setting(tmp_path):
+def test_the_table_has_the_accuracy_and_the_staleness_of_every_setting(tmp_path):
     curves = {name: {seed: [(0, 0.25), (8, 0.5 + seed / 100)] for seed in (1, 2)} for name in SETTINGS}
     for number, name in enumerate(SETTINGS):
         for seed in (1, 2):
             records = [{"global_step": 1, **({"training/staleness_mean": number + seed} if number else {})}]
             (tmp_path / f"{name}-{seed}").mkdir()
             (tmp_path / f"{name}-{seed}" / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
-    write_off_policy(curves, tmp_path, tmp_path)
-    page = (tmp_path / "learning-off-policy.md").read_text()
-    assert "| `max_staleness=0` | 0.00 | 0.250 | 0.515 | +0.000 | 1: 0.510, 2: 0.520 |" in page
-    assert "| `max_staleness=1` | 2.50 | 0.250 | 0.515 | +0.000 | 1: 0.510, 2: 0.520 |" in page
+    lines = table(curves, tmp_path)
+    assert "| `max_staleness=0` | 0.00 | 0.250 | 0.515 | +0.000 | 1: 0.510, 2: 0.520 |" in lines
+    assert "| `max_staleness=1` | 2.50 | 0.250 | 0.515 | +0.000 | 1: 0.510, 2: 0.520 |" in lines

@@ -56,6 +56,7 @@ def test_a_short_run_leaves_config_metrics_events_curves_and_checkpoint(tmp_path
     assert any((tmp_path / "tensorboard").iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_ctrl_c_ends_every_process_of_the_run(tmp_path):
     run = start(f"run_dir={tmp_path}", "trainer.total_training_steps=100000")

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import ray
 
+from examples import two_layouts_one_pool, two_roles
 from examples.mocked_topology_test import (
     test_every_row_is_returned_by_the_last_stage_of_its_replica as test_every_row_is_returned_by_the_last_stage,
 )
@@ -17,8 +17,6 @@ from examples.mocked_topology_test import test_the_error_names_the_rank_that_rai
 __all__ = ["test_every_row_is_returned_by_the_last_stage", "test_the_error_names_the_rank_that_raised"]
 
 ROOT = Path(__file__).parents[2]
-ON_RAY = "import ray; ray.init({!r}, log_to_driver=False); ray.init = lambda *_, **__: None; "
-"""Makes a program run on the Ray of this address in place of one that it starts."""
 
 
 @pytest.mark.processes
@@ -30,19 +28,15 @@ def test_a_reward_model_of_pairs_scores_new_ones_and_the_hang_is_explained() -> 
     assert "Deadlock: rank 2 (tp=0 dp=1 pp=0) has ended, and rank 0 waits for it" in done.stdout
 
 
-@pytest.mark.processes
-def test_a_rollout_in_another_layout_generates_with_the_weights_of_the_actor(ray_cluster: None) -> None:
-    start = ON_RAY.format(ray.get_runtime_context().gcs_address)
-    program = f"{start}from examples.two_layouts_one_pool import main; assert main() > 0.9"
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "actor (2 ranks) -> rollout (2 ranks) by process_group" in done.stdout
+def test_a_rollout_in_another_layout_generates_with_the_weights_of_the_actor(
+    ray_for_programs: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert two_layouts_one_pool.main() > 0.9
+    assert "actor (2 ranks) -> rollout (2 ranks) by process_group" in capsys.readouterr().out
 
 
-@pytest.mark.processes
-def test_two_roles_in_one_process_train_as_in_two(ray_cluster: None) -> None:
-    start = ON_RAY.format(ray.get_runtime_context().gcs_address)
-    program = f"{start}from examples.two_roles import main; one, other = main(); assert one == other"
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert [int(line.split(": ")[1].split()[0]) for line in done.stdout.splitlines() if "processes," in line] == [4, 2]
+def test_two_roles_in_one_process_train_as_in_two(ray_for_programs: None, capsys: pytest.CaptureFixture[str]) -> None:
+    apart, together = two_roles.main()
+    assert apart == together
+    printed = capsys.readouterr().out
+    assert [int(line.split(": ")[1].split()[0]) for line in printed.splitlines() if "processes," in line] == [4, 2]

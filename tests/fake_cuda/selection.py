@@ -51,7 +51,6 @@ CHOSEN: dict[str, tuple[str, ...]] = {
     ),
     "tensors of every axis in NCCL's collectives, with each kind of rows and of model": (
         f"{_MATRIX}[PP2 with VPP2 x EP2, recomputation, router losses, float32]",
-        f"{_MATRIX}[PP2 x DP2, distributed optimizer with overlap, bfloat16]",
         f"{_MATRIX}[CP2, learned positions, packed, float32]",
         "tests/workers/train/test_packed.py::test_packed_rows_have_the_results_of_padded_ones[pp2-vpp2-dp2-0]",
         "tests/workers/test_roles.py::test_two_roles_of_different_layouts_share_processes",
@@ -65,7 +64,6 @@ CHOSEN: dict[str, tuple[str, ...]] = {
     ),
     "losses, scores and optimizers make new tensors on the device": (
         "tests/workers/config/test_optim.py::test_the_optimizer_is_distributed_by_default_over_several_ranks_on_a_gpu",
-        "tests/workers/distinct_tokens/test_shared_prompts.py::test_shared_prompts_have[tp2-sp-dp2-rope, tied]",
         "tests/workers/test_bad_input.py::test_nan_in_a_loss_raises_on_every_rank_and_names_its_origin",
         "tests/workers/test_bad_input.py::test_overflow_of_float16_skips_the_step_and_lowers_the_loss_scale",
         "tests/workers/test_reference.py::test_moves_of_a_resumed_reference_are_exact[tp]",
@@ -99,7 +97,6 @@ CHOSEN: dict[str, tuple[str, ...]] = {
     ),
     "checkpoints: read from and written to the device, in the background, with its random numbers": (
         "tests/workers/checkpoint/test_background_saves.py",
-        "tests/workers/checkpoint/test_optimizer_state.py::test_loss_scale_is_restored",
         "tests/workers/checkpoint/test_optimizer_state.py::test_training_resumes_to_the_bit[tp2-dp2]",
         "tests/workers/checkpoint/test_save_and_load.py::test_random_numbers_and_learning_rate_continue",
     ),

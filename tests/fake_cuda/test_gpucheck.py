@@ -106,6 +106,8 @@ def test_groups_on_fake_cuda_devices_pass_every_row(tmp_path: Path) -> None:
         assert "rollout rank 0" in rows[name]["figures"]["error"]
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_layouts_equal_one_process_in_processes_of_their_own(tmp_path: Path) -> None:
     rows = rows_of(start(tmp_path, *PARTS, "e", blocked=WITHOUT_RAY), 0)
     figures = rows["TP2 float32 local"]["figures"]

@@ -37,7 +37,7 @@ def test_the_list_is_short() -> None:
 def test_cases_are_chosen_by_their_names() -> None:
     matrix = "tests/workers/test_parity_matrix.py::test_layout_computes_what_one_process_computes"
     assert not is_chosen(f"{matrix}[TP2, float32]")
-    assert is_chosen(f"{matrix}[PP2 x DP2, distributed optimizer with overlap, bfloat16]")
+    assert is_chosen(f"{matrix}[CP2, learned positions, packed, float32]")
     assert is_chosen("tests/workers/weights/test_offload.py::test_views_see_the_memory_come_back")
     assert not is_chosen("tests/workers/test_parity.py::test_rank_without_rows_to_train_on_takes_part")
     assert reason_to_fail("tests/workers/train/test_gradient_fusion.py::test_fusion_is_the_default_on_a_cpu")

@@ -136,7 +136,7 @@ def test_settings_that_recipes_are_translated_to_are_keys_of_a_run() -> None:
     keys = {field.key for field in all_fields(*roots())}
     sections = {key.rsplit(".", count)[0] for key in keys for count in range(1, key.count(".") + 1)}
     tables = (ROOT / "docs/porting.md").read_text().partition("## Their setting, ours")[2]
-    cells = [row.split(" | ")[2] for row in tables.splitlines() if row.startswith("| `")]
+    cells = [row.split(" | ")[1] for row in tables.splitlines() if row.startswith("| `")]
     named = [name.replace("A.", "actor_rollout_ref.", 1) for cell in cells for name in CODE.findall(cell)]
     named = [name.partition("=")[0] for name in named if "." in name and ":" not in name]
     assert len(named) > 80

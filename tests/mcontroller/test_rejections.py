@@ -113,7 +113,7 @@ def test_a_decorated_or_static_method_is_called_with_what_it_takes(group: Any) -
     assert group.static(2) == [2] * 8
     with pytest.raises(DispatchError) as raised:
         group.static(2, 3)
-    assert raised.value.taken == ("value",)
+    assert raised.value.parameters == ("value",)
 
 
 @pytest.mark.parametrize("method", ["unknown_axis", "unknown_stage"])

@@ -20,17 +20,10 @@ pytestmark = pytest.mark.processes
 SIZES = [
     (1, 1, 1, 1, 1, 1),
     (8, 2, 1, 2, 1, 2),
-    (8, 1, 1, 1, 4, 1),
-    (8, 2, 1, 2, 2, 1),
     (12, 3, 1, 2, 1, 3),
-    (16, 2, 2, 2, 4, 1),
     (16, 2, 2, 2, 2, 2),
     (24, 2, 1, 3, 4, 1),
-    (24, 4, 1, 1, 3, 2),
-    (32, 2, 2, 4, 2, 2),
     (36, 3, 2, 2, 2, 3),
-    (48, 4, 2, 3, 8, 1),
-    (64, 4, 2, 2, 8, 2),
 ]
 
 
@@ -67,7 +60,7 @@ def subsets(axes: tuple[str, ...]) -> list[tuple[str, ...]]:
 
 def test_every_group_of_every_set_of_axes_is_that_of_megatrons_generator(oracle: Oracle) -> None:
     layouts = [layout for sizes in SIZES for order in ORDERS if (layout := layout_of(*sizes, order)) is not None]
-    assert len(layouts) > 700
+    assert len(layouts) > 300
     dense, expert = subsets(("tp", "cp", "dp", "pp")), subsets(("etp", "ep", "edp", "pp"))
     questions = []
     for layout in layouts:

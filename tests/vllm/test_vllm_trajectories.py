@@ -33,7 +33,8 @@ def test_tokens_in_flight_have_the_log_probs_of_their_versions(ray_cluster: None
         def submit() -> None:
             length = draws.randint(RESPONSE // 2, RESPONSE)
             prompt = [draws.randrange(3, VOCAB) for _ in range(draws.randint(3, 40))]
-            made.append(rollout.submit(prompt, response_length=length, stop_token_ids=CALLS).trajectory)
+            options = {"response_length": length, "stop_token_ids": CALLS, "stream": len(made) % 4 == 0}
+            made.append(rollout.submit(prompt, **options).trajectory)
 
         def take() -> None:
             assert rollout.start()

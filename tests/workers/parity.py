@@ -83,16 +83,19 @@ COVERED = {
     "TP2 x PP2 x CP2": "TP2 x PP2 x CP2 with SP, packed, by tokens",
     "TP2 x PP2 x EP2 with SP": "TP2 x PP2 x EP4 with SP, router losses",
     "TP2 x PP2 x EP2 with SP, decisive routers": "TP2 x PP2 x EP4 with SP, router losses; decisive for bfloat16",
-    "TP2, packed": "TP2 x PP2 x DP2, packed, by tokens",
-    "PP2, packed": "TP2 x PP2 x DP2, packed, by tokens",
+    "TP2, packed": "TP2 x PP2 x CP2 with SP, packed, by tokens",
+    "PP2, packed": "TP2 x PP2 x CP2 with SP, packed, by tokens",
+    "TP2 x PP2 x DP2, packed, by tokens": "TP2 x PP2 x CP2 with SP, packed, by tokens",
     "PP2 with VPP2, packed": "PP2 with VPP2, packed, by tokens",
     "CP2, packed": "CP2, learned positions, packed",
+    "TP2 x EP2 with SP, packed, by tokens": "TP2 x PP2 x CP2 with SP, packed, by tokens; experts in test_layouts.py of "
+    "router_replay",
     "TP2 x PP2 x EP2 with SP, router losses": "TP2 x PP2 x EP4 with SP, router losses",
 }
 """Layouts of the page -> what has all their paths in float32; these are compared by ``make test-slow`` alone."""
 EVERY_AXIS_IN_BFLOAT16 = (
     "CP2",
-    "TP2 x PP2 x EP2 with SP, decisive routers",
+    "EP2, decisive routers",
     "PP2 x DP2, distributed optimizer with overlap",
     "one process, packed",
 )

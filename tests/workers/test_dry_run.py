@@ -8,56 +8,92 @@ from typing import Any
 import pytest
 import torch
 
+from parallel_state.dry_run.outcome import Outcome
 from parallel_state.dry_run.run import dry_run_of
-from parallel_state.layout import ParallelLayout
-from workers import ActorRolloutRefWorker, CriticWorker
-from workers.config import CriticConfig, LoraConfig
+from workers import ActorRolloutRefWorker, CriticWorker, RewardModelWorker
+from workers.config import CriticConfig, LoraConfig, RewardConfig
 from workers.dry_run import RoleCall
 from workers.gpucheck.policy import FULL, TINY_MODEL, actor_config, role_config
-from workers.verify.roles import variant_of
+from workers.verify.roles import ModelRole, variant_of
 
 pytestmark = [
     pytest.mark.simulated,
     pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU"),
 ]
 GIB = 2**30
-SMALL = {"model": TINY_MODEL | {"dtype": "bfloat16"}, "ppo_mini_batch_size": 8, "ppo_micro_batch_size": 2}
+PROMPT, RESPONSE = 24, 40
+BF16 = TINY_MODEL | {"dtype": "bfloat16"}
+WIDE = TINY_MODEL | {"hidden_size": 256, "ffn_hidden_size": 1024, "kv_channels": 64}
+SIZES = {"ppo_mini_batch_size": 8, "ppo_micro_batch_size": 2}
+
+
+def model_role(kind: str, ranks: int, **changed: Any) -> ModelRole:
+    """Return an actor with its reference, a critic or a reward model on a number of ranks."""
+    if kind == "reward":
+        config: Any = role_config(RewardConfig, {"model": WIDE, "micro_batch_size": 2, **changed})
+    else:
+        settings = {"model": WIDE, **SIZES, **changed}
+        lengths = {"rollout": {"prompt_length": PROMPT, "response_length": RESPONSE}}
+        config = actor_config(settings | lengths) if kind == "actor" else role_config(CriticConfig, settings)
+    worker = {"actor": ActorRolloutRefWorker, "critic": CriticWorker, "reward": RewardModelWorker}[kind]
+    variant = variant_of(config, config.parallel.layout(ranks))
+    return ModelRole(worker, config, "actor_ref" if kind == "actor" else "", variant)
+
+
+def outcome_of(role: ModelRole, method: str, **chosen: Any) -> Outcome:
+    outcome = dry_run_of(RoleCall(role, method, PROMPT, RESPONSE), role.variant, **chosen)
+    assert not outcome.failure, outcome.failure
+    return outcome
+
+
+LORA = WIDE | {"lora": LoraConfig(rank=4, alpha=8)}
+ROLES: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "actor, dp": ("actor", 2, {}),
+    "actor, tp and pp": ("actor", 4, {"parallel": {"tp": 2, "pp": 2, "sequence_parallel": True}}),
+    "actor, packed": ("actor", 1, {"packed": True}),
+    "actor, LoRA": ("actor", 1, {"model": LORA}),
+    "critic, cp": ("critic", 2, {"parallel": {"cp": 2}}),
+    "reward model, tp": ("reward", 2, {"parallel": {"tp": 2}}),
+}
+
+
+@pytest.mark.parametrize("name", ROLES)
+def test_every_call_of_a_role_runs_without_data(name: str) -> None:
+    kind, ranks, changed = ROLES[name]
+    role = model_role(kind, ranks, **changed)
+    peaks = [outcome_of(role, method, second=False).peak for method in (*role.updates, *role.scores)]
+    assert peaks[0] == max(peaks) and min(peaks) > 0
 
 
 def test_an_update_of_a_large_model_has_the_peak_of_a_gpu() -> None:
     """53.0 GB (2**30 bytes) on one H100, with local layers; see docs/gpu.md."""
     model = FULL.model | {"dtype": "bfloat16", "transformer_impl": "local"}
     rollout = {"prompt_length": FULL.prompt, "response_length": FULL.response}
-    sizes = {"ppo_micro_batch_size": 1, "ppo_mini_batch_size": 2, "model": model, "rollout": rollout}
-    config, layout = actor_config(sizes), ParallelLayout(1)
-    call = RoleCall(ActorRolloutRefWorker, config, "actor", "update_actor", layout, FULL.prompt, FULL.response)
-    outcome = dry_run_of(call, variant_of(config, layout))
+    config = actor_config({"ppo_micro_batch_size": 1, "ppo_mini_batch_size": 2, "model": model, "rollout": rollout})
+    role = ModelRole(ActorRolloutRefWorker, config, "actor", variant_of(config, config.parallel.layout(1)))
+    outcome = dry_run_of(RoleCall(role, "update_actor", FULL.prompt, FULL.response), role.variant)
     assert outcome.peak / GIB == pytest.approx(53.0, rel=0.01)
     (use,) = outcome.uses.values()
     assert use.by_kind["optimizer"] == pytest.approx(12 * use.parameters, rel=0.01)
     assert use.by_kind["gradients"] == pytest.approx(4 * use.parameters, rel=0.01)
 
 
-@pytest.mark.parametrize("changed", [{}, {"packed": True}, {"model": {"lora": LoraConfig(rank=4, alpha=8)}}])
-def test_a_role_is_updated_and_scored_without_data(changed: dict[str, Any]) -> None:
-    rollout = {"prompt_length": 24, "response_length": 40}
-    changed = changed | {"model": SMALL["model"] | changed.get("model", {})}
-    config = actor_config({**SMALL, **changed, "rollout": rollout, "parallel": {"tp": 2, "pp": 2}})
-    layout = ParallelLayout(4, tp=2, pp=2)
-    peaks = {}
-    for method in ("update_actor", "compute_log_prob"):
-        call = RoleCall(ActorRolloutRefWorker, config, "actor", method, layout, 24, 40)
-        outcome = dry_run_of(call, variant_of(config, layout), second=False)
-        assert not outcome.failure
-        peaks[method] = outcome.peak
-    assert peaks["update_actor"] > peaks["compute_log_prob"] > 0
+def test_a_critic_in_data_parallel_ranks_has_a_part_of_the_optimizer() -> None:
+    role = model_role("critic", 4, model=BF16)
+    outcome = outcome_of(role, "update_critic")
+    config = replace(role.config, optim=replace(role.config.optim, distributed_optimizer=False))
+    whole = outcome_of(replace(role, config=config, variant=variant_of(config, role.variant.layout)), "update_critic")
+    assert not outcome.warnings
+    assert outcome.uses[0].idle["optimizer"] < whole.uses[0].idle["optimizer"] / 3
 
 
-def test_a_critic_in_data_parallel_ranks() -> None:
-    config, layout = role_config(CriticConfig, SMALL), ParallelLayout(4)
-    call = RoleCall(CriticWorker, config, "", "update_critic", layout, 24, 40)
-    outcome = dry_run_of(call, variant_of(config, layout))
-    whole = replace(config, optim=replace(config.optim, distributed_optimizer=False))
-    other = dry_run_of(replace(call, config=whole), variant_of(whole, layout))
-    assert not outcome.failure and not outcome.warnings and not other.failure
-    assert outcome.uses[0].idle["optimizer"] < other.uses[0].idle["optimizer"] / 3
+@pytest.mark.parametrize(("fraction", "share"), [({}, 1.0), ({"optimizer_offload_fraction": 0.75}, 0.25)])
+def test_an_optimizer_in_host_memory_is_not_on_the_device(fraction: dict[str, float], share: float) -> None:
+    """Megatron's default of the fraction is 0."""
+    role = model_role("actor", 1, model=BF16)
+    megatron = {"optimizer_cpu_offload": True} | fraction
+    other = replace(role, config=replace(role.config, optim=replace(role.config.optim, megatron=megatron)))
+    (whole,) = outcome_of(role, "update_actor").uses.values()
+    (use,) = outcome_of(other, "update_actor").uses.values()
+    assert use.idle["optimizer"] == pytest.approx(share * whole.idle["optimizer"], abs=1)
+    assert whole.peak - use.peak == pytest.approx((1 - share) * whole.idle["optimizer"], abs=1)

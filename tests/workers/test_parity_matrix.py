@@ -1,6 +1,6 @@
 """Every layout computes what one process computes: scores, losses, gradient norms, weights after optimizer steps.
 
-In one process rows are padded and taken two at a time; docs/parity.md explains the cases and lists the differences.
+In one process rows are padded and taken two at a time; docs/results.md explains the cases and lists the differences.
 ``make test`` runs each path once; ``make test-slow`` runs every row of the page.
 """
 
@@ -25,7 +25,7 @@ def test_layout_computes_what_one_process_computes(layout: str, dtype: str) -> N
 
 
 def test_decisive_routers_use_all_experts_with_margins_far_above_rounding() -> None:
-    assert_decisive("TP2 x PP2 x EP2 with SP, decisive routers", "bfloat16")
+    assert_decisive("EP2, decisive routers", "bfloat16")
 
 
 def test_every_row_of_the_page_runs_or_names_what_has_its_paths() -> None:

@@ -52,7 +52,7 @@ def demonstrations(rows: int) -> DataProto:
 def learn(parallel: dict[str, Any]) -> dict[str, Any]:
     worker = actor(parallel, sft_optim={"lr": 5e-3})
     batch = own_shard(demonstrations(12), worker)
-    losses = [worker.update_sft(batch).meta_info["metrics"]["sft/loss"] for _ in range(12)]
+    losses = [worker.update_sft(batch).meta_info["metrics"]["sft/loss"] for _ in range(7)]
     lr_of_phase = worker.update_sft(batch).meta_info["metrics"]["sft/lr"]
     steps = worker.state.counters["optimizer_steps"]
     worker.update_actor(own_shard(experience(12), worker))
@@ -66,10 +66,10 @@ def learn(parallel: dict[str, Any]) -> dict[str, Any]:
 
 def test_supervised_steps_learn_the_demonstrations_equally_in_every_layout() -> None:
     alone, divided = run_ranks(learn, 1, {})[0], run_ranks(learn, 4, {"tp": 2, "pp": 2})[0]
-    assert alone["losses"][-1] < 0.7 * alone["losses"][0]
+    assert alone["losses"][-1] < 0.8 * alone["losses"][0]
     assert divided["losses"] == pytest.approx(alone["losses"], abs=1e-4)
     assert alone["lr"] == 5e-3
-    assert alone["steps"] == (13, 4)  # PPO began with a new optimizer
+    assert alone["steps"] == (8, 4)  # PPO began with a new optimizer
 
 
 def alternating(path: str) -> tuple[list[dict[str, Any]], int]:

@@ -22,13 +22,13 @@ class DatasetConfig:
     path: Any = None
     """A JSONL or Parquet file, a directory of Hugging Face ``datasets``, or a list of them, which are read in turn."""
     source: str | None = None
-    """Name of the reader: jsonl, parquet, hf, reasoning_gym, or one that you registered. None: by the path."""
+    """Name of the reader: jsonl, parquet, hf, reasoning_gym, verifiers, or one of yours. None: by the path."""
     split: str = "train"
     """Split of a directory of Hugging Face ``datasets`` that has several."""
     task: str | None = None
-    """Name of the task of reasoning-gym."""
+    """Name of the task of reasoning-gym, or of an environment of verifiers."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Options of the task, under reasoning-gym's names."""
+    """Options of the task, under reasoning-gym's names, or arguments of the environment."""
     seed: int = 0
     """Seed of the problems of reasoning-gym."""
     skip: int = 0

@@ -135,6 +135,25 @@ def _task(config: DatasetConfig, size: int) -> Any:
     return gym.create_dataset(config.task, seed=config.seed * SEED_DISTANCE, size=size, **config.options)
 
 
+@DATASET_SOURCES.register("verifiers")
+def read_verifiers(config: DatasetConfig) -> Records:
+    """Return the rows of the training data of an environment of the package verifiers; ``split`` may be ``eval``.
+
+    Raises:
+        ConfigError: the extra ``verifiers`` is not installed, or there is no such environment.
+    """
+    if config.task is None:
+        raise ConfigError("source 'verifiers' needs a task: the name of the environment", key="task")
+    verifiers = import_extra("verifiers", "verifiers", "source")
+    try:
+        environment = verifiers.load_environment(config.task, **config.options)
+    except (ValueError, RuntimeError, AttributeError) as error:
+        raise ConfigError(f"verifiers loads no environment {config.task!r}: {error}", key="task") from error
+    rows = environment.get_eval_dataset() if config.split == "eval" else environment.get_dataset()
+    named = [{"answer": "", **row} for row in rows]
+    return Records(f"the environment {config.task}", named, [f"row {number}" for number in range(len(named))])
+
+
 def source_of_path(path: Path) -> str:
     """Return the name of the reader of a path.
 

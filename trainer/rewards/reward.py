@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -15,7 +15,7 @@ from mcontroller.config.checks import check_known_keys
 from mcontroller.data.batch import DataProto
 from mcontroller.errors import ConfigError, DataError
 from mcontroller.transport import complete
-from trainer.columns import columns, without
+from trainer.columns import EPISODE_SCORES, FAILED, columns, without
 from trainer.metrics import name_conflict
 from workers.columns import ROUTED_EXPERTS
 
@@ -162,13 +162,14 @@ def joined(rewards: Sequence[Reward]) -> Reward:
 
 
 class RewardSources:
-    """The scores of responses from a reward function, a reward model, or both.
+    """The scores of responses: those of their episodes and of a reward function, added, and of a reward model.
 
     Args:
         reward_fn: the reward of responses to train on.
         val_reward_fn: the reward of responses to held-out problems; None: ``reward_fn``.
         has_model: whether there is a reward model.
-        combine: makes one score of both.
+        combine: makes one score of both; None: ``weighted_sum()``, for the scores of episodes.
+        has_episodes: whether episodes make the responses, which may have scores.
 
     Raises:
         ConfigError: there is no reward, or there are both and no function that combines them.
@@ -180,8 +181,9 @@ class RewardSources:
         val_reward_fn: RewardFunction | None,
         has_model: bool,
         combine: CombineRewards | None,
+        has_episodes: bool = False,
     ) -> None:
-        if reward_fn is None and not has_model:
+        if reward_fn is None and not (has_model or has_episodes):
             raise ConfigError("there is no reward: pass reward_fn, or map Role.RewardModel", key="reward_fn")
         if reward_fn is not None and has_model and combine is None:
             raise ConfigError(
@@ -192,7 +194,7 @@ class RewardSources:
             )
         self.training = reward_fn
         self.held_out = val_reward_fn or reward_fn
-        self.combine = combine
+        self.combine = combine or weighted_sum()
 
     def start(self, batch: DataProto, problems: DataProto) -> Callable[[], Scores] | None:
         """Start to score a batch of responses to train on, if the reward function can; return what ``of`` waits for.
@@ -214,8 +216,8 @@ class RewardSources:
         reads = ("response_mask",) if function is None else getattr(function, "reads", None)
         if reads is None:
             return without(batch, [ROUTED_EXPERTS])
-        columns = batch.select([name for name in batch.tensor_names if name in reads or name == "response_mask"])
-        return columns.prefetch()
+        reads = (*reads, "response_mask", EPISODE_SCORES, FAILED)
+        return batch.select([name for name in batch.tensor_names if name in reads]).prefetch()
 
     def of(self, batch: DataProto, *, held_out: bool = False, started: Callable[[], Scores] | None = None) -> Reward:
         """Return the Reward of a batch.
@@ -230,11 +232,20 @@ class RewardSources:
         """
         model = columns(batch, "rm_scores")[0] if "rm_scores" in batch.tensor_names else None
         function = self.held_out if held_out else self.training
-        if function is None:
-            assert model is not None
+        rule = None
+        if function is not None:
+            rule = rewarded(function if started is None else lambda batch: started(), batch)
+        if EPISODE_SCORES in batch.tensor_names:
+            rule = _with_episode_scores(rule, batch)
+        if rule is None and model is not None:
             return rewarded(lambda batch: Reward(model), batch, "the reward model")
-        rule = rewarded(function if started is None else lambda batch: started(), batch)
-        if model is None or self.combine is None:
+        if rule is None:
+            raise DataError(
+                "no response has a score: there is no reward function, and no episode has set score of the Trajectory "
+                "that it returned, nor an agent returned one. Set it, or add a function to rewards.functions",
+                rows=len(batch),
+            )
+        if model is None:
             return rule
         parts = {"rule_score": rule.token_level_scores, "model_score": model}
         sums = {name: scores.sum(1).tolist() for name, scores in parts.items()}
@@ -305,6 +316,21 @@ def rewarded(reward_fn: RewardFunction, batch: DataProto, name: str = "the rewar
                 expected=expected[0],
             )
     return reward
+
+
+def _with_episode_scores(rule: Reward | None, batch: DataProto) -> Reward | None:
+    """Return the reward with the scores of episodes added, which a row without one does not change."""
+    scores, mask = columns(batch, EPISODE_SCORES, "response_mask")
+    given = ~scores.isnan()
+    all_failed = FAILED in batch.tensor_names and bool(columns(batch, FAILED)[0].all())
+    if not given.any() and not (rule is None and all_failed):
+        return rule
+    on_tokens = outcome_scores(scores.nan_to_num(), mask)
+    if rule is None:
+        return Reward(on_tokens, scored=given.tolist())
+    scored = given | ~rule.row_scores().isnan()
+    both = {**rule.columns, "episode_score": scores.tolist()}
+    return replace(rule, token_level_scores=rule.token_level_scores + on_tokens, columns=both, scored=scored.tolist())
 
 
 def _as_reward(result: Any, mask: Tensor, name: str) -> Reward:

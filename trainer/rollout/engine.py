@@ -15,7 +15,7 @@ Megatron's ranks, does nothing by itself: a rollout makes its steps, so that tes
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -81,7 +81,9 @@ class Engine(Protocol):
 
     name: str
 
-    async def generate(self, prompt: array[int], sampling: Mapping[str, Any]) -> Sampled:
+    async def generate(
+        self, prompt: array[int], sampling: Mapping[str, Any], on_part: Callable[[Sampled], None] | None = None
+    ) -> Sampled:
         """Generate a response. Cancelling the coroutine ends the request in the engine.
 
         Args:
@@ -89,6 +91,8 @@ class Engine(Protocol):
             sampling: ``response_length`` ([tokens] the most), ``eos_token_id`` (one or several), ``seed`` (64 bits,
                 signed), and those of ``temperature``, ``top_p``, ``top_k``, ``min_p``, ``repetition_penalty`` and
                 ``do_sample`` that differ from the workers' configuration.
+            on_part: called on the event loop with the tokens that were generated since the last call, while the engine
+                goes on; what is returned is the rest. None, or an engine that cannot: all are returned together.
 
         Raises:
             EngineLost: the engine takes no more requests.

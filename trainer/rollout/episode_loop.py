@@ -89,7 +89,7 @@ class EpisodeLoop:
         self._transport((kind, number, pickle.dumps(values)))
 
     def handle(self, message: tuple[Any, ...]) -> None:
-        """Act on a message of the controller: ``start``, ``made``, ``failed`` or ``stop``."""
+        """Act on a message of the controller: ``start``, ``part``, ``made``, ``failed`` or ``stop``."""
         kind, number, *values = message
         if kind == "start":
             self._requests[number], self._pending[number] = 0, {}
@@ -99,7 +99,9 @@ class EpisodeLoop:
                 self._tasks[number].cancel()
             self._send("stopped", number)
         elif values[0] in self._pending.get(number, {}):
-            trajectory, future = self._pending[number].pop(values[0])
+            trajectory, future = self._pending[number][values[0]]
+            if kind != "part":
+                del self._pending[number][values[0]]
             if kind == "failed":
                 future.set_exception(values[1])
             else:
@@ -111,7 +113,8 @@ class EpisodeLoop:
                 except Exception as error:  # the episode has changed the trajectory meanwhile
                     future.set_exception(error)
                 else:
-                    future.set_result(trajectory)
+                    if kind == "made":
+                        future.set_result(trajectory)
 
     def submit(self, number: int, trajectory: Trajectory, options: Mapping[str, Any]) -> asyncio.Future[Trajectory]:
         """Send a trajectory to the rollout, and return the future of its next turn."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import pickle
 import socket
 import struct
@@ -26,7 +27,7 @@ import torch
 
 from mcontroller.data.batch import DataProto
 from mcontroller.errors import ConfigError, MControllerError
-from trainer.columns import FAILED, columns
+from trainer.columns import EPISODE_SCORES, FAILED, columns
 from trainer.rewards.helper_process import HelperProcess
 from trainer.rollout.episode_loop import SERVER, EpisodeLoop, load_episode, text_of
 from trainer.rollout.made_tokens import FAILURE_KINDS, EpisodeError, MadeTokens, Turn
@@ -46,6 +47,13 @@ LONGEST_MESSAGE = 1 << 30
 """[bytes] The longest message of a process; one that sends a longer one is lost."""
 STALL_S = 10.0
 """[s] How long a message to or from a process may take, before it is killed."""
+
+
+def outcome_columns(made: Sequence[Trajectory]) -> dict[str, torch.Tensor]:
+    """Return the columns ``failed`` and ``episode_scores`` ``[rows]`` of the trajectories of episodes."""
+    scores = [math.nan if trajectory.score is None else trajectory.score for trajectory in made]
+    failed = [trajectory.ended in FAILURE_KINDS for trajectory in made]
+    return {FAILED: torch.tensor(failed), EPISODE_SCORES: torch.tensor(scores, dtype=torch.float32)}
 
 
 @dataclass(eq=False)
@@ -186,6 +194,7 @@ class Episodes:
         self._waiting: deque[_Running] = deque()
         self._running: dict[int, _Running] = {}
         self._made: SimpleQueue[tuple[_Running, int]] = SimpleQueue()
+        self._streams: dict[Turn, tuple[_Running, int]] = {}
         self._started = 0
 
     def another(self) -> Episodes:
@@ -257,7 +266,7 @@ class Episodes:
             generate: ``generate_sequences`` of a group.
 
         Returns:
-            The columns of ``trajectory_batch``, and ``failed``, bool ``[rows]``: the rows of episodes that failed have
+            The columns of ``trajectory_batch``, and those of ``outcome_columns``: the rows of episodes that failed have
             no tokens, and get no score. ``meta_info["metrics"]`` has their number.
         """
         for left in (*self._running.values(), *self._waiting):  # by a call that failed
@@ -287,7 +296,7 @@ class Episodes:
             pad_token_id=problems.meta_info["pad_token_id"],
             log_probs=rollout.log_probs,
         )
-        whole[FAILED] = torch.tensor([trajectory.ended in FAILURE_KINDS for trajectory in made])
+        whole |= outcome_columns(made)
         return DataProto.from_dict(whole, meta_info={**rollout.meta_info(n), "metrics": self.take_metrics(made)})
 
     def run(self) -> None:
@@ -303,7 +312,7 @@ class Episodes:
                 self.pump(0.01)
 
     def take_metrics(self, made: Sequence[Trajectory]) -> dict[str, float]:
-        """Return how many of the trajectories failed, and why, and their numbers of turns.
+        """Return how many of the trajectories failed, and why, their numbers of turns, and means of their metrics.
 
         ``episodes/restarted`` counts the episodes that have begun again since the last call, and
         ``episodes/replaced_processes`` the processes that were lost.
@@ -312,12 +321,17 @@ class Episodes:
         replaced, self.replaced = self.replaced, 0
         kinds, turns = Counter(trajectory.ended for trajectory in made), [trajectory.turns for trajectory in made]
         replies = sum(len(trajectory.mask) - sum(trajectory.mask) for trajectory in made)
+        values: dict[str, list[float]] = {}
+        for trajectory in made:
+            for name, value in trajectory.metrics.items():
+                values.setdefault(f"environment/{name}", []).append(value)
         counts = {kind: kinds[kind] for kind in FAILURE_KINDS}
         counts |= {"failed": sum(counts.values()), "restarted": restarted, "replaced_processes": replaced}
         return {f"episodes/{name}": float(count) for name, count in counts.items()} | {
             "multi_turn/turns_mean": sum(turns) / len(turns),
             "multi_turn/turns_max": float(max(turns)),
             "multi_turn/reply_tokens_mean": replies / len(turns),
+            **{name: sum(numbers) / len(numbers) for name, numbers in values.items()},
         }
 
     def close(self) -> None:
@@ -419,9 +433,13 @@ class Episodes:
         if kind == "submit":
             self._submit(host, running, *values)
         elif kind == "cancel":
-            turn = running.made.turns.pop(values[0], None)
-            if turn is not None and turn.submitted is not None:
-                turn.submitted.cancel()
+            turn = running.made.turns.get(values[0])
+            if turn is not None:
+                if turn.submitted is not None:
+                    turn.submitted.cancel()
+                turn.submitted, turn.is_awaited = None, False
+                if turn.sent == turn.before:  # otherwise the episode may return what it has of it
+                    del running.made.turns[values[0]]
         elif kind == "end":
             made = running.made.checked(values[0], self._connected().limits)
             if not any(made.mask):
@@ -443,7 +461,9 @@ class Episodes:
         known = running.made.turns.get(request)
         if known is not None and known.context() == turn.context():
             turn = known
-        running.made.turns[request], turn.is_awaited = turn, True
+        running.made.turns[request], turn.is_awaited, turn.sent = turn, True, turn.before
+        if options.get("stream"):
+            self._streams[turn] = running, request
         if turn.trajectory.ended and turn is known:
             self._made.put((running, request))
         elif turn.submitted is None:
@@ -475,7 +495,12 @@ class Episodes:
         return turn
 
     def _deliver(self) -> None:
-        """Send the turns that were made to their episodes."""
+        """Send the turns that were made to their episodes, and the tokens of those that stream."""
+        for streaming, (running, request) in list(self._streams.items()):
+            if not streaming.is_awaited or running.host is None:
+                del self._streams[streaming]
+            elif len(streaming.trajectory.tokens) > streaming.sent and not streaming.trajectory.ended:
+                self._send(running.host, ("part", running.number, request, streaming.take_unsent()))
         while True:
             try:
                 running, request = self._made.get_nowait()
@@ -489,10 +514,7 @@ class Episodes:
             if submitted is not None and (error := submitted.exception()) is not None:
                 self._send(host, ("failed", running.number, request, error))
                 continue
-            made = turn.trajectory
-            names = ("tokens", "log_probs", "versions", "temperatures")
-            added = {name: getattr(made, name)[turn.before :] for name in names}
-            self._send(host, ("made", running.number, request, (added, made.ended)))
+            self._send(host, ("made", running.number, request, turn.take_unsent()))
 
     def _check_deadlines(self) -> None:
         """Stop the episodes that take too long; a process that does not answer is blocked by one of its episodes."""

@@ -21,10 +21,10 @@ import torch
 from mcontroller.data.batch import DataProto
 from mcontroller.errors import ConfigError, DataError, MControllerError
 from mcontroller.group import WorkerGroup
-from trainer.columns import FAILED, LOG_PROBS, columns
+from trainer.columns import LOG_PROBS, columns
 from trainer.config import AsynchronousConfig, PPOConfig
 from trainer.rollout.balance import Balance
-from trainer.rollout.episodes import Episodes
+from trainer.rollout.episodes import Episodes, outcome_columns
 from trainer.rollout.generation import (
     ASYNCHRONOUS,
     GeneratedBatch,
@@ -33,7 +33,7 @@ from trainer.rollout.generation import (
     RolloutWeights,
     not_drawn,
 )
-from trainer.rollout.made_tokens import FAILURE_KINDS, EpisodeError
+from trainer.rollout.made_tokens import EpisodeError
 from trainer.rollout.reference_engine import ReferenceEngine
 from trainer.rollout.requests import Request
 from trainer.rollout.seeds import TRAINING, seed_of
@@ -439,7 +439,7 @@ class AsynchronousGenerations(Generations):
         meta_info = {**self._trajectories.meta_info(self._n), **taken.basis}
         if self._episodes is not None:
             meta_info["metrics"] = self._episodes.take_metrics(made)
-            batch[FAILED] = torch.tensor([response.ended in FAILURE_KINDS for response in made])
+            batch |= outcome_columns(made)
         others = problems.select([], non_tensor_batch_keys=None).repeat(self._n)
         return GeneratedBatch(problems, DataProto.from_dict(batch, meta_info=meta_info), others, {})
 

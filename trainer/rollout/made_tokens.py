@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import Any
 
 from mcontroller.errors import MControllerError
@@ -13,6 +15,9 @@ from trainer.rollout.trajectory import ARRAYS, Trajectory
 
 FAILURE_KINDS = ("raised", "timed_out", "died", "invalid")
 """Why an episode made no trajectory; ``invalid``: what it returned cannot be trained on."""
+
+MAX_METRICS = 64
+"""The most metrics of an episode."""
 
 
 class EpisodeError(MControllerError):
@@ -34,16 +39,24 @@ class Turn:
         before: [tokens] of the response, without this turn.
         submitted: the turn in flight.
         is_awaited: whether the episode waits for it; one that began again may not have asked yet.
+        sent: [tokens] of the response that the episode has.
     """
 
     trajectory: Trajectory
     before: int
     submitted: Submitted | None = None
     is_awaited: bool = False
+    sent: int = 0
 
     def context(self) -> tuple[int, ...]:
         """Return the tokens that this turn continues."""
         return (*self.trajectory.prompt, *self.trajectory.tokens[: self.before])
+
+    def take_unsent(self) -> tuple[dict[str, Any], str]:
+        """Return the tokens that the episode does not have, with all that belongs to them, and why the turn ended."""
+        names = ("tokens", "log_probs", "versions", "temperatures")
+        start, self.sent = self.sent, len(self.trajectory.tokens)
+        return {name: getattr(self.trajectory, name)[start:] for name in names}, self.trajectory.ended
 
 
 class MadeTokens:
@@ -67,6 +80,7 @@ class MadeTokens:
             raise EpisodeError(f"it returned {returned}; expected a Trajectory", kind="invalid")
         length, limit = len(returned.tokens), limits["response_length"]
         self._check_values(returned, limits["vocab_size"])
+        score, metrics = _checked_outcome(returned)
         if length > limit or len(returned.mask) != length:
             raise EpisodeError(
                 f"its response has {length} tokens and its mask {len(returned.mask)}; expected equally many, and at "
@@ -77,10 +91,11 @@ class MadeTokens:
         is_known = all(turn.trajectory.temperatures for turn in self.turns.values() if turn.trajectory.tokens)
         temperatures = array("d", [1.0]) * (length if is_known else 0)
         checked = replace(returned, log_probs=log_probs, versions=versions, temperatures=temperatures, experts=[])
+        checked.score, checked.metrics = score, metrics
         tokens = checked.tokens
         made: dict[tuple[int, ...], list[Turn]] = {}
         for turn in self.turns.values():
-            if turn.trajectory.ended:
+            if turn.trajectory.ended or turn.sent > turn.before:
                 made.setdefault(turn.context(), []).append(turn)
         position = 0
         while position < length:
@@ -126,3 +141,21 @@ class MadeTokens:
                     "rollout.submit",
                     kind="invalid",
                 )
+
+
+def _checked_outcome(returned: Trajectory) -> tuple[float | None, dict[str, float]]:
+    """Return score and metrics of an episode as floats.
+
+    Raises:
+        EpisodeError: one of them is no finite number, or there are too many metrics.
+    """
+    metrics = returned.metrics
+    is_named = isinstance(metrics, dict) and all(isinstance(name, str) for name in metrics)
+    if not is_named or len(metrics) > MAX_METRICS:
+        text = f"its metrics are of {type(metrics).__name__}; expected a dict of up to {MAX_METRICS} numbers by name"
+        raise EpisodeError(text, kind="invalid")
+    for name, value in {"score": returned.score or 0.0, **metrics}.items():
+        if not isinstance(value, Real) or not math.isfinite(value):
+            raise EpisodeError(f"its {name[:60]} is {repr(value)[:60]}; expected a finite number", kind="invalid")
+    score = None if returned.score is None else float(returned.score)
+    return score, {name: float(value) for name, value in metrics.items()}

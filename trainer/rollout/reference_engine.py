@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -69,8 +69,10 @@ class ReferenceEngine:
         self._calls: list[tuple[list[Request], DataProto]] = []
         self._driver: asyncio.Task[None] | None = None
 
-    async def generate(self, prompt: array[int], sampling: Mapping[str, Any]) -> Sampled:
-        """Generate the tokens of one step of a response; see ``Engine.generate``.
+    async def generate(
+        self, prompt: array[int], sampling: Mapping[str, Any], on_part: Callable[[Sampled], None] | None = None
+    ) -> Sampled:
+        """Generate the tokens of one step of a response, which are one part; see ``Engine.generate``.
 
         Raises:
             EngineLost: the group failed.

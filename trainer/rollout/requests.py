@@ -32,7 +32,9 @@ class Request:
         generated: [tokens] of the response so far.
         limit: [tokens] the most to add.
         answer: called with what was generated, or the error, each time that it was sent; not if it was cancelled.
+        on_part: called with tokens that were generated while the engine goes on; None: they are part of the answer.
         future: of the engine's answer, if it generates by itself.
+        sends: how often it was sent to engines that generate by themselves.
         is_cancelled: whether nobody waits for it any more.
         is_repeated: whether it was sent again because all engines were lost.
     """
@@ -43,7 +45,9 @@ class Request:
     generated: int
     limit: int
     answer: Callable[[Sampled | BaseException], None]
+    on_part: Callable[[Sampled], None] | None = None
     future: Future[Sampled] | None = None
+    sends: int = 0
     is_cancelled: bool = False
     is_repeated: bool = False
 
@@ -80,7 +84,7 @@ class RoutedEngines:
         self._loop, self._addresses = RequestLoop(), list[Any]()
         self._in_flight: dict[Request, None] = {}
         self._unsent: list[Request] = []
-        self._arrived: SimpleQueue[tuple[Request, Future[Sampled]]] = SimpleQueue()
+        self._arrived: SimpleQueue[Callable[[], bool]] = SimpleQueue()
 
     def start(self, request: Request) -> None:
         """Take a request. The first ones of a driven rollout wait for ``step``, which brings the engines up to date."""
@@ -102,7 +106,7 @@ class RoutedEngines:
             return bool(self._in_flight)
 
     def ready(self) -> bool:
-        """Whether an answer has arrived."""
+        """Whether an answer or a part of one has arrived."""
         return not self._arrived.empty()
 
     def take(self) -> None:
@@ -113,10 +117,10 @@ class RoutedEngines:
         """
         lost = False
         with contextlib.suppress(Empty):
-            arrived = self._arrived.get(timeout=_TAKE_S)
+            handle = self._arrived.get(timeout=_TAKE_S)
             while True:
-                lost |= self._settle(*arrived)
-                arrived = self._arrived.get_nowait()
+                lost |= handle()
+                handle = self._arrived.get_nowait()
         if lost:
             with self.lock:
                 self.router = None
@@ -153,8 +157,10 @@ class RoutedEngines:
             settings = {name: request.settings[name] for name in _OF_ENGINES if name in request.settings}
             seed = later_seed(request.seed, request.generated)
             settings |= {"response_length": request.limit, "seed": seed}
-            request.future = self._loop.start(self.router.generate(request.prompt, settings))
-            request.future.add_done_callback(partial(self._ended, request))
+            request.sends += 1
+            on_part = request.on_part and partial(self._on_loop, self._add_part, request, request.sends)
+            request.future = self._loop.start(self.router.generate(request.prompt, settings, on_part))
+            request.future.add_done_callback(partial(self._on_loop, self._settle, request))
 
     def _connect(self) -> None:
         """Use the engines of the group's workers, with their current weights."""
@@ -168,12 +174,18 @@ class RoutedEngines:
         self._addresses = addresses
         self.router = Router([VllmEngine(address, self._pad_token_id) for address in addresses])
 
-    def _ended(self, request: Request, future: Future[Sampled]) -> None:
-        """Answer a request, or let ``take`` do it (on the thread of the engines' loop)."""
+    def _on_loop(self, handle: Callable[..., bool], *arguments: Any) -> None:
+        """Handle what has arrived on the thread of the engines' loop, or let ``take`` do it."""
         if self._driven:
-            self._arrived.put((request, future))
+            self._arrived.put(partial(handle, *arguments))
         else:
-            self._settle(request, future)
+            handle(*arguments)
+
+    def _add_part(self, request: Request, sends: int, part: Sampled) -> bool:
+        with self.lock:
+            if sends == request.sends and request.on_part is not None:  # it was not sent again meanwhile
+                request.on_part(part)
+        return False
 
     def _settle(self, request: Request, future: Future[Sampled]) -> bool:
         """Answer a request, and return whether it waits for other engines instead, since all were lost."""

@@ -6,7 +6,7 @@ import asyncio
 import threading
 import weakref
 from array import array
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -68,26 +68,39 @@ class Router:
         self.lost: list[str] = []
         self.moved = 0
 
-    async def generate(self, prompt: array[int], sampling: Mapping[str, Any]) -> Sampled:
+    async def generate(
+        self, prompt: array[int], sampling: Mapping[str, Any], on_part: Callable[[Sampled], None] | None = None
+    ) -> Sampled:
         """Return the response of an engine; if that is lost meanwhile, the response of another one.
+
+        If it is lost after ``on_part`` was called, what is returned has no tokens and ``is_partial``.
 
         Raises:
             NoEngineLeft: all engines were lost.
             RequestFailed: an engine rejects the request.
         """
-        blocks, cause = prefix_blocks(prompt), "there was none"
+        blocks, cause, has_parts = prefix_blocks(prompt), "there was none", False
+
+        def hand_out(part: Sampled) -> None:
+            nonlocal has_parts
+            has_parts = True
+            assert on_part is not None
+            on_part(part)
+
         while self._routed:
             routed = self._chosen(blocks)
             routed.learn(blocks)
             routed.in_flight += 1
             try:
-                return await routed.engine.generate(prompt, sampling)
+                return await routed.engine.generate(prompt, sampling, on_part and hand_out)
             except EngineLost as error:
                 cause = str(error)
                 if routed in self._routed:
                     self._routed.remove(routed)
                     self.lost.append(routed.engine.name)
                 self.moved += bool(self._routed)
+                if has_parts:
+                    return Sampled(array("q"), array("d"), (), is_partial=True)
             finally:
                 routed.in_flight -= 1
         raise NoEngineLeft(

@@ -84,6 +84,10 @@ class Submitted(Future[Trajectory]):
         """Add the answer of an engine, or end with its error."""
         self._rollout.answered(self, answer)
 
+    def received(self, part: Sampled) -> None:
+        """Add tokens of an answer that goes on."""
+        self._rollout.received(self, part)
+
     def result(self, timeout: float | None = None) -> Trajectory:
         """Return the trajectory when it has ended.
 
@@ -207,6 +211,7 @@ class TrajectoryRollout:
         stop_token_ids: Collection[int] = frozenset(),
         eos_token_id: int | Sequence[int] | None = None,
         pad_token_id: int | None = None,
+        stream: bool = False,
         **settings: Any,
     ) -> Submitted:
         """Generate a response, or the next turn of one, and return it before it has arrived.
@@ -218,6 +223,8 @@ class TrajectoryRollout:
             stop_token_ids: tokens that end the turn, beside the stop tokens.
             eos_token_id: the stop tokens; None: those of the rollout.
             pad_token_id: None: that of the rollout.
+            stream: whether the trajectory grows while an engine generates. Otherwise it grows by whole answers, which
+                costs the controller less; those of a ``ReferenceEngine`` are its steps.
             settings: of ``sampling.OF_REQUESTS``: changes of ``temperature``, ``top_p`` and so on; ``seed``, of the
                 random numbers, 64 bits, signed; ``response_length``, [tokens] the most of the whole response, by
                 default the workers' ``rollout.response_length``; ``max_tokens``, [tokens] the most of this turn.
@@ -251,6 +258,7 @@ class TrajectoryRollout:
             made = len(trajectory.tokens)
             context = trajectory.prompt + trajectory.tokens
             submitted.request = Request(context, submitted.settings, seed, made, limit - made, submitted.answered)
+            submitted.request.on_part = submitted.received if stream else None
             self.engine.start(submitted.request)
         return submitted
 
@@ -341,6 +349,13 @@ class TrajectoryRollout:
             submitted.set_result(submitted.trajectory)
         else:
             submitted.set_exception(answer)
+
+    def received(self, submitted: Submitted, part: Sampled) -> None:
+        """Add tokens of an answer that goes on to their trajectory."""
+        with self._lock:
+            if not submitted.done():
+                self._append(submitted, part)
+                submitted.request.extend(part.tokens)
 
     def _append(self, submitted: Submitted, sampled: Sampled) -> None:
         trajectory, start = submitted.trajectory, 0

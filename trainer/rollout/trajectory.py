@@ -36,6 +36,8 @@ class Trajectory:
         ended: why it ended: ``stop`` at a stop token, ``turn`` at a token that ends a turn, ``length`` for lack of
             room or turns, ``max_tokens`` at the limit of its request, ``environment`` by its decision; empty while it
             goes on.
+        score: of the response, if the episode that made it has one.
+        metrics: other numbers that the episode reports, by name.
         temperatures: for each token, the temperature at which it was sampled, which it is scored at; 0 for the most
             probable token on request, which cannot be scored; 1 for the environment's. Empty if the workers do not say.
         seeded: the identity of the object that was submitted with ``seed``. A copy of it is another branch.
@@ -52,6 +54,8 @@ class Trajectory:
     turn: int = 0
     turns: int = 1
     ended: str = ""
+    score: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
     temperatures: array[float] = field(default_factory=lambda: array("d"))
     seeded: int | None = field(default=None, repr=False, compare=False)
 

@@ -199,9 +199,11 @@ def write(path: Path, taken: Taken) -> None:
         for response in made
     ]
     names = (field.name for field in dataclasses.fields(taken) if field.name != "responses")
-    others = json.dumps({name: getattr(taken, name) for name in names}).encode()
+    others = {name: getattr(taken, name) for name in names}
+    if any(response.score is not None or response.metrics for response in made):
+        others["outcomes"] = [(response.score, dict(response.metrics)) for response in made]
     arrays = {
-        "others": np.frombuffer(zlib.compress(others), np.uint8),
+        "others": np.frombuffer(zlib.compress(json.dumps(others).encode()), np.uint8),
         "rows": np.array(numbers, np.int64),
         "prompts": columns["prompt"].astype(np.int32),
         "tokens": columns["tokens"].astype(np.int32),
@@ -232,7 +234,11 @@ def read(path: Path) -> Taken:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
         others = json.loads(zlib.decompress(arrays["others"].tobytes()))
-        return Taken(responses=_responses(arrays), **others)
+        outcomes = others.pop("outcomes", ())
+        taken = Taken(responses=_responses(arrays), **others)
+        for response, outcome in zip(taken.responses, outcomes, strict=False):
+            response.score, response.metrics = outcome
+        return taken
     except (
         ValueError,
         LookupError,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from array import array
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -32,13 +32,16 @@ class VllmEngine:
         self._address, self._pad_token_id = address, pad_token_id
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[Sampled]] = {}
+        self._on_part: dict[int, Callable[[Sampled], None]] = {}
         self._parameters: dict[Any, tuple[dict[str, Any], float]] = {}
         self._writer: asyncio.StreamWriter | None = None
         self._receiver: asyncio.Task[None] | None = None
         self._connecting = asyncio.Lock()
         self._lost = ""
 
-    async def generate(self, prompt: array[int], sampling: Mapping[str, Any]) -> Sampled:
+    async def generate(
+        self, prompt: array[int], sampling: Mapping[str, Any], on_part: Callable[[Sampled], None] | None = None
+    ) -> Sampled:
         """Generate a response; see ``Engine.generate``.
 
         Raises:
@@ -51,6 +54,8 @@ class VllmEngine:
         parameters, temperature = self._parameters_of(sampling)
         self._waiting[number] = future
         head = {"id": number, "sampling": parameters, "temperature": temperature}
+        if on_part is not None:
+            self._on_part[number], head["parts"] = on_part, True
         try:
             writer.write(packed(head, prompt))
             response: Sampled = await future
@@ -63,6 +68,7 @@ class VllmEngine:
             raise
         finally:
             self._waiting.pop(number, None)
+            self._on_part.pop(number, None)
 
     async def close(self) -> None:
         """Close the connection."""
@@ -107,6 +113,9 @@ class VllmEngine:
                 continue
             if "error" in head:
                 future.set_exception(_Rejected(head["error"]))
+                continue
+            if "reason" not in head:
+                self._on_part[head["id"]](Sampled(arrays[0], arrays[1], head["versions"]))
                 continue
             experts = None
             if "experts" in head and self._address.expert_dtype is not None:

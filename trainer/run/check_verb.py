@@ -48,9 +48,11 @@ def run(arguments: argparse.Namespace) -> int:
 
         status = report(arguments)
         if arguments.dry_run and arguments.role is None and arguments.config is None:
+            from parallel_state.dry_run.outcome import gpu_bytes
             from trainer.run.dry_run_verb import report_roles
 
-            status |= report_roles(read_run_config(arguments.file, arguments.overrides), arguments.gpu_memory)
+            gpu = gpu_bytes("80" if arguments.gpu_memory is None else str(arguments.gpu_memory))
+            status |= report_roles(read_run_config(arguments.file, arguments.overrides), gpu)
         return status
 
 

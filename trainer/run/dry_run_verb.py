@@ -5,8 +5,9 @@ examples: mcontroller dry-run my_model.py:program --layouts tp=8,pp=8,cp=4,ep=32
           mcontroller dry-run -- pretrain_gpt.py --tensor-model-parallel-size 2 ...
 
 Tensors have shapes and no values. One rank of each pipeline stage runs, then another one at other coordinates, which
-must do the same; --all runs every rank. docs/dry-run.md describes the report and its limits. The exit status is 1 if a
-rank does not fit the GPU, a collective does not match, or the step cannot run.
+must do the same; then, of a program or script, all ranks with one layer a stage. --all runs every rank whole.
+docs/verify.md describes the report and its limits. The exit status is 1 if a rank does not fit the GPU, a collective
+does not match, or the step cannot run.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ import argparse
 import json
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from parallel_state.dry_run.outcome import Outcome, gpu_bytes
 from parallel_state.dry_run.run import dry_run, layout_for
@@ -42,32 +44,52 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of tokens to experts: balanced, skewed, or a file of counts",
     )
     parser.add_argument("--all", action="store_true", help="run every rank, not one of each stage")
-    parser.add_argument("--once", action="store_true", help="do not run a second pipeline at other coordinates")
+    parser.add_argument("--once", action="store_true", help="run one pipeline only, and check no other ranks")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the outcomes to this file")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print a report for each layout or role, and return 1 if one of them fails or does not fit."""
     gpu = gpu_bytes(arguments.gpu)
-    outcomes = _reported(_parts(arguments), gpu)
-    if arguments.json:
-        content = {name: outcome.as_json(gpu) for name, outcome in outcomes.items()}
-        arguments.json.write_text(json.dumps(content, indent=1) + "\n")
+    chosen = {"routing": arguments.routing, "every_rank": arguments.all, "second": not arguments.once}
+    if arguments.program.endswith((".yaml", ".yml")):
+        from trainer.run.config import read_run_config  # Ray and omegaconf, which a Program does not need
+
+        return report_roles(read_run_config(arguments.program, arguments.rest), gpu, arguments.json, **chosen)
+    outcomes = _reported(_layouts(arguments, chosen), gpu)
+    _write(arguments.json, outcomes, gpu)
     return 0 if all(outcome.fits(gpu) for outcome in outcomes.values()) else 1
 
 
-def report_roles(config: RunConfig, gpu_memory: float | None) -> int:
-    """Print a report for each call of the roles of a run, as ``run`` does.
+def report_roles(config: RunConfig, gpu: int, file: Path | None = None, **chosen: Any) -> int:
+    """Print a report for each call of the roles of a run, and what the roles of a GPU need together.
 
     Args:
         config: the configuration of the run.
-        gpu_memory: of a GPU, in units of 2**30 bytes; None for 80.
-    """
-    from trainer.run.dry_run_roles import role_calls  # as in ``_parts``
+        gpu: bytes of a GPU.
+        file: where the outcomes are written; None for nowhere.
+        chosen: arguments of ``dry_run_of``.
 
-    gpu = gpu_bytes(str(80 if gpu_memory is None else gpu_memory))
-    outcomes = _reported(role_calls(config).items(), gpu)
-    return 0 if all(outcome.fits(gpu) for outcome in outcomes.values()) else 1
+    Returns:
+        1 if a call fails, or the roles of a GPU do not fit.
+    """
+    from trainer.run.model_roles import role_calls  # as in ``run``
+    from trainer.run.shared_gpus import shared_gpus
+
+    calls = {f"{key}.{method}": call for (key, method), call in role_calls(config).items()}
+    outcomes = _reported(((name, partial(call, **chosen)) for name, call in calls.items()), gpu)
+    _write(file, outcomes, gpu)
+    if any(outcome.failure for outcome in outcomes.values()):
+        return 1
+    shared = shared_gpus(config, outcomes)
+    sys.stdout.write("\n".join([*shared.lines(gpu), ""]))
+    return 0 if shared.peak(config.trainer.offload) <= gpu else 1
+
+
+def _write(file: Path | None, outcomes: Mapping[str, Outcome], gpu: int) -> None:
+    if file is not None:
+        content = {name: outcome.as_json(gpu) for name, outcome in outcomes.items()}
+        file.write_text(json.dumps(content, indent=1) + "\n")
 
 
 def _reported(parts: Iterable[tuple[str, Callable[[], Outcome]]], gpu: int) -> dict[str, Outcome]:
@@ -83,17 +105,8 @@ def _reported(parts: Iterable[tuple[str, Callable[[], Outcome]]], gpu: int) -> d
     return outcomes
 
 
-def _parts(arguments: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Outcome]]]:
-    """Yield the name of each layout, or of each call of a role, and what runs it."""
-    chosen = {"routing": arguments.routing, "every_rank": arguments.all, "second": not arguments.once}
-    if arguments.program.endswith((".yaml", ".yml")):
-        from trainer.run.config import read_run_config  # Ray and omegaconf, which a Program does not need
-        from trainer.run.dry_run_roles import role_calls
-
-        config = read_run_config(arguments.program, arguments.rest)
-        for name, call in role_calls(config).items():
-            yield name, lambda call=call: call(**chosen)  # type: ignore[misc]
-        return
+def _layouts(arguments: argparse.Namespace, chosen: dict[str, Any]) -> Iterator[tuple[str, Callable[[], Outcome]]]:
+    """Yield the name of each layout of a program or script, and what runs it."""
     if arguments.program.endswith(".py"):
         from workers.verify.megatron_script import script_program
 
@@ -105,7 +118,5 @@ def _parts(arguments: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Ou
         variant = layout_for(text, arguments.ranks)
         yield (
             variant.text or "one rank",
-            lambda variant=variant: dry_run(  # type: ignore[misc]
-                program, variant, micro_batches=arguments.micro_batches, **chosen
-            ),
+            partial(dry_run, program, variant, micro_batches=arguments.micro_batches, **chosen),
         )

@@ -212,7 +212,7 @@ def make_parts(config: RunConfig) -> RunParts:
     if problem_rows is not None:
         name = "data.mixture" if config.data.mixture else "data.train"
         attempt(partial(BatchStream, problem_rows, config.data.train_batch_size, config.data.seed, name))
-    if config.reward_model is None:
+    if config.reward_model is None and config.multi_turn.episode is None:
         attempt(lambda: check_functions(config.rewards))
     demonstrate = environment.demonstrate if isinstance(environment, Demonstrating) else None
     demonstrations = None

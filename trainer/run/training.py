@@ -39,8 +39,6 @@ INTERRUPTED = 130
 
 CONNECT_S = 10.0
 """[s] Time to reach a cluster: Ray itself would try for two minutes, and print every attempt."""
-# It prints at every start, in three lines, that the cluster has token authentication.
-logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
 _new_sessions = threading.Event()
 
 

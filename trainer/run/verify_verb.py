@@ -3,6 +3,7 @@
 examples: mcontroller verify my_model.py:program --layouts tp=2,pp=2 tp=2,ep=2,sp
           mcontroller verify run.yaml actor_rollout_ref.parallel.tp=4
           mcontroller verify --steps 1 -- pretrain_gpt.py --tensor-model-parallel-size 2 ...
+          mcontroller verify --commits Megatron-LM core_v0.16.1..main --program my_model.py:program
 
 Of a run, each role is verified in its own layout, with a small model of the same structure; of a script of Megatron-LM,
 its model provider and forward step, in the layout of its arguments. A layout is a list of axes
@@ -25,9 +26,10 @@ from pathlib import Path
 
 from parallel_state.verify.layouts import Variant, parse_layout
 from parallel_state.verify.outcome import Outcome
-from parallel_state.verify.program import Program, load_program
+from parallel_state.verify.program import Program, VerifyError, load_program
 from parallel_state.verify.shrinking import shrink, source_of_test
 from parallel_state.verify.verifier import Verifier
+from trainer.run import commits_table
 from workers.verify.other_version import saved_by
 
 _IN_BF16 = "difference from one process in bf16, in float32 (times that of one process in bf16)"
@@ -36,7 +38,9 @@ _COLUMNS = "{:<32} {:>5}  {:<7} {:>8} {:>7}  {}"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the verb."""
-    parser.add_argument("program", help="FILE.py:NAME or MODULE:NAME of a Program, a run's YAML, or a Megatron script")
+    parser.add_argument(
+        "program", nargs="?", help="FILE.py:NAME or MODULE:NAME of a Program, a run's YAML, or a Megatron script"
+    )
     parser.add_argument("rest", nargs="*", help="key=value for the YAML, or, after --, the command line of the script")
     chosen = parser.add_mutually_exclusive_group()
     chosen.add_argument("--layouts", nargs="+", metavar="LAYOUT", help="such as tp=2,pp=2; default: the smallest ones")
@@ -53,6 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--against", metavar="OTHER", help="what --save wrote, a commit, or the interpreter of an environment"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the outcomes to this file")
+    commits_table.add_arguments(parser)
 
 
 @dataclass(frozen=True)
@@ -81,6 +86,10 @@ def run(arguments: argparse.Namespace) -> int:
     for module in ("megatron", "torch", r"parallel_state\.simulated\.trace"):
         warnings.filterwarnings("ignore", module=module)
     given = [parse_layout(text) for text in arguments.layouts or ()]
+    if arguments.commits:
+        return commits_table.run_commits(arguments)
+    if not arguments.program:
+        raise VerifyError("name a program, such as my_model.py:program, or --commits")
     parts, verifiers = _parts(arguments), list[Verifier]()
     began = time.perf_counter()
     with ExitStack() as stack:
@@ -150,12 +159,12 @@ def _parts(arguments: argparse.Namespace) -> list[_Part]:
         source = "from parallel_state.verify.program import load_program", f"load_program({arguments.program!r})"
         return [_Part("", load_program(arguments.program), (), source)]
     from trainer.run.config import read_run_config
-    from trainer.run.verified_roles import role_programs
+    from trainer.run.model_roles import role_programs
 
     config = read_run_config(arguments.program, arguments.rest)
     shrinks = not arguments.full_size
     programs = role_programs(config, most_ranks=arguments.ranks, shrinks=shrinks)
-    imports = "from trainer.run.config import read_run_config\nfrom trainer.run.verified_roles import role_programs"
+    imports = "from trainer.run.config import read_run_config\nfrom trainer.run.model_roles import role_programs"
     read = f"role_programs(read_run_config({arguments.program!r}, {arguments.rest!r}), shrinks={shrinks})"
     return [
         _Part(key, program, [program.role.variant], (imports, f"{read}[{key!r}]")) for key, program in programs.items()

@@ -13,8 +13,8 @@ from workers.config.trained_weights import check_trained
 
 # Letters of a hybrid pattern that are not built, and what they need.
 _OTHER_LAYERS = {
-    "M": "Mamba layers need the packages mamba-ssm and causal-conv1d, whose kernels need a GPU",
-    "G": "gated delta nets need the package flash-linear-attention, whose kernels need a GPU",
+    "M": "Mamba layers have states that generation does not keep; `verify` trains them in any program",
+    "G": "gated delta nets have states that generation does not keep; `verify` trains them in any program",
     "D": "sparse attention needs Transformer Engine",
     "/": "layers of multi-token prediction would be built without their loss",
 }

@@ -177,5 +177,5 @@ def _unsupported(path: str, key: str, value: Any, supported: str) -> ConfigError
         key="model.lora.path",
         value=path,
         field=key,
-        found=value,
+        actual=value,
     )

@@ -141,6 +141,13 @@ class ModelConfig:
                 "model.provider=native before the sizes are read"
             )
             raise ConfigError(text, key="model.hf_path", value=None)
+        if self.provider == "bridge" and self.hybrid_layer_pattern is not None:
+            raise ConfigError(
+                "model.hybrid_layer_pattern is the pattern of a model that this package builds, but model.provider is "
+                "'bridge': leave the pattern out, or set model.provider=native",
+                key="model.hybrid_layer_pattern",
+                value=self.hybrid_layer_pattern,
+            )
         check_one_of("model.verify_load", self.verify_load, ("auto", "layers", "off"))
         if self.num_layers > MOST_LAYERS:
             text = f"model.num_layers is {self.num_layers}; it must be at most {MOST_LAYERS}"

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.common.embeddings import RotaryEmbedding
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
 from megatron.core.models.hybrid.hybrid_model import HybridModel
@@ -21,11 +22,11 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from megatron.core.transformer.utils import sharded_state_dict_default
 from megatron.core.utils import make_viewless_tensor
 
-from workers.model.local_spec import expert_layers, layer_spec, layers_of_stage
+from workers.model.local_spec import LocalProvider, expert_layers, layer_spec, layers_of_stage
 
 
 def build_hybrid(
@@ -84,11 +85,47 @@ def _pattern(config: TransformerConfig, stages: int) -> str:
     return "|".join("".join(layers[index] for index in layers_of_stage(config, *segment)) for segment in segments)
 
 
-def local_stack_spec(config: TransformerConfig) -> ModuleSpec:
-    """Return the spec of a HybridStack of any pattern of ``*``, ``+``, ``-`` and ``E``, in plain PyTorch."""
+def local_stack_spec(config: TransformerConfig, pattern: str = "*-") -> ModuleSpec:
+    """Return the spec of a HybridStack in plain PyTorch.
+
+    Args:
+        config: of the model; ``deterministic_mode`` computes gated delta nets in PyTorch.
+        pattern: letters among ``*``, ``+``, ``-``, ``E``, ``M`` and ``G``; the last two need their modules.
+    """
     kinds = [False] if config.num_moe_experts is None else [False, True]
     layers = [layer_spec(config, with_experts) for with_experts in kinds]
-    return ModuleSpec(HybridStack, {}, _submodules(config, layers, kinds, TransformerLayer))
+    submodules = _submodules(config, layers, kinds, TransformerLayer)
+    if "M" in pattern:
+        submodules.mamba_layer = _mamba_layer()
+    if "G" in pattern:
+        submodules.gdn_layer = _delta_net_layer()
+    return ModuleSpec(HybridStack, {}, submodules)
+
+
+def _mamba_layer() -> ModuleSpec:
+    # Imported where a pattern has the letter: both modules need packages that other layers do not need.
+    from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
+    from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
+
+    provider = LocalProvider()
+    linears = MambaMixerSubmodules(provider.column_parallel_layer_norm_linear(), provider.row_parallel_linear())
+    mixer = ModuleSpec(MambaMixer, {}, linears)
+    return ModuleSpec(MambaLayer, {}, MambaLayerSubmodules(mixer=mixer, mamba_bda=get_bias_dropout_add))
+
+
+def _delta_net_layer() -> ModuleSpec:
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
+
+    provider = LocalProvider()
+    modules = GatedDeltaNetSubmodules(
+        in_proj=provider.column_parallel_layer_norm_linear(),
+        out_norm=provider.layer_norm(),
+        out_proj=provider.row_parallel_linear(),
+    )
+    attention = TransformerLayerSubmodules(
+        self_attention=ModuleSpec(GatedDeltaNet, {}, modules), self_attn_bda=get_bias_dropout_add
+    )
+    return ModuleSpec(TransformerLayer, {}, attention)
 
 
 def _submodules(

@@ -37,6 +37,14 @@ class TENorm(torch.nn.Module):
         return _normalized(hidden, self.weight, self.bias, self.eps, self.zero_centered)
 
 
+class TEColumnParallelLinear(ColumnParallelLinear):
+    """A column-parallel linear layer of any input: Megatron's gathers a sequence that must be contiguous."""
+
+    def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the output for ``hidden`` ``[seq, batch, input_size]``."""
+        return super().forward(hidden.contiguous(), *args, **kwargs)
+
+
 class TELayerNormColumnParallelLinear(ColumnParallelLinear):
     """A norm and the column-parallel linear layer after it, in one module."""
 

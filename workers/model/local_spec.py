@@ -27,6 +27,7 @@ from parallel_state.releases import experts_builder
 from workers.model.local_attention import TEDotProductAttention
 from workers.model.local_modules import (
     TEColumnParallelGroupedLinear,
+    TEColumnParallelLinear,
     TELayerNormColumnParallelLinear,
     TENorm,
     TERowParallelGroupedLinear,
@@ -132,7 +133,7 @@ def layer_spec(config: TransformerConfig, with_experts: bool) -> ModuleSpec:
 
 def _latent_attention(config: TransformerConfig, provider: LocalProvider) -> MLASelfAttentionSubmodules:
     """The modules of multi-latent attention as in Megatron's spec for Transformer Engine."""
-    up = provider.column_parallel_layer_norm_linear() if config.qk_layernorm else provider.column_parallel_linear()
+    up = provider.column_parallel_layer_norm_linear() if config.qk_layernorm else TEColumnParallelLinear
     return MLASelfAttentionSubmodules(
         linear_q_proj=provider.column_parallel_linear(),
         linear_q_down_proj=Linear,  # whole on every rank of tp

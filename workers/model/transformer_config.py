@@ -105,7 +105,7 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig) -> Transfor
     if model.hybrid_layer_pattern is not None and len(language_models()) == 1:
         raise ConfigError(
             f"model.hybrid_layer_pattern builds a HybridModel, which megatron-core {release()} does not have: install "
-            "0.19 or later, which needs Python 3.12 (docs/install.md), or leave the pattern out for a GPTModel",
+            "0.19 or later, which needs Python 3.12 (docs/index.md), or leave the pattern out for a GPTModel",
             key="model.hybrid_layer_pattern",
             value=model.hybrid_layer_pattern,
         )

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import __version__ as megatron_version
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.utils import get_model_config, unwrap_model
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 
 from mcontroller.errors import ConfigError
 from parallel_state.agreement import all_gather_values
+from parallel_state.releases import release
 
 NOT_RECORDED = -1
 """In place of every expert of a token for which none were recorded: its router chooses."""
@@ -139,7 +139,7 @@ class ModelRouters:
         for router, end in zip(routers, ends, strict=True):
             if end is None:
                 raise ConfigError(
-                    f"router_replay is set, but {router.name}, a {router.kind} of megatron-core {megatron_version}, "
+                    f"router_replay is set, but {router.name}, a {router.kind} of megatron-core {release()}, "
                     "chose its experts without asking its router_replay, as Megatron's TopKRouter does from 0.16.1 on "
                     "if moe_router_fusion is off and its load balancing is none, aux_loss, seq_aux_loss or "
                     "global_aux_loss: set router_replay to none",

@@ -182,6 +182,8 @@ class _Script:
         if torch.distributed.is_initialized():
             _set_globals(arguments)
         config = core_transformer_config_from_args(arguments)
+        if "G" in (getattr(arguments, "hybrid_layer_pattern", None) or ""):
+            config.deterministic_mode = True  # gated delta nets in PyTorch
         for name in ("overlap_p2p_comm", "batch_p2p_comm", "pipeline_dtype"):
             setattr(config, name, fields.get(name, getattr(config, name)))
         return config
@@ -246,7 +248,7 @@ def _built(model: Any, config: Any, **stage: Any) -> Any:
 
         changes["hybrid_layer_pattern"] = get_args().hybrid_layer_pattern
         if not HAVE_TE:
-            changes["hybrid_stack_spec"] = local_stack_spec(config)
+            changes["hybrid_stack_spec"] = local_stack_spec(config, changes["hybrid_layer_pattern"])
     model = dataclasses.replace(model, **changes)
     builder = model.get_builder_cls()(model)
     return builder.build_model(ProcessGroupCollection.use_mpu_process_groups(), **stage)

@@ -28,8 +28,8 @@ _SCORES = {"actor": "compute_log_prob", "ref": "compute_ref_log_prob"}
 
 
 @dataclass(frozen=True)
-class TrainedRole:
-    """A role of a run.
+class ModelRole:
+    """A role of a run that has a model.
 
     Attributes:
         worker_class: the class of its workers.
@@ -43,35 +43,54 @@ class TrainedRole:
     roles: str
     variant: Variant
 
-    def worker(self, variant: Variant, rows: int, in_bf16: bool) -> Any:
-        """Return the worker of this rank, without a model yet; ``rows`` are those of a step."""
+    @property
+    def updates(self) -> list[str]:
+        """The method that trains it; none if it is not trained."""
+        if self.roles:
+            return ["update_actor"] if "actor" in self.roles.split("_") else []
+        return ["update_critic"] if hasattr(self.config, "optim") else []
+
+    @property
+    def scores(self) -> list[str]:
+        """The methods that score."""
+        if self.roles:
+            return [method for role, method in _SCORES.items() if role in self.roles.split("_")]
+        return ["compute_values"] if hasattr(self.config, "optim") else ["compute_rm_score"]
+
+    def worker(self, rows: int, **changes: Any) -> Any:
+        """Return the worker of this rank, without a model yet and without an engine.
+
+        Args:
+            rows: of an optimizer step.
+            changes: fields of the configuration that differ.
+        """
         rank, size = str(torch.distributed.get_rank()), str(torch.distributed.get_world_size())
         os.environ.update({"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size})
-        config = replace(self.config, **self._changes(variant, rows))
-        if in_bf16:
-            config = replace(config, model=replace(config.model, dtype="bfloat16"))
+        if "optim" in changes:
+            changes |= {"ppo_mini_batch_size": rows, "ppo_mini_batch_prompts": 0}
+        if isinstance(self.config, ActorConfig):
+            rollout = replace(changes.get("rollout", self.config.rollout), engine="megatron")
+            changes |= {"rollout": rollout, "router_replay": "none", "sft_optim": None}
+        config = replace(self.config, **changes)
         return self.worker_class(config, self.roles) if self.roles else self.worker_class(config)
 
-    def _changes(self, variant: Variant, rows: int) -> dict[str, Any]:
-        known = {field.name for field in dataclasses.fields(self.config)}
+    def verified_worker(self, variant: Variant, rows: int, in_bf16: bool) -> Any:
+        """Return the worker of this rank as ``verify`` trains it, without a model yet; ``rows`` are those of a step."""
+        config = self.config
+        known = {field.name for field in dataclasses.fields(config)}
         changes: dict[str, Any] = dict.fromkeys((name for name in known if "micro_batch" in name), 0)
-        limits = [name for name in known if name.endswith("tokens_per_micro_batch") and getattr(self.config, name)]
+        limits = [name for name in known if name.endswith("tokens_per_micro_batch") and getattr(config, name)]
         changes |= dict.fromkeys(limits, (_PROMPT + _RESPONSE) * _ROWS * variant.merged)
         changes["micro_batch_size" if "micro_batch_size" in known else "ppo_micro_batch_size"] = _ROWS * variant.merged
         changes["parallel"] = parallel_config(variant.layout, variant.sequence_parallel)
         if "optim" in known:
-            changes["optim"] = _steady(self.config.optim, variant.distributed_optimizer)
-            changes["ppo_epochs"] = min(self.config.ppo_epochs, 2)
-            changes |= {"ppo_mini_batch_size": rows // 2, "ppo_mini_batch_prompts": 0}
-        if isinstance(self.config, ActorConfig):
-            rollout = replace(
-                self.config.rollout,
-                prompt_length=_PROMPT,
-                response_length=_RESPONSE,
-                engine="megatron",
-            )
-            changes |= {"rollout": rollout, "router_replay": "none", "sft_optim": None}
-        return changes
+            changes["optim"] = _steady(config.optim, variant.distributed_optimizer)
+            changes["ppo_epochs"] = min(config.ppo_epochs, 2)
+        if isinstance(config, ActorConfig):
+            changes["rollout"] = replace(config.rollout, prompt_length=_PROMPT, response_length=_RESPONSE)
+        if in_bf16:
+            changes["model"] = replace(config.model, dtype="bfloat16")
+        return self.worker(rows // 2, **changes)
 
 
 def _steady(optim: OptimConfig, distributed: bool) -> OptimConfig:
@@ -105,7 +124,7 @@ class RoleTraining(Training):
     def build(self) -> list[Any]:
         """Return the chunks of the worker's model, or of its reference if it has no other."""
         role, program = self.program.role, self.program
-        self.worker = role.worker(self.variant, program.micro_batches * _ROWS, self.config.bf16)
+        self.worker = role.verified_worker(self.variant, program.micro_batches * _ROWS, self.config.bf16)
         with self.worker.call_context("init_model"):
             self.worker.init_model()
         models = self.worker.model or self.worker.reference
@@ -127,7 +146,7 @@ class RoleTraining(Training):
         first = (rows[0] - step * self.program.micro_batches) * _ROWS
         rows_of_step = slice(first, first + len(rows) * _ROWS)
         scores = {}
-        for method in self._scoring():
+        for method in self.program.role.scores:
             scored = self._call(method, step)
             for name, column in () if scored is None else scored.batch.items():
                 scores[name] = column, rows_of_step
@@ -143,14 +162,9 @@ class RoleTraining(Training):
         with self.worker.call_context("optim_step"):
             metrics: dict[str, float] = self.worker.trainer.optim_step()
         reported = {"of all parameters": metrics.pop("grad_norm"), **metrics}
-        update = "update_actor" if self.program.role.roles else "update_critic"
+        (update,) = self.program.role.updates
         metrics = self._call(update, step).meta_info["metrics"]
         return reported | {f"{update}: {name}": value for name, value in metrics.items() if not name.endswith("mfu")}
-
-    def _scoring(self) -> list[str]:
-        if self.program.role.roles:
-            return [method for role, method in _SCORES.items() if role in self.worker.roles]
-        return ["compute_values"] if self.optimizer is not None else ["compute_rm_score"]
 
     def _call(self, method: str, step: int) -> Any:
         data = DataProto.concat([self.program.batch(index) for index in self.micro_batches(step)])
@@ -166,10 +180,10 @@ class RoleProgram(Program):
     seeded: ClassVar[bool] = True
     scale: ClassVar[float] = 1.0
 
-    role: TrainedRole = None  # type: ignore[assignment]
+    role: ModelRole = None  # type: ignore[assignment]
 
     @classmethod
-    def of(cls, role: TrainedRole, micro_batches: int) -> RoleProgram:
+    def of(cls, role: ModelRole, micro_batches: int) -> RoleProgram:
         """Return the program of a role, with a number of micro-batches in a step over all ranks."""
         model, worker = role.config.model, role.worker_class
 
@@ -178,7 +192,7 @@ class RoleProgram(Program):
             return transformer_config(model_in_dtype, ParallelConfig.from_megatron_args(_Fields(fields)))
 
         def batch(index: int) -> DataProto:
-            return _batch(index, model.vocab_size, getattr(role.config, "policy_loss", None))
+            return rows_of_role(index, role.config)
 
         lengths = _PROMPT + _RESPONSE
         return cls(config, worker.build_model, worker.forward_step, batch, lengths, micro_batches, _ROWS, role=role)
@@ -210,27 +224,38 @@ class _Fields:
         vars(self).update(fields)
 
 
-def _batch(index: int, vocabulary: int, policy_loss: str | None) -> DataProto:
-    """Return the rows of a micro-batch: full ones in which some tokens do not count, or padded ones with one prompt."""
+def rows_of_role(
+    index: int, config: Any, rows: int = _ROWS, prompt: int = _PROMPT, response: int = _RESPONSE
+) -> DataProto:
+    """Return rows with all columns that a role reads.
+
+    Args:
+        index: the seed: even ones give full rows in which some tokens do not count, odd ones padded rows of one prompt.
+        config: of the role's workers.
+        rows: their number.
+        prompt: tokens of a prompt.
+        response: tokens of a response.
+    """
+    vocabulary = config.model.vocab_size
     generator = torch.Generator().manual_seed(index)
     is_padded = index % 2 == 1
 
     def noise(scale: float) -> torch.Tensor:
-        return torch.randn(_ROWS, _RESPONSE, generator=generator) * scale
+        return torch.randn(rows, response, generator=generator) * scale
 
-    tokens = torch.randint(0, vocabulary, (_ROWS, _PROMPT + _RESPONSE), generator=generator)
-    mask, counted = torch.ones_like(tokens), (torch.rand(_ROWS, _RESPONSE, generator=generator) < 0.7).long()
+    tokens = torch.randint(0, vocabulary, (rows, prompt + response), generator=generator)
+    mask, counted = torch.ones_like(tokens), (torch.rand(rows, response, generator=generator) < 0.7).long()
     counted[:, 0] = 1
     if is_padded:
-        tokens[:, :_PROMPT] = tokens[:1, :_PROMPT]
-        mask[:, : index % (_PROMPT - 1)] = 0
-        lengths = torch.randint(1, _RESPONSE + 1, (_ROWS, 1), generator=generator)
-        mask[:, _PROMPT:] = counted = (torch.arange(_RESPONSE) < lengths).long()
+        tokens[:, :prompt] = tokens[:1, :prompt]
+        mask[:, : index % (prompt - 1)] = 0
+        lengths = torch.randint(1, response + 1, (rows, 1), generator=generator)
+        mask[:, prompt:] = counted = (torch.arange(response) < lengths).long()
     tokens = tokens * mask
     columns = {
         "input_ids": tokens,
         "attention_mask": mask,
-        "responses": tokens[:, _PROMPT:].contiguous(),
+        "responses": tokens[:, prompt:].contiguous(),
         "response_mask": counted,
         "old_log_probs": noise(0.1) - math.log(vocabulary),
         "rollout_log_probs": noise(0.1) - math.log(vocabulary),
@@ -240,7 +265,7 @@ def _batch(index: int, vocabulary: int, policy_loss: str | None) -> DataProto:
         "values": noise(0.5),
         "returns": noise(1.0),
     }
-    of_loss = POLICY_LOSSES[policy_loss].columns if policy_loss else ()
+    of_loss = POLICY_LOSSES[config.policy_loss].columns if isinstance(config, ActorConfig) else ()
     columns |= {name: noise(1.0) for name in of_loss if name not in columns}
     return DataProto.from_dict(columns)
 

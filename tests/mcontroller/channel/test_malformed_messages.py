@@ -84,7 +84,7 @@ def test_an_unknown_query_and_wrong_arguments_raise_at_the_caller(address: Addre
 def test_a_frame_shorter_than_its_head_is_a_data_error(unpack: Callable[[bytes], Any]) -> None:
     with pytest.raises(DataError) as caught:
         unpack(b"abc")
-    assert caught.value.fields["found"] == 3
+    assert caught.value.fields["actual"] == 3
 
 
 @fuzz

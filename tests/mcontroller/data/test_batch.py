@@ -235,9 +235,9 @@ def test_concat_rejects_parts_that_differ_in_columns_shape_or_dtype() -> None:
         ([part, other(torch.zeros(2, 3), "b")], {"part": 1, "columns": ["b"], "expected": ["a"]}),
         ([part, DataProto.from_dict({"a": torch.zeros(2, 3)})], {"part": 1, "columns": [], "expected": ["u"]}),
         ([part, DataProto.from_dict({}, {"u": [1, 2]})], {"part": 1}),
-        ([part, other(torch.zeros(2, 4))], {"column": "a", "part": 1, "found": "float32[2, 4]"}),
-        ([part, DataProto.from_dict({"a": torch.zeros(0, 4)}, {"u": []})], {"column": "a", "found": "float32[0, 4]"}),
-        ([part, other(torch.zeros(2, 3).long())], {"column": "a", "part": 1, "found": "int64[2, 3]"}),
+        ([part, other(torch.zeros(2, 4))], {"column": "a", "part": 1, "actual": "float32[2, 4]"}),
+        ([part, DataProto.from_dict({"a": torch.zeros(0, 4)}, {"u": []})], {"column": "a", "actual": "float32[0, 4]"}),
+        ([part, other(torch.zeros(2, 3).long())], {"column": "a", "part": 1, "actual": "int64[2, 3]"}),
         ([], {"types": []}),
         (part, {"type": "DataProto"}),
         ([part, {}], {"types": ["dict"]}),
@@ -331,7 +331,7 @@ def test_with_tensors_adds_and_replaces_tensors_and_shares_the_rest() -> None:
     assert DataProto(meta_info={"a": 1}).with_tensors({"n": torch.ones(3)}).batch["n"].shape == (3,)
     with pytest.raises(DataError) as raised:
         batch.with_tensors({"n": torch.ones(3)})
-    assert raised.value.fields == {"columns": ["n"], "found": (3,), "expected": (2,)}
+    assert raised.value.fields == {"columns": ["n"], "actual": (3,), "expected": (2,)}
 
 
 def test_to_moves_the_batch_itself_and_leaves_batches_that_share_its_tensors() -> None:

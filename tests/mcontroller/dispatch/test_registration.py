@@ -95,7 +95,7 @@ def test_a_delegated_method_is_registered_and_checked_as_that_of_the_part() -> N
     assert group.workers[1].add(number=1) == group.workers[1].counter.number == 5
     with pytest.raises(DispatchError) as raised:
         group.add(nubmer=1)
-    assert raised.value.taken == ("number",)
+    assert raised.value.parameters == ("number",)
 
 
 def test_an_override_of_a_delegated_method_may_call_it() -> None:

@@ -31,7 +31,7 @@ def test_pools_that_do_not_fit_together_are_rejected_before_launch(ray_cluster: 
     manager = ResourcePoolManager({"left": [10], "right": [10]}, mapping, use_gpu=False)
     with pytest.raises(ResourceError) as caught:
         manager.create_resource_pool()
-    assert caught.value.fields["asked"] == [{"CPU": 10}, {"CPU": 10}]
+    assert caught.value.fields["requested"] == [{"CPU": 10}, {"CPU": 10}]
 
 
 def test_a_role_on_an_unknown_pool_is_rejected() -> None:

@@ -95,7 +95,7 @@ def test_a_pool_larger_than_the_cluster_fails_at_once_with_the_numbers(ray_clust
     with pytest.raises(ResourceError) as error:
         RayWorkerGroup(pool, RayClassWithInitArgs(Plain))
     assert time.monotonic() - began < 10
-    assert error.value.asked == [{"CPU": 80}]
+    assert error.value.requested == [{"CPU": 80}]
     assert error.value.exists == [{"CPU": 16}]
 
 
@@ -104,7 +104,7 @@ def test_a_pool_whose_resources_are_taken_names_the_holders(ray_cluster: None) -
         pool = RayResourcePool([8], use_gpu=False, name_prefix="second")
         with pytest.raises(ResourceError) as error:
             pool.reserve(timeout=0.5)
-    assert error.value.taken["CPU"] >= 14
+    assert error.value.in_use["CPU"] >= 14
     assert all(
         "second" not in entry["name"] for entry in placement_group_table().values() if entry["state"] != "REMOVED"
     )
@@ -113,7 +113,7 @@ def test_a_pool_whose_resources_are_taken_names_the_holders(ray_cluster: None) -
 def test_more_gpus_than_the_cluster_has_are_rejected_with_the_numbers(ray_cluster: None) -> None:
     with pytest.raises(ResourceError) as error:
         RayResourcePool([3]).reserve()
-    assert error.value.asked == [{"CPU": 3, "GPU": 3}]
+    assert error.value.requested == [{"CPU": 3, "GPU": 3}]
 
 
 def test_a_gpu_pool_on_a_cluster_without_gpus_names_use_gpu(ray_cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:

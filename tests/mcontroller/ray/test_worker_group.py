@@ -194,7 +194,7 @@ def test_a_signature_in_an_error_has_no_parameters_of_ray(pool: RayResourcePool)
         pytest.raises(DispatchError) as caught,
     ):
         group.first(1, 2, 3)
-    assert caught.value.fields["taken"] == ("value",)
+    assert caught.value.fields["parameters"] == ("value",)
 
 
 def test_before_shutdown_runs_before_the_processes_end(pool: RayResourcePool, tmp_path: Path) -> None:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from importlib.metadata import version
-from pathlib import Path
 
 import pytest
 import torch
 from megatron.core import utils
 from megatron.core.tensor_parallel import CheckpointWithoutOutput, random
-
-from parallel_state.cpu import megatron, training
 
 
 @pytest.mark.skipif(
@@ -35,8 +32,3 @@ def test_an_activation_is_computed_again_without_transformer_engine(monkeypatch:
 def test_no_version_of_an_engine_that_is_not_installed_is_new_enough() -> None:
     assert utils.is_te_min_version("1.0") is False
     assert utils.is_te_min_version("1.0", check_equality=False) is False
-
-
-def test_the_page_of_patches_has_every_module() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "patches.md").read_text()
-    assert [name for name in (*megatron.PATCHES, *training.PATCHES) if f"`{name}`" not in page] == []

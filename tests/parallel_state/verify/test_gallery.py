@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from importlib.metadata import version
-from pathlib import Path
 
 import pytest
 
@@ -28,12 +26,6 @@ FAULTS = {
     "rope_positions": "first in the forward pass: output of embedding.word_embeddings (Vocab",
     "expert_bias": "buffer decoder.layers.mlp.router.expert_bias[0], step 1, rank 0 (dp=0): off by 1",
 }
-PAGE = (Path(__file__).parents[3] / "docs" / "verify.md").read_text()
-
-
-def without_numbers(text: str) -> str:
-    return re.sub(r"[\d.]+(e-\d+)?", "0", text)
-
 
 of_0_16 = pytest.mark.skipif(not version("megatron-core").startswith("0.16."), reason="0.19 has no such fault")
 PROGRAMS = [pytest.param(name, marks=of_0_16 if name == "sequence_loss" else ()) for name in LAYOUTS]
@@ -41,9 +33,7 @@ PROGRAMS = [pytest.param(name, marks=of_0_16 if name == "sequence_loss" else ())
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_faulty_program_differs_and_its_report_names_the_fault(name: str) -> None:
-    text = "\n  ".join([f"{name}, {LAYOUTS[name]}", *report(name)])
-    assert FAULTS[name] in text
-    assert without_numbers(text) in without_numbers(PAGE)
+    assert FAULTS[name] in "\n".join(report(name))
 
 
 @of_0_16
@@ -51,3 +41,13 @@ def test_a_larger_coefficient_makes_up_for_megatrons_loss_of_each_sequence() -> 
     program = load_program("examples/verify/gallery.py:cured_sequence_loss").smaller(num_layers=1, micro_batches=2)
     verifier = Verifier(program, steps=1)
     assert [verifier.verify(layout).equal for layout in ("tp=2,sp", "cp=2")] == [True, True]
+
+
+def test_the_change_of_an_open_request_repairs_what_it_describes() -> None:
+    from examples.verify.findings import FINDINGS
+
+    _, program, _, change = FINDINGS["counted_on_each_rank"]
+    verifier = Verifier(program.smaller(num_layers=1, micro_batches=2), steps=1)
+    assert not verifier.verify("cp=2").equal
+    with change():
+        assert verifier.verify("cp=2").equal

@@ -132,3 +132,26 @@ def test_a_column_of_another_length_is_rejected_with_its_name():
     with pytest.raises(DataError) as caught:
         rewarded(lambda batch: Reward(torch.zeros(3, 3), {"accuracy": [1.0, 0.0]}), BATCH)
     assert (caught.value.column, caught.value.length) == ("accuracy", 2)
+
+
+def test_scores_of_episodes_are_added_to_those_of_the_reward_function_and_are_enough():
+    mask, nan = torch.tensor([[1, 0], [1, 1], [1, 1]]), float("nan")
+
+    def batch(scores, failed=(False, False, False)):
+        columns = {"response_mask": mask, "episode_scores": torch.tensor(scores), "failed": torch.tensor(failed)}
+        return DataProto.from_dict(columns)
+
+    alone = RewardSources(None, None, False, None, has_episodes=True)
+    assert alone.of(batch([2.0, nan, -1.0])).row_scores().tolist() == pytest.approx([2.0, nan, -1.0], nan_ok=True)
+    with pytest.raises(DataError) as caught:
+        alone.of(batch([nan, nan, nan]))
+    assert caught.value.rows == 3
+    assert alone.of(batch([nan, nan, nan], (True, True, True))).row_scores().isnan().all()
+    with_function = RewardSources(lambda batch: [1.0, None, None], None, False, None, has_episodes=True)
+    reward = with_function.of(batch([2.0, nan, 3.0]))
+    assert reward.row_scores().tolist() == pytest.approx([3.0, nan, 3.0], nan_ok=True)
+    assert with_function.of(batch([nan, nan, nan])).columns == {}
+    with_model = RewardSources(None, None, True, None, has_episodes=True)
+    model = DataProto.from_dict({"rm_scores": torch.tensor([[0.5, 0.0]] * 3)})
+    assert with_model.of(batch([2.0, 1.0, 0.0]).union(model)).row_scores().tolist() == [2.5, 1.5, 0.5]
+    assert with_model.of(batch([nan, nan, nan]).union(model)).row_scores().tolist() == [0.5, 0.5, 0.5]

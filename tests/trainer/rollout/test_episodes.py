@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from mcontroller.errors import ConfigError
 from tests.trainer.rollout.engine import CALL, RESPONSE, Tools, a_rollout, next_token
 from trainer import Trajectory
-from trainer.rollout.episodes import EpisodeError, Episodes, _Host
+from trainer.rollout.episodes import EpisodeError, Episodes, _Host, outcome_columns
+from trainer.rollout.trajectory_log import Taken, read, write
 
 TOOLS = "tests.trainer.rollout.engine:Tools"
 PROMPTS = [[10 + row, 20, 3 * row + 1][: 1 + row % 3] for row in range(12)]
@@ -161,3 +165,34 @@ def test_episodes_without_a_rollout_say_what_is_missing() -> None:
     with pytest.raises(ConfigError) as caught:
         Episodes(episode, processes=0).start({"prompt_ids": [1]}, seed=0)
     assert caught.value.key == "rollout"
+
+
+async def scored_episode(rollout: Any, problem: Mapping[str, Any]) -> Trajectory:
+    """Set the outcome of the problem."""
+    made: Trajectory = await rollout.submit(problem["prompt_ids"])
+    made.score, made.metrics = problem["outcome"]
+    return made
+
+
+def test_scores_and_metrics_of_episodes_are_those_of_their_responses(tmp_path: Path) -> None:
+    outcomes: list[Any] = [(2, {"steps": 3}), (np.float32(0.5), {}), (None, {"steps": 1.0}), (1, {"steps": "many"})]
+    outcomes += [(math.nan, {}), ("good", {}), (1.0, 5), (1.0, {3: 1.0}), (True, dict.fromkeys(map(str, range(99)), 0))]
+    episodes = Episodes(scored_episode, processes=0)
+    episodes.connect(a_rollout())
+    futures = [episodes.start({"prompt_ids": [9], "outcome": outcome}, seed=3) for outcome in outcomes]
+    episodes.run()
+    made = [future.result() for future in futures[:3]]
+    assert [(response.score, response.metrics) for response in made] == [
+        (2.0, {"steps": 3.0}),
+        (0.5, {}),
+        (None, {"steps": 1.0}),
+    ]
+    assert [future.exception().kind for future in futures[3:]] == ["invalid"] * 6  # type: ignore[union-attr]
+    assert episodes.take_metrics(made)["environment/steps"] == 2.0
+    failed = Trajectory([9], ended="raised")
+    columns = outcome_columns([*made, failed])
+    assert columns["failed"].tolist() == [False, False, False, True]
+    assert columns["episode_scores"].tolist() == pytest.approx([2.0, 0.5, math.nan, math.nan], nan_ok=True)
+    write(tmp_path / "0.npz", Taken([0], [0], made, 0))
+    read_again = read(tmp_path / "0.npz").responses
+    assert [(one.score, one.metrics) for one in read_again] == [(one.score, one.metrics) for one in made]

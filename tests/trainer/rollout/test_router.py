@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from array import array
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,10 +18,13 @@ from mcontroller.ray.class_with_init import ClassWithInitArgs
 from tests.trainer.rollout.engine import EOS, SAMPLING, Formula
 from trainer import Trajectory, TrajectoryRollout
 from trainer.rollout.engine import Engine, EngineLost, RequestFailed, Sampled
+from trainer.rollout.episodes import Episodes
 from trainer.rollout.reference_engine import ReferenceEngine
 from trainer.rollout.router import BLOCK_TOKENS, UNEVEN, NoEngineLeft, Router, prefix_blocks
 from workers.config import RolloutConfig
 from workers.generate.vllm.requests import EngineAddress
+
+OnPart = Callable[[Sampled], None] | None
 
 
 class SmallEngine:
@@ -34,7 +38,7 @@ class SmallEngine:
         self.error: Exception | None = None
         self.partial_after = 0
 
-    async def generate(self, prompt: array[int], sampling: Mapping[str, Any]) -> Sampled:
+    async def generate(self, prompt: array[int], sampling: Mapping[str, Any], on_part: OnPart = None) -> Sampled:
         self.requests.append((prompt, sampling))
         self.in_flight += 1
         try:
@@ -237,3 +241,74 @@ def test_a_request_without_stop_tokens_is_rejected() -> None:
     with pytest.raises(DataError) as caught:
         rollout.submit([5])
     assert caught.value.missing == ["eos_token_id", "pad_token_id"]
+
+
+class StreamingEngine(SmallEngine):
+    """Hands out ``parts`` of one token each, then waits for ``go_on``, and returns or raises."""
+
+    parts = 3
+
+    async def generate(self, prompt: array[int], sampling: Mapping[str, Any], on_part: OnPart = None) -> Sampled:
+        self.requests.append((array("q", prompt), sampling))
+        for number in range(self.parts if on_part else 0):
+            assert on_part is not None
+            on_part(Sampled(array("q", [10 + number]), array("d", [-0.1 * number]), [(number, 1)]))
+        if self.go_on is not None:
+            await self.go_on.wait()
+        if self.error is not None:
+            raise self.error
+        rest = array("q", [20, EOS])
+        return Sampled(rest, array("d", [-0.5, -0.6]), [(7, 2)])
+
+
+@pytest.mark.parametrize("driven", [False, True])
+def test_a_stream_grows_while_the_engine_goes_on_and_ends_as_the_same_record(driven: bool) -> None:
+    engine = StreamingEngine()
+    rollout = rollout_with(engine, driven=driven)
+    engine.go_on = asyncio.Event()
+    submitted = rollout.submit([5, 6], stream=True, seed=3)
+    until = time.monotonic() + 30
+    while len(submitted.trajectory.mask) < 3 and time.monotonic() < until:
+        rollout.advance()
+    assert submitted.trajectory.tokens.tolist() == [10, 11, 12] and not submitted.done()
+    rollout.engine._loop._loop.call_soon_threadsafe(engine.go_on.set)
+    while driven and not submitted.done():
+        rollout.advance()
+    made = submitted.result(30)
+    assert (made.tokens.tolist(), made.ended) == ([10, 11, 12, 20, EOS], "stop")
+    assert made.log_probs.tolist() == pytest.approx([0, -0.1, -0.2, -0.5, -0.6])
+    assert made.versions.tolist() == [0, 1, 2, 7, 7] and made.mask.tolist() == [1] * 5 and len(engine.requests) == 1
+
+
+def test_a_stream_of_an_engine_that_is_lost_goes_on_at_another_one_after_its_tokens() -> None:
+    first, second = StreamingEngine("first"), StreamingEngine("second")
+    first.error = EngineLost("gone", engine="first")
+    second.parts = 1
+    rollout = rollout_with(first, second)
+    made = rollout.submit([5, 6], stream=True, seed=3, max_tokens=9).result(30)
+    assert made.tokens.tolist() == [10, 11, 12, 10, 20, EOS]
+    ((prompt, sampling),) = second.requests
+    assert prompt.tolist() == [5, 6, 10, 11, 12] and sampling["response_length"] == 6
+    assert rollout.router is not None and (rollout.router.lost, rollout.router.moved) == (["first"], 1)
+
+
+def test_an_episode_gets_the_tokens_of_a_stream_before_they_end_and_may_keep_some() -> None:
+    engine = StreamingEngine()
+    engine.go_on = asyncio.Event()
+
+    async def stops_early(rollout: Any, problem: Mapping[str, Any]) -> Trajectory:
+        trajectory = Trajectory(problem["prompt_ids"])
+        waiting = rollout.submit(trajectory, stream=True)
+        while len(trajectory.tokens) < 3:
+            await asyncio.sleep(0.01)
+        waiting.cancel()
+        del trajectory.tokens[2:], trajectory.mask[2:]
+        return trajectory
+
+    episodes = Episodes(stops_early, processes=0)
+    episodes.connect(rollout_with(engine, driven=True))
+    future = episodes.start({"prompt_ids": [5, 6]}, seed=3)
+    episodes.run()
+    made = future.result()
+    assert made.tokens.tolist() == [10, 11] and made.versions.tolist() == [0, 1]
+    assert made.log_probs.tolist() == pytest.approx([0, -0.1])

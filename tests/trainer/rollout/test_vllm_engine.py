@@ -121,3 +121,22 @@ def test_an_engine_that_is_silent_while_requests_wait_is_lost(served: EngineInPr
             await generate(engine, 3)
 
     asyncio.run(run())
+
+
+def test_an_engine_hands_out_tokens_while_it_generates(
+    served: EngineInProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(StandInLLM, "answer", staticmethod(lambda prompt: [*range(3, 20), 2]))
+
+    async def run() -> tuple[list[Any], Any, Any]:
+        engine, parts = VllmEngine(address_of(served), 0), []
+        rest = await engine.generate(array("q", [3, 4]), SAMPLING, parts.append)
+        whole = await engine.generate(array("q", [3, 4]), SAMPLING)
+        await engine.close()
+        return parts, rest, whole
+
+    parts, rest, whole = asyncio.run(run())
+    assert len(parts) > 5 and all(part.versions == [[0, len(part.tokens)]] for part in parts)
+    for name in ("tokens", "log_probs"):
+        joined = [value for answer in (*parts, rest) for value in getattr(answer, name)]
+        assert joined == getattr(whole, name).tolist()

@@ -143,6 +143,7 @@ sys.exit(max(main(verb) for verb in verbs))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_an_asynchronous_run_is_replayed_from_its_oldest_checkpoint_to_the_same_weights(folder, ray_cluster):
     printed = run_verbs(folder, REPLAY)

@@ -112,8 +112,8 @@ def with_custom_engine(parallel: dict[str, Any], model: dict[str, Any]) -> Any:
 @pytest.mark.simulated
 @pytest.mark.parametrize(
     ("ranks", "parallel", "model"),
-    [(1, {}, DENSE), (4, {"tp": 2, "pp": 2}, DENSE), (2, {"cp": 2}, DENSE)],
-    ids=["one", "tp2-pp2", "cp2"],
+    [(1, {}, DENSE), (4, {"tp": 2, "pp": 2}, DENSE)],
+    ids=["one", "tp2-pp2"],
 )
 def test_custom_engine_generates_megatrons_tokens_before_and_after_an_update(
     ranks: int, parallel: dict[str, Any], model: dict[str, Any]

@@ -192,7 +192,7 @@ def fields_of(path: Path, changes: dict[str, Any]) -> dict[str, Any]:
 def test_key_of_an_adapter_that_changes_what_it_computes_is_rejected(key: str, value: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         fields_of(tmp_path, {key: value})
-    assert (caught.value.key, caught.value.field, caught.value.found) == ("model.lora.path", key, value)
+    assert (caught.value.key, caught.value.field, caught.value.actual) == ("model.lora.path", key, value)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,9 @@ from safetensors.torch import load_file
 
 from mcontroller.errors import ConfigError
 from parallel_state.releases import language_models
+from parallel_state.verify import Verifier
+from parallel_state.verify.layouts import parse_layout
+from parallel_state.verify.program import load_program
 from tests.ranks import run_ranks
 from tests.workers.parity import LAYOUTS, SLOW, computed
 from tests.workers.roles import GREEDY, MODEL, actor, experience, own_shard, prompts, weights
@@ -86,6 +89,12 @@ def test_a_pattern_of_other_layers_is_rejected(pattern: str) -> None:
     assert (raised.value.key, raised.value.value) == ("model.hybrid_layer_pattern", pattern)
 
 
+def test_a_pattern_is_rejected_where_bridge_builds_the_model() -> None:
+    with pytest.raises(ConfigError) as raised:
+        model_of(DENSE, provider="bridge", hf_path="Qwen/Qwen3-0.6B")
+    assert raised.value.key == "model.hybrid_layer_pattern"
+
+
 @with_hybrid
 @pytest.mark.simulated
 @pytest.mark.parametrize(
@@ -98,6 +107,16 @@ def test_every_layout_computes_what_a_gpt_model_computes(name: str) -> None:
     assert_same_bits(
         gpt, run_ranks(computed, layout.ranks, layout, "float32", SMALL | {"hybrid_layer_pattern": pattern})
     )
+
+
+@with_hybrid
+@pytest.mark.simulated
+@pytest.mark.parametrize(("name", "layouts"), [("mamba", ("tp=2,pp=2,sp", "cp=2")), ("delta_net", ("pp=2", "cp=2"))])
+def test_verify_trains_layers_with_states_in_every_layout(name: str, layouts: tuple[str, ...]) -> None:
+    verifier = Verifier(load_program(f"examples/verify/hybrid.py:{name}"), steps=1)
+    for layout in layouts:
+        outcome = verifier.verify(parse_layout(layout))
+        assert outcome.equal, outcome.lines()
 
 
 def trained(parallel: dict[str, Any], pattern: str | None, model: dict[str, Any]) -> dict[str, Any]:
@@ -118,7 +137,7 @@ def trained(parallel: dict[str, Any], pattern: str | None, model: dict[str, Any]
     [
         ("*-*-|*-*-", {}, FOUR_RANKS),
         ("*-*E*-*E", MIXED, FOUR_RANKS),
-        ("+-" * 4, LATENT, TWO_STAGES),
+        ("+-" * 4, LATENT, FOUR_RANKS),
         (DENSE, {"lora": {"rank": 4, "alpha": 8.0}}, FOUR_RANKS),
         (DENSE, {"rope_scaling_factor": 8.0, "qk_layernorm": True, "add_qkv_bias": True}, TWO_STAGES),
     ],

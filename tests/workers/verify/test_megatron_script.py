@@ -180,9 +180,10 @@ def test_a_script_is_verified_in_the_layout_of_its_arguments(arguments: str, lay
 
 
 @pytest.mark.skipif(not SCRIPT.with_name("pretrain_hybrid.py").exists(), reason="no such script on PYTHONPATH")
-def test_a_script_of_a_hybrid_model_is_verified() -> None:
+@pytest.mark.parametrize("pattern", ["*-*-*-|*-*-*-", "M-M-M-|M-M-M-"])
+def test_a_script_of_a_hybrid_model_is_verified(pattern: str) -> None:
     axes = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel"
-    line = f"{BILLION} {axes} --hybrid-layer-pattern *-*-*-|*-*-*-".replace("--num-layers 24", "")
+    line = f"{BILLION} {axes} --hybrid-layer-pattern {pattern}".replace("--num-layers 24", "")
     program, variant = script_program(str(SCRIPT.with_name("pretrain_hybrid.py")), line.split())
     assert variant.text == "tp=2,pp=2,sp"
     verifier = Verifier(program, steps=1)

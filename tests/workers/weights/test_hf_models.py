@@ -36,17 +36,18 @@ from workers.weights.hf.files import WeightFiles
 from workers.weights.hf.model import export_hf, hf_tensors
 
 NAMES = [name for name in MODELS if not name.startswith(("llama", "qwen"))]
-"""The models that test_hf.py has no cases for; docs/models.md has all layouts."""
+"""The models that test_hf.py has no cases for; docs/results.md has all layouts."""
 CASES = [
-    (name, layout, packed)
-    for name in NAMES
-    for layout, packed in (
-        ("PP2 with VPP2", True),
-        ("TP2 x PP2 x CP2 with SP", True),
-        ("TP2 x PP2 x EP2 with SP", False),
-    )
-    if layout != "TP2 x PP2 x EP2 with SP" or "num_experts_per_tok" in MODELS[name].fields
+    ("mistral", "TP2 x PP2 x CP2 with SP", True),
+    ("mixtral", "TP2 x PP2 x EP2 with SP", False),
+    ("glm4_moe", "PP2 with VPP2", True),
+    ("glm4_moe", "TP2 x PP2 x EP2 with SP", False),
+    ("glm4_moe, no norms or biases", "TP2 x PP2 x EP2 with SP", False),
+    ("deepseek_v3", "TP2 x PP2 x EP2 with SP", False),
+    ("deepseek_v3, queries as they are, YaRN", "PP2 with VPP2", True),
+    ("deepseek_v3, queries as they are, YaRN", "TP2 x PP2 x CP2 with SP", True),
 ]
+"""Each mapping with its experts divided, each kind of attention with its rows divided."""
 
 
 @pytest.fixture(scope="module")

@@ -122,11 +122,12 @@ class ChatServer:
 class AgentEpisode:
     """An episode that runs an agent which was written against an OpenAI endpoint: a class for ``multi_turn.episode``.
 
-    The endpoint is a ``ChatServer`` in the process of the episode. What the agent returns is dropped: its reward is
-    that of the response, which are all its turns and what it put between them.
+    The endpoint is a ``ChatServer`` in the process of the episode. The response is all turns of the agent and what it
+    put between them.
 
     Args:
-        agent: ``async def agent(base_url, api_key, problem, **options)``, or its import path.
+        agent: ``async def agent(base_url, api_key, problem, **options)``, or its import path. It returns the score of
+            its response; a mapping with ``score`` and other numbers, which are reported; or None.
         tool_calls: how the policy writes tool calls: a name of ``TOOL_FORMATS``.
         options: other keyword arguments of the agent.
 
@@ -149,7 +150,7 @@ class AgentEpisode:
         self._sessions = itertools.count()
 
     async def __call__(self, rollout: EpisodeRollout, problem: Mapping[str, Any]) -> Trajectory:
-        """Return the one conversation that the agent had.
+        """Return the one conversation that the agent had, with the score that the agent returned.
 
         Raises:
             DataError: it made no request, one was cut off, or it began several conversations.
@@ -158,7 +159,7 @@ class AgentEpisode:
             self._server = ChatServer(None, rollout.tokenizer, tool_calls=self._tool_calls)
         session = self._server.open(f"episode-{next(self._sessions)}", rollout=_FromThreads(rollout))
         try:
-            await self._agent(self._server.base_url, session.api_key, problem)
+            outcome = await self._agent(self._server.base_url, session.api_key, problem)
             made = session.close()
         finally:
             session.cancel()
@@ -168,6 +169,9 @@ class AgentEpisode:
                 "messages before it, as they were received, and the tools",
                 session=session.name,
             )
+        metrics = dict(outcome) if isinstance(outcome, Mapping) else {"score": outcome}
+        made[0].score = metrics.pop("score", None)
+        made[0].metrics = metrics
         return made[0]
 
 

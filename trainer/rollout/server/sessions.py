@@ -27,7 +27,7 @@ from trainer.rollout.server.tool_calls import ToolFormat
 from trainer.rollout.trajectory import Trajectory
 
 if TYPE_CHECKING:
-    from trainer.rollout.server.chat_requests import ChatRequest
+    from trainer.rollout.server.chat_api import ChatRequest
 
 logger = logging.getLogger(__name__)
 
@@ -231,6 +231,7 @@ class ChatSession:
             default=None,
         )
         self._parent = parent
+        stream = request.stream or bool(request.stop)  # a stop text ends a turn at once
         try:
             for index in range(request.n):
                 conversation = self._opened(request, index) if parent is None else self._continued(parent, request)
@@ -238,7 +239,7 @@ class ChatSession:
                 options = {"seed": conversation.trajectory.seed, **request.settings}
                 if index and type(options["seed"]) is int and (parent is not None or request.seed is not None):
                     options["seed"] = seed_of(options["seed"], "choice", index)
-                submit = partial(self.rollout.submit, conversation.trajectory, **options)
+                submit = partial(self.rollout.submit, conversation.trajectory, stream=stream, **options)
                 turn.submitted = await asyncio.to_thread(submit)
                 self._turns.append(turn)
         except (ConfigError, DataError):
@@ -317,7 +318,7 @@ class ChatSession:
         for turn in turns:
             turn.submitted.add_done_callback(lambda _: loop.call_soon_threadsafe(changed.set))
         until, pending = time.monotonic() + timeout_s, list(turns)
-        is_watched = turns[0].request.stream or bool(turns[0].request.stop)  # before a turn has ended
+        is_watched = turns[0].request.stream or bool(turns[0].request.stop)
         while pending:
             await self._progress(pending, advancing, changed, POLL_S if is_watched else until - time.monotonic())
             for turn in [*pending]:

@@ -57,7 +57,7 @@ def check_installed(config: ActorConfig) -> None:
         key, value = ("rollout.engine", "vllm") if chosen is None else ("rollout.vllm.python", chosen)
         raise ConfigError(
             f"rollout.engine is 'vllm', which is not installed for {python}: install it in a separate environment "
-            "(docs/install.md), and set rollout.vllm.python to its interpreter",
+            "(docs/index.md), and set rollout.vllm.python to its interpreter",
             key=key,
             value=value,
         )

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from typing import Any
@@ -18,8 +21,10 @@ from mcontroller.local import LocalWorkerGroup
 from mcontroller.ray.class_with_init import ClassWithInitArgs
 from tests.trainer.rollout.server.test_chat_server import ASK, CALL, END, SHIFT, TOOLS, Agent, Characters
 from trainer import Trajectory, TrajectoryRollout
+from trainer.rollout.engine import Sampled
+from trainer.rollout.episodes import Episodes
 from trainer.rollout.reference_engine import ReferenceEngine
-from trainer.rollout.server.chat_server import ChatServer
+from trainer.rollout.server.chat_server import AgentEpisode, ChatServer
 from trainer.rollout.server.sessions import ChatSession
 from trainer.rollout.server.tool_calls import TOOL_FORMATS
 
@@ -413,6 +418,56 @@ def test_the_client_of_openai_gets_turns_and_streams(serve: Callable[..., ChatSe
     items.append({"type": "function_call_output", "call_id": response.output[0].call_id, "output": "5"})
     assert client.responses.create(model="policy", input=items, tools=[FUNCTION]).output_text == ANSWER
     assert [trajectory.turns for trajectory in session.close()] == [2, 2]
+
+
+class Gated:
+    """An engine that generates by itself: it hands out the first word, and goes on when the client has it."""
+
+    name = "gated"
+
+    def __init__(self) -> None:
+        self.go_on, self.timed_out = threading.Event(), False
+
+    async def generate(self, prompt: Any, sampling: Any, on_part: Callable[[Sampled], None] | None = None) -> Sampled:
+        tokens = tokens_of(ANSWER)
+        assert on_part is not None
+        for token in tokens[:3]:
+            on_part(Sampled(array("q", [token]), array("d", [-0.5]), [(0, 1)]))
+        self.timed_out = not await asyncio.to_thread(self.go_on.wait, 30)
+        return Sampled(array("q", tokens[3:]), array("d", [-0.5] * len(tokens[3:])), [(0, len(tokens) - 3)])
+
+    async def close(self) -> None: ...
+
+
+@pytest.mark.processes  # the client calls uname
+@pytest.mark.parametrize("in_episode", [False, True])
+def test_a_stream_has_the_tokens_of_an_engine_while_it_generates(in_episode: bool) -> None:
+    openai = pytest.importorskip("openai")
+    gated, texts = Gated(), list[str]()
+
+    async def read_stream(base_url: str, api_key: str, problem: Mapping[str, Any]) -> None:
+        async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+            async for chunk in await client.chat.completions.create(model="policy", messages=ASK, stream=True):
+                texts.append(chunk.choices[0].delta.content or "")
+                if "".join(texts) == ANSWER[:3]:
+                    gated.go_on.set()  # nothing else lets the engine go on in time
+
+    group = LocalWorkerGroup(ClassWithInitArgs(Agent), name_prefix="agent")
+    rollout = TrajectoryRollout(group, engines=[gated], driven=in_episode, eos_token_id=END, pad_token_id=0)
+    if in_episode:
+        episodes = Episodes(AgentEpisode, {"agent": read_stream}, tokenizer=Characters(), processes=0)
+        episodes.connect(rollout)
+        future = episodes.start({"prompt_ids": [5]}, seed=3)
+        episodes.run()
+        made = future.result()
+    else:
+        server = ChatServer(rollout, Characters())
+        session = server.open("a")
+        asyncio.run(read_stream(server.base_url, session.api_key, {}))
+        (made,) = session.close()
+        server.close()
+    assert not gated.timed_out and "".join(texts) == ANSWER and len([text for text in texts if text]) > 1
+    assert made.tokens.tolist() == tokens_of(ANSWER) and made.log_probs.tolist() == [-0.5] * len(made.tokens)
 
 
 @pytest.mark.processes

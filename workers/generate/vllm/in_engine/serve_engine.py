@@ -20,7 +20,7 @@ import signal
 import sys
 import traceback
 from array import array
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
@@ -124,7 +124,12 @@ class Engine:
         return {"vocab_size": self._llm.vllm_config.model_config.get_vocab_size()}
 
     async def generate(
-        self, prompt: Sequence[int], parameters: dict[str, Any], temperature: float, request_id: str = ""
+        self,
+        prompt: Sequence[int],
+        parameters: dict[str, Any],
+        temperature: float,
+        request_id: str = "",
+        on_part: Callable[[Response], None] | None = None,
     ) -> Response:
         """Generate a response to a prompt; the request waits while the engine sleeps or is paused.
 
@@ -133,6 +138,7 @@ class Engine:
             parameters: arguments of ``vllm.SamplingParams``.
             temperature: divides the logits. Requests with another one wait until those in flight have ended.
             request_id: for ``abort``.
+            on_part: called with what was generated since the last call; what is returned is the rest.
         """
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
@@ -153,6 +159,9 @@ class Engine:
                 self._append(response, made)
                 if output.finished:
                     response = response._replace(reason=made.finish_reason or "abort", experts=made.routed_experts)
+                elif on_part is not None and response.tokens:
+                    on_part(response)
+                    response = Response([], [], [], "abort", None)
         return response
 
     def _append(self, response: Response, made: Any) -> None:
@@ -363,8 +372,9 @@ class RequestServer:
 
     A program sends ``{"token": ...}`` first, and gets the facts of the engine. A request has ``id``, ``sampling``
     (arguments of ``vllm.SamplingParams``) and ``temperature``, and the token ids of the prompt. Its answer has the
-    ``id``, ``reason`` and ``versions``, and tokens and log-probabilities; or ``id`` and ``error``. ``{"abort": id}``
-    ends a request. ``{}`` follows every second in which tokens were made, or the engine is paused or asleep.
+    ``id``, ``reason`` and ``versions``, and tokens and log-probabilities; or ``id`` and ``error``. If the request has
+    ``parts``, answers without ``reason`` come before, and the last one is the rest. ``{"abort": id}`` ends a request.
+    ``{}`` follows every second in which tokens were made, or the engine is paused or asleep.
     """
 
     def __init__(self, engine: Engine, token: str, expert_layers: Sequence[int]) -> None:
@@ -418,8 +428,13 @@ class RequestServer:
     ) -> None:
         from engine_messages import packed
 
+        def send_part(part: Response) -> None:
+            arrays = array("q", part.tokens), array("d", part.log_probs)
+            writer.write(packed({"id": head["id"], "versions": part.versions}, *arrays))
+
+        on_part = send_part if head.get("parts") else None
         try:
-            response = await self._engine.generate(prompt, head["sampling"], head["temperature"], request_id)
+            response = await self._engine.generate(prompt, head["sampling"], head["temperature"], request_id, on_part)
         except Exception as error:
             self._engine.end_if_dead()
             writer.write(packed({"id": head["id"], "error": f"{type(error).__name__}: {error}"}))

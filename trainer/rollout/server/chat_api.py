@@ -1,4 +1,4 @@
-"""Requests for chat completions: the fields that a client may send, checked before anything uses them.
+"""The chat completions of OpenAI's API, ``POST /v1/chat/completions``: the fields of a request, and its answer.
 
 What a client sends is used as it is named, or rejected with the field and the status that OpenAI's API answers with.
 Requests of the other APIs are translated into these.
@@ -6,7 +6,10 @@ Requests of the other APIs are translated into these.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, LiteralString, Self
 
@@ -14,7 +17,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic_core import PydanticCustomError, from_json
 
 from mcontroller.config.checks import close_names
+from trainer.data.tokenizers import TextTokenizer
 from trainer.rollout.server.request_error import reject
+from trainer.rollout.server.sessions import Turn
 
 SAMPLING = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed"}
 """Fields that change how a turn is sampled; the rollout checks their values."""
@@ -246,3 +251,82 @@ class ChatRequest(Request):
         """How the turn is sampled, for ``submit`` of the rollout."""
         limit = self.max_tokens or self.max_completion_tokens
         return {**self.model_dump(include=SAMPLING, exclude_none=True), "max_tokens": limit}
+
+
+class ChatCompletions:
+    """A request for chat completions, and its answer. ``Responses`` and ``Messages`` have the same methods.
+
+    Args:
+        body: of the request.
+        tokenizer: decodes tokens whose log-probabilities are returned.
+
+    Attributes:
+        request: what is to be generated.
+
+    Raises:
+        RequestError: a field is unknown or not supported, or a value has another type.
+    """
+
+    def __init__(self, body: Mapping[str, Any], tokenizer: TextTokenizer) -> None:
+        self.request = ChatRequest.of(body)
+        self._head = {"id": f"chatcmpl_{uuid.uuid4().hex}", "created": int(time.time()), "model": self.request.model}
+        self._tokenizer, self._logged = tokenizer, dict.fromkeys(range(self.request.n), 0)
+
+    def answer(self, turns: Sequence[Turn]) -> dict[str, Any]:
+        """Return the body of the answer."""
+        choices = [self._choice(turn, turn.reason, message=turn.message) for turn in turns]
+        return {**self._head, "object": "chat.completion", "choices": choices, "usage": _usage(turns)}
+
+    async def events(self, turns: Sequence[Turn], progress: AsyncIterator[Turn]) -> AsyncIterator[str]:
+        """Yield the answer as a stream of events.
+
+        Args:
+            turns: of the request.
+            progress: turns that have new tokens or have ended.
+        """
+        usage = {"usage": None} if self.request.stream_options.include_usage else {}
+
+        def chunk(turn: Turn, reason: str | None = None, **delta: Any) -> str:
+            return self._event(choices=[self._choice(turn, reason, delta=delta)], **usage)
+
+        for turn in turns:
+            yield chunk(turn, role="assistant", content="")
+        async for turn in progress:
+            if text := turn.next_text():
+                yield chunk(turn, content=text)
+            if turn.calls:
+                yield chunk(turn, tool_calls=[{"index": index, **call} for index, call in enumerate(turn.calls)])
+            if turn.reason:
+                yield chunk(turn, turn.reason)
+        if usage:
+            yield self._event(choices=[], usage=_usage(turns))
+        yield "data: [DONE]\n\n"
+
+    def error(self, body: Mapping[str, Any]) -> str:
+        """Return the event for an error in the middle of a stream."""
+        return event(body)
+
+    def _event(self, **fields: Any) -> str:
+        return event({**self._head, "object": "chat.completion.chunk", **fields})
+
+    def _choice(self, turn: Turn, reason: str | None, **said: Any) -> dict[str, Any]:
+        """Return a choice, with the log-probabilities of the tokens that were not returned before."""
+        logprobs = None
+        if self.request.logprobs:
+            start, self._logged[turn.index] = self._logged[turn.index], len(turn.tokens)
+            content = []
+            for token, log_prob in zip(turn.tokens[start:], turn.log_probs[start:], strict=True):
+                text = self._tokenizer.decode([token])
+                content.append({"token": text, "logprob": log_prob, "bytes": [*text.encode()], "top_logprobs": []})
+            logprobs = {"content": content, "refusal": None}
+        return {"index": turn.index, **said, "finish_reason": reason, "logprobs": logprobs}
+
+
+def event(data: Mapping[str, Any], name: str | None = None) -> str:
+    """Return a server-sent event."""
+    return (f"event: {name}\n" if name else "") + f"data: {json.dumps(data)}\n\n"
+
+
+def _usage(turns: Sequence[Turn]) -> dict[str, int]:
+    prompt, completion = turns[0].prompt_tokens, sum(len(turn.tokens) for turn in turns)
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}

@@ -1,0 +1,296 @@
+"""Programs verified at every commit of a checkout of Megatron-LM, to find the one that changed their numbers.
+
+A result is stored with the contents of the files of Megatron that were imported for it. A commit that changes none of
+them has the same result, and starts no process.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+import parallel_state
+from parallel_state.verify.program import VerifyError, load_program
+from parallel_state.verify.verifier import Verifier
+
+_TOOLKIT = Path(parallel_state.__file__).parents[1]
+_CHILD = "import sys; from parallel_state.verify.commits import write_results; write_results(*sys.argv[1:])"
+
+
+@dataclass(frozen=True)
+class Commit:
+    """A commit: its hash, its date, such as ``2026-08-22``, and the first line of its message."""
+
+    sha: str
+    date: str
+    subject: str
+
+
+@dataclass(frozen=True)
+class Result:
+    """The outcome of a program at a commit.
+
+    Attributes:
+        fingerprint: a sum over the bits of the training of one process; empty after a failure.
+        layouts: the first difference in each layout, empty if it is equal.
+        bits: a sum over the bits of the training in each layout.
+        seconds: of a CPU.
+        failure: the error of a program that cannot be verified at this commit.
+        files: hashes of the files that the result depends on, by their paths in the checkout; those of the program by
+            their absolute paths.
+    """
+
+    fingerprint: str = ""
+    layouts: dict[str, str] = field(default_factory=dict)
+    bits: dict[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
+    failure: str = ""
+    files: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def differing(self) -> list[str]:
+        """The layouts that do not train the model of one process."""
+        return [layout for layout, first in self.layouts.items() if first]
+
+    def changes(self, before: Result) -> list[str]:
+        """Return what is not as in an earlier result, worst first."""
+        if self.failure or before.failure:
+            if bool(self.failure) == bool(before.failure):
+                return []
+            return [f"fails: {self.failure}" if self.failure else "can be verified again"]
+        began = [layout for layout in self.differing if not before.layouts.get(layout)]
+        ended = [layout for layout in before.differing if not self.layouts.get(layout)]
+        changes = [f"layout {layout} began to differ: {self.layouts[layout]}" for layout in began]
+        changes += [f"layout {layout} is equal again" for layout in ended]
+        if self.fingerprint != before.fingerprint:
+            return [*changes, "numbers of one process changed"]
+        other = [layout for layout in self.bits if before.bits.get(layout) not in (None, self.bits[layout])]
+        rounding = [layout for layout in other if layout not in (*began, *ended)]
+        return [*changes, f"other rounding in {' '.join(rounding)}"] if rounding else changes
+
+    def is_regression(self, before: Result) -> bool:
+        """Whether a layout began to differ, or the program to fail."""
+        return bool(self.failure and not before.failure) or any(
+            before.layouts.get(layout) == "" for layout in self.differing
+        )
+
+
+class History:
+    """The commits of a range that touch ``megatron/``, after the first of the range, and the results of programs there.
+
+    Use it as a context manager: it has a temporary folder. The checkout stays as it is.
+
+    Args:
+        checkout: a git repository of Megatron-LM or of a fork.
+        revisions: the range, ``A..B``.
+        programs: ``FILE.py:NAME`` or ``MODULE:NAME``.
+        cache: the folder in which results are stored.
+        layouts: the layouts; empty for the smallest ones that have every axis of a model.
+        steps: training steps in each layout.
+
+    Attributes:
+        commits: A, and the commits in their order.
+        programs: the programs by a short name.
+        runs: the number of processes that were started.
+
+    Raises:
+        VerifyError: git rejects the range.
+    """
+
+    def __init__(
+        self,
+        checkout: Path,
+        revisions: str,
+        programs: Sequence[str],
+        *,
+        cache: Path,
+        layouts: Sequence[str] = (),
+        steps: int = 2,
+    ) -> None:
+        first, separator, _ = revisions.partition("..")
+        if not separator:
+            raise VerifyError(f"expected a range of commits such as v1..main, got {revisions!r}", revisions=revisions)
+        self._git_folder = Path(_git(checkout, "rev-parse", "--absolute-git-dir").strip())
+        log = _git(checkout, "log", "--first-parent", "--reverse", "--format=%H %cs %s", revisions, "--", "megatron")
+        base = _git(checkout, "log", "-1", "--format=%H %cs %s", first)
+        self.commits = [Commit(*line.split(" ", 2)) for line in (base + log).splitlines()]
+        self.programs = {_short_name(program): _absolute(program) for program in programs}
+        if len(self.programs) < len(programs):
+            raise VerifyError(f"programs have the same name: {' '.join(map(_short_name, programs))}; rename one")
+        self.runs = 0
+        self._arguments = [str(steps), " ".join(layouts)]
+        versions = [platform.python_version(), torch.__version__, *self._arguments]
+        self._keys = {name: " ".join([program, *versions]) for name, program in self.programs.items()}
+        self._store = cache / "results.jsonl"
+        self._stored: dict[str, list[Result]] = {key: [] for key in self._keys.values()}
+        for line in self._store.read_text().splitlines() if self._store.exists() else ():
+            record = json.loads(line)
+            self._stored.get(record.pop("key"), []).append(Result(**record))
+
+    def __enter__(self) -> History:
+        self._temporary = tempfile.TemporaryDirectory(prefix="verify-")
+        self._folder = Path(self._temporary.name).resolve()
+        (self._folder / "tree" / "megatron").mkdir(parents=True)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None
+    ) -> None:
+        self._temporary.cleanup()
+
+    def verified(self, every: int = 1) -> Iterator[tuple[int, dict[str, Result]]]:
+        """Yield the indices of verified commits, in their order, with the results by program.
+
+        Args:
+            every: verify every so-manieth commit and the last; between two with other results, those that are needed
+                to find the commits that changed them. Others are yielded if they need no run.
+        """
+        yield 0, self.results(0)
+        last = len(self.commits) - 1
+        for low in range(0, last, every):
+            yield from self._verified_between(low, min(low + every, last))
+
+    def _verified_between(self, low: int, high: int) -> Iterator[tuple[int, dict[str, Result]]]:
+        """Yield the commits after ``low`` up to ``high``."""
+        first, last = self.results(low), self.results(high)
+        if high - low > 1 and any(last[name].changes(first[name]) for name in self.programs):
+            middle = (low + high) // 2
+            yield from self._verified_between(low, middle)
+            yield from self._verified_between(middle, high)
+            return
+        for index in range(low + 1, high):
+            known = self._known(index)
+            if len(known) == len(self.programs):
+                yield index, known
+        yield high, last
+
+    def results(self, index: int) -> dict[str, Result]:
+        """Return the results at a commit; programs without a stored one are verified in a new process."""
+        known = self._known(index)
+        if missing := [name for name in self.programs if name not in known]:
+            known |= self._run(index, missing)
+        return known
+
+    @functools.cache  # noqa: B019 - a history lives as long as the process
+    def _tree(self, index: int) -> dict[str, str]:
+        """Return the hashes of Megatron's files at a commit."""
+        listed = _git(self._git_folder, "ls-tree", "-r", self.commits[index].sha, "--", "megatron")
+        rows = (line.partition("\t") for line in listed.splitlines())
+        return {path: about.split()[2] for about, _, path in rows}
+
+    def _known(self, index: int) -> dict[str, Result]:
+        tree, known = self._tree(index), {}
+        for name, key in self._keys.items():
+            for result in self._stored[key]:
+                if all((tree.get(path) or _hash(path)) == content for path, content in result.files.items()):
+                    known[name] = result
+                    break
+        return known
+
+    def _run(self, index: int, names: Sequence[str]) -> dict[str, Result]:
+        """Verify programs in a process that imports the Megatron of a commit, and store the results."""
+        tree = self._folder / "tree"
+        index_file = {"GIT_INDEX_FILE": str(self._folder / "index"), "GIT_WORK_TREE": str(tree / "megatron")}
+        # unchanged files stay as they are, with their bytecode
+        _git(self._git_folder, "read-tree", "--reset", "-u", f"{self.commits[index].sha}:megatron", **index_file)
+        programs = [self.programs[name] for name in names]
+        output = self._folder / "results.json"
+        output.unlink(missing_ok=True)
+        in_path = [str(tree), str(Path.cwd()), str(_TOOLKIT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        variables = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(in_path)}
+        done = subprocess.run(
+            [sys.executable, "-c", _CHILD, str(output), *self._arguments, *programs],
+            cwd=tree,
+            env=variables,
+            capture_output=True,
+            text=True,
+        )
+        self.runs += 1
+        if output.exists():
+            written = json.loads(output.read_text())
+        else:
+            *_, last = done.stderr.splitlines() or [""]
+            written = {program: {"failure": f"exit status {done.returncode}: {last}"} for program in programs}
+        results = {name: self._result(index, tree, written[self.programs[name]]) for name in names}
+        self._store.parent.mkdir(parents=True, exist_ok=True)
+        with self._store.open("a") as file:
+            for name, result in results.items():
+                self._stored[self._keys[name]].append(result)
+                file.write(json.dumps({"key": self._keys[name], **asdict(result)}) + "\n")
+        return results
+
+    def _result(self, index: int, tree: Path, written: dict[str, Any]) -> Result:
+        """Return a result with the hashes of the files that it depends on: after a failure, all."""
+        listed, imported = self._tree(index), written.pop("imported", [])
+        in_tree = [os.path.relpath(path, tree) for path in imported if Path(path).is_relative_to(tree)]
+        if not written.get("failure") and not in_tree:
+            raise VerifyError(f"a program imports Megatron from elsewhere than {tree}: look for it beside the program")
+        beside = [path for path in imported if not Path(path).is_relative_to(tree)]
+        files = listed if written.get("failure") else {path: listed[path] for path in in_tree if path in listed}
+        return Result(**written, files={**files, **{path: _hash(path) for path in beside}})
+
+
+def write_results(output: str, steps: str, layouts: str, *programs: str) -> None:
+    """Verify programs with the Megatron that this process imports, and write the results as JSON, by program."""
+    results: dict[str, dict[str, Any]] = {}
+    for program in programs:
+        began = time.process_time()
+        result: dict[str, Any] = {"layouts": {}, "bits": {}}
+        try:
+            verifier = Verifier(load_program(program), steps=int(steps))
+            result["fingerprint"] = verifier.fingerprint
+            for layout in layouts.split() or verifier.default_layouts():
+                outcome = verifier.verify(layout)
+                result["layouts"][layout] = "" if outcome.equal else outcome.first() or "replicas differ"
+                result["bits"][layout] = outcome.bits
+        except Exception as error:  # whatever Megatron raises at this commit: it is the result
+            result["failure"] = f"{type(error).__name__}: {error}".partition("\n")[0]
+        result["seconds"] = time.process_time() - began
+        files = [str(getattr(module, "__file__", None)) for module in list(sys.modules.values())]
+        source = program.rpartition(":")[0]
+        module = sys.modules.get(Path(source).stem if source.endswith(".py") else source)
+        folders = Path.cwd(), Path(getattr(module, "__file__", None) or source).parent
+        result["imported"] = [file for file in files if any(Path(file).is_relative_to(folder) for folder in folders)]
+        results[program] = result
+    Path(output).write_text(json.dumps(results))
+
+
+def _short_name(program: str) -> str:
+    source, _, name = program.rpartition(":")
+    return Path(source).name.removesuffix(".py").rpartition(".")[2] if name == "program" else name
+
+
+def _absolute(program: str) -> str:
+    source, _, name = program.rpartition(":")
+    return f"{Path(source).resolve()}:{name}" if source.endswith(".py") else program
+
+
+@functools.cache
+def _hash(path: str) -> str:
+    """Return a hash of a file of a program; empty if there is none."""
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16] if Path(path).is_file() else ""
+
+
+def _git(repository: Path, *arguments: str, **variables: str) -> str:
+    done = subprocess.run(
+        ["git", *arguments], cwd=repository, env={**os.environ, **variables}, capture_output=True, text=True
+    )
+    if done.returncode:
+        raise VerifyError(
+            f"git {arguments[0]} in {repository} fails: {done.stderr.strip()}", repository=str(repository)
+        )
+    return done.stdout
