@@ -41,6 +41,10 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.flops = self.operations = 0
         self.read = ValuesRead()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch wraps every call for its compiler, which is not used
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Compute an operation, and count it."""
         kwargs = kwargs or {}

@@ -1,34 +1,20 @@
-"""What a GPU computes with one kernel, and functions of torch that do not know the ``meta`` device.
-
-A rank runs under ``GpuFunctions``, which replaces them for its thread only.
-"""
+"""What a GPU computes with one kernel, and functions of torch that do not know the ``meta`` device."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
 import torch
 from torch.amp import autocast_mode
-from torch.overrides import TorchFunctionMode
 
 from parallel_state.dry_run.counting import running_mode
 
 _META = torch.device("meta")
 _functional = torch.nn.functional
-
-
-class GpuFunctions(TorchFunctionMode):
-    """A context in which fused kernels save what they save on a GPU, and values go to the host and back."""
-
-    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function of torch, or what replaces it."""
-        replacement = _REPLACEMENTS.get(func)
-        if replacement is None:
-            return func(*args, **(kwargs or {}))
-        return replacement(func, *args, **(kwargs or {}))
 
 
 def _tensor(function: Any, data: Any, *args: Any, device: Any = None, **options: Any) -> torch.Tensor:
@@ -115,14 +101,23 @@ def _attend(function: Any, query: Any, key: Any, value: Any, attn_mask: Any = No
     return _Attention.apply(query, key, value, bias)  # type: ignore[no-untyped-call]
 
 
-_REPLACEMENTS: dict[Any, Callable[..., Any]] = {
-    torch.tensor: _tensor,
-    torch.as_tensor: _tensor,
-    torch.Tensor.tolist: _on_host,
-    torch.Tensor.numpy: _on_host,
-    _functional.rms_norm: _rms_norm,
-    _functional.scaled_dot_product_attention: _attend,
-}
+_REPLACEMENTS: list[tuple[Any, str, Callable[..., Any]]] = [
+    (torch, "tensor", _tensor),
+    (torch, "as_tensor", _tensor),
+    (torch.Tensor, "tolist", _on_host),
+    (torch.Tensor, "numpy", _on_host),
+    (_functional, "rms_norm", _rms_norm),
+    (_functional, "scaled_dot_product_attention", _attend),
+]
+"""Owner, name, and what is called with the function of torch first; for tensors of the host, it calls that function."""
+
+
+def _replaced(function: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return replacement(function, *args, **kwargs)
+
+    return call
 
 
 class _Autocast(torch.autocast):
@@ -132,7 +127,7 @@ class _Autocast(torch.autocast):
 
 @contextlib.contextmanager
 def torch_on_meta() -> Iterator[None]:
-    """Return a context manager in which autocast and the sizes of storages work on ``meta``."""
+    """Return a context manager in which ``meta`` tensors save what a GPU saves, and values go to the host and back."""
     resize = torch.UntypedStorage.resize_
 
     def resize_and_count(storage: Any, size: int) -> Any:
@@ -146,10 +141,13 @@ def torch_on_meta() -> Iterator[None]:
         function = getattr(torch, name)
         return lambda *args: function(*("cpu" if argument == "meta" else argument for argument in args))
 
-    with (
-        mock.patch.object(torch.UntypedStorage, "resize_", resize_and_count),
-        mock.patch.object(torch, "get_autocast_dtype", of_cpu("get_autocast_dtype")),
-        mock.patch.object(torch, "is_autocast_enabled", of_cpu("is_autocast_enabled")),
-        mock.patch.object(autocast_mode, "autocast", _Autocast),
-    ):
+    with contextlib.ExitStack() as stack:
+        for owner, name, replacement in (
+            (torch.UntypedStorage, "resize_", resize_and_count),
+            (torch, "get_autocast_dtype", of_cpu("get_autocast_dtype")),
+            (torch, "is_autocast_enabled", of_cpu("is_autocast_enabled")),
+            (autocast_mode, "autocast", _Autocast),
+            *((owner, name, _replaced(getattr(owner, name), with_meta)) for owner, name, with_meta in _REPLACEMENTS),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, replacement))
         yield

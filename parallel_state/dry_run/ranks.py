@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from functools import cache, partial
 from typing import Any, TypeVar
 from unittest import mock
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from parallel_state import cpu
 from parallel_state.cpu.device import without_memory
 from parallel_state.dry_run.counting import CountingMode
-from parallel_state.dry_run.kernels import GpuFunctions, torch_on_meta
+from parallel_state.dry_run.kernels import torch_on_meta
 from parallel_state.dry_run.memory import Memory
 from parallel_state.dry_run.shapes import ShapeExchange
 from parallel_state.layout import ParallelLayout
@@ -37,12 +37,14 @@ class CallLog(CommunicationTrace):
     Attributes:
         calls: the number by rank, axis and operation.
         nbytes_of: the bytes by the same.
+        pending: the number of asynchronous collectives that were not waited for, by their line.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: Counter[tuple[int, str, str]] = Counter()
         self.nbytes_of: Counter[tuple[int, str, str]] = Counter()
+        self.pending: Counter[str] = Counter()
         self._order: dict[int, Any] = {}
         self._shapes: dict[int, Any] = {}
 
@@ -51,10 +53,17 @@ class CallLog(CommunicationTrace):
         key = call.rank, call.group.axis or ("pp" if call.is_transfer else "-"), call.operation
         self.calls[key] += 1
         self.nbytes_of[key] += call.payload
+        if call.is_async and not call.is_transfer:
+            self.pending[str(call.line)] += 1
         place = call.operation, call.group.axis, call.line.line
         shapes = [(tuple(tensor.shape), str(tensor.dtype)) for tensor in (*call.inputs, *call.outputs)]
         self._order.setdefault(call.rank, hashlib.sha256()).update(repr(place).encode())
         self._shapes.setdefault(call.rank, hashlib.sha256()).update(repr(shapes).encode())
+
+    def wait(self, call: Call) -> None:
+        """Note that the program has waited for a call."""
+        if call.is_async and not call.is_transfer:
+            self.pending[str(call.line)] -= 1
 
     def complete(self, call: Call) -> None:
         """Do nothing."""
@@ -63,6 +72,7 @@ class CallLog(CommunicationTrace):
         """Forget all calls."""
         self.calls.clear()
         self.nbytes_of.clear()
+        self.pending.clear()
         self._order.clear()
         self._shapes.clear()
 
@@ -110,11 +120,8 @@ def run_without_data(
         contexts[rank] = MegatronContext(layout)
 
     def run(rank: int) -> T:
-        with ExitStack() as stack:
-            mode = CountingMode(Memory())
-            stack.enter_context(contexts[rank].activate())
-            stack.enter_context(GpuFunctions())
-            stack.enter_context(mode)
+        mode = CountingMode(Memory())
+        with contexts[rank].activate(), mode:
             return function(mode)
 
     simulation = Simulation(
@@ -145,6 +152,7 @@ def run_without_data(
             return simulation.run({rank: partial(run, rank) for rank in running})
     finally:
         simulation.close()
+        gc.collect()  # models have circles of references, and the next ranks need the memory
 
 
 def _gather_objects(objects: list[Any], value: Any, group: Any = None) -> None:

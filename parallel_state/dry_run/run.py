@@ -121,6 +121,11 @@ def dry_run_of(
         first = list(range(layout.world_size)) if every_rank else pipeline_of(layout)
         _run(function, first, log, outcome)
         outcome.calls = log.most()
+        outcome.warnings += [
+            f"an asynchronous collective is not waited for, {count} times: {line}"
+            for line, count in log.pending.items()
+            if count and not outcome.failure
+        ]
         if second and not every_rank and not outcome.failure and layout.world_size > layout.pp:
             last, again = pipeline_of(layout, last=True), CallLog()
             _run(function, last, again, outcome)
@@ -135,10 +140,16 @@ def dry_run_of(
 def _run_all_ranks(function: Callable[[CountingMode], Use], outcome: Outcome) -> None:
     """Run a function on every rank; add what failed, and warn of ranks that call other collectives than their peers."""
     log = CallLog()
-    trial = Outcome(outcome.text, outcome.layout)
-    _run(function, range(outcome.layout.world_size), log, trial)
-    if trial.failure:
-        outcome.failure = f"with one layer on each stage, all ranks: {trial.failure}"
+    try:
+        run_without_data(outcome.layout, range(outcome.layout.world_size), function, log)
+    except SimulationError as error:
+        outcome.failure = f"all ranks with one layer on each stage: {type(error).__name__}: {error}"
+        return
+    except Exception as error:  # a program may need more than one layer
+        outcome.warnings.append(
+            f"all ranks cannot run with one layer on each stage: {type(error).__name__}: {error} {_line_of(error)}; "
+            "run every rank with --all"
+        )
         return
     for ranks in zip(*outcome.layout.groups("pp"), strict=True):
         digests = {rank: log.digest(rank, shapes=False) for rank in ranks}

@@ -189,6 +189,8 @@ class Simulation:
         self._scheduler.wait(call)
         if not call.waited:
             call.waited = True
+            if self._trace is not None:
+                self._trace.wait(call)
             with self._failing():
                 self._exchange.check_unchanged(call)
             call.guarded = []

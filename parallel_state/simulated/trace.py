@@ -99,6 +99,9 @@ class CommunicationTrace:
         if index is not None:
             self._transfers[index] = replace(self._transfers[index], outputs=_copies(call.outputs or call.inputs))
 
+    def wait(self, call: Call) -> None:
+        """Note that the program has waited for a call; a list of transfers has no use for it."""
+
     def clear(self) -> None:
         """Forget all transfers, to record the next part of a program alone."""
         self._transfers.clear()

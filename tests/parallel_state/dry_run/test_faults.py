@@ -13,7 +13,7 @@ from megatron.core import parallel_state as mpu
 
 from parallel_state.dry_run import Outcome, dry_run
 from parallel_state.dry_run.training import ShapeTraining
-from parallel_state.verify import VerifyError
+from parallel_state.verify import Program, VerifyError
 from tests.parallel_state.verify.programs import GPT, smaller
 
 pytestmark = pytest.mark.simulated
@@ -134,13 +134,13 @@ def test_a_value_that_decides_about_a_collective_is_listed() -> None:
     assert any("in conditional" in line for line, _ in use.read)
 
 
-def test_a_missing_wait_is_not_visible() -> None:
-    """``verify`` sees it, because the values are wrong."""
-
+def test_a_missing_wait_is_a_warning_with_its_line() -> None:
     def unfinished(tokens: torch.Tensor) -> None:
         dist.all_reduce(tokens.float(), group=mpu.get_tensor_model_parallel_group(), async_op=True)
 
-    assert not dry_run(before_the_forward(unfinished), "tp=2", every_rank=True).failure
+    outcome = dry_run(before_the_forward(unfinished), "tp=2", every_rank=True)
+    assert not outcome.failure
+    assert any("in unfinished" in warning for warning in outcome.warnings)
 
 
 def test_ranks_that_do_other_things_than_those_that_ran_first_are_a_warning() -> None:
@@ -150,3 +150,25 @@ def test_ranks_that_do_other_things_than_those_that_ran_first_are_a_warning() ->
 
     assert dry_run(before_the_forward(on_last), "tp=2,dp=2").warnings
     assert not dry_run(smaller(GPT), "tp=2,dp=2").warnings
+
+
+def on_ranks(*ranks: int) -> Program:
+    """Return the program of which some ranks call another collective."""
+
+    def fault(tokens: torch.Tensor) -> None:
+        if dist.get_rank() in ranks:
+            dist.all_reduce(tokens.float(), group=mpu.get_tensor_model_parallel_group())
+
+    return before_the_forward(fault).smaller(micro_batches=4)
+
+
+def test_a_fault_on_a_rank_of_no_pipeline_that_ran_is_found_with_one_layer_on_each_stage() -> None:
+    outcome = dry_run(on_ranks(5), "tp=2,pp=2,dp=4")  # pipelines are ranks 0 and 8, 7 and 15
+    assert "CollectiveMismatch" in outcome.failure and not outcome.fits(2**60)
+    assert "rank 5" in outcome.failure and "in fault" in outcome.failure
+    assert not dry_run(on_ranks(5), "tp=2,pp=2,dp=4", second=False).failure
+
+
+def test_ranks_of_no_pipeline_that_agree_on_another_call_are_a_warning() -> None:
+    (warning,) = dry_run(on_ranks(4, 5), "tp=2,pp=2,dp=4").warnings
+    assert "[4, 5]" in warning

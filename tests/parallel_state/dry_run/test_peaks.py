@@ -65,12 +65,27 @@ def widened(program: Program, **fields: Any) -> Program:
             setattr(made, name, value)
         return made
 
-    return smaller(program, config=config)
+    return smaller(program, config=config, num_layers=fields.get("num_layers", 2))
 
 
-@pytest.mark.parametrize("layout", ["dp=1", "tp=2,pp=2,sp", "dp=2,distopt", "cp=2"])
-def test_the_peak_of_a_dense_model_is_that_of_a_real_run(layout: str) -> None:
-    program = widened(GPT)
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]}
+
+
+@pytest.mark.parametrize(
+    ("layout", "fields"),
+    [
+        ("dp=1", {}),
+        ("tp=2,pp=2,sp", {}),
+        ("dp=2,distopt", {}),
+        ("cp=2", {}),
+        ("tp=2,sp", FULL),
+        ("pp=2", SELECTIVE),
+        ("pp=2,vpp=2", {"num_layers": 4}),
+    ],
+)
+def test_the_peak_of_a_dense_model_is_that_of_a_real_run(layout: str, fields: dict[str, Any]) -> None:
+    program = widened(GPT, **fields)
     dry = dry_run(program, layout, dtype=torch.float32, every_rank=True)
     for rank, use in enumerate(counted(program, layout)):
         assert dry.uses[rank].peak == pytest.approx(use.peak, rel=1e-3)
