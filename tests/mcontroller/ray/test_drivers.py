@@ -72,14 +72,6 @@ def once_busy(name: str) -> RayWorkerGroup:
         time.sleep(0.05)
 
 
-def test_a_driver_that_ends_takes_its_processes_along(ray_cluster: None) -> None:
-    process = driver("")
-    pids = pids_of(process)
-    assert len(pids) == 2
-    assert process.wait(120) == 0
-    assert gone(pids)
-
-
 def test_a_driver_that_is_killed_in_a_call_takes_its_processes_along(ray_cluster: None) -> None:
     process = driver("group.patient_on(1)")
     pids = pids_of(process)
@@ -88,9 +80,10 @@ def test_a_driver_that_is_killed_in_a_call_takes_its_processes_along(ray_cluster
     assert gone(pids)
 
 
-def test_a_failed_call_does_not_keep_the_driver_from_exiting(ray_cluster: None) -> None:
+def test_a_driver_that_ends_takes_its_processes_along_also_after_a_failed_call(ray_cluster: None) -> None:
     process = driver("group.fail_later_on({1: 'unseen'})")
     pids = pids_of(process)
+    assert len(pids) == 2
     assert process.wait(120) == 0
     assert gone(pids)
 

@@ -144,17 +144,16 @@ def test_options_of_the_pool_and_the_group_cannot_be_taken_from_them(name: str) 
     assert (caught.value.key, caught.value.value) == (name, 2)
 
 
-def test_options_of_the_process_are_passed_on(pool: RayResourcePool) -> None:
-    init = RayClassWithInitArgs(Plain).update_options({"runtime_env": {"env_vars": {"RAY_LOCAL_RANK": "overwritten"}}})
-    with RayWorkerGroup(pool, init, name_prefix="options") as group:
-        assert [variables["RAY_LOCAL_RANK"] for variables in group.environment()] == ["0", "1"]
-
-
-@pytest.mark.parametrize("given", [{}, {"CUDA_VISIBLE_DEVICES": "0,1"}], ids=["nodes", "runtime_env"])
-def test_processes_of_a_pool_without_gpus_see_none(pool: RayResourcePool, given: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    "given", [{}, {"CUDA_VISIBLE_DEVICES": "0,1", "RAY_LOCAL_RANK": "overwritten"}], ids=["nodes", "runtime_env"]
+)
+def test_processes_of_a_pool_without_gpus_see_none_and_have_their_ranks(
+    pool: RayResourcePool, given: dict[str, str]
+) -> None:
     init = RayClassWithInitArgs(Plain).update_options({"runtime_env": {"env_vars": given}})
     with RayWorkerGroup(pool, init, name_prefix="no gpus") as group:
         assert [variables["CUDA_VISIBLE_DEVICES"] for variables in group.environment()] == ["", ""]
+        assert [variables["RAY_LOCAL_RANK"] for variables in group.environment()] == ["0", "1"]
 
 
 def test_ranks_with_the_same_coordinates_are_rejected_at_the_start(pool: RayResourcePool) -> None:
