@@ -14,6 +14,7 @@ from parallel_state.dry_run.training import begin, initialize_state, used
 from workers.config import OptimConfig
 from workers.config.roles import MicroBatchSize
 from workers.verify.roles import ModelRole, rows_of_role
+from workers.verify.sizes import one_layer_a_stage
 from workers.weights.offload import Sleepable
 
 _IN_HOST_MEMORY = ("optimizer_cpu_offload", "optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d")
@@ -28,19 +29,35 @@ class RoleCall:
         method: the call.
         prompt: tokens of a prompt.
         response: tokens of a response.
+        micro_batches: of a data-parallel rank; None: no more than change the peak.
     """
 
     role: ModelRole
     method: str
     prompt: int
     response: int
+    micro_batches: int | None = None
+
+    def small(self) -> RoleCall | None:
+        """Return the call with one layer on each stage and as few micro-batches as the layout allows.
+
+        None if layers are written as a pattern of stages.
+        """
+        model, layout = self.role.config.model, self.role.variant.layout
+        if model.hybrid_layer_pattern is not None:
+            return None
+        config = replace(self.role.config, model=one_layer_a_stage(model, layout))
+        micro_batches = layout.pp if layout.vpp else 1
+        return replace(self, role=replace(self.role, config=config), micro_batches=micro_batches)
 
     @property
     def rows(self) -> tuple[int, int]:
-        """Rows of a micro-batch, and the number of micro-batches: no more than change the peak."""
+        """Rows of a micro-batch, and the number of micro-batches."""
         config, layout, is_update = self.role.config, self.role.variant.layout, self.method in self.role.updates
         size: MicroBatchSize = config.update_size if is_update else config.scoring_size
         rows = max(1, size.tokens // (self.prompt + self.response)) if size.tokens else max(size.rows, 1)
+        if self.micro_batches is not None:
+            return rows, self.micro_batches
         count = 2 * layout.pp
         if is_update:
             count = min(count, math.ceil(config.ppo_mini_batch_size / layout.dp / rows))

@@ -113,7 +113,7 @@ def test_the_reward_beside_trl_is_the_share_of_right_digits() -> None:
 def test_a_row_of_faults_counts_the_trials_that_were_exact() -> None:
     exact = faults.Trial("fault", known=0.4, again=2.0, named="WorkerDied", exact=True)
     trials = [exact, dataclasses.replace(exact, lost=1, exact=False)]
-    assert faults.row_of(trials) == "| fault | 2 | 0.4 | WorkerDied | 0 | 2.0 | 1 | 1 of 2 |"
+    assert faults.row_of(trials) == "| fault | 0.4 | WorkerDied | 2.0 | 1 | 1 of 2 |"
 
 
 class Products(TorchDispatchMode):

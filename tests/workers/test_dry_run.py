@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from mcontroller import DataProto
 from parallel_state.dry_run.outcome import Outcome
 from parallel_state.dry_run.run import dry_run_of
 from workers import ActorRolloutRefWorker, CriticWorker, RewardModelWorker
@@ -98,3 +100,22 @@ def test_an_optimizer_in_host_memory_is_not_on_the_device(fraction: dict[str, fl
     (use,) = outcome_of(other, "update_actor").uses.values()
     assert use.idle["optimizer"] == pytest.approx(share * whole.idle["optimizer"], abs=1)
     assert whole.peak - use.peak == pytest.approx((1 - share) * whole.idle["optimizer"], abs=1)
+
+
+class ReducesOnce(ActorRolloutRefWorker):
+    """One rank takes part in a reduction that the others do not call."""
+
+    def update_actor(self, batch: DataProto) -> DataProto:
+        if dist.get_rank() == 5:
+            dist.all_reduce(torch.zeros(1, device="meta"))
+        return super().update_actor(batch)
+
+
+def test_a_fault_on_a_rank_that_no_pipeline_has_is_found_with_one_layer_on_each_stage() -> None:
+    role = model_role("actor", 8, parallel={"tp": 2, "pp": 2})
+    call = RoleCall(replace(role, worker_class=ReducesOnce), "update_actor", PROMPT, RESPONSE)
+    assert not dry_run_of(call, role.variant).failure
+    assert dry_run_of(call, role.variant, small=call.small()).failure
+    right = RoleCall(role, "update_actor", PROMPT, RESPONSE)
+    outcome = dry_run_of(right, role.variant, small=right.small())
+    assert (outcome.failure, outcome.warnings) == ("", [])

@@ -5,7 +5,7 @@ examples: mcontroller dry-run my_model.py:program --layouts tp=8,pp=8,cp=4,ep=32
           mcontroller dry-run -- pretrain_gpt.py --tensor-model-parallel-size 2 ...
 
 Tensors have shapes and no values. One rank of each pipeline stage runs, then another one at other coordinates, which
-must do the same; then, of a program or script, all ranks with one layer a stage. --all runs every rank whole.
+must do the same; then all ranks with one layer a stage. --all runs every rank whole.
 docs/verify.md describes the report and its limits. The exit status is 1 if a rank does not fit the GPU, a collective
 does not match, or the step cannot run.
 """

@@ -79,8 +79,11 @@ def role_calls(config: RunConfig) -> dict[tuple[str, str], Callable[..., Outcome
         LayoutError: the axes of a role do not divide its pool.
     """
     lengths = lengths_of(config, config.sections())
-    return {
-        (key, method): partial(dry_run_of, RoleCall(role, method, lengths.prompt, lengths.response), role.variant)
-        for key, role in model_roles(config).items()
-        for method in (*role.updates, *role.scores)
-    }
+    calls: dict[tuple[str, str], Callable[..., Outcome]] = {}
+    for key, role in model_roles(config).items():
+        for method in (*role.updates, *role.scores):
+            call = RoleCall(role, method, lengths.prompt, lengths.response)
+            # on all ranks, one call of each role: a forward pass to score is part of an update
+            small = call.small() if method == (*role.updates, *role.scores)[0] else None
+            calls[key, method] = partial(dry_run_of, call, role.variant, small=small)
+    return calls
