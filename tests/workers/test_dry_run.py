@@ -11,7 +11,7 @@ import torch
 from parallel_state.dry_run.outcome import Outcome
 from parallel_state.dry_run.run import dry_run_of
 from workers import ActorRolloutRefWorker, CriticWorker, RewardModelWorker
-from workers.config import CriticConfig, LoraConfig, RewardConfig
+from workers.config import CriticConfig, LoraConfig, ModelConfig, ParallelConfig, RewardConfig
 from workers.dry_run import RoleCall
 from workers.gpucheck.policy import FULL, TINY_MODEL, actor_config, role_config
 from workers.verify.roles import ModelRole, variant_of
@@ -30,7 +30,8 @@ SIZES = {"ppo_mini_batch_size": 8, "ppo_micro_batch_size": 2}
 def model_role(kind: str, ranks: int, **changed: Any) -> ModelRole:
     """Return an actor with its reference, a critic or a reward model on a number of ranks."""
     if kind == "reward":
-        config: Any = role_config(RewardConfig, {"model": WIDE, "micro_batch_size": 2, **changed})
+        sections = {"model": ModelConfig(**WIDE), "parallel": ParallelConfig(**changed["parallel"])}
+        config: Any = RewardConfig(**sections, micro_batch_size=2)
     else:
         settings = {"model": WIDE, **SIZES, **changed}
         lengths = {"rollout": {"prompt_length": PROMPT, "response_length": RESPONSE}}

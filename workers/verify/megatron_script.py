@@ -43,6 +43,8 @@ _SMALL = {
     "hidden_size": 32, "ffn_hidden_size": 64, "num_attention_heads": 4, "kv_channels": 8, "seq_length": _LENGTH,
     "max_position_embeddings": _LENGTH, "vocab_size": _VOCABULARY - 1, "moe_ffn_hidden_size": 32,
     "moe_shared_expert_intermediate_size": 32, "num_experts": 4,
+    "mamba_num_heads": 8, "mamba_head_dim": 8, "mamba_state_dim": 8, "mamba_num_groups": 4, "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
 }  # fmt: skip
 # What depends on GPUs, on files or on time, or draws other random numbers in every layout.
 _FIXED = {

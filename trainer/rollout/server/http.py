@@ -27,7 +27,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mcontroller.errors import ConfigError, DataError
 from trainer.data.tokenizers import TextTokenizer
-from trainer.rollout.server.chat_api import ChatCompletions, parsed
+from trainer.rollout.server.chat_api import ChatCompletions
+from trainer.rollout.server.chat_requests import parsed
 from trainer.rollout.server.messages_api import Messages
 from trainer.rollout.server.request_error import RequestError, reject
 from trainer.rollout.server.responses_api import Responses

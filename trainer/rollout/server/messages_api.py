@@ -10,7 +10,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 
 from trainer.data.tokenizers import TextTokenizer
-from trainer.rollout.server.chat_api import ChatRequest, Fields, Limit, Name, Request, Stops, Text, event
+from trainer.rollout.server.chat_api import event
+from trainer.rollout.server.chat_requests import ChatRequest, Fields, Limit, Name, Request, Stops, Text
 from trainer.rollout.server.sessions import Turn
 
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}

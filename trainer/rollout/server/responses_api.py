@@ -11,7 +11,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 
 from trainer.data.tokenizers import TextTokenizer
-from trainer.rollout.server.chat_api import ChatRequest, Fields, Function, Limit, Request, Stops, Text, event
+from trainer.rollout.server.chat_api import event
+from trainer.rollout.server.chat_requests import ChatRequest, Fields, Function, Limit, Request, Stops, Text
 from trainer.rollout.server.sessions import Turn
 
 

@@ -27,7 +27,7 @@ from trainer.rollout.server.tool_calls import ToolFormat
 from trainer.rollout.trajectory import Trajectory
 
 if TYPE_CHECKING:
-    from trainer.rollout.server.chat_api import ChatRequest
+    from trainer.rollout.server.chat_requests import ChatRequest
 
 logger = logging.getLogger(__name__)
 
