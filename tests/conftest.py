@@ -57,6 +57,14 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def without_older_objects() -> Iterator[None]:
+    """Leave what a module's tests have made, such as caches, out of the collections of later ones too."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 def needs_ray(item: pytest.Item) -> bool:
     """Whether the test uses the Ray cluster of the run."""
     return "ray_cluster" in getattr(item, "fixturenames", ())
