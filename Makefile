@@ -149,7 +149,7 @@ wheel: $(STAMP)
 container: $(STAMP)
 	.ci/check-container
 
-# Faults at random moments of a running job, and what becomes of it: docs/reliability.md has the table.
+# Faults at random moments of a running job, and what becomes of it: docs/results.md has the table.
 faults: $(STAMP)
 	$(BIN)/python benchmarks/faults.py $(ARGS)
 
