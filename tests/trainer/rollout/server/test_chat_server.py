@@ -288,6 +288,9 @@ def test_idle_connections_cost_neither_threads_nor_the_others(
         started = connected(server)
         clients.enter_context(started)
         started.sendall(request_of(session)[:-5])  # a request that has begun is not idle
+        with connected(server) as later:  # its answer shows that the server has read what came before
+            later.sendall(b"GET /other HTTP/1.1\r\nHost: a\r\n\r\n")
+            assert later.recv(9) == b"HTTP/1.1 "
         for number in range(60):
             client = clients.enter_context(connected(server))
             client.sendall((b"", b"POST", request_of(session)[:90])[number % 3])
