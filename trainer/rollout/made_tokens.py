@@ -154,8 +154,14 @@ def _checked_outcome(returned: Trajectory) -> tuple[float | None, dict[str, floa
     if not is_named or len(metrics) > MAX_METRICS:
         text = f"its metrics are of {type(metrics).__name__}; expected a dict of up to {MAX_METRICS} numbers by name"
         raise EpisodeError(text, kind="invalid")
-    for name, value in {"score": returned.score or 0.0, **metrics}.items():
-        if not isinstance(value, Real) or not math.isfinite(value):
-            raise EpisodeError(f"its {name[:60]} is {repr(value)[:60]}; expected a finite number", kind="invalid")
+    outcome = metrics if returned.score is None else {**metrics, "score": returned.score}
+    for name, value in outcome.items():
+        try:
+            is_finite = isinstance(value, Real) and math.isfinite(value)
+        except OverflowError:  # an integer that no float has
+            is_finite = False
+        if not is_finite:
+            text = f"its {name[:60]} is of type {type(value).__name__}; expected a finite number"
+            raise EpisodeError(text, kind="invalid")
     score = None if returned.score is None else float(returned.score)
     return score, {name: float(value) for name, value in metrics.items()}
