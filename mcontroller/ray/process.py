@@ -175,7 +175,6 @@ class WorkerProcess:
                         worker = self._roles[header.role]
                         with call_context(worker, header.method):
                             value = complete(getattr(worker, header.method)(*inputs[0], **inputs[1]))
-                    timer.communicated()
                     timer(f"{header.role or 'process'}.{header.method}")
                     inputs = None  # free them before the value is serialized
                     if self._identity.rank in header.returning:

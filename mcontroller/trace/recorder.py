@@ -253,13 +253,6 @@ class PhaseTimer:
             self._recorder.add(name, self._last, end, self.number, waiting - self._waited)
             self._waited, self._last = waiting, end
 
-    def communicated(self) -> None:
-        """Add the long waits of this thread for other ranks as events."""
-        if self._recorder is not None:
-            for link, index, begin, end in waited.long:
-                self._recorder.add(link, begin, end, index, end - begin)
-        waited.long.clear()
-
     def end(self) -> None:
         """Write the events of the process, if that is due."""
         if self._recorder is not None:
@@ -270,7 +263,7 @@ _SILENT = PhaseTimer(None, "", -1)
 
 
 def start_timer(what: str = "", number: int = -1) -> PhaseTimer:
-    """Return the laps of an operation that begins now; if nothing is recorded, the same object for all operations."""
+    """Return the timer of an operation that begins now; if nothing is recorded, the same one for all operations."""
     recorder = _current.recorder
     return _SILENT if recorder is None else PhaseTimer(recorder, what, number)
 
