@@ -135,7 +135,7 @@ def test_the_batch_in_flight_is_recorded_kept_and_deleted_with_its_step(tmp_path
     fitted(config_of(tmp_path, ADAPTIVE, 4, save_freq=1, max_to_keep=2))
     last, earlier = read_record(tmp_path).saves()
     assert [[batch.number for batch in save.in_flight] for save in (last, earlier)] == [[4], [3]]
-    assert (last.drawn_batches, last.rollout) == (5, {"samples": 5})
+    assert (last.state.drawn_batches, last.state.rollout) == (5, {"samples": 5})
     kept = sorted(str(path.relative_to(tmp_path / "in_flight")) for path in (tmp_path / "in_flight").rglob("*.*"))
     assert kept == ["global_step_3/batch_3.safetensors", "global_step_4/batch_4.safetensors"]
 
