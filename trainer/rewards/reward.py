@@ -197,7 +197,7 @@ class RewardSources:
         self.combine = combine or weighted_sum()
 
     def start(self, batch: DataProto, problems: DataProto) -> Callable[[], Scores] | None:
-        """Start to score a batch of responses to train on, if the reward function can; return what ``of`` waits for.
+        """Start to score a batch of responses to train on, if the reward function can; return what ``score`` waits for.
 
         Args:
             batch: responses.
@@ -219,8 +219,8 @@ class RewardSources:
         reads = (*reads, "response_mask", EPISODE_SCORES, FAILED)
         return batch.select([name for name in batch.tensor_names if name in reads]).prefetch()
 
-    def of(self, batch: DataProto, *, held_out: bool = False, started: Callable[[], Scores] | None = None) -> Reward:
-        """Return the Reward of a batch.
+    def score(self, batch: DataProto, *, held_out: bool = False, started: Callable[[], Scores] | None = None) -> Reward:
+        """Call the reward function, and return the Reward of a batch.
 
         Args:
             batch: responses with the columns of their problems, and ``rm_scores`` if there is a reward model.
