@@ -50,7 +50,6 @@ from mcontroller.data.remote import RemoteColumns
 from mcontroller.errors import DataError
 from mcontroller.partition import contiguous
 from mcontroller.transport import Future, countdown
-from parallel_state.describe import table_html
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -860,7 +859,7 @@ class DataProto(OutOfBand):
     def nbytes(self) -> int:
         """Return the bytes of the local tensors and numpy arrays; object arrays count as their pointers."""
         arrays = sum(array.nbytes for array in self.non_tensor_batch.values())
-        return sum(tensor.nbytes for tensor in leaf_tensors(self.local_batch)) + arrays
+        return int(sum(tensor.nbytes for tensor in leaf_tensors(self.local_batch))) + arrays
 
     def summary(self) -> str:
         """Return one line: rows, dtype and shape of every local column, keys of ``meta_info``, bytes."""
@@ -876,15 +875,6 @@ class DataProto(OutOfBand):
         )
 
     __repr__ = summary
-
-    def _repr_html_(self) -> str:
-        if self._future is not None:
-            return table_html(self.summary(), (), ())
-        local = {**self.local_tensors(), **self.non_tensor_batch}
-        names = self.column_names()
-        columns = [(name, describe(local[name]) if name in local else "on the workers") for name in names]
-        caption = f"DataProto: {len(self)} rows, {format_bytes(self.nbytes())}"
-        return table_html(caption, ("column", "type"), [*columns, ("meta_info", ", ".join(self.meta_info))])
 
     def difference(self, other: DataProto) -> str | None:
         """Describe the first difference from another batch.
