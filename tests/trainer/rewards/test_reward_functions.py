@@ -8,7 +8,7 @@ import torch
 
 from mcontroller.data.batch import DataProto
 from mcontroller.errors import ConfigError, DataError
-from trainer import Reward, outcome_scores, rule_only, sum_of_rewards, weighted_sum
+from trainer import Reward, outcome_scores, rule_only, weighted_sum
 from trainer.rewards.reward import RewardSources, joined, rewarded
 from trainer.summary import reward_metrics
 
@@ -73,9 +73,8 @@ def test_a_response_without_tokens_of_the_policy_has_a_score_of_zero():
     assert outcome_scores([1.0, 2.0], torch.tensor([[0, 0], [1, 0]])).tolist() == [[0.0, 0.0], [2.0, 0.0]]
 
 
-def test_a_row_for_which_a_function_of_a_sum_applies_has_a_score():
-    functions = {"one": lambda batch: [1.0, None, None], "other": lambda batch: [2.0, 3.0, None]}
-    reward = rewarded(sum_of_rewards(functions), BATCH)
+def test_a_row_to_which_the_function_does_not_apply_has_no_score():
+    reward = rewarded(lambda batch: [3.0, 3.0, None], BATCH)
     assert reward.scored == [True, True, False] and reward.token_level_scores.sum(1).tolist() == [3.0, 3.0, 0.0]
     assert joined([reward, Reward(torch.ones(1, 2))]).scored == [True, True, False, True]
     with_model = RewardSources(lambda batch: [1.0, None, 2.0], None, True, weighted_sum())
@@ -88,26 +87,6 @@ def test_a_column_that_a_batch_lacks_does_not_apply_to_its_rows():
     assert whole.token_level_scores.tolist() == [[3.0], [3.0], [2.0]]
     metrics = reward_metrics("held_out", whole)
     assert (metrics["held_out/a"], metrics["held_out/b"]) == (1.5, 3.0)
-
-
-def test_several_rewards_are_added_with_weights_and_have_their_own_columns():
-    def length(batch):
-        return batch.tensors()["response_mask"].sum(1).tolist()
-
-    def only_short(batch):
-        return [None if size > 2 else 1.0 for size in length(batch)]
-
-    reward = rewarded(sum_of_rewards({"length": length, "short": only_short}, {"length": 0.5}), BATCH)
-    assert reward.token_level_scores.sum(1).tolist() == [2.0, 1.5, 1.5]
-    metrics = reward_metrics("train", reward)
-    assert metrics["train/length"] == 2.0 and metrics["train/length_std"] == pytest.approx((2 / 3) ** 0.5)
-    assert metrics["train/short"] == 1.0 and metrics["train/short_std"] == 0.0
-    with pytest.raises(ConfigError) as caught:
-        sum_of_rewards({"length": length}, {"long": 1.0})
-    assert (caught.value.key, caught.value.value) == ("weights", ["long"])
-    with pytest.raises(ConfigError) as caught:
-        sum_of_rewards({})
-    assert caught.value.key == "functions"
 
 
 def test_a_reward_function_and_a_reward_model_are_combined_by_a_function():
