@@ -299,8 +299,6 @@ def summary_lines(trace: RunTrace) -> list[str]:
         )
     lines += map(str, bubbles(trace))
     lines += list(map(str, stragglers(trace))) or [NOTHING_SLOW]
-    if error := max((lane.clock_error for lane in trace.ranks), default=0.0):
-        lines.append(f"times of ranks on other machines are right to {error:.0f} us")
     return lines
 
 
