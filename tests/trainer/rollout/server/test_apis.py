@@ -359,8 +359,8 @@ def test_a_template_that_changes_the_prefix_is_reported_with_both_texts(serve: C
     reply = post(session, server, messages=ASK).json()["choices"][0]["message"]
     post(session, server, messages=[*ASK, reply, RESULT])
     (change,) = session.prefix_changes
-    assert (change.reply, change.recorded) == (2, Characters().render(ASK))
-    assert change.rendered == Characters().render(ASK[1:])
+    ours, theirs = (Characters().decode(Characters().encode(Characters().render(said))) for said in (ASK, ASK[1:]))
+    assert change.reply == 2 and change.recorded.startswith(ours + CALL) and change.rendered.startswith(theirs)
     (made,) = session.close()
     assert made.prompt.tolist() == Characters().encode(Characters().render(ASK))
 
