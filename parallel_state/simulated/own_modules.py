@@ -37,13 +37,14 @@ class OwnModules:
             if name not in sys.modules and importlib.util.find_spec(name) is None:
                 raise ParallelStateError(f"modules={list(packages)}: there is no module {name!r} in sys.path")
         self._packages = tuple(packages)
+        self._below = tuple(f"{package}." for package in packages)
         self._objects: dict[str, ModuleType] = {}  # all that any rank has imported
         self._add_imported()
         self._imported_before = list(self._objects)
 
     def has(self, name: str) -> bool:
         """Whether every rank has a module of this name to itself."""
-        return any(name == package or name.startswith(f"{package}.") for package in self._packages)
+        return name in self._packages or name.startswith(self._below)
 
     def fresh(self) -> Contents:
         """Return the contents of a new rank: nothing is imported."""

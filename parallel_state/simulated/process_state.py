@@ -32,6 +32,7 @@ _CLASS_ATTRIBUTES = (
     ("megatron.core.transformer.multi_token_prediction", "MTPLossAutoScaler", "main_loss_backward_scale"),
 )
 _MODULES = ("megatron", "workers", "mcontroller.transport")  # the last has the event loop of async methods
+_BELOW_MODULES = tuple(f"{package}." for package in _MODULES)
 
 
 class ProcessState:
@@ -109,7 +110,7 @@ class ProcessState:
                 sys.meta_path.remove(hook)
 
     def _is_swapped(self, name: str) -> bool:
-        inside = any(name == package or name.startswith(f"{package}.") for package in _MODULES)
+        inside = name in _MODULES or name.startswith(_BELOW_MODULES)
         return inside and not self._own_modules.has(name)
 
     def _add(self, module: ModuleType) -> None:
