@@ -31,7 +31,7 @@ from trainer import (
 from trainer.rollout.episodes import Episodes
 from trainer.saving.recovery import FAILURES, Recovery, root_error
 
-STEPS = 4
+STEPS = 3
 VARYING = ("timing_s", "perf", "memory", "train/restarts", "asynchronous/trainer_w", "asynchronous/rollout_w")
 VARYING += ("asynchronous/queue_complete",)  # nothing is generated while a run takes what it recorded
 

@@ -6,6 +6,7 @@ mini-batches and epochs, from the run's own loss and update rules.
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -61,15 +62,21 @@ def program(worker: Any, model: str = "dense", changes: dict[str, Any] | None = 
     return RoleProgram.of(ModelRole(worker, config, "actor_ref" if of_actor else "", ONE_PROCESS), 4)
 
 
+@functools.cache
+def verifier_of(worker: Any, case: str) -> Verifier:
+    """Return the verifier of a case of a role, which has trained it in one process."""
+    model, changes, _ = CASES[case]
+    return Verifier(program(worker, model, changes), steps=1)
+
+
 @pytest.mark.parametrize(
     ("case", "worker"),
     [(case, ActorRolloutRefWorker) for case in CASES] + [("packed, by tokens", CriticWorker)],
 )
 def test_a_role_trains_and_scores_as_in_one_process(case: str, worker: Any) -> None:
-    model, changes, layouts = CASES[case]
-    verifier = Verifier(program(worker, model, changes), steps=1)
+    verifier = verifier_of(worker, case)
     assert verifier.reference.steps[0].scores and verifier.reference.steps[0].norm > 0.01
-    for layout in layouts:
+    for layout in CASES[case][2]:
         outcome = verifier.verify(layout)
         assert outcome.equal, (layout, outcome.lines())
 
@@ -102,7 +109,7 @@ def without_mark(self: Any, *args: Any, init: Any = ValueHead.__init__) -> None:
     ids=["gradient of the value head", "scores over cp", "count of tokens"],
 )
 def test_a_fault_of_a_worker_is_found(worker: Any, layout: str, owner: Any, name: str, fault: Any, report: str) -> None:
-    verifier = Verifier(program(worker), steps=1)
+    verifier = verifier_of(worker, "dense")
     verifier.records(1)
     with mock.patch.object(owner, name, fault):
         outcome = verifier.verify(layout)
