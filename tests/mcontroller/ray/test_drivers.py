@@ -23,15 +23,19 @@ import ray
 from mcontroller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from tests.mcontroller.ray.roles import Plain
 ray.init(address={address!r}, logging_level="ERROR", log_to_driver=False)
-pool = RayResourcePool([2], use_gpu=False, detached={detached})
+pool = RayResourcePool([2], use_gpu=False, detached={detached}, warm_start={warm_start})
 group = RayWorkerGroup(pool, RayClassWithInitArgs(Plain, "kept"), name_prefix={name!r}, detached={detached})
 print(*group.pid(), flush=True)
 """
 
 
-def driver(then: str, name: str = "other", detached: bool = False) -> subprocess.Popen[str]:
-    """Another driver on the same cluster, which starts a group, prints its pids, and does what ``then`` says."""
-    prelude = PRELUDE.format(address=ray.get_runtime_context().gcs_address, name=name, detached=detached)
+def driver(then: str, name: str = "other", detached: bool = False, warm_start: bool = False) -> subprocess.Popen[str]:
+    """Another driver on the same cluster, which starts a group, prints its pids, and does what ``then`` says.
+
+    A warm parent, which each driver has for itself, imports torch: the workers of these tests do not need it.
+    """
+    address = ray.get_runtime_context().gcs_address
+    prelude = PRELUDE.format(address=address, name=name, detached=detached, warm_start=warm_start)
     command = [sys.executable, "-c", prelude + textwrap.dedent(then)]
     environment = {**os.environ, "PYTHONPATH": os.getcwd()}
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
@@ -73,7 +77,7 @@ def once_busy(name: str) -> RayWorkerGroup:
 
 
 def test_a_driver_that_is_killed_in_a_call_takes_its_processes_along(ray_cluster: None) -> None:
-    process = driver("group.patient_on(1)")
+    process = driver("group.patient_on(1)", warm_start=True)
     pids = pids_of(process)
     process.kill()
     assert process.wait(120) != 0
@@ -129,7 +133,7 @@ def test_a_detached_group_of_a_driver_that_died_is_ended_by_the_next_driver(
     process = driver(
         """
         from tests.mcontroller.ray.roles import RaisesInInit as BlocksOnRank0
-        pool = RayResourcePool([1], use_gpu=False, detached=True)
+        pool = RayResourcePool([1], use_gpu=False, detached=True, warm_start=False)
         RayWorkerGroup(pool, RayClassWithInitArgs(BlocksOnRank0), name_prefix="halfway", detached=True)
         """
     )

@@ -415,12 +415,10 @@ def test_a_call_of_a_group_that_was_shut_down_raises(start: Start) -> None:
         group.pid()
 
 
-@pytest.mark.processes
-def test_a_call_after_the_shutdown_of_ray_raises_and_starts_no_other_ray() -> None:
-    """In a separate process, as the tests share one cluster."""
-    answers = subprocess.run(
-        [sys.executable, "-c", AFTER_RAY], capture_output=True, text=True, timeout=120, check=False
-    )
+def test_a_call_after_the_shutdown_of_ray_raises_and_starts_no_other_ray(ray_cluster: None) -> None:
+    """In a separate process, as the tests share one connection."""
+    command = [sys.executable, "-c", AFTER_RAY, ray.get_runtime_context().gcs_address]
+    answers = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert answers.stdout.splitlines() == [
         "group old has been shut down, together with the Ray cluster that it ran on: start it again to call it",
         "group old was shut down before later was complete, or before its result was read",
@@ -430,13 +428,13 @@ def test_a_call_after_the_shutdown_of_ray_raises_and_starts_no_other_ray() -> No
 
 
 AFTER_RAY = """
+import sys
 import ray
 from mcontroller.errors import GroupError
 from mcontroller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from tests.mcontroller.ray.roles import Plain
-options = dict(num_cpus=1, object_store_memory=80_000_000, include_dashboard=False, logging_level="ERROR")
-ray.init(address="local", **options)
-pool = RayResourcePool([1], use_gpu=False)
+ray.init(sys.argv[1], logging_level="ERROR", log_to_driver=False)
+pool = RayResourcePool([1], use_gpu=False, warm_start=False)
 old = RayWorkerGroup(pool, RayClassWithInitArgs(Plain, 7), name_prefix="old")
 future = old.later(1)
 ray.shutdown()
@@ -446,6 +444,7 @@ for ask in (old.get, future.get):
     except GroupError as error:
         print(error)
 print(ray.is_initialized())
+options = dict(num_cpus=1, object_store_memory=80_000_000, include_dashboard=False, logging_level="ERROR")
 ray.init(address="local", **options)
 with RayWorkerGroup(pool, RayClassWithInitArgs(Plain, 7), name_prefix="new") as new:
     old.shutdown()
