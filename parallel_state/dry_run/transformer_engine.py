@@ -131,7 +131,7 @@ def workspace(models: Iterable[torch.nn.Module]) -> list[torch.Tensor]:
     named = [item for model in models for item in model.named_modules()]
     for name, module in named:
         if name.endswith("output_layer") and hasattr(module, "gradient_accumulation_fusion"):
-            module.gradient_accumulation_fusion = False  # type: ignore[assignment]
+            module.gradient_accumulation_fusion = False
     modules = [module for _, module in named]
     linears = [module for module in modules if type(module).__name__.endswith("Linear")]
     weights = [weight for module in linears for weight in module.parameters(recurse=False) if weight.dim() == 2]
