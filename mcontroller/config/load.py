@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import io
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -89,7 +90,7 @@ def _built_with(cls: type[C], layers: Sequence[DictConfig], usual: Mapping[str, 
     while True:
         filled = OmegaConf.create({})
         try:
-            merged = OmegaConf.merge(OmegaConf.structured(cls), *layers)
+            merged = OmegaConf.merge(_defaults(cls), *layers)
         except (OmegaConfBaseException, TypeError, ValueError):  # a section that is no mapping, for instance
             return None
         for key in OmegaConf.missing_keys(merged):
@@ -185,10 +186,16 @@ def _built(cls: type[C], layers: Sequence[DictConfig]) -> C:
 
 def _merged(cls: type[Any], layers: Sequence[DictConfig]) -> DictConfig:
     """Return the values of all layers, with those that ``find_fields`` supplies."""
-    config = typing.cast(DictConfig, OmegaConf.merge(OmegaConf.structured(cls), *layers))
+    config = typing.cast(DictConfig, OmegaConf.merge(_defaults(cls), *layers))
     if fields := _found_fields(cls, config, ""):
-        config = typing.cast(DictConfig, OmegaConf.merge(OmegaConf.structured(cls), fields, *layers))
+        config = typing.cast(DictConfig, OmegaConf.merge(_defaults(cls), fields, *layers))
     return config
+
+
+@functools.cache
+def _defaults(cls: type[Any]) -> DictConfig:
+    """Return the fields of a dataclass with their types and defaults; ``merge`` copies it."""
+    return OmegaConf.structured(cls)
 
 
 def _without_value(layers: Sequence[DictConfig], key: str) -> bool:
