@@ -2,8 +2,9 @@
 
     python -m examples.verify.unit_tests Megatron-LM --sample 100 --seed 0
 
-Each test runs in a process of its own, on all ranks. An error says whether a test needs a GPU, or a package or files
-that are missing; any other error is a failure. Outcomes are printed with the CPU seconds and the error.
+Each test runs in a process of its own, on all ranks, with one of its sets of parameters. An error says whether a test
+needs a GPU, or a package or files that are missing; any other error is a failure. Outcomes are printed with the CPU
+seconds and the error.
 """
 
 import argparse
@@ -16,7 +17,7 @@ import random
 import re
 import signal
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from functools import partial
 from pathlib import Path
 
@@ -48,12 +49,16 @@ def main(line=None):
     cpu.install(packages=["tests"])
     importlib.import_module("parallel_state.megatron")  # patches Megatron before its first import
     tests, modules = in_fork(collected, 1200) or ([], [])
-    sys.stdout.write(f"{len(tests)} tests in {len({test.partition('::')[0] for test in tests})} files\n")
+    by_function = defaultdict(list)
+    for test in tests:
+        by_function[test.partition("[")[0]].append(test)
+    sys.stdout.write(f"{len(tests)} tests of {len(by_function)} functions can be imported\n")
     for module in modules:  # once, and not in the process of each test
         with contextlib.suppress(Exception):
             importlib.import_module(module)
     counts = Counter()
-    for test in random.Random(arguments.seed).sample(tests, min(arguments.sample, len(tests))):
+    for function in random.Random(arguments.seed).sample(list(by_function), min(arguments.sample, len(by_function))):
+        test = random.Random(f"{arguments.seed} {function}").choice(by_function[function])
         before = os.times()
         outcome, error = in_fork(partial(outcome_of, test, arguments.ranks), arguments.seconds) or ("no result", "")
         after = os.times()
