@@ -91,7 +91,7 @@ class RoleCall:
         _classify(mode, worker)
         batch = rows_of_role(0, config, rows * count, self.prompt, self.response)
         if self.method == "generate_sequences":
-            columns = {name: batch.batch[name][:, : self.prompt] for name in ("input_ids", "attention_mask")}
+            columns = {name: batch.tensors()[name][:, : self.prompt] for name in ("input_ids", "attention_mask")}
             batch = DataProto.from_dict(columns, meta_info={"n": 1, "eos_token_id": [], "pad_token_id": 0})
         gc.collect()
         unneeded = _unneeded(worker, self.method, on_host)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
@@ -173,13 +173,12 @@ def _run(call: RoleCall) -> tuple[StageUse, ...]:
 
 
 def _use_of_stage(use: Use) -> StageUse:
-    idle: Mapping[str, int] = use.idle
-    kept = [idle.get(kind, 0) for kind in ("parameters", "gradients", "optimizer")]
+    kept = {kind: use.idle.get(kind, 0) for kind in ("parameters", "gradients", "optimizer")}
     communication = use.by_kind.get("communication", 0)
     return StageUse(
-        *kept,
+        **kept,
         on_host=use.on_host,
-        activations=use.peak - sum(kept) - communication,
+        activations=use.peak - sum(kept.values()) - communication,
         communication=communication,
         weights=use.parameters,
         experts=use.experts,

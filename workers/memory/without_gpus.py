@@ -37,7 +37,7 @@ def without_gpus(function: Callable[P, T]) -> Callable[P, T]:
             result, error = cloudpickle.loads(file.read_bytes())
         if error is not None:
             raise error
-        return result  # type: ignore[no-any-return]
+        return result
 
     return call
 
