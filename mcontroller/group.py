@@ -22,7 +22,6 @@ from mcontroller.trace.recorder import start_timer
 from mcontroller.transport import Executor, Future
 from mcontroller.worker import W_co
 from parallel_state.axes import DENSE_AXES
-from parallel_state.describe import table_html
 from parallel_state.infos import DistGlobalInfo, DistRankInfo
 from parallel_state.keywords import known_keywords
 from parallel_state.layout import ParallelLayout
@@ -448,10 +447,6 @@ class WorkerGroup(Generic[W_co]):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name}: {self.world_size} x {self.worker_cls.__name__})"
-
-    def _repr_html_(self) -> str:
-        methods = [(name, method.dispatch_mode.name) for name, method in sorted(self._methods.items())]
-        return table_html(f"{self!r}, {self._topology or self._flat!r}", ("method", "dispatch mode"), methods)
 
 
 def _changed(value: T, **changes: Any) -> T:

@@ -49,6 +49,8 @@ LEAST_STORED_BYTES = 256
 MAPPED_BYTES = 1 << 20
 """Objects of the store below this size are copied, which costs less than a mapping."""
 
+_STORE_LINE = re.compile(r"([0-9a-f]+)-([0-9a-f]+) rw-s ([0-9a-f]+) \S+ (\d+) +/dev/shm/plasma")
+
 _PLAIN = (type(None), bool, int, float)
 """Types that Python's own pickler writes, which costs less than ours."""
 
@@ -252,8 +254,6 @@ def _mapped(views: Sequence[memoryview]) -> list[memoryview] | None:
     begins = [offset - first + skipped for offset in offsets]
     return [whole[begin : begin + view.nbytes] for begin, view in zip(begins, views, strict=True)]
 
-
-_STORE_LINE = re.compile(r"([0-9a-f]+)-([0-9a-f]+) rw-s ([0-9a-f]+) \S+ (\d+) +/dev/shm/plasma")
 
 _known: list[_Store] = []
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
+import threading
 import time
 from array import array
 from collections.abc import Callable, Mapping
@@ -20,7 +22,7 @@ from trainer import Trajectory, TrajectoryRollout
 from trainer.rollout.engine import Engine, EngineLost, RequestFailed, Sampled
 from trainer.rollout.episodes import Episodes
 from trainer.rollout.reference_engine import ReferenceEngine
-from trainer.rollout.router import BLOCK_TOKENS, UNEVEN, NoEngineLeft, Router, prefix_blocks
+from trainer.rollout.router import BLOCK_TOKENS, UNEVEN, NoEngineLeft, RequestLoop, Router, prefix_blocks
 from workers.config import RolloutConfig
 from workers.generate.vllm.requests import EngineAddress
 
@@ -177,6 +179,24 @@ def test_a_request_that_is_cancelled_ends_in_the_engine() -> None:
     while not engine.cancelled:
         pass
     assert len(rollout.live) == 0
+
+
+def test_tasks_that_are_left_on_a_loop_end_with_it() -> None:
+    has_begun, has_ended = threading.Event(), threading.Event()
+
+    async def receive() -> None:
+        has_begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            has_ended.set()
+
+    loop = RequestLoop()
+    loop.start(receive())
+    assert has_begun.wait(10)
+    del loop
+    gc.collect()
+    assert has_ended.is_set()
 
 
 def test_a_trajectory_is_awaited_on_any_event_loop() -> None:
