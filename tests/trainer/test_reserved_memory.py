@@ -37,6 +37,7 @@ def reserved(specs: list[GroupSpec], offload: str, *pools: str) -> int:
     return changed[0].config.rollout.vllm.reserved_bytes
 
 
+@pytest.mark.simulated
 def test_a_critic_that_stays_on_the_gpu_is_counted_with_its_largest_call() -> None:
     embedding, layer, value_head = 128 * 64, 4 * 64**2 + 3 * 64 * 4 * 64 + 2 * 64, 64
     weights = embedding + 2 * layer + 64 + value_head

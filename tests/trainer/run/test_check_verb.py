@@ -21,6 +21,7 @@ rollout: {prompt_length: 1024, response_length: 3072, n: 8}
 """
 
 
+@pytest.mark.simulated
 def test_a_role_is_printed_with_its_layout_and_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "actor.yaml"
     file.write_text(ROLE)
@@ -36,6 +37,7 @@ def test_a_role_is_printed_with_its_layout_and_memory(tmp_path: Path, capsys: py
     assert "90% of the 80.0 GB" in lines[start] and "  tp 4 x pp 2 x dp 2: " in "\n".join(lines[start:])
 
 
+@pytest.mark.simulated
 def test_host_memory_and_packing_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "actor.yaml"
     file.write_text(ROLE)
@@ -53,6 +55,7 @@ def test_host_memory_and_packing_are_printed(tmp_path: Path, capsys: pytest.Capt
     assert "optim.distributed_optimizer=true on a GPU: 2 ranks have the same weights" in changed
 
 
+@pytest.mark.simulated
 def test_the_roles_of_a_run_are_printed_without_starting_anything(capsys: pytest.CaptureFixture[str]) -> None:
     config = ["examples/ppo/config.yaml"]
     assert main(["check", *config]) == 0
@@ -77,6 +80,7 @@ def test_a_layout_that_does_not_fit_is_one_line(tmp_path: Path, capsys: pytest.C
     assert "LayoutError" in error and "12" in error
 
 
+@pytest.mark.simulated
 def test_layouts_that_fit_come_first_that_divide_the_model_least() -> None:
     sizes = {"vocab_size": 152_064, "num_layers": 28, "hidden_size": 3584, "ffn_hidden_size": 18_944}
     model = ModelConfig(**sizes, max_sequence_length=4096, num_attention_heads=28, num_query_groups=4, dtype="bfloat16")
