@@ -254,6 +254,11 @@ class WorkerGroup(Generic[W_co]):
                 f"{self.worker_cls.__name__}.{method} cannot be called through group {self.name}: decorate it with "
                 "@register(...), or call it on every rank with execute_all"
             )
+        if not self._methods:
+            return (
+                f"group {self.name} has no method {method!r}, and no registered method at all: the methods of several "
+                "roles are those of the groups that spawn([...]) returns"
+            )
         close = difflib.get_close_matches(method, self._methods, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(sorted(self._methods))}"
         return f"group {self.name} has no method {method!r}; {hint}"

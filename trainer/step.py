@@ -19,6 +19,7 @@ from trainer.metrics import over_ranks
 from trainer.mismatch import TOKEN_VERSIONS, importance_weights, mismatch_metrics, version_metrics
 from trainer.rewards.reward import Reward, RewardSources, Scores
 from trainer.roles import response_limit
+from trainer.rollout.asynchronous import AsynchronousGenerations
 from trainer.rollout.generation import (
     GeneratedBatch,
     Generations,
@@ -28,7 +29,6 @@ from trainer.rollout.generation import (
     prompts_of,
     staleness_metrics,
 )
-from trainer.rollout.generations import AsynchronousGenerations
 from trainer.selection import GroupFilter, penalized, trained_on, truncated_rows
 from trainer.stages import OverlappingStages, StageCall, Stages
 from trainer.summary import group_metrics, reward_metrics, signal_metrics

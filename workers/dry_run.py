@@ -8,12 +8,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mcontroller.data.batch import DataProto
+from parallel_state.dry_run import transformer_engine
 from parallel_state.dry_run.counting import CountingMode
 from parallel_state.dry_run.memory import storage_of
 from parallel_state.dry_run.outcome import Use
 from parallel_state.dry_run.training import begin, initialize_state, used
 from workers.config import OptimConfig
 from workers.config.roles import MicroBatchSize
+from workers.model.gpu_defaults import defaults_with
 from workers.verify.roles import ModelRole, rows_of_role
 from workers.verify.sizes import one_layer_a_stage
 from workers.weights.offload import Sleepable
@@ -74,8 +76,11 @@ class RoleCall:
         config, layout = self.role.config, self.role.variant.layout
         mode.memory.kind = "parameters"
         rows, count = self.rows
-        fused = {"gradient_accumulation_fusion": config.model.transformer_impl != "local"}
-        transformer = fused | config.model.transformer
+        mode.transformer_engine = config.model.transformer_impl != "local"
+        fields: dict[str, Any] = {"gradient_accumulation_fusion": False}
+        if mode.transformer_engine:
+            fields = {default.field: default.value for default in defaults_with(config.model, with_engine=True)}
+        transformer = fields | config.model.transformer
         model = replace(config.model, transformer_impl="local", hf_path=None, transformer=transformer)
         changes: dict[str, Any] = {"model": model}
         on_host = 0.0
@@ -89,6 +94,7 @@ class RoleCall:
         with worker.call_context("init_model"):
             worker.init_model()
         _classify(mode, worker)
+        kept = transformer_engine.workspace(worker.state.model) if mode.transformer_engine else []
         batch = rows_of_role(0, config, rows * count, self.prompt, self.response)
         if self.method == "generate_sequences":
             columns = {name: batch.tensors()[name][:, : self.prompt] for name in ("input_ids", "attention_mask")}
@@ -98,6 +104,7 @@ class RoleCall:
         idle = begin(mode)
         with worker.call_context(self.method):
             getattr(worker, self.method)(batch)
+        del kept
         use = used(mode, idle, [*worker.state.model, *getattr(worker, "reference", ())])
         return replace(_without_host_memory(use, on_host), unneeded=unneeded)
 

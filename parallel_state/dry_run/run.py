@@ -61,6 +61,7 @@ def dry_run(
     micro_batches: int | None = None,
     routing: str = "balanced",
     dtype: torch.dtype = torch.bfloat16,
+    layers: str = "transformer_engine",
     every_rank: bool = False,
     second: bool = True,
 ) -> Outcome:
@@ -76,6 +77,8 @@ def dry_run(
         micro_batches: of one data-parallel rank; None for the program's.
         routing: how tokens choose experts: ``"balanced"``, ``"skewed"``, or a file of recorded counts.
         dtype: of the weights: bfloat16 or float32.
+        layers: ``"transformer_engine"``: the layers of ``workers.model.local_spec`` save and keep what those of
+            Transformer Engine do; ``"local"``: all layers are counted as they are.
         every_rank: whether every rank runs.
         second: whether a second pipeline, and all ranks with one layer on each stage, check the first pipeline.
 
@@ -90,7 +93,8 @@ def dry_run(
     if micro_batches is not None:
         program = program.smaller(micro_batches=micro_batches * variant.layout.dp * variant.merged)
     check_divisible(program, variant)
-    step, small_step = (partial(train, one, variant, dtype) for one in (program, one_layer_a_stage(program, variant)))
+    programs = program, one_layer_a_stage(program, variant)
+    step, small_step = (partial(train, one, variant, dtype, layers) for one in programs)
     return dry_run_of(step, variant, routing, every_rank=every_rank, second=second, small=small_step)
 
 
@@ -188,7 +192,8 @@ def _line_of(error: BaseException) -> str:
 
 def _compare(outcome: Outcome, ranks: tuple[int, int], logs: tuple[CallLog, CallLog], *, is_balanced: bool) -> None:
     """Warn if two ranks of a stage, in different pipelines, do not do the same."""
-    same_shapes = is_balanced and outcome.layout.ep == 1  # else a number of experts may not divide the tokens
+    # Experts may get one token more than others, and a rank of cp more targets.
+    same_shapes = is_balanced and outcome.layout.ep == outcome.layout.cp == 1
     digests = {log.digest(rank, shapes=same_shapes) for rank, log in zip(ranks, logs, strict=True)}
     peaks = [outcome.uses[rank].peak for rank in ranks]
     where = f"ranks {ranks[0]} and {ranks[1]} of one stage"

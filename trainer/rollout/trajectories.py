@@ -335,6 +335,8 @@ class TrajectoryRollout:
             if submitted.done():
                 return
             if isinstance(answer, Sampled):
+                answer = self._outside_vocabulary(answer) or answer
+            if isinstance(answer, Sampled):
                 self._append(submitted, answer)
                 submitted.trajectory.ended = submitted.end()
                 if not submitted.trajectory.ended:
@@ -352,10 +354,26 @@ class TrajectoryRollout:
 
     def received(self, submitted: Submitted, part: Sampled) -> None:
         """Add tokens of an answer that goes on to their trajectory."""
+        error = self._outside_vocabulary(part)
+        if error is not None:
+            self.answered(submitted, error)
+            return
         with self._lock:
             if not submitted.done():
                 self._append(submitted, part)
                 submitted.request.extend(part.tokens)
+
+    def _outside_vocabulary(self, sampled: Sampled) -> DataError | None:
+        """Return the error of an engine with another model than the policy, if it shows."""
+        least, greatest = min(sampled.tokens, default=0), max(sampled.tokens, default=0)
+        if 0 <= least <= greatest < self.limits["vocab_size"]:
+            return None
+        return DataError(
+            f"an engine returned tokens from {least} to {greatest}, and the policy's are 0 to "
+            f"{self.limits['vocab_size'] - 1}: it has another model. Start it with the policy's",
+            field="tokens",
+            token=greatest if least >= 0 else least,
+        )
 
     def _append(self, submitted: Submitted, sampled: Sampled) -> None:
         trajectory, start = submitted.trajectory, 0

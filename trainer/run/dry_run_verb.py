@@ -43,6 +43,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="HOW",
         help="of tokens to experts: balanced, skewed, or a file of counts",
     )
+    parser.add_argument(
+        "--layers",
+        choices=("transformer_engine", "local"),
+        default="transformer_engine",
+        help="whose memory is counted, of a Program or script; of a run, model.transformer_impl decides",
+    )
     parser.add_argument("--all", action="store_true", help="run every rank, not one of each stage")
     parser.add_argument("--once", action="store_true", help="run one pipeline only, and check no other ranks")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the outcomes to this file")
@@ -118,5 +124,7 @@ def _layouts(arguments: argparse.Namespace, chosen: dict[str, Any]) -> Iterator[
         variant = layout_for(text, arguments.ranks)
         yield (
             variant.text or "one rank",
-            partial(dry_run, program, variant, micro_batches=arguments.micro_batches, **chosen),
+            partial(
+                dry_run, program, variant, micro_batches=arguments.micro_batches, layers=arguments.layers, **chosen
+            ),
         )

@@ -1,4 +1,4 @@
-"""Warm start: worker processes of a node are forked from one parent, which imports torch once, also for later jobs.
+"""Warm start: the worker processes of a job on a node are forked from one parent, which has imported torch once.
 
 - ``executable``: the command that Ray starts a worker process with.
 - ``client``: what this command runs. It asks the parent for a fork, and starts the parent if there is none.

@@ -22,8 +22,8 @@ from collections.abc import Sequence
 
 PARENT = "import sys; del sys.path[0]; from mcontroller.ray.warm_start.parent import run; run()"
 
-OF_A_PROCESS = {"PWD", "OLDPWD", "SHLVL", "_", "RAY_JOB_ID"}
-"""Variables that differ between workers, and that no library reads when it is loaded."""
+OF_A_PROCESS = {"PWD", "OLDPWD", "SHLVL", "_"}
+"""Variables that differ between the workers of a job, and that no library reads when it is loaded."""
 
 
 WARM_IMPORTS = "MCONTROLLER_WARM_IMPORTS"

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import datetime
+from typing import Any
 
 import numpy as np
 import pytest
@@ -54,6 +55,16 @@ def test_strings_objects_and_arrays_arrive_unchanged() -> None:
     assert (arrived[1] == days).all()
     assert arrived[2].tolist() == list(range(0, 9_000, 3))
     assert arrived[3:] == ("ü", datetime.date(2020, 1, 1))
+
+
+def test_a_class_of_a_script_arrives_whose_method_names_torch_distributed_and_config() -> None:
+    import torch.distributed.config  # a module of a type of its own, which the pickled names lead to
+
+    namespace: dict[str, Any] = {"torch": torch, "__name__": "__main__"}
+    exec("class Model:\n    def rank(self): return torch.distributed.is_initialized(), self.config", namespace)
+    arrived = pack(namespace["Model"]).unpack()
+    arrived.config = "tp"
+    assert arrived().rank() == (torch.distributed.is_initialized(), "tp")
 
 
 def test_large_memory_travels_out_of_band_and_is_not_copied_into_the_pickle() -> None:

@@ -135,6 +135,25 @@ def test_a_rejected_request_disturbs_no_other() -> None:
     assert len(rollout) == 0
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_tokens_that_the_policy_does_not_have_end_their_request_alone(stream: bool) -> None:
+    class Other(SmallEngine):
+        async def generate(self, prompt: array[int], sampling: Mapping[str, Any], on_part: OnPart = None) -> Sampled:
+            if len(prompt) == 2:
+                return await super().generate(prompt, sampling)
+            made = Sampled(array("q", [3, 1 << 20]), array("d", [-0.5] * 2), [(1, 2)])
+            if on_part is not None:
+                on_part(made)
+            return made
+
+    rollout = rollout_with(Other())
+    failing, good = rollout.submit([3], stream=stream), rollout.submit([3, 4], max_tokens=2)
+    assert good.result(10).tokens.tolist() == [2, EOS]
+    error = failing.exception(10)
+    assert isinstance(error, DataError) and (error.field, error.token) == ("tokens", 1 << 20)
+    assert not failing.trajectory.tokens
+
+
 @pytest.mark.parametrize("driven", [False, True])
 def test_tokens_have_the_versions_of_the_engine_and_later_turns_go_on(driven: bool) -> None:
     engine = SmallEngine()
