@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import hashlib
 from collections import Counter
@@ -157,6 +158,14 @@ def run_without_data(
         simulation.close()
         gc.collect()  # models have circles of references, and the next ranks need the memory
         gc.unfreeze()
+        _release()
+
+
+def _release() -> None:
+    """Return free memory to the operating system: glibc keeps the pages of many small objects."""
+    release = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if release is not None:
+        release(0)
 
 
 def _gather_objects(objects: list[Any], value: Any, group: Any = None) -> None:
