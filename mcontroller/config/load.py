@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import io
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,6 +24,8 @@ from mcontroller.errors import ConfigError, MControllerError
 
 C = TypeVar("C")
 T = TypeVar("T")
+
+_defaults_by_class: dict[type, DictConfig] = {}
 
 
 def load_config(cls: type[C], *sources: Any, overrides: Iterable[str] = ()) -> C:
@@ -192,10 +193,11 @@ def _merged(cls: type[Any], layers: Sequence[DictConfig]) -> DictConfig:
     return config
 
 
-@functools.cache
 def _defaults(cls: type[Any]) -> DictConfig:
     """Return the fields of a dataclass with their types and defaults; ``merge`` copies it."""
-    return OmegaConf.structured(cls)
+    if cls not in _defaults_by_class:
+        _defaults_by_class[cls] = OmegaConf.structured(cls)
+    return _defaults_by_class[cls]
 
 
 def _without_value(layers: Sequence[DictConfig], key: str) -> bool:
