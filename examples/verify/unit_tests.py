@@ -64,7 +64,7 @@ def main(line=None):
         after = os.times()
         seconds = after.children_user + after.children_system - before.children_user - before.children_system
         counts[outcome] += 1
-        sys.stdout.write(f"{outcome:<16} {seconds:6.1f} {test} {error[-300:]!r}\n")
+        sys.stdout.write(f"{outcome:<16} {seconds:6.1f} {test} {error[:200]!r}\n")
         sys.stdout.flush()
     sys.stdout.write("".join(f"{count:>5} {outcome}\n" for outcome, count in counts.most_common()))
 
@@ -130,13 +130,15 @@ class Reports:
 
     def pytest_collectreport(self, report):
         if report.failed:
-            self.errors.append(report.longreprtext[-1500:])
+            self.errors.append(report.longreprtext[-1000:])
 
     def pytest_runtest_logreport(self, report):
         if report.when == "call" or report.outcome != "passed":
             self.outcomes.add(report.outcome)
         if report.failed:
-            self.errors.append(report.longreprtext.split("\nE  ", 1)[-1][:1500])
+            crash = getattr(report.longrepr, "reprcrash", None)
+            where = crash and f"{crash.message} ({crash.path}:{crash.lineno})"
+            self.errors.append(where or report.longreprtext[-1000:])
 
 
 if __name__ == "__main__":
