@@ -29,8 +29,10 @@ from parallel_state.simulated import Simulation
 FOLDER = "tests/unit_tests"
 OPTIONS = ["-o", "addopts=", "-q", "-s", "-p", "no:cacheprovider", "--assert=plain"]
 NEEDS = {
-    "needs CUDA": r"CUDA|cuda|nccl|NCCL|[Tt]ransformer.?[Ee]ngine|\bTE[A-Z]\w+|fp8|triton|[Ff]lash|[Aa]pex|Stream",
-    "needs a package": r"ModuleNotFoundError|ImportError|not installed|No module named|is required|datasets/utils.py",
+    "needs Transformer Engine": r"[Tt]ransformer.?[Ee]ngine|\bTE[A-Z]\w+|fp8",
+    "needs CUDA": r"CUDA|cuda|nccl|NCCL|Stream",
+    "needs a package": "ModuleNotFoundError|ImportError|not installed|No module named|is required|datasets/utils.py|"
+    "triton|[Ff]lash|[Aa]pex",
     "needs files": r"/opt/data|/workspace|download|FileNotFoundError",
 }
 
@@ -64,7 +66,7 @@ def main(line=None):
         after = os.times()
         seconds = after.children_user + after.children_system - before.children_user - before.children_system
         counts[outcome] += 1
-        sys.stdout.write(f"{outcome:<16} {seconds:6.1f} {test} {error[-300:]!r}\n")
+        sys.stdout.write(f"{outcome:<24} {seconds:6.1f} {test} {error[:200]!r}\n")
         sys.stdout.flush()
     sys.stdout.write("".join(f"{count:>5} {outcome}\n" for outcome, count in counts.most_common()))
 
@@ -102,10 +104,14 @@ def collected():
     return tests, [*names, *(name for name in list(sys.modules) if name.startswith("megatron."))]
 
 
-def outcome_of(test, ranks, modules=("tests",)):
-    """Run a test on all ranks, and return what becomes of it, with the first error; ranks import ``modules`` apart."""
+def outcome_of(test, ranks):
+    """Run a test on all ranks, each with modules of its own, and return what becomes of it, with the first error."""
     outcomes, errors = set(), []
-    simulation = Simulation(ranks, modules=modules)
+    path = Path(test.partition("::")[0])
+    module = "tests" if path.with_name("__init__.py").exists() else path.stem  # pytest's name of it
+    sys.path.insert(0, str(path.parent))
+    cpu.install(packages=[module])
+    simulation = Simulation(ranks, modules=[module])
     plugin = Reports(outcomes, errors)
     try:
         simulation.run({rank: partial(pytest.main, [*OPTIONS, test], [plugin]) for rank in range(ranks)})
@@ -130,13 +136,15 @@ class Reports:
 
     def pytest_collectreport(self, report):
         if report.failed:
-            self.errors.append(report.longreprtext[-1500:])
+            self.errors.append(report.longreprtext[-1000:])
 
     def pytest_runtest_logreport(self, report):
         if report.when == "call" or report.outcome != "passed":
             self.outcomes.add(report.outcome)
         if report.failed:
-            self.errors.append(report.longreprtext.split("\nE  ", 1)[-1][:1500])
+            crash = getattr(report.longrepr, "reprcrash", None)
+            where = crash and f"{crash.message} ({crash.path}:{crash.lineno})"
+            self.errors.append(where or report.longreprtext[-1000:])
 
 
 if __name__ == "__main__":
