@@ -19,7 +19,6 @@ from parallel_state.dry_run.counting import CountingMode
 from parallel_state.dry_run.kernels import torch_on_meta
 from parallel_state.dry_run.memory import Memory
 from parallel_state.dry_run.shapes import ShapeExchange
-from parallel_state.dry_run.transformer_engine import engine_kernels
 from parallel_state.layout import ParallelLayout
 from parallel_state.simulated.calls import Call
 from parallel_state.simulated.simulation import Simulation
@@ -149,7 +148,7 @@ def run_without_data(
     gc.freeze()  # a collection looks at the objects of the ranks alone, not at those of all imported modules
     try:
         gathering = mock.patch.object(dist, "all_gather_object", _gather_objects)
-        with without_memory(), torch_on_meta(), engine_kernels(), gathering:
+        with without_memory(), torch_on_meta(), gathering:
             with initializing:
                 simulation.run({rank: partial(initialize, rank) for rank in running})
             log.clear()
