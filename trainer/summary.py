@@ -146,7 +146,8 @@ def decoded_samples(batch: DataProto, tokens: Sequence[Mapping[str, list[Any]]])
     (scores,) = columns(batch, "token_level_scores")
     others = {name: batch.non_tensor_batch[name] for name in ("prompt", "answer") if name in batch.non_tensor_batch}
     return [
-        {name: column[row] for name, column in others.items()}
+        {"prompt": ""}
+        | {name: column[row] for name, column in others.items()}
         | {"response": "".join(one["text"]), "score": float(scores[row].sum())}
         for row, one in enumerate(tokens)
     ]

@@ -12,13 +12,12 @@ import contextlib
 import json
 import sys
 import tempfile
-import time
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from parallel_state.dry_run.outcome import GIB, gpu_bytes
+from parallel_state.dry_run.outcome import CONTEXT, GIB, gpu_bytes
 from trainer.run.config import read_run_config
 from trainer.run.model_roles import role_calls
 from trainer.run.shared_gpus import shared_gpus
@@ -224,29 +223,26 @@ def row(name: str, folder: Path) -> str:
     calls = role_calls(config)
     if name in PUBLISHED:
         calls = {key: call for key, call in calls.items() if key[1] == "update_actor"}
-    began = time.process_time()
-    with contextlib.redirect_stdout(sys.stderr):  # workers print what they choose
-        outcomes = {".".join(key): call(second=False) for key, call in calls.items()}
-    seconds = time.process_time() - began
-    [update, *_] = outcomes.values()
-    failures = [outcome.failure for outcome in outcomes.values() if outcome.failure]
-    if failures:
-        return f"| {source} | {gpu} | {update.text} | {failures[0].splitlines()[0]} | | {seconds:.0f} |"
-    stages = " / ".join(f"{update.uses[rank].peak / GIB:.1f}" for rank in update.stages.values())
-    most = update.peak + GIB // 2 if name in PUBLISHED else shared_gpus(config, outcomes).peak(config.trainer.offload)
-    margin = (gpu_bytes(gpu) - most) / GIB
-    return f"| {source} | {update.layout.world_size} {gpu} | {update.text} | {stages} | {margin:.1f} | {seconds:.0f} |"
+    outcomes = {".".join(key): call(second=False) for key, call in calls.items()}
+    update = next(iter(outcomes.values()))
+    gpus = f"{update.layout.world_size} {gpu}"
+    if failures := [outcome.failure for outcome in outcomes.values() if outcome.failure]:
+        return f"| {source} | {gpus} | {update.text} | {failures[0].splitlines()[0]} | |"
+    stages = "/".join(f"{update.uses[rank].peak / GIB:.1f}" for rank in update.stages.values())
+    most = update.peak + CONTEXT if name in PUBLISHED else shared_gpus(config, outcomes).peak(config.trainer.offload)
+    return f"| {source} | {gpus} | {update.text} | {stages} | {most / GIB:.1f} of {gpu_bytes(gpu) / GIB:.1f} |"
 
 
 def main(names: list[str]) -> None:
     """Print a row for each name, by default for all."""
     warnings.simplefilter("ignore")
     recipes = sorted(file.stem for file in RECIPES.glob("*.yaml"))
-    print("| source | GPUs | layout | peak of an update by stage, GiB | margin, GiB | CPU s |")
-    print("|---|---|---|---|--:|--:|")
+    print("| source | GPUs | layout | update, by stage | GiB of a GPU |\n|---|---|---|---|--:|")
     with tempfile.TemporaryDirectory() as folder, planning():
         for name in names or [*recipes, *PUBLISHED]:
-            print(row(name, Path(folder)), flush=True)
+            with contextlib.redirect_stdout(sys.stderr):  # workers print what they choose
+                line = row(name, Path(folder))
+            print(line, flush=True)
 
 
 if __name__ == "__main__":
