@@ -104,7 +104,7 @@ def stage_uses(call: RoleCall) -> tuple[StageUse, ...]:
     chunks, stages = layout.vpp or 1, _layers_of_stages(model, call.role.config.parallel, layout)
     main = any(map(any, stages))
     kinds = {kind for stage in stages for kind in stage}
-    first, second = _numbers_of_layers(model)
+    first, second = _numbers_of_layers(call)
     if max(map(len, stages)) <= chunks * (second + len(kinds) - 1):
         return _run(call)
 
@@ -133,9 +133,11 @@ def _layers_of_stages(model: ModelConfig, parallel: ParallelConfig, layout: Para
     ]
 
 
-def _numbers_of_layers(model: ModelConfig) -> tuple[int, int]:
-    """Return two numbers of layers in a chunk between which memory is linear: layers may be recomputed in groups."""
-    recomputed = model.transformer
+def _numbers_of_layers(call: RoleCall) -> tuple[int, int]:
+    """Return two numbers of layers in a chunk from which memory is linear."""
+    if call.method not in call.role.updates:
+        return 2, 3  # the second layer's input exists beside the stage's
+    recomputed = call.role.config.model.transformer  # in groups of layers
     if recomputed.get("recompute_granularity") != "full":
         return 1, 2
     group = recomputed.get("recompute_num_layers") or 1
