@@ -31,8 +31,8 @@ OPTIONS = ["-o", "addopts=", "-q", "-s", "-p", "no:cacheprovider", "--assert=pla
 NEEDS = {
     "needs Transformer Engine": r"[Tt]ransformer.?[Ee]ngine|\bTE[A-Z]\w+|fp8|Expected value to be not None",
     "needs CUDA": r"CUDA|cuda|nccl|NCCL|Stream",
-    "needs a package": "ModuleNotFoundError|ImportError|not installed|No module named|is required|datasets/utils.py|pytest --fixtures|"
-    "triton|[Ff]lash|[Aa]pex",
+    "needs a package": "ModuleNotFoundError|ImportError|not installed|No module named|is required|datasets/utils.py|"
+    "pytest --fixtures|triton|[Ff]lash|[Aa]pex",
     "needs files": r"/opt/data|/workspace|download|FileNotFoundError",
 }
 
