@@ -30,6 +30,7 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Attributes:
         memory: as passed.
+        transformer_engine: whether layers save what those of Transformer Engine save.
         flops: of all operations.
         operations: their number.
         read: the unknown values that were read.
@@ -38,6 +39,7 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, memory: Memory, device: str = "meta") -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.memory, self.device = memory, device
+        self.transformer_engine = False
         self.flops = self.operations = 0
         self.read = ValuesRead()
 
@@ -56,7 +58,7 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if handler is not None:
             result = handler(self.read, func, args, kwargs)
             if result is not NotImplemented:
-                self._count(result)
+                self.count(result)
                 return result
         key = cached = None
         if cache is not None and kwargs.get("device") is None:
@@ -72,7 +74,7 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             flops = 0 if flops_of is None else flops_of(*args, **kwargs, out_val=result)
             self.flops += flops
             if is_new:
-                self._count(result)
+                self.count(result)
             if key is not None:
                 entry = _entry_of(func, args, kwargs, result, flops)
                 if entry is not None:
@@ -94,7 +96,8 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             made.append(tensor)
         return made[0] if is_single else tuple(made)
 
-    def _count(self, result: Any) -> None:
+    def count(self, result: Any) -> None:
+        """Count the storages of a result that are not counted yet."""
         if isinstance(result, torch.Tensor):
             if result.device.type == self.device:
                 storage: Any = result.untyped_storage()
@@ -102,7 +105,7 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     storage.counted = Storage(self.memory, storage.nbytes())
         elif isinstance(result, (tuple, list)):
             for item in result:
-                self._count(item)
+                self.count(item)
 
 
 def running_mode() -> CountingMode | None:
@@ -111,6 +114,12 @@ def running_mode() -> CountingMode | None:
 
     modes = (mode for mode in reversed(_get_current_dispatch_mode_stack()) if isinstance(mode, CountingMode))
     return next(modes, None)
+
+
+def counts_transformer_engine() -> bool:
+    """Whether the layers of the running rank save what those of Transformer Engine save."""
+    mode = running_mode()
+    return mode is not None and mode.transformer_engine
 
 
 def _traits_of(func: Any) -> _Traits:

@@ -10,8 +10,9 @@ from unittest import mock
 
 import torch
 from torch.amp import autocast_mode
+from torch.utils._python_dispatch import _disable_current_modes
 
-from parallel_state.dry_run.counting import running_mode
+from parallel_state.dry_run.counting import counts_transformer_engine, running_mode
 
 _META = torch.device("meta")
 _functional = torch.nn.functional
@@ -44,61 +45,89 @@ def _on_host(function: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> 
     return function(tensor.detach().to("cpu") if tensor.is_meta else tensor, *args, **kwargs)
 
 
-class _RmsNorm(torch.autograd.Function):
-    """Saves its input and one number for each row."""
+class _Kernel(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, run: Callable[..., Any], run_backward: Callable[..., Any] | None, *inputs: Any) -> Any:
+        with _disable_current_modes():
+            ctx.like = [
+                None if tensor is None or hasattr(tensor, "main_grad") else torch.empty_like(tensor)
+                for tensor in inputs
+            ]
+        ctx.run_backward = run_backward
+        outputs, saved = run(*inputs)
+        ctx.save_for_backward(*saved)
+        return outputs
 
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        inverse = torch.empty(*hidden.shape[:-1], 1, dtype=torch.float32, device=_META)
-        ctx.save_for_backward(hidden, weight, inverse)
-        return torch.empty_like(hidden)
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        saved = ctx.saved_tensors
+        temporaries = None if ctx.run_backward is None else ctx.run_backward(*saved)
+        likes = [like if needed else None for like, needed in zip(ctx.like, ctx.needs_input_grad[2:], strict=True)]
+        results = [None if like is None else torch.empty_like(like) for like in likes]
+        del temporaries, saved
+        return None, None, *results
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        hidden, weight, _ = ctx.saved_tensors
-        return torch.empty_like(hidden), torch.empty_like(weight)
+
+def one_kernel(run: Callable[..., Any], *inputs: Any, run_backward: Callable[..., Any] | None = None) -> Any:
+    """Compute an operation that is one kernel in each pass.
+
+    Args:
+        run: of the inputs, returns the output, or several, and the tensors that are saved for backward.
+        inputs: tensors or None. Gradients are allocated in the backward pass, except those of weights with a
+            ``main_grad``, which the kernel adds to it.
+        run_backward: of the saved tensors, returns what exists during the backward pass only.
+    """
+    return _Kernel.apply(run, run_backward, *inputs)  # type: ignore[no-untyped-call]
+
+
+def compiled(function: Callable[..., Any], *args: Any) -> Any:
+    """Compute a function without gradients as one kernel, which allocates the results only."""
+    with _disable_current_modes():
+        results = function(*args)
+    mode = running_mode()
+    if mode is not None:
+        mode.count(results)
+    return results
+
+
+def count_flops(flops: float) -> None:
+    """Count FLOPs of the running rank."""
+    mode = running_mode()
+    if mode is not None:
+        mode.flops += int(flops)
 
 
 def _rms_norm(function: Any, input: torch.Tensor, normalized_shape: Any, weight: Any = None, eps: Any = None) -> Any:
+    """Save the input and one number for each row."""
+
+    def run(hidden: torch.Tensor, weight: torch.Tensor) -> Any:
+        inverse = torch.empty(*hidden.shape[:-1], 1, dtype=torch.float32, device=_META)
+        saved = hidden.contiguous() if counts_transformer_engine() else hidden
+        return torch.empty_like(hidden), (saved, weight, inverse)
+
     if input.is_meta and weight is not None:
-        return _RmsNorm.apply(input, weight)  # type: ignore[no-untyped-call]
+        return one_kernel(run, input, weight)
     return function(input, normalized_shape, weight, eps)
 
 
-class _Attention(torch.autograd.Function):
-    """Saves queries, keys, values, its output, and one number for each query and head, as flash attention does."""
-
-    @staticmethod
-    def forward(ctx: Any, query: Any, key: Any, value: Any, bias: Any) -> torch.Tensor:
-        batch, heads, length, _ = query.shape
-        shape = batch, length, heads, value.shape[-1]
-        output = torch.empty(shape, dtype=query.dtype, device=_META).transpose(1, 2)
-        sums = torch.empty(batch, heads, length, dtype=torch.float32, device=_META)
-        ctx.save_for_backward(query, key, value, output, sums, bias)
-        _count_flops(query, key, value, 1.0)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        query, key, value, *_ = ctx.saved_tensors
-        _count_flops(query, key, value, 2.5)
-        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None
-
-
-def _count_flops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, factor: float) -> None:
-    mode = running_mode()
-    if mode is not None:
-        batch, heads, length, width = query.shape
-        mode.flops += int(factor * 2 * batch * heads * length * key.shape[-2] * (width + value.shape[-1]))
-
-
 def _attend(function: Any, query: Any, key: Any, value: Any, attn_mask: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """Save queries, keys, values, the output, and one number for each query and head, as flash attention does."""
     if not query.is_meta:
         return function(query, key, value, attn_mask, *args, **kwargs)
     bias = attn_mask
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         bias = torch.empty(attn_mask.shape, dtype=query.dtype, device=_META)
-    return _Attention.apply(query, key, value, bias)  # type: ignore[no-untyped-call]
+    batch, heads, length, width = query.shape
+    flops = 2 * batch * heads * length * key.shape[-2] * (width + value.shape[-1])
+
+    def run(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None) -> Any:
+        shape = batch, length, heads, value.shape[-1]
+        output = torch.empty(shape, dtype=query.dtype, device=_META).transpose(1, 2)
+        sums = torch.empty(batch, heads, length, dtype=torch.float32, device=_META)
+        count_flops(flops)
+        return output, (query, key, value, output, sums, bias)
+
+    return one_kernel(run, query, key, value, bias, run_backward=lambda *saved: count_flops(2.5 * flops))
 
 
 _REPLACEMENTS: list[tuple[Any, str, Callable[..., Any]]] = [

@@ -8,6 +8,7 @@ from typing import Any
 
 from parallel_state.dry_run.errors import DoesNotFit, DryRunError
 from parallel_state.dry_run.memory import KINDS
+from parallel_state.dry_run.transformer_engine import VERSION
 from parallel_state.layout import ParallelLayout
 
 GIB = 2**30
@@ -15,6 +16,10 @@ GPUS = {
     "A100-40": 39.4, "A100": 79.1, "H100": 79.1, "H20": 95.1, "H200": 139.8, "B200": 178.3, "L40S": 44.4,
 }  # fmt: skip
 """Name of a GPU -> its memory in units of 2**30 bytes, as CUDA reports it."""
+_LAYERS = {
+    "transformer_engine": f"what Transformer Engine {VERSION} saves and keeps is counted",
+    "local": "those of plain PyTorch are counted",
+}
 CONTEXT = GIB // 2
 """[bytes] What CUDA takes of a GPU for each process."""
 
@@ -48,6 +53,11 @@ class Use:
         operations: the operations of torch in it.
         read: how many unknown values were read, by the line and what it did.
         unneeded: of a role's call, bytes of the parts that it does not compute with; they can be in host memory.
+        on_host: of a role's call, bytes of the optimizer's state that are in host memory, and counted nowhere else.
+        experts: the parameters of experts, which are divided over other ranks than the rest.
+        trained: the parameters with gradients.
+        trained_experts: those of experts among them.
+        layers: whose layers were counted: ``"transformer_engine"`` or ``"local"``.
     """
 
     parameters: int
@@ -60,6 +70,11 @@ class Use:
     operations: int
     read: dict[tuple[str, str], int]
     unneeded: int = 0
+    on_host: int = 0
+    experts: int = 0
+    trained: int = 0
+    trained_experts: int = 0
+    layers: str = "local"
 
 
 @dataclass
@@ -117,6 +132,7 @@ class Outcome:
         lines = [f"layout {self.text}: {self.layout.world_size} ranks, of which {len(self.uses)} ran"]
         if self.failure:
             return [*lines, "FAILED", *(f"  {line}" for line in self.failure.splitlines())]
+        lines += [f"layers: {_LAYERS[use.layers]}" for use in list(self.uses.values())[:1]]
         unit, name = (GIB, "GiB") if self.peak >= GIB else (GIB >> 10, "MiB")
         lines += ["", f"{name} on the rank of each stage that needs the most:", *self._memory_table(unit), ""]
         if gpu is not None:

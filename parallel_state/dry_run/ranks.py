@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import hashlib
 from collections import Counter
@@ -144,8 +145,10 @@ def run_without_data(
             list(ranks) for ranks in groups_once(size, tuple(sizes), tuple(mask))
         ],
     )
+    gc.freeze()  # a collection looks at the objects of the ranks alone, not at those of all imported modules
     try:
-        with without_memory(), torch_on_meta(), mock.patch.object(dist, "all_gather_object", _gather_objects):
+        gathering = mock.patch.object(dist, "all_gather_object", _gather_objects)
+        with without_memory(), torch_on_meta(), gathering:
             with initializing:
                 simulation.run({rank: partial(initialize, rank) for rank in running})
             log.clear()
@@ -153,6 +156,15 @@ def run_without_data(
     finally:
         simulation.close()
         gc.collect()  # models have circles of references, and the next ranks need the memory
+        gc.unfreeze()
+        _release()
+
+
+def _release() -> None:
+    """Return free memory to the operating system: glibc keeps the pages of many small objects."""
+    release = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if release is not None:
+        release(0)
 
 
 def _gather_objects(objects: list[Any], value: Any, group: Any = None) -> None:

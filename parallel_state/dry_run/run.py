@@ -17,6 +17,7 @@ from parallel_state.dry_run.outcome import GIB, Outcome, Use
 from parallel_state.dry_run.ranks import CallLog, pipeline_of, run_without_data
 from parallel_state.dry_run.routing import routed, routing_of
 from parallel_state.dry_run.training import one_layer_a_stage, train
+from parallel_state.dry_run.transformer_engine import engine_kernels
 from parallel_state.dry_run.values import UnknownValue
 from parallel_state.errors import MControllerError
 from parallel_state.hangs.lines import calling_position, members_text, source_line
@@ -61,6 +62,7 @@ def dry_run(
     micro_batches: int | None = None,
     routing: str = "balanced",
     dtype: torch.dtype = torch.bfloat16,
+    layers: str = "transformer_engine",
     every_rank: bool = False,
     second: bool = True,
 ) -> Outcome:
@@ -76,6 +78,8 @@ def dry_run(
         micro_batches: of one data-parallel rank; None for the program's.
         routing: how tokens choose experts: ``"balanced"``, ``"skewed"``, or a file of recorded counts.
         dtype: of the weights: bfloat16 or float32.
+        layers: ``"transformer_engine"``: the layers of ``workers.model.local_spec`` save and keep what those of
+            Transformer Engine do; ``"local"``: all layers are counted as they are.
         every_rank: whether every rank runs.
         second: whether a second pipeline, and all ranks with one layer on each stage, check the first pipeline.
 
@@ -89,8 +93,11 @@ def dry_run(
     variant = layout_for(layout, ranks) if isinstance(layout, str) else layout
     if micro_batches is not None:
         program = program.smaller(micro_batches=micro_batches * variant.layout.dp * variant.merged)
-    check_divisible(program, variant)
-    step, small_step = (partial(train, one, variant, dtype) for one in (program, one_layer_a_stage(program, variant)))
+    cpu.install()
+    with engine_kernels():  # the config of a program may ask for kernels
+        check_divisible(program, variant)
+    programs = program, one_layer_a_stage(program, variant)
+    step, small_step = (partial(train, one, variant, dtype, layers) for one in programs)
     return dry_run_of(step, variant, routing, every_rank=every_rank, second=second, small=small_step)
 
 
@@ -117,7 +124,7 @@ def dry_run_of(
     cpu.install()
     layout, log = variant.layout, CallLog()
     outcome = Outcome(variant.text, layout)
-    with routed(routing_of(routing)):
+    with routed(routing_of(routing)), engine_kernels():
         first = list(range(layout.world_size)) if every_rank else pipeline_of(layout)
         _run(function, first, log, outcome)
         outcome.calls = log.most()
@@ -188,7 +195,8 @@ def _line_of(error: BaseException) -> str:
 
 def _compare(outcome: Outcome, ranks: tuple[int, int], logs: tuple[CallLog, CallLog], *, is_balanced: bool) -> None:
     """Warn if two ranks of a stage, in different pipelines, do not do the same."""
-    same_shapes = is_balanced and outcome.layout.ep == 1  # else a number of experts may not divide the tokens
+    # Experts may get one token more than others, and a rank of cp more targets.
+    same_shapes = is_balanced and outcome.layout.ep == outcome.layout.cp == 1
     digests = {log.digest(rank, shapes=same_shapes) for rank, log in zip(ranks, logs, strict=True)}
     peaks = [outcome.uses[rank].peak for rank in ranks]
     where = f"ranks {ranks[0]} and {ranks[1]} of one stage"

@@ -10,6 +10,7 @@ import torch
 
 from parallel_state.dry_run.counting import CountingMode
 from parallel_state.dry_run.outcome import Use
+from parallel_state.dry_run.transformer_engine import workspace
 from parallel_state.verify.layouts import Variant
 from parallel_state.verify.program import Program
 from parallel_state.verify.training import Training, config_for
@@ -49,6 +50,7 @@ class ShapeTraining(Training):
                 memory.change_kind([buffer.grad_data], "gradients")
                 memory.change_kind([buffer.param_data], "parameters")
         memory.kind = "activations"
+        self._kept = workspace(self._wrapped) if mode.transformer_engine else []
 
     def build(self) -> list[torch.nn.Module]:
         """Return the chunks of the model on the device."""
@@ -120,8 +122,9 @@ def initialize_state(optimizer: Any) -> None:
             one.init_state_fn(one.optimizer, one.config)
 
 
-def train(program: Program, variant: Variant, dtype: torch.dtype, mode: CountingMode) -> Use:
+def train(program: Program, variant: Variant, dtype: torch.dtype, layers: str, mode: CountingMode) -> Use:
     """Build the model of this rank, make one step, and return what was used."""
+    mode.transformer_engine = layers == "transformer_engine"
     training = ShapeTraining(program, variant, dtype, mode)
     idle = begin(mode)
     training.step()
@@ -143,8 +146,10 @@ def used(mode: CountingMode, idle: dict[str, int], models: list[torch.nn.Module]
     module = "" if memory.module is None else type(memory.module).__name__
     if memory.module is not None and id(memory.module) in names:
         module = f"{names[id(memory.module)]} ({module})"
+    parameters = [parameter for model in models for parameter in model.parameters()]
+    experts = [parameter for parameter in parameters if not getattr(parameter, "allreduce", True)]
     return Use(
-        parameters=sum(parameter.numel() for model in models for parameter in model.parameters()),
+        parameters=sum(parameter.numel() for parameter in parameters),
         idle=idle,
         peak=memory.peak,
         by_kind=memory.peak_by_kind,
@@ -153,4 +158,8 @@ def used(mode: CountingMode, idle: dict[str, int], models: list[torch.nn.Module]
         flops=mode.flops,
         operations=mode.operations,
         read=dict(mode.read.lines),
+        experts=sum(parameter.numel() for parameter in experts),
+        trained=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+        trained_experts=sum(parameter.numel() for parameter in experts if parameter.requires_grad),
+        layers="transformer_engine" if mode.transformer_engine else "local",
     )

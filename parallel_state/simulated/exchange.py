@@ -126,6 +126,8 @@ class Exchange:
         return calls
 
     def _transfer(self, call: Call) -> list[Call]:
+        if call.peer is not None and not self.runs(call.peer):
+            return [call]
         tag = call.options.get("tag", 0)
         sends = call.operation == "send"
         mine, others = (self._sends, self._receives) if sends else (self._receives, self._sends)

@@ -81,6 +81,14 @@ def test_an_update_of_a_large_model_has_the_peak_of_a_gpu() -> None:
     assert use.by_kind["gradients"] == pytest.approx(4 * use.parameters, rel=0.01)
 
 
+def test_an_update_with_transformer_engine_has_the_peak_of_a_gpu() -> None:
+    """65.094 GB (2**30 bytes) on one H100, eight rows, two packed in a micro-batch; see docs/results.md."""
+    config = FULL.config("transformer_engine")
+    role = ModelRole(ActorRolloutRefWorker, config, "actor", variant_of(config, config.parallel.layout(1)))
+    outcome = dry_run_of(RoleCall(role, "update_actor", FULL.prompt, FULL.response), role.variant)
+    assert outcome.peak / GIB == pytest.approx(65.094, rel=0.01)
+
+
 def test_a_critic_in_data_parallel_ranks_has_a_part_of_the_optimizer() -> None:
     role = model_role("critic", 4, model=BF16)
     outcome = outcome_of(role, "update_critic")

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from parallel_state.dry_run.outcome import Outcome, gpu_bytes
 from parallel_state.dry_run.run import dry_run, layout_for
 from parallel_state.verify.program import load_program
+from workers.planning import planning
 
 if TYPE_CHECKING:
     from trainer.run.config import RunConfig
@@ -43,6 +44,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="HOW",
         help="of tokens to experts: balanced, skewed, or a file of counts",
     )
+    parser.add_argument(
+        "--layers",
+        choices=("transformer_engine", "local"),
+        default="transformer_engine",
+        help="whose memory is counted, of a Program or script; of a run, model.transformer_impl decides",
+    )
     parser.add_argument("--all", action="store_true", help="run every rank, not one of each stage")
     parser.add_argument("--once", action="store_true", help="run one pipeline only, and check no other ranks")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the outcomes to this file")
@@ -55,7 +62,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.program.endswith((".yaml", ".yml")):
         from trainer.run.config import read_run_config  # Ray and omegaconf, which a Program does not need
 
-        return report_roles(read_run_config(arguments.program, arguments.rest), gpu, arguments.json, **chosen)
+        with planning():  # without weights and engines, as check
+            return report_roles(read_run_config(arguments.program, arguments.rest), gpu, arguments.json, **chosen)
     outcomes = _reported(_layouts(arguments, chosen), gpu)
     _write(arguments.json, outcomes, gpu)
     return 0 if all(outcome.fits(gpu) for outcome in outcomes.values()) else 1
@@ -118,5 +126,7 @@ def _layouts(arguments: argparse.Namespace, chosen: dict[str, Any]) -> Iterator[
         variant = layout_for(text, arguments.ranks)
         yield (
             variant.text or "one rank",
-            partial(dry_run, program, variant, micro_batches=arguments.micro_batches, **chosen),
+            partial(
+                dry_run, program, variant, micro_batches=arguments.micro_batches, layers=arguments.layers, **chosen
+            ),
         )

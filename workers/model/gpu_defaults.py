@@ -102,7 +102,11 @@ def gpu_defaults(model: ModelConfig) -> list[GpuDefault]:
     """
     if not torch.cuda.is_available():
         return []
-    with_engine = chosen_implementation(model.transformer_impl) == "transformer_engine"
+    return defaults_with(model, with_engine=chosen_implementation(model.transformer_impl) == "transformer_engine")
+
+
+def defaults_with(model: ModelConfig, *, with_engine: bool) -> list[GpuDefault]:
+    """Return the fields as ``gpu_defaults`` on any machine, with Transformer Engine's layers or with local ones."""
     chosen = [
         _rotary(model, with_engine),
         _activation(model),

@@ -20,6 +20,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 
 from mcontroller.errors import ConfigError, DataError
+from parallel_state.dry_run import transformer_engine
 from workers.model.attend_once import attend_once, attend_short, is_short
 from workers.model.packed_rows import bounds_on_host
 from workers.zigzag import zigzag_positions
@@ -107,6 +108,11 @@ class TEDotProductAttention(MegatronModule):
         """
         if attention_bias is not None:
             raise DataError("the local attention does not support attention_bias: pass None, or use Transformer Engine")
+        if transformer_engine.is_counted(query):
+            bounds = (0, query.size(0) * self.cp) if packed_seq_params is None else bounds_on_host(packed_seq_params)
+            rows = query.size(1) if packed_seq_params is None else 1
+            pairs = sum((end - start) * (end - start) // self.cp for start, end in itertools.pairwise(bounds)) * rows
+            return transformer_engine.attend(query, key, value, pairs=pairs, group=self.cp_group)
         if self.cp > 1:
             key = gather_from_sequence_parallel_region(key.contiguous(), group=self.cp_group)
             value = gather_from_sequence_parallel_region(value.contiguous(), group=self.cp_group)

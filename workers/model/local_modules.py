@@ -20,6 +20,7 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
 
 from mcontroller.errors import ConfigError
+from parallel_state.dry_run import transformer_engine
 
 
 class TENorm(torch.nn.Module):
@@ -228,8 +229,10 @@ class _GroupedLinear(torch.nn.Module):
 
     def forward(self, tokens: torch.Tensor, tokens_per_expert: Sequence[int]) -> tuple[torch.Tensor, None]:
         """Return ``[tokens, output]`` of ``[tokens, input]``; tokens are sorted by expert."""
-        parts = torch.split(tokens, [int(count) for count in tokens_per_expert])
         weights = [getattr(self, f"weight{index}") for index in range(self.num_gemms)]
+        if transformer_engine.is_counted(tokens):
+            return transformer_engine.grouped_linear(tokens, weights), None
+        parts = torch.split(tokens, [int(count) for count in tokens_per_expert])
         outputs = [torch.nn.functional.linear(part, weight) for part, weight in zip(parts, weights, strict=True)]
         return torch.cat(outputs), None
 

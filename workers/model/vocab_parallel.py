@@ -20,6 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from parallel_state.dry_run import kernels, transformer_engine
+
 _PADDING_LOGIT = -1e30  # finite, so that 0 * logit stays 0 in the entropy
 
 
@@ -48,7 +50,7 @@ def log_probs_and_entropy(
 
     def one_chunk(hidden: Tensor, targets: Tensor, divisor: float | Tensor) -> tuple[Tensor, Tensor]:
         logits = project(hidden)
-        if targets.dim() == 1 and logits.is_cuda and _has_triton():
+        if targets.dim() == 1 and ((logits.is_cuda and _has_triton()) or transformer_engine.is_counted(logits)):
             divisor = torch.as_tensor(divisor, dtype=torch.float32, device=logits.device)
             scores: tuple[Tensor, Tensor] = FusedLogProbs.apply(logits, divisor, targets, group, vocab_size)
             return scores
@@ -229,7 +231,8 @@ def _has_triton() -> bool:
 
 @functools.cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function, dynamic=True)
+    on_gpu = torch.compile(function, dynamic=True)
+    return lambda logits, *args: kernels.compiled(function, logits, *args) if logits.is_meta else on_gpu(logits, *args)
 
 
 def _scaled(logits: Tensor, divisor: Tensor, valid: int | None) -> tuple[Tensor, Tensor]:

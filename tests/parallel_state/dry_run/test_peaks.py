@@ -51,7 +51,7 @@ def counted(program: Program, layout: str) -> list[Use]:
     def on_rank() -> Use:
         mode = CountingMode(Memory(), "cpu")
         with mode:
-            return train(program, parse_layout(layout), torch.float32, mode)
+            return train(program, parse_layout(layout), torch.float32, "local", mode)
 
     return run_ranks(parse_layout(layout).layout, on_rank, check_async=False)
 
@@ -86,7 +86,7 @@ SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["core_a
 )
 def test_the_peak_of_a_dense_model_is_that_of_a_real_run(layout: str, fields: dict[str, Any]) -> None:
     program = widened(GPT, **fields)
-    dry = dry_run(program, layout, dtype=torch.float32, every_rank=True)
+    dry = dry_run(program, layout, dtype=torch.float32, layers="local", every_rank=True)
     for rank, use in enumerate(counted(program, layout)):
         assert dry.uses[rank].peak == pytest.approx(use.peak, rel=1e-3)
         assert dry.uses[rank].parameters == use.parameters
@@ -102,7 +102,7 @@ def test_the_peak_of_experts_is_that_of_a_real_run(monkeypatch: pytest.MonkeyPat
     for module in (moe_utils, router):
         monkeypatch.setattr(module, ROUTING, route)
     program, layout = widened(MOE, moe_ffn_hidden_size=128), "pp=2,ep=2,distopt"
-    dry = dry_run(program, layout, dtype=torch.float32, every_rank=True)
+    dry = dry_run(program, layout, dtype=torch.float32, layers="local", every_rank=True)
     for rank, use in enumerate(counted(program, layout)):
         assert dry.uses[rank].peak == pytest.approx(use.peak, rel=1e-3)
 
@@ -113,7 +113,7 @@ def test_the_peak_is_that_of_the_allocator() -> None:
 
     def on_rank() -> int:
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-            train(program, variant, torch.float32, CountingMode(Memory(), "none"))
+            train(program, variant, torch.float32, "local", CountingMode(Memory(), "none"))
         events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
         now = peak = 0
         for event in sorted(events, key=lambda event: event.start_ns()):
@@ -122,7 +122,7 @@ def test_the_peak_is_that_of_the_allocator() -> None:
         return peak
 
     (peak,) = run_ranks(variant.layout, on_rank, check_async=False)
-    assert dry_run(program, variant, dtype=torch.float32).peak == pytest.approx(peak, rel=0.03)
+    assert dry_run(program, variant, dtype=torch.float32, layers="local").peak == pytest.approx(peak, rel=0.03)
 
 
 def test_skewed_routing_needs_more_memory_on_the_first_experts() -> None:
