@@ -36,4 +36,4 @@ def test_an_outcome_says_what_a_test_needs(
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     path = tmp_path / f"{tmp_path.name}.py"  # another module for each test
     path.write_text(source)
-    assert outcome_of(str(path), 2)[0] == outcome
+    assert outcome_of(str(path), 2, packages=())[0] == outcome
