@@ -11,31 +11,32 @@ PYTEST := $(BIN)/python -m pytest
 # Hundreds of processes start in the tests: each would compile the project again.
 unexport PYTHONDONTWRITEBYTECODE
 
+PACKAGES        := workers trainer mcontroller parallel_state
+TEST_PARTS      := $(addprefix test-,$(PACKAGES) others)
 FAKE_CUDA_PARTS := $(addprefix test-fake-cuda-,workers device transformer-engine)
 
-.PHONY: demo docs faults test test-processes test-others test-fast test-slow test-fake-cuda $(FAKE_CUDA_PARTS) test-newest test-slurm test-manifests test-vllm test-verifiers lint types wheel container bench against-trl clean
+.PHONY: demo docs faults test $(TEST_PARTS) test-fast test-slow test-fake-cuda $(FAKE_CUDA_PARTS) test-newest test-slurm test-manifests test-vllm test-verifiers lint types wheel container bench against-trl clean
 
 demo: $(STAMP)
 	$(BIN)/python -m examples.ppo.main layout=$(LAYOUT) seed=$(SEED) $(ARGS)
 
-# The tests that start processes wait much, so the others run at the same time, and print their output at the end.
+# One thread: two that wait for each other on a busy core cost as much as they compute.
+test test-%: export OMP_NUM_THREADS := 1
+
+# A part for each package, three at a time, the longest first: tests that start processes wait much. A part prints its
+# output at its end.
 test: $(STAMP)
 ifdef ARGS
 	$(PYTEST) $(ARGS)
 else
-	$(MAKE) --no-print-directory --jobs=2 test-processes test-others
+	$(MAKE) --no-print-directory --jobs=3 --output-sync $(TEST_PARTS)
 endif
 
-test-processes: $(STAMP)
-	$(PYTEST) -m "processes and not slow"
-
-# One thread: two that wait for each other on a busy core cost as much as they compute.
-test-others $(FAKE_CUDA_PARTS): export OMP_NUM_THREADS := 1
-AT_THE_END = > build/$@.txt 2>&1; status=$$?; cat build/$@.txt; exit $$status
+$(addprefix test-,$(PACKAGES)): test-%: $(STAMP)
+	$(PYTEST) tests/$*
 
 test-others: $(STAMP)
-	@mkdir -p build
-	$(PYTEST) -m "not processes and not slow" $(AT_THE_END)
+	$(PYTEST) $(addprefix --ignore=tests/,$(PACKAGES))
 
 # Style, types, and every test that starts neither Ray, a second process nor ranks. CONTRIBUTING.md lists the tiers.
 test-fast: lint types

@@ -24,6 +24,7 @@ import dataclasses
 import gc
 import itertools
 import math
+import os
 import resource
 import statistics
 import tempfile
@@ -108,7 +109,7 @@ class NothingSent:
 class SleepingEngine(RoleWorker):
     """Both roles: sleeps as long as an engine would generate; the seed of a response has its length."""
 
-    busy: ClassVar[float] = 0.0
+    busy: ClassVar[tuple[float, float]] = 0.0, 0.0
 
     def __init__(self, config: Sleeps, role: str) -> None:
         self.config, self.calls, self.lengths = config, 0, dict[int, int]()
@@ -143,7 +144,7 @@ class SleepingEngine(RoleWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, changes_rows=True)
     def generate_sequences(self, prompts: DataProto) -> DataProto:
-        began = time.process_time()
+        began = os.times()
         config, meta = self.config, prompts.meta_info
         if "sample_seed" in prompts.tensor_names:
             seeds, before = prompts.batch["sample_seed"].tolist(), prompts.batch["generated"]
@@ -163,13 +164,15 @@ class SleepingEngine(RoleWorker):
         responses = mask * TOKEN
         ends = (left <= room).nonzero().flatten()
         responses[ends, made[ends] - 1] = STOP
-        whole = torch.cat((prompts.batch["input_ids"], responses), 1)
-        columns = {"prompts": prompts.batch["input_ids"], "responses": responses, "response_mask": mask}
-        columns |= {"input_ids": whole, "rollout_log_probs": torch.zeros(responses.shape)}
-        columns |= {"attention_mask": torch.cat((prompts.batch["attention_mask"], mask), 1)}
-        columns["policy_version"] = torch.zeros(len(whole), dtype=torch.long)
+        columns = {"responses": responses, "response_mask": mask, "rollout_log_probs": torch.zeros(responses.shape)}
+        columns["policy_version"] = torch.zeros(len(responses), dtype=torch.long)
+        if "sample_seed" not in prompts.tensor_names:  # the controller does not read them of a step by trajectory
+            columns["prompts"] = prompts.batch["input_ids"]
+            columns["input_ids"] = torch.cat((prompts.batch["input_ids"], responses), 1)
+            columns["attention_mask"] = torch.cat((prompts.batch["attention_mask"], mask), 1)
         generated = DataProto.from_dict(columns, meta_info=meta)
-        SleepingEngine.busy += time.process_time() - began
+        spent = (after - start for after, start in zip(os.times(), began, strict=True))
+        SleepingEngine.busy = tuple(map(sum, zip(SleepingEngine.busy, spent, strict=False)))
         return generated
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
@@ -257,6 +260,7 @@ class ControllerCost(NamedTuple):
         tokens: theirs.
         recorded: [bytes] of the record of the step.
         cpu_s: [s] of CPU time.
+        kernel_s: [s] of it in the kernel: the pages of new memory, which cost several times more if none are huge.
         peak_mib: [MiB] the most memory of the process so far.
         objects: that the garbage collector tracks, after the step.
     """
@@ -265,6 +269,7 @@ class ControllerCost(NamedTuple):
     tokens: int
     recorded: int
     cpu_s: float
+    kernel_s: float
     peak_mib: float
     objects: int
 
@@ -272,7 +277,8 @@ class ControllerCost(NamedTuple):
         return (
             f"{self.rows} trajectories of {self.tokens / self.rows:.0f} tokens, "
             f"{self.recorded / self.tokens:.1f} bytes recorded of a token, "
-            f"{self.cpu_s / self.rows * 1e6:.0f} us of CPU a trajectory, at most {self.peak_mib:.0f} MiB in the process"
+            f"{self.cpu_s / self.rows * 1e6:.0f} us of CPU a trajectory ({self.kernel_s / self.rows * 1e6:.0f} in the "
+            f"kernel), at most {self.peak_mib:.0f} MiB in the process"
         )
 
 
@@ -292,22 +298,27 @@ def controller(in_flight: int, steps: int) -> list[ControllerCost]:
             costs.append(cost_of_step(trainer))
             print(f"step {step + 1}: {costs[-1]}", flush=True)
         filled = costs[staleness:]
-        mean = sum(cost.cpu_s for cost in filled) / sum(cost.rows for cost in filled)
-        print(f"mean of the steps after the queue was filled: {mean * 1e6:.0f} us of CPU a trajectory (limit: 150)")
+        rows = sum(cost.rows for cost in filled)
+        mean, in_kernel = (sum(getattr(cost, name) for cost in filled) / rows * 1e6 for name in ("cpu_s", "kernel_s"))
+        print(
+            f"mean of the steps after the queue was filled: {mean:.0f} us of CPU a trajectory (limit: 150), "
+            f"{in_kernel:.0f} of it in the kernel"
+        )
     return costs
 
 
 def cost_of_step(trainer: RayPPOTrainer) -> ControllerCost:
     """Return what the controller spends until it has the responses of a step."""
     generations = trainer.step.generations
-    before, busy = time.process_time(), SleepingEngine.busy
+    before, busy = os.times(), SleepingEngine.busy
     batch = generations.exchange(trainer.draw(), trainer.draw).responses
-    cpu_s = time.process_time() - before - (SleepingEngine.busy - busy)
+    spent = [after - start for after, start in zip(os.times()[:2], before, strict=False)]
+    spent = [seconds - after + start for seconds, after, start in zip(spent, SleepingEngine.busy, busy, strict=True)]
     tokens, recorded = int(batch.batch["response_mask"].sum()), generations.log.files()[-1].stat().st_size
     peak, rows = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, len(batch)
     del batch
     gc.collect()
-    return ControllerCost(rows, tokens, recorded, cpu_s, peak, len(gc.get_objects()))
+    return ControllerCost(rows, tokens, recorded, sum(spent), spent[1], peak, len(gc.get_objects()))
 
 
 def main() -> None:

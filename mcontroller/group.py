@@ -22,7 +22,6 @@ from mcontroller.trace.recorder import start_timer
 from mcontroller.transport import Executor, Future
 from mcontroller.worker import W_co
 from parallel_state.axes import DENSE_AXES
-from parallel_state.describe import table_html
 from parallel_state.infos import DistGlobalInfo, DistRankInfo
 from parallel_state.keywords import known_keywords
 from parallel_state.layout import ParallelLayout
@@ -255,6 +254,11 @@ class WorkerGroup(Generic[W_co]):
                 f"{self.worker_cls.__name__}.{method} cannot be called through group {self.name}: decorate it with "
                 "@register(...), or call it on every rank with execute_all"
             )
+        if not self._methods:
+            return (
+                f"group {self.name} has no method {method!r}, and no registered method at all: the methods of several "
+                "roles are those of the groups that spawn([...]) returns"
+            )
         close = difflib.get_close_matches(method, self._methods, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(sorted(self._methods))}"
         return f"group {self.name} has no method {method!r}; {hint}"
@@ -448,10 +452,6 @@ class WorkerGroup(Generic[W_co]):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name}: {self.world_size} x {self.worker_cls.__name__})"
-
-    def _repr_html_(self) -> str:
-        methods = [(name, method.dispatch_mode.name) for name, method in sorted(self._methods.items())]
-        return table_html(f"{self!r}, {self._topology or self._flat!r}", ("method", "dispatch mode"), methods)
 
 
 def _changed(value: T, **changes: Any) -> T:

@@ -304,7 +304,6 @@ class LocalExecutor:
                 with call_context(worker, method):
                     return complete(getattr(worker, method)(*args, **kwargs))
             finally:
-                timer.communicated()
                 timer(f"{self.role}.{method}")
 
     def fetch(self, handles: Sequence[Handle], timeout: float | None = None) -> list[Any]:

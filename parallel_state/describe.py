@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -200,19 +199,3 @@ def table_text(head: Sequence[str], body: Sequence[Sequence[str]], max_rows: int
         cells = [part for i in shown for part in ([".."] if i == gap_at else []) + [row[i].ljust(widths[i])]]
         lines.append(GAP.join(cells).rstrip())
     return "\n".join(lines)
-
-
-def topology_html(sizes: Sizes, columns: Indices, vpp: int | None, max_rows: int = 16) -> str:
-    """Return the table of replicas by pipeline stage as HTML; of ranks without axes, the number of ranks."""
-    rows = (*_extra_axes(sizes), "dp")
-    head, body = _stage_table(sizes, columns, rows, ("cp", "tp")) if "pp" in sizes else ([], [])
-    return table_html(_headline(sizes, columns, vpp), head, body, max_rows)
-
-
-def table_html(caption: str, head: Sequence[str], body: Sequence[Sequence[object]], max_rows: int = 64) -> str:
-    """Return an HTML table for notebooks; texts are escaped, and a last row counts the rows past ``max_rows``."""
-    rows = [*body[:max_rows], *([[f"... and {len(body) - max_rows:,} more"]] if len(body) > max_rows else [])]
-    lines = "".join(f"<tr>{''.join(f'<td>{html.escape(str(cell))}</td>' for cell in row)}</tr>" for row in rows)
-    titles = "".join(f"<th>{html.escape(title)}</th>" for title in head)
-    caption = html.escape(caption).replace("\n", "<br>")
-    return f"<table><caption>{caption}</caption><thead><tr>{titles}</tr></thead><tbody>{lines}</tbody></table>"

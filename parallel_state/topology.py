@@ -26,7 +26,7 @@ from parallel_state.axes import (
     ranks_text,
     span_text,
 )
-from parallel_state.describe import topology_html, topology_text
+from parallel_state.describe import topology_text
 from parallel_state.errors import TopologyError
 from parallel_state.infos import (
     DistGlobalInfo,
@@ -304,9 +304,6 @@ class Topology:
     def __repr__(self) -> str:
         sizes = ", ".join(f"{axis}={size}" for axis, size in self.sizes.items() if axis != RANK_AXIS)
         return f"Topology({', '.join(filter(None, (f'world_size={self.world_size}', sizes)))})"
-
-    def _repr_html_(self) -> str:
-        return topology_html(self.sizes, self.columns, self.vpp)
 
     def _split_axes(self, axes: Sequence[str]) -> tuple[str, ...]:
         axes = (axes,) if isinstance(axes, str) else tuple(axes)

@@ -38,7 +38,6 @@ KEYS = st.sampled_from(
         "$tuple",
         "$dict",
         "$number",
-        "$jagged",
         "global_steps",
         "kl_coef",
         "groups",

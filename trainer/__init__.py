@@ -66,7 +66,6 @@ if TYPE_CHECKING:
     from trainer.rewards.reward import RewardFunction as RewardFunction
     from trainer.rewards.reward import outcome_scores as outcome_scores
     from trainer.rewards.reward import rule_only as rule_only
-    from trainer.rewards.reward import sum_of_rewards as sum_of_rewards
     from trainer.rewards.reward import weighted_sum as weighted_sum
     from trainer.roles import Role as Role
     from trainer.rollout.generation import RolloutFunction as RolloutFunction

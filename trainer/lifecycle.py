@@ -26,11 +26,11 @@ from trainer.groups import RunGroups
 from trainer.rewards.reward import CombineRewards, RewardFunction, RewardSources
 from trainer.roles import Role, check_generates_alone, check_reference_sync, check_roles
 from trainer.rollout.generation import ProblemStream, RolloutFunction
-from trainer.saving.checkpoints import CLOSE_TIMEOUT_S, RunCheckpoints, RunState, Stateful
+from trainer.saving.checkpoints import CLOSE_TIMEOUT_S, RunCheckpoints, Stateful
 from trainer.saving.memory import MemoryCheckpoints
 from trainer.saving.preemption import Preempted, Preemption
 from trainer.saving.recovery import Failure, Recovery
-from trainer.saving.run_record import BatchInFlight, read_record
+from trainer.saving.run_record import BatchInFlight, RunState, read_record
 from trainer.stages import SharedDevices, Stages
 from trainer.step import PPOStep
 from trainer.trackers import Tracker, rewind

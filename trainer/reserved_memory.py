@@ -6,7 +6,6 @@ import dataclasses
 import logging
 from collections.abc import Sequence
 
-from mcontroller.errors import ConfigError
 from mcontroller.ray.class_with_init import RayClassWithInitArgs
 from mcontroller.ray.resource_pool import ResourcePoolManager
 from trainer.roles import CONFIG_KEYS, GroupSpec
@@ -51,9 +50,11 @@ def _largest_call(spec: GroupSpec, world_size: int, generating: ActorConfig) -> 
         return 0
     configs = {key: config} | ({"rollout": generating} if spec.name == "actor" else {})
     lengths = Lengths(rollout.prompt_length, rollout.response_length, rollout.max_rows)
-    try:
-        calls = calls_of_run(configs, dict.fromkeys(configs, world_size), lengths, fused=True)
-    except ConfigError as error:
-        logger.warning("no memory is kept free for the group %s next to vLLM's engine: %s", spec.name, error)
-        return 0
-    return CUDA_CONTEXT_BYTES + max(call.stages[call.most].total for call in calls if call.key == key)
+    sizes, classes = dict.fromkeys(configs, world_size), {key: spec.init.cls}
+    calls = calls_of_run(configs, sizes, lengths, layers=config.model.transformer_impl, classes=classes)
+    calls = [call for call in calls if call.key == key]
+    for call in calls:
+        if call.failure:
+            reason = call.failure
+            logger.warning("no memory is kept free for %s of %s next to vLLM's engine: %s", call.call, key, reason)
+    return CUDA_CONTEXT_BYTES + max((call.stages[call.most].total for call in calls if call.stages), default=0)

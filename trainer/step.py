@@ -19,6 +19,7 @@ from trainer.metrics import over_ranks
 from trainer.mismatch import TOKEN_VERSIONS, importance_weights, mismatch_metrics, version_metrics
 from trainer.rewards.reward import Reward, RewardSources, Scores
 from trainer.roles import response_limit
+from trainer.rollout.asynchronous import AsynchronousGenerations
 from trainer.rollout.generation import (
     GeneratedBatch,
     Generations,
@@ -28,7 +29,6 @@ from trainer.rollout.generation import (
     prompts_of,
     staleness_metrics,
 )
-from trainer.rollout.generations import AsynchronousGenerations
 from trainer.selection import GroupFilter, penalized, trained_on, truncated_rows
 from trainer.stages import OverlappingStages, StageCall, Stages
 from trainer.summary import group_metrics, reward_metrics, signal_metrics
@@ -96,7 +96,7 @@ class PPOStep:
         batch = with_tokens(batch, problem_columns)
         with self.stages.overlapping() as start:
             policies = [] if rule.filter_groups.enable else self.score_policies(batch, start)
-            scores, reward = self.scored(batch, problem_columns, start, started=started)
+            scores, reward = self.call_rewards(batch, problem_columns, start, started=started)
         batch = trained_on(self.with_results(batch, policies).union(scores), ~reward.row_scores().isnan())
         if ADVANTAGE_ESTIMATORS[rule.adv_estimator].needs_greedy:
             batch = self.with_greedy_scores(batch, generated.problems)
@@ -215,7 +215,7 @@ class PPOStep:
             responses = call_rollout_fn(self.rollout_fn, rollout, problems, sampling)
         return responses, problems.select([], non_tensor_batch_keys=None).repeat(len(responses) // len(problems))
 
-    def scored(
+    def call_rewards(
         self,
         batch: DataProto,
         problems: DataProto,
@@ -242,7 +242,7 @@ class PPOStep:
         start.start_all()
         with self.stages("held-out" if held_out else "reward"):
             visible = self.rewards.visible(batch, held_out=held_out)
-            reward = self.rewards.of(visible.union(problems).union(scores), held_out=held_out, started=started)
+            reward = self.rewards.score(visible.union(problems).union(scores), held_out=held_out, started=started)
             if FAILED in batch.tensor_names:
                 without_score = columns(batch, FAILED)[0] | reward.row_scores().isnan()
                 reward = replace(reward, scored=(~without_score).tolist())
@@ -261,7 +261,7 @@ class PPOStep:
             greedy, problem_columns = self.generate(problems, do_sample=False, n=1)
         with self.stages.overlapping() as start:
             scores = (
-                self.scored(greedy, problem_columns, start)[1]
+                self.call_rewards(greedy, problem_columns, start)[1]
                 .row_scores()
                 .repeat_interleave(len(batch) // len(problems))
             )

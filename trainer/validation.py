@@ -82,7 +82,7 @@ def validate(step: PPOStep, evaluations: Mapping[str, Evaluation]) -> dict[str, 
                 )
             generation.add(over_ranks(responses.meta_info.pop("metrics", {})), weight=len(responses))
             with step.stages.overlapping() as start:
-                rewards.append(step.scored(responses, problem_columns, start, held_out=True)[1])
+                rewards.append(step.call_rewards(responses, problem_columns, start, held_out=True)[1])
         metrics = united(metrics, validation_metrics(joined(rewards), evaluation.sampling.n, prefix))
     return united(metrics, {f"validation/{name}": value for name, value in generation.take().items()})
 

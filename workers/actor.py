@@ -584,7 +584,7 @@ class ActorRolloutRefWorker(ModelWorker):
         columns = columns_of_update(self.config, set(tensors))
         if "old_log_probs" not in tensors:
             counted = int((tensors["response_mask"] != 0).any(1).sum()) if "response_mask" in tensors else len(data)
-            rows_of_all = sum(self.batcher.of_every_shard(counted))
+            rows_of_all = sum(self.batcher.gather(counted))
             if not self.updates_once(self.config, rows_of_all, data.meta_info.get("n", 1)):
                 columns = [*columns, "old_log_probs"]
         rows = self._rows(data, method, columns, replay=True)

@@ -8,8 +8,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from mcontroller.errors import MControllerError
+from parallel_state.layout import ParallelLayout
+from workers.actor import ActorRolloutRefWorker
 from workers.config import ActorConfig, ParallelConfig
-from workers.role_calls import Lengths, calls_of_run
+from workers.config.fit import check_fit
+from workers.dry_run import RoleCall
+from workers.memory.nccl import nccl_bytes
+from workers.memory.planned import StageUse, stage_uses
+from workers.memory.without_gpus import without_gpus
+from workers.role_calls import Lengths
+from workers.verify.roles import ModelRole, variant_of
 
 MOST_OF_MEMORY = 0.9
 """The share of a GPU's memory that a layout may fill."""
@@ -19,7 +27,7 @@ _GB = 2**30
 
 @dataclass(frozen=True)
 class LayoutMemory:
-    """A layout of training, and the memory of a GPU in the call of the actor that needs the most [bytes]."""
+    """A layout of training, and the memory of a GPU in an update of the actor [bytes]."""
 
     parallel: ParallelConfig
     world_size: int
@@ -63,34 +71,83 @@ class LayoutSearch:
         return lines
 
 
+@without_gpus
 def search_layouts(
-    actor: ActorConfig, world_size: int, lengths: Lengths, gpu_memory: float, *, fused: bool, gpus_per_node: int = 8
+    actor: ActorConfig, world_size: int, lengths: Lengths, gpu_memory: float, *, layers: str, gpus_per_node: int = 8
 ) -> LayoutSearch:
-    """Estimate the memory of the actor in every layout whose sizes are powers of two.
+    """Estimate the memory of an update of the actor in every layout whose sizes are powers of two.
 
-    Context parallelism is that of the configuration.
+    Context parallelism is that of the configuration. Dry runs of few ranks are scaled; see ``_update``.
 
     Args:
         actor: the actor.
         world_size: number of ranks.
         lengths: of the rows.
         gpu_memory: [bytes] of a GPU.
-        fused: whether layers are Transformer Engine's.
+        layers: ``transformer_engine`` or ``local``.
         gpus_per_node: the largest size of tensor parallelism.
     """
     fitting, too_large, rejected = list[LayoutMemory](), list[LayoutMemory](), list[str]()
+    actor = replace(actor, model=replace(actor.model, transformer_impl=layers))
     for parallel in _layouts(actor, world_size, gpus_per_node):
-        key = "actor_rollout_ref"
         try:
-            calls = calls_of_run({key: replace(actor, parallel=parallel)}, {key: world_size}, lengths, fused=fused)
+            memory = _update(replace(actor, parallel=parallel), world_size, lengths)
         except MControllerError as error:  # the layout does not fit the model
             rejected.append(str(error))
             continue
-        layout = LayoutMemory(parallel, world_size, max(call.stages[call.most].total for call in calls))
+        layout = LayoutMemory(parallel, world_size, memory)
         (fitting if layout.memory <= MOST_OF_MEMORY * gpu_memory else too_large).append(layout)
     fitting.sort(key=lambda layout: (math.prod(_sizes(layout.parallel)), layout.memory))
     too_large.sort(key=lambda layout: layout.memory)
     return LayoutSearch(fitting, too_large, rejected)
+
+
+def _update(actor: ActorConfig, world_size: int, lengths: Lengths) -> int:
+    """Return the bytes of an update on the stage that needs the most.
+
+    At most 2 ranks of the axes pp, ep and dp run: the first and the last stage, with one and with two micro-batches in
+    flight. More in flight add as much each. Experts are divided over ep, and the optimizer's state over dp and edp.
+
+    Raises:
+        MControllerError: the layout does not fit the model.
+    """
+    parallel, layout = actor.parallel, actor.parallel.layout(world_size)
+    variant_of(actor, layout)
+    check_fit(actor.model, parallel)
+    small = replace(parallel, pp=min(parallel.pp, 2), ep=min(parallel.ep, 2))
+    model = replace(actor.model, num_layers=actor.model.num_layers // parallel.pp * small.pp)
+    ranks = small.tp * small.cp * small.pp * min(layout.dp, 2)
+    config = replace(actor, parallel=small, model=model)
+    role = ModelRole(ActorRolloutRefWorker, config, "actor", variant_of(config, small.layout(ranks)))
+    call = RoleCall(role, "update_actor", lengths.prompt, lengths.response)
+    rows = call.rows[0]
+    count = math.ceil(actor.ppo_mini_batch_size / layout.dp / rows)
+    uses = list(stage_uses(replace(call, micro_batches=min(count, 2 * small.pp - 1))))
+    if small.pp == 2 and count > 1:
+        one = stage_uses(replace(call, micro_batches=1))
+        uses[0] = uses[0].plus(min(count, parallel.pp) - 2, uses[0], one[0])
+    sharded = role.variant.distributed_optimizer
+    nccl = nccl_bytes(layout, experts=model.num_moe_experts is not None, sharded=sharded)
+    return max(_scaled(use, role.variant.layout, layout, sharded).memory().total for use in uses) + nccl
+
+
+def _scaled(use: StageUse, ran: ParallelLayout, layout: ParallelLayout, sharded: bool) -> StageUse:
+    """Return what a rank uses in another layout that has the same tp, cp and etp."""
+    fewer = ran.ep / layout.ep
+    experts, trained_experts = fewer * use.experts, fewer * use.trained_experts
+    weights = use.weights - use.experts + experts
+    trained = use.trained - use.trained_experts + trained_experts
+
+    def states(layout: ParallelLayout, dense: float, experts: float) -> float:
+        return dense / (layout.dp * layout.cp) + experts / layout.sizes["edp"] if sharded else dense + experts
+
+    before = states(ran, use.trained - use.trained_experts, use.trained_experts)
+    after = states(layout, trained - trained_experts, trained_experts)
+    return use._replace(
+        parameters=use.parameters * weights / use.weights,
+        gradients=use.gradients * trained / use.trained,
+        optimizer=use.optimizer * after / before,
+    )
 
 
 def _sizes(parallel: ParallelConfig) -> tuple[int, int, int]:

@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
+from mcontroller.errors import MControllerError
+from workers.actor import ActorRolloutRefWorker
 from workers.config import ActorConfig, CriticConfig, RewardConfig, RoleConfig
-from workers.config.roles import MicroBatchSize
+from workers.critic import CriticWorker
+from workers.dry_run import RoleCall
 from workers.generate.engines import ROLLOUT_ENGINES
-from workers.memory.estimate import Batch, Memory, PlannedRole
+from workers.memory.nccl import nccl_bytes
+from workers.memory.planned import Memory, StageUse, stage_uses
+from workers.memory.without_gpus import without_gpus
+from workers.reward import RewardModelWorker
+from workers.verify.roles import ModelRole, variant_of
+
+_WORKERS: dict[type, type] = {CriticConfig: CriticWorker, RewardConfig: RewardModelWorker}
+_GATHERED = 20
+"""[bytes] For each weight of a rank, at a save for any layout: three values in float32, and one twice on its way."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +40,21 @@ class Lengths:
 
 
 @dataclass(frozen=True)
+class HostMemory:
+    """Bytes of host memory of a rank on the stage that needs the most.
+
+    Attributes:
+        offloaded: weights and optimizer while other roles use the GPU; page-locked.
+        saved: the rank's part of a checkpoint, copied from the GPU and again for the process that writes it.
+        gathered: what a save for any layout needs in addition, of a distributed optimizer.
+    """
+
+    offloaded: int
+    saved: int
+    gathered: int
+
+
+@dataclass(frozen=True)
 class CallMemory:
     """The memory of one call on the GPU of each pipeline stage.
 
@@ -35,13 +62,17 @@ class CallMemory:
         key: the key of the role whose group makes the call, such as ``actor_rollout_ref``.
         role: the role.
         call: what it does: train, score or generate.
-        stages: the memory by stage.
+        uses: what the role uses by stage, including parts that the call does not need.
+        stages: the memory by stage, without these parts; none if the call fails without data.
+        failure: why there is no memory.
     """
 
     key: str
     role: str
     call: str
+    uses: tuple[StageUse, ...]
     stages: tuple[Memory, ...]
+    failure: str = ""
 
     @property
     def most(self) -> int:
@@ -49,8 +80,14 @@ class CallMemory:
         return max(range(len(self.stages)), key=lambda stage: self.stages[stage].total)
 
 
+@without_gpus
 def calls_of_run(
-    configs: Mapping[str, RoleConfig], world_sizes: Mapping[str, int], lengths: Lengths, *, fused: bool
+    configs: Mapping[str, RoleConfig],
+    world_sizes: Mapping[str, int],
+    lengths: Lengths,
+    *,
+    layers: str,
+    classes: Mapping[str, type] | None = None,
 ) -> list[CallMemory]:
     """Return the memory of every call of every role.
 
@@ -58,80 +95,115 @@ def calls_of_run(
         configs: by key: ``actor_rollout_ref``, ``rollout``, ``critic``, ``ref``, ``reward_model``.
         world_sizes: ranks of each group, by the same keys.
         lengths: of the rows.
-        fused: whether layers are Transformer Engine's.
+        layers: ``transformer_engine`` or ``local``.
+        classes: the classes of the workers by key, if they are not those of this package.
 
     Raises:
         LayoutError: the axes of a role do not divide the world size.
-        ConfigError: the memory of a model or an optimizer cannot be estimated, or there is no such rollout engine.
+        ConfigError: there is no such rollout engine.
     """
     calls: list[CallMemory] = []
     for key, config in configs.items():
-        run = _OfRole(key, config, world_sizes[key], lengths, fused)
+        run = _OfRole(key, config, world_sizes[key], lengths, layers, (classes or {}).get(key))
         if key == "ref":
-            calls.append(run.score("reference"))
+            calls.append(run.score("reference", "ref", "compute_ref_log_prob"))
         elif key == "rollout":
             calls += run.generate()
         elif isinstance(config, ActorConfig):
-            calls += run.trained("actor")
+            calls += [run.train("actor", "actor", "update_actor"), run.score("actor", "actor", "compute_log_prob")]
             if "rollout" not in configs:
                 calls += run.generate()
                 if "ref" not in configs:
-                    calls.append(run.score("reference"))
+                    calls.append(run.score("reference", "ref", "compute_ref_log_prob"))
         elif isinstance(config, CriticConfig):
-            calls += run.trained("critic")
+            calls += [run.train("critic", "", "update_critic"), run.score("critic", "", "compute_values")]
         else:
-            calls.append(run.score("reward"))
+            calls.append(run.score("reward", "", "compute_rm_score"))
     return calls
 
 
 class _OfRole:
-    def __init__(self, key: str, config: RoleConfig, world_size: int, lengths: Lengths, fused: bool) -> None:
-        self.key, self.config, self.world_size, self.lengths, self.fused = key, config, world_size, lengths, fused
-        self.value_head = not isinstance(config, ActorConfig)
+    def __init__(
+        self, key: str, config: RoleConfig, world_size: int, lengths: Lengths, layers: str, worker: type | None
+    ) -> None:
+        self.key, self.lengths = key, lengths
+        config = replace(config, model=replace(config.model, transformer_impl=layers))
+        variant = variant_of(config, config.parallel.layout(world_size))
+        self.model_role = ModelRole(worker or _WORKERS.get(type(config), ActorRolloutRefWorker), config, "", variant)
 
-    def trained(self, role: str) -> Iterator[CallMemory]:
-        config = self.config
-        assert not isinstance(config, RewardConfig)
-        built = self._role(trained=True)
-        rows = self._rows(config.update_size)
-        count = math.ceil(config.ppo_mini_batch_size / built.layout.dp / rows)
-        yield self._call(role, "train", lambda stage: built.train(stage, self._batch(rows, count)))
-        yield self.score(role)
+    def train(self, role: str, parts: str, method: str) -> CallMemory:
+        return self._call(role, "train", lambda: stage_uses(self._role_call(parts, method)))
 
-    def score(self, role: str) -> CallMemory:
+    def score(self, role: str, parts: str, method: str) -> CallMemory:
         """Scoring needs the weights only: gradients and optimizer are in host memory if roles share GPUs."""
-        built, rows = self._role(trained=False), self._rows(self.config.scoring_size)
-        return self._call(role, "score", lambda stage: built.score(stage, self._batch(rows, 1)))
+        call = self._call(role, "score", lambda: stage_uses(self._role_call(parts, method)))
+        return replace(call, stages=tuple(replace(memory, gradients=0, optimizer=0) for memory in call.stages))
 
     def generate(self) -> Iterator[CallMemory]:
         """An engine outside of the worker is not estimated."""
-        config = self.config
-        assert isinstance(config, ActorConfig)
+        config: Any = self.model_role.config
         if not ROLLOUT_ENGINES.get_or_raise(config.rollout.engine).in_worker:
             return
-        built = PlannedRole(config.model, config.parallel, self.world_size, fused=self.fused)
-        rows = math.ceil(self.lengths.rows / built.layout.dp)
-        at_once = min(rows, config.rollout.max_rows)
         prompt, response = self.lengths.prompt, self.lengths.response
-        stages = range(built.parallel.pp)
-        memories = tuple(built.generate(stage, at_once, prompt, response) for stage in stages)
-        yield CallMemory(self.key, "rollout", "generate", memories)
+        rows = math.ceil(self.lengths.rows / self.model_role.variant.layout.dp)
+        one = replace(self._role_call("rollout", "generate_sequences"), row_count=min(rows, config.rollout.max_rows))
+        one = replace(one, micro_batches=1, prompt=prompt, response=1)
+        call = self._call("rollout", "generate", lambda: stage_uses(one))
+        if not call.failure:
+            two = stage_uses(replace(one, response=2))  # another column of keys and values
+            columns = [more.activations - use.activations for use, more in zip(call.uses, two, strict=True)]
+            stages = [
+                replace(
+                    memory,
+                    cache=round((prompt + response) * column),
+                    activations=round(memory.activations - (prompt + 1) * column),
+                )
+                for memory, column in zip(call.stages, columns, strict=True)
+            ]
+            call = replace(call, stages=tuple(stages))
+        yield call
 
-    def _role(self, *, trained: bool) -> PlannedRole:
-        config = self.config
-        optim = None if isinstance(config, RewardConfig) or not trained else config.optim
-        ddp = None if isinstance(config, RewardConfig) else config.ddp
-        arguments = (config.model, config.parallel, self.world_size, optim)
-        return PlannedRole(*arguments, ddp=ddp, value_head=self.value_head, fused=self.fused)
+    def _role_call(self, parts: str, method: str) -> RoleCall:
+        role = replace(self.model_role, roles=parts)
+        call = RoleCall(role, method, self.lengths.prompt, self.lengths.response)
+        layout = role.variant.layout
+        if layout.vpp is not None:
+            return call
+        # one more than a stage has in flight; without a backward pass, one that is sent while the next is computed
+        most = layout.pp + 1 if method in role.updates else 2
+        return replace(call, micro_batches=min(call.rows[1], most))
 
-    def _rows(self, size: MicroBatchSize) -> int:
-        longest = self.lengths.prompt + self.lengths.response
-        return max(1, size.tokens // longest) if size.tokens else size.rows
+    def _call(self, role: str, name: str, run: Callable[[], tuple[StageUse, ...]]) -> CallMemory:
+        variant = self.model_role.variant
+        experts = self.model_role.config.model.num_moe_experts is not None
+        nccl = nccl_bytes(variant.layout, experts=experts, sharded=name == "train" and variant.distributed_optimizer)
+        try:
+            uses = run()
+        except MControllerError as error:
+            return CallMemory(self.key, role, name, (), (), f"{type(error).__name__}: {error}")
+        stages = tuple(replace(use.memory(), nccl=nccl) for use in uses)
+        return CallMemory(self.key, role, name, uses, stages)
 
-    def _batch(self, rows: int, count: int) -> Batch:
-        chunk = self.config.log_prob_chunk_tokens if isinstance(self.config, ActorConfig) else 0
-        lengths = self.lengths
-        return Batch(rows, lengths.prompt + lengths.response, lengths.response, count, chunk)
 
-    def _call(self, role: str, call: str, of_stage: Callable[[int], Memory]) -> CallMemory:
-        return CallMemory(self.key, role, call, tuple(of_stage(stage) for stage in range(self.config.parallel.pp)))
+def host_memory(call: CallMemory, config: RoleConfig, world_size: int, models: int) -> HostMemory:
+    """Return the host memory of the process of a rank.
+
+    Args:
+        call: the call of the role that needs the most parts.
+        config: of the role.
+        world_size: number of ranks.
+        models: copies of the weights: 2 for an actor with its reference.
+    """
+    variant = variant_of(config, config.parallel.layout(world_size))
+    use = max(call.uses, key=lambda use: use.parameters + use.gradients + use.optimizer)
+    optimizer, replicas = use.optimizer + use.on_host, variant.layout.dp * variant.layout.cp
+    sharded = variant.distributed_optimizer
+    weights = models * use.parameters
+    if config.model.lora is not None:  # a checkpoint has what training changes
+        weights = use.parameters * use.trained / use.weights
+    part = weights / replicas + (optimizer if sharded else optimizer / replicas)
+    return HostMemory(
+        offloaded=round(models * use.parameters + optimizer),
+        saved=round(2 * part) if call.call == "train" else 0,
+        gathered=round(_GATHERED * use.trained) if sharded and call.call == "train" else 0,
+    )

@@ -26,13 +26,7 @@ from workers.weights.transfer.endpoint import RankSchedule, TransferEndpoint, Tr
 from workers.weights.transfer.plan import RankWeights, ServedEngine
 from workers.weights.transfer.transports import TRANSPORTS
 
-OF_AN_ENGINE = (
-    "max_rows",
-    "engine",
-    "vllm",
-    "verify_weights",
-    "unverified_reason",
-)
+OF_AN_ENGINE = ("max_rows", "engine", "vllm", "verify_weights")
 """Fields of RolloutConfig that only the group that generates reads."""
 
 

@@ -25,11 +25,18 @@ def _program() -> Any:
     class BesideBare(serve_engine.Engine):  # type: ignore[misc]
         """An engine with methods that measure."""
 
-        last_token_s = 0.0
+        def __init__(self, arguments: dict[str, Any]) -> None:
+            super().__init__(arguments)
+            self.tokens_made, self.last_token_s = 0, 0.0
+            process = self._llm.output_processor.process_outputs
 
-        def _append(self, response: Any, made: Any) -> None:
-            super()._append(response, made)
-            self.last_token_s = time.perf_counter()
+            def counted(outputs: Sequence[Any], *others: Any, **options: Any) -> Any:
+                if outputs:
+                    self.tokens_made += sum(len(output.new_token_ids) for output in outputs)
+                    self.last_token_s = time.perf_counter()
+                return process(outputs, *others, **options)
+
+            self._llm.output_processor.process_outputs = counted
 
         async def bare(
             self, prompts: Sequence[Sequence[int]], parameters: Sequence[dict[str, Any]]

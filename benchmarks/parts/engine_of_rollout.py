@@ -130,9 +130,10 @@ def report(python: str, requests: int, length: int, rounds: int) -> None:
     ratio = statistics.median(bare.seconds / bare.tokens * routed.tokens / routed.seconds for bare, routed in pairs)
     print(f"throughput through the router over AsyncLLM: {ratio:.3f} (limit: at least 0.95)")
     ms = {name: statistics.median(stop[name] for stop, _ in stops) * 1e3 for name in stops[0][0]}
-    paused, last = ms["pause"] + ms["resume"], statistics.median(count for _, count in stops)
+    count = statistics.median(count for _, count in stops)
     print(
-        f"an update without the copy of weights, {last:.0f} requests in flight: paused for {paused:.0f} ms (limit: "
-        f"50), of which resume took {ms['resume']:.0f} ms. The next token, before which the engine computes all "
-        f"keys and values again, comes {ms['first']:.0f} ms later, {ms['stop']:.0f} ms after the last one"
+        f"an update without the copy of weights, {count:.0f} requests in flight: the step in flight ended, and the "
+        f"engine was paused, after {ms['pause']:.0f} ms. From its tokens to the end of resume "
+        f"{ms['stop'] - ms['first']:.0f} ms (limit: 50), of which resume took {ms['resume']:.0f} ms. The next token, "
+        f"before which the engine computes all keys and values again, came {ms['first']:.0f} ms later"
     )

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
 from typing import Self
 
 import zmq
+
+from mcontroller.machine import boot_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ class Address:
         folder: the folder of its sockets, which only its user can enter; empty without one. Processes of this user that
             see the sockets connect to them, and need no key: who is in the folder is the user.
         name: what the names of its sockets there begin with.
-        machine: its machine, as ``machine`` returns it.
+        machine: the ``boot_id`` of its machine; empty without a folder.
     """
 
     host: str
@@ -78,7 +79,7 @@ class Address:
         return self._url("queries", self.query_port)
 
     def _url(self, kind: str, port: int) -> str:
-        folder = private_folder(self.folder) if self.folder and self.machine == machine() else None
+        folder = private_folder(self.folder) if self.folder and self.machine == boot_id() else None
         path = f"{folder}/{self.name}.{kind}"
         # containers on one machine have the same folder of a Ray session, each in a separate file system
         return f"ipc://{path}" if folder and os.path.exists(path) else endpoint_url(self.host, port)
@@ -100,15 +101,6 @@ def private_folder(path: str) -> str | None:
         os.close(descriptor)
         return None
     return f"/proc/self/fd/{descriptor}"
-
-
-@cache
-def machine() -> str:
-    """Return what identifies this machine since it was started, or "" if the system does not say."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
 
 
 def endpoint_url(host: str, port: int | str) -> str:

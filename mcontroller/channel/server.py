@@ -24,9 +24,10 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 from zmq.utils.z85 import decode
 
-from mcontroller.channel.address import Address, ChannelKeys, endpoint_url, machine, private_folder
+from mcontroller.channel.address import Address, ChannelKeys, endpoint_url, private_folder
 from mcontroller.channel.wire import configure, monitor, pack_reply, send_frames, unpack_query
 from mcontroller.errors import DataError
+from mcontroller.machine import boot_id
 
 _logger = logging.getLogger(__name__)
 
@@ -65,7 +66,7 @@ class QueryServer:
         if folder is not None:
             with contextlib.suppress(OSError):
                 os.mkdir(folder, mode=0o700)
-        usable = None if folder is None or not machine() else private_folder(folder)
+        usable = None if folder is None else private_folder(folder)
         self._folder = folder if folder and usable else ""
         self._path = f"{usable}/{secrets.token_hex(8)}" if usable else ""
         self._allowed = decode(keys.client.public)
@@ -117,7 +118,7 @@ class QueryServer:
             self._keys.client,
             self._folder,
             os.path.basename(self._path),
-            machine() if self._path else "",
+            boot_id() if self._path else "",
         )
         thread = threading.Thread(target=self._serve, name="channel queries", daemon=True)
         thread.start()

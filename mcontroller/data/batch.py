@@ -9,7 +9,7 @@ The result of a call with ``blocking=False`` is a DataProto too, whose tensors s
 Reading one waits for the call and fetches the tensor; passing the batch to a call passes it by reference; selecting
 rows moves an index.
 
-A column of ``batch`` is a tensor, a jagged nested tensor, or a nested TensorDict; see ``columns``.
+A column of ``batch`` is a tensor, or a nested TensorDict; see ``columns``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from torch import Tensor
 
 from mcontroller.data.columns import (
     Keys,
-    OffsetsMemo,
     as_array,
     as_count,
     as_keys,
@@ -34,19 +33,15 @@ from mcontroller.data.columns import (
     check_keys,
     check_mapping,
     describe,
-    is_jagged,
     is_tensordict,
     join_rows,
     leaf_tensors,
     make_batch,
     make_tensordict,
     map_columns,
-    packed_parts,
     row_index,
     shallow_copy,
-    slice_rows,
     take_rows,
-    tensor_bytes,
 )
 from mcontroller.data.disk import load_batch, save_batch
 from mcontroller.data.meta import copy_meta, merge_concat, merge_union, same_value
@@ -55,7 +50,6 @@ from mcontroller.data.remote import RemoteColumns
 from mcontroller.errors import DataError
 from mcontroller.partition import contiguous
 from mcontroller.transport import Future, countdown
-from parallel_state.describe import table_html
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -162,7 +156,7 @@ class DataProto(OutOfBand):
         """Make a batch from columns.
 
         Args:
-            tensors: tensors ``[rows, ...]``, dense or jagged, and TensorDicts by name.
+            tensors: tensors ``[rows, ...]`` and TensorDicts by name.
             non_tensors: Numpy arrays ``[rows, ...]`` or lists with one entry per row by name. A list becomes a 1-D
                 object array, whatever its entries are.
             meta_info: values for the whole batch by name. Its dicts and lists are copied.
@@ -319,8 +313,8 @@ class DataProto(OutOfBand):
         if stride < 0:
             return self.select_idxs(np.arange(begin, stop, stride))
         stop = max(begin, stop)
-        rows, memo = range(begin, stop, stride), OffsetsMemo()
-        batch = map_columns(self.local_batch, lambda column: slice_rows(column, rows, memo), len(rows))
+        count = len(range(begin, stop, stride))
+        batch = map_columns(self.local_batch, lambda column: column[begin:stop:stride], count)
         arrays = {key: array[begin:stop:stride] for key, array in self.non_tensor_batch.items()}
         return self.derive(
             batch, arrays, remote=[columns.take(np.arange(begin, stop, stride)) for columns in self.remote]
@@ -337,8 +331,8 @@ class DataProto(OutOfBand):
             DataError: if the index is of another type or shape.
         """
         index = row_index(idxs, len(self))
-        rows, memo = torch.from_numpy(index), OffsetsMemo()
-        batch = map_columns(self.local_batch, lambda column: take_rows(column, rows, memo), len(index))
+        rows = torch.from_numpy(index)
+        batch = map_columns(self.local_batch, lambda column: take_rows(column, rows), len(index))
         arrays = {key: array[index] for key, array in self.non_tensor_batch.items()}
         return self.derive(batch, arrays, remote=[columns.take(index) for columns in self.remote])
 
@@ -457,7 +451,7 @@ class DataProto(OutOfBand):
         """Reshape every column ``[rows, ...]`` to ``[new_batch_size, rows // new_batch_size, ...]``, as views.
 
         Raises:
-            DataError: if ``new_batch_size`` does not divide the rows, or a column is jagged.
+            DataError: if ``new_batch_size`` does not divide the rows.
         """
         new_batch_size = as_count("new_batch_size", new_batch_size, 1)
         if len(self) % new_batch_size:
@@ -477,7 +471,7 @@ class DataProto(OutOfBand):
             batch_dims: number of dims to flatten, at least 1; all columns must agree in them.
 
         Raises:
-            DataError: if the columns do not agree in these dims, or one is jagged.
+            DataError: if the columns do not agree in these dims.
         """
         batch_dims = as_count("batch_dims", batch_dims, 1)
         columns: list[Any] = [*self.non_tensor_batch.values(), *leaf_tensors(self.batch)]
@@ -852,23 +846,20 @@ class DataProto(OutOfBand):
         """Return the length of every row.
 
         Args:
-            key: a mask ``[rows, ...]``, whose entries are summed, or a jagged column, whose rows are measured.
+            key: a mask ``[rows, ...]``, whose entries are summed.
 
         Raises:
             DataError: if there is no such tensor.
         """
         check_keys("tensor column", [key], self.tensor_names)
         column = self.tensors([key])[key]
-        if is_jagged(column):
-            lengths = packed_parts(column)[1].diff()
-        else:
-            lengths = column.flatten(1).sum(dim=1, dtype=torch.int64) if column.ndim > 1 else column
+        lengths = column.flatten(1).sum(dim=1, dtype=torch.int64) if column.ndim > 1 else column
         return list(lengths.tolist())
 
     def nbytes(self) -> int:
         """Return the bytes of the local tensors and numpy arrays; object arrays count as their pointers."""
         arrays = sum(array.nbytes for array in self.non_tensor_batch.values())
-        return sum(map(tensor_bytes, leaf_tensors(self.local_batch))) + arrays
+        return int(sum(tensor.nbytes for tensor in leaf_tensors(self.local_batch))) + arrays
 
     def summary(self) -> str:
         """Return one line: rows, dtype and shape of every local column, keys of ``meta_info``, bytes."""
@@ -884,15 +875,6 @@ class DataProto(OutOfBand):
         )
 
     __repr__ = summary
-
-    def _repr_html_(self) -> str:
-        if self._future is not None:
-            return table_html(self.summary(), (), ())
-        local = {**self.local_tensors(), **self.non_tensor_batch}
-        names = self.column_names()
-        columns = [(name, describe(local[name]) if name in local else "on the workers") for name in names]
-        caption = f"DataProto: {len(self)} rows, {format_bytes(self.nbytes())}"
-        return table_html(caption, ("column", "type"), [*columns, ("meta_info", ", ".join(self.meta_info))])
 
     def difference(self, other: DataProto) -> str | None:
         """Describe the first difference from another batch.

@@ -1,4 +1,4 @@
-"""Columns of a batch: tensors, jagged nested tensors and TensorDicts; how their rows are selected and joined.
+"""Columns of a batch: tensors and TensorDicts; how their rows are selected and joined.
 
 The checks of the arguments of a batch's methods are at the end.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import operator
 import sys
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,12 +22,6 @@ if TYPE_CHECKING:
 
 Keys = str | Sequence[str]
 """One name or several."""
-
-OffsetsMemo = dict[Any, tuple[Tensor, Any]]
-"""New offsets of jagged columns by the identity of the old ones, which are kept too, so that their ids stay valid.
-
-torch allows arithmetic only between jagged tensors with the same offsets object. An operation passes one memo to all
-columns, so that columns that share their offsets still do afterwards."""
 
 LARGE_BYTES = 4 << 20
 """From this size on, torch concatenates with several threads."""
@@ -73,10 +67,10 @@ def local_device(device: str) -> torch.device:
 def describe(value: Any, limit: int = 80) -> str:
     """Return dtype and shape of tensors and arrays, else the repr of the value, cut to ``limit`` characters.
 
-    Such as ``int64[8, 16]``, or ``float32[8, *] on cuda:0`` for a jagged column on a GPU.
+    Such as ``int64[8, 16]``, or ``float32[8, 4] on cuda:0``.
     """
     if isinstance(value, Tensor):
-        shape = ", ".join("*" if size is None else str(size) for size in sizes(value))
+        shape = ", ".join(map(str, value.shape))
         device = "" if value.device.type == "cpu" else f" on {value.device}"
         return f"{str(value.dtype).removeprefix('torch.')}[{shape}]{device}"
     if isinstance(value, np.ndarray):
@@ -97,14 +91,12 @@ def map_columns(batch: Any, change: Callable[[Tensor], Any], rows: int, *, one_d
         batch: the columns, or None.
         change: the function.
         rows: the number of rows of the results.
-        one_dim: whether the results share no other batch dims than the rows; jagged columns are then an error.
+        one_dim: whether the results share no other batch dims than the rows.
     """
     if batch is None:
         return None
     columns: dict[str, Any] = {}
     for key, column in batch.items():
-        if one_dim and is_jagged(column):
-            raise DataError(f"column {key!r} is jagged: its batch dims cannot be folded or unfolded", column=key)
         is_nested = not isinstance(column, Tensor)
         columns[key] = map_columns(column, change, rows, one_dim=one_dim) if is_nested else change(column)
     return make_tensordict(columns, (rows, *(() if one_dim else batch.batch_size[1:])), batch.device)
@@ -115,65 +107,29 @@ def leaf_tensors(batch: TensorDict | None) -> Iterable[Any]:
     return () if batch is None else batch.values(include_nested=True, leaves_only=True)
 
 
-def tensor_bytes(tensor: Tensor) -> int:
-    """Return the bytes of a tensor's elements, also if it is a view of a larger storage."""
-    if is_jagged(tensor):
-        values, offsets, _ = packed_parts(tensor)
-        return values.nbytes + offsets.nbytes
-    return int(tensor.nbytes)
-
-
 def shallow_copy(batch: TensorDict | None) -> TensorDict | None:
     """Return a batch with the same tensors, to which columns can be added without changing the original."""
     return None if batch is None else batch.copy()
 
 
-def slice_rows(column: Tensor, rows: range, memo: OffsetsMemo) -> Tensor:
-    """Return rows as a view; those of a jagged column are a copy unless the step is 1."""
-    if not is_jagged(column):
-        return column[rows.start : rows.stop : rows.step]
-    if rows.step != 1:
-        return take_rows(column, torch.tensor(rows, dtype=torch.int64), memo)
-    values, offsets, ragged = packed_parts(column)
-    begin, end = int(offsets[rows.start]), int(offsets[rows.stop])
-    if id(offsets) not in memo:
-        memo[id(offsets)] = offsets[rows.start : rows.stop + 1] - begin, offsets
-    return make_jagged(values.narrow(ragged - 1, begin, end - begin), memo[id(offsets)][0], ragged)
-
-
-def take_rows(column: Tensor, index: Tensor, memo: OffsetsMemo) -> Tensor:
+def take_rows(column: Tensor, index: Tensor) -> Tensor:
     """Return the rows at an index (int64 ``[rows]``) as a copy."""
-    if not is_jagged(column):
-        return _index_select(column, 0, index)
-    values, offsets, ragged = packed_parts(column)
-    index = index.to(offsets.device)
-    lengths = offsets.diff()[index]
-    if id(offsets) not in memo:
-        memo[id(offsets)] = _offsets(lengths), offsets
-    new_offsets = memo[id(offsets)][0]
-    shift = (offsets[:-1][index] - new_offsets[:-1]).repeat_interleave(lengths)
-    elements = shift + torch.arange(len(shift), device=shift.device)
-    return make_jagged(_index_select(values, ragged - 1, elements), new_offsets, ragged)
+    if column.dtype not in _SELECTABLE:
+        return take_rows(column.view(INTEGER_OF_SIZE[column.dtype.itemsize]), index).view(column.dtype)
+    return column.index_select(0, index.to(column.device))
 
 
-def _index_select(tensor: Tensor, dim: int, index: Tensor) -> Tensor:
-    if tensor.dtype not in _SELECTABLE:
-        return _index_select(tensor.view(INTEGER_OF_SIZE[tensor.dtype.itemsize]), dim, index).view(tensor.dtype)
-    return tensor.index_select(dim, index.to(tensor.device))
-
-
-def join_rows(parts: Sequence[TensorDict], name: str = "", memo: OffsetsMemo | None = None) -> TensorDict:
+def join_rows(parts: Sequence[TensorDict], name: str = "") -> TensorDict:
     """Concatenate the rows of all parts, as a copy.
 
     Args:
         parts: at least one batch; all must have the same columns, which may differ in dim 0 only.
         name: name of the parts in error messages, if they are nested in a column.
-        memo: offsets of jagged columns.
 
     Raises:
         DataError: if parts differ in columns, dtypes or shapes; names the column and the part.
     """
-    first, memo = parts[0], {} if memo is None else memo
+    first = parts[0]
     for position, part in enumerate(parts):
         if part.keys() != first.keys():
             raise DataError(
@@ -185,11 +141,11 @@ def join_rows(parts: Sequence[TensorDict], name: str = "", memo: OffsetsMemo | N
                 expected=sorted(first.keys()),
             )
     prefix = f"{name}." if name else ""
-    columns = {str(key): _join([part[key] for part in parts], f"{prefix}{key}", memo) for key, _ in first.items()}
+    columns = {str(key): _join([part[key] for part in parts], f"{prefix}{key}") for key, _ in first.items()}
     return make_tensordict(columns, (sum(map(len, parts)), *first.batch_size[1:]), first.device)
 
 
-def _join(columns: Sequence[Any], name: str, memo: OffsetsMemo) -> Any:
+def _join(columns: Sequence[Any], name: str) -> Any:
     kind = _kind(columns[0])
     for position, column in enumerate(columns):
         if _kind(column) != kind:  # torch.cat promotes dtypes, and accepts an empty column of any shape
@@ -201,30 +157,16 @@ def _join(columns: Sequence[Any], name: str, memo: OffsetsMemo) -> Any:
                 actual=given,
                 expected=expected,
             )
-    if not isinstance(columns[0], Tensor):
-        return join_rows(columns, name, memo)
-    if not is_jagged(columns[0]):
-        return _concat(columns)
-    values, offsets, ragged = zip(*map(packed_parts, columns), strict=True)
-    key = tuple(map(id, offsets))
-    if key not in memo:
-        memo[key] = _offsets(torch.cat([part.diff() for part in offsets])), offsets
-    return make_jagged(_concat(values, ragged[0] - 1), memo[key][0], ragged[0])
+    return _concat(columns) if isinstance(columns[0], Tensor) else join_rows(columns, name)
 
 
 def _kind(column: Any) -> tuple[Any, ...]:
-    """Return what columns must have in common to be joined: dtype, device, shape without dim 0, with the ragged dim."""
-    if isinstance(column, Tensor):
-        return column.dtype, column.device, sizes(column)[1:]
-    return (type(column),)
+    """Return what columns must have in common to be joined: dtype, device, and shape without dim 0."""
+    return (column.dtype, column.device, column.shape[1:]) if isinstance(column, Tensor) else (type(column),)
 
 
-def _offsets(lengths: Tensor) -> Tensor:
-    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-
-
-def _concat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
-    """Concatenate tensors; large ones on the CPU on one thread, because the workers need the cores.
+def _concat(tensors: Sequence[Tensor]) -> Tensor:
+    """Concatenate the rows of tensors; large ones on the CPU on one thread, because the workers need the cores.
 
     The threads of ``torch.cat`` wait for each other, and spin for milliseconds after it. Measured on 2 cores, medians,
     four columns in 8 parts, one thread against torch's threads: while other processes keep the cores busy, 15 MB take
@@ -233,11 +175,10 @@ def _concat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     """
     first = tensors[0]
     if first.nbytes * len(tensors) < LARGE_BYTES or not all(map(_is_plain_memory, tensors)):
-        return torch.cat(list(tensors), dim)
+        return torch.cat(list(tensors))
     parts = [tensor.view(INTEGER_OF_SIZE[first.dtype.itemsize]).numpy() for tensor in tensors]
-    shape = list(first.shape)
-    shape[dim] = sum(tensor.shape[dim] for tensor in tensors)
-    return torch.from_numpy(np.concatenate(parts, dim, out=np.empty(shape, parts[0].dtype))).view(first.dtype)
+    shape = (sum(map(len, tensors)), *first.shape[1:])
+    return torch.from_numpy(np.concatenate(parts, out=np.empty(shape, parts[0].dtype))).view(first.dtype)
 
 
 def _is_plain_memory(tensor: Tensor) -> bool:
@@ -247,44 +188,6 @@ def _is_plain_memory(tensor: Tensor) -> bool:
         and tensor.dtype.itemsize in INTEGER_OF_SIZE
         and not (tensor.requires_grad or tensor.is_conj() or tensor.is_neg())
     )
-
-
-# ---- jagged columns --------------------------------------------------------------------------------------------------
-
-
-def is_jagged(column: object) -> TypeGuard[Tensor]:
-    """Return whether a column is a nested tensor of layout ``torch.jagged``."""
-    return isinstance(column, Tensor) and column.is_nested and column.layout == torch.jagged
-
-
-def sizes(tensor: Tensor) -> tuple[int | None, ...]:
-    """Return the shape of a tensor, with None for a dim whose size differs between rows."""
-    return tuple([None if isinstance(size, torch.SymInt) else size for size in tensor.shape])
-
-
-def packed_parts(column: Tensor) -> tuple[Tensor, Tensor, int]:
-    """Return the parts of a jagged column, without unused elements.
-
-    Returns:
-        The values of all rows next to each other, the offsets ``[batch + 1]`` from 0 to the number of values, and the
-        ragged dim.
-    """
-    if column.lengths() is not None:  # type: ignore[attr-defined]
-        column = column.contiguous()
-    values: Tensor = column.values()
-    offsets: Tensor = column.offsets()  # type: ignore[attr-defined]
-    ragged = sizes(column).index(None)
-    begin, end = int(offsets[0]), int(offsets[-1])
-    if begin:
-        offsets = offsets - begin
-    if end - begin != values.shape[ragged - 1]:
-        values = values.narrow(ragged - 1, begin, end - begin)
-    return values, offsets, ragged
-
-
-def make_jagged(values: Tensor, offsets: Tensor, ragged: int) -> Tensor:
-    """Make a jagged column from the parts that ``packed_parts`` returned."""
-    return torch.nested.nested_tensor_from_jagged(values, offsets, jagged_dim=ragged)
 
 
 # ---- checks ----------------------------------------------------------------------------------------------------------
@@ -411,8 +314,8 @@ def check_columns(batch: Any, arrays: Mapping[str, Any]) -> None:
         rows = batch.batch_size[0]
     for key, column in () if batch is None else batch.items():
         layout = column.layout if isinstance(column, Tensor) else type(column).__name__
-        if layout not in (torch.strided, torch.jagged) and not is_tensordict(column):
-            raise DataError(f"batch[{key!r}] is {layout}: expected a dense or jagged tensor", column=key)
+        if layout is not torch.strided and not is_tensordict(column):
+            raise DataError(f"batch[{key!r}] is {layout}: expected a dense tensor", column=key)
     for key, array in arrays.items():
         name = f"non_tensor_batch[{key!r}]"
         if not isinstance(array, np.ndarray) or array.ndim == 0:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mcontroller.data.columns import is_jagged, is_tensordict, make_jagged, make_tensordict, packed_parts
+from mcontroller.data.columns import is_tensordict, make_tensordict
 from mcontroller.data.pickling import check_sendable
 from mcontroller.errors import DataError
 
@@ -162,9 +162,6 @@ class _Writer:
         return {"$dict": [[self.encode(key, f"key {key!r} of {location}"), item] for key, item in items]}
 
     def _tensor(self, value: Tensor, location: str) -> dict[str, Any]:
-        if is_jagged(value):
-            values, offsets, ragged = packed_parts(value)
-            return {"$jagged": [self._tensor(values, location), self._tensor(offsets, location), ragged]}
         check_sendable(value, location)
         dense = value.detach().as_subclass(Tensor).resolve_conj().resolve_neg().cpu().contiguous()
         return {"$tensor": self._store(dense, location)}
@@ -223,8 +220,6 @@ class _Reader:
                 return self.decode(array)[()]
             case "$objects", [entries, shape, dtype]:
                 return self._objects(entries, shape, dtype)
-            case "$jagged", [values, offsets, ragged]:
-                return make_jagged(self.decode(values), self.decode(offsets), ragged)
             case "$tensordict", [items, batch_size]:
                 return make_tensordict(self.decode(items), batch_size)
         raise DataError(f"the file contains a value of kind {kind!r}, which this version cannot read", kind=kind)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mcontroller.data.columns import describe, is_jagged, packed_parts, sizes
+from mcontroller.data.columns import describe
 from mcontroller.errors import ConfigError, DataError
 
 METRICS = "metrics"
@@ -103,11 +103,8 @@ def same_value(left: Any, right: Any) -> bool:
 
 
 def _same_tensor(left: Tensor, right: Tensor) -> bool:
-    if left.dtype != right.dtype or sizes(left) != sizes(right):
+    if left.dtype != right.dtype or left.shape != right.shape:
         return False
-    if is_jagged(left) or is_jagged(right):
-        pairs = zip(packed_parts(left)[:2], packed_parts(right)[:2], strict=True)
-        return is_jagged(left) and is_jagged(right) and all(_same_tensor(*pair) for pair in pairs)
     left, right = left.detach().cpu(), right.detach().cpu()
     if left.dtype.is_floating_point and left.dtype.itemsize == 1:  # torch does not compare them
         left, right = left.float(), right.float()

@@ -16,15 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mcontroller.data.columns import (
-    INTEGER_OF_SIZE,
-    is_jagged,
-    is_tensordict,
-    local_device,
-    make_jagged,
-    make_tensordict,
-    packed_parts,
-)
+from mcontroller.data.columns import INTEGER_OF_SIZE, is_tensordict, local_device, make_tensordict
 from mcontroller.errors import DataError
 
 if TYPE_CHECKING:
@@ -78,7 +70,7 @@ def _pack(value: Any, location: str, memo: dict[int, tuple[_Placeholder, Any]]) 
         value: a tensor, a TensorDict or an array; any other value, and an array of objects, is returned unchanged.
         location: name of the value in error messages.
         memo: what was packed, by id, with the original, which keeps the id valid: a tensor that occurs twice is sent
-            once, and jagged columns keep sharing their offsets.
+            once.
     """
     is_array = type(value) is np.ndarray and not value.dtype.hasobject
     if not (is_array or isinstance(value, Tensor) or is_tensordict(value)):
@@ -87,8 +79,6 @@ def _pack(value: Any, location: str, memo: dict[int, tuple[_Placeholder, Any]]) 
         rebuild, args = reduce(value, location)
         if rebuild is make_tensordict:
             args = ({key: _pack(column, f"{location}[{key!r}]", memo) for key, column in args[0].items()}, *args[1:])
-        elif rebuild is make_jagged:
-            args = tuple(_pack(part, location, memo) for part in args)
         memo[id(value)] = _Placeholder(rebuild, *args), value
     return memo[id(value)][0]
 
@@ -114,8 +104,6 @@ def reduce(value: Tensor | TensorDict | np.ndarray, location: str = "a tensor") 
     if not isinstance(value, Tensor):
         return make_tensordict, (dict(value.items()), tuple(value.batch_size), _device_type(value.device))
     check_sendable(value, location)
-    if is_jagged(value):
-        return make_jagged, packed_parts(value.detach())
     dense = value.detach().as_subclass(Tensor).resolve_conj().resolve_neg().cpu().contiguous()
     bits = dense if dense.dtype in _NUMPY_DTYPES else dense.view(INTEGER_OF_SIZE[dense.dtype.itemsize])
     requires_grad, parameter = value.requires_grad and value.is_leaf, type(value) is torch.nn.Parameter
@@ -123,18 +111,16 @@ def reduce(value: Tensor | TensorDict | np.ndarray, location: str = "a tensor") 
 
 
 def check_sendable(tensor: Tensor, location: str) -> None:
-    """Check that a tensor can be sent and saved: it is dense or jagged.
+    """Check that a tensor can be sent and saved: it is dense.
 
     Raises:
-        DataError: it is sparse, quantized, on the meta device, a strided nested tensor, or of a wrapper type such as
+        DataError: it is sparse, quantized, nested, on the meta device, or of a wrapper type such as
             DTensor; fields ``location`` and ``kind``.
     """
-    if is_jagged(tensor):
-        return
-    if type(tensor) not in (Tensor, torch.nn.Parameter) and not _is_memory_mapped(tensor):
+    if tensor.is_nested:
+        kind = "a nested tensor"
+    elif type(tensor) not in (Tensor, torch.nn.Parameter) and not _is_memory_mapped(tensor):
         kind = type(tensor).__name__
-    elif tensor.is_nested:
-        kind = "a nested tensor of strided layout"
     elif tensor.layout != torch.strided:
         kind = f"a tensor of layout {tensor.layout}"
     elif tensor.is_quantized:
@@ -143,9 +129,7 @@ def check_sendable(tensor: Tensor, location: str) -> None:
         kind = "a tensor on the meta device, without values"
     else:
         return
-    raise DataError(
-        f"cannot send {location}, which is {kind}: expected a dense or jagged tensor", location=location, kind=kind
-    )
+    raise DataError(f"cannot send {location}, which is {kind}: expected a dense tensor", location=location, kind=kind)
 
 
 def _is_memory_mapped(tensor: Tensor) -> bool:

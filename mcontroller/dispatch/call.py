@@ -23,6 +23,14 @@ from mcontroller.partition import Partition, Restoration, split_rows
 from mcontroller.trace.recorder import start_timer
 from mcontroller.transport import Arguments, Deferred, Executor, Fetch, Future, Handle, InFlightCall
 
+Key = int | str
+"""The position or the keyword of an argument."""
+
+LOSS_MASKS = ("response_mask", "loss_mask")
+
+_INSTANCE: Any = object()
+"""A placeholder for a worker object, to bind methods without constructing one."""
+
 _ROW = "the row in the results of the ranks"
 """Name of a column of row numbers."""
 
@@ -183,12 +191,6 @@ def _not_a_batch(spec: DispatchSpec, rank: int, value: object) -> str:
 # ---- the arguments of each shard ------------------------------------------------------------------------------------
 
 
-Key = int | str
-"""The position or the keyword of an argument."""
-
-LOSS_MASKS = ("response_mask", "loss_mask")
-
-
 @dataclass(frozen=True)
 class SentBatch(Deferred):
     """A batch as it is sent to a rank, which fetches the tensors that are kept on workers.
@@ -321,10 +323,6 @@ def _signature(worker_cls: type, name: str) -> inspect.Signature | None:
     if not isinstance(method, FunctionType | staticmethod | classmethod):
         return None
     return inspect.signature(method.__get__(_INSTANCE, worker_cls), follow_wrapped=False)
-
-
-_INSTANCE: Any = object()
-"""A placeholder for a worker object, to bind methods without constructing one."""
 
 
 def _arguments(values: Mapping[Key, Any]) -> Arguments:

@@ -15,7 +15,6 @@ from mcontroller.dispatch.call import PreparedCall, SentBatch
 from mcontroller.dispatch.modes import Plan
 from mcontroller.locality import locality
 from mcontroller.transport import Arguments, Deferred
-from parallel_state.describe import table_html
 from parallel_state.topology import Topology
 
 SHOWN_RANKS = 64
@@ -93,9 +92,6 @@ class Explanation:
         return "\n".join([self._headline(), *lines, tail, *crossing])
 
     __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        return table_html(self._headline(), TITLES, self._rows(self.ranks), SHOWN_RANKS)
 
     def _headline(self) -> str:
         head = f"{self.method} ({self.mode}): {len(self.ranks)} ranks, {self.plan.shard_count} shards"

@@ -97,11 +97,22 @@ class Colocated(RayClassWithInitArgs[Roles]):
 
     def __init__(self, class_dict: Mapping[str, RayClassWithInitArgs[Any]], fused: bool) -> None:
         super().__init__(Roles)
+        if not isinstance(class_dict, Mapping) or not class_dict:
+            raise ConfigError(
+                f"class_dict is {class_dict!r}; expected a dict of at least one role, as "
+                "{'actor': RayClassWithInitArgs(Actor)}",
+                key="class_dict",
+                value=class_dict,
+            )
         self.roles = dict(class_dict)
         self.fused = fused
-        if not self.roles:
-            raise ConfigError("class_dict is empty: name at least one role", key="class_dict", value={})
         for role, init in self.roles.items():
+            if not isinstance(init, RayClassWithInitArgs):
+                raise ConfigError(
+                    f"role {role!r} is {init!r}; expected RayClassWithInitArgs(the worker class, its arguments)",
+                    key=role,
+                    value=init,
+                )
             self._merge_options(role, init)
 
     @property

@@ -14,8 +14,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from mcontroller.channel.address import Address, ChannelKeys
-from mcontroller.channel.controller import ask
+from mcontroller.channel.address import ChannelKeys
 from mcontroller.errors import CallTimeout, ConfigError, ResourceError
 from mcontroller.ray.calls.executor import GroupCall, GroupProcesses, RayExecutor
 from mcontroller.ray.calls.failures import RankFailure, RankLabel, first_cause
@@ -29,12 +28,9 @@ from mcontroller.ray.threads import threads_of_rank
 from mcontroller.ray.values.handles import StoredValue
 from mcontroller.ray.values.wire import Packed, pack
 from mcontroller.ray.warm_start.executable import with_warm_start
-from mcontroller.trace.recorder import clock_offset, recorder
+from mcontroller.trace.recorder import recorder
 from mcontroller.transport import Arguments
 from mcontroller.worker import ClassWithInitArgs, RankEnvironment, Worker
-
-CLOCK_SECONDS = 1.0
-"""[s] Time for an answer to the question for a node's clock; without one, its times in a trace are not aligned."""
 
 
 def launch(
@@ -206,23 +202,9 @@ def _build(
         lanes = [name.replace("/", "-") for name in processes.handles.names]
         pairs = zip(identities, lanes, strict=True)
         identities = (replace(identity, trace=(trace.directory, lane)) for identity, lane in pairs)
-        trace.describe(clocks={**trace.about["clocks"], **_clocks(processes.handles.infos)})
     arguments = {rank: Arguments((identity, classes)) for rank, identity in enumerate(identities)}
     executor = RayExecutor(processes, next(iter(packed)), of_process=True)
     return executor.submit("__init__", arguments, (), timeout=timeout)
-
-
-def _clocks(infos: Sequence[ProcessInfo]) -> dict[str, tuple[float, float]]:
-    """Return how far the clock of each node is ahead of the one here, and how wrong that can be: microseconds."""
-    clocks: dict[str, tuple[float, float]] = {}
-    for address in {info.node: info.address for info in infos}.values():
-
-        def clock(address: Address = address) -> tuple[str, int] | None:
-            (answer,) = ask([address], "clock", timeout=CLOCK_SECONDS)
-            return None if answer is None else answer[0]
-
-        clocks |= clock_offset(clock)
-    return clocks
 
 
 def _with_threads(pool: RayResourcePool, lease: SlotLease, infos: Sequence[ProcessInfo]) -> list[ProcessInfo]:

@@ -25,7 +25,6 @@ from mcontroller.channel.server import Reply, reserve_port
 from mcontroller.channel.worker import Endpoint, KeptResults
 from mcontroller.devices import check_torch_without_gpu, compute_capability, device_of_rank
 from mcontroller.errors import CallRejected, GroupError, WorkerError, is_before_changes
-from mcontroller.machine import boot_id
 from mcontroller.ray.node_processes import NodeProcess
 from mcontroller.ray.rank_logs import RankLog
 from mcontroller.ray.threads import chosen_threads, keep_freed_memory, set_threads, usable_cores
@@ -129,7 +128,6 @@ class WorkerProcess:
         queries: dict[str, Callable[..., None]] = {
             "position": lambda reply: reply(self._position()),
             "idle": lambda reply: reply(self._running is None),
-            "clock": lambda reply: reply((boot_id(), time.monotonic_ns())),
             "value": self._read_value,
             "release": self._release,
         }
@@ -175,7 +173,6 @@ class WorkerProcess:
                         worker = self._roles[header.role]
                         with call_context(worker, header.method):
                             value = complete(getattr(worker, header.method)(*inputs[0], **inputs[1]))
-                    timer.communicated()
                     timer(f"{header.role or 'process'}.{header.method}")
                     inputs = None  # free them before the value is serialized
                     if self._identity.rank in header.returning:

@@ -30,6 +30,9 @@ MAX_LINE = 1 << 16
 """Bytes of a line; longer ones, and the updates of a progress bar, are cut."""
 
 _NAME = re.compile(r"(?P<role>.+)-rank(?P<rank>\d+)(?P<axes>(-[a-z_]+\d+)*)\.log")
+_WARNING = re.compile(r"\S+\.py:\d+: \w*Warning: ")
+_IMPORTED = re.compile(r"/(site|dist)-packages/")
+
 _STAMP = len("2026-11-25 18:00:00.000000")
 
 
@@ -151,10 +154,6 @@ def write_places(directory: str, role: str, nodes: Sequence[str]) -> None:
         from mcontroller.errors import DataError
 
         raise DataError(f"cannot write the output of ranks to logs={directory}: {error}", path=directory) from error
-
-
-_WARNING = re.compile(r"\S+\.py:\d+: \w*Warning: ")
-_IMPORTED = re.compile(r"/(site|dist)-packages/")
 
 
 def without_import_warnings(lines: Sequence[str]) -> list[str]:

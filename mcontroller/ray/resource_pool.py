@@ -17,7 +17,7 @@ from mcontroller.channel.options import ChannelOptions
 from mcontroller.errors import ConfigError, ResourceError, close_all
 from mcontroller.ray.reservation import Bundle, NodeShape, Reservation, check_fits
 from parallel_state.axes import is_count
-from parallel_state.describe import table_html
+from parallel_state.describe import table_text
 from parallel_state.keywords import known_keywords
 
 _unnamed = itertools.count()
@@ -229,26 +229,16 @@ class RayResourcePool(ResourcePool):
 
     def describe(self) -> str:
         """Return a table of the bundle of every rank, and the groups that hold its slots."""
-        head, rows = self._table()
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        return "\n".join([head, *lines])
-
-    def _table(self) -> tuple[str, list[tuple[str, ...]]]:
-        """Return a line about the pool, and the titles and rows of its bundles; no rows if it is not reserved yet."""
         kind = "GPU" if self.use_gpu else "CPU"
         head = f"pool {self.name_prefix}: {self.world_size} {kind} bundle(s) x {self.max_colocate_count} slot(s)"
         if not self._reservation.held:
-            return f"{head}, not reserved yet", []
-        rows = [("rank", "node", kind, *(f"slot {slot}" for slot in range(self.max_colocate_count)))]
+            return f"{head}, not reserved yet"
+        titles = ["rank", "node", kind, *(f"slot {slot}" for slot in range(self.max_colocate_count))]
+        rows = []
         for rank, bundle in enumerate(self.bundles()):
             device = bundle.gpu or str(bundle.local_rank)
             rows.append((str(rank), bundle.address, device, *(holder or "-" for holder in bundle.holders)))
-        return head, rows
-
-    def _repr_html_(self) -> str:
-        caption, rows = self._table()
-        return table_html(caption, rows[0] if rows else (), rows[1:])
+        return f"{head}\n{table_text(titles, rows, max_rows=len(rows))}"
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name_prefix}: {self._store} x {self.max_colocate_count})"

@@ -69,8 +69,7 @@ def _events(trace: RunTrace) -> Iterator[dict[str, Any]]:
         yield _shown(part, of)
         calls = sent.get((event.name, event.number), [])
         # A group that was restarted counts its calls from 0 again: the last call that was sent before is the one.
-        ahead = event.end + part.lane.clock_error
-        index = bisect_right(calls, ahead, key=lambda call: call.event.begin) - 1
+        index = bisect_right(calls, event.end, key=lambda call: call.event.begin) - 1
         if origin := calls[index] if index >= 0 else source:
             # Perfetto leads an arrow from the slice that has begun last, and to the one that is before it in the file.
             common = {"name": "arrow", "cat": "arrow", "id": next(arrows)}

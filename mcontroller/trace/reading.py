@@ -52,13 +52,11 @@ class TraceLane:
     Attributes:
         about: what it has written of itself; ``group``, ``rank``, ``node`` and ``roles`` with coordinates among it.
         events: the events.
-        clock_error: [us] how wrong its times can be against those of the controller.
         axes: the axes on which ranks of its group differ, which its label shows.
     """
 
     about: dict[str, Any] = field(default_factory=dict)
     events: list[TraceEvent] = field(default_factory=list)
-    clock_error: float = 0.0
     axes: frozenset[str] = frozenset()
 
     @property
@@ -129,11 +127,10 @@ def read_trace(run_dir: Path | str, last: int | None = None) -> RunTrace:
     controllers = [lane for lane in lanes if lane.about["group"] == CONTROLLER]
     ranks = [lane for lane in lanes if lane.about["group"] != CONTROLLER]
     boots = {lane.about["boot"] for lane in controllers}
-    clocks = {boot: clock for lane in controllers for boot, clock in lane.about["clocks"].items()}
-    for lane in ranks:
-        if (boot := lane.about["boot"]) in clocks and boot not in boots:
-            offset, lane.clock_error = clocks[boot]
-            lane.events = [event._replace(begin=event.begin - round(offset)) for event in lane.events]
+    for lane in ranks:  # of other machines: by the time of day, which clusters keep equal to about a millisecond
+        if controllers and lane.about["boot"] not in boots:
+            ahead = lane.about["time_us"] - controllers[-1].about["time_us"]
+            lane.events = [event._replace(begin=event.begin + ahead) for event in lane.events]
     _set_axes(ranks)
     ranks.sort(key=lambda lane: (lane.about["group"], lane.about["rank"]))
     return RunTrace(controllers, ranks)

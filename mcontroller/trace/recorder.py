@@ -189,7 +189,7 @@ def recording(directory: Path | str) -> Iterator[TraceRecorder]:
         directory: the directory of the run, which all nodes share; the files are in its folder ``trace``.
     """
     lane = f"{CONTROLLER}-{os.getpid()}-{time.time_ns() // 1_000_000}"
-    made = TraceRecorder(Path(directory).resolve() / FOLDER, lane, {"group": CONTROLLER, "rank": 0, "clocks": {}})
+    made = TraceRecorder(Path(directory).resolve() / FOLDER, lane, {"group": CONTROLLER, "rank": 0})
     before = _Current.recorder
     set_recorder(made)
     ended = made.write_in_background()
@@ -253,13 +253,6 @@ class PhaseTimer:
             self._recorder.add(name, self._last, end, self.number, waiting - self._waited)
             self._waited, self._last = waiting, end
 
-    def communicated(self) -> None:
-        """Add the long waits of this thread for other ranks as events."""
-        if self._recorder is not None:
-            for link, index, begin, end in waited.long:
-                self._recorder.add(link, begin, end, index, end - begin)
-        waited.long.clear()
-
     def end(self) -> None:
         """Write the events of the process, if that is due."""
         if self._recorder is not None:
@@ -270,7 +263,7 @@ _SILENT = PhaseTimer(None, "", -1)
 
 
 def start_timer(what: str = "", number: int = -1) -> PhaseTimer:
-    """Return the laps of an operation that begins now; if nothing is recorded, the same object for all operations."""
+    """Return the timer of an operation that begins now; if nothing is recorded, the same one for all operations."""
     recorder = _current.recorder
     return _SILENT if recorder is None else PhaseTimer(recorder, what, number)
 
@@ -283,27 +276,3 @@ def span(name: str, number: int = -1) -> Iterator[None]:
         yield
     finally:
         timer(name)
-
-
-def clock_offset(ask: Callable[[], tuple[str, int] | None], rounds: int = 5) -> dict[str, tuple[float, float]]:
-    """Return how far another monotonic clock is ahead of the one here, and how wrong that can be, by its ``boot_id``.
-
-    The other clock was read between a question and its answer: the quickest of several rounds counts, and half of its
-    time is the error. Both values are in microseconds.
-
-    Args:
-        ask: returns the ``boot_id`` and the nanoseconds of the other clock; None if it has no answer.
-        rounds: number of questions.
-    """
-    offsets: dict[str, tuple[float, float]] = {}
-    for _ in range(rounds):
-        before = now()
-        answer = ask()
-        after = now()
-        if answer is None:
-            break
-        boot, there = answer
-        error = (after - before) / 2000
-        if boot not in offsets or error < offsets[boot][1]:
-            offsets[boot] = (there - (before + after) / 2) / 1000, error
-    return offsets

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,7 +22,7 @@ WORTH_US, WORTH = 2_000, 0.01
 """and if that costs at least so much of the median call, and this share of the time of all steps."""
 COMPUTING = ("forward", "backward", "optimizer")
 """The parts of a method that are compared by themselves."""
-NOTHING_SLOW = "no rank and no link is slower than its peers"
+NOTHING_SLOW = "no rank is slower than its peers"
 OWN_OF_CONTROLLER = ("plan ", "split ", "send ", "collect ")
 """The begins of the names of events in which the controller works on a call."""
 
@@ -87,96 +86,6 @@ def stragglers(trace: RunTrace) -> list[Straggler]:
                     about = lane.about
                     slow.append(Straggler(about["group"], lane.label(), about["node"], work, slower, often, len(calls)))
     return sorted(slow, key=lambda straggler: -straggler.slower)
-
-
-@dataclass(frozen=True)
-class SlowLink:
-    """Ranks whose communication takes longer than that of their peers, the ranks that differ on the same axes.
-
-    Attributes:
-        group: the group of the ranks.
-        ranks: their labels, with the coordinates.
-        nodes: their nodes.
-        work: the method.
-        share: the median, over the calls, of the time of the link less the median of its peers', of that of the call.
-        often: the share of the calls in which that is more than half of ``SLOWER``.
-        calls: the number of calls.
-    """
-
-    group: str
-    ranks: tuple[str, ...]
-    nodes: tuple[str, ...]
-    work: str
-    share: float
-    often: float
-    calls: int
-
-    def __str__(self) -> str:
-        shown = " - ".join(self.ranks[:4]) + (f" and {len(self.ranks) - 4} others" if len(self.ranks) > 4 else "")
-        return (
-            f"{self.group} link {shown} on {' - '.join(self.nodes)} costs {self.share:.0%} of {self.work} more than "
-            f"its peers, in {self.often:.0%} of {self.calls} calls"
-        )
-
-
-def slow_links(trace: RunTrace) -> list[SlowLink]:
-    """Return the links that are slower than their peers, the slowest first.
-
-    The time of a link in a collective or a transfer is the wait of the rank that waited least: the others wait for that
-    rank too. On a GPU the host does not wait, and on gloo a sender does not: what is slow there is not found.
-    """
-    launches: dict[object, list[TraceLane]] = defaultdict(list)
-    for lane in trace.ranks:
-        launches[lane.about["group"], lane.about.get("launch")].append(lane)
-    slow, steps = [], sum(step.took for step in trace.steps().values())
-    for lanes in launches.values():
-        calls, links = _links(lanes)
-        works = {work for work, _ in calls}
-        for members in links:
-            peers = [links.get(ranks, Counter[tuple[str, int]]()) for ranks in _same_axes(lanes, members)]
-            for work in works if peers else ():
-                times = {call: took for call, took in calls.items() if call[0] == work}
-                extra = [links[members][call] - median(peer[call] for peer in peers) for call in times]
-                ratios = [late / took for late, took in zip(extra, times.values(), strict=True)]
-                often, share = mean(ratio > SLOWER / 2 for ratio in ratios), median(ratios)
-                if len(times) >= FEWEST_CALLS and share > SLOWER and often > OFTEN and _is_worth(extra, steps):
-                    ends = [lane for lane in lanes if lane.about["rank"] in members]
-                    nodes = tuple(dict.fromkeys(lane.about["node"] for lane in ends))
-                    labels = tuple(lane.label() for lane in ends)
-                    slow.append(SlowLink(lanes[0].about["group"], labels, nodes, work, share, often, len(times)))
-    return sorted(slow, key=lambda link: -link.share)
-
-
-def _links(
-    lanes: Sequence[TraceLane],
-) -> tuple[dict[tuple[str, int], float], dict[frozenset[int], Counter[tuple[str, int]]]]:
-    """Return the median time of each call, and that of each link in each call, by its ranks."""
-    calls: dict[tuple[str, int], list[int]] = defaultdict(list)
-    waits: dict[tuple[tuple[str, int], str, int], list[int]] = defaultdict(list)
-    for lane in lanes:
-        for call, inside in calls_of(lane):
-            calls[call.name, call.number].append(call.took)
-            for event in inside:
-                if event.name.startswith("link "):
-                    waits[(call.name, call.number), event.name, event.number].append(event.took)
-    links: dict[frozenset[int], Counter[tuple[str, int]]] = defaultdict(Counter)
-    for (key, name, _), times in waits.items():
-        members = frozenset(map(int, re.split("[,>]", name.rpartition(" ")[2])))
-        if len(times) == len(members):
-            links[members][key] += min(times)
-    return {key: max(median(times), 1) for key, times in calls.items()}, links
-
-
-def _same_axes(lanes: Sequence[TraceLane], members: frozenset[int]) -> list[frozenset[int]]:
-    """Return the other sets of ranks that differ on the same axes, between the same stages of the pipeline."""
-    ends = [lane.coordinates for lane in lanes if lane.about["rank"] in members]
-    fixed = [axis for axis in ends[0] if len({end[axis] for end in ends}) == 1] if ends else []
-    stages = {end.get("pp") for end in ends}
-    sets: dict[tuple[int, ...], set[int]] = defaultdict(set)
-    for lane in lanes:
-        if "pp" in fixed or lane.coordinates.get("pp") in stages:
-            sets[tuple(lane.coordinates[axis] for axis in fixed)].add(lane.about["rank"])
-    return [ranks for ranks in map(frozenset, sets.values()) if ranks != members]
 
 
 def _peers(lanes: Sequence[TraceLane]) -> Iterator[list[TraceLane]]:
@@ -368,9 +277,6 @@ def savings(trace: RunTrace, path: Sequence[PathPart]) -> list[tuple[str, float]
     saved += [
         (f"no bubble in {bubble.work}", bubble.measured * share.get(bubble.work, 0.0)) for bubble in bubbles(trace)
     ]
-    saved += [
-        (f"no slow {' - '.join(link.ranks)}", link.share * share.get(link.work, 0.0)) for link in slow_links(trace)
-    ]
     return sorted(saved, key=lambda saving: -saving[1])
 
 
@@ -392,16 +298,14 @@ def summary_lines(trace: RunTrace) -> list[str]:
             f"{most.often:.0%} of its calls"
         )
     lines += map(str, bubbles(trace))
-    lines += [*map(str, stragglers(trace)), *map(str, slow_links(trace))] or [NOTHING_SLOW]
-    if error := max((lane.clock_error for lane in trace.ranks), default=0.0):
-        lines.append(f"times of ranks on other machines are right to {error:.0f} us")
+    lines += list(map(str, stragglers(trace))) or [NOTHING_SLOW]
     return lines
 
 
 def end_lines(trace: RunTrace) -> list[str]:
     """Return the two lines that a run prints at its end: the critical path, and ranks that are slower than others."""
     path = ", ".join(f"{part.work} {part.share:.0%}" for part in critical_path(trace)[:4])
-    slow = "; ".join([*map(str, stragglers(trace)[:2]), *map(str, slow_links(trace)[:1])]) or NOTHING_SLOW
+    slow = "; ".join(map(str, stragglers(trace)[:2])) or NOTHING_SLOW
     return [f"critical path: {path}", f"{slow} (mcontroller trace shows more)"]
 
 

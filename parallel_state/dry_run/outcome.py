@@ -53,6 +53,10 @@ class Use:
         operations: the operations of torch in it.
         read: how many unknown values were read, by the line and what it did.
         unneeded: of a role's call, bytes of the parts that it does not compute with; they can be in host memory.
+        on_host: of a role's call, bytes of the optimizer's state that are in host memory, and counted nowhere else.
+        experts: the parameters of experts, which are divided over other ranks than the rest.
+        trained: the parameters with gradients.
+        trained_experts: those of experts among them.
         layers: whose layers were counted: ``"transformer_engine"`` or ``"local"``.
     """
 
@@ -66,6 +70,10 @@ class Use:
     operations: int
     read: dict[tuple[str, str], int]
     unneeded: int = 0
+    on_host: int = 0
+    experts: int = 0
+    trained: int = 0
+    trained_experts: int = 0
     layers: str = "local"
 
 

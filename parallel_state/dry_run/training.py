@@ -146,8 +146,10 @@ def used(mode: CountingMode, idle: dict[str, int], models: list[torch.nn.Module]
     module = "" if memory.module is None else type(memory.module).__name__
     if memory.module is not None and id(memory.module) in names:
         module = f"{names[id(memory.module)]} ({module})"
+    parameters = [parameter for model in models for parameter in model.parameters()]
+    experts = [parameter for parameter in parameters if not getattr(parameter, "allreduce", True)]
     return Use(
-        parameters=sum(parameter.numel() for model in models for parameter in model.parameters()),
+        parameters=sum(parameter.numel() for parameter in parameters),
         idle=idle,
         peak=memory.peak,
         by_kind=memory.peak_by_kind,
@@ -156,5 +158,8 @@ def used(mode: CountingMode, idle: dict[str, int], models: list[torch.nn.Module]
         flops=mode.flops,
         operations=mode.operations,
         read=dict(mode.read.lines),
+        experts=sum(parameter.numel() for parameter in experts),
+        trained=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+        trained_experts=sum(parameter.numel() for parameter in experts if parameter.requires_grad),
         layers="transformer_engine" if mode.transformer_engine else "local",
     )

@@ -31,7 +31,7 @@ from parallel_state.hangs.record import (
     RecordedGroup,
     RecordMemory,
 )
-from parallel_state.hangs.waits import link_name, waited
+from parallel_state.hangs.waits import waited
 
 _NOTHING, _REDUCTION, _ROOT = range(3)
 
@@ -99,7 +99,6 @@ class Recorder:
         self._types: dict[torch.dtype, int] = {}
         self._roots: dict[int, int] = {}
         self._reductions: dict[Any, int] = {}
-        self._links: dict[int, str] = {}
         self._nothing = memory.text("")
 
     def collective(self, operation: str, argument: int | None, kind: int, method: Callable[..., Any]) -> Any:
@@ -150,14 +149,12 @@ class Recorder:
             number = waits.pop(id(work), -1)
             began = time.monotonic_ns()
             at = RING_AT + number % RING * SLOT
-            link, index = "", -1
             if numbers[at] == number + 1 > 0:
-                link, index = self._links[numbers[at + 1]], numbers[at + 2]
                 numbers[at + 6] = WAITING
             try:
                 return method(work, *args, **options)
             finally:
-                waited.add(began, link, index)
+                waited.nanoseconds += time.monotonic_ns() - began
                 if numbers[at] == number + 1 > 0:
                     numbers[at + 6] = DONE
 
@@ -248,14 +245,7 @@ class Recorder:
 
     def _channel(self, kind: str, group: RecordedGroup, peer: int, tag: int) -> _Channel | None:
         at = self._memory.channel(kind, group, peer, tag)
-        if at is None:
-            return None
-        if kind == "collective":
-            self._links[at] = link_name(group.description, group.ranks)
-        else:
-            ends = (dist.get_rank(), peer) if kind == "send" else (peer, dist.get_rank())
-            self._links[at] = link_name(group.description, ends, transfer=True) if peer >= 0 else ""
-        return _Channel(at)
+        return None if at is None else _Channel(at)
 
 
 def record_calls(memory: RecordMemory) -> Callable[[], None]:

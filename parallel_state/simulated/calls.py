@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from parallel_state.hangs.lines import SourceLine, call_text, group_label, group_text
-from parallel_state.hangs.waits import link_name
 
 
 @dataclass(eq=False, slots=True)
@@ -98,16 +97,6 @@ class Call:
     def payload(self) -> int:
         """The bytes that this rank passes to the operation: its inputs, or what it receives."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.inputs or self.outputs)
-
-    @property
-    def link(self) -> str:
-        """The name of the ranks that it is between; empty for a receive from any rank."""
-        if not self.is_transfer:
-            return link_name(self.group.label, self.group.ranks)
-        if self.peer is None:
-            return ""
-        ends = (self.rank, self.peer) if self.operation == "send" else (self.peer, self.rank)
-        return link_name(self.group.label, ends, transfer=True)
 
     def __str__(self) -> str:
         details = [f"{name}={self.options[name]}" for name in ("op", "root", "tag", "sends", "receives", "what")

@@ -31,6 +31,7 @@ _CLASS_ATTRIBUTES = (
     ("megatron.core.transformer.moe.moe_utils", "MoEAuxLossAutoScaler", "main_loss_backward_scale"),
     ("megatron.core.transformer.multi_token_prediction", "MTPLossAutoScaler", "main_loss_backward_scale"),
 )
+_STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
 _MODULES = ("megatron", "workers", "mcontroller.transport")  # the last has the event loop of async methods
 
 
@@ -190,6 +191,8 @@ def _rebound(module: ModuleType) -> list[str]:
     """Return the names that functions of a module rebind with ``global``, and those that are changed in place."""
     names = set(_CHANGED_IN_PLACE.get(module.__name__, ()))
     for code in {code for function in _functions(module) for code in _codes(function.__code__)}:
+        if _STORE_GLOBAL not in code.co_code[::2]:  # decoding all instructions takes a second
+            continue
         names.update(
             instruction.argval for instruction in dis.get_instructions(code) if instruction.opname == "STORE_GLOBAL"
         )

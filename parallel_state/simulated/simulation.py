@@ -13,7 +13,7 @@ from urllib.parse import parse_qsl, urlsplit
 import torch
 from torch.distributed import distributed_c10d as c10d
 
-from parallel_state.errors import ParallelStateError
+from parallel_state.errors import LayoutError, ParallelStateError
 from parallel_state.hangs.lines import calling_line
 from parallel_state.hangs.report import Position, cause_of, describe_ranks, stories
 from parallel_state.layout import ParallelLayout
@@ -62,6 +62,7 @@ class Simulation:
         failed_rank: the rank that raised an error of its own; None if none has.
 
     Raises:
+        LayoutError: there are no ranks.
         ParallelStateError: an unknown schedule, or a random one without a seed.
     """
 
@@ -83,6 +84,8 @@ class Simulation:
                 f"schedule={schedule!r} with seed={seed}; expected 'round_robin' without a seed, or 'random' with one"
             )
         self.world_size = layout if isinstance(layout, int) else layout.world_size
+        if self.world_size < 1:
+            raise LayoutError(f"a simulation has at least one rank, not {self.world_size}", world_size=self.world_size)
         self.failed_rank: int | None = None
         self._values: dict[str, bytes] = {}  # of the store
         self._stores: list[SimulatedStore] = []

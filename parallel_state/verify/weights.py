@@ -95,7 +95,8 @@ def named_tensors(models: Sequence[torch.nn.Module]) -> list[NamedTensor]:
             if isinstance(value, torch.Tensor) and not name.endswith("_extra_state") and id(value) not in known:
                 raise VerifyError(
                     f"{name} {list(value.shape)} of {type(model).__name__} has no global name: sharded_state_dict "
-                    "leaves it out; define sharded_state_dict in its module, which distributed checkpoints need too",
+                    "leaves it out; define sharded_state_dict in its module, from state_dict(keep_vars=True), which "
+                    "distributed checkpoints need too",
                     key=name,
                 )
         tensors += leaves

@@ -63,6 +63,7 @@ def test_the_layout_switch_is_the_number_of_bundles_in_the_pool(layout, bundles)
         ),
         ("trackers=[jsonlines]", "ConfigError: trackers is 'jsonlines', and there is no such tracker"),
         ("data.train_batch_size=4000", "DataError: data.train has 3600 rows, less than one batch of 4000"),
+        ("warm_up.batch_size=4000", "DataError: warm_up has 3600 rows, less than one batch of 4000"),
         ("data.val.task=chain_sums", "ConfigError: reasoning-gym has no task 'chain_sums'"),
     ],
 )

@@ -82,7 +82,7 @@ class Communicator:
 
     def _buffers(self) -> int:
         """Return the bytes of its buffers, from the first collective on: as many as the estimate of memory counts."""
-        from workers.memory.estimate import communicator_bytes  # Megatron must not be imported before the fake device
+        from workers.memory.nccl import communicator_bytes  # Megatron must not be imported before the fake device
 
         return sum(communicator_bytes(self.size if peer is None else 2) for peer in self.used)
 

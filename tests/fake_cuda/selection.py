@@ -30,7 +30,6 @@ SIMULATED = (
 """Files or tests that simulate ranks themselves: these compute on the CPU, and reject tensors of other devices."""
 
 _MATRIX = "tests/workers/test_parity_matrix.py::test_layout_computes_what_one_process_computes"
-_MEMORY = "tests/workers/memory/test_estimate.py"
 _TE = "tests/fake_cuda/transformer_engine"
 
 CHOSEN: dict[str, tuple[str, ...]] = {
@@ -105,13 +104,6 @@ CHOSEN: dict[str, tuple[str, ...]] = {
         "tests/workers/weights/test_full_state.py::test_loading_a_full_state_sets_every_weight[experts]",
         "tests/workers/weights/test_hf.py::test_logits_are_transformers[qwen3_moe-tp-ep-etp-sequence_parallel]",
         "tests/workers/weights/test_hf.py::test_a_trained_actor_is_exported",
-    ),
-    "bytes are counted on a device alone: an estimate for each axis and each implementation of layers": (
-        f"{_MEMORY}::test_estimates_are_within[tp 2, sequence parallel, bfloat16]",
-        f"{_MEMORY}::test_estimates_are_within[pp 2, vpp 2, bfloat16]",
-        f"{_MEMORY}::test_estimates_are_within[dp 2, sharded optimizer, bfloat16, recomputed]",
-        f"{_TE}/test_memory.py::test_estimates_are_within[cp 2, sharded optimizer]",
-        f"{_TE}/test_memory.py::test_estimates_are_within[ep 2, activation of experts recomputed]",
     ),
     "layers of Transformer Engine: scores, training, decoding, checkpoints, FP8": (
         f"{_TE}/test_broken_installation.py",

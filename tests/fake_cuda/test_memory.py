@@ -16,12 +16,9 @@ from mcontroller.errors import WorkerError
 from tests.fake_cuda.reserved import limited, reserved_by_all
 from tests.fake_cuda.tags import CONTEXT_BYTES
 from tests.forking import run_ranks
-from tests.workers.memory.counted import BF16, SHARDED
-from tests.workers.roles import MODEL, PROMPT, RESPONSE, actor, experience, own_shard
+from tests.workers.roles import MODEL, actor, experience, own_shard
 from tests.workers.test_colocated import trainer_of
-from workers.config import ModelConfig, OptimConfig, ParallelConfig, load_config
-from workers.memory.estimate import Batch, PlannedRole
-from workers.role_calls import Lengths, calls_of_run
+from workers.memory.nccl import nccl_bytes
 
 pytestmark = pytest.mark.processes
 
@@ -141,12 +138,18 @@ def test_a_process_that_maps_memory_of_another_gpu_has_a_context_there(tmp_path:
             assert after - before == CONTEXT_BYTES
 
 
-def saved_and_updated(directory: str, limit: int) -> list[str]:
-    """Update and save with so many bytes on each GPU, in buckets and by weights; return which calls ran out of them."""
+WIDE = MODEL | {"dtype": "bfloat16", "hidden_size": 256}
+SHARDED = {"distributed_optimizer": True}
+
+
+def saved_and_updated(directory: str) -> list[str]:
+    """Update, and save with 1.3 times the memory of that, in buckets and by weights; return which calls ran out."""
+    worker = actor({}, "actor", model=WIDE, optim=SHARDED, ppo_epochs=1)
+    batch, failed = own_shard(experience(8), worker), []
+    worker.update_actor(batch)
+    nccl = nccl_bytes(worker.context.layout, experts=False, sharded=True)
+    limit = CONTEXT_BYTES + nccl + int(1.3 * torch.cuda.max_memory_allocated())
     with limited(Path(directory) / f"reserved of {torch.distributed.get_rank()}", limit):
-        worker = actor({}, "actor", model=MODEL | BF16 | {"hidden_size": 256}, optim=SHARDED, ppo_epochs=1)
-        batch, failed = own_shard(experience(8), worker), []
-        worker.update_actor(batch)
         for reshardable in (False, True):
             torch.cuda.empty_cache()
             try:
@@ -156,15 +159,8 @@ def saved_and_updated(directory: str, limit: int) -> list[str]:
         return failed
 
 
-def test_a_periodic_save_and_an_update_fit_in_1_3_times_the_estimate(tmp_path: Path) -> None:
-    model = load_config(ModelConfig, MODEL | BF16 | {"hidden_size": 256})
-    planned = PlannedRole(model, ParallelConfig(), 2, load_config(OptimConfig, SHARDED))
-    estimate = planned.train(0, Batch(rows=2, length=16, targets=6))
-    limit = CONTEXT_BYTES + estimate.nccl + int(1.3 * (estimate.total - estimate.nccl))
-    assert run_ranks(saved_and_updated, 2, str(tmp_path), limit) == [["reshardable=True"]] * 2
-
-
-WIDE = MODEL | BF16 | {"hidden_size": 256}
+def test_a_periodic_save_fits_in_1_3_times_the_memory_of_an_update(tmp_path: Path) -> None:
+    assert run_ranks(saved_and_updated, 2, str(tmp_path)) == [["reshardable=True"]] * 2
 
 
 def steps_of_ppo(directory: str, limit: int, offload: str) -> list[str]:
@@ -183,16 +179,16 @@ def steps_of_ppo(directory: str, limit: int, offload: str) -> list[str]:
     return done
 
 
-def test_colocated_roles_fit_in_1_3_times_the_estimate_of_the_largest_call(tmp_path: Path) -> None:
-    (counted,) = run_ranks(largest_call, 1)
+def test_colocated_roles_fit_in_1_3_times_the_memory_of_the_actors_update(tmp_path: Path) -> None:
+    (counted,) = run_ranks(peak_of_update, 1)
     limit = CONTEXT_BYTES + int(1.3 * counted)
     assert run_ranks(steps_of_ppo, 1, str(tmp_path), limit, "auto") == [["start", "step 0", "step 1"]]
     assert run_ranks(steps_of_ppo, 1, str(tmp_path), limit, "never") == [["start", "out of memory"]]
 
 
-def largest_call() -> int:
-    """Return the bytes that the estimate has for the largest call of the roles."""
-    config = trainer_of("auto", WIDE, SHARDED, {}).config
-    roles = {key: getattr(config, key) for key in ("actor_rollout_ref", "critic", "reward_model")}
-    calls = calls_of_run(roles, dict.fromkeys(roles, 1), Lengths(PROMPT, RESPONSE, 4), fused=False)
-    return max(memory.total - memory.nccl for call in calls for memory in call.stages)
+def peak_of_update() -> int:
+    """Return the bytes of an update of the actor, alone on its GPU."""
+    before = torch.cuda.memory_allocated()
+    worker = actor({}, "actor", model=WIDE, optim=SHARDED)
+    worker.update_actor(own_shard(experience(8), worker))
+    return torch.cuda.max_memory_allocated() - before

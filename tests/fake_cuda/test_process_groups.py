@@ -12,7 +12,7 @@ from parallel_state import ParallelLayout
 from parallel_state.megatron import MegatronContext
 from tests.forking import run_ranks
 from tests.workers.roles import actor, experience, own_shard
-from workers.memory.estimate import PlannedRole
+from workers.memory.nccl import nccl_bytes
 
 pytestmark = pytest.mark.processes
 
@@ -31,9 +31,7 @@ def used_by_updates(parallel: dict[str, Any], distributed: bool) -> tuple[int, i
     worker = actor(parallel, "actor", ppo_epochs=1, optim={"lr": 1e-3, "distributed_optimizer": distributed})
     worker.update_actor(own_shard(experience(8), worker))
     held = before - torch.cuda.mem_get_info()[0] - torch.cuda.memory_reserved()
-    config = worker.config
-    planned = PlannedRole(config.model, config.parallel, dist.get_world_size(), config.optim)
-    return held, planned.nccl()
+    return held, nccl_bytes(worker.context.layout, experts=False, sharded=distributed)
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,10 @@ from tests.fake_cuda.tags import GPUS, current, memory
 from tests.forking import RankFailure
 from tests.ranks import run_ranks
 from tests.workers.generate.vllm.stand_in import WEIGHTS_BYTES, Gpu, standing_in
-from tests.workers.roles import SAMPLED, actor, experience, own_shard, prompts
-from workers import ActorConfig, load_config
+from tests.workers.roles import MODEL, SAMPLED, actor, experience, own_shard, prompts
 from workers.generate.vllm.buckets import SharedBuckets
 from workers.generate.vllm.engine_process import EngineError
-from workers.generate.vllm.gpu_memory import measured_memory
+from workers.generate.vllm.gpu_memory import bytes_of_first_step
 from workers.weights.fingerprints import tensor_fingerprints
 from workers.weights.whole_tensors import tensor_in
 
@@ -80,17 +79,19 @@ def test_an_engine_leaves_what_other_roles_will_take() -> None:
         assert figures["generating"] < OF_OTHERS + 26 * GB
 
 
-def due(resident: bool) -> int:
-    sizes = {"vocab_size": 128_000, "hidden_size": 4096, "ffn_hidden_size": 14336, "num_layers": 8}
-    heads = {"num_attention_heads": 32, "num_query_groups": 8, "max_sequence_length": 64, "dtype": "bfloat16"}
-    config = load_config(ActorConfig, {"model": sizes | heads})
-    return measured_memory(config, 1, 0, trained=True, models=1, resident=resident).due
+def first_step(distributed: bool) -> tuple[int, int]:
+    """Return the bytes that the optimizer's first step should allocate, and those that it did."""
+    model = MODEL | {"dtype": "bfloat16"}
+    worker = actor({}, "actor", model=model, ppo_epochs=1, optim={"distributed_optimizer": distributed})
+    expected, before = bytes_of_first_step(worker.state.optimizer), torch.cuda.memory_allocated()
+    worker.update_actor(own_shard(experience(8), worker))
+    return expected, torch.cuda.memory_allocated() - before
 
 
-def test_a_policy_that_is_offloaded_while_the_engine_generates_is_not_counted() -> None:
-    [kept] = run_ranks(due, 1, True)
-    assert kept > 18 * 2.7e9  # weights, gradients and optimizer of 2.8e9 parameters
-    assert run_ranks(due, 1, False) == [0]
+@pytest.mark.parametrize("distributed", [False, True])
+def test_the_first_step_of_an_optimizer_allocates_what_an_engine_leaves_free(distributed: bool) -> None:
+    for expected, allocated in run_ranks(first_step, 2, distributed):
+        assert allocated == pytest.approx(expected, rel=0.01) and expected > 0
 
 
 def test_the_users_own_share_wins_and_vllm_refuses_it() -> None:

@@ -5,18 +5,10 @@ from __future__ import annotations
 import torch
 from hypothesis import strategies as st
 from tensordict import TensorDict
-from torch import Tensor
 
 from mcontroller.data.batch import DataProto
 
 row_counts = st.integers(0, 17)
-
-
-def jagged(lengths: list[int], trailing: int = 0) -> Tensor:
-    """Make a jagged column ``[batch, *]`` (or ``[batch, *, trailing]``) whose elements count from 0."""
-    offsets = torch.tensor([0, *lengths]).cumsum(0)
-    values = torch.arange(float(sum(lengths) * max(trailing, 1)))
-    return torch.nested.nested_tensor_from_jagged(values.reshape(-1, trailing) if trailing else values, offsets)
 
 
 def every_kind(rows: int) -> DataProto:
@@ -33,9 +25,6 @@ def every_kind(rows: int) -> DataProto:
         "columns_first": torch.arange(3 * rows).reshape(3, rows).T,
         "nested": TensorDict({"x": number * 2, "deeper": TensorDict({"y": number[:, None] + 0.5}, [rows])}, [rows]),
     }
-    if rows:
-        tensors["jagged"] = jagged([row % 4 for row in range(rows)])
-        tensors["jagged_vectors"] = jagged([(row * 3) % 5 for row in range(rows)], trailing=2)
     non_tensors = {
         "uid": [f"row {row}" for row in range(rows)],
         "turns": [[{"role": "user", "n": row}] * (row % 3) for row in range(rows)],

@@ -19,7 +19,7 @@ from mcontroller.errors import ConfigError, DataError
 from tests.trainer.sliced import SlicedActor, sliced_config, sliced_trainer
 from tests.trainer.toy import CALLS, problems
 from trainer import AsynchronousConfig, BatchStream, Callback, ImportanceConfig, PPOConfig, RayPPOTrainer
-from trainer.rollout.generations import AsynchronousGenerations
+from trainer.rollout.asynchronous import AsynchronousGenerations
 from trainer.rollout.trajectory import Trajectory
 from trainer.rollout.trajectory_log import TRAJECTORIES, Taken, TrajectoryLog, read, write
 from trainer.saving.checkpoints import LOCK, copy_oldest_save

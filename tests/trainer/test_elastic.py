@@ -23,9 +23,9 @@ from tests.trainer.test_recovery import Recorder
 from tests.trainer.toy import ToyActor, ToyCritic, toy_config, toy_trainer
 from trainer import Callback, Role
 from trainer.elastic import ElasticPools, divides, largest
-from trainer.saving.checkpoints import RunState
 from trainer.saving.memory import MemoryCheckpoints
 from trainer.saving.recovery import FAILURES, RESIZED
+from trainer.saving.run_record import RunState
 from trainer.stages import SharedDevices
 from workers.actor import ActorRolloutRefWorker
 from workers.config import ActorConfig, ModelConfig, ParallelConfig

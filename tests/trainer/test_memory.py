@@ -15,8 +15,8 @@ from mcontroller.errors import ConfigError
 from mcontroller.local import LocalWorkerGroup
 from mcontroller.ray import RayClassWithInitArgs
 from tests.trainer.toy import ToyCritic
-from trainer.saving.checkpoints import RunState
 from trainer.saving.memory import MemoryCheckpoints, StateHolder
+from trainer.saving.run_record import RunState
 from trainer.stages import SharedDevices
 from workers.role_worker import RoleWorker
 

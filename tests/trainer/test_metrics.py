@@ -15,7 +15,7 @@ from mcontroller.dispatch.registration import register
 from mcontroller.errors import ConfigError, DataError
 from tests.trainer.sliced import sliced_config, sliced_trainer
 from tests.trainer.toy import ToyActor, next_letter, toy_config, toy_trainer
-from trainer import AlgorithmConfig, FilterGroupsConfig, PPOConfig, Reward, RewardsConfig, Role, sum_of_rewards
+from trainer import AlgorithmConfig, FilterGroupsConfig, PPOConfig, Reward, RewardsConfig, Role
 from trainer.metrics import METRIC_RULES, MetricRule, Metrics, over_ranks, rule_of
 from trainer.rewards.config import RewardFunctionConfig
 from trainer.rewards.configured import check_reported
@@ -164,8 +164,6 @@ def test_reward_functions_whose_metrics_collide_are_rejected() -> None:
     right = RewardFunctionConfig("math:sqrt")
     with pytest.raises(ConfigError):
         RewardsConfig({"right": right, "right_std": right})
-    with pytest.raises(ConfigError):
-        sum_of_rewards({"score": next_letter})
     one = {"right": LoadedFunction(right, "rewards.functions.right")}
     check_reported(one, "right", {"accuracy": 1.0})
     check_reported(one | {"other": one["right"]}, "right", {"right": 1.0, "score": 1.0})  # right/right, right/score

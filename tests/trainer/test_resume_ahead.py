@@ -21,7 +21,6 @@ from tests.trainer.separate import SEPARATE, SeparateActor
 from tests.trainer.toy import problems, toy_config, toy_trainer
 from trainer import (
     AlgorithmConfig,
-    BatchStream,
     Callback,
     DataConfig,
     FilterGroupsConfig,
@@ -32,9 +31,8 @@ from trainer import (
     Role,
     ValidationConfig,
 )
-from trainer.saving.checkpoints import RunState
 from trainer.saving.preemption import Preempted
-from trainer.saving.run_record import BatchInFlight, read_record
+from trainer.saving.run_record import RunRecord, RunState, SavedStep, read_record, write_record
 
 TOKEN = ImportanceConfig(level="token")
 ADAPTIVE = AlgorithmConfig(kl_ctrl=KLControlConfig(type="adaptive", kl_coef=0.1, horizon=100), importance=TOKEN)
@@ -137,7 +135,7 @@ def test_the_batch_in_flight_is_recorded_kept_and_deleted_with_its_step(tmp_path
     fitted(config_of(tmp_path, ADAPTIVE, 4, save_freq=1, max_to_keep=2))
     last, earlier = read_record(tmp_path).saves()
     assert [[batch.number for batch in save.in_flight] for save in (last, earlier)] == [[4], [3]]
-    assert (last.drawn_batches, last.rollout) == (5, {"samples": 5})
+    assert (last.state.drawn_batches, last.state.rollout) == (5, {"samples": 5})
     kept = sorted(str(path.relative_to(tmp_path / "in_flight")) for path in (tmp_path / "in_flight").rglob("*.*"))
     assert kept == ["global_step_3/batch_3.safetensors", "global_step_4/batch_4.safetensors"]
 
@@ -165,28 +163,18 @@ def test_a_damaged_batch_in_flight_takes_all_groups_to_the_step_before(
 @pytest.mark.parametrize(
     "content",
     [
-        *(7, [7], [{"number": 1}], [{"number": -1, "crc32": 2}], [{"number": 1, "crc32": 1.5}]),
+        *(7, [7], [{"number": 1}], [{"number": -1, "crc32": 2, "rows": []}], [{"number": 1, "crc32": 1.5, "rows": []}]),
         [{"number": 1, "crc32": 2, "rows": [-1]}],
         [{"number": 1, "crc32": 2, "rows": [3, 4], "problems": [2]}],
     ],
 )
 def test_a_damaged_record_of_batches_in_flight_is_reported(tmp_path: Path, content: Any) -> None:
-    record = {"global_steps": 1, "kl_coef": 0.0, "groups": {"actor": "actor/global_step_1"}, "in_flight": content}
-    (tmp_path / "trainer.json").write_text(json.dumps(record))
+    write_record(tmp_path, RunRecord(SavedStep({"actor": "actor/global_step_1"}, RunState(1, 0.0))))
+    record = json.loads((tmp_path / "trainer.json").read_text())
+    (tmp_path / "trainer.json").write_text(json.dumps(record | {"in_flight": content}))
     with pytest.raises(DataError) as caught:
         read_record(tmp_path)
     assert caught.value.path == str(tmp_path / "trainer.json")
-
-
-def test_the_position_in_the_data_of_an_earlier_version_is_read() -> None:
-    """Its ``next_row`` is the first row of the batches in flight, which are the last ones that were drawn."""
-    rows, in_flight = problems(96), (BatchInFlight(1, DataProto()), BatchInFlight(2, DataProto()))
-    for size, expected in ((12, in_flight), (8, ())):
-        batches = BatchStream(rows, size, seed=0)
-        state = RunState(1, 0.1, 3, in_flight=in_flight, next_row=12, batch_size=12)
-        assert state.in_flight_in(batches) == expected
-        following = state.continue_after(batches, len(expected))
-        assert (following, batches.position(following)) == ((3, 36) if expected else (1, 12))
 
 
 def test_a_run_may_resume_with_another_staleness(tmp_path: Path) -> None:
@@ -240,7 +228,7 @@ def test_a_step_is_saved_without_a_batch_in_flight_that_failed(
     assert (caught.value.role, caught.value.rank, caught.value.coordinates) == ("rollout", 0, {})
     assert "the checkpoint is saved without the responses in flight" in caplog.text
     last = read_record(tmp_path).last
-    assert (last.global_steps, last.drawn_batches, last.in_flight) == (2, 2, ())
+    assert (last.state.global_steps, last.state.drawn_batches, last.in_flight) == (2, 2, ())
     resumed, lines = fitted(config_of(tmp_path, ADAPTIVE, 4, resume=True), val_dataset=None)
     assert resumed.global_steps == 4
     assert [line["training/staleness_max"] for line in lines] == [0.0, 1.0]

@@ -2,66 +2,79 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import threading
 import time
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import openai
+import pytest
+
 from mcontroller import DataProto, MegatronRayWorkerGroup, RayClassWithInitArgs, RayResourcePool
+from tests.trainer.rollout.server.test_chat_server import ASK, END, Characters
 from tests.vllm.policies import EOS, PAD, PROMPT, VOCAB, Actor, actor_config, prompts
 from tests.vllm.test_vllm_rollout import GREEDY, TOLERANCE, update
-from trainer import Submitted, TrajectoryRollout
+from trainer import Submitted, Trajectory, TrajectoryRollout
+from trainer.rollout.episodes import Episodes
+from trainer.rollout.server.chat_server import AgentEpisode, ChatServer
 from trainer.rollout.trajectories import trajectory_batch
 
 TRAJECTORIES, RESPONSE, UPDATES = 200, 90, 2
 CALLS = range(3, 8)  # tokens that call a tool
 
 
-def test_tokens_in_flight_have_the_log_probs_of_their_versions(ray_cluster: None) -> None:
-    draws = random.Random(7)
+@pytest.fixture(scope="module")
+def group(ray_cluster: None) -> Iterator[MegatronRayWorkerGroup]:
     config = actor_config("dense-tp2", parallel={"tp": 1}, rollout={"response_length": RESPONSE})
     created = RayClassWithInitArgs(Actor, config, role="actor_rollout")
     with (
         RayResourcePool([1], use_gpu=False, name_prefix="flying", max_colocate_count=1) as pool,
-        MegatronRayWorkerGroup(pool, created, name_prefix="flying") as group,
+        MegatronRayWorkerGroup(pool, created, name_prefix="flying") as started,
     ):
-        group.init_model()
-        trained = group.generate_sequences(prompts(**GREEDY))
-        rollout = TrajectoryRollout(group, driven=True, eos_token_id=EOS, pad_token_id=PAD)
-        made, in_flight, stopped = [], [], []
+        started.init_model()
+        yield started
 
-        def submit() -> None:
-            length = draws.randint(RESPONSE // 2, RESPONSE)
-            prompt = [draws.randrange(3, VOCAB) for _ in range(draws.randint(3, 40))]
-            options = {"response_length": length, "stop_token_ids": CALLS, "stream": len(made) % 4 == 0}
-            made.append(rollout.submit(prompt, **options).trajectory)
 
-        def take() -> None:
-            assert rollout.start()
-            for ended in rollout.take():
-                trajectory = ended.trajectory
-                if trajectory.ended == "turn" and len(trajectory.tokens) + 2 < ended.limit:
-                    trajectory.replied([draws.randrange(3, VOCAB), 3])  # what a tool returned
-                    rollout.submit(trajectory, response_length=ended.limit, stop_token_ids=CALLS)
-                elif len(stopped) < UPDATES:
-                    submit()
+def test_tokens_in_flight_have_the_log_probs_of_their_versions(group: MegatronRayWorkerGroup) -> None:
+    draws = random.Random(7)
+    trained = group.generate_sequences(prompts(**GREEDY))
+    rollout = TrajectoryRollout(group, driven=True, eos_token_id=EOS, pad_token_id=PAD)
+    made, in_flight, stopped = [], [], []
 
-        for _ in range(TRAJECTORIES):
-            submit()
-        for _ in range(UPDATES):
-            ended = 0
-            while ended < TRAJECTORIES // 10:
-                take()
-                ended = sum(bool(trajectory.ended) for trajectory in made[-TRAJECTORIES:])
-            update(group, trained)
-            in_flight.append(len(rollout))
-            start = time.perf_counter()
-            group.update_engine()
-            stopped.append(time.perf_counter() - start)
-        while rollout.start():
+    def submit() -> None:
+        length = draws.randint(RESPONSE // 2, RESPONSE)
+        prompt = [draws.randrange(3, VOCAB) for _ in range(draws.randint(3, 40))]
+        options = {"response_length": length, "stop_token_ids": CALLS, "stream": len(made) % 4 == 0}
+        made.append(rollout.submit(prompt, **options).trajectory)
+
+    def take() -> None:
+        assert rollout.start()
+        for ended in rollout.take():
+            trajectory = ended.trajectory
+            if trajectory.ended == "turn" and len(trajectory.tokens) + 2 < ended.limit:
+                trajectory.replied([draws.randrange(3, VOCAB), 3])  # what a tool returned
+                rollout.submit(trajectory, response_length=ended.limit, stop_token_ids=CALLS)
+            elif len(stopped) < UPDATES:
+                submit()
+
+    for _ in range(TRAJECTORIES):
+        submit()
+    for _ in range(UPDATES):
+        ended = 0
+        while ended < TRAJECTORIES // 10:
             take()
-        columns = trajectory_batch(made, prompt_length=PROMPT, response_length=RESPONSE, pad_token_id=PAD)
-        scored = group.compute_log_prob(DataProto.from_dict(columns, meta_info={"temperature": 1.0}))
+            ended = sum(bool(trajectory.ended) for trajectory in made[-TRAJECTORIES:])
+        update(group, trained)
+        in_flight.append(len(rollout))
+        start = time.perf_counter()
+        group.update_engine()
+        stopped.append(time.perf_counter() - start)
+    while rollout.start():
+        take()
+    columns = trajectory_batch(made, prompt_length=PROMPT, response_length=RESPONSE, pad_token_id=PAD)
+    scored = group.compute_log_prob(DataProto.from_dict(columns, meta_info={"temperature": 1.0}))
     away = (scored.batch["old_log_probs"] - columns["rollout_log_probs"]).abs()
     versions = columns["token_versions"]
     present, older = (float(away[some].max()) for some in (versions == UPDATES, (versions >= 0) & (versions < UPDATES)))
@@ -75,30 +88,72 @@ def test_tokens_in_flight_have_the_log_probs_of_their_versions(ray_cluster: None
     assert rollout.router is not None and not rollout.router.lost
 
 
-def test_requests_in_flight_end_before_the_weights_move_or_their_rest_is_sent_again(ray_cluster: None) -> None:
-    config = actor_config("dense-tp2", parallel={"tp": 1}, rollout={"response_length": RESPONSE})
-    created = RayClassWithInitArgs(Actor, config, role="actor_rollout")
+def test_requests_in_flight_end_before_the_weights_move_or_their_rest_is_sent_again(
+    group: MegatronRayWorkerGroup,
+) -> None:
     several = {}
-    with (
-        RayResourcePool([1], use_gpu=False, name_prefix="pausing", max_colocate_count=1) as pool,
-        MegatronRayWorkerGroup(pool, created, name_prefix="pausing") as group,
-    ):
-        group.init_model()
-        trained = group.generate_sequences(prompts(**GREEDY))
-        rollout = TrajectoryRollout(group, eos_token_id=EOS, pad_token_id=PAD)
-        for pause in ("wait", "abort"):
-            group.set_pause(pause)
-            made, is_updated = list[Submitted](), threading.Event()
+    trained = group.generate_sequences(prompts(**GREEDY))
+    rollout = TrajectoryRollout(group, eos_token_id=EOS, pad_token_id=PAD)
+    for pause in ("wait", "abort"):
+        group.set_pause(pause)
+        made, is_updated = list[Submitted](), threading.Event()
 
-            def submit(*_: Any, made: list[Submitted] = made, is_updated: threading.Event = is_updated) -> None:
-                if not is_updated.is_set():  # the engine has requests all the time, however long the training takes
-                    made.append(rollout.submit([3 + len(made) % 100, 4], temperature=1.0))
-                    made[-1].add_done_callback(submit)
+        def submit(*_: Any, made: list[Submitted] = made, is_updated: threading.Event = is_updated) -> None:
+            if not is_updated.is_set():  # the engine has requests all the time, however long the training takes
+                made.append(rollout.submit([3 + len(made) % 100, 4], temperature=1.0))
+                made[-1].add_done_callback(submit)
 
-            for _ in range(100):
-                submit()
-            update(group, trained)
-            group.update_engine()
-            is_updated.set()
-            several[pause] = sum(len({*submitted.result(300).versions}) > 1 for submitted in [*made])
+        for _ in range(100):
+            submit()
+        update(group, trained)
+        group.update_engine()
+        is_updated.set()
+        several[pause] = sum(len({*submitted.result(300).versions}) > 1 for submitted in [*made])
     assert several["wait"] == 0 < several["abort"]
+
+
+TURNS = 2
+
+
+async def read_streams(base_url: str, api_key: str, problem: Mapping[str, Any]) -> list[list[str]]:
+    """Return the texts of the events of each turn."""
+    messages, texts = [*ASK], list[list[str]]()
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+        for _ in range(TURNS):
+            stream = await client.chat.completions.create(
+                model="policy", messages=messages, stream=True, max_tokens=20, seed=5
+            )
+            texts.append([chunk.choices[0].delta.content or "" async for chunk in stream])
+            messages += [{"role": "assistant", "content": "".join(texts[-1])}, {"role": "user", "content": "Why?"}]
+    return texts
+
+
+@pytest.mark.parametrize("in_episode", [False, True])
+def test_a_stream_has_the_tokens_of_the_engine_while_it_generates(
+    group: MegatronRayWorkerGroup, in_episode: bool
+) -> None:
+    texts = list[list[str]]()
+
+    async def agent(*arguments: Any) -> None:
+        texts.extend(await read_streams(*arguments))
+
+    rollout = TrajectoryRollout(group, driven=in_episode, eos_token_id=END, pad_token_id=PAD)
+    if in_episode:
+        episodes = Episodes(AgentEpisode, {"agent": agent}, tokenizer=Characters(), processes=0)
+        episodes.connect(rollout)
+        future = episodes.start({"prompt_ids": [5]}, seed=3)
+        episodes.run()
+        made: Trajectory = future.result()
+    else:
+        server = ChatServer(rollout, Characters())
+        session = server.open("a")
+        asyncio.run(agent(server.base_url, session.api_key, {}))
+        (made,) = session.close()
+        server.close()
+    columns = trajectory_batch([made], prompt_length=PROMPT, response_length=RESPONSE, pad_token_id=PAD)
+    scored = group.compute_log_prob(DataProto.from_dict(columns, meta_info={"temperature": 1.0}))
+    away = (scored.batch["old_log_probs"] - columns["rollout_log_probs"]) * columns["response_mask"]
+    sampled = [token for token, is_sampled in zip(made.tokens, made.mask, strict=True) if is_sampled]
+    assert made.turns == len(texts) == TURNS and float(away.abs().max()) < TOLERANCE
+    assert "".join(map("".join, texts)) == Characters().decode(sampled)
+    assert max(len([part for part in turn if part]) for turn in texts) > 2

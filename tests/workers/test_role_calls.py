@@ -17,10 +17,12 @@ MODEL = {
 }
 
 
+@pytest.mark.simulated
 @pytest.mark.parametrize(
     ("engine", "calls"), [("megatron", ["train", "score", "generate", "score"]), ("vllm", ["train", "score", "score"])]
 )
 def test_generation_is_estimated_for_engines_in_the_worker(engine: str, calls: list[str]) -> None:
     config = load_config(ActorConfig, {"model": MODEL, "rollout": {"engine": engine}})
-    actual = calls_of_run({KEY: config}, {KEY: 1}, Lengths(prompt=16, response=16, rows=4), fused=False)
+    actual = calls_of_run({KEY: config}, {KEY: 1}, Lengths(prompt=16, response=16, rows=4), layers="local")
     assert [call.call for call in actual] == calls
+    assert all(min(memory.total for memory in call.stages) > 0 for call in actual)

@@ -1,6 +1,6 @@
-"""A slow rank and slow links are found in the trace of real workers, and the parts of their passes are in it.
+"""A slow rank is found in the trace of real workers, and the parts of their passes are in it.
 
-The clock goes on by what a rank or a link is planned to take, and by little else: the load of this machine has no part.
+The clock goes on by what a rank is planned to take, and by little else: the load of this machine has no part.
 """
 
 from __future__ import annotations
@@ -18,10 +18,8 @@ from mcontroller.testing import simulated_worker_group
 from mcontroller.trace import recorder
 from mcontroller.trace.reading import RunTrace, read_trace
 from mcontroller.trace.recorder import recording, span
-from mcontroller.trace.summary import slow_links, stragglers
+from mcontroller.trace.summary import stragglers
 from parallel_state.layout import ParallelLayout
-from parallel_state.simulated.calls import Call
-from parallel_state.simulated.simulation import Simulation
 from tests.workers.roles import MODEL, OPTIM, PROMPT, RESPONSE, experience
 from workers.actor import ActorRolloutRefWorker
 from workers.config import ActorConfig, load_config
@@ -55,14 +53,13 @@ class Slow(ActorRolloutRefWorker):
     """Sleeps in every backward pass, and longer on one rank."""
 
     sleep: Callable[[float], None]
-    slower = SLOWER
 
     def forward_step(self, model: nn.Module, rows: TokenBatch) -> Tensor:
         output = super().forward_step(model, rows)
         info = self.get_megatron_rank_info()
         planted = (info.tp_rank, info.pp_rank, info.dp_rank) == (1, 0, 1)
         if torch.is_grad_enabled():
-            output.register_hook(lambda gradient: self.sleep(BACKWARD_S * (1 + self.slower * planted)))
+            output.register_hook(lambda gradient: self.sleep(BACKWARD_S * (1 + SLOWER * planted)))
         return output
 
 
@@ -99,25 +96,3 @@ def test_a_rank_that_sleeps_longer_in_backward_is_named_and_nothing_else(tmp_pat
     assert straggler.rank == "rank 3 (tp=1 dp=1 pp=0)"
     assert straggler.work == "backward of actor.update_actor"
     assert straggler.slower == pytest.approx(SLOWER, abs=0.01) and straggler.calls == STEPS
-    assert slow_links(trace) == []
-
-
-@pytest.mark.parametrize("ranks", [(2, 3), (3, 7), (1, 3)], ids=["tp", "pp", "dp"])
-def test_a_link_that_is_slow_is_named_and_nothing_else(
-    ranks: tuple[int, int], tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    wait = Simulation.wait
-
-    def wait_longer(simulation: Simulation, call: Call) -> None:
-        wait(simulation, call)
-        if call.group.ranks == ranks:
-            clock.sleep(0.02)
-
-    monkeypatch.setattr(Simulation, "wait", wait_longer)
-    monkeypatch.setattr(Slow, "slower", 0.0)
-    trace = trace_of_steps(tmp_path)
-    labels = {1: "rank 1 (tp=1 dp=0 pp=0)", 2: "rank 2 (tp=0 dp=1 pp=0)", 7: "rank 7 (tp=1 dp=1 pp=1)"}
-    [link] = slow_links(trace)
-    assert set(link.ranks) == {labels.get(rank, "rank 3 (tp=1 dp=1 pp=0)") for rank in ranks}
-    assert (link.work, link.calls, link.often) == ("actor.update_actor", STEPS, 1.0)
-    assert stragglers(trace) == []

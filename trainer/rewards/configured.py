@@ -203,7 +203,13 @@ class FunctionRewards:
         for row in rows[:SHOWN_FAILURES]:
             logger.warning(
                 "reward function %r failed for %d of %d samples (%s). Sample %d: %s. %s",
-                *(name, len(rows), len(samples), gets, row, outcomes[row].error, description_of(samples[row])),
+                name,
+                len(rows),
+                len(samples),
+                gets,
+                row,
+                outcomes[row].error,
+                description_of(samples[row]),
             )
 
 

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mcontroller.config.checks import check_known_keys
 from mcontroller.data.batch import DataProto
 from mcontroller.errors import ConfigError, DataError
 from mcontroller.transport import complete
@@ -107,45 +106,6 @@ def outcome_scores(scores: Sequence[float] | Tensor, response_mask: Tensor) -> T
     return on_tokens.mul_(response_mask != 0)
 
 
-def sum_of_rewards(
-    functions: Mapping[str, RewardFunction], weights: Mapping[str, float] | None = None
-) -> RewardFunction:
-    """Return a reward function that adds several, each with a column of its scores in the metrics.
-
-    A function that returns None for a row adds nothing; a row for which all do has no score.
-
-    Args:
-        functions: reward functions by name.
-        weights: the weight of each, 1 by default.
-
-    Raises:
-        ConfigError: there are no functions, or a weight is of a function that is not there.
-    """
-    if not functions:
-        raise ConfigError("sum_of_rewards got no reward functions; expected at least one by name", key="functions")
-    factors = dict.fromkeys(functions, 1.0) | dict(weights or {})
-    check_known_keys("weights", factors, functions)
-    if conflict := name_conflict(functions):
-        name, owner = conflict
-        text = f"functions has the name {name!r}, whose metric train/{name} is that of {owner}: choose another one"
-        raise ConfigError(text, key="functions", value=name)
-
-    def weighted(batch: DataProto) -> Reward:
-        parts = {name: rewarded(function, batch, name) for name, function in functions.items()}
-        total = torch.stack([factors[name] * part.token_level_scores for name, part in parts.items()]).sum(0)
-        columns: dict[str, Sequence[float]] = {}
-        for name, part in parts.items():
-            of_part = {f"{name}/{column}": values for column, values in part.columns.items()}
-            of_part[name] = part.row_scores().tolist()
-            if both := columns.keys() & of_part.keys():
-                raise DataError(f"two functions report the column {min(both)!r}: rename one", column=min(both))
-            columns |= of_part
-        missing = torch.stack([part.row_scores().isnan() for part in parts.values()]).all(0)
-        return Reward(total, columns, scored=(~missing).tolist())
-
-    return weighted
-
-
 def joined(rewards: Sequence[Reward]) -> Reward:
     """Return one Reward of the rows of several, with one score per row, ``[rows, 1]``: responses differ in width."""
     scores = torch.cat([reward.token_level_scores.sum(1, keepdim=True) for reward in rewards])
@@ -197,7 +157,7 @@ class RewardSources:
         self.combine = combine or weighted_sum()
 
     def start(self, batch: DataProto, problems: DataProto) -> Callable[[], Scores] | None:
-        """Start to score a batch of responses to train on, if the reward function can; return what ``of`` waits for.
+        """Start to score a batch of responses to train on, if the reward function can; return what ``score`` waits for.
 
         Args:
             batch: responses.
@@ -219,8 +179,8 @@ class RewardSources:
         reads = (*reads, "response_mask", EPISODE_SCORES, FAILED)
         return batch.select([name for name in batch.tensor_names if name in reads]).prefetch()
 
-    def of(self, batch: DataProto, *, held_out: bool = False, started: Callable[[], Scores] | None = None) -> Reward:
-        """Return the Reward of a batch.
+    def score(self, batch: DataProto, *, held_out: bool = False, started: Callable[[], Scores] | None = None) -> Reward:
+        """Call the reward function, and return the Reward of a batch.
 
         Args:
             batch: responses with the columns of their problems, and ``rm_scores`` if there is a reward model.

@@ -21,8 +21,7 @@ from trainer.config import TrainerConfig
 from trainer.data.stream import BatchStream
 from trainer.metrics import Metrics
 from trainer.rollout.episodes import Episodes
-from trainer.saving.checkpoints import RunState
-from trainer.saving.run_record import BatchInFlight
+from trainer.saving.run_record import BatchInFlight, RunState
 from trainer.stages import Stages
 from workers.role_worker import RoleWorker
 

@@ -29,6 +29,8 @@ from workers.columns import ROUTED_EXPERTS
 STEP_TOKENS = 64
 """[tokens] The most by which a step continues a request."""
 _OF_A_REQUEST = ("response_length", "seed")
+_VERSION = "policy_version"
+_READ = ("responses", "response_mask", *LOG_PROBS, _VERSION, ROUTED_EXPERTS)
 
 
 class ReferenceEngine:
@@ -160,7 +162,7 @@ class ReferenceEngine:
             answers: dict[Request, Sampled] = {}
             try:
                 for rows, batch in self._calls:
-                    answers.update(zip(rows, _sampled(rows, batch.get()), strict=True))
+                    answers.update(zip(rows, _sampled(rows, batch), strict=True))
             except MControllerError:
                 self._drop_step()
                 raise
@@ -234,26 +236,28 @@ def _have_one_setting(request: Request, other: Request) -> bool:
 
 def _sampled(rows: Sequence[Request], batch: DataProto) -> Iterator[Sampled]:
     """Yield what a call generated for each request, as far as there is room."""
-    responses, mask, prompts = columns(batch, "responses", "response_mask", "prompts")
-    tensors, width, kept = batch.tensors(), responses.shape[1], mask.sum(1).tolist()
+    responses, mask = columns(batch.prefetch(_READ), "responses", "response_mask")
+    tensors = batch.tensors([name for name in _READ if name in batch.tensor_names])
+    width, kept = responses.shape[1], mask.sum(1).tolist()
+    widest = max(len(request.prompt) for request in rows)
     name = next((name for name in LOG_PROBS if name in tensors), None)
     tokens = array("q", responses.long().numpy().tobytes())
     log_probs = None if name is None else array("d", tensors[name].double().numpy().tobytes())
     basis = batch.meta_info.get(name, {}) if name == LOG_PROBS[1] else None
-    versions = tensors["policy_version"].tolist() if "policy_version" in tensors else [0] * len(rows)
+    versions = tensors[_VERSION].tolist() if _VERSION in tensors else [0] * len(rows)
     experts, eos = tensors.get(ROUTED_EXPERTS), rows[0].settings["eos_token_id"]
     ends = {eos} if isinstance(eos, int) else {*eos}
     for row, (request, version) in enumerate(zip(rows, versions, strict=True)):
         count = min(int(kept[row]), request.limit)
         made = slice(row * width, row * width + count)
-        first = prompts.shape[1] - len(request.prompt)
+        first = widest - len(request.prompt)
         yield Sampled(
             tokens[made],
             None if log_probs is None else log_probs[made],
             [(version, count)],
             is_partial=count < request.limit and tokens[made.stop - 1] not in ends,
             basis=basis,
-            experts=None if experts is None else experts[row, first : prompts.shape[1] + count - 1],
+            experts=None if experts is None else experts[row, first : widest + count - 1],
         )
 
 

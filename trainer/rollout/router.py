@@ -19,6 +19,7 @@ BLOCKS_KNOWN = 1 << 16
 """The most blocks that are known of an engine; the oldest are forgotten."""
 UNEVEN = 8
 """[requests] How many more than the idlest engine one may have to get a request for its prefix."""
+_STOP_S = 5.0
 
 
 class NoEngineLeft(MControllerError):
@@ -132,13 +133,25 @@ def prefix_blocks(prompt: array[int]) -> list[int]:
 
 
 class RequestLoop:
-    """An event loop on a thread of its own, for requests that nobody drives; it ends with this object."""
+    """An event loop on a thread of its own, for requests that nobody drives; both end with this object."""
 
     def __init__(self) -> None:
         loop = self._loop = asyncio.new_event_loop()
-        threading.Thread(target=loop.run_forever, name="requests", daemon=True).start()
-        weakref.finalize(self, loop.call_soon_threadsafe, loop.stop)
+        thread = threading.Thread(target=_run_until_stopped, args=(loop,), name="requests", daemon=True)
+        thread.start()
+        weakref.finalize(self, _stop, loop, thread)
 
     def start(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
         """Run a coroutine on the loop, and return its future, which can be cancelled."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+
+def _run_until_stopped(loop: asyncio.AbstractEventLoop) -> None:
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:  # which cancels the tasks that are left
+        runner.get_loop().run_forever()
+
+
+def _stop(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+    loop.call_soon_threadsafe(loop.stop)
+    if thread is not threading.current_thread():
+        thread.join(_STOP_S)

@@ -17,8 +17,9 @@ from mcontroller.cli.help import roots
 from mcontroller.config.load import load_config
 from mcontroller.errors import ConfigError
 from mcontroller.locality import locality
+from parallel_state.dry_run.outcome import CONTEXT
 from parallel_state.topology import Topology
-from trainer.roles import CONFIG_KEYS, Role, reads_reference
+from trainer.roles import CONFIG_KEYS, Role, reads_reference, role_workers
 from trainer.run.config import MAIN_POOL, RunConfig, read_run_config
 from trainer.run.parts import chosen_lines, make_parts, models_without_weights, roles_of
 from trainer.run.pools import pool_names, pool_nodes, pools_of, role_layouts
@@ -28,15 +29,10 @@ from workers.config.trained_weights import base_is_frozen
 from workers.generate.engines import ROLLOUT_ENGINES
 from workers.generate.vllm.placement import describe_engines
 from workers.layout_search import search_layouts
-from workers.memory.estimate import (
-    CONTEXT_BYTES,
-    NCCL_BYTES_OF_TWO_RANKS,
-    NCCL_BYTES_PER_GROUP,
-    Memory,
-    host_memory,
-)
+from workers.memory.nccl import BYTES_OF_TWO_RANKS, BYTES_PER_GROUP
+from workers.memory.planned import Memory
 from workers.model.gpu_defaults import max_connections
-from workers.role_calls import CallMemory, Lengths, calls_of_run
+from workers.role_calls import CallMemory, Lengths, calls_of_run, host_memory
 
 _GB = 2**30
 _COLUMNS = tuple(field.name for field in dataclasses.fields(Memory))
@@ -54,17 +50,16 @@ def report(arguments: argparse.Namespace) -> int:
         pools = pool_names(config)
     reference = not isinstance(config, RunConfig) or reads_reference(config, roles_of(config))
     on_gpu = not isinstance(config, RunConfig) or config.pool.use_gpu
-    lines += _role_lines(roles, sizes, reference, on_gpu)
     layers = arguments.layers or ("transformer_engine" if on_gpu else "local")
     lengths = lengths_of(config, roles)
-    calls = calls_of_run(roles, sizes, lengths, fused=layers == "transformer_engine")
+    calls = calls_of_run(roles, sizes, lengths, layers=layers, classes=_worker_classes(config))
     calls = [call for call in calls if reference or call.role != "reference"]
+    lines += _role_lines(roles, sizes, calls, reference, on_gpu)
     lines += ["", memory_table(calls, pools, on_gpu=on_gpu)]
     actor = roles.get("actor_rollout_ref")
     if isinstance(actor, ActorConfig) and on_gpu:
         gpu_memory = _gpu_memory(arguments.gpu_memory)
-        ranks, fused = sizes["actor_rollout_ref"], layers == "transformer_engine"
-        search = search_layouts(actor, ranks, lengths, gpu_memory, fused=fused)
+        search = search_layouts(actor, sizes["actor_rollout_ref"], lengths, gpu_memory, layers=layers)
         lines += ["", *search.lines(gpu_memory)]
     sys.stdout.write("\n".join([*lines, ""]))
     return 0
@@ -186,6 +181,8 @@ def memory_table(calls: Sequence[CallMemory], pools: Mapping[str, str] | None = 
         pools: the name of the pool of each role, by its key. None: all are in one.
         on_gpu: whether the memory is that of GPUs, which roles share; otherwise it is that of processes.
     """
+    failed = [f"{call.role} {call.call}: no memory is known, {call.failure}" for call in calls if call.failure]
+    calls = [call for call in calls if not call.failure]
     rows = [("role", "call", "stage", *_COLUMNS, "total")]
     for call in calls:
         memory = call.stages[call.most]
@@ -193,7 +190,8 @@ def memory_table(calls: Sequence[CallMemory], pools: Mapping[str, str] | None = 
         rows.append((call.role, call.call, str(call.most), *(f"{size / _GB:.2f}" for size in (*sizes, memory.total))))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    if not on_gpu:
+    lines += failed
+    if not on_gpu or not calls:
         return "\n".join(["GB (2**30 bytes) in a process of the stage that needs the most", *lines])
     of_pool: dict[str, list[CallMemory]] = {}
     for call in calls:
@@ -203,15 +201,15 @@ def memory_table(calls: Sequence[CallMemory], pools: Mapping[str, str] | None = 
     else:
         sums = [f"if the roles of a pool share its GPUs, {name}: {_sums(same)}" for name, same in of_pool.items()]
     sums.append(
-        f"nccl is a guess: {NCCL_BYTES_PER_GROUP / _GB:g} GB for each communicator of more than two ranks, "
-        f"{NCCL_BYTES_OF_TWO_RANKS / _GB:g} GB for one of two"
+        f"nccl is a guess: {BYTES_PER_GROUP / _GB:g} GB for each communicator of more than two ranks, "
+        f"{BYTES_OF_TWO_RANKS / _GB:g} GB for one of two"
     )
     return "\n".join(["GB (2**30 bytes) on a GPU of the stage that needs the most", *lines, "", *sums])
 
 
 def _sums(calls: Sequence[CallMemory]) -> str:
     """The most memory of a GPU that roles share, if they hand it over and if they keep it, with all CUDA contexts."""
-    contexts = len({call.key for call in calls}) * CONTEXT_BYTES
+    contexts = len({call.key for call in calls}) * CONTEXT
     totals = [call.stages[call.most] for call in calls]
     handed = max(memory.total for memory in totals)
     nccl = sum(memory.nccl for memory in {call.role: call.stages[call.most] for call in calls}.values())
@@ -219,7 +217,7 @@ def _sums(calls: Sequence[CallMemory]) -> str:
     kept = {call.role: 0 for call in calls}
     for call, size in zip(calls, held, strict=True):
         kept[call.role] = max(kept[call.role], size)
-    moment = max(memory.activations + memory.logits + memory.cache for memory in totals)
+    moment = max(memory.activations + memory.communication + memory.cache for memory in totals)
     handed += nccl - max(memory.nccl for memory in totals) + contexts
     never = sum(kept.values()) + moment + nccl + contexts
     return (
@@ -228,14 +226,26 @@ def _sums(calls: Sequence[CallMemory]) -> str:
     )
 
 
+def _worker_classes(config: Any) -> dict[str, type]:
+    """Return the classes of the workers of a run by key."""
+    if not isinstance(config, RunConfig):
+        return {}
+    return {CONFIG_KEYS[spec.role]: spec.init.cls for spec in role_workers(config, roles_of(config))}
+
+
 def _role_lines(
-    roles: Mapping[str, RoleConfig], sizes: Mapping[str, int], reference: bool, on_gpu: bool
+    roles: Mapping[str, RoleConfig],
+    sizes: Mapping[str, int],
+    calls: Sequence[CallMemory],
+    reference: bool,
+    on_gpu: bool,
 ) -> Iterator[str]:
     """Return the lines of all roles.
 
     Args:
         roles: configurations by key.
         sizes: ranks of each group, by the same keys.
+        calls: their calls.
         reference: whether the run has a reference policy.
         on_gpu: whether the lines are those of GPUs too.
     """
@@ -251,12 +261,13 @@ def _role_lines(
             yield f"{key}: CUDA_DEVICE_MAX_CONNECTIONS={value} on GPUs before compute capability 10.0: {reason}"
         trained = isinstance(config, ActorConfig | CriticConfig) and key not in ("ref", "rollout")
         copied = key == "actor_rollout_ref" and reference and "ref" not in roles and not base_is_frozen(config.model)
-        models = 2 if copied else 1
-        host = host_memory(config, sizes[key], trained=trained, models=models)
-        line = f"{key}: host memory of a process: {host.offloaded / _GB:.2f} GB offloaded (pinned)"
-        line += f", {host.saved / _GB:.2f} GB to save" if host.saved else ""
-        line += f", {host.gathered / _GB:.2f} GB more to save for any layout" if host.gathered else ""
-        yield line
+        call = next((call for call in calls if call.key == key and call.uses), None)
+        if call is not None:
+            host = host_memory(call, config, sizes[key], models=2 if copied else 1)
+            line = f"{key}: host memory of a process: {host.offloaded / _GB:.2f} GB offloaded (pinned)"
+            line += f", {host.saved / _GB:.2f} GB to save" if host.saved else ""
+            line += f", {host.gathered / _GB:.2f} GB more to save for any layout" if host.gathered else ""
+            yield line
         if trained and not isinstance(config, RewardConfig) and config.optim.distributed_optimizer is None:
             layout = config.parallel.layout(sizes[key])
             chosen = config.optim.resolved(layout.dp * layout.cp, on_gpu=True).distributed_optimizer

@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
         for step, damage in chosen.damaged.items():
             sys.stdout.write(f"the checkpoint of step {step} is damaged ({damage})\n")
         group.load_checkpoint(chosen.paths["actor"])
-        steps.append(chosen.save.global_steps)
+        steps.append(chosen.save.state.global_steps)
         if arguments.adapter:
             group.export_adapter(target)
         else:

@@ -220,6 +220,8 @@ def make_parts(config: RunConfig) -> RunParts:
         shown = [problems.prompts[key] for key in config.data.training_sets()]
         longest = config.actor_rollout_ref.rollout.response_length
         demonstrations = attempt(partial(demonstrations_of, shown, longest, demonstrate))
+    if demonstrations is not None:
+        attempt(partial(BatchStream, demonstrations, config.warm_up.batch_size, config.data.seed, "warm_up"))
     errors.raise_any()
     assert tokenizer is not None and problem_rows is not None
     rewards = FunctionRewards(config.rewards, tokenizer) if config.rewards.functions else None
@@ -359,7 +361,7 @@ def make_tokenizer(config: RunConfig, records: Sequence[Records]) -> TextTokeniz
 
 
 def check_vocabulary(config: RunConfig, tokenizer: TextTokenizer, texts: Sequence[str] = ()) -> None:
-    """Raise ConfigError if a model has fewer token ids than the tokenizer, or another vocabulary.
+    """Raise ConfigError if a model has fewer token ids than the tokenizer, or ids that it cannot decode.
 
     Args:
         config: the configuration.
@@ -367,6 +369,16 @@ def check_vocabulary(config: RunConfig, tokenizer: TextTokenizer, texts: Sequenc
         texts: prompts to compare vocabularies by.
     """
     policy = config.actor_rollout_ref.model
+    try:
+        tokenizer.decode([policy.vocab_size - 1])
+    except Exception as error:
+        raise ConfigError(
+            f"actor_rollout_ref.model.vocab_size is {policy.vocab_size}, so token id {policy.vocab_size - 1} can be "
+            f"sampled, and decode of the tokenizer fails for it ({type(error).__name__}: {error}): set it to the "
+            f"{tokenizer.vocab_size} tokens of the tokenizer, or let decode skip other ids",
+            key="actor_rollout_ref.model.vocab_size",
+            value=policy.vocab_size,
+        ) from error
     for role, section in config.sections().items():
         key, size, path = f"{role}.model.vocab_size", section.model.vocab_size, section.model.hf_path
         if size < tokenizer.vocab_size:

@@ -76,7 +76,7 @@ class RunReport:
         if self._trainer.resume:
             record = Path(self._trainer.default_local_dir) / RECORD
             minutes = (time.time() - record.stat().st_mtime) / 60
-            step, total = read_record(record.parent).last.global_steps, self._trainer.total_training_steps
+            step, total = read_record(record.parent).last.state.global_steps, self._trainer.total_training_steps
             lost = f"; {self._done - step} later steps are lost" if self._done > step else ""
             self._print(f"resuming from step {step} of {total}, saved {minutes:.0f} min ago{lost}")
         before = self._before()
@@ -90,7 +90,7 @@ class RunReport:
             steps: steps of PPO that this process had done.
         """
         try:
-            saved = read_record(Path(self._trainer.default_local_dir)).last.global_steps
+            saved = read_record(Path(self._trainer.default_local_dir)).last.state.global_steps
         except DataError:
             command = self._process["command"]
             self._print("no step is saved" + (f", {steps} are lost; start again with: {command}" if steps else ""))

@@ -236,7 +236,7 @@ def interruptible() -> Iterator[None]:
 def run_of_trackers(config: RunConfig, directory: Path) -> Run:
     """Return what trackers are passed of a run: its names, its configuration, and the step that it is resumed at."""
     trainer = config.trainer
-    resumed_at = read_record(Path(trainer.default_local_dir)).last.global_steps if trainer.resume else None
+    resumed_at = read_record(Path(trainer.default_local_dir)).last.state.global_steps if trainer.resume else None
     name = config.experiment_name or directory.name
     return Run(directory, config.project_name, name, config=dataclasses.asdict(config), resumed_at=resumed_at)
 

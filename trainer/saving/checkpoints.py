@@ -15,7 +15,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -23,11 +23,11 @@ from mcontroller.errors import DataError, GroupBroken, MControllerError, WorkerE
 from mcontroller.files import acquire_lock, delete_with_links, free_space, release_lock, sync_directory
 from mcontroller.group import WorkerGroup
 from trainer.config import TrainerConfig
-from trainer.data.stream import BatchStream
 from trainer.saving.run_record import (
     RECORD,
     BatchInFlight,
     RunRecord,
+    RunState,
     SavedBatch,
     SavedStep,
     checked_program,
@@ -48,63 +48,6 @@ CLOSE_TIMEOUT_S = 600.0
 _STAGED = ".saving-"
 _IN_FLIGHT = "in_flight"
 _logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class RunState:
-    """The controller's own state.
-
-    Attributes:
-        global_steps: steps of PPO done.
-        kl_coef: weight of the KL penalty.
-        drawn_batches: batches of problems that were drawn; more than the steps with dynamic sampling.
-        num_tokens: tokens of prompts and responses so far.
-    """
-
-    global_steps: int
-    kl_coef: float
-    drawn_batches: int
-    num_tokens: int = 0
-    program: Mapping[str, Any] = field(default_factory=dict)
-    """The state of the program that runs the trainer, as JSON."""
-    rollout: Mapping[str, Any] = field(default_factory=dict)
-    """The state of sampling of a separate rollout group, as JSON."""
-    in_flight: tuple[BatchInFlight, ...] = ()
-    """The batches whose responses were generated and not yet trained on."""
-    next_row: int | None = None
-    """Position of the first row that was not drawn; None: of an earlier version."""
-    batch_size: int | None = None
-    """Problems of a batch; None: of an earlier version."""
-    pending: tuple[int, ...] | None = None
-    """Positions of rows before ``next_row`` that were neither trained on nor are in flight; None: of an earlier
-    version, whose ``next_row`` is the first row of the batches in flight."""
-    value: float | None = None
-    """``trainer.best_metric`` at this step; None if it was not measured."""
-
-    def in_flight_in(self, batches: BatchStream) -> tuple[BatchInFlight, ...]:
-        """Return the batches in flight, and have their rows in ``batches``; none if these have another size."""
-        first = self.drawn_batches - len(self.in_flight)
-        if self.pending is None and self.next_row is not None:
-            batches.resume(first, self.next_row)
-        elif self.next_row is not None:
-            rows = {batch.number: batch.rows for batch in self.in_flight}
-            batches.resume(self.drawn_batches, self.next_row, self.pending or (), rows)
-        return self.in_flight if self.batch_size in (None, batches.batch_size) else ()
-
-    def continue_after(self, batches: BatchStream, kept: int) -> int:
-        """Continue ``batches`` after the rows that were trained on or are in flight; return the number of the next.
-
-        Args:
-            batches: after ``in_flight_in``.
-            kept: batches in flight; 0: the rows of those that were in flight are read again.
-        """
-        if kept or not self.in_flight:
-            return self.drawn_batches
-        first = self.drawn_batches - len(self.in_flight)
-        if self.next_row is not None and self.pending is not None:
-            again = sorted(row for batch in self.in_flight for row in batch.rows_in_flight())
-            batches.resume(first, self.next_row, [*again, *self.pending])
-        return first
 
 
 class Stateful(Protocol):
@@ -242,18 +185,7 @@ class RunCheckpoints:
             self.devices.make_room(group.load_checkpoint)
             group.load_checkpoint(paths[name])
         self.recover(groups)
-        return RunState(
-            global_steps=save.global_steps,
-            kl_coef=save.kl_coef,
-            drawn_batches=save.global_steps if save.drawn_batches is None else save.drawn_batches,
-            num_tokens=save.num_tokens,
-            program=save.program,
-            rollout=save.rollout,
-            in_flight=batches,
-            next_row=save.next_row,
-            batch_size=save.batch_size,
-            pending=save.pending,
-        )
+        return replace(save.state, in_flight=batches)
 
     def fallbacks(self) -> list[str]:
         """Return a line for each damaged save that the last ``load`` has passed over."""
@@ -338,7 +270,7 @@ class RunCheckpoints:
             if not isinstance(error, OSError | WorkerError):
                 raise
             record = self._record()
-            has = "no checkpoint" if record is None else f"the checkpoint of step {record.last.global_steps}"
+            has = "no checkpoint" if record is None else f"the checkpoint of step {record.last.state.global_steps}"
             text = f"the checkpoint of step {step} was not saved, and the run has {has}: {cause}"
             raise DataError(text, path=str(self.directory)) from error
 
@@ -356,25 +288,14 @@ class RunCheckpoints:
         state, before = writing.state, self._record()
         places = {name: str(Path(name) / path.name) for name, path in writing.written.items()}
         saves = () if before is None else before.saves()
-        earlier = tuple(save for save in saves if save.global_steps < state.global_steps)
+        earlier = tuple(save for save in saves if save.state.global_steps < state.global_steps)
         value = state.value if state.value is not None and math.isfinite(state.value) else None
-        whole = tuple(save for save in earlier if save.global_steps not in self.damaged)
+        whole = tuple(save for save in earlier if save.state.global_steps not in self.damaged)
         kept = self._kept(whole, value)
         needed = {*places.values(), *(place for save in kept for place in save.groups.values())}
         record = RunRecord(
             last=SavedStep(
-                global_steps=state.global_steps,
-                kl_coef=state.kl_coef,
-                groups=places,
-                program=checked_program(state.program),
-                drawn_batches=state.drawn_batches,
-                num_tokens=state.num_tokens,
-                rollout=state.rollout,
-                in_flight=writing.in_flight,
-                next_row=state.next_row,
-                batch_size=state.batch_size,
-                pending=state.pending,
-                value=value,
+                places, replace(state, program=checked_program(state.program), value=value), writing.in_flight
             ),
             earlier=kept,
             staged={name: os.path.relpath(path, self.directory) for name, path in writing.staged.items()},
@@ -397,7 +318,7 @@ class RunCheckpoints:
         if newest is None:
             return earlier
         compared: list[tuple[float, SavedStep | None]] = [] if value is None else [(sign * value, None)]
-        compared += [(sign * save.value, save) for save in earlier if save.value is not None]
+        compared += [(sign * save.state.value, save) for save in earlier if save.state.value is not None]
         best = [save for _, save in sorted(compared, key=lambda pair: pair[0])[: self._options.keep_best]]
         return tuple(save for at, save in enumerate(earlier) if at < newest - 1 or save in best)
 
@@ -477,7 +398,7 @@ def newest_whole_save(
             if with_batches and save.in_flight:
                 batches = read_batches(record.locate(directory, save, _IN_FLIGHT), save.in_flight)
         except DataError as error:
-            damaged[save.global_steps] = str(error)
+            damaged[save.state.global_steps] = str(error)
         else:
             return WholeSave(save, paths, batches, damaged)
     problems = "; ".join(f"step {step}: {damage}" for step, damage in damaged.items())

@@ -24,7 +24,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from mcontroller.errors import ConfigError
 from mcontroller.group import WorkerGroup
 from parallel_state.axes import RANK_AXIS
-from trainer.saving.checkpoints import RunState
+from trainer.saving.run_record import RunState
 from trainer.stages import SharedDevices
 from workers.role_worker import RoleWorker
 

@@ -11,13 +11,14 @@ import math
 import os
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from mcontroller.data.batch import DataProto
 from mcontroller.errors import DataError
 from mcontroller.files import replace_text, sync_directory
+from trainer.data.stream import BatchStream
 
 RECORD = "trainer.json"
 _CHUNK = 1 << 24
@@ -31,7 +32,7 @@ class BatchInFlight:
         number: of its problems in the sequence of the data set.
         responses: the responses, with all columns.
         problems: which of its problems have responses that were not trained on; None: all.
-        rows: the positions of its problems in the data, see ``BatchStream``; empty: of an earlier version.
+        rows: the positions of its problems in the data, see ``BatchStream``.
     """
 
     number: int
@@ -109,38 +110,70 @@ def _checksum(path: Path) -> int:
     return value
 
 
-@dataclass(frozen=True, kw_only=True)
-class SavedStep:
-    """A save of all groups.
+@dataclass(frozen=True)
+class RunState:
+    """The controller's own state.
 
     Attributes:
         global_steps: steps of PPO done.
         kl_coef: weight of the KL penalty.
-        groups: the directory of each group's checkpoint, relative to that of the run.
-        program: the state of the program that runs the trainer, as JSON.
-        drawn_batches: batches of problems that were drawn; None: one for each step, as earlier versions did.
+        drawn_batches: batches of problems that were drawn; more than the steps with dynamic sampling.
         num_tokens: tokens of prompts and responses so far.
+        program: the state of the program that runs the trainer, as JSON.
         rollout: the state of sampling of a separate rollout group, as JSON.
         in_flight: the batches whose responses were generated and not yet trained on.
-        next_row: position in the data of the first row that was not drawn; None: of an earlier version.
-        batch_size: problems of a batch; None: of an earlier version.
-        pending: positions before ``next_row`` of rows that were neither trained on nor are in flight; None: of an
-            earlier version, whose ``next_row`` is the first row of the batches in flight.
+        next_row: position in the data of the first row that was not drawn.
+        batch_size: problems of a batch.
+        pending: positions before ``next_row`` of rows that were neither trained on nor are in flight.
         value: ``trainer.best_metric`` at this step; None if it was not measured.
     """
 
     global_steps: int
     kl_coef: float
-    groups: Mapping[str, str]
-    program: Mapping[str, Any] = field(default_factory=dict)
-    drawn_batches: int | None = None
+    drawn_batches: int = 0
     num_tokens: int = 0
+    program: Mapping[str, Any] = field(default_factory=dict)
     rollout: Mapping[str, Any] = field(default_factory=dict)
-    in_flight: tuple[SavedBatch, ...] = ()
-    next_row: int | None = None
-    batch_size: int | None = None
-    pending: tuple[int, ...] | None = None
+    in_flight: tuple[BatchInFlight, ...] = ()
+    next_row: int = 0
+    batch_size: int = 0
+    pending: tuple[int, ...] = ()
     value: float | None = None
+
+    def in_flight_in(self, batches: BatchStream) -> tuple[BatchInFlight, ...]:
+        """Return the batches in flight, and have their rows in ``batches``; none if these have another size."""
+        rows = {batch.number: batch.rows for batch in self.in_flight}
+        batches.resume(self.drawn_batches, self.next_row, self.pending, rows)
+        return self.in_flight if self.batch_size == batches.batch_size else ()
+
+    def continue_after(self, batches: BatchStream, kept: int) -> int:
+        """Continue ``batches`` after the rows that were trained on or are in flight; return the number of the next.
+
+        Args:
+            batches: after ``in_flight_in``.
+            kept: batches in flight; 0: the rows of those that were in flight are read again.
+        """
+        if kept or not self.in_flight:
+            return self.drawn_batches
+        first = self.drawn_batches - len(self.in_flight)
+        again = sorted(row for batch in self.in_flight for row in batch.rows_in_flight())
+        batches.resume(first, self.next_row, [*again, *self.pending])
+        return first
+
+
+@dataclass(frozen=True)
+class SavedStep:
+    """A save of all groups.
+
+    Attributes:
+        groups: the directory of each group's checkpoint, relative to that of the run.
+        state: of the controller, without the batches in flight.
+        in_flight: the batches whose responses were generated and not yet trained on.
+    """
+
+    groups: Mapping[str, str]
+    state: RunState
+    in_flight: tuple[SavedBatch, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -189,14 +222,19 @@ def checked_program(program: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def write_record(directory: Path, record: RunRecord) -> None:
     """Replace the record of the run in ``directory``."""
-    content = asdict(record.last) | {"earlier": [asdict(save) for save in record.earlier]}
+    content = _json_of(record.last) | {"earlier": [_json_of(save) for save in record.earlier]}
     if record.staged or record.obsolete:
         content |= {"staged": dict(record.staged), "obsolete": list(record.obsolete)}
     replace_text(directory / RECORD, json.dumps(content, indent=1))
 
 
+def _json_of(save: SavedStep) -> dict[str, Any]:
+    state = replace(save.state, in_flight=save.in_flight)  # type: ignore[arg-type]  # the record of the batches
+    return {"groups": save.groups, **asdict(state)}
+
+
 def read_record(directory: Path) -> RunRecord:
-    """Return the record of the run in ``directory``; of earlier versions too, which have only the last save.
+    """Return the record of the run in ``directory``.
 
     Raises:
         DataError: the file does not exist or is damaged; the text names the value.
@@ -225,64 +263,45 @@ def read_record(directory: Path) -> RunRecord:
 def _saved_step(path: Path, content: Any) -> SavedStep:
     if not isinstance(content, dict):
         raise _damaged(path, f"expected an object for each save, got {type(content).__name__}")
-    steps, kl_coef = content.get("global_steps"), content.get("kl_coef")
-    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 0:
-        raise _damaged(path, f"global_steps is {steps!r:.100}, expected a number of steps")
-    if not isinstance(kl_coef, int | float) or isinstance(kl_coef, bool) or not math.isfinite(kl_coef):
-        raise _damaged(path, f"kl_coef is {kl_coef!r:.100}, expected a finite number")
-    program, rollout = content.get("program", {}), content.get("rollout", {})
-    for name, state in (("program", program), ("rollout", rollout)):
-        if not isinstance(state, dict):
-            raise _damaged(path, f"{name} is {state!r:.100}, expected an object")
-    counts = {name: content.get(name) for name in ("drawn_batches", "num_tokens", "next_row", "batch_size")}
-    for name, number in counts.items():
-        if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 0):
-            raise _damaged(path, f"{name} is {number!r:.100}, expected a count")
-    groups = _directories(path, "groups", content.get("groups"))
-    in_flight = _batches(path, content.get("in_flight", []))
-    value = content.get("value")
-    if value is not None and not (type(value) in (int, float) and math.isfinite(value)):
-        raise _damaged(path, f"value is {value!r:.100}, expected a finite number")
-    return SavedStep(
-        global_steps=steps,
-        kl_coef=float(kl_coef),
-        groups=groups,
-        program=program,
-        drawn_batches=counts["drawn_batches"],
-        num_tokens=counts["num_tokens"] or 0,
-        rollout=rollout,
-        in_flight=in_flight,
-        next_row=counts["next_row"],
-        batch_size=counts["batch_size"],
-        pending=_counts(path, "pending", content.get("pending")),
-        value=value,
-    )
+    for name in ("global_steps", "drawn_batches", "num_tokens", "next_row", "batch_size"):
+        _check(path, name, content.get(name), int)
+    _check(path, "kl_coef", content.get("kl_coef"), int | float)
+    if content.get("value") is not None:
+        _check(path, "value", content["value"], int | float, least=-math.inf)
+    for name in ("program", "rollout"):
+        if not isinstance(content.get(name), dict):
+            raise _damaged(path, f"{name} is {content.get(name)!r:.100}, expected an object")
+    known = {item.name: content[item.name] for item in fields(RunState) if item.name in content}
+    pending = _counts(path, "pending", content.get("pending"))
+    state = RunState(**known | {"pending": pending, "in_flight": (), "kl_coef": float(content["kl_coef"])})
+    return SavedStep(_directories(path, "groups", content.get("groups")), state, _batches(path, content))
 
 
-def _counts(path: Path, name: str, content: Any) -> tuple[int, ...] | None:
-    """Return a list of counts as a tuple; None if there is none."""
-    if content is None:
-        return None
+def _check(path: Path, name: str, number: Any, kind: Any, *, least: float = 0) -> None:
+    """Raise DataError unless ``number`` is finite, of this kind, and not below ``least``."""
+    if isinstance(number, bool) or not isinstance(number, kind) or not least <= number < math.inf:
+        raise _damaged(path, f"{name} is {number!r:.100}, expected a finite number of at least {least}")
+
+
+def _counts(path: Path, name: str, content: Any) -> tuple[int, ...]:
     if not isinstance(content, list) or not all(type(count) is int and count >= 0 for count in content):
         raise _damaged(path, f"{name} is {content!r:.100}, expected a list of counts")
     return tuple(content)
 
 
-def _batches(path: Path, content: Any) -> tuple[SavedBatch, ...]:
-    expected = "expected a list of objects with the counts number and crc32"
-    if not isinstance(content, list):
-        raise _damaged(path, f"in_flight is {content!r:.100}, {expected}")
-    for batch in content:
-        counts = [batch.get("number"), batch.get("crc32")] if isinstance(batch, dict) else [None]
-        if not all(isinstance(count, int) and not isinstance(count, bool) and count >= 0 for count in counts):
-            raise _damaged(path, f"in_flight has {batch!r:.100}, {expected}")
+def _batches(path: Path, content: Mapping[str, Any]) -> tuple[SavedBatch, ...]:
+    batches = content.get("in_flight")
+    if not isinstance(batches, list) or not all(isinstance(batch, dict) for batch in batches):
+        raise _damaged(path, f"in_flight is {batches!r:.100}, expected a list of objects")
     saved = []
-    for batch in content:
-        problems = _counts(path, "problems of in_flight", batch.get("problems"))
+    for batch in batches:
+        for name in ("number", "crc32"):
+            _check(path, f"{name} of in_flight", batch.get(name), int)
         rows = _counts(path, "rows of in_flight", batch.get("rows"))
-        if any(problem >= len(rows or ()) for problem in problems or ()):
-            raise _damaged(path, f"problems of in_flight is {problems!r:.100}, expected counts below {len(rows or ())}")
-        saved.append(SavedBatch(batch["number"], batch["crc32"], problems, rows or ()))
+        problems = batch.get("problems")
+        if problems is not None and any(row >= len(rows) for row in _counts(path, "problems of in_flight", problems)):
+            raise _damaged(path, f"problems of in_flight is {problems!r:.100}, expected counts below {len(rows)}")
+        saved.append(SavedBatch(batch["number"], batch["crc32"], None if problems is None else tuple(problems), rows))
     return tuple(saved)
 
 

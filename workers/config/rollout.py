@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 from mcontroller.config.checks import check_above, check_at_least, check_between, check_one_of
 from mcontroller.config.fields import check_unused, strict_fields
-from mcontroller.errors import ConfigError
 from workers.config.vllm import VllmConfig
 
 
@@ -51,8 +50,6 @@ class RolloutConfig:
     fingerprints: compare one number per tensor, and reject an engine that cannot report them. auto: fingerprints if the
     engine reports them, or else a warning.
     """
-    unverified_reason: str = ""
-    """Why the weights of the engine are not verified; required if verify_weights is never."""
 
     def __post_init__(self) -> None:
         for name in ("prompt_length", "response_length", "n", "max_rows"):
@@ -65,18 +62,6 @@ class RolloutConfig:
         check_between("rollout.top_p", self.top_p, 0.0, 1.0)
         check_between("rollout.min_p", self.min_p, 0.0, 1.0)
         check_above("rollout.repetition_penalty", self.repetition_penalty, 0.0)
-        self._check_verify_weights()
+        check_one_of("rollout.verify_weights", self.verify_weights, ("auto", "fingerprints", "never"))
         if not self.do_sample:
             check_unused(self, ("top_p", "top_k", "min_p"), "rollout.", "with rollout.do_sample=false")
-
-    def _check_verify_weights(self) -> None:
-        check_one_of("rollout.verify_weights", self.verify_weights, ("auto", "fingerprints", "never"))
-        never, reason = self.verify_weights == "never", self.unverified_reason
-        if never != bool(reason.strip()):
-            expected = "a reason" if never else "no reason unless rollout.verify_weights is 'never'"
-            raise ConfigError(
-                f"rollout.unverified_reason is {reason!r}, and rollout.verify_weights {self.verify_weights!r}; "
-                f"expected {expected}",
-                key="rollout.unverified_reason",
-                value=reason,
-            )

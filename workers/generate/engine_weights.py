@@ -35,7 +35,7 @@ class EngineWeights:
             return
         engine = type(rollout).__name__
         if not self._on:
-            logger.warning("the weights of %s are not verified: %s", engine, config.unverified_reason)
+            logger.warning("the weights of %s are not verified: rollout.verify_weights is never", engine)
         elif not isinstance(rollout, ReadableRollout):
             text = f"{engine} has no method fingerprints (see workers.generate.rollout_protocol.ReadableRollout)"
             if config.verify_weights == "fingerprints":

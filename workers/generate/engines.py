@@ -19,8 +19,10 @@ from workers.config.fit import check_generation
 from workers.generate.megatron_rollout import MegatronRollout
 from workers.generate.rollout_protocol import Rollout
 from workers.generate.vllm.checks import check_vllm
+from workers.generate.vllm.gpu_memory import bytes_of_first_step
 from workers.generate.vllm.placement import EnginePlacement, place_engines
 from workers.generate.vllm.start import vllm_rollout
+from workers.memory.nccl import nccl_bytes
 
 ROLLOUT_ENGINES: Registry[RolloutEngine] = Registry("rollout engine", key="rollout.engine")
 """Every registered engine by its name."""
@@ -62,11 +64,14 @@ ROLLOUT_ENGINES.add("megatron", RolloutEngine(_check_megatron, _build_megatron, 
 
 
 def _build_vllm(worker: Any) -> Rollout:
-    trained, models, offloader = worker.state.optimizer is not None, len(worker.state.models), worker.offloader
+    state, offloader, layout, due = worker.state, worker.offloader, worker.context.layout, 0
     if offloader.takes_turns:  # the engine starts beside what is on the device when it generates
         offloader.offload(keep_for="generate_sequences")
-    resident = not offloader.takes_turns
-    return vllm_rollout(worker.config, worker.context, trained=trained, models=models, resident=resident)
+    if state.models:
+        sharded = state.optimizer is not None and worker.config.optim.distributed_optimizer
+        due = nccl_bytes(layout, experts=worker.config.model.num_moe_experts is not None, sharded=bool(sharded))
+        due += 0 if offloader.takes_turns else bytes_of_first_step(state.optimizer)
+    return vllm_rollout(worker.config, worker.context, due, beside_policy=bool(state.models))
 
 
 def _place_vllm(config: ActorConfig, nodes: Sequence[str]) -> list[EnginePlacement]:

@@ -51,8 +51,8 @@ def _mfu(updated: DataProto) -> dict[str, Figure]:
 
 def _estimate(config: ActorConfig, session: Session) -> int:
     lengths = Lengths(session.scale.prompt, session.scale.response, config.ppo_mini_batch_size)
-    fused = config.model.transformer_impl == "transformer_engine"
-    calls = calls_of_run({"actor_rollout_ref": config}, {"actor_rollout_ref": 1}, lengths, fused=fused)
+    layers = config.model.transformer_impl
+    calls = calls_of_run({"actor_rollout_ref": config}, {"actor_rollout_ref": 1}, lengths, layers=layers)
     return next(call for call in calls if call.call == "train").stages[0].total
 
 

@@ -100,7 +100,8 @@ class TEDotProductAttention(MegatronModule):
                 parallelism both dims are of the whole sequence, in its own order. None: causality only.
             attn_mask_type: ignored; the type of the layer counts.
             attention_bias: must be None.
-            packed_seq_params: the bounds of packed sequences (THD), each of them divided over cp separately.
+            packed_seq_params: the bounds of packed sequences (THD), each of them divided over cp separately; ignored
+                if it says that rows are not packed (SBHD).
 
         Raises:
             DataError: an ``attention_bias``, or a sequence that context parallelism does not divide.
@@ -115,7 +116,7 @@ class TEDotProductAttention(MegatronModule):
         if self.cp > 1:
             key = gather_from_sequence_parallel_region(key.contiguous(), group=self.cp_group)
             value = gather_from_sequence_parallel_region(value.contiguous(), group=self.cp_group)
-        if packed_seq_params is not None:
+        if packed_seq_params is not None and packed_seq_params.qkv_format != "sbhd":
             return self._packed(query, key, value, packed_seq_params)
         plain = self.cp == 1 and attention_mask is None and not self._limits(key.size(0))
         if plain and query.size(0) == key.size(0):

@@ -1,7 +1,7 @@
 """Losses of tokens as pure functions: policy, value, cross entropy.
 
 No loss is averaged in this file: the pipeline sums it over the mask and divides it by what it counts in the whole
-global mini-batch. Policy losses by name are in ``workers.train``.
+global mini-batch. Policy losses by name are in ``workers.losses.policy``.
 """
 
 from __future__ import annotations
@@ -221,7 +221,7 @@ class TokenLoss:
 
     @property
     def rules(self) -> dict[str, Rule]:
-        """How the values that ``of_rank`` reports are reduced."""
+        """How the values that ``on_rank`` reports are reduced."""
         return {"loss": Rule.LOSS_MEAN, **self.metrics}
 
     def on_rank(

@@ -19,7 +19,7 @@ from mcontroller.errors import DataError, before_changes
 from workers.config.roles import MicroBatchSize
 from workers.distinct_tokens import computes_distinct_tokens
 from workers.train.batches import TokenBatch
-from workers.train.mini_batches import of_every_shard
+from workers.train.mini_batches import gather_numbers
 from workers.train.packing import packing_of
 
 _FEW_WIDTHS = 128
@@ -92,7 +92,7 @@ class MicroBatcher:
             packed=self.packed,
             together=rows.together,
         )
-        count = -(-max(self.of_every_shard(least)) // count_multiple) * count_multiple
+        count = -(-max(self.gather(least)) // count_multiple) * count_multiple
         return token_micro_batches(rows, index, count, size.tokens, length_multiple=multiple, packed=self.packed)
 
     def on_device(self, model: Sequence[nn.Module], batches: Iterable[TokenBatch]) -> list[TokenBatch]:
@@ -102,9 +102,9 @@ class MicroBatcher:
         cp = self.pg.cp
         return [batch.for_rank(cp.size(), cp.rank()).to(self.device) for batch in batches]
 
-    def of_every_shard(self, number: int) -> list[int]:
+    def gather(self, number: int) -> list[int]:
         """Return the ``number`` of every data-parallel rank, in the order of their shards (a collective)."""
-        return [one for (one,) in of_every_shard([number], self.pg.dp, self.device)]
+        return [shard for (shard,) in gather_numbers([number], self.pg.dp, self.device)]
 
 
 def width_multiple(length_multiple: int, device: torch.device) -> int:

@@ -148,8 +148,8 @@ def mini_batches_of_update(
         mine = by_row.repeat_interleave(together, 0).split(sizes)[group.rank()]
     else:
         mine = checked(division.given, (len(counted), division.epochs), together)[counted]
-    every = functools.partial(of_every_shard, group=group, device=device)
-    return mini_batch_rows(mine, -(-units // size), every)
+    gather = functools.partial(gather_numbers, group=group, device=device)
+    return mini_batch_rows(mine, -(-units // size), gather)
 
 
 def checked(mini_batches: Tensor, shape: tuple[int, int], together: int = 1) -> Tensor:
@@ -171,16 +171,14 @@ def checked(mini_batches: Tensor, shape: tuple[int, int], together: int = 1) -> 
     return mini_batches
 
 
-def mini_batch_rows(
-    mine: Tensor, count: int, of_every_shard: Callable[[Sequence[int]], list[list[int]]]
-) -> list[MiniBatch]:
+def mini_batch_rows(mine: Tensor, count: int, gather: Callable[[Sequence[int]], list[list[int]]]) -> list[MiniBatch]:
     """Return the rows of a data-parallel shard in each mini-batch, one epoch after another (a collective).
 
     Args:
         mine: the mini-batch of each row of the shard in each epoch, int64 ``[rows, epochs]``; see
             ``draw_mini_batches``.
         count: number of mini-batches of an epoch.
-        of_every_shard: returns the numbers that every data-parallel rank passes.
+        gather: returns the numbers that every data-parallel rank passes.
 
     Raises:
         DataError: on every rank, if a row is in no mini-batch.
@@ -188,7 +186,7 @@ def mini_batch_rows(
     wrong = (mine < 0) | (mine >= count)
     numbers = torch.where(wrong, 0, mine) + torch.arange(mine.size(1)) * count
     local = torch.bincount(numbers.flatten(), minlength=count * mine.size(1)).tolist()
-    shards = of_every_shard([int(wrong.sum()), *local])
+    shards = gather([int(wrong.sum()), *local])
     outside = sum(shard[0] for shard in shards)
     if outside:
         with before_changes():
@@ -217,14 +215,14 @@ def counted_sizes(method: str, counted: int, group: dist.ProcessGroup, device: t
     Raises:
         DataError: on every rank, if there are none.
     """
-    sizes = [size for (size,) in of_every_shard([counted], group, device)]
+    sizes = [size for (size,) in gather_numbers([counted], group, device)]
     if sum(sizes) == 0:
         with before_changes():
             raise DataError(f"{method}: no row of the batch has a valid token to learn from", method=method)
     return sizes
 
 
-def of_every_shard(numbers: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> list[list[int]]:
+def gather_numbers(numbers: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> list[list[int]]:
     """Return the ``numbers`` of every rank of ``group``, in their order (a collective).
 
     Args:

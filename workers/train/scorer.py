@@ -43,7 +43,7 @@ class Scorer:
         """
         self._state.check_context()
         batcher, pg = self._batcher, self._batcher.pg
-        most = max(batcher.of_every_shard(len(rows)))
+        most = max(batcher.gather(len(rows)))
         batches = batcher.divide(rows, torch.arange(len(rows)), most, size)
         on_device = batcher.on_device(model, (divided.batch for divided in batches))
         outputs = run_for_scores(model, on_device, forward or self._forward, pg)

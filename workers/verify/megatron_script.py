@@ -15,8 +15,9 @@ import logging
 import math
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -39,12 +40,14 @@ _AXES = {
     "etp": "expert_tensor_parallel_size",
 }
 _LENGTH, _VOCABULARY = 16, 64
+_IMAGE = {"img_h": 98, "img_w": 14, "patch_dim": 14}  # 8 tokens with the one of the class, which all layouts divide
 _SMALL = {
     "hidden_size": 32, "ffn_hidden_size": 64, "num_attention_heads": 4, "kv_channels": 8, "seq_length": _LENGTH,
     "max_position_embeddings": _LENGTH, "vocab_size": _VOCABULARY - 1, "moe_ffn_hidden_size": 32,
     "moe_shared_expert_intermediate_size": 32, "num_experts": 4,
     "mamba_num_heads": 8, "mamba_head_dim": 8, "mamba_state_dim": 8, "mamba_num_groups": 4, "linear_num_key_heads": 4,
-    "linear_num_value_heads": 8, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "linear_num_value_heads": 8, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "decoder_seq_length": None,
+    "dataloader_seq_length": None, **_IMAGE,
 }  # fmt: skip
 # What depends on GPUs, on files or on time, or draws other random numbers in every layout.
 _FIXED = {
@@ -60,7 +63,7 @@ _FIXED = {
     "num_layers_per_virtual_pipeline_stage": None, "num_virtual_stages_per_pipeline_rank": None,
     "decoder_first_pipeline_num_layers": None, "decoder_last_pipeline_num_layers": None,
     "pipeline_model_parallel_layout": None, "moe_permute_fusion": False, "moe_router_fusion": False,
-    "apply_rope_fusion": False, "ckpt_format": "torch_dist", "use_precision_aware_optimizer": False,
+    "apply_rope_fusion": False, "use_precision_aware_optimizer": False,
 }  # fmt: skip
 _OF_THE_GPU = (
     "apply_rope_fusion", "cross_entropy_loss_fusion", "gradient_accumulation_fusion", "micro_batch_size",
@@ -89,6 +92,7 @@ class _Script:
         passed = _passed_to_pretrain(path, self._line, self._parse_and_validate)
         self.forward_step: Any = passed["forward_step_func"]
         self._provider: Any = passed.get("model_provider")
+        self._model_type = passed.get("model_type")
         self._model = getattr(passed.get("cfg_container"), "model", None)
         if "cfg_container" not in passed:
             self._read(passed.get("extra_args_provider"), passed.get("args_defaults"))
@@ -163,7 +167,8 @@ class _Script:
             with variables, capability, redirect_stdout(io.StringIO()):
                 validate_args(args, dict(self._defaults))
         except (AssertionError, ValueError) as error:
-            raise VerifyError(f"Megatron-LM rejects the arguments of the script: {error}") from error
+            reason = str(error) or traceback.extract_tb(error.__traceback__)[-1].line  # an assertion without a text
+            raise VerifyError(f"Megatron-LM rejects the arguments of the script: {reason}") from error
         args.padded_vocab_size = -(-(args.vocab_size + 1) // 64) * 64
         args.params_dtype = fields["params_dtype"]
         return args
@@ -192,6 +197,8 @@ class _Script:
         config = core_transformer_config_from_args(arguments)
         if "G" in (getattr(arguments, "hybrid_layer_pattern", None) or ""):
             config.deterministic_mode = True  # gated delta nets in PyTorch
+        if self._has_images:
+            config.variable_seq_lengths = True  # the model adds the tokens of an image to a row
         for name in ("overlap_p2p_comm", "batch_p2p_comm", "pipeline_dtype"):
             setattr(config, name, fields.get(name, getattr(config, name)))
         return config
@@ -200,12 +207,17 @@ class _Script:
         """Return a stage of the model; see ``Program``."""
         stage = {} if vp_stage is None else {"vp_stage": vp_stage}
         with _layers_without_engine():
-            if self._model is None:
-                return self._provider(pre_process=pre_process, post_process=post_process, config=config, **stage)
-            return _built(self._model, config, pre_process=pre_process, post_process=post_process, **stage)
+            if self._model is not None:
+                return _built(self._model, config, pre_process=pre_process, post_process=post_process, **stage)
+            chunk = self._provider(pre_process=pre_process, post_process=post_process, config=config, **stage)
+        chunk.model_type = self._model_type  # as Megatron-LM's training does
+        return chunk
 
     def batch(self, index: int) -> dict[str, Any]:
-        """Return random rows; tokens that do not count are among them if losses are averaged over tokens."""
+        """Return random rows; tokens that do not count are among them if losses are averaged over tokens.
+
+        Those of a model of images (``pretrain_vlm.py``) have an image before the text.
+        """
         length, rows = _LENGTH if self._shrinks else self.given.seq_length, self.rows
         generator = torch.Generator().manual_seed(index)
         tokens = torch.randint(_VOCABULARY - 1, (rows, length + 1), generator=generator)
@@ -216,7 +228,21 @@ class _Script:
         row["position_ids"] = torch.arange(length).expand(rows, -1)
         if self.given.create_attention_mask_in_dataloader:
             row["attention_mask"] = torch.ones(rows, 1, length, length).triu(1).bool()
-        return row
+        return self._with_image(row, generator) if self._has_images else row
+
+    @property
+    def _has_images(self) -> bool:
+        return hasattr(self.given, "freeze_ViT")  # an argument of pretrain_vlm.py
+
+    def _with_image(self, row: dict[str, torch.Tensor], generator: torch.Generator) -> dict[str, Any]:
+        from megatron.core.models.multimodal.llava_model import DEFAULT_IMAGE_TOKEN_INDEX
+
+        rows, first = self.rows, {"tokens": DEFAULT_IMAGE_TOKEN_INDEX, "labels": 0, "loss_mask": 0.0}
+        text = {name: torch.nn.functional.pad(row[name], (1, 0), value=value) for name, value in first.items()}
+        text["labels"][:, 0] = row["tokens"][:, 0]
+        positions = torch.arange(text["tokens"].shape[1]).expand(rows, -1)
+        height, width = (_IMAGE[name] if self._shrinks else getattr(self.given, name) for name in ("img_h", "img_w"))
+        return {**text, "position_ids": positions, "image": torch.rand(rows, 3, height, width, generator=generator)}
 
 
 def script_program(path: str, arguments: Sequence[str], *, shrinks: bool = True) -> tuple[Program, Variant]:
@@ -349,10 +375,25 @@ def _layers_without_engine() -> Iterator[None]:
     if specs.HAVE_TE:
         yield
         return
+    provider = LocalProvider()
     changes: dict[str, Any] = {"HAVE_TE": True, "TESpecProvider": LocalProvider, "TENorm": TENorm}
-    with (
-        mock.patch.multiple(specs, create=True, **changes),
-        mock.patch.object(transformer_block, "LayerNormImpl", TENorm),
-        mock.patch.object(sys.modules.get("megatron.core.models.hybrid.hybrid_block", specs), "TENorm", TENorm),
-    ):
+    image_layers: dict[str, Any] = {
+        "HAVE_TE": True,
+        "TENorm": TENorm,
+        "TEDotProductAttention": provider.core_attention(),
+        "TELayerNormColumnParallelLinear": provider.column_parallel_layer_norm_linear(),
+        "TERowParallelLinear": provider.row_parallel_linear(),
+    }
+    with ExitStack() as patches:
+        patches.enter_context(mock.patch.multiple(specs, create=True, **changes))
+        patches.enter_context(mock.patch.object(transformer_block, "LayerNormImpl", TENorm))
+        if block := sys.modules.get("megatron.core.models.hybrid.hybrid_block"):
+            patches.enter_context(mock.patch.object(block, "TENorm", TENorm))
+        for name in ("multimodal.llava_spec", "multimodal.llava_model", "vision.vit_layer_specs"):
+            if module := sys.modules.get(f"megatron.core.models.{name}"):
+                patches.enter_context(mock.patch.multiple(module, create=True, **image_layers))
+        if clip := sys.modules.get("megatron.core.models.vision.clip_vit_model"):
+            build = clip.CLIPViTModel.__init__
+            norms = tuple(TENorm if value is clip.NORM_IMPL else value for value in build.__defaults__)
+            patches.enter_context(mock.patch.object(build, "__defaults__", norms))
         yield

@@ -27,6 +27,9 @@ LOG_BYTES = 16 * 1024
 FULL_BYTES = 1 << 20
 """A file system with less free space is full: processes cannot write their logs, or start."""
 
+_CONNECTION_ERROR = "connection error code"
+"""In Ray's text for a process that has ended by itself, whatever the reason."""
+
 FOLLOWERS = (
     "connection closed by peer",
     "connection reset by peer",
@@ -192,10 +195,6 @@ def _exit_cause(text: str, info: ProcessInfo | None) -> str:
         return f"{by_ray} (its exit status is unknown, because no warm parent has forked it, or its node is gone)"
     by_ray = "" if _CONNECTION_ERROR in by_ray else f"; {by_ray}"
     return exits.described(known) + by_ray
-
-
-_CONNECTION_ERROR = "connection error code"
-"""In Ray's text for a process that has ended by itself, whatever the reason."""
 
 
 def _ray_cause(text: str) -> str:

@@ -17,6 +17,7 @@ is small, outside the store, or the file cannot be opened (another platform, a r
 
 from __future__ import annotations
 
+import importlib
 import io
 import mmap
 import os
@@ -27,7 +28,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -48,6 +49,8 @@ LEAST_STORED_BYTES = 256
 
 MAPPED_BYTES = 1 << 20
 """Objects of the store below this size are copied, which costs less than a mapping."""
+
+_STORE_LINE = re.compile(r"([0-9a-f]+)-([0-9a-f]+) rw-s ([0-9a-f]+) \S+ (\d+) +/dev/shm/plasma")
 
 _PLAIN = (type(None), bool, int, float)
 """Types that Python's own pickler writes, which costs less than ours."""
@@ -170,6 +173,9 @@ class _Pickler(cloudpickle.Pickler):
             from mcontroller.data.pickling import reduce  # loads torch, which is loaded already if there is a tensor
 
             return reduce(obj)
+        if isinstance(obj, ModuleType) and kind is not ModuleType:
+            # torch.distributed.config, to which torch.distributed and self.config in a method of a script lead
+            return importlib.import_module, (obj.__name__,)
         # NotImplemented looks the type up in Ray's table, which costs 1 us for each of this project's objects.
         return obj.__reduce_ex__(5) if _is_own(kind) else NotImplemented
 
@@ -252,8 +258,6 @@ def _mapped(views: Sequence[memoryview]) -> list[memoryview] | None:
     begins = [offset - first + skipped for offset in offsets]
     return [whole[begin : begin + view.nbytes] for begin, view in zip(begins, views, strict=True)]
 
-
-_STORE_LINE = re.compile(r"([0-9a-f]+)-([0-9a-f]+) rw-s ([0-9a-f]+) \S+ (\d+) +/dev/shm/plasma")
 
 _known: list[_Store] = []
 

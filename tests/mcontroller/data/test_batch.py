@@ -19,7 +19,7 @@ from mcontroller.data.batch import (
 )
 from mcontroller.data.columns import RowIndexError
 from mcontroller.errors import DataError
-from tests.mcontroller.batches import every_kind, jagged, numbered, numbers
+from tests.mcontroller.batches import every_kind, numbered, numbers
 
 
 def test_from_dict_makes_object_columns_of_lists_of_equal_length_too() -> None:
@@ -102,7 +102,6 @@ def test_an_item_is_one_row_without_its_row_dim() -> None:
     item = every_kind(5)[-2]
     assert isinstance(item, DataProtoItem)
     assert item.batch["ids"].tolist() == [30, 31, 32, 33]
-    assert item.batch["jagged"].tolist() == [3.0, 4.0, 5.0]
     assert item.non_tensor_batch["uid"] == "row 3"
     assert item.meta_info["temperature"] == 0.5
 
@@ -248,28 +247,6 @@ def test_concat_rejects_parts_that_differ_in_columns_shape_or_dtype() -> None:
         assert raised.value.fields.items() >= fields.items()
 
 
-def test_jagged_columns_still_share_their_offsets_after_rows_have_moved() -> None:
-    ids = jagged([3, 0, 2, 1])
-    weights = torch.nested.nested_tensor_from_jagged(ids.values() * 0.5, ids.offsets())
-    batch = DataProto.from_dict({"ids": ids, "weights": weights})
-    for moved in (batch[1:3], batch[[2, 0, 2]], DataProto.concat(batch.chunk(3)), batch.chunk(2)[1]):
-        product = moved.batch["ids"] * moved.batch["weights"]
-        assert product.values().tolist() == [value**2 / 2 for value in moved.batch["ids"].values().tolist()]
-
-
-def test_jagged_columns_with_holes_and_with_their_ragged_dim_last_move_by_rows() -> None:
-    holes = torch.nested.nested_tensor_from_jagged(
-        torch.arange(10.0), torch.tensor([0, 3, 5, 10]), lengths=torch.tensor([2, 1, 4])
-    )
-    last = jagged([1, 3, 2], trailing=2).transpose(1, 2)
-    batch = DataProto.from_dict({"holes": holes, "last": last})
-    chosen = batch[[2, 0]].batch
-    assert [row.tolist() for row in chosen["holes"].unbind()] == [[5.0, 6.0, 7.0, 8.0], [0.0, 1.0]]
-    assert [list(row.shape) for row in chosen["last"].unbind()] == [[2, 2], [2, 1]]
-    assert chosen["last"].unbind()[1].flatten().tolist() == [0.0, 1.0]
-    assert DataProto.concat(batch.chunk(2)).difference(batch) is None
-
-
 def test_large_columns_are_joined_and_chosen_as_small_ones_are() -> None:
     column = torch.arange(3 << 20).reshape(-1, 1024)
     tensors = {"ids": column, "float8": torch.ones(9 << 20, 1).to(torch.float8_e4m3fn)[: len(column)]}
@@ -287,14 +264,11 @@ def test_padding_repeats_a_row_and_pads_in_a_cycle_to_a_divisor() -> None:
     assert pad_dataproto_to_divisor(numbered(0), 8)[1] == 0
 
 
-def test_row_lengths_are_sums_of_a_mask_or_lengths_of_jagged_rows() -> None:
+def test_row_lengths_are_sums_of_a_mask() -> None:
     mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
-    batch = DataProto.from_dict(
-        {"attention_mask": mask, "bool": mask.bool(), "jagged": jagged([4, 0]), "n": mask[:, 2]}
-    )
+    batch = DataProto.from_dict({"attention_mask": mask, "bool": mask.bool(), "n": mask[:, 2]})
     assert batch.row_lengths() == [2, 3]
     assert batch.row_lengths("bool") == [2, 3]
-    assert batch.row_lengths("jagged") == [4, 0]
     assert batch.row_lengths("n") == [0, 1]
     assert batch[:0].row_lengths() == []
 
@@ -366,12 +340,14 @@ def test_equality_compares_all_of_a_batch_and_reports_the_difference() -> None:
 
 
 def test_the_summary_shows_shapes_and_bytes() -> None:
-    batch = DataProto.from_dict({"ids": torch.zeros(8, 16), "j": jagged([1] * 8)}, {"uid": list("abcdefgh")}, {"t": 1})
-    assert repr(batch) == (
-        "DataProto(8 rows, batch {ids: float32[8, 16], j: float32[8, *]}, non_tensor_batch {uid: object[8]}, "
-        "meta_info ['t'], 680 B)"
+    batch = DataProto.from_dict(
+        {"ids": torch.zeros(8, 16), "j": torch.zeros(8, 3)}, {"uid": list("abcdefgh")}, {"t": 1}
     )
-    assert batch.nbytes() == 680
+    assert repr(batch) == (
+        "DataProto(8 rows, batch {ids: float32[8, 16], j: float32[8, 3]}, non_tensor_batch {uid: object[8]}, "
+        "meta_info ['t'], 672 B)"
+    )
+    assert batch.nbytes() == 672
 
 
 def test_a_column_added_to_a_batch_or_to_its_copy_is_seen_in_that_one_alone() -> None:

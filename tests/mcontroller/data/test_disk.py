@@ -152,8 +152,8 @@ def test_files_of_another_kind_or_version_are_rejected(tmp_path: Path) -> None:
 
 
 def test_a_file_that_an_earlier_release_wrote_is_loaded(tmp_path: Path) -> None:
-    """Written by hand as the format says; ``$jagged`` are values, offsets and ragged dim."""
-    columns = {"n": {"$tensor": "0"}, "j": {"$jagged": [{"$tensor": "1"}, {"$tensor": "2"}, 1]}}
+    """Written by hand as the format says."""
+    columns = {"n": {"$tensor": "0"}, "j": {"$tensor": "1"}}
     text = {
         "format": "mcontroller.DataProto",
         "version": 1,
@@ -161,11 +161,12 @@ def test_a_file_that_an_earlier_release_wrote_is_loaded(tmp_path: Path) -> None:
         "non_tensor_batch": {"uid": {"$objects": [["a", {"$tuple": [1]}], [2], "|O"]}, "level": {"$array": "0"}},
         "meta_info": {"lr": {"$number": {"$array": "3"}}, "by_step": {"$dict": [[1, "x"]]}},
     }
-    tensors = {"0": torch.arange(2), "1": torch.arange(3.0), "2": torch.tensor([0, 1, 3]), "3": torch.tensor(0.5)}
+    tensors = {"0": torch.arange(2), "1": torch.arange(2.0), "3": torch.tensor(0.5)}
     tensors["description"] = torch.frombuffer(bytearray(json.dumps(text).encode()), dtype=torch.uint8)
     save_file(tensors, tmp_path / "batch")
-    jagged = torch.nested.nested_tensor_from_jagged(tensors["1"], tensors["2"])
-    expected = DataProto.from_dict({"n": torch.arange(2), "j": jagged}, {"uid": ["a", (1,)], "level": np.arange(2)})
+    expected = DataProto.from_dict(
+        {"n": torch.arange(2), "j": torch.arange(2.0)}, {"uid": ["a", (1,)], "level": np.arange(2)}
+    )
     expected.meta_info = {"lr": np.float32(0.5), "by_step": {1: "x"}}
     assert DataProto.load_from_disk(tmp_path / "batch").difference(expected) is None
 

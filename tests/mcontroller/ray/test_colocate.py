@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -59,6 +60,8 @@ def test_a_role_reaches_its_siblings_object_also_from_an_async_method(together: 
 def test_a_sibling_that_is_not_there_is_an_error_that_lists_those_that_are(together: RayWorkerGroup) -> None:
     with pytest.raises(ConfigError) as caught:
         together.spawn({"reward"})
+    with pytest.raises(AttributeError, match="spawn"):  # the group itself has no method
+        together.get()
     assert (caught.value.key, caught.value.value) == ("reward", ("actor", "actor_x", "critic"))
 
 
@@ -97,7 +100,8 @@ def test_roles_with_different_options_for_one_process_are_rejected() -> None:
     assert (caught.value.key, caught.value.value) == ("memory", 2)
 
 
-def test_a_class_without_roles_is_rejected() -> None:
+@pytest.mark.parametrize(("classes", "key"), [({}, "class_dict"), (Plain, "class_dict"), ({"actor": Plain}, "actor")])
+def test_what_is_no_dict_of_classes_with_their_arguments_is_rejected(classes: Any, key: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        create_colocated_worker_cls({})
-    assert caught.value.key == "class_dict"
+        create_colocated_worker_cls(classes)
+    assert caught.value.key == key

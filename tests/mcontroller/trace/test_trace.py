@@ -20,7 +20,7 @@ from mcontroller.cli.main import main
 from mcontroller.errors import DataError
 from mcontroller.trace.perfetto import write_perfetto
 from mcontroller.trace.reading import RunTrace, read_trace
-from mcontroller.trace.recorder import FOLDER, TraceRecorder, clock_offset
+from mcontroller.trace.recorder import FOLDER, TraceRecorder
 from mcontroller.trace.summary import bubbles, critical_path, stage_shares, stragglers, summary_lines
 
 MS = 1_000_000
@@ -38,12 +38,12 @@ def write(folder: Path, slower: float, *, offset: int = 0) -> None:
         offset: [ns] of the clock of the machine of dp=1.
     """
     noise = random.Random(0)
-    clocks = {"there": (offset / 1000, 40.0)} if offset else {}
-    controller = recorder_of(folder, "controller", group="controller", rank=0, clocks=clocks)
+    there = {"boot": "there", "time_us": -offset // 1000}
+    controller = recorder_of(folder, "controller", group="controller", rank=0)
     for rank, (pp, dp, tp) in enumerate(itertools.product(range(2), range(2), range(2))):
         far = dp == 1 and offset
         about = {"group": "actor", "rank": rank, "launch": "a", "roles": {"actor": {"tp": tp, "pp": pp, "dp": dp}}}
-        lane = recorder_of(folder, f"actor-a-{rank}", **about, **({"boot": "there"} if far else {}))
+        lane = recorder_of(folder, f"actor-a-{rank}", **about, **(there if far else {}))
         for call in range(CALLS):
             begin = call * 1000 * MS + 20 * MS + (offset if far else 0)
             extra = slower if (tp, pp, dp) == PLANTED else 0.0
@@ -66,7 +66,7 @@ def write(folder: Path, slower: float, *, offset: int = 0) -> None:
 
 
 def recorder_of(folder: Path, lane: str, **about: Any) -> TraceRecorder:
-    return TraceRecorder(folder / FOLDER, lane, {"node": "n", "boot": "here", **about})
+    return TraceRecorder(folder / FOLDER, lane, {"node": "n", "boot": "here", "time_us": 0, **about})
 
 
 def one_f_one_b(stage: int) -> Iterator[tuple[str, int, int]]:
@@ -137,7 +137,7 @@ def test_perfetto_gets_a_lane_for_each_rank_and_an_arrow_for_each_call(
 
 
 def test_an_arrow_leads_from_a_result_to_where_it_is_fetched(tmp_path: Path) -> None:
-    controller = recorder_of(tmp_path, "controller", group="controller", rank=0, clocks={})
+    controller = recorder_of(tmp_path, "controller", group="controller", rank=0)
     controller.add("send actor.generate", 0, MS, 3)
     controller.flush()
     for group in ("actor", "critic"):
@@ -209,25 +209,10 @@ def test_other_machines_are_on_the_clock_of_the_controller(tmp_path: Path) -> No
     write(tmp_path / "two", 0.0, offset=7_000_000 * MS)
     one, two = read_trace(tmp_path / "one"), read_trace(tmp_path / "two")
     assert [lane.events for lane in one.ranks] == [lane.events for lane in two.ranks]
-    assert [lane.clock_error for lane in two.ranks] == [0.0, 0.0, 40.0, 40.0] * 2
-    assert summary_lines(two)[-1] == "times of ranks on other machines are right to 40 us"
-
-
-def test_a_clock_is_read_to_half_of_the_quickest_round() -> None:
-    ahead = 5_000 * MS
-
-    def ask() -> tuple[str, int]:
-        from mcontroller.trace import recorder
-
-        return "there", recorder.now() + ahead
-
-    offset, error = clock_offset(ask)["there"]
-    assert abs(offset - ahead / 1000) <= error < 100_000
-    assert clock_offset(lambda: None) == {}
 
 
 def test_files_are_bounded_and_keep_the_newest_steps(tmp_path: Path) -> None:
-    about, noise = {"group": "controller", "rank": 0, "clocks": {}}, random.Random(0)
+    about, noise = {"group": "controller", "rank": 0}, random.Random(0)
     recorder = TraceRecorder(tmp_path / FOLDER, "controller", about, segment=20_000)
     for step in range(20_000):
         at = step * 1000 * MS

@@ -331,6 +331,8 @@ def test_tensors_of_other_devices_are_rejected() -> None:
 def test_a_layout_that_megatron_cannot_have_is_rejected() -> None:
     with pytest.raises(LayoutError):
         run_ranks(ParallelLayout(4, extra={"custom": 2}), lambda: None)
+    with pytest.raises(LayoutError):
+        run_ranks(0, lambda: None)
 
 
 def test_keyboard_interrupt_ends_all_ranks() -> None:

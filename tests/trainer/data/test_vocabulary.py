@@ -91,9 +91,13 @@ def test_another_kind_of_tokenizer_is_compared_by_the_prompts(folder):
 
         def __init__(self, *words: str) -> None:
             self.words = words
+            self.skips = "ids without a word"
 
         def encode(self, text: str) -> list[int]:
             return [self.words.index(word) for word in text.split()]
+
+        def decode(self, ids: list[int]) -> str:
+            return " ".join(self.words[index] for index in ids if self.skips == "none" or index < len(self.words))
 
     save_tokenizer(folder / "model", TOKENS)
     config = run_with("reward_model", folder / "model")
@@ -101,6 +105,11 @@ def test_another_kind_of_tokenizer_is_compared_by_the_prompts(folder):
     with pytest.raises(ConfigError) as caught:
         check_vocabulary(config, Words("<eos>", "<unk>", "cat", "the"), ["the cat", ""])  # type: ignore[arg-type]
     assert caught.value.key == "reward_model.model.hf_path"
+    words = Words(*TOKENS)
+    words.skips = "none"  # and the model has 8 token ids
+    with pytest.raises(ConfigError) as caught:
+        check_vocabulary(config, words, ["the cat"])  # type: ignore[arg-type]
+    assert (caught.value.key, caught.value.value) == ("actor_rollout_ref.model.vocab_size", 8)
 
 
 @pytest.mark.parametrize(("role", "size"), [("reward_model", 64), ("reward_model", 4), ("ref", 64)])

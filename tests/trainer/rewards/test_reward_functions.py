@@ -8,7 +8,7 @@ import torch
 
 from mcontroller.data.batch import DataProto
 from mcontroller.errors import ConfigError, DataError
-from trainer import Reward, outcome_scores, rule_only, sum_of_rewards, weighted_sum
+from trainer import Reward, outcome_scores, rule_only, weighted_sum
 from trainer.rewards.reward import RewardSources, joined, rewarded
 from trainer.summary import reward_metrics
 
@@ -65,7 +65,7 @@ def test_a_score_on_a_token_that_is_not_the_policys_is_rejected(name):
     }
     scored = BATCH.union(DataProto.from_dict({"rm_scores": outside if name == "the reward model" else 0 * outside}))
     with pytest.raises(DataError) as caught:
-        sources[name].of(scored)
+        sources[name].score(scored)
     assert (caught.value.row, caught.value.token) == (2, 2)
 
 
@@ -73,14 +73,13 @@ def test_a_response_without_tokens_of_the_policy_has_a_score_of_zero():
     assert outcome_scores([1.0, 2.0], torch.tensor([[0, 0], [1, 0]])).tolist() == [[0.0, 0.0], [2.0, 0.0]]
 
 
-def test_a_row_for_which_a_function_of_a_sum_applies_has_a_score():
-    functions = {"one": lambda batch: [1.0, None, None], "other": lambda batch: [2.0, 3.0, None]}
-    reward = rewarded(sum_of_rewards(functions), BATCH)
+def test_a_row_to_which_the_function_does_not_apply_has_no_score():
+    reward = rewarded(lambda batch: [3.0, 3.0, None], BATCH)
     assert reward.scored == [True, True, False] and reward.token_level_scores.sum(1).tolist() == [3.0, 3.0, 0.0]
     assert joined([reward, Reward(torch.ones(1, 2))]).scored == [True, True, False, True]
     with_model = RewardSources(lambda batch: [1.0, None, 2.0], None, True, weighted_sum())
     scored = BATCH.union(DataProto.from_dict({"rm_scores": outcome_scores([1.0, 1.0, 1.0], MASK)}))
-    assert with_model.of(scored).scored == [True, False, True]
+    assert with_model.score(scored).scored == [True, False, True]
 
 
 def test_a_column_that_a_batch_lacks_does_not_apply_to_its_rows():
@@ -90,36 +89,16 @@ def test_a_column_that_a_batch_lacks_does_not_apply_to_its_rows():
     assert (metrics["held_out/a"], metrics["held_out/b"]) == (1.5, 3.0)
 
 
-def test_several_rewards_are_added_with_weights_and_have_their_own_columns():
-    def length(batch):
-        return batch.tensors()["response_mask"].sum(1).tolist()
-
-    def only_short(batch):
-        return [None if size > 2 else 1.0 for size in length(batch)]
-
-    reward = rewarded(sum_of_rewards({"length": length, "short": only_short}, {"length": 0.5}), BATCH)
-    assert reward.token_level_scores.sum(1).tolist() == [2.0, 1.5, 1.5]
-    metrics = reward_metrics("train", reward)
-    assert metrics["train/length"] == 2.0 and metrics["train/length_std"] == pytest.approx((2 / 3) ** 0.5)
-    assert metrics["train/short"] == 1.0 and metrics["train/short_std"] == 0.0
-    with pytest.raises(ConfigError) as caught:
-        sum_of_rewards({"length": length}, {"long": 1.0})
-    assert (caught.value.key, caught.value.value) == ("weights", ["long"])
-    with pytest.raises(ConfigError) as caught:
-        sum_of_rewards({})
-    assert caught.value.key == "functions"
-
-
 def test_a_reward_function_and_a_reward_model_are_combined_by_a_function():
     scored = BATCH.union(DataProto.from_dict({"rm_scores": outcome_scores([10.0, 20.0, 30.0], MASK)}))
     both = RewardSources(lambda batch: [1.0, 2.0, 3.0], None, True, weighted_sum(rule=1.0, model=0.1))
-    reward = both.of(scored)
+    reward = both.score(scored)
     assert reward.token_level_scores.sum(1).tolist() == [2.0, 4.0, 6.0]
     assert reward.columns == {"rule_score": [1.0, 2.0, 3.0], "model_score": [10.0, 20.0, 30.0]}
     reads = RewardSources(lambda batch: 2 * batch.tensors()["rm_scores"], None, True, rule_only)
-    assert reads.of(scored, held_out=True).token_level_scores.sum(1).tolist() == [20.0, 40.0, 60.0]
+    assert reads.score(scored, held_out=True).token_level_scores.sum(1).tolist() == [20.0, 40.0, 60.0]
     alone = RewardSources(None, None, True, None)
-    assert alone.of(scored).token_level_scores.sum(1).tolist() == [10.0, 20.0, 30.0]
+    assert alone.score(scored).token_level_scores.sum(1).tolist() == [10.0, 20.0, 30.0]
     with pytest.raises(ConfigError) as caught:
         RewardSources(lambda batch: [1.0], None, True, None)
     assert caught.value.key == "combine_rewards"
@@ -142,16 +121,16 @@ def test_scores_of_episodes_are_added_to_those_of_the_reward_function_and_are_en
         return DataProto.from_dict(columns)
 
     alone = RewardSources(None, None, False, None, has_episodes=True)
-    assert alone.of(batch([2.0, nan, -1.0])).row_scores().tolist() == pytest.approx([2.0, nan, -1.0], nan_ok=True)
+    assert alone.score(batch([2.0, nan, -1.0])).row_scores().tolist() == pytest.approx([2.0, nan, -1.0], nan_ok=True)
     with pytest.raises(DataError) as caught:
-        alone.of(batch([nan, nan, nan]))
+        alone.score(batch([nan, nan, nan]))
     assert caught.value.rows == 3
-    assert alone.of(batch([nan, nan, nan], (True, True, True))).row_scores().isnan().all()
+    assert alone.score(batch([nan, nan, nan], (True, True, True))).row_scores().isnan().all()
     with_function = RewardSources(lambda batch: [1.0, None, None], None, False, None, has_episodes=True)
-    reward = with_function.of(batch([2.0, nan, 3.0]))
+    reward = with_function.score(batch([2.0, nan, 3.0]))
     assert reward.row_scores().tolist() == pytest.approx([3.0, nan, 3.0], nan_ok=True)
-    assert with_function.of(batch([nan, nan, nan])).columns == {}
+    assert with_function.score(batch([nan, nan, nan])).columns == {}
     with_model = RewardSources(None, None, True, None, has_episodes=True)
     model = DataProto.from_dict({"rm_scores": torch.tensor([[0.5, 0.0]] * 3)})
-    assert with_model.of(batch([2.0, 1.0, 0.0]).union(model)).row_scores().tolist() == [2.5, 1.5, 0.5]
-    assert with_model.of(batch([nan, nan, nan]).union(model)).row_scores().tolist() == [0.5, 0.5, 0.5]
+    assert with_model.score(batch([2.0, 1.0, 0.0]).union(model)).row_scores().tolist() == [2.5, 1.5, 0.5]
+    assert with_model.score(batch([nan, nan, nan]).union(model)).row_scores().tolist() == [0.5, 0.5, 0.5]

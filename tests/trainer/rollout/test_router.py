@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
+import threading
 import time
 from array import array
 from collections.abc import Callable, Mapping
@@ -20,7 +22,7 @@ from trainer import Trajectory, TrajectoryRollout
 from trainer.rollout.engine import Engine, EngineLost, RequestFailed, Sampled
 from trainer.rollout.episodes import Episodes
 from trainer.rollout.reference_engine import ReferenceEngine
-from trainer.rollout.router import BLOCK_TOKENS, UNEVEN, NoEngineLeft, Router, prefix_blocks
+from trainer.rollout.router import BLOCK_TOKENS, UNEVEN, NoEngineLeft, RequestLoop, Router, prefix_blocks
 from workers.config import RolloutConfig
 from workers.generate.vllm.requests import EngineAddress
 
@@ -133,6 +135,25 @@ def test_a_rejected_request_disturbs_no_other() -> None:
     assert len(rollout) == 0
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_tokens_that_the_policy_does_not_have_end_their_request_alone(stream: bool) -> None:
+    class Other(SmallEngine):
+        async def generate(self, prompt: array[int], sampling: Mapping[str, Any], on_part: OnPart = None) -> Sampled:
+            if len(prompt) == 2:
+                return await super().generate(prompt, sampling)
+            made = Sampled(array("q", [3, 1 << 20]), array("d", [-0.5] * 2), [(1, 2)])
+            if on_part is not None:
+                on_part(made)
+            return made
+
+    rollout = rollout_with(Other())
+    failing, good = rollout.submit([3], stream=stream), rollout.submit([3, 4], max_tokens=2)
+    assert good.result(10).tokens.tolist() == [2, EOS]
+    error = failing.exception(10)
+    assert isinstance(error, DataError) and (error.field, error.token) == ("tokens", 1 << 20)
+    assert not failing.trajectory.tokens
+
+
 @pytest.mark.parametrize("driven", [False, True])
 def test_tokens_have_the_versions_of_the_engine_and_later_turns_go_on(driven: bool) -> None:
     engine = SmallEngine()
@@ -177,6 +198,24 @@ def test_a_request_that_is_cancelled_ends_in_the_engine() -> None:
     while not engine.cancelled:
         pass
     assert len(rollout.live) == 0
+
+
+def test_tasks_that_are_left_on_a_loop_end_with_it() -> None:
+    has_begun, has_ended = threading.Event(), threading.Event()
+
+    async def receive() -> None:
+        has_begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            has_ended.set()
+
+    loop = RequestLoop()
+    loop.start(receive())
+    assert has_begun.wait(10)
+    del loop
+    gc.collect()
+    assert has_ended.is_set()
 
 
 def test_a_trajectory_is_awaited_on_any_event_loop() -> None:

@@ -101,6 +101,7 @@ def test_bad_rows_are_reported_with_their_line(folder, capsys, lines, message):
     assert message in error_of(capsys)
 
 
+@pytest.mark.simulated
 def test_a_file_with_the_mark_of_utf8_at_its_start_is_read(folder, capsys):
     (folder / "rows.jsonl").write_bytes(b"\xef\xbb\xbf" + "\r\n".join(GOOD).encode())
     assert main(["check", "run.yaml"]) == 0
@@ -126,6 +127,7 @@ def test_a_function_of_batches_that_returns_too_few_scores_is_reported(folder, c
     assert "it returned 1 scores for 2 samples. prompt 'Add: 1 + 2 ='" in error
 
 
+@pytest.mark.simulated
 def test_a_function_that_applies_to_a_later_problem_is_accepted(folder):
     assert main(["check", "run.yaml", FUNCTION.format("for_other_problems")]) == 0
 
@@ -164,6 +166,7 @@ def test_a_problem_anywhere_without_the_answer_that_is_read_is_an_error(folder, 
     assert shown in error and "'mine'" in error
 
 
+@pytest.mark.simulated
 def test_an_answer_in_a_nested_column_is_read_by_its_key(folder, capsys):
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in NESTED))
     assert main(["check", "run.yaml", EXACT, "data.answer_key=reward_model.ground_truth"]) == 0
@@ -193,12 +196,14 @@ def test_a_column_that_a_later_problem_lacks_is_an_error(folder, capsys):
     assert "needs 'level'" in error and "(problem 2 of 2 in data.train): there are prompt, answer, response" in error
 
 
+@pytest.mark.simulated
 @pytest.mark.parametrize("function", ["does_without", "does_not_apply"])
 def test_a_function_may_do_without_an_answer_or_not_apply(folder, function):
     (folder / "rows.jsonl").write_text("\n".join([*GOOD, '{"prompt": "1 + 2 ="}']))
     assert main(["check", "run.yaml", FUNCTION.format(function)]) == 0
 
 
+@pytest.mark.simulated
 @pytest.mark.parametrize(
     ("function", "facts"),
     [
@@ -217,6 +222,7 @@ def test_check_prints_one_line_if_right_answers_do_not_get_the_best_score(folder
     assert len(lines) == bool(facts) and all(fact in text for text in lines for fact in facts)
 
 
+@pytest.mark.simulated
 def test_the_weighted_sum_of_functions_is_what_right_answers_are_compared_by(folder, capsys):
     punished = "rewards.functions.other={function: 'rewards.py:right', weight: -2.0}"
     assert main(["check", "run.yaml", punished]) == 0
@@ -224,6 +230,7 @@ def test_the_weighted_sum_of_functions_is_what_right_answers_are_compared_by(fol
     assert "2 of 2 right answers in data.train" in printed and "such as '3' with -1" in printed
 
 
+@pytest.mark.simulated
 @pytest.mark.parametrize("answers", [[3, 4], [3.0, 4.0], [True, False]])
 def test_answers_that_are_numbers_or_booleans_get_the_best_score(folder, capsys, answers):
     rows = [PROBLEM | {"answer": answer} for answer in answers]

@@ -49,6 +49,7 @@ def config_file(tmp_path: Path) -> Path:
     return file
 
 
+@pytest.mark.simulated
 def test_check_prints_data_layout_locality_resources_and_memory(config_file, capsys):
     assert main(["check", str(config_file)]) == 0
     printed = capsys.readouterr().out
@@ -207,6 +208,7 @@ def test_a_shared_pool_of_gpus_is_rejected_one_step_off_policy(config_file: Path
     assert (caught.value.key, caught.value.value) == ("trainer.max_staleness", 1)
 
 
+@pytest.mark.simulated
 def test_check_prints_the_timeout_of_collectives_and_the_variables_of_cuda(config_file, capsys):
     assert main(["check", str(config_file), "pool.use_gpu=true"]) == 0
     printed = capsys.readouterr().out

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from mcontroller.cli.main import main
-from workers.config import ActorConfig, ModelConfig, OptimConfig, RolloutConfig
+from workers.config import ActorConfig, ModelConfig, RolloutConfig
 from workers.layout_search import search_layouts
 from workers.role_calls import Lengths
 
@@ -22,6 +21,7 @@ rollout: {prompt_length: 1024, response_length: 3072, n: 8}
 """
 
 
+@pytest.mark.simulated
 def test_a_role_is_printed_with_its_layout_and_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "actor.yaml"
     file.write_text(ROLE)
@@ -37,6 +37,7 @@ def test_a_role_is_printed_with_its_layout_and_memory(tmp_path: Path, capsys: py
     assert "90% of the 80.0 GB" in lines[start] and "  tp 4 x pp 2 x dp 2: " in "\n".join(lines[start:])
 
 
+@pytest.mark.simulated
 def test_host_memory_and_packing_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "actor.yaml"
     file.write_text(ROLE)
@@ -54,6 +55,7 @@ def test_host_memory_and_packing_are_printed(tmp_path: Path, capsys: pytest.Capt
     assert "optim.distributed_optimizer=true on a GPU: 2 ranks have the same weights" in changed
 
 
+@pytest.mark.simulated
 def test_the_roles_of_a_run_are_printed_without_starting_anything(capsys: pytest.CaptureFixture[str]) -> None:
     config = ["examples/ppo/config.yaml"]
     assert main(["check", *config]) == 0
@@ -78,16 +80,15 @@ def test_a_layout_that_does_not_fit_is_one_line(tmp_path: Path, capsys: pytest.C
     assert "LayoutError" in error and "12" in error
 
 
+@pytest.mark.simulated
 def test_layouts_that_fit_come_first_that_divide_the_model_least() -> None:
     sizes = {"vocab_size": 152_064, "num_layers": 28, "hidden_size": 3584, "ffn_hidden_size": 18_944}
     model = ModelConfig(**sizes, max_sequence_length=4096, num_attention_heads=28, num_query_groups=4, dtype="bfloat16")
     actor, lengths = ActorConfig(model=model, rollout=RolloutConfig(engine="vllm")), Lengths(2048, 2048, 8)
-    one = search_layouts(actor, 1, lengths, 80 * 2**30, fused=True)
+    one = search_layouts(actor, 1, lengths, 80 * 2**30, layers="local")
     assert (one.fitting, len(one.too_large), one.rejected) == ([], 1, [])
-    eight = search_layouts(actor, 8, lengths, 80 * 2**30, fused=True)
+    eight = search_layouts(actor, 8, lengths, 80 * 2**30, layers="local")
     ranks = [layout.parallel.tp * layout.parallel.pp for layout in eight.fitting]
     assert ranks == sorted(ranks) and max(layout.memory for layout in eight.fitting) <= 0.9 * 80 * 2**30
     assert {(8, 1), (4, 2)} - {(layout.parallel.tp, layout.parallel.pp) for layout in eight.fitting} == {(8, 1)}
     assert eight.rejected  # 4 query groups on 8 ranks
-    unknown = search_layouts(replace(actor, optim=OptimConfig(optimizer="muon")), 1, lengths, 80 * 2**30, fused=True)
-    assert (unknown.fitting, unknown.too_large, len(unknown.rejected)) == ([], [], 1)

@@ -180,6 +180,7 @@ def test_generation_ahead_says_which_section_and_which_pool_to_set(config_file: 
     make_parts(read(config_file, *ahead, *ROLLOUT, "pool.use_gpu=true"))
 
 
+@pytest.mark.simulated
 def test_check_prints_every_role_and_resource_by_pool(
     config_file: Path,  # noqa: F811
     capsys: pytest.CaptureFixture[str],
@@ -210,6 +211,7 @@ def test_check_prints_every_role_and_resource_by_pool(
     assert not ray.is_initialized()
 
 
+@pytest.mark.simulated
 def test_check_adds_up_what_the_pools_need(
     config_file: Path,  # noqa: F811
     capsys: pytest.CaptureFixture[str],
@@ -220,6 +222,7 @@ def test_check_adds_up_what_the_pools_need(
     assert f"the pools need 10004 GPUs: reduce {keys}" in capsys.readouterr().out.splitlines()
 
 
+@pytest.mark.simulated
 def test_memory_is_that_of_the_ranks_of_the_roles_own_pool(
     config_file: Path,  # noqa: F811
     capsys: pytest.CaptureFixture[str],

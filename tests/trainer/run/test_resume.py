@@ -18,7 +18,7 @@ from trainer.report.reading import read_run
 from trainer.run import training
 from trainer.run.config import read_run_config
 from trainer.run.resume_verb import config_of_run
-from trainer.saving.run_record import RunRecord, SavedStep, read_record, write_record
+from trainer.saving.run_record import RunRecord, RunState, SavedStep, read_record, write_record
 
 LINES = {name: "".join(json.dumps({"global_step": step}) + "\n" for step in (1, 2)) for name in ("metrics", "samples")}
 MakeRun = Callable[[str], Path]
@@ -42,7 +42,7 @@ def make_run(tmp_path: Path, config_file: Path) -> MakeRun:  # noqa: F811
 
 def save(checkpoints: Path, step: int) -> None:
     checkpoints.mkdir(parents=True, exist_ok=True)
-    saved = SavedStep(global_steps=step, kl_coef=0.0, groups={"actor": f"actor/global_step_{step}"})
+    saved = SavedStep({"actor": f"actor/global_step_{step}"}, RunState(step, 0.0))
     write_record(checkpoints, RunRecord(saved))
 
 
@@ -96,7 +96,7 @@ def test_a_replay_begins_at_the_oldest_checkpoint_if_earlier_records_are_deleted
     assert config.trainer.asynchronous.replay == str(run / "checkpoints") and config.run_dir == str(replay)
     assert config.trainer.resume == resumes == (replay / "checkpoints" / "actor" / "global_step_3").is_dir()
     if resumes:
-        assert read_record(replay / "checkpoints").last.global_steps == 3
+        assert read_record(replay / "checkpoints").last.state.global_steps == 3
 
 
 @pytest.mark.processes

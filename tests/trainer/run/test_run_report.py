@@ -16,7 +16,7 @@ from trainer.curves import draw_curves
 from trainer.run import run_report
 from trainer.run.config import read_run_config
 from trainer.run.run_report import SUMMARY, RunReport, rows_of
-from trainer.saving.run_record import RunRecord, SavedStep, write_record
+from trainer.saving.run_record import RunRecord, RunState, SavedStep, write_record
 from trainer.trackers import TRAIN
 
 
@@ -40,7 +40,7 @@ def test_a_run_says_what_started_it_what_is_saved_and_how_to_go_on(config_file: 
     report.end_early(7)
     assert printed.getvalue().endswith(f"no step is saved, 7 are lost; start again with: {process['command']}\n")
     (tmp_path / "checkpoints").mkdir()
-    saved = SavedStep(global_steps=65, kl_coef=0.0, groups={"actor": "actor/global_step_65"})
+    saved = SavedStep({"actor": "actor/global_step_65"}, RunState(65, 0.0))
     write_record(tmp_path / "checkpoints", RunRecord(saved))
     report.end_early(67)
     assert printed.getvalue().endswith(f"step 65 of 120 is saved, 2 later steps are lost; continue with: {resume}")

@@ -11,14 +11,28 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import Tensor
 
 from tests.ranks import run_ranks
-from tests.workers.memory.test_estimate import LATENT
 from tests.workers.roles import MODEL, RESPONSE, SAMPLED, actor, own_shard, prompts
-from workers.config import ModelConfig, ParallelConfig, load_config
+from workers.config import ActorConfig, load_config
 from workers.generate import decoding
 from workers.lora.adapters import adapters_of
-from workers.memory.estimate import PlannedRole
+from workers.role_calls import Lengths, calls_of_run
 
 pytestmark = pytest.mark.simulated
+
+LATENT: dict[str, Any] = {
+    "qk_layernorm": True,
+    "num_query_groups": 4,
+    "kv_channels": 12,
+    "transformer": {
+        "multi_latent_attention": True,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 16,
+        "qk_head_dim": 8,
+        "qk_pos_emb_head_dim": 4,
+        "v_head_dim": 6,
+        "rope_type": "rope",
+    },
+}
 
 ROWS = 12
 SIZES, COMPRESSED = MODEL | LATENT, LATENT["transformer"]
@@ -74,8 +88,10 @@ def test_log_probs_of_samples_equal_those_of_scoring_and_of_one_process(
     assert len(of_layers) == MODEL["num_layers"] * (1 + 2 + 1)
     assert {tensor.shape[1:] for tensor in of_layers} == {(ROWS, 16 + 4)}  # in every layout, for all heads together
     bytes_of_one = sum(tensor.nbytes for tensor in of_layers[: MODEL["num_layers"]])
-    planned = PlannedRole(load_config(ModelConfig, MODELS[model]), ParallelConfig(), 1)
-    assert planned.generate(0, ROWS, caches[0].max_sequence_length - RESPONSE, RESPONSE).cache == bytes_of_one
+    config = load_config(ActorConfig, {"model": MODELS[model]})
+    lengths = Lengths(caches[0].max_sequence_length - RESPONSE, RESPONSE, ROWS)
+    calls = calls_of_run({"rollout": config}, {"rollout": 1}, lengths, layers="local")
+    assert calls[0].stages[0].cache == pytest.approx(bytes_of_one, rel=0.02)  # with what samples take for each column
     sampled, tokens, scored = found["one"]
     assert sampled.abs().max() > 1
     for columns in found.values():

@@ -30,7 +30,6 @@ from workers.actor import ActorRolloutRefWorker
 from workers.config import ActorConfig, load_config
 from workers.lora.adapters import adapters_of
 from workers.lora.peft_files import adapter_tensors
-from workers.memory.parameters import count_parameters
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.simulated
@@ -187,7 +186,6 @@ def computed(path: Path, parallel: dict[str, Any], changes: dict[str, Any]) -> d
         "reference": reference.batch["ref_log_prob"] if last else None,
         "gradients": gradients,
         "norm": metrics["sft/grad_norm"],
-        "estimated": count_parameters(config.model, config.parallel, worker.context.pg.pp.rank(), trained=True),
         "trained": sum(p.numel() for chunk in worker.model for p in chunk.parameters() if p.requires_grad),
         "buffers": sum(b.numel for chunk in worker.model for b in (*chunk.buffers, *chunk.expert_parallel_buffers)),
     }
@@ -203,7 +201,6 @@ def test_adapters_compute_what_transformers_computes(case: str, checkpoints: dic
     family, world_size, parallel, changes = CASES[case]
     ranks = run_ranks(computed, world_size, checkpoints[family], parallel, changes)
     check_as_transformers(checkpoints[family], ranks)
-    assert all(rank["estimated"].dense + rank["estimated"].expert == rank["trained"] for rank in ranks)
 
 
 def check_as_transformers(path: Path, ranks: list[dict[str, Any]]) -> None:

@@ -208,6 +208,18 @@ def test_a_script_of_a_hybrid_model_is_verified(pattern: str) -> None:
 
 
 @without_script
+def test_a_script_of_a_model_of_images_is_verified() -> None:
+    axes = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel"
+    line = f"{BILLION} {axes} --img-h 336 --img-w 336 --patch-dim 14 --ckpt-format torch"
+    program, variant = script_program(str(SCRIPT.with_name("pretrain_vlm.py")), line.split())
+    assert variant.text == "tp=2,pp=2,sp"
+    verifier = Verifier(program, steps=1)
+    assert any(name.startswith("vision_model.") for name in verifier.reference.start)
+    outcome = verifier.verify(variant)
+    assert outcome.equal, outcome.lines()
+
+
+@without_script
 def test_a_fault_of_a_script_is_found() -> None:
     program, variant = script_program(str(SCRIPT), [*BILLION.split(), "--pipeline-model-parallel-size", "2"])
     verifier = Verifier(program, steps=1)

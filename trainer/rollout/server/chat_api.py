@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trainer.data.tokenizers import TextTokenizer
@@ -37,34 +37,33 @@ class ChatCompletions:
         choices = [self._choice(turn, turn.reason, message=turn.message) for turn in turns]
         return {**self._head, "object": "chat.completion", "choices": choices, "usage": _usage(turns)}
 
-    async def events(self, turns: Sequence[Turn], progress: AsyncIterator[Turn]) -> AsyncIterator[str]:
-        """Yield the answer as a stream of events.
+    def begin(self, turns: Sequence[Turn]) -> str:
+        """Return the first events of a stream."""
+        return "".join(self._chunk(turn, role="assistant", content="") for turn in turns)
 
-        Args:
-            turns: of the request.
-            progress: turns that have new tokens or have ended.
-        """
-        usage = {"usage": None} if self.request.stream_options.include_usage else {}
+    def add_text(self, turn: Turn, text: str) -> str:
+        """Return the events of a part of a turn's text."""
+        return self._chunk(turn, content=text)
 
-        def chunk(turn: Turn, reason: str | None = None, **delta: Any) -> str:
-            return self._event(choices=[self._choice(turn, reason, delta=delta)], **usage)
-
+    def end(self, turns: Sequence[Turn]) -> str:
+        """Return the events of tool calls and of the end, once all turns have ended."""
+        events = []
         for turn in turns:
-            yield chunk(turn, role="assistant", content="")
-        async for turn in progress:
-            if text := turn.next_text():
-                yield chunk(turn, content=text)
             if turn.calls:
-                yield chunk(turn, tool_calls=[{"index": index, **call} for index, call in enumerate(turn.calls)])
-            if turn.reason:
-                yield chunk(turn, turn.reason)
-        if usage:
-            yield self._event(choices=[], usage=_usage(turns))
-        yield "data: [DONE]\n\n"
+                calls = [{"index": index, **call} for index, call in enumerate(turn.calls)]
+                events.append(self._chunk(turn, tool_calls=calls))
+            events.append(self._chunk(turn, turn.reason))
+        if self.request.stream_options.include_usage:
+            events.append(self._event(choices=[], usage=_usage(turns)))
+        return "".join([*events, "data: [DONE]\n\n"])
 
     def error(self, body: Mapping[str, Any]) -> str:
         """Return the event for an error in the middle of a stream."""
         return event(body)
+
+    def _chunk(self, turn: Turn, reason: str | None = None, **delta: Any) -> str:
+        usage = {"usage": None} if self.request.stream_options.include_usage else {}
+        return self._event(choices=[self._choice(turn, reason, delta=delta)], **usage)
 
     def _event(self, **fields: Any) -> str:
         return event({**self._head, "object": "chat.completion.chunk", **fields})

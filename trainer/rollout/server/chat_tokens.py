@@ -16,70 +16,87 @@ Messages = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class PrefixChange:
-    """A text that the chat template writes differently after the conversation has gone on.
+    """A conversation that the chat template writes differently after it has gone on.
 
     Attributes:
-        reply: the index of the policy's message that follows the text.
-        recorded: the text when the policy wrote the message, whose tokens the trajectory has.
-        rendered: the text that the template writes there now.
+        reply: the index of the policy's last message.
+        recorded: the text of the tokens that the trajectory has.
+        rendered: the text that the template writes now.
     """
 
     reply: int
     recorded: str
     rendered: str
 
+    def excerpts(self, most: int = 400) -> tuple[str, str]:
+        """Return both texts from shortly before the place where they differ, at most so many characters of each."""
+        pairs = enumerate(zip(self.recorded, self.rendered, strict=False))
+        start = max(0, next((place for place, (ours, theirs) in pairs if ours != theirs), 0) - most // 4)
+        return self.recorded[start : start + most], self.rendered[start : start + most]
 
-def texts_around_replies(
-    tokenizer: TextTokenizer,
-    messages: Messages,
-    replies: Sequence[int],
-    tools: Sequence[Any],
-    *,
-    keeps_calls: bool = False,
-) -> list[str]:
-    """Return the texts that the chat template writes before, between and after the policy's messages.
+
+def rendered_text(tokenizer: TextTokenizer, messages: Messages, tools: Sequence[Any]) -> str:
+    """Return the text that the chat template writes for messages, up to the policy's next one.
+
+    Raises:
+        DataError: the template rejects the messages.
+    """
+    # Many templates take only a text as the content.
+    given = ({name: value for name, value in message.items() if value is not None} for message in messages)
+    text = tokenizer.render([{"content": "", **message} for message in given], **({"tools": [*tools]} if tools else {}))
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # of JSON in the arguments of a call
+        raise DataError("the conversation has half of a surrogate pair, which is no text") from error
+    return text
+
+
+def prefix_change(
+    tokenizer: TextTokenizer, messages: Messages, tools: Sequence[Any], reply: int, recorded: Sequence[int]
+) -> PrefixChange | None:
+    """Return how the recorded tokens of a conversation differ from what the chat template writes, except in spaces.
 
     Args:
         tokenizer: its chat template renders the messages.
         messages: the whole conversation.
-        replies: the indices of the policy's messages.
+        tools: of the conversation.
+        reply: the index of the policy's last message.
+        recorded: the token ids of prompt and response.
+    """
+    ours = tokenizer.decode(recorded)
+    theirs = tokenizer.decode(tokenizer.encode(rendered_text(tokenizer, messages, tools)))
+    return None if "".join(ours.split()) == "".join(theirs.split()) else PrefixChange(reply, ours, theirs)
+
+
+def text_after_reply(
+    tokenizer: TextTokenizer, messages: Messages, reply: int, tools: Sequence[Any], *, keeps_calls: bool = False
+) -> str:
+    """Return the text that the chat template writes after a message of the policy.
+
+    Args:
+        tokenizer: its chat template renders the messages.
+        messages: the whole conversation.
+        reply: the index of the message.
         tools: of the conversation.
         keeps_calls: for templates that reject results of tools without calls before them: the text after a message with
             calls then begins within the last of these.
 
     Raises:
-        DataError: the template rejects the messages, or does not write a message of the policy once, as it is; then
-            it has fields ``index`` and ``count``.
+        DataError: the template rejects the messages, or does not write the message once, as it is; then it has fields
+            ``index`` and ``count``.
     """
-    # The marks depend on every text of the conversation, so that none of them contains one.
-    digest = hashlib.blake2b(json.dumps([messages, tools]).encode(), digest_size=16).hexdigest()
-    marks = {reply: f"{digest}-{reply}-" for reply in replies}
-    marked = [
-        {"content": "", **_given(_marked(message, marks[index], keeps_calls) if index in marks else message)}
-        for index, message in enumerate(messages)
-    ]
-    after = tokenizer.render(marked, **({"tools": list(tools)} if tools else {}))
-    try:
-        after.encode()
-    except UnicodeEncodeError as error:  # of JSON in the arguments of a call
-        raise DataError("the conversation has half of a surrogate pair, which is no text") from error
-    texts = []
-    for reply, mark in marks.items():
-        if (count := after.count(mark)) != 1:
-            raise DataError(
-                f"the chat template writes message {reply}, which is the policy's, {count} times instead of once: what "
-                "follows it cannot be found",
-                index=reply,
-                count=count,
-            )
-        before, _, after = after.partition(mark)
-        texts.append(before)
-    return [*texts, after]
-
-
-def _given(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message without fields that are null: many templates take only a text as the content."""
-    return {name: value for name, value in message.items() if value is not None}
+    # The mark depends on every text of the conversation, so that none of them contains it.
+    mark = hashlib.blake2b(json.dumps([messages, tools]).encode(), digest_size=16).hexdigest()
+    marked = [*messages[:reply], _marked(messages[reply], mark, keeps_calls), *messages[reply + 1 :]]
+    _, *after = rendered_text(tokenizer, marked, tools).split(mark)
+    if len(after) != 1:
+        raise DataError(
+            f"the chat template writes message {reply}, which is the policy's, {len(after)} times instead of once, so "
+            "that what follows it cannot be found",
+            index=reply,
+            count=len(after),
+        )
+    return after[0]
 
 
 def _marked(message: Mapping[str, Any], mark: str, keeps_calls: bool) -> dict[str, Any]:

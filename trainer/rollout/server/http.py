@@ -185,8 +185,11 @@ async def _events(
     """Yield the events of a stream; if it fails, the last one is the error."""
     try:
         with _errors(session):
-            async for event in answer.events(turns, progress):
-                yield event
+            yield answer.begin(turns)
+            async for turn in progress:
+                if text := turn.next_text():
+                    yield answer.add_text(turn, text)
+            yield answer.end(turns)
     except RequestError as error:
         yield answer.error(error.body())
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
@@ -14,6 +14,7 @@ from trainer.rollout.server.chat_api import event
 from trainer.rollout.server.chat_requests import ChatRequest, Fields, Limit, Name, Request, Stops, Text
 from trainer.rollout.server.sessions import Turn
 
+_TEXT = {"type": "text", "text": ""}
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -86,7 +87,7 @@ class Messages:
 
     def __init__(self, body: Mapping[str, Any], tokenizer: TextTokenizer) -> None:
         self.request = MessagesRequest.of(body).chat()
-        self._id = f"msg_{uuid.uuid4().hex}"
+        self._id, self._has_text = f"msg_{uuid.uuid4().hex}", False
 
     def answer(self, turns: Sequence[Turn]) -> dict[str, Any]:
         """Return the body of the answer."""
@@ -95,28 +96,30 @@ class Messages:
         blocks = [{"type": "text", "text": text}] if text else []
         return self._message(turn, [*blocks, *({**_tool_use(call), "input": _input(call)} for call in turn.calls)])
 
-    async def events(self, turns: Sequence[Turn], progress: AsyncIterator[Turn]) -> AsyncIterator[str]:
-        """Yield the answer as a stream of events."""
+    def begin(self, turns: Sequence[Turn]) -> str:
+        """Return the first event of a stream."""
+        return _named("message_start", message=self._message(turns[0], []))
+
+    def add_text(self, turn: Turn, text: str) -> str:
+        """Return the events of a part of the text."""
+        start = "" if self._has_text else _named("content_block_start", index=0, content_block=_TEXT)
+        self._has_text = True
+        return start + _named("content_block_delta", index=0, delta={"type": "text_delta", "text": text})
+
+    def end(self, turns: Sequence[Turn]) -> str:
+        """Return the events of tool calls and of the end."""
         (turn,) = turns
-        has_text = False
-        yield _named("message_start", message=self._message(turn, []))
-        async for _ in progress:
-            if text := turn.next_text():
-                if not has_text:
-                    yield _named("content_block_start", index=0, content_block={"type": "text", "text": ""})
-                has_text = True
-                yield _named("content_block_delta", index=0, delta={"type": "text_delta", "text": text})
-        if has_text:
-            yield _named("content_block_stop", index=0)
-        for index, call in enumerate(turn.calls, int(has_text)):
-            yield _named("content_block_start", index=index, content_block=_tool_use(call))
+        events = [_named("content_block_stop", index=0)] if self._has_text else []
+        for index, call in enumerate(turn.calls, int(self._has_text)):
             delta = {"type": "input_json_delta", "partial_json": json.dumps(_input(call))}
-            yield _named("content_block_delta", index=index, delta=delta)
-            yield _named("content_block_stop", index=index)
+            events += [
+                _named("content_block_start", index=index, content_block=_tool_use(call)),
+                _named("content_block_delta", index=index, delta=delta),
+                _named("content_block_stop", index=index),
+            ]
         whole = self._message(turn, [])
         ended = {name: whole[name] for name in ("stop_reason", "stop_sequence")}
-        yield _named("message_delta", delta=ended, usage=whole["usage"])
-        yield _named("message_stop")
+        return "".join([*events, _named("message_delta", delta=ended, usage=whole["usage"]), _named("message_stop")])
 
     def error(self, body: Mapping[str, Any]) -> str:
         """Return the event for an error in the middle of a stream."""

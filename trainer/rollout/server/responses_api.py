@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
@@ -103,6 +103,8 @@ class Responses:
         }
         self._repeated["tools"] = body.get("tools") or []
         self._number, self._created = uuid.uuid4().hex, int(time.time())
+        self._text, self._numbers = "", itertools.count()
+        self._place = {"item_id": f"msg_{self._number}", "output_index": 0, "content_index": 0}
 
     def answer(self, turns: Sequence[Turn]) -> dict[str, Any]:
         """Return the body of the answer."""
@@ -110,47 +112,48 @@ class Responses:
         text = turn.message["content"]
         return self._response(turn, [*([self._message(text)] if text else []), *self._calls(turn)])
 
-    async def events(self, turns: Sequence[Turn], progress: AsyncIterator[Turn]) -> AsyncIterator[str]:
-        """Yield the answer as a stream of events."""
-        (turn,), numbers = turns, itertools.count()
+    def begin(self, turns: Sequence[Turn]) -> str:
+        """Return the first events of a stream."""
+        response = self._response(turns[0], [])
+        return "".join(self._event(f"response.{kind}", response=response) for kind in ("created", "in_progress"))
 
-        def named(kind: str, **fields: Any) -> str:
-            return event({"type": kind, "sequence_number": next(numbers), **fields}, kind)
+    def add_text(self, turn: Turn, text: str) -> str:
+        """Return the events of a part of the text."""
+        events = []
+        if not self._text:
+            item = {**self._message(""), "status": "in_progress", "content": []}
+            events.append(self._event("response.output_item.added", output_index=0, item=item))
+            events.append(self._event("response.content_part.added", **self._place, part=_part("")))
+        self._text += text
+        return "".join([*events, self._event("response.output_text.delta", **self._place, delta=text, logprobs=[])])
 
-        for kind in ("response.created", "response.in_progress"):
-            yield named(kind, response=self._response(turn, []))
-        whole = self._message("")
-        place = {"item_id": whole["id"], "output_index": 0, "content_index": 0}
-        text, items = "", []
-        async for _ in progress:
-            if delta := turn.next_text():
-                if not text:
-                    item = {**whole, "status": "in_progress", "content": []}
-                    yield named("response.output_item.added", output_index=0, item=item)
-                    yield named("response.content_part.added", **place, part=_part(""))
-                text += delta
-                yield named("response.output_text.delta", **place, delta=delta, logprobs=[])
+    def end(self, turns: Sequence[Turn]) -> str:
+        """Return the events of tool calls and of the end."""
+        (turn,), text = turns, self._text
+        items, events = [self._message(text)] if text else [], []
         if text:
-            items.append(self._message(text))
-            yield named("response.output_text.done", **place, text=text, logprobs=[])
-            yield named("response.content_part.done", **place, part=_part(text))
-            yield named("response.output_item.done", output_index=0, item=items[0])
+            events.append(self._event("response.output_text.done", **self._place, text=text, logprobs=[]))
+            events.append(self._event("response.content_part.done", **self._place, part=_part(text)))
+            events.append(self._event("response.output_item.done", output_index=0, item=items[0]))
         for index, call in enumerate(self._calls(turn), len(items)):
             item = {**call, "arguments": "", "status": "in_progress"}
             place = {"item_id": call["id"], "output_index": index}
-            yield named("response.output_item.added", output_index=index, item=item)
-            yield named("response.function_call_arguments.delta", **place, delta=call["arguments"])
             done = {"name": call["name"], "arguments": call["arguments"]}
-            yield named("response.function_call_arguments.done", **place, **done)
-            yield named("response.output_item.done", output_index=index, item=call)
+            events.append(self._event("response.output_item.added", output_index=index, item=item))
+            events.append(self._event("response.function_call_arguments.delta", **place, delta=call["arguments"]))
+            events.append(self._event("response.function_call_arguments.done", **place, **done))
+            events.append(self._event("response.output_item.done", output_index=index, item=call))
             items.append(call)
         kind = "response.incomplete" if turn.reason == "length" else "response.completed"
-        yield named(kind, response=self._response(turn, items))
+        return "".join([*events, self._event(kind, response=self._response(turn, items))])
 
     def error(self, body: Mapping[str, Any]) -> str:
         """Return the event for an error in the middle of a stream."""
         fields = {name: body["error"][name] for name in ("message", "code", "param")}
         return event({"type": "error", **fields}, "error")
+
+    def _event(self, kind: str, **fields: Any) -> str:
+        return event({"type": kind, "sequence_number": next(self._numbers), **fields}, kind)
 
     def _message(self, text: str) -> dict[str, Any]:
         whole = {"type": "message", "id": f"msg_{self._number}", "status": "completed", "role": "assistant"}

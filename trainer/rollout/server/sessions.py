@@ -15,13 +15,18 @@ from bisect import bisect_left
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mcontroller.errors import ConfigError, DataError
 from trainer.data.tokenizers import TextTokenizer
 from trainer.rollout.seeds import seed_of
-from trainer.rollout.server.chat_tokens import PrefixChange, texts_around_replies, tokens_after_reply
+from trainer.rollout.server.chat_tokens import (
+    PrefixChange,
+    prefix_change,
+    rendered_text,
+    text_after_reply,
+    tokens_after_reply,
+)
 from trainer.rollout.server.request_error import reject
 from trainer.rollout.server.tool_calls import ToolFormat
 from trainer.rollout.trajectory import Trajectory
@@ -43,7 +48,6 @@ class Conversation:
         messages: with the policy's.
         tools: of all its requests.
         trajectory: its tokens.
-        texts: what the chat template wrote in front of the policy's messages when they were generated.
         replies: the indices of the policy's messages.
         stop: the stop token at the end of the trajectory; None: it ends with another token.
     """
@@ -51,7 +55,6 @@ class Conversation:
     messages: list[dict[str, Any]]
     tools: list[Any]
     trajectory: Trajectory
-    texts: list[str]
     replies: list[int] = field(default_factory=list)
     stop: int | None = None
 
@@ -154,8 +157,8 @@ class ChatSession:
         name: of the session.
         api_key: of the agent's client. Nobody without it can take part in the session.
         conversations: one, and another for each request that did not continue the messages and tools of one.
-        prefix_changes: where the chat template wrote another text before a turn than it did when that was generated.
-            The trajectories have the tokens of the text that was recorded.
+        prefix_changes: the first text of the conversations, if there is one, that the chat template has written
+            otherwise than it was recorded. The trajectories have the recorded tokens.
         error: why it has ended without a trajectory; None: it has not.
     """
 
@@ -231,17 +234,9 @@ class ChatSession:
             default=None,
         )
         self._parent = parent
-        stream = request.stream or bool(request.stop)  # a stop text ends a turn at once
         try:
-            for index in range(request.n):
-                conversation = self._opened(request, index) if parent is None else self._continued(parent, request)
-                turn = Turn(conversation, index, request, self._format)
-                options = {"seed": conversation.trajectory.seed, **request.settings}
-                if index and type(options["seed"]) is int and (parent is not None or request.seed is not None):
-                    options["seed"] = seed_of(options["seed"], "choice", index)
-                submit = partial(self.rollout.submit, conversation.trajectory, stream=stream, **options)
-                turn.submitted = await asyncio.to_thread(submit)
-                self._turns.append(turn)
+            for index in range(request.n):  # in threads: a long conversation takes long to render and to encode
+                self._turns.append(await asyncio.to_thread(self._submitted, request, parent, index))
         except (ConfigError, DataError):
             self._abandon()
             raise
@@ -250,53 +245,55 @@ class ChatSession:
             reject(f"session {self.name!r} was closed")
         return [*self._turns]
 
+    def _submitted(self, request: ChatRequest, parent: Conversation | None, index: int) -> Turn:
+        conversation = self._opened(request, index) if parent is None else self._continued(parent, request)
+        turn = Turn(conversation, index, request, self._format)
+        options = {"seed": conversation.trajectory.seed, **request.settings}
+        if index and type(options["seed"]) is int and (parent is not None or request.seed is not None):
+            options["seed"] = seed_of(options["seed"], "choice", index)
+        options["stream"] = request.stream or bool(request.stop)  # a stop text ends a turn at once
+        turn.submitted = self.rollout.submit(conversation.trajectory, **options)
+        return turn
+
     @staticmethod
     def _continues(known: Conversation, request: ChatRequest) -> bool:
         return known.tools == request.functions and _same_conversation(known.messages, request.conversation)
 
     def _opened(self, request: ChatRequest, index: int) -> Conversation:
         count = len(self.conversations) + index
-        (text,) = texts_around_replies(self._tokenizer, request.conversation, [], request.functions)
+        text = rendered_text(self._tokenizer, request.conversation, request.functions)
         seed = self.seed if self.seed is None or not count else seed_of(self.seed, "conversation", count)
         trajectory = Trajectory(array("q", self._tokenizer.encode(text)), seed=seed)
-        return Conversation([*request.conversation], request.functions, trajectory, [text])
+        return Conversation([*request.conversation], request.functions, trajectory)
 
     def _continued(self, parent: Conversation, request: ChatRequest) -> Conversation:
         messages = [*parent.messages, *request.conversation[len(parent.messages) :]]
-        tokens, before, after, keeps_calls = self._reply(messages, parent)
-        for reply, recorded, rendered in zip(parent.replies, parent.texts, before, strict=True):
-            change = PrefixChange(reply, recorded, rendered)
-            # Some templates write the space that the policy begins its message with.
-            is_same = recorded.rstrip() == rendered.rstrip() or (keeps_calls and rendered.startswith(recorded.rstrip()))
-            if not is_same and change not in self.prefix_changes:
+        trajectory = copy.deepcopy(parent.trajectory)
+        trajectory.replied(self._tokens_after(messages, parent))
+        if not self.prefix_changes:
+            recorded, reply = trajectory.prompt + trajectory.tokens, parent.replies[-1]
+            change = prefix_change(self._tokenizer, messages, parent.tools, reply, recorded)
+            if change is not None:
                 self.prefix_changes.append(change)
                 logger.warning(
-                    "session %r: the chat template changes the text before message %d, whose tokens stay as they were "
-                    "recorded: it was %r, and is %r",
+                    "session %r: the chat template writes %r, and the tokens that were recorded, and stay, are %r",
                     self.name,
-                    reply,
-                    recorded[-400:],
-                    rendered[-400:],
+                    *reversed(change.excerpts()),
                 )
-        trajectory = copy.deepcopy(parent.trajectory)
-        trajectory.replied(tokens)
-        return Conversation(messages, parent.tools, trajectory, [*parent.texts, after], [*parent.replies])
+        return Conversation(messages, parent.tools, trajectory, [*parent.replies])
 
-    def _reply(self, messages: list[dict[str, Any]], parent: Conversation) -> tuple[list[int], list[str], str, bool]:
-        """Return the tokens after the last message of the policy, the texts around all, and whether they have calls.
+    def _tokens_after(self, messages: list[dict[str, Any]], parent: Conversation) -> list[int]:
+        """Return the tokens between the last message of the policy and its next one.
 
         Some templates reject results of tools without their calls, or end calls with another token than texts; and the
         policy may end a message with a stop token that the template never writes.
         """
-        is_call = "tool_calls" in messages[parent.replies[-1]]
-        errors = []
+        reply = parent.replies[-1]
+        is_call, errors = "tool_calls" in messages[reply], []
         for keeps_calls, stop in ((False, parent.stop), (True, parent.stop), (False, None)):
             try:
-                *before, after = texts_around_replies(
-                    self._tokenizer, messages, parent.replies, parent.tools, keeps_calls=keeps_calls
-                )
-                tokens = tokens_after_reply(self._tokenizer, after, stop, is_within_call=keeps_calls and is_call)
-                return tokens, before, after, keeps_calls
+                after = text_after_reply(self._tokenizer, messages, reply, parent.tools, keeps_calls=keeps_calls)
+                return tokens_after_reply(self._tokenizer, after, stop, is_within_call=keeps_calls and is_call)
             except DataError as error:
                 errors.append(error)
         raise errors[0]

@@ -9,14 +9,14 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from mcontroller.errors import ConfigError
-from workers.config import ActorConfig, ParallelConfig
+from workers.config import ActorConfig
 from workers.generate.vllm.checks import sequence_bytes
-from workers.memory.estimate import PlannedRole
+from workers.weights.hf.config import hf_config_of
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +27,8 @@ LARGEST_SHARE = 0.92
 """The most of a GPU that an engine gets: vLLM's own default."""
 
 _GB = 2**30
+_MOMENTS = {"adam": ("exp_avg_dtype", "exp_avg_sq_dtype"), "sgd": ("exp_avg_dtype",)}
+"""Optimizer -> the fields of Megatron's OptimizerConfig with the types of its moments."""
 
 
 class GpuMemory(NamedTuple):
@@ -43,33 +45,36 @@ class GpuMemory(NamedTuple):
     due: int
 
 
-def measured_memory(
-    config: ActorConfig, world_size: int, pp_rank: int, *, trained: bool, models: int, resident: bool
-) -> GpuMemory:
+def measured_memory(config: ActorConfig, due: int) -> GpuMemory:
     """Return the memory of this process's GPU, after torch's cache has been emptied.
 
     Args:
         config: of the actor and its rollout.
-        world_size: ranks of the role.
-        pp_rank: the pipeline stage of this rank.
-        trained: whether the policy has an optimizer, whose state does not exist before the first step.
-        models: models with the policy's parameters that the process has: 2 with a reference, 0 if another group trains.
-        resident: whether they are on the GPU while the engine generates; otherwise only the buffers of NCCL are.
+        due: bytes that this process will allocate later, and keep while the engine generates.
     """
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
     of_others = max(0, total - free - torch.cuda.memory_reserved() - CUDA_CONTEXT_BYTES)
-    due = max(0, config.rollout.vllm.reserved_bytes - of_others)
-    if models == 0:
-        return GpuMemory(free, total, due)
-    try:
-        role = PlannedRole(config.model, config.parallel, world_size, config.optim if trained else None, ddp=config.ddp)
-        idle = role.idle(pp_rank)
-    except ConfigError as error:
-        logger.warning("no memory is kept free for the optimizer next to vLLM's engine: %s", error)
-        return GpuMemory(free, total, due)
-    kept = idle.total + (models - 1) * idle.parameters if resident else idle.nccl
-    return GpuMemory(free, total, due + max(0, kept - torch.cuda.memory_allocated()))
+    return GpuMemory(free, total, due + max(0, config.rollout.vllm.reserved_bytes - of_others))
+
+
+def bytes_of_first_step(optimizer: Any) -> int:
+    """Return the bytes on this GPU that Megatron's optimizer allocates in its first step: the moments of weights.
+
+    Args:
+        optimizer: of the policy, which has made no step; None if it is not trained.
+    """
+    size = 0
+    for part in getattr(optimizer, "chained_optimizers", [] if optimizer is None else [optimizer]):
+        if part.optimizer is None:  # this rank has none of its weights
+            continue
+        if part.config.optimizer not in _MOMENTS:
+            logger.warning("no memory is kept free for the state of optim.optimizer=%s", part.config.optimizer)
+            continue
+        dtypes = [getattr(part.config, name) for name in _MOMENTS[part.config.optimizer]]
+        weights = [weight for group in part.optimizer.param_groups for weight in group["params"]]
+        size += sum(weight.numel() * dtype.itemsize for weight in weights if weight.is_cuda for dtype in dtypes)
+    return size
 
 
 def margin(total: int, tp: int) -> int:
@@ -111,10 +116,14 @@ def utilization(config: ActorConfig, gpus: Sequence[GpuMemory]) -> float:
 
 
 def _weights(config: ActorConfig) -> int:
-    """Bytes of the weights on each rank of an engine; 0 for a model whose parameters cannot be counted."""
-    tp = config.rollout.vllm.tp
+    """Bytes of the weights on each rank of an engine; 0 for an architecture that transformers does not have."""
     try:
-        return PlannedRole(config.model, ParallelConfig(tp=tp), tp).idle(0).parameters
-    except ConfigError as error:
+        from transformers import AutoConfig, AutoModelForCausalLM  # an optional package
+
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**hf_config_of(config.model)))
+    except Exception as error:  # whatever the code of an architecture raises
         logger.warning("whether vLLM's engine fits its GPUs is not known before it starts: %s", error)
         return 0
+    size = getattr(torch, config.model.dtype).itemsize
+    return size * sum(weight.numel() for weight in model.parameters()) // config.rollout.vllm.tp

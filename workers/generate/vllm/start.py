@@ -87,28 +87,20 @@ class EnginePart(NamedTuple):
         }
 
 
-def vllm_rollout(
-    config: ActorConfig, context: MegatronContext, *, trained: bool, models: int, resident: bool = True
-) -> VllmRollout:
+def vllm_rollout(config: ActorConfig, context: MegatronContext, due: int, *, beside_policy: bool) -> VllmRollout:
     """Start the engines, each on the first of its ranks on each of its nodes, and return the rollout (a collective).
 
     Args:
         config: of the actor and its rollout.
         context: the layout of the ranks.
-        trained: whether the policy has an optimizer.
-        models: models with the policy's parameters in this process.
-        resident: whether they are on the GPU while the engine generates.
+        due: bytes of a GPU that this process will allocate later, and keep while the engine generates.
+        beside_policy: whether this process has a model with the policy's parameters.
 
     Raises:
         ConfigError: on every rank: no engine fits the ranks (see ``place_engines``), or one does not fit its GPUs.
         EngineError: on every rank: an engine does not start.
     """
-
-    def measured() -> GpuMemory:
-        world_size, pp_rank = dist.get_world_size(), context.pg.pp.rank()
-        return measured_memory(config, world_size, pp_rank, trained=trained, models=models, resident=resident)
-
-    gpus = all_gather_values(_gpu_of_rank(measured))
+    gpus = all_gather_values(_gpu_of_rank(lambda: measured_memory(config, due)))
     engines = place_engines([gpu.node for gpu in gpus], config.rollout.vllm.tp)
     nodes = len(engines[0].parts)
     if config.rollout.vllm.adapter_alone and nodes > 1:
@@ -118,7 +110,7 @@ def vllm_rollout(
             key="rollout.vllm.adapter_alone",
             value=True,
         )
-    part, beside_policy = _part_of(dist.get_rank(), engines, gpus), models > 0
+    part = _part_of(dist.get_rank(), engines, gpus)
     process = raise_on_every_rank(lambda: _started_everywhere(config, part, beside_policy=beside_policy))
     on_gpus = gpus[0].memory is not None
     return VllmRollout(config, context, process, engines, on_gpus=on_gpus, beside_policy=beside_policy)

@@ -301,6 +301,30 @@ def test_a_client_that_leaves_a_stream_cancels_its_turn_and_no_other(serve: Call
     assert len(events(post(other, server, messages=ASK, stream=True))) > 2
 
 
+def test_a_tool_call_that_is_not_json_is_the_text_of_the_turn(serve: Callable[..., ChatServer]) -> None:
+    server, rollout = serve(), Waiting()
+    session = server.open("a", rollout=rollout)
+    text = 'So: <tool_call>{"name": "add", "arguments": {"a": 2</tool_call>'
+
+    def submit(given: Trajectory, **options: Any) -> Future[Trajectory]:
+        future = Waiting.submit(rollout, given, **options)
+        given.sampled(tokens_of(text), [0.0] * (len(text) + 1))
+        given.ended = "stop"
+        future.set_result(given)
+        return future
+
+    rollout.submit = submit  # type: ignore[method-assign]
+    chunks = events(post(session, server, messages=ASK, tools=TOOLS, stream=True))
+    choices = [chunk["choices"][0] for chunk in chunks]
+    assert "".join(choice["delta"].get("content") or "" for choice in choices) == text
+    assert choices[-1]["finish_reason"] == "stop" and not any("tool_calls" in choice["delta"] for choice in choices)
+    reply = {"role": "assistant", "content": text}
+    again = post(session, server, messages=[*ASK, reply, {"role": "user", "content": "Again."}], tools=TOOLS)
+    assert again.json()["choices"][0]["message"]["content"] == text
+    (trajectory,) = session.close()
+    assert trajectory.turns == 2
+
+
 def test_an_error_in_the_middle_of_a_stream_is_its_last_event(serve: Callable[..., ChatServer]) -> None:
     server = serve({"timeout_s": 0.05})
     session = server.open("a", rollout=Waiting())
@@ -335,8 +359,8 @@ def test_a_template_that_changes_the_prefix_is_reported_with_both_texts(serve: C
     reply = post(session, server, messages=ASK).json()["choices"][0]["message"]
     post(session, server, messages=[*ASK, reply, RESULT])
     (change,) = session.prefix_changes
-    assert (change.reply, change.recorded) == (2, Characters().render(ASK))
-    assert change.rendered == Characters().render(ASK[1:])
+    ours, theirs = (Characters().decode(Characters().encode(Characters().render(said))) for said in (ASK, ASK[1:]))
+    assert change.reply == 2 and change.recorded.startswith(ours + CALL) and change.rendered.startswith(theirs)
     (made,) = session.close()
     assert made.prompt.tolist() == Characters().encode(Characters().render(ASK))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import resource
 import socket
 import sys
 import threading
@@ -277,10 +278,17 @@ def request_of(session: ChatSession) -> bytes:
     return f"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\n{key}Content-Length: {len(body)}\r\n\r\n{body}".encode()
 
 
-def test_idle_connections_cost_neither_threads_nor_the_others(
-    serve: Callable[..., ChatServer], monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def many_files() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_thousand_idle_connections_cost_neither_threads_nor_the_others(
+    serve: Callable[..., ChatServer], many_files: None
 ) -> None:
-    monkeypatch.setattr(http, "MAX_STRANGERS", 16)
     server = serve()
     session = server.open("a")
     threads = threading.active_count()
@@ -291,7 +299,7 @@ def test_idle_connections_cost_neither_threads_nor_the_others(
         with connected(server) as later:  # its answer shows that the server has read what came before
             later.sendall(b"GET /other HTTP/1.1\r\nHost: a\r\n\r\n")
             assert later.recv(9) == b"HTTP/1.1 "
-        for number in range(60):
+        for number in range(1000):
             client = clients.enter_context(connected(server))
             client.sendall((b"", b"POST", request_of(session)[:90])[number % 3])
             if number == 0:

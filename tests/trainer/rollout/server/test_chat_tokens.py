@@ -10,7 +10,7 @@ import pytest
 
 from mcontroller.errors import DataError
 from trainer.data.tokenizers import TokenizerSource
-from trainer.rollout.server.chat_tokens import texts_around_replies, tokens_after_reply
+from trainer.rollout.server.chat_tokens import rendered_text, text_after_reply, tokens_after_reply
 from trainer.run.hf_tokenizer import HuggingFaceTokenizer
 
 CHATML = """
@@ -85,8 +85,7 @@ def whole(tokenizer: HuggingFaceTokenizer, messages: list[Any], **arguments: Any
 
 
 def prompt_of(tokenizer: HuggingFaceTokenizer, messages: list[Any], tools: Sequence[Any] = ()) -> list[int]:
-    (text,) = texts_around_replies(tokenizer, messages, [], tools)
-    return tokenizer.encode(text)
+    return tokenizer.encode(rendered_text(tokenizer, messages, tools))
 
 
 @pytest.mark.parametrize("text", HOSTILE)
@@ -104,9 +103,7 @@ def test_tokens_after_a_reply_are_those_of_transformers(
         for end in range(len(prompt), len(expected))
         if tokenizer.decode(expected[len(prompt) : end]).strip() == REPLY
     )
-    before, after_text = texts_around_replies(tokenizer, messages, [1], [])
-    assert tokenizer.encode(before.rstrip()) == tokenizer.encode(tokenizer.render(start).rstrip())
-    after = tokens_after_reply(tokenizer, after_text, stop if is_whole else None)
+    after = tokens_after_reply(tokenizer, text_after_reply(tokenizer, messages, 1, []), stop if is_whole else None)
     assert after == expected[expected.index(stop, replied) + 1 if is_whole else replied :]
 
 
@@ -137,7 +134,7 @@ def test_a_template_that_does_not_write_the_reply_is_an_error(tokenizer: Hugging
         for changed, count in (("hello", 0), (template + template, 2)):
             tokenizer.tokenizer.chat_template = changed
             with pytest.raises(DataError) as caught:
-                texts_around_replies(tokenizer, messages, [1], [])
+                text_after_reply(tokenizer, messages, 1, [])
             assert caught.value.fields == {"index": 1, "count": count}
     finally:
         tokenizer.tokenizer.chat_template = template
@@ -155,7 +152,7 @@ def test_a_call_without_content_is_rendered_by_templates_that_need_a_text(tokeni
     try:
         tokenizer.tokenizer.chat_template = NEEDS_TEXT
         messages = [ask, {"role": "assistant", "content": None, "tool_calls": calls}, answer]
-        (text,) = texts_around_replies(tokenizer, messages, [], [])
+        text = rendered_text(tokenizer, messages, [])
     finally:
         tokenizer.tokenizer.chat_template = template
     assert text == "".join(f"<|im_start|>{part}<|im_end|>\n" for part in ("user\n2 + 3?", "assistant\n", "tool\n5"))
@@ -180,9 +177,8 @@ def test_results_of_tools_that_need_their_calls_follow_the_end_of_the_call(token
     try:
         tokenizer.tokenizer.chat_template = STRICT
         with pytest.raises(DataError):
-            texts_around_replies(tokenizer, messages, [1], [])
-        before, after = texts_around_replies(tokenizer, messages, [1], [], keeps_calls=True)
-        assert before.startswith(tokenizer.render([ask]))
+            text_after_reply(tokenizer, messages, 1, [])
+        after = text_after_reply(tokenizer, messages, 1, [], keeps_calls=True)
         tokens = tokens_after_reply(tokenizer, after, stop, is_within_call=True)
         with pytest.raises(DataError):
             tokens_after_reply(tokenizer, after, None, is_within_call=True)

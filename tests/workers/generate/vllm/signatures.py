@@ -32,8 +32,10 @@ def installed_signatures() -> dict[str, list[str]]:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.lora.request import LoRARequest
     from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.core_client import AsyncMPClient
 
-    methods = [AsyncLLM.generate, AsyncLLM.abort, AsyncLLM.pause_generation, AsyncLLM.resume_generation]
+    methods = [AsyncLLM.generate, AsyncLLM.abort, AsyncLLM.is_paused, AsyncLLM.resume_generation]
+    methods += [AsyncMPClient.pause_scheduler_async]
     methods += [AsyncLLM.sleep, AsyncLLM.wake_up, AsyncLLM.collective_rpc, AsyncLLM.add_lora]
     return {
         "AsyncEngineArgs": sorted(field.name for field in dataclasses.fields(AsyncEngineArgs)),

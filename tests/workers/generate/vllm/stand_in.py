@@ -89,6 +89,9 @@ class StandInLLM:
         size = int(self.config["vocab_size"])
         self.vllm_config = types.SimpleNamespace(model_config=types.SimpleNamespace(get_vocab_size=lambda: size))
         self.errored, self.in_flight = False, dict[str, bool]()  # True: aborted
+        self.tokens_made, self.is_hanging = 0, False
+        self.output_processor = types.SimpleNamespace(request_states={})
+        self.engine_core = types.SimpleNamespace(pause_scheduler_async=self._pause_scheduler)
         self.running, self.admitting = asyncio.Event(), asyncio.Event()
         self.running.set()
         self.admitting.set()
@@ -121,7 +124,10 @@ class StandInLLM:
     async def generate(
         self, prompt: Mapping[str, list[int]], sampling_params: Any, request_id: str, lora_request: Any = None
     ) -> AsyncIterator[Any]:
-        """One token of each request in a round of the event loop; all wait while the engine is paused or asleep."""
+        """One token of each request in a round of the event loop; all wait while the engine is paused or asleep.
+
+        Outputs have one token each, or are one with all, as ``output_kind`` of the request says.
+        """
         assert (lora_request is not None) == bool(self.adapters)
         given = prompt["prompt_token_ids"]
         if len(given) >= self.arguments["max_model_len"]:
@@ -132,32 +138,46 @@ class StandInLLM:
         self.parameters.append(sampling_params.values)
         self.prompts.append(given)
         self.in_flight[request_id] = False
+        made, sent = list[int](), 0
+        self.output_processor.request_states[request_id] = types.SimpleNamespace(
+            external_req_id=request_id, detokenizer=types.SimpleNamespace(num_output_tokens=lambda: len(made))
+        )
         try:
             tokens = type(self).answer(given)
             experts = self._experts([*given, *tokens[:-1]])
-            for count, token in enumerate(tokens, 1):
+            while True:
                 await asyncio.sleep(0)
                 await self.running.wait()
                 assert not self.asleep, f"generate while {sorted(self.asleep)} are asleep"
                 aborted = self.in_flight[request_id]
-                ended = aborted or count == len(tokens)
-                made = types.SimpleNamespace(
-                    token_ids=[] if aborted else [token],
-                    logprobs=[] if aborted else [{token: types.SimpleNamespace(logprob=-float(token))}],
-                    routed_experts=experts if ended else None,
-                    finish_reason=("abort" if aborted else "stop") if ended else None,
-                )
-                yield types.SimpleNamespace(request_id=request_id, finished=ended, outputs=[made])
+                if not aborted:
+                    made.append(tokens[len(made)])
+                    self.tokens_made += 1
+                ended = aborted or len(made) == len(tokens)
+                if ended or sampling_params.values["output_kind"] == "DELTA":
+                    output = types.SimpleNamespace(
+                        token_ids=made[sent:],
+                        logprobs=types.SimpleNamespace(logprobs=[-float(token) for token in made[sent:]]),
+                        routed_experts=experts if ended else None,
+                        finish_reason=("abort" if aborted else "stop") if ended else None,
+                    )
+                    sent = len(made)
+                    yield types.SimpleNamespace(request_id=request_id, finished=ended, outputs=[output])
                 if ended:
                     return
         finally:
-            del self.in_flight[request_id]
+            del self.in_flight[request_id], self.output_processor.request_states[request_id]
 
     async def abort(self, request_id: str) -> None:
         if request_id in self.in_flight:
             self.in_flight[request_id] = True
 
-    async def pause_generation(self, mode: str, clear_cache: bool) -> None:
+    async def is_paused(self) -> bool:
+        while self.is_hanging:
+            await asyncio.sleep(0.01)
+        return not self.running.is_set()
+
+    async def _pause_scheduler(self, mode: str, clear_cache: bool) -> None:
         assert clear_cache, "keys and values of the old weights would be used"
         if mode != "keep":  # requests that have begun end, and others wait
             self.admitting.clear()

@@ -250,13 +250,13 @@ def updated_in_flight(pause: str) -> tuple[list[set[int]], int]:
     calls = {name: lambda name=name: [getattr(worker, name)()] for name in ("generation_limits", "engine_addresses")}
     rollout = TrajectoryRollout(SimpleNamespace(**calls), eos_token_id=EOS, pad_token_id=PAD)
     made = [rollout.submit([3 + index, 4], seed=index) for index in range(3)]
-    served = worker.rollout.engine.served
-    while served.tokens_made < 30:
+    llm = worker.rollout.engine.llm
+    while llm.tokens_made < 30:
         time.sleep(0.001)
     worker.update_actor(own_shard(experience(8), worker))
     worker.engine_addresses()
     versions = [{*trajectory.result(60).versions} for trajectory in made]
-    return versions, len(worker.rollout.engine.llm.prompts)
+    return versions, len(llm.prompts)
 
 
 @pytest.mark.parametrize(

@@ -128,6 +128,7 @@ def test_the_stand_in_takes_the_arguments_of_vllm_only(folder: Path) -> None:
         lora_request = importlib.import_module("vllm.lora.request").LoRARequest
     named = {"LoRARequest": lora_request}
     named |= {name: getattr(llm, name.partition(".")[2]) for name in SIGNATURES if name.startswith("AsyncLLM.")}
+    named["AsyncMPClient.pause_scheduler_async"] = llm.engine_core.pause_scheduler_async
     for name, function in named.items():
         check_arguments(name, argument_names(function))
 
@@ -142,12 +143,12 @@ def test_requests_in_flight_go_on_with_new_weights_and_say_which_tokens_are_thei
         async def generate_and_update() -> tuple[Any, Any, Any]:
             requests = [asyncio.ensure_future(served.served.generate([length], {}, 1.0)) for length in (1, 5)]
             other = asyncio.ensure_future(served.served.generate([1], {}, 0.5))  # waits for those with 1.0
-            while served.served.tokens_made < 20:
+            while served.llm.tokens_made < 20:
                 await asyncio.sleep(0)
             await served.served.begin_update()
-            made = served.served.tokens_made
+            made = served.llm.tokens_made
             await asyncio.sleep(0.01)
-            assert served.served.tokens_made == made
+            assert served.llm.tokens_made == made
             await served.served.finish_update()
             await served.served.resume(7)
             return await requests[0], await requests[1], await other

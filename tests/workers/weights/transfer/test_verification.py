@@ -82,7 +82,7 @@ def test_lost_weights_are_reported_with_their_names(
 def test_the_check_is_turned_off_by_the_configuration_of_the_target(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    never = {"verify_weights": "never", "unverified_reason": "a test"}
+    never = {"verify_weights": "never"}
     actor, rollout = group("actor_rollout", 1, {}, {}), group("rollout", 1, {}, {"seed": 7}, rollout=never)
     monkeypatch.setattr(Lossy, "loses", "bucket")
     with WeightTransfer(actor, rollout, transport="lossy", bucket_bytes=4096) as transfer:

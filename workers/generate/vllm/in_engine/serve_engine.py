@@ -3,7 +3,7 @@
 The folders have what it imports. The worker that started it calls methods of ``Engine`` on a connection, one at a time.
 Messages are pickled tuples. The first one to arrive contains the arguments of vLLM's engine, later ones a method and
 its arguments. Each is answered with ``("result", value)`` or ``("error", text, traceback)``. In between,
-``("progress",)`` reports that a call makes tokens.
+``("progress",)`` reports that the process that computes still answers.
 
 Programs send requests to the socket that ``listen`` opens, any number at a time: see ``RequestServer``.
 """
@@ -21,6 +21,7 @@ import sys
 import traceback
 from array import array
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
@@ -43,7 +44,8 @@ async def serve_engine() -> None:
         try:
             if engine is None:
                 engine = RemotePart(arguments) if arguments.get("node_rank") else Engine(arguments)
-            reports = loop.create_task(_report_progress(engine, connection))
+            if isinstance(engine, Engine):
+                reports = loop.create_task(engine.report_progress(partial(connection.send, ("progress",))))
             answer: tuple[Any, ...] = (
                 "result",
                 await getattr(engine, method)(**arguments if method != "start" else {}),
@@ -58,16 +60,6 @@ async def serve_engine() -> None:
         connection.send(answer)
     if engine is not None:
         engine.shutdown()
-
-
-async def _report_progress(engine: Engine | RemotePart, connection: Connection) -> None:
-    """Report while an engine makes tokens."""
-    reported = engine.tokens_made
-    while True:
-        await asyncio.sleep(_PROGRESS_S)
-        if engine.tokens_made != reported:
-            reported = engine.tokens_made
-            connection.send(("progress",))
 
 
 class Response(NamedTuple):
@@ -96,8 +88,6 @@ class Engine:
 
     Attributes:
         version: of the policy whose weights it has.
-        tokens_made: the tokens that it has generated so far.
-        is_paused: whether it waits for ``resume``.
     """
 
     def __init__(self, arguments: dict[str, Any]) -> None:
@@ -107,17 +97,13 @@ class Engine:
 
         engine_arguments = AsyncEngineArgs(**_engine_arguments(arguments))
         self._llm = AsyncLLM.from_engine_args(engine_arguments, usage_context=UsageContext.LLM_CLASS)
-        self.version, self.tokens_made, self.is_paused = 0, 0, False
-        self._numbers = itertools.count()
+        self.version, self._numbers = 0, itertools.count()
+        # Of every request in flight, version and last token at each pause.
+        self._pauses: dict[str, list[tuple[int, int]]] = {}
         self._adapter: Any = None
         self._asleep: frozenset[str] = frozenset()
         self._temperatures = _Temperatures(self._llm)
         self._server: RequestServer | None = None
-
-    @property
-    def is_asleep(self) -> bool:
-        """Whether some of its memory was freed."""
-        return bool(self._asleep)
 
     async def start(self) -> dict[str, Any]:
         """Return facts about the engine that has started."""
@@ -143,38 +129,31 @@ class Engine:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        sampling = SamplingParams(
-            **parameters, logprobs=0, detokenize=False, ignore_eos=True, output_kind=RequestOutputKind.DELTA
-        )
+        # An output for every token costs several times as much as one for the response.
+        kind = RequestOutputKind.DELTA if on_part else RequestOutputKind.FINAL_ONLY
+        settings = {"logprobs": 0, "flat_logprobs": True, "detokenize": False, "ignore_eos": True, "output_kind": kind}
+        sampling = SamplingParams(**parameters, **settings)
+        request_id = request_id or f"request-{next(self._numbers)}"
+        pauses = list[tuple[int, int]]()
+        if on_part is None:  # otherwise all tokens before a pause have been handed out
+            self._pauses[request_id] = pauses
         response = Response([], [], [], "abort", None)
-        async with self._temperatures.at(temperature):
-            outputs = self._llm.generate(
-                {"prompt_token_ids": list(prompt)},
-                sampling,
-                request_id or f"request-{next(self._numbers)}",
-                lora_request=self._adapter,
-            )
-            async for output in outputs:
-                [made] = output.outputs
-                self._append(response, made)
-                if output.finished:
-                    response = response._replace(reason=made.finish_reason or "abort", experts=made.routed_experts)
-                elif on_part is not None and response.tokens:
-                    on_part(response)
-                    response = Response([], [], [], "abort", None)
+        try:
+            async with self._temperatures.at(temperature):
+                outputs = self._llm.generate(
+                    {"prompt_token_ids": list(prompt)}, sampling, request_id, lora_request=self._adapter
+                )
+                async for output in outputs:
+                    [made] = output.outputs
+                    tokens, reason = list(made.token_ids), made.finish_reason or "abort"
+                    log_probs = made.logprobs.logprobs[: len(tokens)]
+                    versions = _versions([*pauses, (self.version, len(tokens))])
+                    response = Response(tokens, log_probs, versions, reason, made.routed_experts)
+                    if on_part is not None and tokens and not output.finished:
+                        on_part(response)
+        finally:
+            self._pauses.pop(request_id, None)
         return response
-
-    def _append(self, response: Response, made: Any) -> None:
-        tokens = list(made.token_ids)
-        if not tokens:
-            return
-        response.tokens.extend(tokens)
-        response.log_probs.extend(step[token].logprob for step, token in zip(made.logprobs or (), tokens, strict=True))
-        if response.versions and response.versions[-1][0] == self.version:
-            response.versions[-1][1] += len(tokens)
-        else:
-            response.versions.append([self.version, len(tokens)])
-        self.tokens_made += len(tokens)
 
     async def generate_sequences(
         self, prompts: Sequence[Sequence[int]], parameters: Sequence[dict[str, Any]], temperature: float
@@ -201,14 +180,17 @@ class Engine:
             mode: of the requests in flight: ``abort`` ends them; ``wait`` finishes them; ``keep`` continues them after
                 ``resume``, which computes their keys and values again.
         """
-        self.is_paused = True
-        await self._llm.pause_generation(mode=mode, clear_cache=True)
-        for _ in range(_DRAIN_ROUNDS):  # tokens before it have the version before it
+        # AsyncLLM.pause_generation does the same, and then sleeps.
+        await self._llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=True)
+        for _ in range(_DRAIN_ROUNDS):
             await asyncio.sleep(0)
+        for state in self._llm.output_processor.request_states.values():
+            if state.external_req_id in self._pauses:
+                self._pauses[state.external_req_id].append((self.version, state.detokenizer.num_output_tokens()))
 
     async def resume(self, version: int) -> None:
         """Go on after ``pause`` with the weights of a version; an engine without its cache goes on when it wakes up."""
-        self.version, self.is_paused = version, False
+        self.version = version
         if not self._asleep:
             await self._llm.resume_generation()
 
@@ -284,6 +266,13 @@ class Engine:
             await self._server.start(host)
         return self._server.port
 
+    async def report_progress(self, report: Callable[[], Any]) -> None:
+        """Call ``report`` every second, as long as the process that computes answers between two of its steps."""
+        while True:
+            await asyncio.sleep(_PROGRESS_S)
+            await self._llm.is_paused()
+            report()
+
     def end_if_dead(self) -> None:
         """End this process, which the worker and programs notice, if that of vLLM has ended."""
         if self._llm.errored:
@@ -308,8 +297,6 @@ class RemotePart:
         arguments: of ``vllm.AsyncEngineArgs``, those of the engine with another ``node_rank``.
     """
 
-    tokens_made = 0
-
     def __init__(self, arguments: dict[str, Any]) -> None:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.usage.usage_lib import UsageContext
@@ -330,6 +317,12 @@ class RemotePart:
     def shutdown(self) -> None:
         """End vLLM's processes of this node."""
         self._executor.shutdown()
+
+
+def _versions(ends: Sequence[tuple[int, int]]) -> list[list[int]]:
+    """Return versions and how many tokens each made, from versions and the last token of each."""
+    starts = (0, *(end for _, end in ends))
+    return [[version, end - start] for (version, end), start in zip(ends, starts, strict=False) if end > start]
 
 
 def _engine_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -374,7 +367,7 @@ class RequestServer:
     (arguments of ``vllm.SamplingParams``) and ``temperature``, and the token ids of the prompt. Its answer has the
     ``id``, ``reason`` and ``versions``, and tokens and log-probabilities; or ``id`` and ``error``. If the request has
     ``parts``, answers without ``reason`` come before, and the last one is the rest. ``{"abort": id}`` ends a request.
-    ``{}`` follows every second in which tokens were made, or the engine is paused or asleep.
+    ``{}`` follows every second in which the process that computes answers.
     """
 
     def __init__(self, engine: Engine, token: str, expert_layers: Sequence[int]) -> None:
@@ -397,7 +390,8 @@ class RequestServer:
             if not hmac.compare_digest(str(head.get("token")), self._token):
                 return
             writer.write(packed(await self._engine.start()))
-            tasks = {asyncio.ensure_future(self._report(writer))}
+            report = partial(writer.write, packed({}))
+            tasks = {asyncio.ensure_future(self._engine.report_progress(report))}
             while True:
                 head, arrays = await read_message(reader)
                 if "abort" in head:
@@ -412,16 +406,6 @@ class RequestServer:
             for task in tasks:  # nobody waits for them any more
                 task.cancel()
             writer.close()
-
-    async def _report(self, writer: asyncio.StreamWriter) -> None:
-        from engine_messages import packed
-
-        reported = self._engine.tokens_made
-        while True:
-            await asyncio.sleep(_PROGRESS_S)
-            if self._engine.is_paused or self._engine.is_asleep or self._engine.tokens_made != reported:
-                reported = self._engine.tokens_made
-                writer.write(packed({}))
 
     async def _answer(
         self, writer: asyncio.StreamWriter, request_id: str, head: dict[str, Any], prompt: list[int]

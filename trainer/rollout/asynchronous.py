@@ -591,7 +591,7 @@ class AsynchronousGenerations(Generations):
         saves = read_record(self._directory).saves()
         if len(saves) < self._max_to_keep:
             return 0
-        return min(self.log.count, *(int(save.rollout.get(ASYNCHRONOUS, {}).get("taken", 0)) for save in saves))
+        return min(self.log.count, *(int(save.state.rollout.get(ASYNCHRONOUS, {}).get("taken", 0)) for save in saves))
 
     def restore(
         self,

@@ -1,0 +1,189 @@
+"""Memory of a role's calls on each stage of the pipeline, from dry runs of its own worker.
+
+A model of many layers runs with few of them on each stage. Memory is linear in the number of layers of each kind, so
+that of a stage follows from its own numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
+
+from parallel_state.dry_run.errors import DryRunError
+from parallel_state.dry_run.outcome import Use
+from parallel_state.dry_run.run import dry_run_of
+from parallel_state.layout import ParallelLayout
+from workers.config import ModelConfig, ParallelConfig
+from workers.dry_run import RoleCall
+from workers.model.local_spec import expert_layers, layers_of_stage
+from workers.model.transformer_config import transformer_config
+from workers.verify.sizes import one_layer_a_stage
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one GPU at the peak of a call.
+
+    Attributes:
+        parameters: the weights.
+        gradients: the gradient buffers.
+        optimizer: float32 copies of weights, and the optimizer's state, without what stays in host memory.
+        activations: what layers save for the backward pass, logits, and what exists while one layer runs.
+        communication: results of collectives, and what other stages sent.
+        cache: keys and values of generation.
+        nccl: buffers of NCCL, a guess.
+    """
+
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    activations: int = 0
+    communication: int = 0
+    cache: int = 0
+    nccl: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of them together."""
+        return sum(getattr(self, field.name) for field in fields(self))
+
+
+class StageUse(NamedTuple):
+    """What a rank of one stage uses: bytes at the peak of a call, and numbers of weights.
+
+    Attributes:
+        parameters, gradients, optimizer: bytes that exist during the whole call.
+        on_host: bytes of the optimizer's state in host memory.
+        activations, communication: bytes of the rest at the peak.
+        weights, experts: the number of weights, and of those in experts.
+        trained, trained_experts: the same of those with gradients.
+    """
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    on_host: float
+    activations: float
+    communication: float
+    weights: float
+    experts: float
+    trained: float
+    trained_experts: float
+
+    def plus(self, factor: float, other: StageUse, base: StageUse) -> StageUse:
+        """Return this and ``factor * (other - base)``."""
+        return StageUse(*(a + factor * (b - c) for a, b, c in zip(self, other, base, strict=True)))
+
+    def memory(self) -> Memory:
+        """Return the bytes as whole numbers."""
+        kinds = self.parameters, self.gradients, self.optimizer, self.activations, self.communication
+        return Memory(*(max(0, round(size)) for size in kinds))
+
+
+_uses: dict[tuple[type, str], tuple[StageUse, ...]] = {}
+"""What each stage uses, by the class of the worker and the call."""
+
+
+def stage_uses(call: RoleCall) -> tuple[StageUse, ...]:
+    """Return what a rank of each stage uses in a call.
+
+    Args:
+        call: the call; its role has the layout.
+
+    Raises:
+        DryRunError: the call fails without data.
+        MControllerError: the model cannot be built in the layout.
+    """
+    model, layout = call.role.config.model, call.role.variant.layout
+    if model.hybrid_layer_pattern is not None:
+        return _run(call)
+    chunks, stages = layout.vpp or 1, _layers_of_stages(model, call.role.config.parallel, layout)
+    main = any(map(any, stages))
+    kinds = {kind for stage in stages for kind in stage}
+    first, second = _numbers_of_layers(call)
+    if max(map(len, stages)) <= chunks * (second + len(kinds) - 1):
+        return _run(call)
+
+    def run(*layers: bool) -> tuple[StageUse, ...]:
+        few = _with_layers(model, layout, stages, layers)
+        return _run(replace(call, role=replace(call.role, config=replace(call.role.config, model=few))))
+
+    base, more = run(*[main] * first), run(*[main] * second)
+    other = run(*[main] * first, not main) if len(kinds) == 2 else base
+    uses = []
+    for stage, layers in enumerate(stages):
+        added = (layers.count(main) / chunks - first) / (second - first)
+        use = base[stage].plus(added, more[stage], base[stage])
+        uses.append(use.plus(layers.count(not main) / chunks, other[stage], base[stage]))
+    return tuple(uses)
+
+
+def _layers_of_stages(model: ModelConfig, parallel: ParallelConfig, layout: ParallelLayout) -> list[list[bool]]:
+    """Return for every layer of every stage whether it has experts."""
+    config = transformer_config(model, parallel)
+    with_experts = expert_layers(config)
+    chunks: Sequence[int | None] = [None] if layout.vpp is None else range(layout.vpp)
+    return [
+        [bool(with_experts[layer]) for chunk in chunks for layer in layers_of_stage(config, stage, chunk)]
+        for stage in range(layout.pp)
+    ]
+
+
+def _numbers_of_layers(call: RoleCall) -> tuple[int, int]:
+    """Return two numbers of layers in a chunk from which memory is linear."""
+    if call.method not in call.role.updates:
+        return 2, 3  # the second layer's input exists beside the stage's
+    recomputed = call.role.config.model.transformer  # in groups of layers
+    if recomputed.get("recompute_granularity") != "full":
+        return 1, 2
+    group = recomputed.get("recompute_num_layers") or 1
+    return (group, 2 * group) if recomputed.get("recompute_method") == "uniform" else (group, group + 1)
+
+
+def _with_layers(
+    model: ModelConfig, layout: ParallelLayout, stages: Sequence[Sequence[bool]], kinds: Sequence[bool]
+) -> ModelConfig:
+    """Return the model with layers of these kinds in every chunk; those that are listed are a layer's of its kind."""
+    count = layout.pp * (layout.vpp or 1)
+    flat = [kind for stage in stages for kind in stage]
+    few = one_layer_a_stage(model, layout)
+    transformer: dict[str, Any] = dict(few.transformer)
+    for name, value in model.transformer.items():
+        if isinstance(value, (list, tuple)) and len(value) == model.num_layers:
+            transformer[name] = [value[flat.index(kind)] for kind in kinds] * count
+    if "recompute_num_layers" in model.transformer:
+        transformer["recompute_num_layers"] = model.transformer["recompute_num_layers"]
+    if model.num_moe_experts is not None:
+        transformer["moe_layer_freq"] = [int(kind) for kind in kinds] * count
+    return replace(few, num_layers=len(kinds) * count, transformer=transformer)
+
+
+def _run(call: RoleCall) -> tuple[StageUse, ...]:
+    key = call.role.worker_class, repr(call)
+    if key not in _uses:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):  # for whoever starts the run
+            warnings.simplefilter("ignore")
+            outcome = dry_run_of(call, call.role.variant, second=False)
+        if outcome.failure:
+            raise DryRunError(f"{call.method} fails in layout {outcome.text}: {outcome.failure}", layout=outcome.text)
+        _uses[key] = tuple(_use_of_stage(outcome.uses[rank]) for rank in outcome.stages.values())
+    return _uses[key]
+
+
+def _use_of_stage(use: Use) -> StageUse:
+    kept = {kind: use.idle.get(kind, 0) for kind in ("parameters", "gradients", "optimizer")}
+    communication = use.by_kind.get("communication", 0)
+    return StageUse(
+        **kept,
+        on_host=use.on_host,
+        activations=use.peak - sum(kept.values()) - communication,
+        communication=communication,
+        weights=use.parameters,
+        experts=use.experts,
+        trained=use.trained,
+        trained_experts=use.trained_experts,
+    )
