@@ -93,7 +93,7 @@ def test_the_peaks_of_a_role_are_those_of_a_real_run(name: str, monkeypatch: pyt
         with mode:
             return RoleCall(role, method, PROMPT, RESPONSE)(mode)
 
-    for method in (*role.updates, *role.scores):
+    for method in role.updates or role.scores:
         real = run_ranks(role.variant.layout, on_rank, method, check_async=False)
         dry = outcome_of(role, method, every_rank=True).uses
         assert [use.peak for use in dry.values()] == pytest.approx([use.peak for use in real], rel=4e-3)
