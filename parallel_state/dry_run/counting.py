@@ -164,6 +164,9 @@ def _entry_of(func: Any, args: Any, kwargs: Any, result: Any, flops: int) -> Any
         is_same = is_single and result is (kwargs["out"] if "out" in kwargs else args[0])
         return (None, flops, True) if is_same else None
     results = [result] if is_single else result
+    inputs = {tensor.untyped_storage()._cdata for tensor in args if isinstance(tensor, torch.Tensor)}
+    if any(one.untyped_storage()._cdata in inputs for one in results if isinstance(one, torch.Tensor)):
+        return None  # a view that its schema does not call one, such as of _unsafe_view
     if isinstance(results, (list, tuple)) and all(
         isinstance(one, torch.Tensor) and one.is_meta and one.storage_offset() == 0 for one in results
     ):

@@ -8,10 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import _disable_current_modes
 
 from mcontroller import DataProto
-from parallel_state.dry_run.outcome import Outcome
+from parallel_state.dry_run.counting import CountingMode
+from parallel_state.dry_run.memory import Memory
+from parallel_state.dry_run.outcome import Outcome, Use
 from parallel_state.dry_run.run import dry_run_of
+from parallel_state.simulated import exchange, run_ranks
 from workers import ActorRolloutRefWorker, CriticWorker, RewardModelWorker
 from workers.config import CriticConfig, LoraConfig, ModelConfig, ParallelConfig, RewardConfig
 from workers.dry_run import RoleCall
@@ -32,7 +36,10 @@ SIZES = {"ppo_mini_batch_size": 8, "ppo_micro_batch_size": 2}
 def model_role(kind: str, ranks: int, **changed: Any) -> ModelRole:
     """Return an actor with its reference, a critic or a reward model on a number of ranks."""
     if kind == "reward":
-        sections = {"model": ModelConfig(**WIDE), "parallel": ParallelConfig(**changed["parallel"])}
+        sections = {
+            "model": ModelConfig(**changed.get("model", WIDE)),
+            "parallel": ParallelConfig(**changed["parallel"]),
+        }
         config: Any = RewardConfig(**sections, micro_batch_size=2)
     else:
         settings = {"model": WIDE, **SIZES, **changed}
@@ -60,12 +67,36 @@ ROLES: dict[str, tuple[str, int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", ROLES)
+@pytest.mark.parametrize("name", ["actor, dp", "actor, packed", "actor, LoRA", "critic, cp"])
 def test_every_call_of_a_role_runs_without_data(name: str) -> None:
     kind, ranks, changed = ROLES[name]
     role = model_role(kind, ranks, **changed)
     peaks = [outcome_of(role, method, second=False).peak for method in (*role.updates, *role.scores)]
     assert peaks[0] == max(peaks) and min(peaks) > 0
+
+
+@pytest.mark.parametrize("name", ["actor, tp and pp", "critic, cp", "reward model, tp"])
+def test_the_peaks_of_a_role_are_those_of_a_real_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within 0.4%: a real run on a CPU counts small tensors of the host too, and has another kernel of attention."""
+    compute = exchange.compute
+
+    def uncounted(calls: Any) -> None:
+        with _disable_current_modes():
+            compute(calls)
+
+    monkeypatch.setattr(exchange, "compute", uncounted)
+    kind, ranks, changed = ROLES[name]
+    role = model_role(kind, ranks, **(changed | {"model": WIDE | {"transformer_impl": "local"}}))
+
+    def on_rank(method: str) -> Use:
+        mode = CountingMode(Memory(), "cpu")
+        with mode:
+            return RoleCall(role, method, PROMPT, RESPONSE)(mode)
+
+    for method in role.updates or role.scores:
+        real = run_ranks(role.variant.layout, on_rank, method, check_async=False)
+        dry = outcome_of(role, method, every_rank=True).uses
+        assert [use.peak for use in dry.values()] == pytest.approx([use.peak for use in real], rel=4e-3)
 
 
 def test_an_update_of_a_large_model_has_the_peak_of_a_gpu() -> None:
