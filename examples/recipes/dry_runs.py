@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from parallel_state.dry_run.outcome import CONTEXT, GIB, gpu_bytes
-from trainer.run.config import read_run_config
+from trainer.run.config import RunConfig, read_run_config
 from trainer.run.model_roles import role_calls
 from trainer.run.shared_gpus import shared_gpus
 from workers.planning import planning
@@ -140,7 +140,13 @@ class Published:
                 "ppo_max_tokens_per_micro_batch": self.tokens,
                 "ppo_mini_batch_size": 8192,
                 "use_kl_loss": False,
-                "rollout": {"n": 16, "prompt_length": 1024, "response_length": self.tokens - 1024},
+                "rollout": {
+                    "engine": "vllm",
+                    "vllm": {"tp": 4},
+                    "n": 16,
+                    "prompt_length": 1024,
+                    "response_length": self.tokens - 1024,
+                },
             },
         }
 
@@ -209,28 +215,29 @@ def model_directory(path: Path, name: str) -> Path:
     return path
 
 
+def read(name: str, folder: Path) -> RunConfig:
+    """Return the configuration of a recipe, or of a layout of others; ``folder`` gets the model's ``config.json``."""
+    if name in PUBLISHED:
+        file = folder / f"{name}.yaml"
+        file.write_text(json.dumps(PUBLISHED[name].run(model_directory(folder / name, PUBLISHED[name].model))))
+        return read_run_config(file)
+    model = model_directory(folder / name, name.rpartition("-")[0])
+    return read_run_config(RECIPES / f"{name}.yaml", [f"actor_rollout_ref.model.hf_path={model}"])
+
+
 def row(name: str, folder: Path) -> str:
     """Return the row of a recipe, or of a layout of others, in a table of Markdown."""
-    if name in PUBLISHED:
-        published = PUBLISHED[name]
-        file, source, gpu = folder / f"{name}.yaml", published.source, published.gpu
-        file.write_text(json.dumps(published.run(model_directory(folder / published.model, published.model))))
-        config = read_run_config(file)
-    else:
-        file, source, gpu = RECIPES / f"{name}.yaml", f"`{name}.yaml`", "H100"
-        model = model_directory(folder / name, name.rpartition("-")[0])
-        config = read_run_config(file, [f"actor_rollout_ref.model.hf_path={model}"])
-    calls = role_calls(config)
-    if name in PUBLISHED:
-        calls = {key: call for key, call in calls.items() if key[1] == "update_actor"}
+    published = PUBLISHED.get(name)
+    config, gpu = read(name, folder), "H100" if published is None else published.gpu
+    calls = {key: call for key, call in role_calls(config).items() if published is None or key[1] == "update_actor"}
     outcomes = {".".join(key): call(second=False) for key, call in calls.items()}
     update = next(iter(outcomes.values()))
-    gpus = f"{update.layout.world_size} {gpu}"
+    begin = f"| {name if published is None else published.source} | {update.layout.world_size} {gpu} | {update.text} |"
     if failures := [outcome.failure for outcome in outcomes.values() if outcome.failure]:
-        return f"| {source} | {gpus} | {update.text} | {failures[0].splitlines()[0]} | |"
+        return f"{begin} {failures[0].splitlines()[0]} | |"
     stages = "/".join(f"{update.uses[rank].peak / GIB:.1f}" for rank in update.stages.values())
-    most = update.peak + CONTEXT if name in PUBLISHED else shared_gpus(config, outcomes).peak(config.trainer.offload)
-    return f"| {source} | {gpus} | {update.text} | {stages} | {most / GIB:.1f} of {gpu_bytes(gpu) / GIB:.1f} |"
+    most = shared_gpus(config, outcomes).peak(config.trainer.offload) if published is None else update.peak + CONTEXT
+    return f"{begin} {stages} | {most / GIB:.1f} of {gpu_bytes(gpu) / GIB:.1f} |"
 
 
 def main(names: list[str]) -> None:
