@@ -87,7 +87,7 @@ class RoleCall:
         if hasattr(config, "optim"):
             optim, on_host = _on_device(config.optim.resolved(layout.dp * layout.cp, on_gpu=True))
             changes |= {"optim": optim, "ppo_epochs": 1}
-        if self.method == "generate_sequences":
+        if hasattr(config, "rollout"):
             lengths = {"prompt_length": self.prompt, "response_length": self.response}
             changes["rollout"] = replace(config.rollout, **lengths)
         worker = self.role.worker(rows * count * layout.dp, **changes)
