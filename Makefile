@@ -21,7 +21,7 @@ demo: $(STAMP)
 	$(BIN)/python -m examples.ppo.main layout=$(LAYOUT) seed=$(SEED) $(ARGS)
 
 # One thread: two that wait for each other on a busy core cost as much as they compute.
-test%: export OMP_NUM_THREADS := 1
+test test-%: export OMP_NUM_THREADS := 1
 
 # A part for each package, three at a time, the longest first: tests that start processes wait much. A part prints its
 # output at its end.

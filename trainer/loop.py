@@ -16,7 +16,7 @@ from trainer.lifecycle import RunLifecycle
 from trainer.metrics import Metrics, over_ranks
 from trainer.mismatch import MISMATCH_METRICS
 from trainer.rewards.reward import Reward
-from trainer.summary import experience_metrics, sample_tokens
+from trainer.summary import decoded_samples, experience_metrics, sample_tokens
 from trainer.trackers import TRAIN, JsonlTracker
 from trainer.validation import validate
 
@@ -223,11 +223,12 @@ class RayPPOTrainer(RunLifecycle):
 
     def show_samples(self, reward: Reward, batch: DataProto) -> None:
         """Show decoded samples of a batch with advantages, and log a table of them with every tracker."""
-        if not reward.samples:
+        tokens = sample_tokens(batch, self.tokenizer, min(SAMPLES_PER_STEP, len(reward.samples) or SAMPLES_PER_STEP))
+        samples = reward.samples or decoded_samples(batch, tokens)
+        if not samples:
             return
-        self.display.samples(reward.samples)
-        table = reward.samples[:SAMPLES_PER_STEP]
-        tokens = sample_tokens(batch, self.tokenizer, len(table))
+        self.display.samples(samples)
+        table = samples[:SAMPLES_PER_STEP]
         detailed = (
             [{**row, "tokens": row_tokens} for row, row_tokens in zip(table, tokens, strict=True)] if tokens else table
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -132,6 +132,25 @@ def sample_tokens(batch: DataProto, tokenizer: Any, count: int) -> list[dict[str
             }
         )
     return samples
+
+
+def decoded_samples(batch: DataProto, tokens: Sequence[Mapping[str, list[Any]]]) -> list[dict[str, Any]]:
+    """Return what people look at of the first responses, if the reward has decoded none: episodes score themselves.
+
+    Args:
+        batch: ``token_level_scores`` ``[rows, response]``, and ``prompt`` and ``answer`` if there are any.
+        tokens: what ``sample_tokens`` returned for the batch.
+    """
+    if not tokens or "token_level_scores" not in batch.tensor_names:
+        return []
+    (scores,) = columns(batch, "token_level_scores")
+    others = {name: batch.non_tensor_batch[name] for name in ("prompt", "answer") if name in batch.non_tensor_batch}
+    return [
+        {"prompt": ""}
+        | {name: column[row] for name, column in others.items()}
+        | {"response": "".join(one["text"]), "score": float(scores[row].sum())}
+        for row, one in enumerate(tokens)
+    ]
 
 
 def group_metrics(groups: GroupFilter) -> dict[str, float]:

@@ -25,6 +25,8 @@ from mcontroller.errors import ConfigError, MControllerError
 C = TypeVar("C")
 T = TypeVar("T")
 
+_defaults_by_class: dict[type, DictConfig] = {}
+
 
 def load_config(cls: type[C], *sources: Any, overrides: Iterable[str] = ()) -> C:
     """Return an instance of the dataclass ``cls``: later sources replace earlier ones, ``overrides`` replace all.
@@ -89,7 +91,7 @@ def _built_with(cls: type[C], layers: Sequence[DictConfig], usual: Mapping[str, 
     while True:
         filled = OmegaConf.create({})
         try:
-            merged = OmegaConf.merge(OmegaConf.structured(cls), *layers)
+            merged = OmegaConf.merge(_defaults(cls), *layers)
         except (OmegaConfBaseException, TypeError, ValueError):  # a section that is no mapping, for instance
             return None
         for key in OmegaConf.missing_keys(merged):
@@ -185,10 +187,17 @@ def _built(cls: type[C], layers: Sequence[DictConfig]) -> C:
 
 def _merged(cls: type[Any], layers: Sequence[DictConfig]) -> DictConfig:
     """Return the values of all layers, with those that ``find_fields`` supplies."""
-    config = typing.cast(DictConfig, OmegaConf.merge(OmegaConf.structured(cls), *layers))
+    config = typing.cast(DictConfig, OmegaConf.merge(_defaults(cls), *layers))
     if fields := _found_fields(cls, config, ""):
-        config = typing.cast(DictConfig, OmegaConf.merge(OmegaConf.structured(cls), fields, *layers))
+        config = typing.cast(DictConfig, OmegaConf.merge(_defaults(cls), fields, *layers))
     return config
+
+
+def _defaults(cls: type[Any]) -> DictConfig:
+    """Return the fields of a dataclass with their types and defaults; ``merge`` copies it."""
+    if cls not in _defaults_by_class:
+        _defaults_by_class[cls] = OmegaConf.structured(cls)
+    return _defaults_by_class[cls]
 
 
 def _without_value(layers: Sequence[DictConfig], key: str) -> bool:

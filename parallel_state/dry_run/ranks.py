@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import hashlib
 from collections import Counter
@@ -18,7 +19,6 @@ from parallel_state.dry_run.counting import CountingMode
 from parallel_state.dry_run.kernels import torch_on_meta
 from parallel_state.dry_run.memory import Memory
 from parallel_state.dry_run.shapes import ShapeExchange
-from parallel_state.dry_run.transformer_engine import engine_kernels
 from parallel_state.layout import ParallelLayout
 from parallel_state.simulated.calls import Call
 from parallel_state.simulated.simulation import Simulation
@@ -148,7 +148,7 @@ def run_without_data(
     gc.freeze()  # a collection looks at the objects of the ranks alone, not at those of all imported modules
     try:
         gathering = mock.patch.object(dist, "all_gather_object", _gather_objects)
-        with without_memory(), torch_on_meta(), engine_kernels(), gathering:
+        with without_memory(), torch_on_meta(), gathering:
             with initializing:
                 simulation.run({rank: partial(initialize, rank) for rank in running})
             log.clear()
@@ -157,6 +157,14 @@ def run_without_data(
         simulation.close()
         gc.collect()  # models have circles of references, and the next ranks need the memory
         gc.unfreeze()
+        _release()
+
+
+def _release() -> None:
+    """Return free memory to the operating system: glibc keeps the pages of many small objects."""
+    release = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if release is not None:
+        release(0)
 
 
 def _gather_objects(objects: list[Any], value: Any, group: Any = None) -> None:

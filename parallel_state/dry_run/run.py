@@ -17,6 +17,7 @@ from parallel_state.dry_run.outcome import GIB, Outcome, Use
 from parallel_state.dry_run.ranks import CallLog, pipeline_of, run_without_data
 from parallel_state.dry_run.routing import routed, routing_of
 from parallel_state.dry_run.training import one_layer_a_stage, train
+from parallel_state.dry_run.transformer_engine import engine_kernels
 from parallel_state.dry_run.values import UnknownValue
 from parallel_state.errors import MControllerError
 from parallel_state.hangs.lines import calling_position, members_text, source_line
@@ -92,7 +93,9 @@ def dry_run(
     variant = layout_for(layout, ranks) if isinstance(layout, str) else layout
     if micro_batches is not None:
         program = program.smaller(micro_batches=micro_batches * variant.layout.dp * variant.merged)
-    check_divisible(program, variant)
+    cpu.install()
+    with engine_kernels():  # the config of a program may ask for kernels
+        check_divisible(program, variant)
     programs = program, one_layer_a_stage(program, variant)
     step, small_step = (partial(train, one, variant, dtype, layers) for one in programs)
     return dry_run_of(step, variant, routing, every_rank=every_rank, second=second, small=small_step)
@@ -121,7 +124,7 @@ def dry_run_of(
     cpu.install()
     layout, log = variant.layout, CallLog()
     outcome = Outcome(variant.text, layout)
-    with routed(routing_of(routing)):
+    with routed(routing_of(routing)), engine_kernels():
         first = list(range(layout.world_size)) if every_rank else pipeline_of(layout)
         _run(function, first, log, outcome)
         outcome.calls = log.most()

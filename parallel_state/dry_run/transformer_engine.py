@@ -19,10 +19,15 @@ DotProductAttention contiguous queries, keys, values, backward: gradients of the
                     buffer of keys and values         four buffers
 fused RoPE          angles
 SwiGLU (Megatron)   input                             compiled: results only
+permute             int32 [t, 2 experts + 1]
+sort chunks         int32 [rows]
+unpermute           as permute; with probabilities,
+                    these and the input
+routing, scores     map, float32 [t, experts]
 =================== ================================= ==============================================================
 
-Not counted: FP8, ``ub_overlap``, other ``cp_comm_type`` than p2p, fused permutation and routing of experts. Megatron
-does not use LayerNormMLP.
+Not counted: FP8, ``ub_overlap``, other ``cp_comm_type`` than p2p, Transformer Engine's cross entropy. Megatron does not
+use LayerNormMLP.
 """
 
 from __future__ import annotations
@@ -49,6 +54,11 @@ _GROUPED_STREAMS = 4
 def is_counted(tensor: torch.Tensor) -> bool:
     """Whether a layer that gets a tensor calls the functions of this module."""
     return tensor.is_meta and counts_transformer_engine()
+
+
+def counted_fields() -> tuple[str, ...]:
+    """Return the fields of TransformerConfig that only Transformer Engine has, and that the running rank counts."""
+    return ("moe_permute_fusion", "moe_router_fusion") if counts_transformer_engine() else ()
 
 
 def attend(
@@ -153,10 +163,65 @@ def _rotate_packed(t: torch.Tensor, bounds: torch.Tensor, freqs: torch.Tensor, *
     return one_kernel(lambda t: (t.new_empty(t.shape), (freqs, bounds)), t)  # type: ignore[no-any-return]
 
 
+def _permute(tokens: torch.Tensor, routing_map: torch.Tensor, *, num_out_tokens: int) -> Any:
+    return _permute_with_probs(tokens, None, routing_map, num_out_tokens=num_out_tokens)[::2]
+
+
+def _permute_with_probs(
+    tokens: torch.Tensor, probs: torch.Tensor | None, routing_map: torch.Tensor, *, num_out_tokens: int
+) -> Any:
+    count, experts = routing_map.shape
+    rows = torch.empty(count, 2 * experts + 1, dtype=torch.int32, device="meta")
+
+    def run(tokens: torch.Tensor, probs: torch.Tensor | None) -> Any:
+        permuted = tokens.new_empty(int(num_out_tokens), tokens.shape[-1])
+        return (permuted, None if probs is None else probs.new_empty(len(permuted))), (rows,)
+
+    permuted, permuted_probs = one_kernel(run, tokens, probs)
+    return permuted, permuted_probs, rows
+
+
+def _unpermute(permuted: torch.Tensor, rows: torch.Tensor, *, merging_probs: Any = None, restore_shape: Any) -> Any:
+    def run(permuted: torch.Tensor, probs: torch.Tensor | None) -> Any:
+        saved = (rows,) if probs is None else (permuted, rows, probs)
+        return permuted.new_empty(restore_shape), saved
+
+    return one_kernel(run, permuted, merging_probs)
+
+
+def _sort_chunks(tokens: torch.Tensor, sizes: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    return _sort_chunks_with_probs(tokens, None, sizes, order)[0]  # type: ignore[no-any-return]
+
+
+def _sort_chunks_with_probs(tokens: torch.Tensor, probs: Any, sizes: torch.Tensor, order: torch.Tensor) -> Any:
+    def run(tokens: torch.Tensor, probs: torch.Tensor | None) -> Any:
+        rows = torch.empty(len(tokens), dtype=torch.int32, device="meta")
+        return (torch.empty_like(tokens), None if probs is None else torch.empty_like(probs)), (rows,)
+
+    return one_kernel(run, tokens, probs)
+
+
+def _route(*, logits: torch.Tensor, **options: Any) -> Any:
+    def run(logits: torch.Tensor) -> Any:
+        routing_map = torch.empty_like(logits, dtype=torch.bool)
+        return (torch.empty_like(logits), routing_map), (routing_map, torch.empty_like(logits, dtype=torch.float32))
+
+    return one_kernel(run, logits)
+
+
+def _score(**options: Any) -> Any:
+    return _route(**options)[::-1]
+
+
+def _balance_loss(*, probs: torch.Tensor, tokens_per_expert: torch.Tensor, **options: Any) -> Any:
+    return one_kernel(lambda probs: (probs.new_empty(()), (tokens_per_expert,)), probs)
+
+
 def _unshared_buffer(buffers: Any, shape: Sequence[int], dtype: torch.dtype, *args: Any, **kwargs: Any) -> Any:
     return torch.empty(*shape, dtype=dtype, device="meta")
 
 
+_EXPERTS = "megatron.core.transformer.moe.moe_utils"
 _KERNELS: dict[str, dict[str, Any]] = {
     "megatron.core.models.common.embeddings.rope_utils": {
         "fused_apply_rotary_pos_emb": _rotate,
@@ -172,6 +237,16 @@ _KERNELS: dict[str, dict[str, Any]] = {
             "weighted_swiglu_back",
         )
     ),
+    _EXPERTS: {
+        "fused_permute": _permute,
+        "fused_permute_with_probs": _permute_with_probs,
+        "fused_unpermute": _unpermute,
+        "fused_sort_chunks_by_index": _sort_chunks,
+        "fused_sort_chunks_by_index_with_probs": _sort_chunks_with_probs,
+        "fused_topk_with_score_function": _route,
+        "fused_compute_score_for_moe_aux_loss": _score,
+        "fused_moe_aux_loss": _balance_loss,
+    },
     "megatron.core.utils:GlobalMemoryBuffer": {"get_tensor": _unshared_buffer},
 }
 """Module, or module and class -> the name of a function -> what computes it instead; None: itself, compiled."""
@@ -185,16 +260,17 @@ def engine_kernels() -> Iterator[None]:
         kernel = kernel or functools.partial(compiled, function)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            return (kernel if counts_transformer_engine() else function)(*args, **kwargs)
+            return (kernel if function is None or counts_transformer_engine() else function)(*args, **kwargs)
 
         return call
 
     with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(importlib.import_module(_EXPERTS), "HAVE_TE", True))
         for place, kernels in _KERNELS.items():
             module, _, name = place.partition(":")
             owner: Any = importlib.import_module(module)
             owner = getattr(owner, name) if name else owner
             for function, kernel in kernels.items():
-                wrapped = replaced(getattr(owner, function), kernel)
-                stack.enter_context(mock.patch.object(owner, function, wrapped))
+                wrapped = replaced(getattr(owner, function, None), kernel)
+                stack.enter_context(mock.patch.object(owner, function, wrapped, create=True))
         yield

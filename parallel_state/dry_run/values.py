@@ -126,7 +126,7 @@ def _to_host(read: ValuesRead, source: torch.Tensor) -> torch.Tensor:
     value = value_of(source)
     if value is None:
         read.add("copied to the host")
-        value = torch.zeros(source.shape, dtype=source.dtype)
+        value = torch.full(source.shape, source.dtype != torch.bool, dtype=source.dtype)
     return value
 
 

@@ -10,7 +10,7 @@ from mcontroller.data.batch import DataProto
 from mcontroller.errors import ConfigError
 from trainer.estimators.registry import compute_advantage
 from trainer.mismatch import ImportanceConfig, importance_weights, mismatch_metrics, version_metrics
-from trainer.summary import experience_metrics, sample_tokens, signal_metrics
+from trainer.summary import decoded_samples, experience_metrics, sample_tokens, signal_metrics
 from workers.losses.policy import clipped_policy_loss
 
 BUILT_IN = ("gae", "grpo", "rloo", "opo", "gpg", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax")
@@ -146,6 +146,14 @@ def test_samples_have_their_tokens_with_what_they_were_trained_on() -> None:
     (first,) = sample_tokens(DataProto.from_dict(tensors | probabilities), Tokenizer(), 1)
     assert first == {**expected[0], "mismatch": [-0.25, None, -0.25]}
     assert sample_tokens(DataProto.from_dict(tensors), object(), 3) == []
+    scored = DataProto.from_dict(
+        {"token_level_scores": torch.tensor([[0.0, 0, 1, 0], [0.5, 0, 0, 0], [0, 0, 0, 0]])},
+        non_tensors={"prompt": ["a", "b", "c"]},
+    )
+    assert decoded_samples(scored, expected[:2]) == [
+        {"prompt": "a", "response": "it? is", "score": 1.0},
+        {"prompt": "b", "response": "is", "score": 0.5},
+    ]
 
 
 def test_masked_tokens_reach_no_weight_no_advantage_and_no_metric():

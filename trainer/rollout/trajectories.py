@@ -11,6 +11,7 @@ import asyncio
 from array import array
 from collections.abc import Collection, Generator, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -79,14 +80,6 @@ class Submitted(Future[Trajectory]):
         if was_cancelled:
             self._rollout.forget(self)
         return was_cancelled
-
-    def answered(self, answer: Sampled | BaseException) -> None:
-        """Add the answer of an engine, or end with its error."""
-        self._rollout.answered(self, answer)
-
-    def received(self, part: Sampled) -> None:
-        """Add tokens of an answer that goes on."""
-        self._rollout.received(self, part)
 
     def result(self, timeout: float | None = None) -> Trajectory:
         """Return the trajectory when it has ended.
@@ -257,8 +250,9 @@ class TrajectoryRollout:
             self._live[submitted] = None
             made = len(trajectory.tokens)
             context = trajectory.prompt + trajectory.tokens
-            submitted.request = Request(context, submitted.settings, seed, made, limit - made, submitted.answered)
-            submitted.request.on_part = submitted.received if stream else None
+            answer = partial(self._answered, submitted)
+            submitted.request = Request(context, submitted.settings, seed, made, limit - made, answer)
+            submitted.request.on_part = partial(self._received, submitted) if stream else None
             self.engine.start(submitted.request)
         return submitted
 
@@ -329,7 +323,7 @@ class TrajectoryRollout:
             self._live.pop(submitted, None)
             submitted.request.cancel()
 
-    def answered(self, submitted: Submitted, answer: Sampled | BaseException) -> None:
+    def _answered(self, submitted: Submitted, answer: Sampled | BaseException) -> None:
         """Add an answer to its trajectory, which has ended with it, or whose rest is requested."""
         with self._lock:
             if submitted.done():
@@ -352,11 +346,11 @@ class TrajectoryRollout:
         else:
             submitted.set_exception(answer)
 
-    def received(self, submitted: Submitted, part: Sampled) -> None:
+    def _received(self, submitted: Submitted, part: Sampled) -> None:
         """Add tokens of an answer that goes on to their trajectory."""
         error = self._outside_vocabulary(part)
         if error is not None:
-            self.answered(submitted, error)
+            self._answered(submitted, error)
             return
         with self._lock:
             if not submitted.done():

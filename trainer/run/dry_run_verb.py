@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from parallel_state.dry_run.outcome import Outcome, gpu_bytes
 from parallel_state.dry_run.run import dry_run, layout_for
 from parallel_state.verify.program import load_program
+from workers.planning import planning
 
 if TYPE_CHECKING:
     from trainer.run.config import RunConfig
@@ -61,7 +62,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.program.endswith((".yaml", ".yml")):
         from trainer.run.config import read_run_config  # Ray and omegaconf, which a Program does not need
 
-        return report_roles(read_run_config(arguments.program, arguments.rest), gpu, arguments.json, **chosen)
+        with planning():  # without weights and engines, as check
+            return report_roles(read_run_config(arguments.program, arguments.rest), gpu, arguments.json, **chosen)
     outcomes = _reported(_layouts(arguments, chosen), gpu)
     _write(arguments.json, outcomes, gpu)
     return 0 if all(outcome.fits(gpu) for outcome in outcomes.values()) else 1

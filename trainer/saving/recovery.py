@@ -1,4 +1,7 @@
-"""Recovery of a run: which failures it goes on after, and the groups and the state that it goes on with."""
+"""Recovery of a run: which failures it goes on after, and their record.
+
+``RunLifecycle.recover`` in ``trainer/lifecycle.py`` restarts the groups and loads the newest state of all roles.
+"""
 
 from __future__ import annotations
 

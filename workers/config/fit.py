@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 
 from mcontroller.config.checks import check_at_least, check_one_of
 from mcontroller.errors import ConfigError
@@ -119,18 +120,19 @@ def check_generation(parallel: ParallelConfig) -> None:
         )
 
 
-def check_local(model: ModelConfig, *, on_gpu: bool) -> None:
+def check_local(model: ModelConfig, *, on_gpu: bool, counted: Collection[str] = ()) -> None:
     """Check that layers of plain PyTorch can compute the model.
 
     Args:
         model: the model.
         on_gpu: whether it runs on a GPU.
+        counted: fields that are counted and not computed, in a dry run.
 
     Raises:
         ConfigError: a field of ``model.transformer`` needs Transformer Engine; ``key`` names it.
     """
     for name, neutral in _ENGINE_ONLY.items():
-        if name == "gradient_accumulation_fusion" and not on_gpu:
+        if name in counted or (name == "gradient_accumulation_fusion" and not on_gpu):
             continue  # parallel_state.cpu.megatron supports it on a CPU
         value = model.transformer.get(name, neutral)
         if value not in (None, neutral):

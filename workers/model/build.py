@@ -15,6 +15,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from mcontroller.errors import ConfigError
+from parallel_state.dry_run import transformer_engine
 from parallel_state.megatron import MegatronContext
 from parallel_state.releases import language_models
 from workers.config import ModelConfig, ParallelConfig
@@ -186,7 +187,7 @@ class _OwnModel:
         self.config: TransformerConfig = transformer_config(model, parallel)
         self.implementation = chosen_implementation(model.transformer_impl)
         if self.implementation == "local":
-            check_local(model, on_gpu=torch.cuda.is_available())
+            check_local(model, on_gpu=torch.cuda.is_available(), counted=transformer_engine.counted_fields())
         else:
             check_engine_windows(model, parallel)
         if torch.cuda.is_available():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections.abc
 import difflib
 import enum
+import functools
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -229,7 +230,7 @@ def checked_fields(kind: type, values: Mapping[str, Any], at: str, set_elsewhere
     Raises:
         ConfigError: a field is unknown, is set elsewhere, or has a value of another type; ``key`` names it.
     """
-    hints = {name: hint for name, hint in typing.get_type_hints(kind).items() if not name.startswith("_")}
+    hints = _annotations(kind)
     fields: dict[str, Any] = {}
     for name, value in values.items():
         key = f"{at}.{name}"
@@ -245,6 +246,11 @@ def checked_fields(kind: type, values: Mapping[str, Any], at: str, set_elsewhere
         except TypeError as error:
             raise ConfigError(f"{key} is {value!r}; {kind.__name__} expects {error}", key=key, value=value) from error
     return fields
+
+
+@functools.cache  # milliseconds for the hundreds of fields of a TransformerConfig
+def _annotations(kind: type) -> dict[str, Any]:
+    return {name: hint for name, hint in typing.get_type_hints(kind).items() if not name.startswith("_")}
 
 
 def coerced(value: Any, hint: Any) -> Any:

@@ -65,6 +65,11 @@ _FIXED = {
     "pipeline_model_parallel_layout": None, "moe_permute_fusion": False, "moe_router_fusion": False,
     "apply_rope_fusion": False, "use_precision_aware_optimizer": False,
 }  # fmt: skip
+_OF_THE_GPU = (
+    "apply_rope_fusion", "cross_entropy_loss_fusion", "gradient_accumulation_fusion", "micro_batch_size",
+    "moe_permute_fusion",
+)  # fmt: skip
+"""What a dry run has as it is given: only verify makes the model small, and computes on a CPU."""
 _VPP = "virtual_pipeline_model_parallel_size"
 _ONE_RANK = {"sequence_parallel": False, "bf16": False, "params_dtype": torch.float32}
 
@@ -104,6 +109,7 @@ class _Script:
     def _read(self, extra: Any, defaults: Mapping[str, Any] | None) -> None:
         self._extra, self._defaults = extra, defaults or {}
         self.given = self._parsed()
+        self.rows = 1 if self._shrinks else self.given.micro_batch_size or 1
         self.stages = self._virtual_stages()
 
     def _parsed(self) -> Any:
@@ -137,7 +143,7 @@ class _Script:
 
         args = self._parsed()
         for name, value in _FIXED.items():
-            if hasattr(args, name):
+            if hasattr(args, name) and (self._shrinks or name not in _OF_THE_GPU):
                 setattr(args, name, value)
         for name, value in (_SMALL if self._shrinks else {}).items():
             if getattr(args, name, None) is not None:
@@ -212,16 +218,16 @@ class _Script:
 
         Those of a model of images (``pretrain_vlm.py``) have an image before the text.
         """
-        length = _LENGTH if self._shrinks else self.given.seq_length
+        length, rows = _LENGTH if self._shrinks else self.given.seq_length, self.rows
         generator = torch.Generator().manual_seed(index)
-        tokens = torch.randint(_VOCABULARY - 1, (1, length + 1), generator=generator)
-        mask = torch.ones(1, length)
+        tokens = torch.randint(_VOCABULARY - 1, (rows, length + 1), generator=generator)
+        mask = torch.ones(rows, length)
         if self.given.calculate_per_token_loss or self.given.eod_mask_loss:
-            mask = (torch.rand(1, length, generator=generator) < 0.7).float()
+            mask = (torch.rand(rows, length, generator=generator) < 0.7).float()
         row = {"tokens": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous(), "loss_mask": mask}
-        row["position_ids"] = torch.arange(length)[None]
+        row["position_ids"] = torch.arange(length).expand(rows, -1)
         if self.given.create_attention_mask_in_dataloader:
-            row["attention_mask"] = torch.ones(1, 1, length, length).triu(1).bool()
+            row["attention_mask"] = torch.ones(rows, 1, length, length).triu(1).bool()
         return self._with_image(row, generator) if self._has_images else row
 
     @property
@@ -231,11 +237,12 @@ class _Script:
     def _with_image(self, row: dict[str, torch.Tensor], generator: torch.Generator) -> dict[str, Any]:
         from megatron.core.models.multimodal.llava_model import DEFAULT_IMAGE_TOKEN_INDEX
 
-        first = {"tokens": DEFAULT_IMAGE_TOKEN_INDEX, "labels": int(row["tokens"][0, 0]), "loss_mask": 0.0}
+        rows, first = self.rows, {"tokens": DEFAULT_IMAGE_TOKEN_INDEX, "labels": 0, "loss_mask": 0.0}
         text = {name: torch.nn.functional.pad(row[name], (1, 0), value=value) for name, value in first.items()}
-        positions = torch.arange(text["tokens"].shape[1])[None]
+        text["labels"][:, 0] = row["tokens"][:, 0]
+        positions = torch.arange(text["tokens"].shape[1]).expand(rows, -1)
         height, width = (_IMAGE[name] if self._shrinks else getattr(self.given, name) for name in ("img_h", "img_w"))
-        return {**text, "position_ids": positions, "image": torch.rand(1, 3, height, width, generator=generator)}
+        return {**text, "position_ids": positions, "image": torch.rand(rows, 3, height, width, generator=generator)}
 
 
 def script_program(path: str, arguments: Sequence[str], *, shrinks: bool = True) -> tuple[Program, Variant]:
@@ -252,7 +259,8 @@ def script_program(path: str, arguments: Sequence[str], *, shrinks: bool = True)
     script = _Script(Path(path), arguments, shrinks)
     given = script.given
     length = _LENGTH if shrinks else given.seq_length
-    program = Program(script.config, script.build, script.forward_step, script.batch, seq_length=length)
+    functions = script.config, script.build, script.forward_step, script.batch
+    program = Program(*functions, seq_length=length, micro_batch_size=script.rows)
     sizes = {axis: getattr(given, name, None) for axis, name in _AXES.items()}
     parts = [f"{axis}={size}" for axis, size in sizes.items() if size not in (None, 1) or (axis == "etp" and size)]
     parts += [f"vpp={script.stages}"] * bool(script.stages)

@@ -32,7 +32,7 @@ def go_on(worker: Any) -> dict[str, Any]:
 
 
 def save_and_go_on(parallel: dict[str, Any], path: str, changes: dict[str, Any], steps: int) -> dict[str, Any]:
-    worker = actor(parallel, "actor_rollout_ref", **changes)
+    worker = actor(parallel, "actor_rollout_ref", ppo_epochs=1, **changes)
     worker.sync_reference()
     for _ in range(steps):
         worker.update_actor(own_shard(experience(ROWS), worker))
@@ -44,7 +44,7 @@ def save_and_go_on(parallel: dict[str, Any], path: str, changes: dict[str, Any],
 
 def load_and_go_on(parallel: dict[str, Any], path: str, changes: dict[str, Any], _: int) -> dict[str, Any]:
     changes = changes | {"model": {"seed": 99} | changes.get("model", {})}
-    worker = actor(parallel, "actor_rollout_ref", **changes)
+    worker = actor(parallel, "actor_rollout_ref", ppo_epochs=1, **changes)
     worker.load_from_memory(f"{path}/{dist.get_rank()}")
     return go_on(worker)
 

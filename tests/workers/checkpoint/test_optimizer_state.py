@@ -23,7 +23,7 @@ TOGETHER, APART = (1, {}), (2, {"ep": 2})
 
 
 def save_and_go_on(parallel: dict[str, Any], path: str, **changes: Any) -> dict[str, Any]:
-    worker = actor(parallel, "actor", **changes)
+    worker = actor(parallel, "actor", ppo_epochs=1, **changes)
     batch = own_shard(experience(16), worker)
     worker.update_actor(batch)
     worker.save_checkpoint(path)
@@ -32,7 +32,7 @@ def save_and_go_on(parallel: dict[str, Any], path: str, **changes: Any) -> dict[
 
 
 def load_and_go_on(parallel: dict[str, Any], path: str, **changes: Any) -> dict[str, Any]:
-    worker = actor(parallel, "actor", **changes)
+    worker = actor(parallel, "actor", ppo_epochs=1, **changes)
     worker.load_checkpoint(path)
     metrics = worker.update_actor(own_shard(experience(16), worker)).meta_info["metrics"]
     groups = [group for part in worker.state.optimizer.chained_optimizers for group in part.optimizer.param_groups]
@@ -134,7 +134,7 @@ AXES: dict[str, dict[str, Any]] = {"tp2-dp2": {"tp": 2}, "ep2-dp2": {"ep": 2}}
 def in_buckets(parallel: dict[str, Any], path: str, changes: dict[str, Any], resume: bool) -> dict[str, Any]:
     """Make two updates; save in buckets after the first, or load that before the second."""
     optim = SHARDED | changes.get("optim", {})
-    worker = actor(parallel, "actor", **changes | {"optim": optim})
+    worker = actor(parallel, "actor", ppo_epochs=1, **changes | {"optim": optim})
     batch = own_shard(experience(16), worker)
     if resume:
         worker.load_checkpoint(path)
@@ -159,7 +159,7 @@ def test_training_resumes_to_the_bit_from_a_save_in_buckets(layout: str, tmp_pat
 
 def saved_with_trace(path: str, reshardable: bool, trace: CommunicationTrace) -> int:
     """Save with an empty trace, and return the number of this rank's parameters."""
-    worker = actor({"tp": 2}, "actor", optim=SHARDED)
+    worker = actor({"tp": 2}, "actor", ppo_epochs=1, optim=SHARDED)
     worker.update_actor(own_shard(experience(16), worker))
     dist.barrier()
     trace.clear()

@@ -16,6 +16,7 @@ import pytest
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 
 from mcontroller.cli.main import main
+from parallel_state.dry_run import dry_run
 from parallel_state.verify import Verifier
 from workers.verify.megatron_script import script_program
 
@@ -147,6 +148,20 @@ def test_a_small_script_is_verified_in_the_layout_of_its_arguments(small_script:
     with mock.patch.object(finalizing, "_allreduce_word_embedding_grads", lambda *args, **kwargs: None):
         outcome = verifier.verify(variant)
     assert "a reduction over pp is missing" in "\n".join(outcome.lines())
+
+
+@pytest.mark.skipif(TRAINING is not None, reason="megatron.training is on PYTHONPATH")
+def test_a_dry_run_of_a_script_has_its_sizes_and_its_rows(small_script: str) -> None:
+    sizes = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 128 --seq-length 256"
+    uses = []
+    for rows in (1, 2, 3):
+        line = f"{sizes} --vocab-size 1000 --micro-batch-size {rows} --calculate-per-token-loss"
+        program, variant = script_program(small_script, line.split(), shrinks=False)
+        (use, *_) = dry_run(program, variant).uses.values()
+        uses.append(use)
+    assert uses[0].parameters == 1024 * 64 + 2 * (4 * 64 * 64 + 2 * 64 * 128 + 2 * 64) + 64
+    assert uses[2].flops == 3 * uses[0].flops
+    assert uses[2].peak - uses[1].peak == pytest.approx(uses[1].peak - uses[0].peak, rel=0.01)
 
 
 SCRIPT = Path((TRAINING.origin if TRAINING else None) or "megatron/training/none").parents[2] / "pretrain_gpt.py"

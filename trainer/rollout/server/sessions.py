@@ -15,7 +15,6 @@ from bisect import bisect_left
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mcontroller.errors import ConfigError, DataError
@@ -235,17 +234,9 @@ class ChatSession:
             default=None,
         )
         self._parent = parent
-        stream = request.stream or bool(request.stop)  # a stop text ends a turn at once
         try:
-            for index in range(request.n):
-                conversation = self._opened(request, index) if parent is None else self._continued(parent, request)
-                turn = Turn(conversation, index, request, self._format)
-                options = {"seed": conversation.trajectory.seed, **request.settings}
-                if index and type(options["seed"]) is int and (parent is not None or request.seed is not None):
-                    options["seed"] = seed_of(options["seed"], "choice", index)
-                submit = partial(self.rollout.submit, conversation.trajectory, stream=stream, **options)
-                turn.submitted = await asyncio.to_thread(submit)
-                self._turns.append(turn)
+            for index in range(request.n):  # in threads: a long conversation takes long to render and to encode
+                self._turns.append(await asyncio.to_thread(self._submitted, request, parent, index))
         except (ConfigError, DataError):
             self._abandon()
             raise
@@ -253,6 +244,16 @@ class ChatSession:
             self._abandon()
             reject(f"session {self.name!r} was closed")
         return [*self._turns]
+
+    def _submitted(self, request: ChatRequest, parent: Conversation | None, index: int) -> Turn:
+        conversation = self._opened(request, index) if parent is None else self._continued(parent, request)
+        turn = Turn(conversation, index, request, self._format)
+        options = {"seed": conversation.trajectory.seed, **request.settings}
+        if index and type(options["seed"]) is int and (parent is not None or request.seed is not None):
+            options["seed"] = seed_of(options["seed"], "choice", index)
+        options["stream"] = request.stream or bool(request.stop)  # a stop text ends a turn at once
+        turn.submitted = self.rollout.submit(conversation.trajectory, **options)
+        return turn
 
     @staticmethod
     def _continues(known: Conversation, request: ChatRequest) -> bool:

@@ -1,0 +1,39 @@
+"""What becomes of unit tests of Megatron-LM on simulated ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from examples.verify.unit_tests import outcome_of
+
+SUM = """
+import torch
+
+def test():
+    torch.distributed.init_process_group("gloo")
+    ones = torch.ones(1)
+    torch.distributed.all_reduce(ones)
+    assert ones == 2
+"""
+
+
+@pytest.mark.simulated
+@pytest.mark.parametrize(
+    ("source", "outcome"),
+    [
+        (SUM, "passed"),
+        ("import os\ndef test():\n    assert os.environ['RANK'] == '0'\n", "failed"),
+        ("import pytest\ndef test():\n    pytest.skip('not here')\n", "skipped"),
+        ("def test():\n    raise NameError('TENorm is not defined')\n", "needs Transformer Engine"),
+        ("import no_such_package\n", "needs a package"),
+    ],
+)
+def test_an_outcome_says_what_a_test_needs(
+    source: str, outcome: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    path = tmp_path / f"{tmp_path.name}.py"  # another module for each test
+    path.write_text(source)
+    assert outcome_of(str(path), 2)[0] == outcome
