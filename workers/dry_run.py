@@ -7,6 +7,9 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+from megatron.core.optimizer import OptimizerConfig
+
 from mcontroller.data.batch import DataProto
 from parallel_state.dry_run import transformer_engine
 from parallel_state.dry_run.counting import CountingMode
@@ -14,19 +17,23 @@ from parallel_state.dry_run.memory import storage_of
 from parallel_state.dry_run.outcome import Use
 from parallel_state.dry_run.training import begin, initialize_state, used
 from workers.config import OptimConfig
+from workers.config.optim import OPTIMIZER_SET_ELSEWHERE
 from workers.config.roles import MicroBatchSize
 from workers.model.gpu_defaults import defaults_with
+from workers.model.transformer_config import checked_fields
 from workers.verify.roles import ModelRole, rows_of_role
 from workers.verify.sizes import one_layer_a_stage
 from workers.weights.offload import Sleepable
 
-_LEFT_OUT = (
-    "optimizer_cpu_offload",
-    "optimizer_offload_fraction",
-    "overlap_cpu_optimizer_d2h_h2d",
+_PRECISION = (
     "use_precision_aware_optimizer",
+    "store_param_remainders",
+    "main_params_dtype",
+    "exp_avg_dtype",
+    "exp_avg_sq_dtype",
 )
-"""Fields of optimizers that cannot be built here. The precise one is counted as Adam, 2 bytes a parameter too many."""
+"""What only Transformer Engine's Adam can do, and the types of its state."""
+_IN_HOST_MEMORY = ("optimizer_cpu_offload", "optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d")
 
 
 @dataclass(frozen=True)
@@ -89,11 +96,12 @@ class RoleCall:
         transformer = fields | config.model.transformer
         model = replace(config.model, transformer_impl="local", hf_path=None, transformer=transformer)
         changes: dict[str, Any] = {"model": model}
-        on_host = 0.0
+        on_host = unsaved = 0.0
         if hasattr(config, "optim"):
             optim, on_host = _on_device(config.optim.resolved(layout.dp * layout.cp, on_gpu=True))
+            unsaved = _unsaved(config.optim)
             changes |= {"optim": optim, "ppo_epochs": 1}
-        if self.method == "generate_sequences":
+        if hasattr(config, "rollout"):
             lengths = {"prompt_length": self.prompt, "response_length": self.response}
             changes["rollout"] = replace(config.rollout, **lengths)
         worker = self.role.worker(rows * count * layout.dp, **changes)
@@ -112,6 +120,7 @@ class RoleCall:
             getattr(worker, self.method)(batch)
         del kept
         use = used(mode, idle, [*worker.state.model, *getattr(worker, "reference", ())])
+        use = replace(_without_host_memory(use, unsaved), on_host=0)
         return replace(_without_host_memory(use, on_host), unneeded=unneeded)
 
 
@@ -120,9 +129,19 @@ def _on_device(optim: OptimConfig) -> tuple[OptimConfig, float]:
 
     Megatron's optimizer for both allocates the host's part, which may be larger than the memory of this machine.
     """
-    megatron = {name: value for name, value in optim.megatron.items() if name not in _LEFT_OUT}
+    megatron = {name: value for name, value in optim.megatron.items() if name not in _IN_HOST_MEMORY + _PRECISION}
     share = optim.megatron.get("optimizer_offload_fraction", 0.0) if optim.megatron.get("optimizer_cpu_offload") else 0
     return replace(optim, megatron=megatron), float(share)
+
+
+def _unsaved(optim: OptimConfig) -> float:
+    """Return the share of the optimizer's state that does not exist in the precision of Transformer Engine's Adam."""
+    given = checked_fields(OptimizerConfig, optim.megatron, "optim.megatron", OPTIMIZER_SET_ELSEWHERE)
+    if not given.get("use_precision_aware_optimizer"):
+        return 0.0
+    sizes = [given.get(name, torch.float32).itemsize for name in _PRECISION[2:]]
+    remainders = torch.bfloat16.itemsize if given.get("store_param_remainders", True) else 0  # beside the weights
+    return 1 - (sum(sizes) - remainders) / (len(sizes) * torch.float32.itemsize)
 
 
 def _without_host_memory(use: Use, share: float) -> Use:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from mcontroller.errors import MControllerError
-from parallel_state.layout import ParallelLayout
+from parallel_state.verify.layouts import Variant
 from workers.actor import ActorRolloutRefWorker
 from workers.config import ActorConfig, ParallelConfig
 from workers.config.fit import check_fit
@@ -105,20 +105,27 @@ def search_layouts(
 def _update(actor: ActorConfig, world_size: int, lengths: Lengths) -> int:
     """Return the bytes of an update on the stage that needs the most.
 
-    At most 2 ranks of the axes pp, ep and dp run: the first and the last stage, with one and with two micro-batches in
-    flight. More in flight add as much each. Experts are divided over ep, and the optimizer's state over dp and edp.
+    A layout with at most 2 ranks of the axes pp, ep and dp runs: the first and the last stage, with one and with two
+    micro-batches in flight. More in flight add as much each. Experts are divided over ep, and the optimizer's state
+    over dp and edp.
 
     Raises:
         MControllerError: the layout does not fit the model.
     """
     parallel, layout = actor.parallel, actor.parallel.layout(world_size)
-    variant_of(actor, layout)
     check_fit(actor.model, parallel)
-    small = replace(parallel, pp=min(parallel.pp, 2), ep=min(parallel.ep, 2))
-    model = replace(actor.model, num_layers=actor.model.num_layers // parallel.pp * small.pp)
-    ranks = small.tp * small.cp * small.pp * min(layout.dp, 2)
+    copies = min(world_size, 2)
+    experts = min(actor.model.num_moe_experts or 1, copies)
+    small = replace(parallel, pp=min(parallel.pp, 2), ep=experts)
+    layers = actor.model.num_layers // parallel.pp
+    transformer = {
+        name: [*value[:layers], *value[-layers:]] if small.pp == 2 and isinstance(value, (list, tuple)) else value
+        for name, value in actor.model.transformer.items()
+    }
+    model = replace(actor.model, num_layers=layers * small.pp, transformer=transformer)
     config = replace(actor, parallel=small, model=model)
-    role = ModelRole(ActorRolloutRefWorker, config, "actor", variant_of(config, small.layout(ranks)))
+    variant = variant_of(config, small.layout(small.tp * small.cp * small.pp * copies))
+    role = ModelRole(ActorRolloutRefWorker, config, "actor", variant)
     call = RoleCall(role, "update_actor", lengths.prompt, lengths.response)
     rows = call.rows[0]
     count = math.ceil(actor.ppo_mini_batch_size / layout.dp / rows)
@@ -126,23 +133,27 @@ def _update(actor: ActorConfig, world_size: int, lengths: Lengths) -> int:
     if small.pp == 2 and count > 1:
         one = stage_uses(replace(call, micro_batches=1))
         uses[0] = uses[0].plus(min(count, parallel.pp) - 2, uses[0], one[0])
-    sharded = role.variant.distributed_optimizer
+    variant = variant_of(actor, layout)
+    sharded = variant.distributed_optimizer
     nccl = nccl_bytes(layout, experts=model.num_moe_experts is not None, sharded=sharded)
-    return max(_scaled(use, role.variant.layout, layout, sharded).memory().total for use in uses) + nccl
+    return max(_scaled(use, role.variant, variant).memory().total for use in uses) + nccl
 
 
-def _scaled(use: StageUse, ran: ParallelLayout, layout: ParallelLayout, sharded: bool) -> StageUse:
+def _scaled(use: StageUse, ran: Variant, other: Variant) -> StageUse:
     """Return what a rank uses in another layout that has the same tp, cp and etp."""
-    fewer = ran.ep / layout.ep
+    fewer = ran.layout.ep / other.layout.ep
     experts, trained_experts = fewer * use.experts, fewer * use.trained_experts
     weights = use.weights - use.experts + experts
     trained = use.trained - use.trained_experts + trained_experts
 
-    def states(layout: ParallelLayout, dense: float, experts: float) -> float:
-        return dense / (layout.dp * layout.cp) + experts / layout.sizes["edp"] if sharded else dense + experts
+    def states(variant: Variant, dense: float, experts: float) -> float:
+        layout = variant.layout
+        if not variant.distributed_optimizer:
+            return dense + experts
+        return dense / (layout.dp * layout.cp) + experts / layout.sizes["edp"]
 
     before = states(ran, use.trained - use.trained_experts, use.trained_experts)
-    after = states(layout, trained - trained_experts, trained_experts)
+    after = states(other, trained - trained_experts, trained_experts)
     return use._replace(
         parameters=use.parameters * weights / use.weights,
         gradients=use.gradients * trained / use.trained,

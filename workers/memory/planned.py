@@ -1,7 +1,7 @@
 """Memory of a role's calls on each stage of the pipeline, from dry runs of its own worker.
 
-A model of many layers runs with few of them on each stage. Memory is linear in the number of layers of each kind, so
-that of a stage follows from its own numbers.
+A model of many layers runs with few of them on each stage. Memory is linear in the number of layers of each kind, and
+in the number of micro-batches in flight, so that of a stage follows from its own numbers.
 """
 
 from __future__ import annotations
@@ -98,7 +98,11 @@ def stage_uses(call: RoleCall) -> tuple[StageUse, ...]:
         DryRunError: the call fails without data.
         MControllerError: the model cannot be built in the layout.
     """
-    model, layout = call.role.config.model, call.role.variant.layout
+    model, layout, count = call.role.config.model, call.role.variant.layout, call.rows[1]
+    if call.method in call.role.updates and layout.vpp is None and layout.pp > 2 and count > 2:
+        one, two = (stage_uses(replace(call, micro_batches=number)) for number in (1, 2))
+        flying = [min(count, layout.pp - stage) for stage in range(layout.pp)]  # micro-batches: 1F1B
+        return tuple(b.plus(max(0, more - 2), b, a) for a, b, more in zip(one, two, flying, strict=True))
     if model.hybrid_layer_pattern is not None:
         return _run(call)
     chunks, stages = layout.vpp or 1, _layers_of_stages(model, call.role.config.parallel, layout)
