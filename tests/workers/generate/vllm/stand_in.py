@@ -64,6 +64,7 @@ class StandInLLM:
     Attributes:
         gpu: makes the GPU of an engine; None on a CPU.
         answer: returns the tokens of a response from the tokens of the prompt.
+        token_s: [s] of a token.
         started: all engines.
         events: what happened to this one, in order.
         weights: the tensors of the last update.
@@ -72,6 +73,7 @@ class StandInLLM:
 
     gpu: Callable[[], Gpu] | None = None
     answer: Callable[[Sequence[int]], list[int]] = staticmethod(lambda prompt: [sum(prompt) % 97, 2])
+    token_s = 0.0
     started: list[StandInLLM] = []  # noqa: RUF012  # emptied by ``standing_in``
 
     def __init__(self, **arguments: Any) -> None:
@@ -146,7 +148,7 @@ class StandInLLM:
             tokens = type(self).answer(given)
             experts = self._experts([*given, *tokens[:-1]])
             while True:
-                await asyncio.sleep(0)
+                await asyncio.sleep(self.token_s)
                 await self.running.wait()
                 assert not self.asleep, f"generate while {sorted(self.asleep)} are asleep"
                 aborted = self.in_flight[request_id]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -265,14 +264,7 @@ def updated_in_flight(pause: str) -> tuple[list[set[int]], int]:
 def test_requests_in_flight_go_on_end_or_are_sent_again_when_the_weights_move(
     pause: str, versions: set[int], requests: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slowly = StandInLLM.generate
-
-    async def generate(llm: StandInLLM, *args: Any, **options: Any) -> Any:
-        async for output in slowly(llm, *args, **options):
-            await asyncio.sleep(0.01)
-            yield output
-
-    monkeypatch.setattr(StandInLLM, "generate", generate)
+    monkeypatch.setattr(StandInLLM, "token_s", 0.01)
     monkeypatch.setattr(StandInLLM, "answer", staticmethod(lambda prompt: [*[7] * (300 - len(prompt)), EOS]))
     with standing_in():
         assert run_ranks(updated_in_flight, 1, pause) == [([versions] * 3, requests)]
