@@ -150,8 +150,9 @@ class _OfRole:
         one = replace(one, micro_batches=1, prompt=prompt, response=1)
         call = self._call("rollout", "generate", lambda: stage_uses(one))
         if not call.failure:
-            two = stage_uses(replace(one, response=2))  # another column of keys and values
-            columns = [more.activations - use.activations for use, more in zip(call.uses, two, strict=True)]
+            # Another column of keys and values: after a prompt of one token, the peak is where all layers have theirs.
+            two, three = (stage_uses(replace(one, prompt=1, response=length)) for length in (2, 3))
+            columns = [more.activations - use.activations for use, more in zip(two, three, strict=True)]
             stages = [
                 replace(
                     memory,

@@ -67,7 +67,7 @@ def test_a_mixture_and_evaluations_are_parts_of_a_run(tmp_path: Path) -> None:
         f"{{mixture: {{few: {{path: {few}, weight: 3}}, many: {{path: {many}, weight: 1}}}}, train_batch_size: 8, "
         f"evaluations: {{other: {{path: {other}, response_length: 4, n: 3, do_sample: true}}}}}}",
         "trainer.epochs=3",
-        "warm_up.steps=1",
+        "warm_up={steps: 1, batch_size: 16}",
     ).within(tmp_path)
     check_files(config)
     parts = make_parts(config)

@@ -89,9 +89,11 @@ def test_log_probs_of_samples_equal_those_of_scoring_and_of_one_process(
     assert {tensor.shape[1:] for tensor in of_layers} == {(ROWS, 16 + 4)}  # in every layout, for all heads together
     bytes_of_one = sum(tensor.nbytes for tensor in of_layers[: MODEL["num_layers"]])
     config = load_config(ActorConfig, {"model": MODELS[model]})
-    lengths = Lengths(caches[0].max_sequence_length - RESPONSE, RESPONSE, ROWS)
+    length = caches[0].max_sequence_length
+    lengths = Lengths(length - RESPONSE, RESPONSE, 20 * ROWS)
     calls = calls_of_run({"rollout": config}, {"rollout": 1}, lengths, layers="local")
-    assert calls[0].stages[0].cache == pytest.approx(bytes_of_one, rel=0.02)  # with what samples take for each column
+    samples = 20 * 20 * ROWS * length  # bytes: of each token its id, mask and log-probability
+    assert calls[0].stages[0].cache == pytest.approx(20 * bytes_of_one + samples, rel=0.002)
     sampled, tokens, scored = found["one"]
     assert sampled.abs().max() > 1
     for columns in found.values():

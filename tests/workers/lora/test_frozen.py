@@ -63,5 +63,5 @@ def test_frozen_weights_stay_and_cost_nothing(case: str) -> None:
     assert not [name for name in changed if any(part in name for part in kept)]
     assert largest_difference(after, ranks[0]["after"]) < 1e-5
     for rank in ranks:
-        assert 0 < rank["gradients"] == rank["trained"]
+        assert rank["gradients"] == rank["trained"]
         assert rank["state"] <= 3 * rank["trained"] + 200  # the weights, two moments, and the numbers of steps

@@ -56,7 +56,7 @@ def generated(parallel: dict[str, int], tp: int, rows: int, n: int) -> dict[str,
     ranks = torch.distributed.get_world_size()
     context = MegatronContext(settings.parallel.layout(ranks), 0)
     with context.activate():
-        rollout = vllm_rollout(settings, context, trained=True, models=1)
+        rollout = vllm_rollout(settings, context, 0, beside_policy=True)
         prompts = prompts_of(context.pg.dp.rank(), rows, n)
         result = rollout.generate(prompts, sampling(n))
     of_engine = None if rollout.engine is None else list(rollout.engine.llm.prompts)  # type: ignore[attr-defined]
@@ -131,7 +131,7 @@ def failing(parallel: dict[str, int]) -> str:
     settings = config(parallel=parallel)
     context = MegatronContext(settings.parallel.layout(torch.distributed.get_world_size()), 0)
     with context.activate():
-        rollout = vllm_rollout(settings, context, trained=True, models=1)
+        rollout = vllm_rollout(settings, context, 0, beside_policy=True)
         if rollout.engine is not None and torch.distributed.get_rank() == 1:
 
             def fail(method: str, **arguments: Any) -> Any:
@@ -152,7 +152,7 @@ def seeded(vllm: dict[str, Any]) -> list[bool]:
     settings = config(rollout={"vllm": vllm})
     context = MegatronContext(settings.parallel.layout(1), 0)
     with context.activate():
-        rollout = vllm_rollout(settings, context, trained=True, models=1)
+        rollout = vllm_rollout(settings, context, 0, beside_policy=True)
         rollout.generate(prompts_of(0, 2, 2), sampling(2))
     return ["seed" in parameters for parameters in StandInLLM.started[-1].parameters]
 
@@ -379,7 +379,7 @@ def folders(parallel: dict[str, int], **model: Any) -> list[str]:
     context = MegatronContext(settings.parallel.layout(1), 0)
     with context.activate():
         for _ in range(2):
-            vllm_rollout(settings, context, trained=True, models=1)
+            vllm_rollout(settings, context, 0, beside_policy=True)
     return [llm.arguments["model"] for llm in StandInLLM.started]
 
 
