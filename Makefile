@@ -8,6 +8,8 @@ SEED   ?= $(or $(seed),0)
 ARGS   ?=
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest
+SHELL  := bash
+.SHELLFLAGS := -o pipefail -c
 # Hundreds of processes start in the tests: each would compile the project again.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -23,20 +25,22 @@ demo: $(STAMP)
 # One thread: two that wait for each other on a busy core cost as much as they compute.
 test test-%: export OMP_NUM_THREADS := 1
 
-# A part for each package, three at a time, the longest first: tests that start processes wait much. A part prints its
-# output at its end.
+# A part for each package, three at a time, the longest first: tests that start processes wait much. Their lines are
+# printed as they come; build/ has the output of each part.
 test: $(STAMP)
 ifdef ARGS
 	$(PYTEST) $(ARGS)
 else
-	$(MAKE) --no-print-directory --jobs=3 --output-sync $(TEST_PARTS)
+	$(MAKE) --no-print-directory --jobs=3 $(TEST_PARTS)
 endif
 
 $(addprefix test-,$(PACKAGES)): test-%: $(STAMP)
-	$(PYTEST) tests/$*
+	@mkdir -p build
+	$(BIN)/python -u -m pytest tests/$* 2>&1 | sed --unbuffered 'w build/$@.txt'
 
 test-others: $(STAMP)
-	$(PYTEST) $(addprefix --ignore=tests/,$(PACKAGES))
+	@mkdir -p build
+	$(BIN)/python -u -m pytest $(addprefix --ignore=tests/,$(PACKAGES)) 2>&1 | sed --unbuffered 'w build/$@.txt'
 
 # Style, types, and every test that starts neither Ray, a second process nor ranks. CONTRIBUTING.md lists the tiers.
 test-fast: lint types

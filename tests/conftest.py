@@ -30,8 +30,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Watch every test for processes that it does not declare."""
+    """Watch every test for processes that it does not declare, and show the first failure of one that ran twice."""
     config.pluginmanager.register(ProcessGuard(), "process guard")
+    config.option.rerun_show_tracebacks = True
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
+import cloudpickle
 import torch
-from ray import cloudpickle
 
 P = ParamSpec("P")
 T = TypeVar("T")
