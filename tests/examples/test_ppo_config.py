@@ -29,7 +29,7 @@ def test_one_seed_and_one_model_reach_every_part():
 def test_every_command_of_the_demo_is_a_valid_configuration():
     page = (CONFIG.parents[2] / "docs/results.md").read_text(encoding="utf-8")
     commands = re.findall(r'(?<!\$ )make demo ARGS="([^"]+)"', page)  # those after a $ show errors
-    assert len(commands) >= 2
+    assert commands
     for command in commands:
         read_run_config(CONFIG, command.split())
 

@@ -21,6 +21,7 @@ from workers.config import ModelConfig, ParallelConfig
 from workers.dry_run import RoleCall
 from workers.model.local_spec import expert_layers, layers_of_stage
 from workers.model.transformer_config import transformer_config
+from workers.verify.roles import ModelRole, variant_of
 from workers.verify.sizes import one_layer_a_stage
 
 
@@ -112,9 +113,12 @@ def stage_uses(call: RoleCall) -> tuple[StageUse, ...]:
     if max(map(len, stages)) <= chunks * (second + len(kinds) - 1):
         return _run(call)
 
+    short = _with_three_stages(call.role) if layout.vpp is None and layout.pp > 3 else call.role
+
     def run(*layers: bool) -> tuple[StageUse, ...]:
-        few = _with_layers(model, layout, stages, layers)
-        return _run(replace(call, role=replace(call.role, config=replace(call.role.config, model=few))))
+        few = _with_layers(model, short.variant.layout, stages, layers)
+        uses = _run(replace(call, role=replace(short, config=replace(short.config, model=few))))
+        return (uses[0], *uses[1:-1] * (layout.pp - 2), uses[-1]) if short is not call.role else uses
 
     base, more = run(*[main] * first), run(*[main] * second)
     other = run(*[main] * first, not main) if len(kinds) == 2 else base
@@ -124,6 +128,14 @@ def stage_uses(call: RoleCall) -> tuple[StageUse, ...]:
         use = base[stage].plus(added, more[stage], base[stage])
         uses.append(use.plus(layers.count(not main) / chunks, other[stage], base[stage]))
     return tuple(uses)
+
+
+def _with_three_stages(role: ModelRole) -> ModelRole:
+    """Return a role whose pipeline has three stages: those between the first and the last one are alike."""
+    parallel = replace(role.config.parallel, pp=3)
+    layout = parallel.layout(3 * role.variant.layout.world_size // role.variant.layout.pp)
+    config = replace(role.config, parallel=parallel, model=one_layer_a_stage(role.config.model, layout))
+    return replace(role, config=config, variant=variant_of(config, layout))
 
 
 def _layers_of_stages(model: ModelConfig, parallel: ParallelConfig, layout: ParallelLayout) -> list[list[bool]]:
