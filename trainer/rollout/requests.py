@@ -12,6 +12,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from mcontroller.errors import DataError
 from trainer.rollout.engine import Engine, Sampled
 from trainer.rollout.router import NoEngineLeft, RequestLoop, Router
 from workers.generate.request_settings import OF_REQUESTS
@@ -72,14 +73,18 @@ class RoutedEngines:
         driven: whether requests are sent by ``step`` and answered by ``take``, on the thread of a program; otherwise on
             a thread of this object.
         pad_token_id: of the rollout.
+        vocab_size: of the policy: a request that is answered with other tokens fails.
 
     Attributes:
         lock: held while a request is sent or answered.
         router: before the engines, once there was a request.
     """
 
-    def __init__(self, group: Any, engines: Sequence[Engine] | None, *, driven: bool, pad_token_id: int) -> None:
+    def __init__(
+        self, group: Any, engines: Sequence[Engine] | None, *, driven: bool, pad_token_id: int, vocab_size: int
+    ) -> None:
         self._group, self._engines, self._driven, self._pad_token_id = group, engines, driven, pad_token_id
+        self._vocab_size = vocab_size
         self.lock, self.router = threading.RLock(), None if engines is None else Router(engines)
         self._loop, self._addresses = RequestLoop(), list[Any]()
         self._in_flight: dict[Request, None] = {}
@@ -184,7 +189,12 @@ class RoutedEngines:
     def _add_part(self, request: Request, sends: int, part: Sampled) -> bool:
         with self.lock:
             if sends == request.sends and request.on_part is not None:  # it was not sent again meanwhile
-                request.on_part(part)
+                error = self._outside_vocabulary(part)
+                if error is None:
+                    request.on_part(part)
+                else:
+                    request.cancel()
+                    request.answer(error)
         return False
 
     def _settle(self, request: Request, future: Future[Sampled]) -> bool:
@@ -199,7 +209,19 @@ class RoutedEngines:
                 self._unsent.append(request)  # the group reports the cause, if it has failed
                 return True
             if not future.cancelled():
-                request.answer(error or future.result())
+                request.answer(error or self._outside_vocabulary(future.result()) or future.result())
             if future is request.future:  # it was not sent again for the rest
                 self._in_flight.pop(request, None)
             return False
+
+    def _outside_vocabulary(self, sampled: Sampled) -> DataError | None:
+        """Return the error of an engine with another model than the policy, if it shows."""
+        least, greatest = min(sampled.tokens, default=0), max(sampled.tokens, default=0)
+        if 0 <= least <= greatest < self._vocab_size:
+            return None
+        return DataError(
+            f"an engine returned tokens from {least} to {greatest}, and the policy's are 0 to {self._vocab_size - 1}: "
+            "it has another model. Start it with the policy's",
+            field="tokens",
+            token=greatest if least >= 0 else least,
+        )
