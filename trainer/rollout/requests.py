@@ -89,7 +89,7 @@ class RoutedEngines:
         self._loop, self._addresses = RequestLoop(), list[Any]()
         self._in_flight: dict[Request, None] = {}
         self._unsent: list[Request] = []
-        self._arrived: SimpleQueue[Callable[[], bool]] = SimpleQueue()
+        self._arrived: SimpleQueue[Callable[[], None]] = SimpleQueue()
 
     def start(self, request: Request) -> None:
         """Take a request. The first ones of a driven rollout wait for ``step``, which brings the engines up to date."""
@@ -105,7 +105,11 @@ class RoutedEngines:
         return [request for request in self._in_flight if not request.is_cancelled]
 
     def step(self, requests: Sequence[Request] | None = None, tokens: int | None = None) -> bool:
-        """Send the requests that wait, and return whether one is in flight; engines choose themselves what goes on."""
+        """Send the requests that wait, and return whether one is in flight; engines choose themselves what goes on.
+
+        Raises:
+            GroupError: no engine of the group is left, for the cause that the group reports.
+        """
         with self.lock:
             self._send(connect=len(self._unsent) == len(self._in_flight))
             return bool(self._in_flight)
@@ -115,21 +119,12 @@ class RoutedEngines:
         return not self._arrived.empty()
 
     def take(self) -> None:
-        """Answer the requests whose answers have arrived; wait a moment for the first one.
-
-        Raises:
-            GroupError: no engine of the group is left, for the cause that the group reports.
-        """
-        lost = False
+        """Answer the requests whose answers have arrived; wait a moment for the first one."""
         with contextlib.suppress(Empty):
             handle = self._arrived.get(timeout=_TAKE_S)
             while True:
-                lost |= handle()
+                handle()
                 handle = self._arrived.get_nowait()
-        if lost:
-            with self.lock:
-                self.router = None
-                self._send(connect=True)
 
     def postpone_begun(self) -> None:
         """Do nothing: engines choose themselves what goes on."""
@@ -179,14 +174,14 @@ class RoutedEngines:
         self._addresses = addresses
         self.router = Router([VllmEngine(address, self._pad_token_id) for address in addresses])
 
-    def _on_loop(self, handle: Callable[..., bool], *arguments: Any) -> None:
+    def _on_loop(self, handle: Callable[..., None], *arguments: Any) -> None:
         """Handle what has arrived on the thread of the engines' loop, or let ``take`` do it."""
         if self._driven:
             self._arrived.put(partial(handle, *arguments))
         else:
             handle(*arguments)
 
-    def _add_part(self, request: Request, sends: int, part: Sampled) -> bool:
+    def _add_part(self, request: Request, sends: int, part: Sampled) -> None:
         with self.lock:
             if sends == request.sends and request.on_part is not None:  # it was not sent again meanwhile
                 error = self._outside_vocabulary(part)
@@ -195,24 +190,23 @@ class RoutedEngines:
                 else:
                     request.cancel()
                     request.answer(error)
-        return False
 
-    def _settle(self, request: Request, future: Future[Sampled]) -> bool:
-        """Answer a request, and return whether it waits for other engines instead, since all were lost."""
+    def _settle(self, request: Request, future: Future[Sampled]) -> None:
+        """Answer a request, or let the next ``step`` send it once more, to other engines, if all were lost."""
         with self.lock:
             if future is not request.future:  # it was sent again meanwhile
-                return False
+                return
             error = None if future.cancelled() else future.exception()
             may_repeat = self._engines is None and self._driven and not request.is_repeated
             if isinstance(error, NoEngineLeft) and may_repeat:
                 request.is_repeated = True
-                self._unsent.append(request)  # the group reports the cause, if it has failed
-                return True
+                self._unsent.append(request)
+                self.router = None
+                return
             if not future.cancelled():
                 request.answer(error or self._outside_vocabulary(future.result()) or future.result())
             if future is request.future:  # it was not sent again for the rest
                 self._in_flight.pop(request, None)
-            return False
 
     def _outside_vocabulary(self, sampled: Sampled) -> DataError | None:
         """Return the error of an engine with another model than the policy, if it shows."""

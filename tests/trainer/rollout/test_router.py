@@ -265,7 +265,7 @@ def test_engines_of_a_group_that_cannot_be_reached_end_a_request_after_one_more_
     submitted = [rollout.submit([3, 4], seed=seed) for seed in range(2)]
     assert rollout.start()
     for _ in range(20):
-        rollout.take()
+        rollout.advance()
     assert len(rollout) == 0 and len(connections) <= 3
     for error in (one.exception(0) for one in submitted):
         assert isinstance(error, NoEngineLeft) and error.engines == (f"127.0.0.1:{port}",)
