@@ -72,12 +72,12 @@ def _random_by_threads(
             if len(pending) == threads:
                 first, values = pending.popleft()
                 yield first, values.result()
-            pending.append((shard, pool.submit(_drawn, shard, config, seed)))
+            pending.append((shard, pool.submit(_initial_values, shard, config, seed)))
         for shard, values in pending:
             yield shard, values.result()
 
 
-def _drawn(shard: WeightShard, config: TransformerConfig, seed: int) -> torch.Tensor:
+def _initial_values(shard: WeightShard, config: TransformerConfig, seed: int) -> torch.Tensor:
     digest = hashlib.sha256(f"{seed}/{shard.name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8]) >> 1)
     full = torch.empty(shard.full_shape, dtype=torch.float32, device="cpu")

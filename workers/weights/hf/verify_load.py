@@ -85,7 +85,7 @@ def verify_load(chunks: Sequence[nn.Module], model: Any, context: MegatronContex
         with_experts = config.num_moe_experts is not None
         reference = _Reference(Path(local_directory(path)), kind, names_of(family), config.params_dtype, with_experts)
         differences = [result for part in recorded if (result := _compared(reference, part)) is not None]
-    everywhere = sorted(difference for of_rank in all_gather_values(differences) for difference in of_rank)
+    everywhere = sorted(difference for names in all_gather_values(differences) for difference in names)
     for difference in everywhere:
         if difference.differs:
             raise DataError(
