@@ -78,7 +78,7 @@ class ProcessEnded(Exception):
         self.node_gone = node_gone
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class ProcessHandles:
     """The actors of a group and the slots that they hold, as needed to end them.
 

@@ -14,7 +14,7 @@ import weakref
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import ray
 from ray._private.state import available_resources_per_node
@@ -83,6 +83,13 @@ class Bundle:
         return PlacementGroupSchedulingStrategy(self.group, self.index)
 
 
+class Processes(Protocol):
+    """The processes of a group."""
+
+    def end(self) -> None:
+        """Kill them, wait until they are gone, and free their slots; a second call does nothing."""
+
+
 class Reservation:
     """Bundles of these shapes. ``bundles()`` reserves them on demand, ``release`` returns them to the cluster.
 
@@ -92,6 +99,9 @@ class Reservation:
         name: name of the pool, for the names of the placement groups.
         detached: whether the placement groups outlive this driver.
         spare: more bundles on each node, which take the place of those on a node that is lost.
+
+    Attributes:
+        processes: the processes that this driver has started in the bundles, of each group.
     """
 
     def __init__(self, shapes: Sequence[NodeShape], slots: int, name: str, detached: bool, spare: int = 0) -> None:
@@ -101,6 +111,7 @@ class Reservation:
         self.detached = detached
         self.spare = spare
         self.pinned = spare > 0
+        self.processes: weakref.WeakSet[Processes] = weakref.WeakSet()
         self._bundles: list[Bundle] = []
         self._spares: list[Bundle] = []
         self._groups: list[PlacementGroup] = []
