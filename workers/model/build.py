@@ -15,6 +15,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from mcontroller.errors import ConfigError
+from parallel_state.cpu import device
 from parallel_state.dry_run import transformer_engine
 from parallel_state.megatron import MegatronContext
 from parallel_state.releases import language_models
@@ -192,7 +193,7 @@ class _OwnModel:
             check_engine_windows(model, parallel)
         if torch.cuda.is_available():
             check_device(model, torch.cuda.get_device_capability(), torch.cuda.get_device_name())
-        if dist.get_rank() == 0:
+        if dist.get_rank() == 0 and device.current.has_memory:  # a dry run's report names the layers
             _print_once(f"model.transformer_impl={model.transformer_impl}: layers of {self.implementation}")
             for default in gpu_defaults(model):
                 _print_once(str(default))
