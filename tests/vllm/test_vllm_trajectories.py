@@ -61,11 +61,9 @@ def test_tokens_in_flight_have_the_log_probs_of_their_versions(group: MegatronRa
 
     for _ in range(TRAJECTORIES):
         submit()
-    for _ in range(UPDATES):
-        ended = 0
-        while ended < TRAJECTORIES // 10:
+    for version in range(UPDATES):
+        while sum(bool(it.ended) and version in it.versions for it in made) < TRAJECTORIES // 10:
             take()
-            ended = sum(bool(trajectory.ended) for trajectory in made[-TRAJECTORIES:])
         update(group, trained)
         in_flight.append(len(rollout))
         start = time.perf_counter()
@@ -121,7 +119,7 @@ async def read_streams(base_url: str, api_key: str, problem: Mapping[str, Any]) 
     async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
         for _ in range(TURNS):
             stream = await client.chat.completions.create(
-                model="policy", messages=messages, stream=True, max_tokens=20, seed=5
+                model="policy", messages=messages, stream=True, max_tokens=30, seed=5
             )
             texts.append([chunk.choices[0].delta.content or "" async for chunk in stream])
             messages += [{"role": "assistant", "content": "".join(texts[-1])}, {"role": "user", "content": "Why?"}]
@@ -156,4 +154,4 @@ def test_a_stream_has_the_tokens_of_the_engine_while_it_generates(
     sampled = [token for token, is_sampled in zip(made.tokens, made.mask, strict=True) if is_sampled]
     assert made.turns == len(texts) == TURNS and float(away.abs().max()) < TOLERANCE
     assert "".join(map("".join, texts)) == Characters().decode(sampled)
-    assert max(len([part for part in turn if part]) for turn in texts) > 2
+    assert max(len([part for part in turn if part]) for turn in texts) > 1
