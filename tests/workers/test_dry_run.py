@@ -60,7 +60,7 @@ LORA = WIDE | {"lora": LoraConfig(rank=4, alpha=8)}
 ROLES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "actor, dp": ("actor", 2, {}),
     "actor, tp and pp": ("actor", 4, {"parallel": {"tp": 2, "pp": 2, "sequence_parallel": True}}),
-    "actor, packed": ("actor", 1, {"packed": True}),
+    "actor, packed": ("actor", 1, {"packed": True, "model": WIDE | {"transformer": {"mtp_num_layers": 1}}}),
     "actor, LoRA": ("actor", 1, {"model": LORA}),
     "critic, cp": ("critic", 2, {"parallel": {"cp": 2}}),
     "reward model, tp": ("reward", 2, {"parallel": {"tp": 2}}),

@@ -21,7 +21,8 @@ _MOST_THREADS = 8
 """Each thread has a whole tensor in memory."""
 
 # Megatron scales the last linear of each residual branch down by the number of layers.
-_OUTPUT_LINEARS = (".linear_proj.", ".linear_fc2.")
+_OUTPUT_LINEARS = (".linear_proj.", ".linear_fc2.", ".out_proj.")
+_DECAY = ".A_log"  # of the state of a Mamba layer: drawn between 1 and 16
 
 
 @torch.no_grad()
@@ -48,7 +49,7 @@ def initialize_weights(
         for shard in named_shards([chunk], context):
             if only is not None and shard.name not in only:
                 continue
-            if shard.param.dim() >= 2:
+            if shard.param.dim() >= 2 or shard.name.endswith(_DECAY):
                 matrices.append((shard, get_model_config(chunk)))
             elif shard.name.endswith("bias"):
                 shard.param.zero_()
@@ -86,6 +87,8 @@ def _initial_values(shard: WeightShard, config: TransformerConfig, seed: int) ->
 
 
 def _method(name: str, config: TransformerConfig) -> Callable[..., Any]:
+    if name.endswith(_DECAY):
+        return lambda tensor, generator: tensor.uniform_(1.0, 16.0, generator=generator).log_()
     if any(linear in name for linear in _OUTPUT_LINEARS):
         return config.output_layer_init_method
     return config.embedding_init_method if name.startswith("embedding.") else config.init_method
