@@ -51,7 +51,6 @@ def run_ranks(
         LayoutError: Megatron cannot have this layout.
         BaseException: what the first rank that failed raised; a note has the positions of the others.
     """
-    world_size = layout if isinstance(layout, int) else layout.world_size
     recorded = CommunicationTrace() if trace is None else trace
     simulation = Simulation(
         layout,
@@ -61,6 +60,7 @@ def run_ranks(
         trace=None if trace is None else recorded,
         modules=modules,
     )
+    world_size = simulation.world_size
     contexts: list[Any] = [None] * world_size
 
     def initialize(rank: int) -> None:

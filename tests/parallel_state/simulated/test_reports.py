@@ -329,10 +329,10 @@ def test_tensors_of_other_devices_are_rejected() -> None:
 
 
 def test_a_layout_that_megatron_cannot_have_is_rejected() -> None:
-    with pytest.raises(LayoutError):
-        run_ranks(ParallelLayout(4, extra={"custom": 2}), lambda: None)
-    with pytest.raises(LayoutError):
-        run_ranks(0, lambda: None)
+    custom = ParallelLayout(4, extra={"custom": 2}, order="tp-cp-ep-dp-pp-custom")
+    for layout in (custom, 0, "4"):
+        with pytest.raises(LayoutError):
+            run_ranks(layout, lambda: None)
 
 
 def test_keyboard_interrupt_ends_all_ranks() -> None:
