@@ -13,7 +13,7 @@ all tp and pp ranks. Tensor-parallel ranks that draw on their own could disagree
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -88,8 +88,8 @@ def generate(
         latent_attention(chunks, decoder.tokens),
         last_positions(chunks, decoder.tokens),
     ):
-        for step in range(longest):
-            logits = decoder.next_logits(new)
+        for step in _steps(longest, device):
+            logits = decoder.next_logits(new, step)
             if logits is not None:
                 keys = position_keys(seeds, step) if sampling.do_sample else None
                 token, log_prob = draw_tokens(logits[:, :vocab_size], keys, sampling, present)
@@ -144,12 +144,13 @@ class _Decoder:
             padding = (columns >= of_row) & is_prompt
             self.hidden = padding[:, None, None, :]  # as the model takes it: True for keys that are not attended to
 
-    def next_logits(self, ids: Tensor) -> Tensor | None:
+    def next_logits(self, ids: Tensor, step: int) -> Tensor | None:
         """Float ``[rows, vocab]`` after ``ids`` ``[rows, new]`` on the last stage, None on the others.
 
-        The first call takes the prompts, every later one a token for each row.
+        Step 0 takes the prompts, every later one a token for each row.
         """
-        new, start = ids.size(1), self.cache.sequence_len_offset
+        new, start = ids.size(1), self.width + step - 1 if step else 0
+        self.cache.sequence_len_offset = start
         positions = torch.arange(start, start + new, device=ids.device).expand_as(ids)
         mask = None
         if self.lengths is not None and start == 0:
@@ -169,7 +170,6 @@ class _Decoder:
                 output = chunk(ids, positions, mask, inference_context=self.cache, runtime_gather_output=True)
             if not self._is_end(index):
                 self._send(output)
-        self.cache.increment_sequence_len_offset(new)
         self.cache.enable_decode_mode()
         assert output is not None
         return output[:, -1] if self._is_end(len(self.chunks) - 1) else None
@@ -182,10 +182,9 @@ class _Decoder:
 
     def all_done(self, done: Tensor) -> bool:
         """Whether every row is done; with experts, on all ranks that exchange tokens with this one."""
-        if self.chunks[0].config.num_moe_experts is None or self.pg.tp_ep.size() == 1:
-            return bool(done.all())
         left = (~done).sum()
-        dist.all_reduce(left, group=self.pg.tp_ep)
+        if self.chunks[0].config.num_moe_experts is not None and self.pg.tp_ep.size() > 1:
+            dist.all_reduce(left, group=self.pg.tp_ep)
         return int(left) == 0
 
     def _recording(self, chunk: Any, start: int) -> contextlib.AbstractContextManager[None]:
@@ -203,6 +202,11 @@ class _Decoder:
 
     def _send(self, hidden: Tensor) -> None:
         dist.send(hidden.contiguous(), self.stages[(self.stage + 1) % len(self.stages)], group=self.pg.pp)
+
+
+def _steps(longest: int, device: torch.device) -> Iterable[int]:
+    """The steps that compute; without data the first and the last one, whose memory is that of all."""
+    return sorted({0, longest - 1}) if device.type == "meta" else range(longest)
 
 
 def _seen(prompts: Tensor, lengths: Tensor, vocab_size: int) -> Tensor:
