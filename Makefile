@@ -25,13 +25,13 @@ demo: $(STAMP)
 # One thread: two that wait for each other on a busy core cost as much as they compute.
 test test-%: export OMP_NUM_THREADS := 1
 
-# A part for each package, three at a time, the longest first: tests that start processes wait much. Their lines are
+# A part for each package, four at a time, the longest first: tests that start processes wait much. Their lines are
 # printed as they come; build/ has the output of each part.
 test: $(STAMP)
 ifdef ARGS
 	$(PYTEST) $(ARGS)
 else
-	$(MAKE) --no-print-directory --jobs=3 $(TEST_PARTS)
+	$(MAKE) --no-print-directory --jobs=4 $(TEST_PARTS)
 endif
 
 $(addprefix test-,$(PACKAGES)): test-%: $(STAMP)

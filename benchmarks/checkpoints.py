@@ -31,8 +31,8 @@ from rich.table import Table
 
 from tests.forking import run_ranks
 from tests.workers.roles import actor, experience, largest_difference, own_shard, weights
-from workers.checkpoint.directories import read_manifest
 from workers.checkpoint.load import load_checkpoint, verify
+from workers.checkpoint.manifest import read_manifest
 
 PARALLEL = {"tp": 2, "pp": 2}
 WORLD_SIZE, ROWS, ROUNDS = 8, 16, 3

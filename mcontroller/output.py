@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
 import os
 import sys
 import unicodedata
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TextIO
 
 from mcontroller.errors import MControllerError
@@ -20,6 +23,17 @@ def printable(text: str) -> str:
         char if char in "\n\t" or unicodedata.category(char) not in ("Cc", "Cf", "Cs") else ascii(char)[1:-1]
         for char in text
     )
+
+
+@contextlib.contextmanager
+def progress_bar(text: str, total: int | None = None) -> Iterator[Callable[..., object]]:
+    """Show a progress bar on standard error, a terminal; the block changes it, as by ``update(completed=3)``."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        yield partial(bar.update, bar.add_task(text, total=total), refresh=True)
 
 
 class OutputError(MControllerError):

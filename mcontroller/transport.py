@@ -16,7 +16,6 @@ On the rank, a transport calls ``resolve``, the worker's own method, ``complete`
 from __future__ import annotations
 
 import asyncio
-import inspect
 import sys
 import time
 from abc import ABC, abstractmethod
@@ -301,7 +300,7 @@ def countdown(timeout: float | None) -> Callable[[], float | None]:
 
 def complete(value: Any) -> Any:
     """Return the value of a method; await it first if the method is async."""
-    return _run(value) if inspect.isawaitable(value) else value
+    return _run(value) if hasattr(type(value), "__await__") else value
 
 
 def outline(value: Any) -> tuple[list[str], Any] | None:

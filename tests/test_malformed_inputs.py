@@ -19,7 +19,7 @@ from mcontroller.data.batch import DataProto
 from mcontroller.errors import MControllerError
 from tests.fuzzing import KEYS, VALUES, fuzz, only_errors_of_this_project
 from trainer.saving.run_record import read_record
-from workers.checkpoint.directories import find_checkpoint, read_manifest
+from workers.checkpoint.manifest import find_checkpoint, read_manifest
 from workers.weights.hf.config import model_fields_from_hf
 from workers.weights.hf.files import WeightFiles
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TextIO, cast
@@ -34,6 +35,7 @@ SHOWN: Mapping[str, tuple[str, str]] = {
     "train/score": ("reward", ".3f"),
     "train/accuracy": ("accuracy", ".3f"),
     "actor/reward_kl_penalty": ("KL", ".4f"),
+    "actor/kl_loss": ("KL loss", ".4f"),
     "perf/tokens_per_s": ("tokens/s", ",.0f"),
 }
 """Metrics that the bar shows if a step has them: label and format."""
@@ -157,7 +159,7 @@ class ProgressDisplay(Display):
         if self._task is None:
             return True
         total = int(self._progress.tasks[self._task].total or 0)
-        return step % max(1, total // LINES_PER_PHASE) == 0 or step >= total
+        return step % max(1, math.ceil(total / LINES_PER_PHASE)) == 0 or step >= total
 
     def samples(self, samples: Sequence[Mapping[str, Any]]) -> None:
         """Print the first samples of a step, at every eighth of the phase."""
@@ -176,7 +178,10 @@ class ProgressDisplay(Display):
             f"{name.removeprefix('held_out/')} {value:.3f}"
             for name, value in shown.items()
             if not name.endswith(("_std", "_min", "_max"))
-            and (name.endswith("/score") or value != scores.get(name.rpartition("/")[0]))
+            and (
+                name.endswith("/score")
+                or not math.isclose(value, scores.get(name.rpartition("/")[0], math.nan), rel_tol=1e-6)
+            )
         )
         self._print(Text.assemble(f"held-out after {step} steps: ", (values, "bold")))
 

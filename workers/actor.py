@@ -15,7 +15,6 @@ from mcontroller.data.batch import DataProto
 from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
 from mcontroller.errors import before_changes
-from mcontroller.group import WorkerGroup
 from mcontroller.worker import delegate
 from parallel_state.agreement import all_gather_values
 from workers.actor_roles import (
@@ -58,7 +57,6 @@ from workers.train.pipeline import Loss
 from workers.train.trainer import Trainer
 from workers.weight_sender import WeightSender, check_same_policy
 from workers.weights.mixing import mix_weights
-from workers.weights.transfer.weight_transfer import WeightTransfer
 
 
 class ActorRolloutRefWorker(ModelWorker):
@@ -163,13 +161,6 @@ class ActorRolloutRefWorker(ModelWorker):
     def check_transfer(cls, source: ActorConfig, target: ActorConfig, transport: str) -> None:
         """Raise ConfigError if the two groups do not have the same policy; see ``check_same_policy``."""
         check_same_policy(source, target, transport)
-
-    @classmethod
-    def open_transfer(
-        cls, source: WorkerGroup[Any], target: WorkerGroup[Any], *, transport: str, timeout: float
-    ) -> WeightTransfer:
-        """Return the transfer of weights between two groups."""
-        return WeightTransfer(source, target, transport=transport, timeout=timeout)
 
     @classmethod
     def columns_read(cls, config: ActorConfig) -> Collection[str] | None:

@@ -61,7 +61,7 @@ class RoleCall:
     row_count: int | None = None
 
     def small(self) -> RoleCall | None:
-        """Return the call with one layer on each stage and as few micro-batches as the layout allows.
+        """Return the call with one layer on each stage, short rows, and as few micro-batches as the layout allows.
 
         None if layers are written as a pattern of stages.
         """
@@ -69,8 +69,9 @@ class RoleCall:
         if model.hybrid_layer_pattern is not None:
             return None
         config = replace(self.role.config, model=one_layer_a_stage(model, layout))
-        micro_batches = layout.pp if layout.vpp else 1
-        return replace(self, role=replace(self.role, config=config), micro_batches=micro_batches)
+        micro_batches, tokens = layout.pp if layout.vpp else 1, 8 * layout.tp * layout.cp
+        role = replace(self.role, config=config)
+        return replace(self, role=role, micro_batches=micro_batches, prompt=tokens, response=tokens, row_count=1)
 
     @property
     def rows(self) -> tuple[int, int]:
@@ -81,9 +82,10 @@ class RoleCall:
         rows = self.row_count or rows
         if self.micro_batches is not None:
             return rows, self.micro_batches
-        count = 2 * layout.pp
+        # one more than a stage has in flight; without a backward pass, one that is sent while the next is computed
+        count = 2
         if is_update:
-            count = min(count, math.ceil(config.ppo_mini_batch_size / layout.dp / rows))
+            count = min(layout.pp + 1, math.ceil(config.ppo_mini_batch_size / layout.dp / rows))
         if layout.vpp:
             count = math.ceil(count / layout.pp) * layout.pp
         return rows, count

@@ -169,11 +169,12 @@ def _experts(source: Any) -> dict[str, Any]:
 
 
 def _pattern(source: Any) -> dict[str, Any]:
-    """Return the pattern of a HybridModel, and its layers, two letters each."""
+    """Return the pattern of a HybridModel, and its layers: two letters each, or one beside Mamba layers."""
     pattern = _value(source, "hybrid_layer_pattern")
     if pattern is None:
         return {}
-    return {"hybrid_layer_pattern": pattern, "num_layers": len(pattern.replace("|", "")) // 2}
+    letters = len(pattern.partition("/")[0].replace("|", ""))
+    return {"hybrid_layer_pattern": pattern, "num_layers": letters if "M" in pattern else letters // 2}
 
 
 def _dtype(source: Any) -> str:
@@ -193,6 +194,7 @@ def _check_computed(source: Any, model: ModelConfig, changes: Mapping[str, Any])
     if model.hybrid_layer_pattern is not None:
         of_model |= {"num_layers"}  # of the source: letters
     built = computed_fields(transformer_config(model, ParallelConfig()))
+    built["mtp_num_layers"] = model.transformer.get("mtp_num_layers")
     is_config = isinstance(source, TransformerConfig)
     theirs = computed_fields(source) if is_config else {name: getattr(source, name, None) for name in built}
     expected = {name: (built.get(name),) if is_config else (built[name], None, False) for name in theirs}

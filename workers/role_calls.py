@@ -165,13 +165,7 @@ class _OfRole:
 
     def _role_call(self, parts: str, method: str) -> RoleCall:
         role = replace(self.model_role, roles=parts)
-        call = RoleCall(role, method, self.lengths.prompt, self.lengths.response)
-        layout = role.variant.layout
-        if layout.vpp is not None:
-            return call
-        # one more than a stage has in flight; without a backward pass, one that is sent while the next is computed
-        most = layout.pp + 1 if method in role.updates else 2
-        return replace(call, micro_batches=min(call.rows[1], most))
+        return RoleCall(role, method, self.lengths.prompt, self.lengths.response)
 
     def _call(self, role: str, name: str, run: Callable[[], tuple[StageUse, ...]]) -> CallMemory:
         variant = self.model_role.variant

@@ -87,7 +87,7 @@ class RoleWorker(Worker):
     def open_transfer(
         cls, source: WorkerGroup[Any], target: WorkerGroup[Any], *, transport: str, timeout: float
     ) -> Any:
-        """Return a transfer of weights with the methods ``run`` and ``close`` of ``workers.WeightTransfer``.
+        """Return a transfer of weights with the methods ``run`` and ``close`` of ``WeightTransfer``: by default that.
 
         Args:
             source: the actor's group.
@@ -95,7 +95,9 @@ class RoleWorker(Worker):
             transport: ``trainer.weight_transport``.
             timeout: seconds after which a transfer fails.
         """
-        raise NotImplementedError(f"{cls.__name__} must override open_transfer")
+        from workers.weights.transfer.weight_transfer import WeightTransfer  # loads torch
+
+        return WeightTransfer(source, target, transport=transport, timeout=timeout)
 
     # ---- read from the class, before each update --------------------------------------------------------------------
 

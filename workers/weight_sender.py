@@ -22,9 +22,8 @@ from workers.train.state import TrainingState
 from workers.weights.fingerprints import Fingerprint, shard_fingerprints
 from workers.weights.hf.names import bridge_of, hf_shards, model_family
 from workers.weights.shards import WeightShard, model_shards, unknown_positions
-from workers.weights.transfer.endpoint import RankSchedule, TransferEndpoint, TransferOutcome
+from workers.weights.transfer.endpoint import TRANSPORTS, RankSchedule, TransferEndpoint, TransferOutcome
 from workers.weights.transfer.plan import RankWeights, ServedEngine
-from workers.weights.transfer.transports import TRANSPORTS
 
 OF_AN_ENGINE = ("max_rows", "engine", "vllm", "verify_weights")
 """Fields of RolloutConfig that only the group that generates reads."""

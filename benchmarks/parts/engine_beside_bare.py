@@ -39,22 +39,40 @@ def _program() -> Any:
             self._llm.output_processor.process_outputs = counted
 
         async def bare(
-            self, prompts: Sequence[Sequence[int]], parameters: Sequence[dict[str, Any]]
+            self,
+            prompts: Sequence[Sequence[int]],
+            parameters: Sequence[dict[str, Any]],
+            replies: Sequence[Sequence[int]],
         ) -> tuple[int, float]:
-            """Return the tokens of the responses of ``AsyncLLM``, whole as they end, and the seconds."""
+            """Return the tokens of the responses of ``AsyncLLM``, whole as they end, and the seconds.
+
+            Args:
+                prompts: token ids.
+                parameters: of each turn of a prompt's response.
+                replies: token ids of a tool after each turn but the last.
+            """
             began = time.perf_counter()
-            counts = await asyncio.gather(*map(self._tokens, range(len(prompts)), prompts, parameters))
+            counts = await asyncio.gather(
+                *(self._tokens(number, [*prompt], parameters[number], replies) for number, prompt in enumerate(prompts))
+            )
             return sum(counts), time.perf_counter() - began
 
-        async def _tokens(self, number: int, prompt: Sequence[int], parameters: dict[str, Any]) -> int:
+        async def _tokens(
+            self, number: int, context: list[int], parameters: dict[str, Any], replies: Sequence[Sequence[int]]
+        ) -> int:
             from vllm import SamplingParams
             from vllm.sampling_params import RequestOutputKind
 
             kind = RequestOutputKind.FINAL_ONLY
             sampling = SamplingParams(**parameters, logprobs=0, detokenize=False, ignore_eos=True, output_kind=kind)
             tokens = 0
-            async for output in self._llm.generate({"prompt_token_ids": list(prompt)}, sampling, f"bare-{number}"):
-                tokens += len(output.outputs[0].token_ids)
+            for turn, reply in enumerate((*replies, ())):
+                request = {"prompt_token_ids": list(context)}
+                async for output in self._llm.generate(request, sampling, f"bare-{number}-{turn}"):
+                    made = output.outputs[0].token_ids
+                    tokens += len(made)
+                    context += made
+                context += reply
             return tokens
 
         async def cpu_seconds(self) -> tuple[float, float]:

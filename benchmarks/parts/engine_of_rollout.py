@@ -21,6 +21,7 @@ from workers.generate.vllm.requests import EngineAddress, sampling_parameters
 from workers.generate.vllm.start import engine_arguments, engine_environment, policy_folder
 
 VOCAB, PROMPT, EOS, PAD = 4096, 64, 2, 0
+TURNS, REPLY = 3, [7] * 16
 TOKEN = "benchmark"
 PROGRAM = Path(__file__).parent / "engine_beside_bare.py"
 
@@ -41,14 +42,15 @@ class MeasuredEngine:
     Args:
         python: the interpreter that has vLLM.
         requests: of a batch; so many are in flight.
-        length: [tokens] of a response.
+        length: [tokens] of a turn.
     """
 
     def __init__(self, python: str, requests: int, length: int) -> None:
         model = {"vocab_size": VOCAB, "max_sequence_length": 1024, "num_layers": 4, "hidden_size": 256}
         model |= {"num_attention_heads": 4, "num_query_groups": 2, "ffn_hidden_size": 512}
         vllm = {"python": python, "start_timeout_s": 600.0}
-        rollout = {"engine": "vllm", "prompt_length": PROMPT, "response_length": length, "max_rows": requests}
+        longest = TURNS * length + (TURNS - 1) * len(REPLY)
+        rollout = {"engine": "vllm", "prompt_length": PROMPT, "response_length": longest, "max_rows": requests}
         self.config = load_config(ActorConfig, {"model": model, "rollout": {**rollout, "vllm": vllm}})
         draws = random.Random(0)
         self.prompts = [[draws.randrange(3, VOCAB) for _ in range(PROMPT)] for _ in range(requests)]
@@ -62,44 +64,49 @@ class MeasuredEngine:
             program=PROGRAM,
         )
 
-        settings = {"eos_token_id": EOS, "pad_token_id": PAD}
+        settings = {"eos_token_id": EOS, "pad_token_id": PAD, "response_length": length}
         sampling = Sampling.of(self.config.rollout, settings)
         self.parameters = sampling_parameters(range(requests), sampling, seeded=self.config.rollout.vllm.seeds)
         port = self.process.call("listen", host="127.0.0.1", token=TOKEN)
         self.address = EngineAddress("127.0.0.1", port, TOKEN, self.config.rollout, VOCAB)
 
-    def bare(self) -> Spent:
-        """Return what a batch costs with ``AsyncLLM``, called in its process."""
-        before = self._cpu_seconds()
-        tokens, seconds = self.process.call("bare", prompts=self.prompts, parameters=self.parameters)
+    def bare(self, turns: int = 1) -> Spent:
+        """Return what a batch of responses of some turns costs with ``AsyncLLM``, called in its process."""
+        before, replies = self._cpu_seconds(), [REPLY] * (turns - 1)
+        tokens, seconds = self.process.call("bare", prompts=self.prompts, parameters=self.parameters, replies=replies)
         return self._spent(before, tokens, seconds)
 
-    def routed(self) -> Spent:
-        """Return what a batch costs through the router."""
+    def routed(self, turns: int = 1) -> Spent:
+        """Return what a batch of responses of some turns costs through the router."""
         before, began = self._cpu_seconds(), time.perf_counter()
-        responses = asyncio.run(self._responses())
-        return self._spent(before, sum(len(response.tokens) for response in responses), time.perf_counter() - began)
+        made = asyncio.run(self._responses(turns))
+        return self._spent(before, sum(len(turn.tokens) for turn in made), time.perf_counter() - began)
 
     def stop(self) -> tuple[dict[str, float], int]:
         """Return the seconds of an update without weights, and how many responses go on after it."""
         self.process.send("stop", tokens=len(self.prompts) * self.length // 4)
-        responses = asyncio.run(self._responses())
+        responses = asyncio.run(self._responses(1))
         return self.process.result(), sum(len(response.versions) > 1 for response in responses)
 
     def close(self) -> None:
         """End the process."""
         self.process.close()
 
-    async def _responses(self) -> Sequence[Sampled]:
-        router = Router([VllmEngine(self.address, PAD)])
-        settings = {"eos_token_id": EOS, "response_length": self.length}
-        requests = [
-            router.generate(array("q", prompt), {**settings, "seed": seed}) for seed, prompt in enumerate(self.prompts)
-        ]
+    async def _responses(self, turns: int) -> Sequence[Sampled]:
+        """Return all turns of the responses."""
+        router, made = Router([VllmEngine(self.address, PAD)]), list[Sampled]()
+
+        async def respond(context: array[int], seed: int) -> None:
+            for _ in range(turns):
+                settings = {"eos_token_id": EOS, "response_length": self.length, "seed": seed}
+                made.append(await router.generate(context, settings))
+                context.extend(made[-1].tokens + array("q", REPLY))
+
         try:
-            return await asyncio.gather(*requests)
+            await asyncio.gather(*(respond(array("q", prompt), seed) for seed, prompt in enumerate(self.prompts)))
         finally:
             await router.close()
+        return made
 
     def _cpu_seconds(self) -> tuple[float, float, float]:
         front, core = self.process.call("cpu_seconds")
@@ -115,20 +122,31 @@ def report(python: str, requests: int, length: int, rounds: int) -> None:
     """Print the throughput through the router over that of ``AsyncLLM``, and what a stop consists of."""
     engine = MeasuredEngine(python, requests, length)
     try:
-        engine.routed()  # compiles, and fills caches
-        pairs = [(engine.bare(), engine.routed()) for _ in range(rounds)]
+        pairs = {}
+        for turns in (1, TURNS):
+            engine.routed(turns)  # compiles, and fills caches
+            pairs[turns] = [(engine.bare(turns), engine.routed(turns)) for _ in range(rounds)]
         stops = [engine.stop() for _ in range(rounds)]
     finally:
         engine.close()
-    print(f"{requests} requests of {PROMPT} + {length} tokens at once, {rounds} rounds of each in turn")
-    print("| | tokens/s | ms of CPU a request: controller | vLLM's front | its core |\n|---|--:|--:|--:|--:|")
-    for name, side in (("AsyncLLM", 0), ("router", 1)):
-        spent = [pair[side] for pair in pairs]
+    print(
+        f"{requests} requests of {PROMPT} + {length} tokens at once, and of {TURNS} turns of so many tokens with "
+        f"{len(REPLY)} of a tool between them; {rounds} rounds of each in turn"
+    )
+    print("| turns | | tokens/s | ms of CPU a request: controller | vLLM's front | its core |")
+    print("|--:|---|--:|--:|--:|--:|")
+    for turns, name, side in ((turns, *row) for turns in pairs for row in (("AsyncLLM", 0), ("router", 1))):
+        spent = [pair[side] for pair in pairs[turns]]
         speed = statistics.median(one.tokens / one.seconds for one in spent)
         parts = [statistics.median(getattr(one, part) for one in spent) for part in ("controller", "front", "core")]
-        print(f"| {name} | {speed:.0f} | " + " | ".join(f"{part / requests * 1e3:.2f}" for part in parts) + " |")
-    ratio = statistics.median(bare.seconds / bare.tokens * routed.tokens / routed.seconds for bare, routed in pairs)
-    print(f"throughput through the router over AsyncLLM: {ratio:.3f} (limit: at least 0.95)")
+        cpu = " | ".join(f"{part / requests / turns * 1e3:.2f}" for part in parts)
+        print(f"| {turns} | {name} | {speed:.0f} | {cpu} |")
+    ratios = [
+        statistics.median(bare.seconds / bare.tokens * routed.tokens / routed.seconds for bare, routed in of_turns)
+        for of_turns in pairs.values()
+    ]
+    shown = " and ".join(f"{ratio:.3f}" for ratio in ratios)
+    print(f"throughput through the router over AsyncLLM: {shown} (limit: at least 0.95)")
     ms = {name: statistics.median(stop[name] for stop, _ in stops) * 1e3 for name in stops[0][0]}
     count = statistics.median(count for _, count in stops)
     print(

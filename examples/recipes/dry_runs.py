@@ -1,17 +1,21 @@
 """The published sizes of models, as their ``config.json`` has them, and dry runs with them.
 
-python -m examples.recipes.dry_runs [NAME ...]    # every recipe, and layouts that others publish; minutes of a core
+python -m examples.recipes.dry_runs [--check] [NAME ...]    # every recipe, and layouts that others publish
 
-A dry run needs no weights: a recipe's is that of ``python -m mcontroller dry-run``, one pipeline of every call. Of the
-layouts of others, it is one update with the layers and losses of this project, and the longest rows of their settings.
+A dry run needs no weights: a recipe's is that of ``python -m mcontroller dry-run``, one pipeline of every call; with
+``--check``, all other ranks run too. Of the layouts of others, it is one update with the layers and losses of this
+project, and the longest rows of their settings, without layers that predict several tokens.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
+import resource
 import sys
 import tempfile
+import time
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -177,6 +181,15 @@ PUBLISHED = {
         "NeMo-RL 7ea279abf, grpo-deepseek-v3-32n8g", "H100", "deepseek-v3", 256, 1536, {"pp": 16, "ep": 16},
         {**FULL, "num_layers_in_first_pipeline_stage": 3, "num_layers_in_last_pipeline_stage": 2}, **BRIEF,
     ),
+    "megatron-deepseek-v3": Published(
+        "Megatron-Bridge 0edb66993, deepseek_v3_pretrain_1024gpu_h100_bf16", "H100", "deepseek-v3", 1024, 4096,
+        {"tp": 2, "sequence_parallel": True, "pp": 16, "ep": 64, "etp": 1},
+        {"num_layers_in_first_pipeline_stage": 4, "num_layers_in_last_pipeline_stage": 1},
+        bfloat16_gradients=True,
+        optimizer={
+            "use_precision_aware_optimizer": True, "exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16",
+        },
+    ),
     "verl-qwen3-30b-a3b": Published(
         "verl b178a3cd5, run_qwen3moe-30b_megatron_96gb", "H20", "qwen3-30b-a3b", 8, 10240, {"ep": 8, "etp": 1}, {},
         **ON_HOST,
@@ -225,30 +238,41 @@ def read(name: str, folder: Path) -> RunConfig:
     return read_run_config(RECIPES / f"{name}.yaml", [f"actor_rollout_ref.model.hf_path={model}"])
 
 
-def row(name: str, folder: Path) -> str:
+def row(name: str, folder: Path, *, checks: bool) -> str:
     """Return the row of a recipe, or of a layout of others, in a table of Markdown."""
-    published = PUBLISHED.get(name)
+    published, began = PUBLISHED.get(name), time.process_time()
     config, gpu = read(name, folder), "H100" if published is None else published.gpu
     calls = {key: call for key, call in role_calls(config).items() if published is None or key[1] == "update_actor"}
-    outcomes = {".".join(key): call(second=False) for key, call in calls.items()}
+    outcomes = {".".join(key): call(second=checks) for key, call in calls.items()}
     update = next(iter(outcomes.values()))
-    begin = f"| {name if published is None else published.source} | {update.layout.world_size} {gpu} | {update.text} |"
-    if failures := [outcome.failure for outcome in outcomes.values() if outcome.failure]:
-        return f"{begin} {failures[0].splitlines()[0]} | |"
-    stages = "/".join(f"{update.uses[rank].peak / GIB:.1f}" for rank in update.stages.values())
-    most = shared_gpus(config, outcomes).peak(config.trainer.offload) if published is None else update.peak + CONTEXT
-    return f"{begin} {stages} | {most / GIB:.1f} of {gpu_bytes(gpu) / GIB:.1f} |"
+    source = name if published is None else published.source
+    cells = [source, f"{update.layout.world_size} {gpu}", update.text]
+    if problems := [one.failure or one.warnings[0] for one in outcomes.values() if one.failure or one.warnings]:
+        cells += [problems[0].splitlines()[0], ""]
+    else:
+        cells.append("/".join(f"{update.uses[rank].peak / GIB:.1f}" for rank in update.stages.values()))
+        shared = None if published is not None else shared_gpus(config, outcomes).peak(config.trainer.offload)
+        cells.append(f"{(shared or update.peak + CONTEXT) / GIB:.1f} of {gpu_bytes(gpu) / GIB:.1f}")
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    return f"| {' | '.join([*cells, f'{time.process_time() - began:.0f}', f'{memory:.1f}'])} |"
 
 
-def main(names: list[str]) -> None:
+def main(arguments: list[str]) -> None:
     """Print a row for each name, by default for all."""
-    warnings.simplefilter("ignore")
+    parser = argparse.ArgumentParser(description="Print the dry runs of recipes, and of layouts that others publish.")
     recipes = sorted(file.stem for file in RECIPES.glob("*.yaml"))
-    print("| source | GPUs | layout | update, by stage | GiB of a GPU |\n|---|---|---|---|--:|")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="of a recipe or a layout; default: all")
+    parser.add_argument("--check", action="store_true", help="run a second pipeline, and all ranks with one layer")
+    given = parser.parse_args(arguments)
+    if unknown := set(given.names) - {*recipes, *PUBLISHED}:
+        parser.error(f"unknown: {', '.join(unknown)}; expected some of {', '.join([*recipes, *PUBLISHED])}")
+    warnings.simplefilter("ignore")
+    print("| source | GPUs | layout | update, by stage | GiB of a GPU | CPU s | memory, GiB |")
+    print("|---|---|---|---|--:|--:|--:|")
     with tempfile.TemporaryDirectory() as folder, planning():
-        for name in names or [*recipes, *PUBLISHED]:
+        for name in given.names or [*recipes, *PUBLISHED]:
             with contextlib.redirect_stdout(sys.stderr):  # workers print what they choose
-                line = row(name, Path(folder))
+                line = row(name, Path(folder), checks=given.check)
             print(line, flush=True)
 
 

@@ -2,7 +2,8 @@
 
     python -m mcontroller verify examples/verify/gallery.py:label_smoothing --layouts tp=2
 
-In one process, and in most layouts, each of them trains as it should.
+In one process, and in most layouts, each of them trains as it should. ``cured_label_smoothing`` and others work around
+faults of Megatron itself.
 """
 
 import dataclasses
@@ -14,9 +15,15 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel import (
+    gather_from_tensor_model_parallel_region,
+    get_cuda_rng_tracker,
+    set_tensor_model_parallel_attributes,
+    vocab_parallel_cross_entropy,
+)
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.utils import unwrap_model
+from torch.nn.functional import cross_entropy
 
 
 def with_step(output, loss=gpt.loss, program=gpt.program, **changes):
@@ -38,6 +45,15 @@ def smoothed(model, data):
 
 
 label_smoothing = with_step(smoothed)
+
+
+def smoothed_over_vocabulary(model, data):
+    logits = gather_from_tensor_model_parallel_region(model(data["tokens"], data["position_ids"], None))
+    smoothing = 0.1 * gpt.VOCABULARY / (gpt.VOCABULARY - 1)  # as in Megatron, spread over the wrong labels
+    return cross_entropy(logits.transpose(1, 2), data["labels"], reduction="none", label_smoothing=smoothing)
+
+
+cured_label_smoothing = with_step(smoothed_over_vocabulary)
 
 
 # Megatron-LM#7452: logits of the whole vocabulary go into a loss that expects this rank's part.
@@ -77,6 +93,19 @@ attention_sinks = with_step(
 )
 
 
+def with_marked_sinks(config, pre_process, post_process, vp_stage=None):
+    model = with_sinks(config, pre_process, post_process, vp_stage)
+    for name, parameter in model.named_parameters():
+        if name.endswith("softmax_offset"):
+            set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
+            with get_cuda_rng_tracker().fork():
+                config.init_method(parameter)
+    return model
+
+
+cured_attention_sinks = dataclasses.replace(attention_sinks, model_provider=with_marked_sinks)
+
+
 # Megatron-LM PR #5047: the auxiliary loss of the router is a mean over each micro-batch, and is divided by all tokens.
 def with_auxiliary_loss(**parallel):
     config = moe.config(**parallel)
@@ -85,6 +114,15 @@ def with_auxiliary_loss(**parallel):
 
 
 auxiliary_loss = dataclasses.replace(gpt.program, config=with_auxiliary_loss)
+
+
+def with_cured_auxiliary_loss(**parallel):
+    config = with_auxiliary_loss(**parallel)
+    config.moe_aux_loss_coeff *= parallel["tensor_model_parallel_size"] if parallel["sequence_parallel"] else 1
+    return config
+
+
+cured_auxiliary_loss = dataclasses.replace(gpt.program, config=with_cured_auxiliary_loss)
 
 
 # A fault of megatron-core itself: with averages over all tokens, the gradient of the auxiliary loss of each sequence is

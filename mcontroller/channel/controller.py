@@ -24,7 +24,16 @@ from typing_extensions import Buffer
 from zmq.utils.monitor import recv_monitor_message
 
 from mcontroller.channel.address import Address
-from mcontroller.channel.wire import Place, configure, monitor, pack_query, receive_frames, send_frames, unpack_reply
+from mcontroller.channel.wire import (
+    Place,
+    configure,
+    get_option,
+    monitor,
+    pack_query,
+    receive_frames,
+    send_frames,
+    unpack_reply,
+)
 from mcontroller.errors import DataError
 
 RECONNECT_MS = 50
@@ -46,9 +55,6 @@ _MONITORED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_
 
 _EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
 """Plain integers: pyzmq's enumerations cost time at each use."""
-
-_get: Any = zmq.backend.Socket.get
-"""``zmq.Socket.get`` without the enumeration that it makes of the value."""
 
 _local = threading.local()
 """The client of queries of each thread."""
@@ -277,7 +283,7 @@ class Links:
         self._monitor = monitor(self.socket, _MONITORED)
         self._monitor_poll = select.poll()
         self._monitor_poll.register(self._monitor.fileno(), select.POLLIN)
-        _get(self._monitor, _EVENTS)  # from now on, the descriptor announces events
+        get_option(self._monitor, _EVENTS)  # from now on, the descriptor announces events
         self._ids: dict[str, bytes] = {}
 
     @property
@@ -307,16 +313,16 @@ class Links:
 
         At the end, the descriptor announces the next message.
         """
-        socket, recv = self.socket, self.socket.recv
-        while _get(socket, _EVENTS) & _POLLIN:
-            link: bytes = recv()
-            yield link, receive_frames(recv)
+        socket = self.socket
+        while get_option(socket, _EVENTS) & _POLLIN:
+            link: bytes = socket.recv()
+            yield link, receive_frames(socket)
 
     def events(self) -> Iterator[tuple[bytes, bool]]:
         """Yield what happened to connections: the link, and whether it was established (or lost, or not accepted)."""
         if not self._monitor_poll.poll(0):  # costs less than asking ZeroMQ
             return
-        while _get(self._monitor, _EVENTS) & _POLLIN:
+        while get_option(self._monitor, _EVENTS) & _POLLIN:
             event = recv_monitor_message(self._monitor)
             link = self._ids.get(event["endpoint"].decode())
             if link is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import pickle
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from struct import Struct
 from typing import Any, NamedTuple
 
@@ -29,8 +29,11 @@ _SIZE_BYTES = 4
 _ANSWER = Struct("<qB")
 _INLINE, _STORED, _FAILED = range(3)
 
-_SNDMORE = int(zmq.SNDMORE)
-"""A plain integer: pyzmq's enumerations cost time at each use."""
+_SNDMORE, _RCVMORE = int(zmq.SNDMORE), int(zmq.RCVMORE)
+"""Plain integers: pyzmq's enumerations cost time at each use."""
+
+get_option: Any = zmq.backend.Socket.get
+"""``zmq.Socket.get`` without the enumeration that it makes of the value."""
 
 _send: Any = zmq.backend.Socket.send
 """``zmq.Socket.send`` without the options of draft sockets: socket, frame, flags, and whether to copy."""
@@ -58,6 +61,9 @@ class CallHeader(NamedTuple):
     keep: bool = False
 
 
+_CALL_TYPES = (int, int, tuple | None, str | None, str, list | tuple, bool)
+
+
 def pack_call(header: CallHeader, data: bytes) -> bytes:
     """Return the first frame of a call; ``data`` is the pickle of the arguments."""
     packed = pickle.dumps(tuple(header))
@@ -75,17 +81,10 @@ def unpack_call(frame: Buffer) -> tuple[CallHeader, memoryview]:
     if not _SIZE_BYTES < end <= len(buffer):
         raise _too_short(buffer, "call", end)
     header = _load(buffer[_SIZE_BYTES:end], "call")
-    match header:
-        case (
-            int(number),
-            int(settled),
-            None | (bytes(), int()) as after,
-            str() | None as role,
-            str(method),
-            list() | tuple() as returning,
-            bool(keep),
-        ):
-            return CallHeader(number, settled, after, role, method, returning, keep), buffer[end:]
+    if isinstance(header, tuple) and len(header) == len(_CALL_TYPES) and all(map(isinstance, header, _CALL_TYPES)):
+        call = CallHeader(*header)
+        if call.after is None or tuple(map(type, call.after)) == (bytes, int):
+            return call, buffer[end:]
     expected = "(number, settled, after, role, method, ranks, keep)"
     raise DataError(f"the header of a call is {header!r}: expected {expected}", header=header)
 
@@ -194,13 +193,11 @@ def send_frames(socket: zmq.Socket[Any], frames: Sequence[Any]) -> None:
     _send(socket, frames[-1], 0, False)
 
 
-def receive_frames(recv: Callable[..., Any]) -> list[Buffer]:
-    """Return the frames of a message with the ``recv`` of its socket, in separate memory."""
-    frame = recv(copy=False)
-    frames = [frame.buffer]
-    while frame.more:
-        frame = recv(copy=False)
-        frames.append(frame.buffer)
+def receive_frames(socket: zmq.Socket[Any]) -> list[Buffer]:
+    """Return the frames of a message, in separate memory; the first, which is small, as bytes."""
+    frames: list[Buffer] = [socket.recv()]
+    while get_option(socket, _RCVMORE):
+        frames.append(socket.recv(copy=False).buffer)
     return frames
 
 

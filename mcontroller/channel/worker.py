@@ -16,7 +16,7 @@ import logging
 import math
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -86,7 +86,7 @@ class Endpoint:
     ) -> None:
         self.cancellation = Cancellation()
         self._queue: CallQueue[Received] = CallQueue()
-        self._answers: dict[bytes, OrderedDict[int, list[bytes]]] = {}
+        self._answers: dict[bytes, OrderedDict[int, list[bytes]]] = defaultdict(OrderedDict)
         self._forget = forget
         self._unreachable: dict[bytes, float] = {}
         order = CallOrder()
@@ -112,7 +112,7 @@ class Endpoint:
             if call is not None:
                 return call
             if not self._queue.waiting or self._calls.poll(WAIT_MS):
-                caller, frames = self._calls.recv(), receive_frames(self._calls.recv)
+                caller, frames = self._calls.recv(), receive_frames(self._calls)
                 if not caller.startswith(b"\0"):  # else ZeroMQ has renamed a lost connection: they are sent again
                     self._add(caller, frames)
 
@@ -126,12 +126,12 @@ class Endpoint:
             self._look_for_unreachable()
         if self._unreachable:
             self._drop_unreachable()
-        answers = self._answers.get(caller)
+        answers = self._answers[caller]
         while answers and next(iter(answers)) < header.settled:
             answers.popitem(last=False)
         added = self._queue.add(caller, header.number, header.after, (caller, header, data, frames))
-        if not added and header.number in self._answers.get(caller, ()):  # else it has not run yet
-            self._send(caller, self._answers[caller][header.number])
+        if not added and header.number in answers:  # else it has not run yet
+            self._send(caller, answers[header.number])
 
     def answer(
         self,
@@ -144,7 +144,7 @@ class Endpoint:
     ) -> None:
         """Send the answer of a call, see ``pack_answer``; ``frames`` are the buffers of the value."""
         answer = [pack_answer(number, error, stored, data), *frames]
-        self._answers.setdefault(caller, OrderedDict())[number] = answer
+        self._answers[caller][number] = answer
         self._send(caller, answer)
 
     def _commit(self, reply: Reply, caller: bytes, number: int, cancelled: bool) -> None:
@@ -195,7 +195,7 @@ class CallQueue(Generic[T]):
     def add(self, caller: bytes, number: int, after: Place | None, call: T) -> bool:
         """Add a call; return False if it was added before (it has been sent again after a lost connection)."""
         place = (caller, number)
-        if self._has(place) or any(waiting == place for _, _, waiting, _ in self.waiting):
+        if self._has(place) or (self.waiting and any(waiting == place for _, _, waiting, _ in self.waiting)):
             return False
         if after is None or self._has(after):
             self._append(place, call)
@@ -212,15 +212,12 @@ class CallQueue(Generic[T]):
 
     def _append(self, place: Place, call: T) -> None:
         """Let a call run, and after it those that waited for it."""
-        while True:
-            caller, number = place
-            self._received[caller] = max(number, self._received.get(caller, -1))
-            self._ready.append(call)
-            free = next((entry for entry in self.waiting if self._has(entry[1])), None)
-            if free is None:
-                return
+        caller, number = place
+        self._received[caller] = max(number, self._received.get(caller, -1))
+        self._ready.append(call)
+        if free := next((entry for entry in self.waiting if self._has(entry[1])), None) if self.waiting else None:
             self.waiting.remove(free)
-            _, _, place, call = free
+            self._append(free[2], free[3])
 
     def _has(self, place: Place) -> bool:
         caller, number = place
@@ -243,7 +240,8 @@ class Cancellation:
 
     def __init__(self, decision_seconds: float = DECISION_SECONDS) -> None:
         self._decision_seconds = decision_seconds
-        self._changed = threading.Condition(threading.Lock())
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._started: dict[bytes, int] = {}
         self._prepared: dict[tuple[bytes, int], float] = {}  # until when a decision counts
         self._decisions: dict[tuple[bytes, int], bool] = {}
@@ -251,8 +249,8 @@ class Cancellation:
     def start(self, caller: bytes, number: int) -> bool:
         """Return whether the call is to be run; wait while a decision about it is prepared."""
         call = caller, number
-        with self._changed:
-            while (left := self._prepared.get(call, 0.0) - time.monotonic()) > 0:
+        with self._lock:
+            while call in self._prepared and (left := self._prepared[call] - time.monotonic()) > 0:
                 self._changed.wait(left)
             self._prepared.pop(call, None)
             self._started[caller] = number
@@ -260,7 +258,7 @@ class Cancellation:
 
     def prepare(self, caller: bytes, number: int) -> bool:
         """Keep a call from starting until ``commit``; return False if it has started or is decided already."""
-        with self._changed:
+        with self._lock:
             possible = not self._has_started(caller, number) and (caller, number) not in self._decisions
             if possible:
                 self._prepared[caller, number] = time.monotonic() + self._decision_seconds
@@ -268,7 +266,7 @@ class Cancellation:
 
     def commit(self, caller: bytes, number: int, cancelled: bool) -> None:
         """Let a prepared call start, or never start if it is ``cancelled`` in time."""
-        with self._changed:
+        with self._lock:
             in_time = self._prepared.pop((caller, number), math.inf) > time.monotonic()
             if not self._has_started(caller, number):
                 self._decisions[caller, number] = cancelled and in_time

@@ -16,6 +16,7 @@ from ray.exceptions import RayError
 
 from mcontroller.channel.address import ChannelKeys
 from mcontroller.errors import CallTimeout, ConfigError, ResourceError
+from mcontroller.output import progress_bar
 from mcontroller.ray.calls.executor import GroupCall, GroupProcesses, RayExecutor
 from mcontroller.ray.calls.failures import RankFailure, RankLabel, first_cause
 from mcontroller.ray.detached import NAMESPACE, RecordedLease
@@ -72,6 +73,7 @@ def launch(
     lease = pool.lease(name)
     unique = f"{name}/{uuid.uuid4().hex[:8]}"
     handles = ProcessHandles(lease.release, pool.channel)
+    lease.reservation.processes.add(handles)
     deadline = None if timeout is None else time.monotonic() + timeout
     recorded: RecordedLease | None = None
     try:
@@ -266,15 +268,10 @@ def _progress(name: str, ranks: int) -> Iterator[Any]:
     if not sys.stderr.isatty():
         yield lambda call: None
         return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(f"starting {name}", total=ranks)
+    with progress_bar(f"starting {name}", ranks) as update:
 
         def show(call: GroupCall) -> None:
             while not call.wait(0.2):
-                bar.update(task, completed=ranks - len(call.pending))
+                update(completed=ranks - len(call.pending))
 
         yield show

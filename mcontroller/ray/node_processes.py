@@ -64,7 +64,7 @@ class NodeProcess(NamedTuple):
         return "" if int(started) != self.started else state
 
     @property
-    def is_seen(self) -> bool:
+    def is_visible(self) -> bool:
         """Whether it runs, and the calling process, on whatever node, sees that."""
         return self.has_our_namespace and self.runs
 

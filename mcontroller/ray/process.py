@@ -122,7 +122,7 @@ class WorkerProcess:
         self._running: str | None = None
         self._inline_bytes = options.inline_bytes
         self._record = RecordMemory() if record else None
-        self._recording = False
+        self._records = False
         self._kept = KeptResults()
         self._finished: dict[bytes, int] = {}
         queries: dict[str, Callable[..., None]] = {
@@ -162,7 +162,8 @@ class WorkerProcess:
             timer = start_timer(number=header.number)
             if self._endpoint.cancellation.start(caller, header.number):
                 self._running = header.method
-                self._record_calls()
+                if not self._records and "torch.distributed" in sys.modules:
+                    self._record_calls()
                 try:
                     inputs = resolve(decode([(data, frames)])[0], fetch)
                     frames.clear()
@@ -228,7 +229,8 @@ class WorkerProcess:
             try:
                 choose_device(identity.device)  # before the module of the worker is imported
                 construct, args, kwargs = init.unpack()  # loads torch, which reads the environment
-                self._record_calls()
+                if not self._records and "torch.distributed" in sys.modules:
+                    self._record_calls()
                 worker = construct(*args, **kwargs)
             except BaseException as error:  # report SystemExit too
                 raise self._error_of(role, "__init__", error) from None
@@ -253,12 +255,12 @@ class WorkerProcess:
             trace.flush()
 
     def _record_calls(self) -> None:
-        """Record collectives from now on, once the program has imported torch."""
-        if self._record is not None and not self._recording and "torch.distributed" in sys.modules:
+        """Record collectives from now on; the program has imported torch."""
+        self._records = True
+        if self._record is not None:
             from parallel_state.hangs.recorder import record_calls
 
             record_calls(self._record)
-            self._recording = True
 
     # ---- queries, answered on another thread -------------------------------------------------------------------------
 

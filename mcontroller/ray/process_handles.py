@@ -78,7 +78,7 @@ class ProcessEnded(Exception):
         self.node_gone = node_gone
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class ProcessHandles:
     """The actors of a group and the slots that they hold, as needed to end them.
 
@@ -109,10 +109,10 @@ class ProcessHandles:
     gone: set[str] = field(default_factory=set)
     remaining: list[str] = field(default_factory=list)
     killed: bool = False
-    _seen: dict[int, NodeProcess] = field(default_factory=dict)
+    _visible: dict[int, NodeProcess] = field(default_factory=dict)
     _watches: dict[Any, list[int]] = field(default_factory=dict)
     _freed: bool = False
-    _session: tuple[str, str] | None = field(default_factory=session)
+    _session: object = field(default_factory=session)
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
     def enter(self, state: GroupState, cause: GroupError | None = None) -> None:
@@ -160,10 +160,10 @@ class ProcessHandles:
         Returns:
             Descriptors of the processes that this one can see, which are ready to be read if they have ended.
         """
-        self._seen = {rank: info.process for rank, info in enumerate(self.infos) if info.process.is_seen}
+        self._visible = {rank: info.process for rank, info in enumerate(self.infos) if info.process.is_visible}
         elsewhere: dict[str, list[int]] = {}
         for rank, info in enumerate(self.infos):
-            if rank not in self._seen:
+            if rank not in self._visible:
                 elsewhere.setdefault(info.node_id, []).append(rank)
         for node, ranks in elsewhere.items():
             watch = begin_on_node(node, wait_for_ends, [self.infos[rank].process for rank in ranks])
@@ -171,7 +171,7 @@ class ProcessHandles:
         for reference in (*self.watched, *self._watches):
             reference.future().add_done_callback(lambda _: changed())
         descriptors = []
-        for process in self._seen.values():
+        for process in self._visible.values():
             with contextlib.suppress(ProcessLookupError):
                 descriptors.append(os.pidfd_open(process.pid))
         return descriptors
@@ -188,14 +188,14 @@ class ProcessHandles:
         """
         if not self.watched or not self.reachable:
             return {}
-        ended = {rank for rank, process in self._seen.items() if not process.runs} | self._ends_on_other_nodes()
+        ended = {rank for rank, process in self._visible.items() if not process.runs} | self._ends_on_other_nodes()
         errors = self._reported(range(len(self.watched)), 0)
         if ended - errors.keys():
             errors |= self._reported(sorted(ended - errors.keys()), REPORT_SECONDS)
         hidden = "Ray has not noticed it: a process that it has forked keeps its connections open"
         errors = {rank: ProcessEnded(hidden) for rank in ended} | errors
-        unseen = [rank for rank in lost if rank not in self._seen]
-        addresses = {rank: self.infos[rank].address for rank in unseen}
+        hidden_ranks = [rank for rank in lost if rank not in self._visible]
+        addresses = {rank: self.infos[rank].address for rank in hidden_ranks}
         closed = [rank for rank, address in addresses.items() if is_port_closed(address.host, address.call_port)]
         self._look_for_lost_nodes({self.infos[rank].node_id for rank in (*errors, *closed)})
         text = "its node {} is gone: neither the process nor Ray's raylet there accepts connections"

@@ -187,6 +187,8 @@ class RayResourcePool(ResourcePool):
 
     def shutdown(self) -> None:
         """Return the bundles to the cluster. Ends every process that still runs in them; a second call does nothing."""
+        for processes in tuple(self._reservation.processes):  # else their groups would report that they died
+            processes.end()
         self._reservation.release()
 
     def __enter__(self) -> Self:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -31,11 +32,14 @@ def gpu_bytes(text: str) -> int:
         DryRunError: it is neither.
     """
     try:
-        return int((GPUS[text.upper()] if text.upper() in GPUS else float(text)) * GIB)
+        size = GPUS[text.upper()] if text.upper() in GPUS else float(text)
     except ValueError:
+        size = math.nan
+    if not 0 < size < math.inf:
         raise DryRunError(
             f"no GPU is named {text!r}: expected one of {', '.join(GPUS)}, or its memory in GiB, as in 79.1", gpu=text
-        ) from None
+        )
+    return int(size * GIB)
 
 
 @dataclass(frozen=True)

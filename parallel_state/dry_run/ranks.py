@@ -6,7 +6,7 @@ import ctypes
 import gc
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cache, partial
 from typing import Any, TypeVar
 from unittest import mock
@@ -35,6 +35,9 @@ def pipeline_of(layout: ParallelLayout, *, last: bool = False) -> list[int]:
 class CallLog(CommunicationTrace):
     """The collectives and transfers of each rank: their number and bytes by axis and operation, and digests.
 
+    Ranks that run one by one are matched by their digests: those of a group's members are equal, and those of what one
+    rank sends to another and what that one receives.
+
     Attributes:
         calls: the number by rank, axis and operation.
         nbytes_of: the bytes by the same.
@@ -48,6 +51,7 @@ class CallLog(CommunicationTrace):
         self.pending: Counter[str] = Counter()
         self._order: dict[int, Any] = {}
         self._shapes: dict[int, Any] = {}
+        self._meetings: dict[tuple[Any, tuple[int, ...]], dict[int, Any]] = {}
 
     def begin(self, call: Call) -> None:
         """Count a call."""
@@ -60,6 +64,14 @@ class CallLog(CommunicationTrace):
         shapes = [(tuple(tensor.shape), str(tensor.dtype)) for tensor in (*call.inputs, *call.outputs)]
         self._order.setdefault(call.rank, hashlib.sha256()).update(repr(place).encode())
         self._shapes.setdefault(call.rank, hashlib.sha256()).update(repr(shapes).encode())
+        name, members = _meeting_of(call)
+        what: tuple[Any, ...] = (call.key,)
+        if not call.is_transfer:
+            what = call.operation, call.key, call.options.get("sends")
+            if call.operation == "all_to_all":
+                what = *what, [tensor.numel() for tensor in call.inputs]
+        digests = self._meetings.setdefault((name, members), {})
+        digests.setdefault(call.rank, hashlib.sha256()).update(repr(what).encode())
 
     def wait(self, call: Call) -> None:
         """Note that the program has waited for a call."""
@@ -76,11 +88,25 @@ class CallLog(CommunicationTrace):
         self.pending.clear()
         self._order.clear()
         self._shapes.clear()
+        self._meetings.clear()
 
     def digest(self, rank: int, *, shapes: bool = True) -> str:
         """Return a digest of the calls of a rank, in their order; with the shapes of their tensors."""
         kinds = (self._order, self._shapes) if shapes else (self._order,)
         return "".join(digests[rank].hexdigest() for digests in kinds if rank in digests)
+
+    def unfinished(self) -> list[str]:
+        """Return a warning for each line that makes an asynchronous collective and does not wait for it."""
+        lines = [line for line, count in self.pending.items() if count]
+        return [f"an asynchronous collective is not waited for: {line}" for line in lines]
+
+    def unmatched(self) -> set[int]:
+        """Return the members of groups, and the two sides of transfers, that do not all have the same digest."""
+        ranks: set[int] = set()
+        for (_, members), digests in self._meetings.items():
+            if len(digests) < len(members) or len({digest.digest() for digest in digests.values()}) > 1:
+                ranks.update(members)
+        return ranks
 
     def most(self) -> dict[tuple[str, str], tuple[int, int]]:
         """Return calls and bytes by axis and operation, of the rank that has the most bytes of them."""
@@ -92,8 +118,29 @@ class CallLog(CommunicationTrace):
         return worst
 
 
+def _meeting_of(call: Call) -> tuple[Any, tuple[int, ...]]:
+    """Return what a call is matched by, and the ranks that take part: a group's, or a sender and a receiver."""
+    if not call.is_transfer:
+        return call.group.name, call.group.ranks
+    peer = -1 if call.peer is None else call.peer
+    pair = (call.rank, peer) if call.operation == "send" else (peer, call.rank)
+    return ("transfer", call.group.name, call.options.get("tag")), pair
+
+
+def peers_of(layout: ParallelLayout, ranks: Collection[int]) -> list[int]:
+    """Return some ranks, and those that differ from one of them on a single axis."""
+    groups = (group for axis in (*layout.dense_axes, *layout.expert_axes) for group in layout.groups(axis))
+    return sorted({rank for group in groups if not set(group).isdisjoint(ranks) for rank in group})
+
+
 def run_without_data(
-    layout: ParallelLayout, running: Sequence[int], function: Callable[[CountingMode], T], log: CallLog
+    layout: ParallelLayout,
+    running: Sequence[int],
+    function: Callable[[CountingMode], T],
+    log: CallLog,
+    *,
+    together: bool = True,
+    ended: Callable[[int], object] = lambda count: None,
 ) -> dict[int, T]:
     """Run ``function(mode)`` on some ranks of a layout, whose device has no memory, and return the results by rank.
 
@@ -103,7 +150,10 @@ def run_without_data(
         layout: the layout.
         running: the ranks that run.
         function: what each of them runs; the mode counts its storages and FLOPs.
-        log: records the calls, from when the ranks are initialized.
+        log: records the calls; of ranks that run together, from when they are initialized.
+        together: whether their calls are matched. Otherwise one rank runs after the other, which takes less time and
+            the memory of one, and all others are assumed to call what it calls.
+        ended: called with the number of ranks that have ended, after each that runs alone.
 
     Raises:
         SimulationError: ranks communicate wrongly.
@@ -126,7 +176,11 @@ def run_without_data(
             return function(mode)
 
     simulation = Simulation(
-        layout, check_async=False, trace=log, running=running, exchange=partial(ShapeExchange, running)
+        layout,
+        check_async=False,
+        trace=log,
+        running=running,
+        exchange=partial(ShapeExchange, running if together else ()),
     )
     create_group, rank_groups = mpu.create_group, mpu.generate_masked_orthogonal_rank_groups
 
@@ -151,10 +205,18 @@ def run_without_data(
     try:
         gathering = mock.patch.object(dist, "all_gather_object", _gather_objects)
         with without_memory(), torch_on_meta(), gathering:
-            with initializing:
-                simulation.run({rank: partial(initialize, rank) for rank in running})
-            log.clear()
-            return simulation.run({rank: partial(run, rank) for rank in running})
+            results: dict[int, T] = {}
+            for ranks in [running] if together else [[rank] for rank in running]:
+                with initializing:
+                    simulation.run({rank: partial(initialize, rank) for rank in ranks})
+                if together:
+                    log.clear()
+                results |= simulation.run({rank: partial(run, rank) for rank in ranks})
+                if not together:
+                    simulation.forget(ranks[0])
+                    contexts.clear()
+                    ended(len(results))
+            return results
     finally:
         simulation.close()
         gc.collect()  # models have circles of references, and the next ranks need the memory

@@ -14,18 +14,26 @@ from parallel_state import cpu
 from parallel_state.dry_run.counting import CountingMode
 from parallel_state.dry_run.errors import DryRunError
 from parallel_state.dry_run.outcome import GIB, Outcome, Use
-from parallel_state.dry_run.ranks import CallLog, pipeline_of, run_without_data
+from parallel_state.dry_run.ranks import CallLog, peers_of, pipeline_of, run_without_data
 from parallel_state.dry_run.routing import routed, routing_of
 from parallel_state.dry_run.training import one_layer_a_stage, train
 from parallel_state.dry_run.transformer_engine import engine_kernels
 from parallel_state.dry_run.values import BRANCH, UnknownValue
 from parallel_state.errors import MControllerError
 from parallel_state.hangs.lines import calling_position, members_text, source_line
+from parallel_state.layout import ParallelLayout
 from parallel_state.simulated.errors import SimulationError
 from parallel_state.verify.layouts import Variant, check_divisible, parse_layout
 from parallel_state.verify.program import Program
 
 _SAME = 0.01  # two pipelines whose peaks differ by less are alike: their parts of the optimizer's state differ
+
+Show = Callable[[str, int, int], object]
+"""Called with what runs, the number of ranks that have ended, and that of all."""
+
+
+def _hide(what: str, ended: int, ranks: int) -> None:
+    """Show nothing."""
 
 
 def layout_for(text: str, ranks: int | None) -> Variant:
@@ -44,7 +52,7 @@ def layout_for(text: str, ranks: int | None) -> Variant:
         return variant
     layout = variant.layout
     stages = layout.tp * layout.pp * layout.cp
-    if "dp=" in text or ranks % stages:
+    if "dp=" in text or ranks < 1 or ranks % stages:
         raise DryRunError(
             f"layout {text!r} has {layout.world_size} ranks, and {ranks} are given; leave dp out, and give a multiple "
             f"of tp x pp x cp = {stages}",
@@ -65,6 +73,7 @@ def dry_run(
     layers: str = "transformer_engine",
     every_rank: bool = False,
     second: bool = True,
+    show: Show = _hide,
 ) -> Outcome:
     """Make one training step of a program in a layout, with shapes and without data.
 
@@ -82,6 +91,7 @@ def dry_run(
             Transformer Engine do; ``"local"``: all layers are counted as they are.
         every_rank: whether every rank runs.
         second: whether a second pipeline, and all ranks with one layer on each stage, check the first pipeline.
+        show: is called as ranks start and end.
 
     Returns:
         What each rank used, what the ranks communicate, and the failure if there was one.
@@ -92,13 +102,15 @@ def dry_run(
     """
     variant = layout_for(layout, ranks) if isinstance(layout, str) else layout
     if micro_batches is not None:
+        if micro_batches < 1:
+            raise DryRunError(f"micro_batches is {micro_batches}; expected at least 1", micro_batches=micro_batches)
         program = program.smaller(micro_batches=micro_batches * variant.layout.dp * variant.merged)
     cpu.install()
     with engine_kernels():  # the config of a program may ask for kernels
         check_divisible(program, variant)
     programs = program, one_layer_a_stage(program, variant)
     step, small_step = (partial(train, one, variant, dtype, layers) for one in programs)
-    return dry_run_of(step, variant, routing, every_rank=every_rank, second=second, small=small_step)
+    return dry_run_of(step, variant, routing, every_rank=every_rank, second=second, small=small_step, show=show)
 
 
 def dry_run_of(
@@ -109,6 +121,7 @@ def dry_run_of(
     every_rank: bool = False,
     second: bool = True,
     small: Callable[[CountingMode], Use] | None = None,
+    show: Show = _hide,
 ) -> Outcome:
     """Run a function on the ranks of a layout, as ``dry_run`` runs a step.
 
@@ -119,6 +132,7 @@ def dry_run_of(
         every_rank: whether every rank runs.
         second: whether a second pipeline runs, and all ranks with ``small``.
         small: the function with one layer on each stage; None to run no ranks but those of the pipelines.
+        show: is called as ranks start and end.
     """
     began = time.perf_counter()
     cpu.install()
@@ -126,31 +140,39 @@ def dry_run_of(
     outcome = Outcome(variant.text, layout)
     with routed(routing_of(routing)), engine_kernels():
         first = list(range(layout.world_size)) if every_rank else pipeline_of(layout)
+        show("all ranks" if every_rank else "one pipeline", 0, len(first))
         _run(function, first, log, outcome)
         outcome.calls = log.most()
-        outcome.warnings += [
-            f"an asynchronous collective is not waited for, {count} times: {line}"
-            for line, count in log.pending.items()
-            if count and not outcome.failure
-        ]
+        if not outcome.failure:
+            outcome.warnings += log.unfinished()
         branches = {line for use in outcome.uses.values() for line, what in use.read if what == BRANCH}
         outcome.warnings += [f"a value that nobody knows decides a branch: {line}" for line in sorted(branches)]
         if second and not every_rank and not outcome.failure and layout.world_size > layout.pp:
             last, again = pipeline_of(layout, last=True), CallLog()
+            show("a second pipeline", 0, len(last))
             _run(function, last, again, outcome)
             for ranks in zip(first, last, strict=True) if not outcome.failure else ():
                 _compare(outcome, ranks, (log, again), is_balanced=routing == "balanced")
             if small is not None and not outcome.failure and layout.world_size > len(first) + len(last):
-                _run_all_ranks(small, outcome)
+                _check_all_ranks(small, outcome, show)
     outcome.seconds = time.perf_counter() - began
     return outcome
 
 
-def _run_all_ranks(function: Callable[[CountingMode], Use], outcome: Outcome) -> None:
-    """Run a function on every rank; add what failed, and warn of ranks that call other collectives than their peers."""
-    log = CallLog()
+def _check_all_ranks(function: Callable[[CountingMode], Use], outcome: Outcome, show: Show) -> None:
+    """Run a function on every rank; add what failed, and warn of ranks that call other collectives than their peers.
+
+    The ranks run one by one. If the calls of some do not match, or are others than those of the same stage, these run
+    together with their peers.
+    """
+    layout, log = outcome.layout, CallLog()
     try:
-        run_without_data(outcome.layout, range(outcome.layout.world_size), function, log)
+        others = _differing_ranks(function, layout, log, show)
+        suspects = log.unmatched().union(*others.values()) if others is not None else range(layout.world_size)
+        if suspects:
+            together = peers_of(layout, suspects)
+            show("ranks that differ, together", 0, len(together))
+            run_without_data(layout, together, function, CallLog())
     except SimulationError as error:
         outcome.failure = f"all ranks with one layer on each stage: {type(error).__name__}: {error}"
         return
@@ -160,14 +182,34 @@ def _run_all_ranks(function: Callable[[CountingMode], Use], outcome: Outcome) ->
             "run every rank with --all"
         )
         return
-    for ranks in zip(*outcome.layout.groups("pp"), strict=True):
-        digests = {rank: log.digest(rank, shapes=False) for rank in ranks}
-        other = [rank for rank, digest in digests.items() if digest != digests[ranks[0]]]
-        if other:
-            outcome.warnings.append(
-                f"ranks {members_text(other)} do not make the calls of rank {ranks[0]}, which has the same stage; run "
-                "every rank with --all"
-            )
+    outcome.warnings += [line for line in log.unfinished() if line not in outcome.warnings] + [
+        f"ranks {members_text(ranks)} do not make the calls of rank {first}, which has the same stage; run every rank "
+        "with --all"
+        for first, ranks in (others or {}).items()
+    ]
+
+
+def _differing_ranks(
+    function: Callable[[CountingMode], Use], layout: ParallelLayout, log: CallLog, show: Show
+) -> dict[int, list[int]] | None:
+    """Run a function on one rank after the other; return those that call others than the first rank of their stage.
+
+    None if a rank fails, which may be because the others do not do what it does.
+    """
+    what, size = "all ranks with one layer on each stage", layout.world_size
+    show(what, 0, size)
+    try:
+        run_without_data(
+            layout, range(size), function, log, together=False, ended=lambda count: show(what, count, size)
+        )
+    except Exception:  # all ranks raise it together, or none
+        return None
+    differing = {}
+    for first, *others in zip(*layout.groups("pp"), strict=True):
+        digest = log.digest(first, shapes=False)
+        if ranks := [rank for rank in others if log.digest(rank, shapes=False) != digest]:
+            differing[first] = ranks
+    return differing
 
 
 def _run(function: Callable[[CountingMode], Use], running: Sequence[int], log: CallLog, outcome: Outcome) -> None:

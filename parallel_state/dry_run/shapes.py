@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from parallel_state.dry_run.memory import Storage, storage_of
 from parallel_state.dry_run.values import is_small, set_value, value_of
@@ -17,12 +18,14 @@ from parallel_state.simulated.calls import Call
 from parallel_state.simulated.collectives import compute, transfer
 from parallel_state.simulated.exchange import Exchange
 
+_IDEMPOTENT = ("MIN", "MAX", "BAND", "BOR")
+
 
 class ShapeExchange(Exchange):
     """Matches the calls of running ranks by order, shape, dtype and group.
 
     Args:
-        running: the ranks that run.
+        running: the ranks that run together; the calls of others are complete at once.
         exchange: the arguments of ``Exchange``.
     """
 
@@ -34,6 +37,8 @@ class ShapeExchange(Exchange):
 
     def members(self, call: Call) -> list[int]:
         """Return the members that run, by their ranks in the group."""
+        if call.rank not in self._running:
+            return [call.index]
         return [index for index, rank in enumerate(call.group.ranks) if rank in self._running]
 
     def runs(self, rank: int) -> bool:
@@ -52,7 +57,7 @@ class ShapeExchange(Exchange):
         sources = [call for call in calls if call.index == root] if calls[0].operation == "broadcast" else calls
         inputs = [tensor for call in sources for tensor in call.inputs]
         if not any(tensor.is_meta for tensor in tensors):
-            compute(self._with_absent(calls))
+            _compute_with_absent(calls)
         elif inputs and all(is_small(tensor) and value_of(tensor) is not None for tensor in inputs):
             self._compute_values(calls)
         else:
@@ -86,17 +91,32 @@ class ShapeExchange(Exchange):
             replace(call, inputs=list(map(value, call.inputs)), outputs=list(map(value, call.outputs)))
             for call in calls
         ]
-        compute(self._with_absent(of_values))
+        _compute_with_absent(of_values)
         for tensor in (tensor for call in calls for tensor in (call.outputs or call.inputs)):
             if tensor.is_meta:
                 set_value(tensor, values[id(tensor)])
             else:
                 tensor.copy_(values[id(tensor)])
 
-    def _with_absent(self, calls: Sequence[Call]) -> list[Call]:
-        """Return the calls of all members: those that do not run do what the first of the others does."""
-        present = {call.index: call for call in calls}
-        return [present.get(index) or _stand_in(calls[0], index) for index in range(len(calls[0].group.ranks))]
+
+def _compute_with_absent(calls: Sequence[Call]) -> None:
+    """Compute a collective on the host; members that do not run do what the first of the others does."""
+    with _disable_current_modes():
+        compute(_with_absent(calls))
+
+
+def _with_absent(calls: Sequence[Call]) -> Sequence[Call]:
+    first, present = calls[0], {call.index: call for call in calls}
+    if first.operation == "all_gather_object":
+        return [present.get(index, first) for index in range(len(first.group.ranks))]
+    absent = [index for index in range(len(first.group.ranks)) if index not in present]
+    if absent and first.operation == "all_reduce":  # of thousands of ranks, without a call for each
+        if first.options["op"] in _IDEMPOTENT:
+            return calls
+        if first.options["op"] == "SUM":
+            others = _stand_in(first, absent[0])
+            return [*calls, replace(others, inputs=[tensor.mul_(len(absent)) for tensor in others.inputs])]
+    return [present.get(index) or _stand_in(first, index) for index in range(len(first.group.ranks))]
 
 
 def _stand_in(call: Call, index: int) -> Call:

@@ -225,6 +225,11 @@ def _constant_like(read: ValuesRead, func: Any, args: Any, kwargs: Any) -> Any:
     return result
 
 
+def _random(read: ValuesRead, func: Any, args: Any, kwargs: Any) -> Any:
+    """Leave large tensors of the host as they are: a model whose weights are made there is not read."""
+    return NotImplemented if args[0].is_meta or is_small(args[0]) else args[0]
+
+
 def _fused_optimizer(read: ValuesRead, func: Any, args: Any, kwargs: Any) -> Any:
     return None if args[0] and args[0][0].is_meta else NotImplemented
 
@@ -238,6 +243,8 @@ HANDLERS: dict[Any, Handler] = (
         _aten.masked_select: _masked_select,
         _aten.nonzero: _nonzero,
         _aten.index: _index,
+        _aten.uniform_: _random,
+        _aten.normal_: _random,
         _aten._fused_adam_: _fused_optimizer,
         _aten._fused_adamw_: _fused_optimizer,
     }

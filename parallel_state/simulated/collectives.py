@@ -178,7 +178,7 @@ def _all_gather(calls: Sequence[Call]) -> None:
 
 def _all_gather_object(calls: Sequence[Call]) -> None:
     values = [call.options["value"] for call in calls]
-    for call in calls:
+    for call in dict.fromkeys(calls):  # of a dry run, one call for all members that do not run
         call.options["objects"][:] = values
 
 

@@ -111,6 +111,12 @@ class GroupRegistry:
             c10d._unregister_process_group(_group_name(group.group_name))
         self._members[rank].clear()
 
+    def forget(self, rank: int) -> None:
+        """Unregister the groups of one rank, and forget its last calls, which have tensors."""
+        for group in self._members[rank]:
+            group.shared.last_calls.pop(rank, None)
+        self.unregister(rank)
+
     def close(self) -> None:
         """Unregister all groups."""
         for rank in self._world:

@@ -154,6 +154,11 @@ class Simulation:
         """Forget the groups of all ranks."""
         self._groups.close()
 
+    def forget(self, rank: int) -> None:
+        """Forget the state and the groups of a rank that has ended: its models are freed, and it does not run again."""
+        self._groups.forget(rank)
+        del self._states[rank]
+
     def describe(self, rank: int) -> str:
         """Return a rank with its coordinates, as messages show it."""
         return self._groups.describe(rank)

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
@@ -28,6 +28,7 @@ import torch
 import parallel_state
 from parallel_state.verify.called import code_by_function, recorded_calls
 from parallel_state.verify.program import VerifyError, load_program
+from parallel_state.verify.results import Record, Result
 from parallel_state.verify.verifier import Verifier
 
 _TOOLKIT = Path(parallel_state.__file__).parents[1]
@@ -43,57 +44,6 @@ class Commit:
     subject: str
 
 
-@dataclass(frozen=True)
-class Result:
-    """The outcome of a program at a commit.
-
-    Attributes:
-        fingerprint: a sum over the bits of the training of one process; empty after a failure.
-        layouts: the first difference in each layout, empty if it is equal.
-        bits: a sum over the bits of the training in each layout.
-        seconds: of a CPU.
-        failure: the error of a program that cannot be verified at this commit.
-        files: hashes of the files that the result depends on, by their paths in the checkout; those of the program by
-            their absolute paths.
-        called: the functions that were called, by the paths in ``files``; a file without an entry counts as a whole.
-    """
-
-    fingerprint: str = ""
-    layouts: dict[str, str] = field(default_factory=dict)
-    bits: dict[str, str] = field(default_factory=dict)
-    seconds: float = 0.0
-    failure: str = ""
-    files: dict[str, str] = field(default_factory=dict)
-    called: dict[str, list[str]] = field(default_factory=dict)
-
-    @property
-    def differing(self) -> list[str]:
-        """The layouts that do not train the model of one process."""
-        return [layout for layout, first in self.layouts.items() if first]
-
-    def changes(self, before: Result) -> list[str]:
-        """Return what is not as in an earlier result, worst first."""
-        if self.failure or before.failure:
-            if bool(self.failure) == bool(before.failure):
-                return []
-            return [f"fails: {self.failure}" if self.failure else "can be verified again"]
-        began = [layout for layout in self.differing if not before.layouts.get(layout)]
-        ended = [layout for layout in before.differing if not self.layouts.get(layout)]
-        changes = [f"layout {layout} began to differ: {self.layouts[layout]}" for layout in began]
-        changes += [f"layout {layout} is equal again" for layout in ended]
-        if self.fingerprint != before.fingerprint:
-            return [*changes, "numbers of one process changed"]
-        other = [layout for layout in self.bits if before.bits.get(layout) not in (None, self.bits[layout])]
-        rounding = [layout for layout in other if layout not in (*began, *ended)]
-        return [*changes, f"other rounding in {' '.join(rounding)}"] if rounding else changes
-
-    def is_regression(self, before: Result) -> bool:
-        """Whether a layout began to differ, or the program to fail."""
-        return bool(self.failure and not before.failure) or any(
-            before.layouts.get(layout) == "" for layout in self.differing
-        )
-
-
 class History:
     """The commits of a range that touch ``megatron/``, after the first of the range, and the results of programs there.
 
@@ -104,6 +54,7 @@ class History:
         revisions: the range, ``A..B``.
         programs: ``FILE.py:NAME`` or ``MODULE:NAME``.
         cache: the folder in which results are stored.
+        record: a small file of results by commit, to keep in git: what it has is not verified again.
         layouts: the layouts; empty for the smallest ones that have every axis of a model.
         steps: training steps in each layout.
 
@@ -123,6 +74,7 @@ class History:
         programs: Sequence[str],
         *,
         cache: Path,
+        record: Path | None = None,
         layouts: Sequence[str] = (),
         steps: int = 2,
     ) -> None:
@@ -143,8 +95,12 @@ class History:
         self._store = cache / "results.jsonl"
         self._stored: dict[str, list[Result]] = {key: [] for key in self._keys.values()}
         for line in self._store.read_text().splitlines() if self._store.exists() else ():
-            record = json.loads(line)
-            self._stored.get(record.pop("key"), []).append(Result(**record))
+            stored = json.loads(line)
+            self._stored.get(stored.pop("key"), []).append(Result(**stored))
+        contents = {
+            name: f"{_hash(program.rpartition(':')[0])} {' '.join(versions)}" for name, program in self.programs.items()
+        }
+        self._record = Record(record, contents)
 
     def __enter__(self) -> History:
         self._temporary = tempfile.TemporaryDirectory(prefix="verify-")
@@ -178,9 +134,8 @@ class History:
             yield from self._verified_between(middle, high)
             return
         for index in range(low + 1, high):
-            known = self._known(index)
-            if len(known) == len(self.programs):
-                yield index, known
+            if len(self._known(index)) == len(self.programs):
+                yield index, self.results(index)
         yield high, last
 
     def results(self, index: int) -> dict[str, Result]:
@@ -188,7 +143,8 @@ class History:
         known = self._known(index)
         if missing := [name for name in self.programs if name not in known]:
             known |= self._run(index, missing)
-        return known
+        self._record.add(self.commits[index].sha, known)
+        return {name: known[name] for name in self.programs}
 
     @functools.cache  # noqa: B019 - a history lives as long as the process
     def _tree(self, index: int) -> dict[str, str]:
@@ -198,9 +154,10 @@ class History:
         return {path: about.split()[2] for about, _, path in rows}
 
     def _known(self, index: int) -> dict[str, Result]:
-        tree, known = self._tree(index), {}
+        tree, known = self._tree(index), self._record.known(self.commits[index].sha)
         for name, key in self._keys.items():
-            for result in reversed(self._stored[key]):  # the last one is that of a commit nearby
+            # the last one is that of a commit nearby
+            for result in () if name in known else reversed(self._stored[key]):
                 if all(self._runs_the_same(result, path, tree.get(path) or _hash(path)) for path in result.files):
                     known[name] = result
                     break

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import json, sys
 from examples.loops import asynchronous, best_of_n, distillation, dpo, grpo
-loops = {each.__name__.rpartition(".")[2]: each for each in (asynchronous, best_of_n, distillation, dpo, grpo)}
+loops = {module.__name__.rpartition(".")[2]: module for module in (asynchronous, best_of_n, distillation, dpo, grpo)}
 curves = {name: loop.main() for name, loop in loops.items()}
 distillation.TOP_K, distillation.STEPS = 4, 25
 curves["distillation of 4 tokens"] = distillation.main()

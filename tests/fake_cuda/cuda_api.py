@@ -135,8 +135,8 @@ def _free(of: Memory) -> int:
 
 
 def _empty_all() -> None:
-    for each in memory.values():
-        each.empty()
+    for pool in memory.values():
+        pool.empty()
 
 
 def _memory_answers() -> dict[str, Any]:

@@ -294,11 +294,11 @@ class _RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, *gradients: torch.Tensor) -> Any:
-        inputs = [each if each is None else each.detach().requires_grad_() for each in context.saved_tensors]
+        inputs = [tensor if tensor is None else tensor.detach().requires_grad_() for tensor in context.saved_tensors]
         with torch._C._DisableTorchDispatch(), torch.enable_grad():
             result = _rms_norm_of_cpu(*inputs, context.settings)
-            grads = torch.autograd.grad(result, [each for each in inputs if each is not None], gradients)
-        return *(put(each, device_of(inputs[0])) for each in grads), *[None] * (3 - len(grads))
+            grads = torch.autograd.grad(result, [tensor for tensor in inputs if tensor is not None], gradients)
+        return *(put(gradient, device_of(inputs[0])) for gradient in grads), *[None] * (3 - len(grads))
 
 
 def _rms_norm(

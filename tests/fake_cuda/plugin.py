@@ -84,4 +84,4 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 
 def _changes() -> int:
-    return sum(each.changes for each in memory.values())
+    return sum(pool.changes for pool in memory.values())

@@ -37,7 +37,7 @@ def test_weights_arrive_in_a_colocated_group_and_the_source_survives_it(
         before = actor.gpu_memory()
         with policy(pool, "rollout", 2, {}, OnGpu, FAKE_CUDA) as rollout:
             held = [*actor.describe_weights(), *rollout.describe_weights()]
-            assert len({each.device for each in held}) == 2 and len({each.pid for each in held}) == 4
+            assert len({rank.device for rank in held}) == 2 and len({rank.pid for rank in held}) == 4
             with WeightTransfer(actor, rollout) as transfer:
                 assert transfer.transport == "cuda_ipc" and set(transfer.schedule.relays.values()) == {0, 1}
             with pytest.raises(ConfigError):

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from tests.fake_cuda.nccl_group import ProcessGroupNCCL
 from tests.forking import RankFailure, run_ranks
 from workers.weights.moves import Move
+from workers.weights.transfer.endpoint import Deadline, PeerLost, ProcessGroup
 from workers.weights.transfer.plan import PeerSlices, RankSchedule
-from workers.weights.transfer.transports import Deadline, PeerLost, ProcessGroup
 
 pytestmark = pytest.mark.processes
 

@@ -97,11 +97,11 @@ def test_each_token_has_the_log_probability_of_the_policy_of_its_version(tmp_pat
     run(sliced_config(STEPS, tmp_path, 3), callbacks=[batches])
     mixed = 0
     for batch in batches.seen:
-        versions, found = batch.batch["token_versions"], batch.batch["rollout_log_probs"]
-        for version, each in enumerate(tables):
+        versions, recorded = batch.batch["token_versions"], batch.batch["rollout_log_probs"]
+        for version, table in enumerate(tables):
             of_version = versions == version
-            expected = SlicedActor._log_probs(each, batch)
-            torch.testing.assert_close(found[of_version], expected[of_version], rtol=0, atol=1e-6)
+            expected = SlicedActor._log_probs(table, batch)
+            torch.testing.assert_close(recorded[of_version], expected[of_version], rtol=0, atol=1e-6)
         mixed += sum(len(row[row >= 0].unique()) > 1 for row in versions)
     assert mixed > 10
 
@@ -312,7 +312,7 @@ def test_a_resume_with_another_batch_size_trains_on_every_row_once(
         trained.extend(batch.non_tensor_batch["row"][::2])
         return [0.0] * len(batch)
 
-    rows = [{**each, "row": row} for row, each in enumerate(problems(144))]
+    rows = [{**problem, "row": row} for row, problem in enumerate(problems(144))]
     if not kept:
         monkeypatch.setattr(AsynchronousGenerations, "state", lambda self: ((), {}))
     for steps, size in ((3, 8), (5, 4), (6, 12), (8, 8)):
@@ -334,9 +334,9 @@ class TrustsOrder(Callback):
 
     def batch_ready(self, trainer: Any, batch: DataProto) -> None:
         expected = trainer.global_steps * 8
-        found = int(batch.non_tensor_batch["uid"][0])
-        if found != expected:
-            raise RuntimeError(f"step {trainer.global_steps} has problem {found}, expected {expected}")
+        actual = int(batch.non_tensor_batch["uid"][0])
+        if actual != expected:
+            raise RuntimeError(f"step {trainer.global_steps} has problem {actual}, expected {expected}")
 
 
 def test_a_race_in_a_callback_is_a_seed_that_fails_each_time(tmp_path: Path) -> None:
@@ -349,7 +349,7 @@ def test_a_race_in_a_callback_is_a_seed_that_fails_each_time(tmp_path: Path) -> 
             yield "fails"
 
     actual = {seed: [*outcomes(seed)] for seed in range(5)}
-    assert all(len(set(each)) == 1 for each in actual.values())
+    assert all(len(set(values)) == 1 for values in actual.values())
     assert ["fails"] * 3 in actual.values()
 
 

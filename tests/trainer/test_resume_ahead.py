@@ -93,7 +93,7 @@ def fitted(config: PPOConfig, roles: dict[Role, Any] = TWICE, **others: Any) -> 
 
 
 def numbers(lines: list[dict[str, float]]) -> list[dict[str, float]]:
-    return [{name: each[name] for name in each if name.split("/")[0] not in NOT_COMPARED} for each in lines]
+    return [{name: line[name] for name in line if name.split("/")[0] not in NOT_COMPARED} for line in lines]
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_a_run_that_resumes_with_another_batch_size_repeats_no_row(tmp_path: Pat
         read.extend(batch.non_tensor_batch["row"][::2])
         return [0.0] * len(batch)
 
-    rows = [{**each, "row": row} for row, each in enumerate(problems(96))]
+    rows = [{**problem, "row": row} for row, problem in enumerate(problems(96))]
     for steps, size in ((1, 48), (3, 24), (4, 48)):
         config = config_of(tmp_path, ADAPTIVE, steps, resume=steps > 1, max_staleness=staleness)
         config = dataclasses.replace(config, data=DataConfig(train_batch_size=size))

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from benchmarks.parts.engine_of_rollout import MeasuredEngine
+from benchmarks.parts.engine_of_rollout import TURNS, MeasuredEngine
 from tests.vllm.policies import PYTHON
 
 
@@ -19,9 +19,10 @@ def engine() -> Iterator[MeasuredEngine]:
 
 @pytest.mark.processes
 def test_both_ways_generate_all_responses(engine: MeasuredEngine) -> None:
-    for spent in (engine.routed(), engine.bare()):
-        assert 4 * 16 < spent.tokens <= 8 * 16  # a stop token is one of 4,096
-        assert spent.seconds > 0
+    for turns in (1, TURNS):
+        for spent in (engine.routed(turns), engine.bare(turns)):
+            assert turns * 4 * 16 < spent.tokens <= turns * 8 * 16  # a stop token is one of 4,096
+            assert spent.seconds > 0
 
 
 @pytest.mark.processes

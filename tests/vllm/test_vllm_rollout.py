@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import wait
+from pathlib import Path
 
 import pytest
 import torch
@@ -139,18 +141,28 @@ def test_an_engine_that_dies_or_hangs_is_reported_as_its_rank(
         assert ("begin_update" if at == "update" else "in generate") in error.cause
 
 
+def shared_memory_of(session: int) -> set[str]:
+    """Return the files in shared memory that the processes of a session have mapped."""
+    mapped = set[str]()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):
+            if os.getsid(int(maps.parent.name)) == session:
+                mapped |= {line.split()[-1] for line in maps.read_text().splitlines() if "/dev/shm/" in line}
+    return mapped - {"(deleted)"}
+
+
 def test_an_engine_and_its_shared_memory_end_with_its_group(ray_cluster: None) -> None:
     created = RayClassWithInitArgs(Actor, actor_config("dense-tp2-engine-tp2"), role="actor_rollout")
-    before = set(os.listdir("/dev/shm"))
     with RayResourcePool([2], use_gpu=False, name_prefix="ending", max_colocate_count=1) as pool:
         with MegatronRayWorkerGroup(pool, created, name_prefix="ending") as group:
             group.init_model()
             pid = group.engine_pid()[0]
-            assert os.path.exists(f"/proc/{pid}")
+            mapped = shared_memory_of(pid)
+            assert mapped
         ended = os.pidfd_open(pid) if os.path.exists(f"/proc/{pid}") else None
         if ended is not None:
             assert wait([ended], 30), "the engine runs on without its worker"
         end = time.monotonic() + 30
-        while left := set(os.listdir("/dev/shm")) - before:
+        while left := [path for path in mapped if os.path.exists(path)]:
             assert time.monotonic() < end, f"left in shared memory: {left}"
             time.sleep(0.1)

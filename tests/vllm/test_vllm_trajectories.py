@@ -61,11 +61,9 @@ def test_tokens_in_flight_have_the_log_probs_of_their_versions(group: MegatronRa
 
     for _ in range(TRAJECTORIES):
         submit()
-    for _ in range(UPDATES):
-        ended = 0
-        while ended < TRAJECTORIES // 10:
+    for version in range(UPDATES):
+        while sum(bool(it.ended) and version in it.versions for it in made) < TRAJECTORIES // 10:
             take()
-            ended = sum(bool(trajectory.ended) for trajectory in made[-TRAJECTORIES:])
         update(group, trained)
         in_flight.append(len(rollout))
         start = time.perf_counter()
@@ -94,7 +92,7 @@ def test_requests_in_flight_end_before_the_weights_move_or_their_rest_is_sent_ag
     several = {}
     trained = group.generate_sequences(prompts(**GREEDY))
     rollout = TrajectoryRollout(group, eos_token_id=EOS, pad_token_id=PAD)
-    for pause in ("wait", "abort"):
+    for pause, count in (("wait", 100), ("abort", 300)):  # more than an engine has rows: some are ended without a token
         group.set_pause(pause)
         made, is_updated = list[Submitted](), threading.Event()
 
@@ -103,7 +101,7 @@ def test_requests_in_flight_end_before_the_weights_move_or_their_rest_is_sent_ag
                 made.append(rollout.submit([3 + len(made) % 100, 4], temperature=1.0))
                 made[-1].add_done_callback(submit)
 
-        for _ in range(100):
+        for _ in range(count):
             submit()
         update(group, trained)
         group.update_engine()
@@ -121,7 +119,7 @@ async def read_streams(base_url: str, api_key: str, problem: Mapping[str, Any]) 
     async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
         for _ in range(TURNS):
             stream = await client.chat.completions.create(
-                model="policy", messages=messages, stream=True, max_tokens=20, seed=5
+                model="policy", messages=messages, stream=True, max_tokens=30, seed=5
             )
             texts.append([chunk.choices[0].delta.content or "" async for chunk in stream])
             messages += [{"role": "assistant", "content": "".join(texts[-1])}, {"role": "user", "content": "Why?"}]
@@ -156,4 +154,4 @@ def test_a_stream_has_the_tokens_of_the_engine_while_it_generates(
     sampled = [token for token, is_sampled in zip(made.tokens, made.mask, strict=True) if is_sampled]
     assert made.turns == len(texts) == TURNS and float(away.abs().max()) < TOLERANCE
     assert "".join(map("".join, texts)) == Characters().decode(sampled)
-    assert max(len([part for part in turn if part]) for turn in texts) > 2
+    assert max(len([part for part in turn if part]) for turn in texts) > 1

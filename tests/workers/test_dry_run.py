@@ -12,7 +12,7 @@ import torch.distributed as dist
 from mcontroller import DataProto
 from parallel_state.dry_run.outcome import Outcome
 from parallel_state.dry_run.run import dry_run_of
-from tests.workers.dry_runs import CASES, PROMPT, RESPONSE, compared, model_role
+from tests.workers.dry_runs import CASES, PROMPT, RESPONSE, WIDE, compared, model_role
 from workers import ActorRolloutRefWorker
 from workers.dry_run import RoleCall
 from workers.gpucheck.policy import FULL, TINY_MODEL, actor_config
@@ -36,6 +36,12 @@ def outcome_of(role: ModelRole, method: str, **chosen: Any) -> Outcome:
 def test_the_peak_of_a_call_is_that_of_a_real_run(name: str) -> None:
     for real, dry in compared(CASES[name]):
         assert dry.peak == pytest.approx(real.peak, rel=1e-3)
+
+
+def test_every_call_runs_with_multi_token_prediction() -> None:
+    role = model_role("actor", 1, packed=True, model=WIDE | {"transformer": {"mtp_num_layers": 1}})
+    peaks = [outcome_of(role, method, second=False).peak for method in (*role.updates, *role.scores)]
+    assert peaks[0] == max(peaks) and min(peaks) > 0
 
 
 def test_an_update_of_a_large_model_has_the_peak_of_a_gpu() -> None:

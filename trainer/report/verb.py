@@ -76,7 +76,6 @@ def _content(directory: Path) -> dict[str, Any]:
     return {
         "name": directory.name,
         "facts": [("directory", str(directory)), *run_files.facts()],
-        "results": {name: _shown(value) for name, value in run_files.summary.get("results", {}).items()},
         "series": {name: few_points(*columns) for name, columns in metrics.items()},
         "stages": {name.removeprefix(TIMING): points for name, points in stages.items()},
         "failures": [{key: _shown(failure.get(key)) for key in FAILURE_KEYS} for failure in run_files.failures],

@@ -16,8 +16,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -48,12 +47,11 @@ class RequestFailed(MControllerError):
     length: int
 
 
-@dataclass(frozen=True)
-class Sampled:
+class Sampled(NamedTuple):
     """What an engine generated for a request.
 
     Attributes:
-        tokens: token ids, up to and including the stop token: type code ``i`` or ``q``.
+        tokens: token ids, up to and including the stop token: type code ``q``.
         log_probs: one for each token, of the policy at the request's temperature, before all filters: type code ``d``;
             None if the engine does not know them.
         versions: in the order of the tokens, the version of the policy and how many tokens it made. If an engine does

@@ -49,8 +49,8 @@ sampled, which are trained on; ``attention_mask`` is 1 for all tokens of a respo
 class RolloutWeights:
     """Sends the weights of the actor to the group that generates, if they have changed since the last time.
 
-    ``RoleWorker.open_transfer`` of the actor's worker class opens the transfer. Without a group that only generates,
-    nothing is sent.
+    The transfer is a ``workers.WeightTransfer``, unless the actor's worker class overrides ``open_transfer``. Without a
+    group that only generates, nothing is sent.
 
     Args:
         stages: the stage ``weights`` gets the seconds.

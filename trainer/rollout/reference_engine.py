@@ -14,9 +14,9 @@ import asyncio
 import threading
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 
 from mcontroller.data.batch import DataProto
@@ -211,15 +211,15 @@ class ReferenceEngine:
 
     def _call(self, rows: Sequence[Request], tokens: int) -> DataProto:
         """Send a call that continues requests with the same settings."""
-        lengths = torch.tensor([len(request.prompt) for request in rows])
+        lengths = np.array([len(request.prompt) for request in rows])
         widest, meta_info = int(lengths.max()), rows[0].settings
-        pads = memoryview(array("q", (int(meta_info["pad_token_id"]),)) * widest)
-        padded = ((pads[length:], request.prompt) for length, request in zip(lengths.tolist(), rows, strict=True))
-        ids = torch.frombuffer(bytearray().join(chain.from_iterable(padded)), dtype=torch.long).view(-1, widest)
+        ids = np.full((len(rows), widest), meta_info["pad_token_id"], np.int32)  # half of what is copied and sent
+        for row, request in zip(ids, rows, strict=True):
+            row[widest - len(request.prompt) :] = request.prompt
         room = min(tokens, max(request.limit for request in rows), self._width - widest)
         prompts = {
-            "input_ids": ids,
-            "attention_mask": (torch.arange(widest) >= widest - lengths[:, None]).long(),
+            "input_ids": torch.from_numpy(ids),
+            "attention_mask": torch.from_numpy(np.arange(widest) >= widest - lengths[:, None]),
             "sample_seed": torch.tensor([request.seed for request in rows], dtype=torch.long),
             "generated": torch.tensor([request.generated for request in rows]),
         }
@@ -248,7 +248,7 @@ def _sampled(rows: Sequence[Request], batch: DataProto) -> Iterator[Sampled]:
     experts, eos = tensors.get(ROUTED_EXPERTS), rows[0].settings["eos_token_id"]
     ends = {eos} if isinstance(eos, int) else {*eos}
     for row, (request, version) in enumerate(zip(rows, versions, strict=True)):
-        count = min(int(kept[row]), request.limit)
+        count = min(kept[row], request.limit)
         made = slice(row * width, row * width + count)
         first = widest - len(request.prompt)
         yield Sampled(

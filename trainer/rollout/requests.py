@@ -12,6 +12,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from mcontroller.errors import DataError
 from trainer.rollout.engine import Engine, Sampled
 from trainer.rollout.router import NoEngineLeft, RequestLoop, Router
 from workers.generate.request_settings import OF_REQUESTS
@@ -72,19 +73,23 @@ class RoutedEngines:
         driven: whether requests are sent by ``step`` and answered by ``take``, on the thread of a program; otherwise on
             a thread of this object.
         pad_token_id: of the rollout.
+        vocab_size: of the policy: a request that is answered with other tokens fails.
 
     Attributes:
         lock: held while a request is sent or answered.
         router: before the engines, once there was a request.
     """
 
-    def __init__(self, group: Any, engines: Sequence[Engine] | None, *, driven: bool, pad_token_id: int) -> None:
+    def __init__(
+        self, group: Any, engines: Sequence[Engine] | None, *, driven: bool, pad_token_id: int, vocab_size: int
+    ) -> None:
         self._group, self._engines, self._driven, self._pad_token_id = group, engines, driven, pad_token_id
+        self._vocab_size = vocab_size
         self.lock, self.router = threading.RLock(), None if engines is None else Router(engines)
         self._loop, self._addresses = RequestLoop(), list[Any]()
         self._in_flight: dict[Request, None] = {}
         self._unsent: list[Request] = []
-        self._arrived: SimpleQueue[Callable[[], bool]] = SimpleQueue()
+        self._arrived: SimpleQueue[Callable[[], None]] = SimpleQueue()
 
     def start(self, request: Request) -> None:
         """Take a request. The first ones of a driven rollout wait for ``step``, which brings the engines up to date."""
@@ -100,7 +105,11 @@ class RoutedEngines:
         return [request for request in self._in_flight if not request.is_cancelled]
 
     def step(self, requests: Sequence[Request] | None = None, tokens: int | None = None) -> bool:
-        """Send the requests that wait, and return whether one is in flight; engines choose themselves what goes on."""
+        """Send the requests that wait, and return whether one is in flight; engines choose themselves what goes on.
+
+        Raises:
+            GroupError: no engine of the group is left, for the cause that the group reports.
+        """
         with self.lock:
             self._send(connect=len(self._unsent) == len(self._in_flight))
             return bool(self._in_flight)
@@ -110,21 +119,12 @@ class RoutedEngines:
         return not self._arrived.empty()
 
     def take(self) -> None:
-        """Answer the requests whose answers have arrived; wait a moment for the first one.
-
-        Raises:
-            GroupError: no engine of the group is left, for the cause that the group reports.
-        """
-        lost = False
+        """Answer the requests whose answers have arrived; wait a moment for the first one."""
         with contextlib.suppress(Empty):
             handle = self._arrived.get(timeout=_TAKE_S)
             while True:
-                lost |= handle()
+                handle()
                 handle = self._arrived.get_nowait()
-        if lost:
-            with self.lock:
-                self.router = None
-                self._send(connect=True)
 
     def postpone_begun(self) -> None:
         """Do nothing: engines choose themselves what goes on."""
@@ -174,32 +174,48 @@ class RoutedEngines:
         self._addresses = addresses
         self.router = Router([VllmEngine(address, self._pad_token_id) for address in addresses])
 
-    def _on_loop(self, handle: Callable[..., bool], *arguments: Any) -> None:
+    def _on_loop(self, handle: Callable[..., None], *arguments: Any) -> None:
         """Handle what has arrived on the thread of the engines' loop, or let ``take`` do it."""
         if self._driven:
             self._arrived.put(partial(handle, *arguments))
         else:
             handle(*arguments)
 
-    def _add_part(self, request: Request, sends: int, part: Sampled) -> bool:
+    def _add_part(self, request: Request, sends: int, part: Sampled) -> None:
         with self.lock:
             if sends == request.sends and request.on_part is not None:  # it was not sent again meanwhile
-                request.on_part(part)
-        return False
+                error = self._outside_vocabulary(part)
+                if error is None:
+                    request.on_part(part)
+                else:
+                    request.cancel()
+                    request.answer(error)
 
-    def _settle(self, request: Request, future: Future[Sampled]) -> bool:
-        """Answer a request, and return whether it waits for other engines instead, since all were lost."""
+    def _settle(self, request: Request, future: Future[Sampled]) -> None:
+        """Answer a request, or let the next ``step`` send it once more, to other engines, if all were lost."""
         with self.lock:
             if future is not request.future:  # it was sent again meanwhile
-                return False
+                return
             error = None if future.cancelled() else future.exception()
             may_repeat = self._engines is None and self._driven and not request.is_repeated
             if isinstance(error, NoEngineLeft) and may_repeat:
                 request.is_repeated = True
-                self._unsent.append(request)  # the group reports the cause, if it has failed
-                return True
+                self._unsent.append(request)
+                self.router = None
+                return
             if not future.cancelled():
-                request.answer(error or future.result())
+                request.answer(error or self._outside_vocabulary(future.result()) or future.result())
             if future is request.future:  # it was not sent again for the rest
                 self._in_flight.pop(request, None)
-            return False
+
+    def _outside_vocabulary(self, sampled: Sampled) -> DataError | None:
+        """Return the error of an engine with another model than the policy, if it shows."""
+        least, greatest = min(sampled.tokens, default=0), max(sampled.tokens, default=0)
+        if 0 <= least <= greatest < self._vocab_size:
+            return None
+        return DataError(
+            f"an engine returned tokens from {least} to {greatest}, and the policy's are 0 to {self._vocab_size - 1}: "
+            "it has another model. Start it with the policy's",
+            field="tokens",
+            token=greatest if least >= 0 else least,
+        )

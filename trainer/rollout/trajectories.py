@@ -68,6 +68,8 @@ class Submitted(Future[Trajectory]):
 
     def end(self) -> str:
         """Return why the trajectory has ended with its last token; empty if it goes on."""
+        if len(self.trajectory.tokens) == self.trajectory.turn:  # the engine stopped before the first token of the turn
+            return ""
         last = self.trajectory.tokens[-1]
         if last in self.settings["eos_token_id"]:
             return "turn" if last in self.stop_token_ids else "stop"
@@ -151,7 +153,8 @@ class TrajectoryRollout:
         elif engines is None and not self.limits.get("takes_requests"):
             self.engine = ReferenceEngine(group, limits=self.limits)
         else:
-            self.engine = RoutedEngines(group, engines, driven=driven, pad_token_id=sampling.get("pad_token_id", 0))
+            tokens = {"pad_token_id": sampling.get("pad_token_id", 0), "vocab_size": self.limits["vocab_size"]}
+            self.engine = RoutedEngines(group, engines, driven=driven, **tokens)
         self.submissions = 0
         self.log_probs: str | None = LOG_PROBS[0]
         self._sampled_before: int | None = None
@@ -326,15 +329,19 @@ class TrajectoryRollout:
     def _answered(self, submitted: Submitted, answer: Sampled | BaseException) -> None:
         """Add an answer to its trajectory, which has ended with it, or whose rest is requested."""
         with self._lock:
-            if submitted.done():
+            if submitted not in self._live:
                 return
-            if isinstance(answer, Sampled):
-                answer = self._outside_vocabulary(answer) or answer
             if isinstance(answer, Sampled):
                 self._append(submitted, answer)
                 submitted.trajectory.ended = submitted.end()
-                if not submitted.trajectory.ended:
-                    submitted.request.extend(submitted.trajectory.tokens[submitted.request.generated :])
+                if not (submitted.trajectory.ended or answer.tokens or answer.is_partial):
+                    answer = DataError(
+                        "an engine returned no token before a stop token or the limit, and not is_partial, with which "
+                        "the rest is requested again",
+                        field="is_partial",
+                    )
+                elif not submitted.trajectory.ended:
+                    submitted.request.extend(answer.tokens)
                     self.engine.start(submitted.request)
                     return
             del self._live[submitted]
@@ -348,26 +355,10 @@ class TrajectoryRollout:
 
     def _received(self, submitted: Submitted, part: Sampled) -> None:
         """Add tokens of an answer that goes on to their trajectory."""
-        error = self._outside_vocabulary(part)
-        if error is not None:
-            self._answered(submitted, error)
-            return
         with self._lock:
-            if not submitted.done():
+            if submitted in self._live:
                 self._append(submitted, part)
                 submitted.request.extend(part.tokens)
-
-    def _outside_vocabulary(self, sampled: Sampled) -> DataError | None:
-        """Return the error of an engine with another model than the policy, if it shows."""
-        least, greatest = min(sampled.tokens, default=0), max(sampled.tokens, default=0)
-        if 0 <= least <= greatest < self.limits["vocab_size"]:
-            return None
-        return DataError(
-            f"an engine returned tokens from {least} to {greatest}, and the policy's are 0 to "
-            f"{self.limits['vocab_size'] - 1}: it has another model. Start it with the policy's",
-            field="tokens",
-            token=greatest if least >= 0 else least,
-        )
 
     def _append(self, submitted: Submitted, sampled: Sampled) -> None:
         trajectory, start = submitted.trajectory, 0
@@ -379,7 +370,7 @@ class TrajectoryRollout:
             log_probs = array("d", (0.0,)) * len(sampled.tokens)
         for version, count in sampled.versions:
             part = slice(start, start + count)
-            trajectory.sampled(array("q", sampled.tokens[part]), log_probs[part], version, submitted.temperature)
+            trajectory.sampled(sampled.tokens[part], log_probs[part], version, submitted.temperature)
             start += count
         if sampled.basis is not None:
             self.log_probs, self._basis = LOG_PROBS[1], {LOG_PROBS[1]: dict(sampled.basis)} if sampled.basis else {}
@@ -422,7 +413,7 @@ def trajectory_batch(
     pad_token_id: int,
     log_probs: str | None = "rollout_log_probs",
 ) -> dict[str, Tensor]:
-    """Return the columns of ``generate_sequences`` for whole responses, and two that show when they were made.
+    """Return the columns of ``generate_sequences`` that are read, and two that show when responses were made.
 
     Args:
         trajectories: the rows.
@@ -432,39 +423,33 @@ def trajectory_batch(
         log_probs: the name of the column with log-probabilities; None: there is none.
 
     Returns:
-        ``response_mask`` is 0 for the environment's tokens, which are in ``attention_mask``. ``truncated``, bool
-        ``[rows]``: whether a response ended for lack of room or turns. ``policy_version`` int64 ``[rows]`` is that of
-        a row's oldest token, or the newest of all if it has none; ``token_versions`` int64 ``[rows, response]`` that of
-        each token, -1 for those not sampled. ``token_temperatures`` float32 ``[rows, response]`` is the temperature of
-        each token, at which workers score it; it is left out if it is not known for all tokens.
+        ``response_mask`` int8 is 0 for the environment's tokens, which are in ``attention_mask`` int8. ``truncated``,
+        bool ``[rows]``: whether a response ended for lack of room or turns. ``policy_version`` int64 ``[rows]`` is that
+        of a row's oldest token, or the newest of all if it has none; ``token_versions`` int32 ``[rows, response]`` that
+        of each token, -1 for those not sampled. ``token_temperatures`` float32 ``[rows, response]`` is the temperature
+        of each token, at which workers score it; it is left out if it is not known for all tokens.
     """
     rows = len(trajectories)
     ids = np.full((rows, prompt_length + response_length), pad_token_id)
-    attended, positions = np.zeros(ids.shape, np.int64), np.zeros(ids.shape, np.int64)
-    mask, versions = np.zeros((rows, response_length), np.int64), np.full((rows, response_length), -1)
-    scores, counted = np.zeros((rows, response_length), np.float32), np.arange(ids.shape[1])
+    attended, mask = np.zeros(ids.shape, np.int8), np.zeros((rows, response_length), np.int8)
+    versions, scores = np.full(mask.shape, -1, np.int32), np.zeros(mask.shape, np.float32)
     are_known = all(len(trajectory.temperatures) == len(trajectory.tokens) for trajectory in trajectories)
     temperatures = np.ones((rows if are_known else 0, response_length), np.float32)
     for row, trajectory in enumerate(trajectories):
         length, start = len(trajectory.tokens), prompt_length - len(trajectory.prompt)
         end = prompt_length + length
-        ids[row, start:prompt_length], ids[row, prompt_length:end] = trajectory.prompt, trajectory.tokens
+        ids[row, start:end] = trajectory.prompt + trajectory.tokens
         attended[row, start:end] = 1
-        positions[row, start:end], positions[row, end:] = counted[: end - start], end - start - 1
         mask[row, :length] = trajectory.mask
         versions[row, :length] = trajectory.versions
         scores[row, :length] = trajectory.log_probs
         if are_known:
             temperatures[row, :length] = trajectory.temperatures
-    oldest = versions.view(np.uint64).min(1).view(np.int64)  # without sign, -1 is the greatest
+    oldest = versions.view(np.uint32).min(1).view(np.int32).astype(np.int64)  # without sign, -1 is the greatest
     oldest[oldest < 0] = versions.max(initial=0)
     # numpy asks for huge pages, so that writing to new memory is several times faster than in torch's
-    parts = {
-        "prompts": ids[:, :prompt_length].copy(),
-        "responses": ids[:, prompt_length:].copy(),
-        "response_mask": mask,
-    }
-    parts |= {"input_ids": ids, "attention_mask": attended, "position_ids": positions}
+    parts = {"prompts": ids[:, :prompt_length], "responses": ids[:, prompt_length:], "response_mask": mask}
+    parts |= {"input_ids": ids, "attention_mask": attended}
     whole = {name: torch.from_numpy(column) for name, column in parts.items()}
     whole["truncated"] = torch.tensor([trajectory.ended == "length" for trajectory in trajectories])
     whole |= {"policy_version": torch.from_numpy(oldest), "token_versions": torch.from_numpy(versions)}

@@ -252,7 +252,9 @@ def _role_lines(
     for key, config in roles.items():
         if config.model.provider == "native":
             pattern = config.model.hybrid_layer_pattern
-            yield f"{key}: builds " + ("a GPTModel" if pattern is None else f"a HybridModel of {pattern}")
+            ahead = config.model.prediction_layers
+            more = f" with {ahead} layers of multi-token prediction" if ahead else ""
+            yield f"{key}: builds " + ("a GPTModel" if pattern is None else f"a HybridModel of {pattern}") + more
         yield f"{key}: collectives fail after {key}.timeout_s = {config.timeout_s:g} s"
         if not on_gpu:
             continue

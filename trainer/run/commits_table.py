@@ -10,8 +10,9 @@ from itertools import pairwise
 from pathlib import Path
 
 import parallel_state
-from parallel_state.verify.commits import History, Result
+from parallel_state.verify.commits import History
 from parallel_state.verify.program import VerifyError
+from parallel_state.verify.results import Result
 
 _EXAMPLES = Path(parallel_state.__file__).parents[1] / "examples" / "verify"
 _PROGRAMS = "gpt", "moe", "mla", "hybrid", "packed"
@@ -30,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--program", nargs="+", dest="programs", metavar="PROGRAM", help="default: examples/verify")
     group.add_argument("--every", type=int, default=1, metavar="N", help="every Nth commit; a change is bisected")
     group.add_argument("--report", type=Path, metavar="FILE", help="write what changed to this file, as Markdown")
+    group.add_argument("--record", type=Path, metavar="FILE", help="results by commit, a file to keep in git")
     group.add_argument("--cache", type=Path, default=_CACHE, metavar="FOLDER", help=f"of results; default: {_CACHE}")
 
 
@@ -46,9 +48,8 @@ def run_commits(arguments: argparse.Namespace) -> int:
         )
     programs = arguments.programs or [f"{_EXAMPLES / name}.py:program" for name in _PROGRAMS]
     layouts, began = arguments.layouts or (), time.perf_counter()
-    with History(
-        Path(checkout), revisions, programs, cache=arguments.cache, layouts=layouts, steps=arguments.steps
-    ) as history:
+    stored = {"cache": arguments.cache, "record": arguments.record}
+    with History(Path(checkout), revisions, programs, **stored, layouts=layouts, steps=arguments.steps) as history:
         verified = list(_printed(history, history.verified(max(arguments.every, 1))))
         report = [*_report(history, verified), "", f"{_summary(history, verified)} {time.perf_counter() - began:.0f} s"]
     sys.stdout.write("\n".join(["", *report, ""]))

@@ -13,6 +13,7 @@ does not match, or the step cannot run.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 import warnings
@@ -21,8 +22,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mcontroller.output import progress_bar
+from parallel_state.dry_run.errors import DryRunError
 from parallel_state.dry_run.outcome import Outcome, gpu_bytes
-from parallel_state.dry_run.run import dry_run, layout_for
+from parallel_state.dry_run.run import Show, dry_run, layout_for
 from parallel_state.verify.program import load_program
 from workers.planning import planning
 
@@ -58,6 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print a report for each layout or role, and return 1 if one of them fails or does not fit."""
     gpu = gpu_bytes(arguments.gpu)
+    _check_arguments(arguments)
     chosen = {"routing": arguments.routing, "every_rank": arguments.all, "second": not arguments.once}
     if arguments.program.endswith((".yaml", ".yml")):
         from trainer.run.config import read_run_config  # Ray and omegaconf, which a Program does not need
@@ -67,6 +71,20 @@ def run(arguments: argparse.Namespace) -> int:
     outcomes = _reported(_layouts(arguments, chosen), gpu)
     _write(arguments.json, outcomes, gpu)
     return 0 if all(outcome.fits(gpu) for outcome in outcomes.values()) else 1
+
+
+def _check_arguments(arguments: argparse.Namespace) -> None:
+    """Raise DryRunError for arguments that this kind of program does not have, and for a file without a directory."""
+    name = arguments.program
+    if name.endswith((".yaml", ".yml")):
+        given = [option for option in ("layouts", "ranks", "micro_batches") if getattr(arguments, option) is not None]
+        if given:
+            options = ", ".join(f"--{option.replace('_', '-')}" for option in given)
+            raise DryRunError(f"{name} sets its layouts and rows: leave {options} out, and give key=value", given=given)
+    elif arguments.rest and not name.endswith(".py"):
+        raise DryRunError(f"{name} is a Program, and takes no {' '.join(arguments.rest)}", given=arguments.rest)
+    if arguments.json is not None and not arguments.json.parent.is_dir():
+        raise DryRunError(f"there is no directory {arguments.json.parent} for --json", path=str(arguments.json))
 
 
 def report_roles(config: RunConfig, gpu: int, file: Path | None = None, **chosen: Any) -> int:
@@ -100,20 +118,31 @@ def _write(file: Path | None, outcomes: Mapping[str, Outcome], gpu: int) -> None
         file.write_text(json.dumps(content, indent=1) + "\n")
 
 
-def _reported(parts: Iterable[tuple[str, Callable[[], Outcome]]], gpu: int) -> dict[str, Outcome]:
+def _reported(parts: Iterable[tuple[str, Callable[..., Outcome]]], gpu: int) -> dict[str, Outcome]:
     """Run each part, print its report, and return the outcomes by name."""
     for module in ("megatron", "torch", r"parallel_state\.simulated\.trace"):
         warnings.filterwarnings("ignore", module=module)
     outcomes: dict[str, Outcome] = {}
     for name, make in parts:
-        sys.stderr.write(f"dry run of {name} ...\n")
-        outcomes[name] = outcome = make()
+        with _progress(name) as show:
+            outcomes[name] = outcome = make(show=show)
         sys.stdout.write("\n".join([name, *outcome.lines(gpu), "", ""]))
         sys.stdout.flush()
     return outcomes
 
 
-def _layouts(arguments: argparse.Namespace, chosen: dict[str, Any]) -> Iterator[tuple[str, Callable[[], Outcome]]]:
+@contextlib.contextmanager
+def _progress(name: str) -> Iterator[Show]:
+    """Show how many ranks have run: a bar if standard error is a terminal, otherwise a line at the start."""
+    if not sys.stderr.isatty():
+        sys.stderr.write(f"dry run of {name} ...\n")
+        yield lambda what, ended, ranks: None
+        return
+    with progress_bar(name) as update:
+        yield lambda what, ended, ranks: update(description=f"{name}: {what}", completed=ended, total=ranks)
+
+
+def _layouts(arguments: argparse.Namespace, chosen: dict[str, Any]) -> Iterator[tuple[str, Callable[..., Outcome]]]:
     """Yield the name of each layout of a program or script, and what runs it."""
     if arguments.program.endswith(".py"):
         from workers.verify.megatron_script import script_program

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint import CheckpointException
 
 from mcontroller.errors import DataError
 from parallel_state.agreement import raise_on_every_rank
-from workers.checkpoint.directories import FileEntry, Manifest, Shapes, find_checkpoint, read_manifest
+from workers.checkpoint.manifest import FileEntry, Manifest, Shapes, find_checkpoint, read_manifest
 from workers.checkpoint.megatron_lm import find_megatron_lm_checkpoint, megatron_lm_manifest
 from workers.checkpoint.optimizer_state import check_buckets, merge_optimizer_state
 from workers.checkpoint.state import RANDOM, is_adapted, layout_of, sharded_state, weight_prefix, weight_shapes

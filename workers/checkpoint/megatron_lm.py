@@ -11,7 +11,7 @@ from pathlib import Path
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from mcontroller.errors import DataError
-from workers.checkpoint.directories import MANIFEST, METADATA, Manifest
+from workers.checkpoint.manifest import MANIFEST, METADATA, Manifest
 from workers.checkpoint.state import RANDOM
 from workers.checkpoint.unpickle import read_common, read_metadata
 

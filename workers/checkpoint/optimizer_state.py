@@ -19,7 +19,7 @@ from megatron.core.optimizer import MegatronOptimizer
 
 from mcontroller.errors import DataError
 from parallel_state.agreement import all_gather_values, raise_on_every_rank
-from workers.checkpoint.directories import Buckets, Manifest
+from workers.checkpoint.manifest import Buckets, Manifest
 
 
 def buckets_to_save(optimizer: MegatronOptimizer) -> Buckets | None:

@@ -4,10 +4,18 @@
 host memory. From then on the state may change. A thread of each rank writes its files to the disk, flushes them and
 computes their checksums. ``Saver.finish`` waits for the threads of all ranks, writes the manifest with all checksums,
 and makes the directory visible by renaming it. A save that fails or is killed before that leaves the earlier
-checkpoints as they are.
+checkpoints as they are. What is on the disk::
 
-The files are those of ``megatron.core.dist_checkpointing.save`` (``torch_dist``): shards, ``.metadata``, ``common.pt``
-and ``metadata.json``.
+    latest                              the name of the newest checkpoint
+    latest_checkpointed_iteration.txt   its step, for Megatron-LM, which finds it as iter_0000100
+    .save.lock                          while a process saves here
+    .global_step_200.partial/           a save that is not complete
+    iter_0000100 -> global_step_100
+    global_step_100/
+        manifest.json                   see ``Manifest``; written last
+        __0_0.distcp, __1_0.distcp ...  the shards of each rank; these and what follows are of ``torch_dist``,
+        .metadata                       the format of megatron.core.dist_checkpointing
+        common.pt, metadata.json
 """
 
 from __future__ import annotations
@@ -19,6 +27,7 @@ import hashlib
 import io
 import json
 import os
+import shutil
 from collections.abc import Hashable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -39,23 +48,33 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.utils.serialization import config as serialization
 
 from mcontroller.errors import ConfigError, DataError, before_changes
-from mcontroller.files import free_space
+from mcontroller.files import (
+    acquire_lock,
+    delete_with_links,
+    free_space,
+    release_lock,
+    replace_text,
+    sync_directory,
+)
 from parallel_state.agreement import all_gather_values, raise_on_every_rank
-from workers.checkpoint.directories import (
+from workers.checkpoint.manifest import (
+    LATEST,
+    STEP,
     Buckets,
     FileEntry,
     Manifest,
     checkpoint_path,
-    commit,
-    create_partial,
-    delete_partial,
     partial_path,
+    write_manifest,
 )
 from workers.checkpoint.optimizer_state import buckets_to_save
 from workers.checkpoint.state import layout_of, sharded_state, weight_shapes
 from workers.train.state import TrainingState
 
 _CHUNK = 1 << 22
+_LOCK = ".save.lock"
+_LINK = "iter_{:07d}"
+_LATEST_OF_MEGATRON_LM = "latest_checkpointed_iteration.txt"
 
 
 class Saver:
@@ -145,7 +164,7 @@ class Saver:
             return
         with _deleted_if_it_fails(save.target):
             written = raise_on_every_rank(save.wait)
-            files = {name: entry for of_rank in all_gather_values(written) for name, entry in of_rank.items()}
+            files = {name: entry for entries in all_gather_values(written) for name, entry in entries.items()}
             complete: Manifest = {**save.manifest, "files": files}
             raise_on_every_rank(lambda: commit(save.target, complete, save.keep) if dist.get_rank() == 0 else None)
 
@@ -309,3 +328,84 @@ def _write_files(files: dict[str, io.BytesIO], directory: Path) -> dict[str, Fil
             os.fsync(file.fileno())
         entries[name] = {"size": len(content), "sha256": digest.hexdigest()}
     return entries
+
+
+# ---- the directory ------------------------------------------------------------------------------------------------
+
+
+def create_partial(target: Path) -> None:
+    """Create an empty directory at ``partial_path(target)``, and lock the directory that it is in.
+
+    Raises:
+        DataError: if it cannot be created, or another process saves there.
+    """
+    partial = partial_path(target)
+    try:
+        acquire_lock(target.with_name(_LOCK), f"the directory of checkpoints {target.parent}")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+    except OSError as error:
+        delete_partial(target)
+        raise DataError(f"cannot write a checkpoint to {str(target)!r}: {error}", path=str(target)) from error
+
+
+def delete_partial(target: Path) -> None:
+    """Delete what was written of a checkpoint that was not committed."""
+    shutil.rmtree(partial_path(target), ignore_errors=True)
+    release_lock(target.with_name(_LOCK))
+
+
+def commit(target: Path, manifest: Manifest, keep: int | None) -> None:
+    """Rename the finished ``partial_path(target)`` to ``target``, point ``latest`` to it, and release the lock.
+
+    Args:
+        target: the directory of the checkpoint.
+        manifest: written into it first.
+        keep: how many checkpoints stay: this one and the newest steps of the others. Remains of interrupted saves are
+            deleted too. None keeps everything.
+
+    Raises:
+        DataError: a file cannot be written or renamed.
+    """
+    try:
+        _replace(target, manifest)
+    except OSError as error:
+        raise DataError(f"cannot write the checkpoint {str(target)!r}: {error}", path=str(target)) from error
+    if keep is not None:
+        _delete_old(target, keep)
+    release_lock(target.with_name(_LOCK))
+
+
+def _replace(target: Path, manifest: Manifest) -> None:
+    partial = partial_path(target)
+    write_manifest(partial, manifest)
+    sync_directory(partial)
+    if target.exists():
+        replaced = target.with_name(f".{target.name}.replaced")
+        shutil.rmtree(replaced, ignore_errors=True)
+        target.rename(replaced)
+        partial.rename(target)
+        shutil.rmtree(replaced)
+    else:
+        partial.rename(target)
+    replace_text(target.with_name(LATEST), target.name)
+    step = _step_of(target)
+    link = target.with_name(_LINK.format(step))
+    if not link.exists():
+        link.symlink_to(target.name)
+    if link.is_symlink():  # else Megatron-LM saved into this directory, and its file names its own newest checkpoint
+        replace_text(target.with_name(_LATEST_OF_MEGATRON_LM), str(step))
+
+
+def _step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.rsplit("_", 1)[1])
+
+
+def _delete_old(target: Path, keep: int) -> None:
+    """Delete the oldest steps but never ``target``, which is not the newest if an earlier run made more steps."""
+    saved = map(_step_of, target.parent.glob(STEP.format("[0-9]*")))
+    steps = sorted(step for step in saved if checkpoint_path(target.parent, step) != target)
+    for step in steps[: max(len(steps) + 1 - keep, 0)]:
+        delete_with_links(checkpoint_path(target.parent, step))
+    for interrupted in target.parent.glob(f".{STEP.format('[0-9]*')}.*"):
+        shutil.rmtree(interrupted)

@@ -13,7 +13,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from parallel_state.agreement import all_gather_values
-from workers.checkpoint.directories import Shapes
+from workers.checkpoint.manifest import Shapes
 from workers.train.state import TrainingState, random_state
 
 RANDOM = "random"

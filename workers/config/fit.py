@@ -14,10 +14,8 @@ from workers.config.trained_weights import check_trained
 
 # Letters of a hybrid pattern that are not built, and what they need.
 _OTHER_LAYERS = {
-    "M": "Mamba layers have states that generation does not keep; `verify` trains them in any program",
-    "G": "gated delta nets have states that generation does not keep; `verify` trains them in any program",
+    "G": "generation and exports do not have gated delta nets; `verify` trains them in any program",
     "D": "sparse attention needs Transformer Engine",
-    "/": "layers of multi-token prediction would be built without their loss",
 }
 _CUSTOM_SPLIT = (
     "pipeline_model_parallel_layout",
@@ -30,7 +28,10 @@ _CUSTOM_SPLIT = (
 # Fields of TransformerConfig, the only supported value, and the reason: with another value Megatron would silently
 # compute something else, or fail inside a layer.
 _NOT_COMPUTED: dict[str, tuple[object, str]] = {
-    "mtp_num_layers": (None, "multi-token prediction would be built without its loss; override build_model"),
+    "mtp_use_repeated_layer": (False, "each layer of multi-token prediction has its own weights"),
+    "mtp_detach_heads": (False, "the loss of multi-token prediction trains the whole model"),
+    "mtp_hsm": (False, "the hidden states of multi-token prediction are not mixed"),
+    "mtp_hybrid_override_pattern": (None, "set the pattern after / in model.hybrid_layer_pattern"),
     "experimental_attention_variant": (None, "only standard attention is built"),
     "heterogeneous_block_specs": (False, "all layers are built the same; override build_model"),
     "is_hybrid_model": (False, "only attention layers are built; override build_model"),
@@ -99,7 +100,8 @@ def check_fit(model: ModelConfig, parallel: ParallelConfig) -> None:
     _check_sizes(model, parallel)
     _check_attention(model, parallel)
     _check_layers(model, parallel)
-    _check_pattern(model)
+    _check_pattern(model, parallel)
+    _check_prediction(model)
     if model.num_moe_experts is not None:
         _check_experts(model.num_moe_experts, model, parallel)
     elif parallel.ep > 1:
@@ -166,6 +168,12 @@ def check_packing(model: ModelConfig) -> None:
     Raises:
         ConfigError: a field of ``model.transformer`` would compute something else; ``key`` names it.
     """
+    if model.has_states:
+        raise ConfigError(
+            "packed rows and Mamba layers cannot be combined: states would go from row to row; set packed=false",
+            key="model.hybrid_layer_pattern",
+            value=model.hybrid_layer_pattern,
+        )
     balancing = model.transformer.get("moe_router_load_balancing_type", "")
     for name, (supported, why) in _UNPACKED_ONLY.items():
         value = model.transformer.get(name, supported[0])
@@ -287,25 +295,87 @@ def _check_layers(model: ModelConfig, parallel: ParallelConfig) -> None:
         )
 
 
-def _check_pattern(model: ModelConfig) -> None:
+def _check_pattern(model: ModelConfig, parallel: ParallelConfig) -> None:
     """Check that a hybrid pattern has the layers that the other fields describe."""
     if (pattern := model.hybrid_layer_pattern) is None:
         return
     key = "model.hybrid_layer_pattern"
     if unknown := [letter for letter in pattern if letter in _OTHER_LAYERS]:
         raise ConfigError(f"{key} is {pattern!r}: {_OTHER_LAYERS[unknown[0]]}; remove them", key=key, value=pattern)
+    if model.has_states:
+        _check_states(model, parallel, key, pattern.replace("|", ""))
+        return
     attention = "+" if model.transformer.get("multi_latent_attention") else "*"
     every = model.transformer.get("moe_layer_freq", 1)
     routed = [index % every == 0 for index in range(model.num_layers)] if isinstance(every, int) else every
-    built = "".join(attention + ("E" if model.num_moe_experts and flag else "-") for flag in routed)
+    layers = [attention + ("E" if model.num_moe_experts and flag else "-") for flag in routed]
+    built = "".join(layers) + f"/{layers[-1]}" * model.prediction_layers
     if pattern.replace("|", "") != built:
         raise ConfigError(
             f"{key} is {pattern!r}, but the model has {model.num_layers} layers, {built!r}: change the pattern, or "
-            "model.num_layers, model.num_moe_experts and model.transformer.moe_layer_freq",
+            "model.num_layers, model.num_moe_experts, model.transformer.moe_layer_freq and mtp_num_layers",
             key=key,
             value=pattern,
             built=built,
         )
+
+
+def _check_states(model: ModelConfig, parallel: ParallelConfig, key: str, letters: str) -> None:
+    """Check a pattern with Mamba layers, of which each letter is a layer, and that ranks can divide them."""
+    if not set(letters) <= set("M*-") or len(letters) != model.num_layers or model.num_moe_experts is not None:
+        raise ConfigError(
+            f"{key} has {len(letters)} letters, {letters!r}, and the model {model.num_layers} layers and "
+            f"num_moe_experts={model.num_moe_experts}: beside Mamba layers M there are attention * and MLPs -, and "
+            "each letter is one of model.num_layers",
+            key=key,
+            value=model.hybrid_layer_pattern,
+        )
+    without = {
+        "model.rope_scaling_factor": model.rope_scaling_factor,
+        "model.transformer.rotary_interleaved": model.transformer.get("rotary_interleaved"),
+        "model.transformer.multi_latent_attention": model.transformer.get("multi_latent_attention"),
+    }
+    for name, value in without.items():
+        if value:
+            raise ConfigError(f"{name} is {value!r}, which is not built beside Mamba layers", key=name, value=value)
+    ranks = parallel.tp * parallel.cp
+    for name, default in (("mamba_num_heads", None), ("mamba_num_groups", 8)):
+        size = model.transformer.get(name, default)
+        if not size:
+            raise ConfigError(
+                f"{key} has Mamba layers: set model.transformer.{name}", key=f"model.transformer.{name}", value=size
+            )
+        _divides(f"model.transformer.{name}", size, "parallel.tp x cp", ranks)
+
+
+def _check_prediction(model: ModelConfig) -> None:
+    """Check that the layers of multi-token prediction can be built, and trained if that is configured."""
+    if "mtp_num_layers" in model.transformer:
+        check_at_least("model.transformer.mtp_num_layers", model.prediction_layers, 0)
+    if not model.prediction_layers:
+        return
+    others = {f"model.transformer.{name}": (model.transformer.get(name), None) for name in _CUSTOM_SPLIT}
+    if model.trains_prediction:
+        others |= {
+            "model.tie_embeddings": (model.tie_embeddings, "the last stage has a copy of the embedding beside them"),
+            "model.position_embedding_type": (
+                model.position_embedding_type == "learned_absolute" and "learned_absolute",
+                "the last stage would have a copy of the positions, which Megatron does not keep equal",
+            ),
+            "model.lora": (model.lora, "their loss would train adapters of other layers alone"),
+        } | {
+            f"model.transformer.{name}": (model.transformer.get(name), "their routers would count padding")
+            for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate")
+        }
+    for key, (value, why) in others.items():
+        if value:
+            raise ConfigError(
+                f"{key}={value!r} and model.transformer.mtp_num_layers={model.prediction_layers} cannot be combined: "
+                f"{why or 'the layers of multi-token prediction are on the last stage'}; leave one of them out, or set "
+                "mtp_loss_scaling_factor=0, which keeps the layers as they are",
+                key=key,
+                value=value,
+            )
 
 
 def _check_experts(experts: int, model: ModelConfig, parallel: ParallelConfig) -> None:

@@ -96,8 +96,8 @@ class ModelConfig:
     hybrid_layer_pattern: str | None = None
     """Letters of a HybridModel (megatron-core 0.19), such as ``*-*E``. None: a GPTModel, which computes the same.
 
-    Two for each layer: attention is ``*`` (``+`` if multi-latent), an MLP ``-``, and experts are ``E``. Stages follow
-    from parallel.pp: ``|`` is ignored.
+    Two for each layer: attention is ``*`` (``+`` if multi-latent), an MLP ``-``, and experts are ``E``. With Mamba
+    layers, ``M``, each letter is a layer. Stages follow from parallel.pp: ``|`` is ignored.
     """
     transformer_impl: str = "auto"
     """Layer implementation: transformer_engine, local (plain PyTorch), or auto (Transformer Engine on GPUs)."""
@@ -158,6 +158,21 @@ class ModelConfig:
             check_above("model.rope_scaling_factor", self.rope_scaling_factor, 0.0)
         for name in ("rotary_percent", "attention_dropout", "hidden_dropout"):
             check_between(f"model.{name}", getattr(self, name), 0.0, 1.0)
+
+    @property
+    def prediction_layers(self) -> int:
+        """The layers of multi-token prediction that are built."""
+        return int(self.transformer.get("mtp_num_layers") or 0)
+
+    @property
+    def has_states(self) -> bool:
+        """Whether layers have a recurrent state; each letter of the pattern is a layer then."""
+        return "M" in (self.hybrid_layer_pattern or "")
+
+    @property
+    def trains_prediction(self) -> bool:
+        """Whether updates train these layers; otherwise they are kept as they are."""
+        return self.prediction_layers > 0 and self.transformer.get("mtp_loss_scaling_factor", 0.1) != 0
 
     @staticmethod
     def find_fields(fields: Mapping[str, Any], missing: Sequence[str], key: str) -> dict[str, Any]:

@@ -187,7 +187,7 @@ def _weights_of(model: ModelConfig) -> Iterator[tuple[str, tuple[str, ...]]]:
     tables = [candidate.names for candidate in ([family] if family else MODEL_FAMILIES.values())]
     experts = range(model.num_moe_experts or 0)
     for template in dict.fromkeys(name for table in tables for name in table):
-        for layer in range(model.num_layers) if "{layer}" in template else (0,):
+        for layer in range(model.num_layers + model.prediction_layers) if "{layer}" in template else (0,):
             for expert in experts if "{expert}" in template else (0,):
                 name = template.format(layer=layer, expert=expert)
                 yield name, hf_names_of(family, name)

@@ -4,7 +4,8 @@ Prompts go through the model aligned to column 0, so that a causal mask alone hi
 rows then write their next token into the same column of the cache, after the longest prompt, with the rotation of its
 own position. Only the padding between a shorter prompt and its response has to be masked, and what is before a sliding
 window, whose width is in positions and not in columns: one bool per row and column.
-No mask has a row for every query, which would turn off flash attention and take memory for every head.
+No mask has a row for every query, which would turn off flash attention and take memory for every head. A model with
+recurrent states has no cache: every token is computed from the whole sequence.
 
 Every stage runs the same steps. One rank of the last stage draws the tokens, and one broadcast per step sends them to
 all tp and pp ranks. Tensor-parallel ranks that draw on their own could disagree: sums on a GPU differ in the last bit.
@@ -13,7 +14,7 @@ all tp and pp ranks. Tensor-parallel ranks that draw on their own could disagree
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -71,7 +72,8 @@ def generate(
     experts = None
     if routers is not None:
         experts = GeneratedExperts(routers, lengths, samples.ids.size(1), longest, device)
-    decoder = _Decoder(chunks, pg, lengths, width + longest, device, experts)
+    has_states = getattr(get_model_config(chunks[0]), "is_hybrid_model", False)
+    decoder = (_Recomputing if has_states else _Decoder)(chunks, pg, lengths, width + longest, device, experts)
     prompts, seeds = prompts.to(device), samples.seeds[:, 0].to(device)
     responses = torch.full_like(prompts[:, :1], sampling.pad_token_id).repeat(1, longest)
     log_probs = torch.zeros(responses.shape, device=prompts.device)
@@ -80,14 +82,7 @@ def generate(
     stops = torch.tensor(sampling.eos_token_ids, device=prompts.device)
     new = prompts
     present = _seen(prompts, lengths.to(prompts.device), vocab_size) if sampling.repetition_penalty != 1.0 else None
-    with (
-        without_sequence_parallelism(chunks),
-        masked_decoding(chunks),
-        unfused_rotation(chunks),
-        rotated_key_cache(chunks, decoder.tokens),
-        latent_attention(chunks, decoder.tokens),
-        last_positions(chunks, decoder.tokens),
-    ):
+    with without_sequence_parallelism(chunks), last_positions(chunks, decoder.tokens), decoder.patched():
         for step in _steps(longest, device):
             logits = decoder.next_logits(new, step)
             if logits is not None:
@@ -130,7 +125,7 @@ class _Decoder:
         self.cache = StaticInferenceContext(len(lengths), max_length)
         self.tokens = TokenPositions()
         self.device = device
-        self.width = int(lengths.max())
+        self.width, self.of_rows = int(lengths.max()), lengths
         check_attention(get_model_config(chunks[0]))
         self.window = attention_window(get_model_config(chunks[0]))
         equal = bool((lengths == self.width).all())
@@ -143,6 +138,17 @@ class _Decoder:
             self.positions = torch.where(is_prompt, columns, columns - self.width + of_row)
             padding = (columns >= of_row) & is_prompt
             self.hidden = padding[:, None, None, :]  # as the model takes it: True for keys that are not attended to
+
+    @contextlib.contextmanager
+    def patched(self) -> Iterator[None]:
+        """Context manager of passes, in which attention is computed with the cache."""
+        with (
+            masked_decoding(self.chunks),
+            unfused_rotation(self.chunks),
+            rotated_key_cache(self.chunks, self.tokens),
+            latent_attention(self.chunks, self.tokens),
+        ):
+            yield
 
     def next_logits(self, ids: Tensor, step: int) -> Tensor | None:
         """Float ``[rows, vocab]`` after ``ids`` ``[rows, new]`` on the last stage, None on the others.
@@ -161,16 +167,22 @@ class _Decoder:
             if self.window is not None:
                 before = (positions - self.positions[:, : start + 1])[:, None, None, :]
                 mask = mask | (before > self.window)
+        output = self._through_chunks(ids, positions, mask, start, inference_context=self.cache)
+        self.cache.enable_decode_mode()
+        return output
+
+    def _through_chunks(
+        self, ids: Tensor, positions: Tensor, mask: Tensor | None, start: int, **context: Any
+    ) -> Tensor | None:
         output = None
         for index, chunk in enumerate(self.chunks):
             if self.stage > 0 or index > 0:
                 output = None  # of the chunk before, which was sent
-                chunk.set_input_tensor(self._receive(chunk, new, ids.size(0)))
+                chunk.set_input_tensor(self._receive(chunk, ids.size(1), ids.size(0)))
             with self._recording(chunk, start):
-                output = chunk(ids, positions, mask, inference_context=self.cache, runtime_gather_output=True)
+                output = chunk(ids, positions, mask, runtime_gather_output=True, **context)
             if not self._is_end(index):
                 self._send(output)
-        self.cache.enable_decode_mode()
         assert output is not None
         return output[:, -1] if self._is_end(len(self.chunks) - 1) else None
 
@@ -202,6 +214,30 @@ class _Decoder:
 
     def _send(self, hidden: Tensor) -> None:
         dist.send(hidden.contiguous(), self.stages[(self.stage + 1) % len(self.stages)], group=self.pg.pp)
+
+
+class _Recomputing(_Decoder):
+    """The same for a model with recurrent states, which no cache keeps: each pass is over the whole sequences."""
+
+    ids: Tensor | None = None
+
+    @contextlib.contextmanager
+    def patched(self) -> Iterator[None]:
+        """Context manager of passes, which are those for scores."""
+        yield
+
+    def next_logits(self, ids: Tensor, step: int) -> Tensor | None:
+        """See ``_Decoder``; a row's token follows its last one, so that only padding is after it."""
+        if self.ids is None:
+            self.ids, self.ends = ids, self.of_rows.to(ids.device)
+        else:
+            self.ids = torch.nn.functional.pad(self.ids, (0, self.width + step - self.ids.size(1))).scatter(
+                1, self.ends[:, None], ids
+            )
+            self.ends = self.ends + 1
+        self.tokens.last = self.ends - 1
+        columns = torch.arange(self.ids.size(1), device=ids.device).expand_as(self.ids)
+        return self._through_chunks(self.ids, columns, None, 0)
 
 
 def _steps(longest: int, device: torch.device) -> Iterable[int]:

@@ -259,7 +259,7 @@ def generate_batch(
         limits = {"vocab_size": vocab_size, "prompt_length": config.prompt_length + spare}
         raise_on_every_rank(lambda: check_prompts(columns, method="generate_sequences", **limits), dp_group)
         raise_on_every_rank(lambda: _check_seeds(columns, sampling), dp_group)
-    ids, attention = columns["input_ids"], columns["attention_mask"]
+    ids, attention = columns["input_ids"].long(), columns["attention_mask"].long()
     if "sample_seed" in columns:
         seeds = later_seeds(columns["sample_seed"], columns.get("generated", torch.zeros(len(ids), dtype=torch.long)))
     else:

@@ -15,6 +15,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from mcontroller.errors import ConfigError
+from parallel_state.cpu import device
 from parallel_state.dry_run import transformer_engine
 from parallel_state.megatron import MegatronContext
 from parallel_state.releases import language_models
@@ -29,6 +30,7 @@ from workers.model.initialize import initialize_weights
 from workers.model.local_modules import use_gated_mlps
 from workers.model.local_spec import block_spec
 from workers.model.placement import place_chunks
+from workers.model.token_prediction import add_prediction_layers, finish_prediction_layers
 from workers.model.transformer_config import transformer_config
 from workers.model.value_head import put_value_head
 from workers.model.vocab_padding import mask_padded_vocabulary
@@ -117,6 +119,8 @@ def build_model(
                 if dist.get_rank() == 0:
                     _print_once(verified)
         choose_trained_weights(chunks, model, context, value_head=value_head)
+        for chunk in chunks:
+            finish_prediction_layers(chunk, model)
     return chunks
 
 
@@ -183,6 +187,13 @@ class _OwnModel:
         self, model: ModelConfig, parallel: ParallelConfig, context: MegatronContext, value_head: bool
     ) -> None:
         self.model, self.parallel, self.context = model, parallel, context
+        if value_head and model.prediction_layers:
+            raise ConfigError(
+                f"model.transformer.mtp_num_layers is {model.prediction_layers}, but a model with a value head "
+                "predicts no tokens: leave it out for this role",
+                key="model.transformer.mtp_num_layers",
+                value=model.prediction_layers,
+            )
         self.tied = model.tie_embeddings and not value_head
         self.config: TransformerConfig = transformer_config(model, parallel)
         self.implementation = chosen_implementation(model.transformer_impl)
@@ -192,7 +203,7 @@ class _OwnModel:
             check_engine_windows(model, parallel)
         if torch.cuda.is_available():
             check_device(model, torch.cuda.get_device_capability(), torch.cuda.get_device_name())
-        if dist.get_rank() == 0:
+        if dist.get_rank() == 0 and device.current.has_memory:  # a dry run's report names the layers
             _print_once(f"model.transformer_impl={model.transformer_impl}: layers of {self.implementation}")
             for default in gpu_defaults(model):
                 _print_once(str(default))
@@ -215,6 +226,7 @@ class _OwnModel:
             )
         except (AssertionError, ImportError, ValueError) as error:
             raise ConfigError(f"megatron-core cannot build the model: {error}", key="model", value=model) from error
+        add_prediction_layers(chunk, model, spec.layer_specs[-1], self.implementation, context.pg)
         if self.implementation == "local":
             use_gated_mlps(chunk)
         _set_latent_epsilon(chunk)
@@ -225,8 +237,12 @@ class _OwnModel:
     def _model(self, spec: TransformerBlockSubmodules, **arguments: Any) -> Any:
         factor = self.model.rope_scaling_factor
         if self.model.hybrid_layer_pattern is not None:
-            from workers.model.hybrid import build_hybrid  # older releases of megatron-core have no HybridModel
+            # Older releases of megatron-core have no HybridModel.
+            from workers.model.hybrid import build_hybrid, build_with_states
 
+            if self.model.has_states:
+                letters = self.model.hybrid_layer_pattern.replace("|", "")
+                return build_with_states(self.config, letters, self.implementation, self.context.pg, **arguments)
             return build_hybrid(self.config, spec, self.context.pg, rope_scaling_factor=factor, **arguments)
         return GPTModel(
             config=self.config,

@@ -1,8 +1,8 @@
-"""A GPT model as Megatron's HybridModel (megatron-core 0.19 and later), whose layers are the letters of a pattern.
+"""Megatron's HybridModel (megatron-core 0.19 and later), whose layers are the letters of a pattern.
 
-Each transformer layer is two letters: attention (``*``, or ``+`` for multi-latent attention), then an MLP (``-``) or
-experts (``E``). Both parts have the number of the transformer layer, so that names of weights, checkpoints and results
-are those of the GPTModel.
+Beside Mamba layers (``M``) each letter is a layer. Without them it is a GPT model: each transformer layer is two
+letters, attention (``*``, or ``+`` for multi-latent attention), then an MLP (``-``) or experts (``E``). Both parts have
+the number of the transformer layer, so that names of weights, checkpoints and results are those of the GPTModel.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from megatron.core.transformer.utils import sharded_state_dict_default
 from megatron.core.utils import make_viewless_tensor
 
+from workers.model.local_modules import TENorm
 from workers.model.local_spec import LocalProvider, expert_layers, layer_spec, layers_of_stage
 
 
@@ -76,10 +77,48 @@ def build_hybrid(
     return chunk
 
 
+def build_with_states(
+    config: TransformerConfig,
+    letters: str,
+    implementation: str,
+    pg: ProcessGroupCollection,
+    *,
+    vp_stage: int | None,
+    **arguments: Any,
+) -> HybridModel:
+    """Return a chunk of a HybridModel of which each letter is a layer, among them Mamba layers.
+
+    Args:
+        config: of the model.
+        letters: of all layers, without stages.
+        implementation: as ``workers.model.gpu_defaults.chosen_implementation`` returns it.
+        pg: the groups of the layout.
+        vp_stage: the virtual stage, or None.
+        arguments: of HybridModel.
+    """
+    if implementation == "transformer_engine":
+        from megatron.core.extensions.transformer_engine import TENorm as Norm
+        from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+    else:
+        hybrid_stack_spec, Norm = local_stack_spec(config, letters), TENorm
+    return HybridModel(
+        config=config,
+        hybrid_stack_spec=ModuleSpec(_Stack, {"norm": Norm}, hybrid_stack_spec.submodules),
+        hybrid_layer_pattern=_with_stages([*letters], config, pg.pp.size()),
+        pg_collection=pg,
+        vp_stage=vp_stage,
+        **arguments,
+    )
+
+
 def _pattern(config: TransformerConfig, stages: int) -> str:
     """Return the letters of the whole model, with ``|`` between the stages of the pipeline."""
     attention = "+" if config.multi_latent_attention else "*"
     layers = [attention + ("E" if with_experts else "-") for with_experts in expert_layers(config)]
+    return _with_stages(layers, config, stages)
+
+
+def _with_stages(layers: Sequence[str], config: TransformerConfig, stages: int) -> str:
     virtual = config.virtual_pipeline_model_parallel_size
     segments = [(rank, stage) for stage in (range(virtual) if virtual else [None]) for rank in range(stages)]
     return "|".join("".join(layers[index] for index in layers_of_stage(config, *segment)) for segment in segments)
@@ -176,6 +215,7 @@ class _Stack(HybridStack):
     ) -> dict[str, Any]:
         """Return what a GPTModel's TransformerBlock does: equal layers stacked, different ones by their number."""
         apart = self.config.moe_layer_freq not in (0, 1) or self.config.hetereogenous_dist_checkpoint
+        apart |= self.config.is_hybrid_model  # letters of other layers
         apart |= any((metadata or {}).get(name) for name in ("non_homogeneous_layers", "singleton_local_shards"))
         state: dict[str, Any] = {}
         for position, layer in enumerate(self.layers):

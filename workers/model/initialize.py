@@ -21,7 +21,8 @@ _MOST_THREADS = 8
 """Each thread has a whole tensor in memory."""
 
 # Megatron scales the last linear of each residual branch down by the number of layers.
-_OUTPUT_LINEARS = (".linear_proj.", ".linear_fc2.")
+_OUTPUT_LINEARS = (".linear_proj.", ".linear_fc2.", ".out_proj.")
+_DECAY = ".A_log"  # of the state of a Mamba layer: drawn between 1 and 16
 
 
 @torch.no_grad()
@@ -48,7 +49,7 @@ def initialize_weights(
         for shard in named_shards([chunk], context):
             if only is not None and shard.name not in only:
                 continue
-            if shard.param.dim() >= 2:
+            if shard.param.dim() >= 2 or shard.name.endswith(_DECAY):
                 matrices.append((shard, get_model_config(chunk)))
             elif shard.name.endswith("bias"):
                 shard.param.zero_()
@@ -72,12 +73,12 @@ def _random_by_threads(
             if len(pending) == threads:
                 first, values = pending.popleft()
                 yield first, values.result()
-            pending.append((shard, pool.submit(_drawn, shard, config, seed)))
+            pending.append((shard, pool.submit(_initial_values, shard, config, seed)))
         for shard, values in pending:
             yield shard, values.result()
 
 
-def _drawn(shard: WeightShard, config: TransformerConfig, seed: int) -> torch.Tensor:
+def _initial_values(shard: WeightShard, config: TransformerConfig, seed: int) -> torch.Tensor:
     digest = hashlib.sha256(f"{seed}/{shard.name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8]) >> 1)
     full = torch.empty(shard.full_shape, dtype=torch.float32, device="cpu")
@@ -86,6 +87,8 @@ def _drawn(shard: WeightShard, config: TransformerConfig, seed: int) -> torch.Te
 
 
 def _method(name: str, config: TransformerConfig) -> Callable[..., Any]:
+    if name.endswith(_DECAY):
+        return lambda tensor, generator: tensor.uniform_(1.0, 16.0, generator=generator).log_()
     if any(linear in name for linear in _OUTPUT_LINEARS):
         return config.output_layer_init_method
     return config.embedding_init_method if name.startswith("embedding.") else config.init_method

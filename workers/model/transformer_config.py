@@ -117,6 +117,7 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig) -> Transfor
         fields |= {"rotary_base": model.rotary_base, "rotary_percent": model.rotary_percent}
         if given.get("q_lora_rank", 0) is None:  # Megatron's class has no annotation for queries without compression
             fields["q_lora_rank"] = given.pop("q_lora_rank")
+    given.pop("mtp_num_layers", None)  # built beside the model: workers.model.token_prediction
     set_elsewhere = dict.fromkeys(fields.keys() - _CHANGEABLE, "model.* and parallel.*")
     fields |= {default.field: default.value for default in gpu_defaults(model)}
     extra = checked_fields(kind, given, "model.transformer", set_elsewhere)
@@ -144,6 +145,8 @@ def _from_model(model: ModelConfig) -> dict[str, Any]:
         "moe_token_dispatcher_type": "alltoall",  # also required for lengths that vary over pp, in dense models too
         "gradient_accumulation_fusion": not torch.cuda.is_available(),  # on a GPU: ``gpu_defaults``
     }
+    if model.has_states:
+        fields["is_hybrid_model"] = True
     if model.num_moe_experts is not None:
         fields |= {
             "num_moe_experts": model.num_moe_experts,

@@ -54,9 +54,14 @@ def training_flops(chunks: Sequence[nn.Module], lengths: Tensor, pg: ProcessGrou
     """
     config = get_model_config(chunks[0])
     tokens, squares = float(lengths.sum()), float((lengths.double() ** 2).sum())
-    used, layers = 0.0, config.num_layers / pg.pp.size()
+    ahead = getattr(config, "mtp_num_layers", None) or 0
+    used, layers = 0.0, (config.num_layers + ahead) / pg.pp.size()
     for chunk in chunks:
         for name, parameter in unwrap_model(chunk).named_parameters():
+            if name.startswith("mtp.") and not ahead:
+                continue  # kept, and not computed
+            if name.startswith("output_layer."):
+                used += parameter.numel() * ahead / pg.cp.size()  # for each layer of multi-token prediction again
             if ".experts." in name:
                 chosen = config.moe_router_topk / config.num_moe_experts
                 used += parameter.numel() * chosen * pg.dp.size() / pg.expt_dp.size()

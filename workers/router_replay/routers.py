@@ -52,7 +52,7 @@ class ModelRouters:
         self._of_chunk: dict[int, list[_Router]] = {}
         for chunk in map(unwrap_model, chunks):
             named = ((name, module) for name, module in chunk.named_modules() if isinstance(module, TopKRouter))
-            self._of_chunk[id(chunk)] = [_Router(name, module) for name, module in named]
+            self._of_chunk[id(chunk)] = [_Router(*one) for one in named if not one[0].startswith("mtp.")]
         routers = [router for chunk_routers in self._of_chunk.values() for router in chunk_routers]
         numbers = sorted({number for stage in all_gather_values([r.layer for r in routers], pg.pp) for number in stage})
         if not numbers:

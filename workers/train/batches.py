@@ -56,7 +56,8 @@ class TokenBatch:
         distinct: the tokens that go through the model, if they are not all tokens of the rows; otherwise None.
         whole_mask: the mask before it was limited to the targets of this context-parallel rank, while a loss is
             computed; otherwise None.
-        own: the targets that count and that this context-parallel rank predicts, after ``for_rank``; otherwise None.
+        local: the targets that count and that this context-parallel rank predicts, after ``for_rank``; otherwise None.
+        ahead: the same for each layer of multi-token prediction; the k-th predicts from k columns before.
         experts: what routers record or are to choose (see ``workers.router_replay``); otherwise None.
         together: every so many consecutive rows are in one micro-batch, filling included: ``rows_together`` of the
             batch.
@@ -72,6 +73,7 @@ class TokenBatch:
     packing: Packing | None = None
     distinct: DistinctTokens | None = None
     local: LocalTargets | None = None
+    ahead: tuple[LocalTargets, ...] = ()
     whole_mask: Tensor | None = None
     experts: RowExperts | None = None
     together: int = 1
@@ -112,7 +114,7 @@ class TokenBatch:
         predictors = self.predictors.clamp(max=width - 1)
         experts = None if self.experts is None else self.experts.narrow(width)
         tokens = self.tokens[:, :width].contiguous()
-        return replace(self, tokens=tokens, predictors=predictors, local=None, experts=experts)
+        return replace(self, tokens=tokens, predictors=predictors, local=None, ahead=(), experts=experts)
 
     def with_distinct_tokens(self, multiple: int) -> TokenBatch:
         """Return the batch with ``distinct`` if that is worth it; call it before ``for_rank``.
@@ -122,18 +124,23 @@ class TokenBatch:
         """
         return replace(self, distinct=distinct_tokens(self.tokens, self.predictors, self.mask, multiple))
 
-    def for_rank(self, cp: int, rank: int) -> TokenBatch:
-        """Return the batch with ``own`` of one context-parallel rank; call it before ``to``.
+    def for_rank(self, cp: int, rank: int, ahead: int = 0) -> TokenBatch:
+        """Return the batch with ``local`` and ``ahead`` of one context-parallel rank; call it before ``to``.
 
         Args:
             cp: size of the cp axis.
             rank: coordinate on the cp axis.
+            ahead: the layers of multi-token prediction.
         """
-        width = self.tokens.size(1)
-        local = locate_local_targets(
-            self.mask, self.predictors, width, self.packing, cp=cp, rank=rank, distinct=self.distinct
-        )
-        return replace(self, local=local)
+        located = []
+        for back in range(ahead + 1):
+            mask, predictors = self.mask * (self.predictors >= back), (self.predictors - back).clamp(min=0)
+            located.append(
+                locate_local_targets(
+                    mask, predictors, self.tokens.size(1), self.packing, cp=cp, rank=rank, distinct=self.distinct
+                )
+            )
+        return replace(self, local=located[0], ahead=tuple(located[1:]))
 
     def to(self, device: torch.device) -> TokenBatch:
         """Return the batch on ``device``."""
@@ -142,6 +149,7 @@ class TokenBatch:
             packing=None if self.packing is None else self.packing.to(device),
             distinct=None if self.distinct is None else self.distinct.to(device),
             local=None if self.local is None else self.local.to(device),
+            ahead=tuple(targets.to(device) for targets in self.ahead),
             experts=None if self.experts is None else self.experts.to(device),
         )
 

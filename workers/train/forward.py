@@ -19,6 +19,7 @@ from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor, nn
 
 from workers.columns import TOKEN_TEMPERATURES
+from workers.model.token_prediction import is_trained
 from workers.model.vocab_parallel import log_probs_and_entropy, top_log_probs
 from workers.train.batches import TokenBatch
 from workers.train.packing import LocalTargets
@@ -37,7 +38,8 @@ def takes_distinct_tokens(forward_step: _Step) -> _Step:
 def forward_hidden(model: nn.Module, rows: TokenBatch, pg: ProcessGroupCollection) -> Tensor:
     """Return the chunk's hidden states ``[seq / cp (/ tp under sequence parallelism), rows, hidden]``.
 
-    Packed rows, and distinct tokens, are one row.
+    Packed rows, and distinct tokens, are one row. With gradients, the loss of layers of multi-token prediction that are
+    trained is attached to the last stage's.
 
     On the last stage they are the input of its output layer, after the final norm; logits ``[rows, seq / cp, vocab]``
     (or this rank's part of the vocabulary) if the model has no output layer of Megatron's: see ``token_scores``.
@@ -51,7 +53,49 @@ def forward_hidden(model: nn.Module, rows: TokenBatch, pg: ProcessGroupCollectio
     chunk = unwrap_model(model)
     without = _without_output_layer(chunk) if _has_output_layer(chunk) else contextlib.nullcontext()
     with without, _rotary_positions(chunk, rows):
-        return model(*args, **kwargs)
+        if not (torch.is_grad_enabled() and is_trained(chunk)):
+            return model(*args, **kwargs)
+        of_decoder: dict[str, Any] = {}
+        with chunk.decoder.register_forward_pre_hook(
+            lambda module, args, kwargs: of_decoder.update(kwargs), with_kwargs=True
+        ):
+            hidden = model(*args, **kwargs)
+    return _predicting_more(chunk, hidden, args, of_decoder, rows, pg)
+
+
+def _predicting_more(
+    chunk: Any,
+    hidden: Tensor,
+    inputs: tuple[Any, ...],
+    of_decoder: dict[str, Any],
+    rows: TokenBatch,
+    pg: ProcessGroupCollection,
+) -> Tensor:
+    """Return ``hidden`` with the loss of the layers of multi-token prediction attached.
+
+    The k-th layer predicts a target from the token k + 1 before it and the k tokens between. The loss is the sum of the
+    cross entropies of the targets that count, divided by the number of layers.
+    """
+    ids, positions, _ = inputs
+    outputs = chunk.mtp(
+        input_ids=ids,
+        position_ids=positions,
+        hidden_states=hidden,
+        attention_mask=None,
+        rotary_pos_emb=of_decoder.get("rotary_pos_emb"),
+        packed_seq_params=of_decoder.get("packed_seq_params"),
+        embedding=chunk.embedding,
+    )
+    main, *predicting = outputs.chunk(1 + len(chunk.mtp.layers))
+    located = rows.ahead or rows.for_rank(pg.cp.size(), pg.cp.rank(), len(predicting)).ahead
+    total, vocab_size = torch.zeros((), device=hidden.device), chunk.unpadded_vocab_size
+    for states, local in zip(predicting, located, strict=True):
+        chosen, project, group = _predicted(chunk, states, local, pg, vocab_size)
+        targets = rows.targets.flatten()[local.index]
+        log_probs, _ = log_probs_and_entropy(chosen, project, targets, group, vocab_size=vocab_size)
+        total = total - (log_probs * 0.0 if local.empty else log_probs).sum()
+    attached: Tensor = chunk.mtp.loss.attached(main, total / len(predicting))
+    return attached
 
 
 def token_scores(

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_model_config
 from torch import Tensor, nn
 
 from mcontroller.errors import DataError, before_changes
@@ -99,8 +100,8 @@ class MicroBatcher:
         """Return micro-batches on the device, with this rank's targets located while their masks are on the CPU."""
         if self.share_prompts and not self.packed and computes_distinct_tokens(model):
             batches = [batch.with_distinct_tokens(self.length_multiple) for batch in batches]
-        cp = self.pg.cp
-        return [batch.for_rank(cp.size(), cp.rank()).to(self.device) for batch in batches]
+        cp, ahead = self.pg.cp, getattr(get_model_config(model[-1]), "mtp_num_layers", None) or 0
+        return [batch.for_rank(cp.size(), cp.rank(), ahead).to(self.device) for batch in batches]
 
     def gather(self, number: int) -> list[int]:
         """Return the ``number`` of every data-parallel rank, in the order of their shards (a collective)."""

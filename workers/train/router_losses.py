@@ -32,10 +32,11 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, get_updated_expert_bias
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.utils import get_model_config
+from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor, nn
 
 from mcontroller.errors import ConfigError
+from workers.model.token_prediction import METRIC, PredictionLoss, is_trained
 from workers.train.batches import TokenBatch
 
 _METRICS = {"aux_loss": "moe_aux_loss", "seq_aux_loss": "moe_seq_aux_loss", "global_aux_loss": "moe_global_aux_loss"}
@@ -140,9 +141,9 @@ def _summed(counts: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class RouterLosses:
-    """The router losses of one update: their weight in every step, and their means at the end.
+    """The router losses of one update, and the loss of multi-token prediction: weights in steps, means at the end.
 
-    A model without router losses causes no communication.
+    A model without any of them causes no communication.
 
     Args:
         model: this rank's model chunks.
@@ -158,12 +159,16 @@ class RouterLosses:
         device: torch.device,
         count: Callable[[TokenBatch], Tensor],
     ) -> None:
-        self.names = losses_of(get_model_config(model[0]))
-        self.routers = [module for chunk in model for module in chunk.modules() if isinstance(module, _TokenRouter)]
+        config = get_model_config(model[0])
+        self.names = losses_of(config) + [METRIC] * bool(getattr(config, "mtp_num_layers", None))
+        named = (pair for chunk in model for pair in unwrap_model(chunk).named_modules())
+        self.routers = [part for name, part in named if isinstance(part, _TokenRouter) and not name.startswith("mtp.")]
+        last: Any = unwrap_model(model[-1])
+        self.predictions: list[PredictionLoss] = [last.mtp.loss] if is_trained(last) else []
         self.pg, self.device, self.count = pg, device, count
         self.sums = torch.zeros(len(self.names), dtype=torch.float64, device=device)
         self._sums_of_step = torch.zeros_like(self.sums)
-        self.tokens = self._tokens_of_step = self._tokens = self._count = 0.0
+        self.tokens = self._tokens_of_step = self._tokens = self._targets = self._count = 0.0
         self._buffers: list[tuple[Tensor, Tensor]] = []
 
     def begin(self, batches: Sequence[TokenBatch]) -> None:
@@ -174,13 +179,13 @@ class RouterLosses:
         if not self.names:
             return
         self._count_in_step()
-        numbers = torch.zeros(2, dtype=torch.float64, device=self.device)
+        numbers = torch.zeros(3, dtype=torch.float64, device=self.device)
         for batch in batches:
-            tokens = (batch.lengths * batch.counted).sum()
-            numbers += torch.stack((self.count(batch).double(), tokens.double())).to(self.device)
+            tokens, targets = (batch.lengths * batch.counted).sum(), (batch.mask != 0).sum()
+            numbers += torch.stack((self.count(batch).double(), tokens.double(), targets.double())).to(self.device)
         if self.pg.dp.size() > 1:
             dist.all_reduce(numbers, group=self.pg.dp)
-        self._count, self._tokens = numbers.tolist()
+        self._count, self._tokens, self._targets = numbers.tolist()
         self._buffers = [(buffer, buffer.clone()) for router in self.routers for buffer in router.buffers()]
         self._weigh()
 
@@ -202,11 +207,15 @@ class RouterLosses:
         for router in self.routers:
             router.share = self._count / self._tokens
             router.sums = {}
+        for loss in self.predictions:
+            loss.share, loss.ratio, loss.sums = self._count / self._targets, self._tokens / self._targets, {}
 
     def _count_in_step(self) -> None:
         """Add the losses of the last gradients, if there are any, to those of the step."""
-        for router in self.routers if self._tokens else ():
-            self._sums_of_step += torch.stack([router.sums[name] for name in self.names])
+        parts: list[_TokenRouter | PredictionLoss] = [*self.routers, *self.predictions]
+        for part in parts if self._tokens else ():
+            for index, name in enumerate(self.names):
+                self._sums_of_step[index] += part.sums.get(name, 0.0)
         self._tokens_of_step += self._tokens
         self._tokens = 0.0
 
@@ -222,19 +231,21 @@ class RouterLosses:
     def means(self) -> dict[str, float]:
         """Return each loss without its coefficient, averaged over all tokens and all layers with experts.
 
-        The result is the same on every rank (a collective over all ranks of the model); empty if no step was made.
+        That of multi-token prediction is averaged over the targets that count. The result is the same on every rank
+        (a collective over all ranks of the model); empty if no step was made.
         """
         if not self.tokens:
             return {}
-        layers = torch.tensor([float(len(self.routers))], dtype=torch.float64, device=self.device)
+        parts = [float(len(self.predictions if name == METRIC else self.routers)) for name in self.names]
+        layers = torch.tensor(parts, dtype=torch.float64, device=self.device)
         sums = self.sums.clone()
         if self.pg.tp_dp_cp.size() > 1:
             dist.all_reduce(sums, group=self.pg.tp_dp_cp)
-        both = torch.cat((sums, layers))
+        both = torch.stack((sums, layers))
         if self.pg.pp.size() > 1:
             dist.all_reduce(both, group=self.pg.pp)
-        *totals, layer_count = both.tolist()
-        return {name: total / (self.tokens * layer_count) for name, total in zip(self.names, totals, strict=True)}
+        means = (both[0] / (self.tokens * both[1])).tolist()
+        return dict(zip(self.names, means, strict=True))
 
 
 @contextlib.contextmanager

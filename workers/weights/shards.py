@@ -20,6 +20,7 @@ from parallel_state.megatron import MegatronContext
 from workers.weights.moves import LocalTensor, Span, spans_of
 
 _LAYER = re.compile(r"(decoder\.layers\.)(\d+)(\..*)")
+_PREDICTION = re.compile(r"mtp\.layers\.(\d+)\.(?:transformer_layer\.|mtp_model_layer\.)?(.*)")
 _GROUPED_EXPERT = re.compile(r"(.*\.experts\..*\.(?:weight|bias))(\d+)")
 _SEPARATE_EXPERT = re.compile(r"(.*\.local_experts\.)(\d+)(\..*)")
 _GATED = re.compile(r".*\.linear_fc1\.(weight|bias)\d*")
@@ -30,8 +31,8 @@ class WeightShard:
     """A tensor of this rank, and the part of a tensor of the whole model that it is.
 
     Attributes:
-        name: the name of that tensor: layers and experts are counted over all stages and ranks, and tied output
-            weights have the embedding's name.
+        name: the name of that tensor: layers and experts are counted over all stages and ranks, layers of multi-token
+            prediction after the last one, and tied output weights have the embedding's name.
         param: this rank's parameter or buffer.
         full_shape: the shape of the tensor in the whole model, without padding.
         dim: the dim that is divided; None if this rank has the whole tensor.
@@ -158,10 +159,9 @@ def unknown_positions(shards: Sequence[WeightShard]) -> list[str]:
 
 def _is_unknown(shard: WeightShard) -> bool:
     quantized = type(shard.param.data) is not Tensor
-    uneven = hasattr(shard.param, "partition_sizes")  # several tensors of different sizes stacked, as Mamba's
     numbered = shard.name.startswith("decoder.layers.") and ".linear_fc" in shard.name
     is_expert = ".experts." in shard.name and isinstance(shard.param, torch.nn.Parameter)
-    return quantized or shard.param.dim() == 0 or uneven or (is_expert and not numbered)
+    return quantized or shard.param.dim() == 0 or (is_expert and not numbered)
 
 
 def _shard(chunk: Any, local_name: str, param: torch.nn.Parameter, context: MegatronContext) -> WeightShard:
@@ -179,6 +179,12 @@ def _shard(chunk: Any, local_name: str, param: torch.nn.Parameter, context: Mega
         shape[0] = getattr(chunk, "unpadded_vocab_size", chunk.vocab_size)
     gated = getattr(chunk.config, "gated_linear_unit", False) and _GATED.fullmatch(name) is not None
     spans = spans_of(param.size(dim), 2 if gated else 1, ways, index, shape[dim])
+    if sizes := getattr(param, "partition_sizes", None):  # several tensors of different sizes stacked, as Mamba's
+        starts = [sum(sizes[:place]) for place in range(len(sizes))]
+        spans = tuple(
+            Span(start * ways + index * size, start * ways + (index + 1) * size, start)
+            for start, size in zip(starts, sizes, strict=True)
+        )
     return WeightShard(name, param, tuple(shape), dim, spans, ways, index)
 
 
@@ -186,11 +192,13 @@ def _global_name(chunk: Any, local_name: str, context: MegatronContext) -> str:
     if local_name == "output_layer.weight" and getattr(chunk, "share_embeddings_and_output_weights", False):
         return "embedding.word_embeddings.weight"
     name = local_name
-    if in_layer := _LAYER.fullmatch(name):
+    if of_prediction := _PREDICTION.fullmatch(name):
+        name = f"decoder.layers.{chunk.config.num_layers + int(of_prediction[1])}.{of_prediction[2]}"
+    elif in_layer := _LAYER.fullmatch(name):
         layer = chunk.decoder.layers[int(in_layer[2])]
         name = f"{in_layer[1]}{layer.layer_number - 1}{in_layer[3]}"
-        if expert := _GROUPED_EXPERT.fullmatch(name) or _SEPARATE_EXPERT.fullmatch(name):
-            per_rank = chunk.config.num_moe_experts // context.pg.ep.size()
-            number = context.pg.ep.rank() * per_rank + int(expert[2])
-            name = f"{expert[1]}{number}{''.join(expert.groups()[2:])}"
+    if _LAYER.fullmatch(name) and (expert := _GROUPED_EXPERT.fullmatch(name) or _SEPARATE_EXPERT.fullmatch(name)):
+        per_rank = chunk.config.num_moe_experts // context.pg.ep.size()
+        number = context.pg.ep.rank() * per_rank + int(expert[2])
+        name = f"{expert[1]}{number}{''.join(expert.groups()[2:])}"
     return name

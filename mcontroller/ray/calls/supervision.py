@@ -1,7 +1,9 @@
 """Supervision of a group: the states of its calls and processes, the first failure, and the end.
 
 The first failure ends every process of the group. Ranks that wait for a peer in a collective would wait forever, so
-nothing more is sent to them: they are killed at once, and later calls raise GroupBroken with the first cause.
+nothing more is sent to them: they are killed at once (``ProcessHandles.end``). The call in flight raises the first
+cause: WorkerDied with the exit status and the last lines of the log of a rank that died, WorkerError for an exception,
+CallTimeout or ConnectionLost. Later calls raise GroupBroken with this cause, until ``restart`` starts other processes.
 
 Two threads watch the group, whether a call waits or not, and find the first cause; the threads of the program only wait
 for answers. One sleeps until something happens: a process that this one can see ends, a task on another node or Ray

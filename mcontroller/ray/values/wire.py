@@ -74,7 +74,8 @@ class Packed(NamedTuple):
 
     def is_large(self, inline_bytes: int) -> bool:
         """Return whether the value travels through the object store, if messages take ``inline_bytes``."""
-        return self.nbytes > max(inline_bytes, LEAST_STORED_BYTES)
+        limit = max(inline_bytes, LEAST_STORED_BYTES)
+        return len(self.data) > limit or (bool(self.buffers) and self.nbytes > limit)
 
     def unpack(self) -> Any:
         """Return the value in private memory."""

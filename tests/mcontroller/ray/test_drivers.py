@@ -84,12 +84,23 @@ def test_a_driver_that_is_killed_in_a_call_takes_its_processes_along(ray_cluster
     assert gone(pids)
 
 
+CONNECT_AGAIN = """
+address = ray.get_runtime_context().gcs_address
+ray.shutdown()
+ray.init(address=address, logging_level="ERROR", log_to_driver=False)
+again = RayWorkerGroup(pool, RayClassWithInitArgs(Plain, "kept"), name_prefix="again")
+print(*again.pid(), flush=True)
+again.fail_later_on({1: "unseen"})
+"""
+
+
 def test_a_driver_that_ends_takes_its_processes_along_also_after_a_failed_call(ray_cluster: None) -> None:
-    process = driver("group.fail_later_on({1: 'unseen'})")
-    pids = pids_of(process)
-    assert len(pids) == 2
+    """It has connected twice, and used its pool each time."""
+    process = driver(CONNECT_AGAIN)
+    before, after = pids_of(process), pids_of(process)
+    assert len({*before, *after}) == 4
     assert process.wait(120) == 0
-    assert gone(pids)
+    assert gone([*before, *after])
 
 
 def test_a_detached_group_outlives_its_driver_and_is_found_by_name(ray_cluster: None) -> None:

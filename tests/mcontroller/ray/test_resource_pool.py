@@ -15,6 +15,7 @@ from mcontroller.ray import (
     RayWorkerGroup,
     reservation,
 )
+from mcontroller.ray.process_handles import GroupState
 from mcontroller.ray.reservation import NodeShape, by_address, fits
 from tests.mcontroller.ray.roles import Plain
 
@@ -201,7 +202,9 @@ def test_a_pool_is_split_into_sizes_that_add_up(pool: RayResourcePool) -> None:
 
 
 def test_a_pool_comes_back_after_its_cluster_was_left_by_its_groups(pool: RayResourcePool, start: Start) -> None:
-    assert start("first").environment()[0]["RANK"] == "0"
+    first = start("first")
+    assert first.environment()[0]["RANK"] == "0"
     pool.shutdown()
+    assert first.executor.processes.handles.state is GroupState.ENDED  # not broken by processes that died
     assert ray.available_resources()["CPU"] >= 4
     assert start("second").environment()[1]["RANK"] == "1"

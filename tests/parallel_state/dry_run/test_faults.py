@@ -19,77 +19,94 @@ from tests.parallel_state.verify.programs import GPT, smaller
 pytestmark = pytest.mark.simulated
 
 
-def first_of(axis: str) -> bool:
-    coordinates = {"tp": mpu.get_tensor_model_parallel_rank, "dp": mpu.get_data_parallel_rank}
-    return coordinates[axis]() == 0
+Fault = Callable[[torch.Tensor, bool], Any]
+"""Called with the tokens, and whether this rank is one that makes the fault."""
 
 
-def before_the_forward(fault: Callable[[torch.Tensor], Any]) -> Any:
-    """Return the program whose forward step calls a function with the tokens first."""
+def planted(fault: Fault, *ranks: int) -> Program:
+    """Return the program whose forward step calls a fault first, which some ranks make."""
 
     def forward_step(iterator: Any, model: Any) -> Any:
         row = next(iterator)
-        fault(row["tokens"])
+        fault(row["tokens"], dist.get_rank() in ranks)
         return GPT.forward_step(iter([row]), model)
 
-    return smaller(GPT, forward_step=forward_step)
+    return smaller(GPT, forward_step=forward_step, micro_batches=4)
 
 
-def of_another_dtype(tokens: torch.Tensor) -> None:
-    values = tokens.float() if first_of("tp") else tokens.bfloat16()
+def another_dtype(tokens: torch.Tensor, is_faulty: bool) -> None:
+    values = tokens.float() if is_faulty else tokens.bfloat16()
     dist.all_reduce(values, group=mpu.get_tensor_model_parallel_group())
 
 
-def of_another_group(tokens: torch.Tensor) -> None:
+def another_group(tokens: torch.Tensor, is_faulty: bool) -> None:
     groups = mpu.get_tensor_model_parallel_group, mpu.get_data_parallel_group
-    dist.all_reduce(tokens.float(), group=groups[dist.get_rank() == 3]())
+    dist.all_reduce(tokens.float(), group=groups[is_faulty]())
 
 
-def in_another_order(tokens: torch.Tensor) -> None:
+def another_order(tokens: torch.Tensor, is_faulty: bool) -> None:
     group = mpu.get_tensor_model_parallel_group()
     calls = [
         lambda: dist.all_reduce(tokens.float(), group=group),
         lambda: dist.broadcast(tokens.float(), group=group, group_src=0),
     ]
-    for call in calls if first_of("tp") else calls[::-1]:
+    for call in calls[::-1] if is_faulty else calls:
         call()
 
 
-def on_one_rank_only(tokens: torch.Tensor) -> None:
-    if first_of("tp"):
+def a_rank_that_leaves(tokens: torch.Tensor, is_faulty: bool) -> None:
+    if not is_faulty:
         dist.all_reduce(tokens.float(), group=mpu.get_tensor_model_parallel_group())
 
 
-def with_other_splits(tokens: torch.Tensor) -> None:
-    sizes = [1, 3] if first_of("tp") else [2, 2]
+def other_split_sizes(tokens: torch.Tensor, is_faulty: bool) -> None:
+    sizes = [1, 3] if is_faulty else [2, 2]
     dist.all_to_all_single(
         tokens.new_empty(4), tokens.new_empty(4), sizes, sizes, mpu.get_tensor_model_parallel_group()
     )
 
 
-def of_two_groups_in_another_order(tokens: torch.Tensor) -> None:
+def two_groups_in_another_order(tokens: torch.Tensor, is_faulty: bool) -> None:
     groups = [mpu.get_tensor_model_parallel_group(), mpu.get_data_parallel_group()]
-    groups = groups if first_of("tp") == first_of("dp") else groups[::-1]
-    for work in [dist.all_reduce(tokens.float(), group=group, async_op=True) for group in groups]:
+    for work in [
+        dist.all_reduce(tokens.float(), group=group, async_op=True) for group in (groups[::-1] if is_faulty else groups)
+    ]:
         work.wait()
 
 
-CALLS = {
-    "another dtype": (of_another_dtype, "tp=2", "CollectiveMismatch"),
-    "another group": (of_another_group, "tp=2,dp=2", "Deadlock"),
-    "another order": (in_another_order, "tp=2", "CollectiveMismatch"),
-    "a rank that leaves": (on_one_rank_only, "tp=2", "CollectiveMismatch"),
-    "other split sizes": (with_other_splits, "tp=2", "CollectiveMismatch"),
-    "two groups in another order": (of_two_groups_in_another_order, "tp=2,dp=2", "GroupOrderError"),
-}
+def another_length(tokens: torch.Tensor, is_faulty: bool) -> None:
+    dist.all_reduce(tokens[:, : 8 if is_faulty else 16].float(), group=mpu.get_data_parallel_group())
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_a_fault_in_a_call_is_named_with_its_line(name: str) -> None:
-    fault, layout, error = CALLS[name]
-    outcome = dry_run(before_the_forward(fault), layout, every_rank=True)
+CALLS: list[tuple[Fault, tuple[int, ...], str, tuple[int, ...], str]] = [
+    (another_dtype, (1,), "tp=2", (5,), "CollectiveMismatch"),
+    (another_group, (3,), "tp=2,dp=2", (5,), "Deadlock"),
+    (another_order, (1,), "tp=2", (5,), "CollectiveMismatch"),
+    (a_rank_that_leaves, (1,), "tp=2", (5,), "CollectiveMismatch"),
+    (other_split_sizes, (1,), "tp=2", (5,), "CollectiveMismatch"),
+    (two_groups_in_another_order, (1, 2), "tp=2,dp=2", (3, 4), "GroupOrderError"),
+    (another_length, (1,), "dp=2", (5,), "CollectiveMismatch"),
+]
+"""A fault, the ranks that make it in a layout, those that make it in tp=2,dp=4, and the error."""
+
+
+@pytest.mark.parametrize(("fault", "ranks", "layout", "others", "error"), CALLS)
+def test_a_fault_in_a_call_is_named_with_its_line(
+    fault: Fault, ranks: tuple[int, ...], layout: str, others: tuple[int, ...], error: str
+) -> None:
+    outcome = dry_run(planted(fault, *ranks), layout, every_rank=True)
     assert outcome.failure.startswith(error)
-    assert Path(__file__).name in outcome.failure
+    assert f"{Path(__file__).name}:" in outcome.failure
+
+
+@pytest.mark.parametrize(("fault", "ranks", "layout", "others", "error"), CALLS)
+def test_a_fault_on_ranks_of_no_pipeline_is_found_with_one_layer_on_each_stage(
+    fault: Fault, ranks: tuple[int, ...], layout: str, others: tuple[int, ...], error: str
+) -> None:
+    outcome = dry_run(planted(fault, *others), "tp=2,dp=4")  # pipelines are ranks 0 and 7
+    assert not outcome.fits(2**60) and f"{error}: " in outcome.failure
+    assert f"{Path(__file__).name}:" in outcome.failure and all(str(rank) in outcome.failure for rank in others)
+    assert not dry_run(planted(fault, *others), "tp=2,dp=4", second=False).failure
 
 
 def failed(outcome: Outcome, error: str) -> bool:
@@ -126,49 +143,33 @@ def test_layers_that_stages_do_not_divide_are_an_error() -> None:
 
 
 def test_a_value_that_decides_about_a_collective_is_listed() -> None:
-    def conditional(tokens: torch.Tensor) -> None:
+    def conditional(tokens: torch.Tensor, is_faulty: bool) -> None:
         if float(torch.rand(2000, device=tokens.device).sum()) > 2.0:
             dist.all_reduce(tokens.float(), group=mpu.get_tensor_model_parallel_group())
 
-    (use, *_) = dry_run(before_the_forward(conditional), "tp=2", every_rank=True).uses.values()
+    (use, *_) = dry_run(planted(conditional), "tp=2", every_rank=True).uses.values()
     assert any("in conditional" in line for line, _ in use.read)
 
 
-def test_a_missing_wait_is_a_warning_with_its_line() -> None:
-    def unfinished(tokens: torch.Tensor) -> None:
-        dist.all_reduce(tokens.float(), group=mpu.get_tensor_model_parallel_group(), async_op=True)
+@pytest.mark.parametrize("rank", [0, 5])
+def test_a_missing_wait_is_a_warning_with_its_line(rank: int) -> None:
+    def unfinished(tokens: torch.Tensor, is_faulty: bool) -> None:
+        work = dist.all_reduce(tokens.float(), group=mpu.get_tensor_model_parallel_group(), async_op=True)
+        if not is_faulty:
+            work.wait()
 
-    outcome = dry_run(before_the_forward(unfinished), "tp=2", every_rank=True)
+    outcome = dry_run(planted(unfinished, rank), "tp=2,dp=4")
     assert not outcome.failure
     assert any("in unfinished" in warning for warning in outcome.warnings)
 
 
-def test_ranks_that_do_other_things_than_those_that_ran_first_are_a_warning() -> None:
-    def on_last(tokens: torch.Tensor) -> None:
-        if not first_of("dp"):
-            dist.all_reduce(tokens.float(), group=mpu.get_tensor_model_parallel_group())
-
-    assert dry_run(before_the_forward(on_last), "tp=2,dp=2").warnings
-    assert not dry_run(smaller(GPT), "tp=2,dp=2").warnings
+def reducing(tokens: torch.Tensor, is_faulty: bool) -> None:
+    if is_faulty:
+        dist.all_reduce(tokens.float(), group=mpu.get_tensor_model_parallel_group())
 
 
-def on_ranks(*ranks: int) -> Program:
-    """Return the program of which some ranks call another collective."""
-
-    def fault(tokens: torch.Tensor) -> None:
-        if dist.get_rank() in ranks:
-            dist.all_reduce(tokens.float(), group=mpu.get_tensor_model_parallel_group())
-
-    return before_the_forward(fault).smaller(micro_batches=4)
-
-
-def test_a_fault_on_a_rank_of_no_pipeline_that_ran_is_found_with_one_layer_on_each_stage() -> None:
-    outcome = dry_run(on_ranks(5), "tp=2,pp=2,dp=4")  # pipelines are ranks 0 and 8, 7 and 15
-    assert "CollectiveMismatch" in outcome.failure and not outcome.fits(2**60)
-    assert "rank 5" in outcome.failure and "in fault" in outcome.failure
-    assert not dry_run(on_ranks(5), "tp=2,pp=2,dp=4", second=False).failure
-
-
-def test_ranks_of_no_pipeline_that_agree_on_another_call_are_a_warning() -> None:
-    (warning,) = dry_run(on_ranks(4, 5), "tp=2,pp=2,dp=4").warnings
+def test_ranks_that_agree_on_another_call_are_a_warning() -> None:
+    assert dry_run(planted(reducing, 2, 3), "tp=2,dp=2").warnings
+    assert not dry_run(planted(reducing), "tp=2,dp=2").warnings
+    (warning,) = dry_run(planted(reducing, 4, 5), "tp=2,pp=2,dp=4").warnings  # pipelines are ranks 0 and 8, 7 and 15
     assert "[4, 5]" in warning

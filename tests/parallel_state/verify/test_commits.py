@@ -12,8 +12,9 @@ import pytest
 from mcontroller.cli.main import main
 from parallel_state.verify import commits
 from parallel_state.verify.called import recorded_calls
-from parallel_state.verify.commits import History, Result, write_results
+from parallel_state.verify.commits import History, write_results
 from parallel_state.verify.program import VerifyError
+from parallel_state.verify.results import Result
 from tests.parallel_state.verify.programs import EXAMPLES
 
 # In place of a verification: the fingerprint is the content of one file, which is also what is imported.
@@ -65,6 +66,20 @@ def test_a_commit_that_changes_nothing_imported_costs_no_run_and_results_are_kep
     assert list(verified.values()) == ["1", "1", "1", "2", "2", "2", "3", "wrong", "wrong"]
     assert runs == 4
     assert fingerprints(checkout) == (verified, 0)
+
+
+@pytest.mark.processes
+def test_a_record_in_git_knows_the_results_of_a_machine_without_a_cache(checkout: Path) -> None:
+    def with_record(cache: str, revisions: str) -> tuple[list[str], int]:
+        folder, record = checkout.parent / cache, checkout.parent / "record.json"
+        with History(checkout, revisions, ["team.model:program"], cache=folder, record=record) as commits_of_range:
+            verified = [results["model"] for _, results in commits_of_range.verified()]
+            return [result.fingerprint + "".join(result.differing) for result in verified], commits_of_range.runs
+
+    first, runs = with_record("cache", "main~8..main~4")
+    assert (first, runs) == (["1", "1", "1", "2", "2"], 2)
+    assert with_record("elsewhere", "main~8..main") == ([*first, "2", "3", "wrongtp=2", "wrongtp=2"], 3)
+    assert with_record("a third", "main~8..main")[1] == 0
 
 
 @pytest.mark.processes

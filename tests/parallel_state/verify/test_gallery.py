@@ -36,11 +36,19 @@ def test_a_faulty_program_differs_and_its_report_names_the_fault(name: str) -> N
     assert FAULTS[name] in "\n".join(report(name))
 
 
-@of_0_16
-def test_a_larger_coefficient_makes_up_for_megatrons_loss_of_each_sequence() -> None:
-    program = load_program("examples/verify/gallery.py:cured_sequence_loss").smaller(num_layers=1, micro_batches=2)
+@pytest.mark.parametrize(
+    ("name", "layouts"),
+    [
+        ("label_smoothing", ["tp=2"]),
+        ("attention_sinks", ["tp=2"]),
+        pytest.param("auxiliary_loss", ["tp=2,sp"], marks=of_0_16),
+        pytest.param("sequence_loss", ["tp=2,sp", "cp=2"], marks=of_0_16),
+    ],
+)
+def test_the_cure_of_a_fault_of_megatron_itself_trains_the_same_model(name: str, layouts: list[str]) -> None:
+    program = load_program(f"examples/verify/gallery.py:cured_{name}").smaller(num_layers=1, micro_batches=2)
     verifier = Verifier(program, steps=1)
-    assert [verifier.verify(layout).equal for layout in ("tp=2,sp", "cp=2")] == [True, True]
+    assert [verifier.verify(layout).equal for layout in layouts] == [True] * len(layouts)
 
 
 def test_the_change_of_an_open_request_repairs_what_it_describes() -> None:

@@ -216,7 +216,9 @@ def test_chromium_draws_two_runs_without_errors(make_run: MakeRun, tmp_path: Pat
     command = ["chromium", *options, f"--user-data-dir={tmp_path}/user", path.as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert [line for line in done.stderr.splitlines() if "CONSOLE" in line] == []
-    assert done.stdout.count('class="curve" d="M') == 4 and 'data-name="train/score"' in done.stdout
+    assert done.stdout.count('class="curve" d="M') == 4 and done.stdout.count(">train/score<") == 1
+    aligned = re.findall(r'<th data-key="(\w+)"[^>]*class="n"', done.stdout)
+    assert "global_step" in aligned and not {"prompt", "response"} & set(aligned)
     assert f"{2 * STEPS + 1} of {2 * STEPS + 1} samples" in done.stdout and "rank 1 &lt;died&gt;" in done.stdout
     assert 'title="advantage -1">∎</span>' in done.stdout and '<span class="other">=</span>' in done.stdout
     assert "critic.update_critic: 0.1 s to 0.4 s" in done.stdout and '<option value="memory">' in done.stdout

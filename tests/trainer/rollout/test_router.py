@@ -38,7 +38,7 @@ class SmallEngine:
         self.cancelled = self.in_flight = 0
         self.go_on: asyncio.Event | None = None
         self.error: Exception | None = None
-        self.partial_after = 0
+        self.partial_after: int | None = None
 
     async def generate(self, prompt: array[int], sampling: Mapping[str, Any], on_part: OnPart = None) -> Sampled:
         self.requests.append((prompt, sampling))
@@ -54,7 +54,7 @@ class SmallEngine:
         if self.error is not None:
             raise self.error
         length = sampling["response_length"]
-        if self.partial_after and len(self.requests) == 1:
+        if self.partial_after is not None and len(self.requests) == 1:
             made = array("q", [len(prompt)] * self.partial_after)
             return Sampled(made, array("d", [-0.5] * len(made)), [(1, len(made))], is_partial=True)
         tokens = array("q", [*[len(prompt)] * (length - 1), EOS])
@@ -178,13 +178,26 @@ def test_tokens_have_the_versions_of_the_engine_and_later_turns_go_on(driven: bo
     assert seeds[0] != seeds[1]
 
 
-def test_the_rest_of_a_response_that_an_engine_stopped_is_submitted_again() -> None:
+@pytest.mark.parametrize("after", [0, 2])
+def test_the_rest_of_a_response_that_an_engine_stopped_is_submitted_again(after: int) -> None:
     engine = SmallEngine()
-    engine.partial_after = 2
-    trajectory = rollout_with(engine).submit([3, 4], max_tokens=5).result(10)
-    assert trajectory.tokens.tolist() == [2, 2, 4, 4, EOS]
-    assert trajectory.versions.tolist() == [1, 1, 1, 2, 2]
-    assert engine.requests[1][1]["response_length"] == 3
+    engine.partial_after = after
+    begun = Trajectory([3])
+    begun.replied([EOS])  # of the environment: it ends nothing
+    trajectory = rollout_with(engine).submit(begun, max_tokens=5).result(10)
+    first, rest = [2] * after, [2 + after] * (4 - after)
+    assert trajectory.tokens.tolist() == [EOS, *first, *rest, EOS]
+    assert trajectory.versions.tolist() == [-1, *[1] * after, 1, *[2] * (4 - after)]
+    assert engine.requests[1][1]["response_length"] == 5 - after
+
+
+def test_an_engine_that_returns_nothing_ends_its_request_with_an_error() -> None:
+    class Silent(SmallEngine):
+        async def generate(self, prompt: array[int], sampling: Mapping[str, Any], on_part: OnPart = None) -> Sampled:
+            return Sampled(array("q"), array("d"), [])
+
+    error = rollout_with(Silent()).submit([3]).exception(10)
+    assert isinstance(error, DataError) and error.field == "is_partial"
 
 
 def test_a_request_that_is_cancelled_ends_in_the_engine() -> None:
@@ -252,7 +265,7 @@ def test_engines_of_a_group_that_cannot_be_reached_end_a_request_after_one_more_
     submitted = [rollout.submit([3, 4], seed=seed) for seed in range(2)]
     assert rollout.start()
     for _ in range(20):
-        rollout.take()
+        rollout.advance()
     assert len(rollout) == 0 and len(connections) <= 3
     for error in (one.exception(0) for one in submitted):
         assert isinstance(error, NoEngineLeft) and error.engines == (f"127.0.0.1:{port}",)

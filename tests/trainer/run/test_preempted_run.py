@@ -67,8 +67,8 @@ ray.init(cluster.address, log_to_driver=False)
 total, deadline = ray.cluster_resources(), time.monotonic() + 10
 while ray.available_resources() != total and time.monotonic() < deadline:
     time.sleep(0.1)
-states = {each["State"] for each in ray._private.state.actors().values()}
-placements = {each["state"] for each in placement_group_table().values()}
+states = {actor["State"] for actor in ray._private.state.actors().values()}
+placements = {placement["state"] for placement in placement_group_table().values()}
 print("left", states, placements, {**total, **ray.available_resources()} == total)
 ray.shutdown()
 cluster.shutdown()

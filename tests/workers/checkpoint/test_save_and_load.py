@@ -25,7 +25,8 @@ from tests.workers.roles import (
     prompts,
     weights,
 )
-from workers.checkpoint.directories import checkpoint_path, commit, create_partial, find_checkpoint, read_manifest
+from workers.checkpoint.manifest import checkpoint_path, find_checkpoint, read_manifest
+from workers.checkpoint.save import commit, create_partial
 from workers.train.state import random_state, set_random_state
 
 ROWS = 16

@@ -108,7 +108,7 @@ def test_fields_that_packed_rows_do_not_support_are_rejected(transformer: dict[s
 @pytest.mark.parametrize(
     ("transformer", "key"),
     [
-        ({"mtp_num_layers": 1}, "mtp_num_layers"),
+        ({"mtp_use_repeated_layer": True}, "mtp_use_repeated_layer"),
         ({"experimental_attention_variant": "gated_delta_net"}, "experimental_attention_variant"),
         ({"heterogeneous_block_specs": True}, "heterogeneous_block_specs"),
         ({"is_hybrid_model": True}, "is_hybrid_model"),

@@ -99,7 +99,7 @@ def trainer_of(
     )
     names = {role: role.name for role in mapping}
     sizes = {name: [1 if role is Role.Rollout else bundles] for role, name in names.items()}
-    asked = prompts(4 * PROBLEMS, {}).batch
+    problems = prompts(4 * PROBLEMS, {}).batch
     return RayPPOTrainer(
         config,
         Tokens(),
@@ -107,7 +107,7 @@ def trainer_of(
         ResourcePoolManager(sizes, names, use_gpu=False, threads=1),
         group_cls,
         reward_fn=evenness,
-        train_dataset=[{name: column[row] for name, column in asked.items()} for row in range(4 * PROBLEMS)],
+        train_dataset=[{name: column[row] for name, column in problems.items()} for row in range(4 * PROBLEMS)],
         trackers=trackers,
         callbacks=callbacks,
     )

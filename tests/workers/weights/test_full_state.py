@@ -16,7 +16,6 @@ from tests.workers.full_state import full_state_dict, load_full_state_dict
 from workers.config import ModelConfig, ParallelConfig
 from workers.model.build import build_model
 from workers.model.transformer_config import transformer_config
-from workers.weights.shards import model_shards, unknown_positions
 
 pytestmark = pytest.mark.simulated
 
@@ -105,13 +104,19 @@ def test_separate_experts_go_from_one_layout_to_another() -> None:
         torch.testing.assert_close(loaded, state, rtol=0, atol=0)
 
 
-def uneven() -> list[str]:
+def rows_of_stacked_tensors() -> torch.Tensor:
+    """The rows of a weight that stacks tensors of 96, 24 and 8 rows, each numbered before it was divided over tp=2."""
     parallel = ParallelConfig(tp=2)
     context = new_context(parallel)
     [chunk] = build_model(SMALL_GPT, parallel, context)
-    chunk.decoder.layers[0].self_attention.linear_qkv.weight.partition_sizes = [48, 24, 24]
-    return unknown_positions(model_shards([chunk], context))
+    name, rank = "decoder.layers.0.self_attention.linear_qkv.weight", context.pg.tp.rank()
+    weight = chunk.get_parameter(name)
+    weight.partition_sizes = [48, 12, len(weight) - 60]
+    whole = torch.arange(2.0 * len(weight)).split([2 * size for size in weight.partition_sizes])
+    weight.data.copy_(torch.cat([part.chunk(2)[rank] for part in whole])[:, None].expand_as(weight))
+    return full_state_dict([chunk], context)[name][:, 0]
 
 
-def test_a_tensor_divided_unevenly_has_an_unknown_position() -> None:
-    assert run_ranks(uneven, 2) == [["decoder.layers.0.self_attention.linear_qkv.weight"]] * 2
+def test_stacked_tensors_of_different_sizes_are_joined_one_by_one() -> None:
+    for rows in run_ranks(rows_of_stacked_tensors, 2):
+        assert torch.equal(rows, torch.arange(len(rows), dtype=rows.dtype))

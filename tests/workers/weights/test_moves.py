@@ -45,15 +45,15 @@ def cut(rows: int, ranks: int, ways: int, pieces: int = 1, dtype: str = "float32
     padded = -(-rows // (ways * pieces)) * ways * pieces
     whole = LocalTensor("weight", (rows, 4), dtype, 4)
     spans = [spans_of(padded // ways, pieces, ways, rank % ways, rows) for rank in range(ranks)]
-    return [[whole._replace(dim=0, spans=of_rank)] for of_rank in spans]
+    return [[whole._replace(dim=0, spans=part)] for part in spans]
 
 
 def sent_by(schedule: Schedule, rank: int) -> int:
     return sum(move.nbytes for move in chain(*schedule.buckets) if move.source_rank == rank)
 
 
-def indices(of_rank: list[LocalTensor]) -> set[int]:
-    return {index for span in of_rank[0].spans for index in range(span.start, span.stop)}
+def indices(tensors: list[LocalTensor]) -> set[int]:
+    return {index for span in tensors[0].spans for index in range(span.start, span.stop)}
 
 
 def check_moves(schedule: Schedule, sources: list[list[LocalTensor]], targets: list[list[LocalTensor]]) -> None:

@@ -38,8 +38,9 @@ class ModelFamily(ABC):
         add_qkv_bias, qk_layernorm, has_experts: the layers that the family has. They determine the family of a model
             that was not read from a Hugging Face directory. None: with and without.
         special: other fields of Megatron's TransformerConfig that determine the family, and their values.
-        has_extra_layers: whether checkpoints may have layers after the last one, which predict more tokens at once.
-            They are not built, and left out.
+        has_extra_layers: whether checkpoints may have layers of multi-token prediction after the last one, which are
+            left out unless ``mtp_num_layers`` builds them.
+        copies: for such a layer, the names of its copies of weights of the whole model, by Megatron's names of these.
         reference_type: the ``model_type`` that computes the same in transformers; None: the family's own.
         names: the tensors that one tensor of Megatron's GPT model consists of, stacked along dim 0, by its name.
             ``{layer}`` and ``{expert}`` are numbers, counted from 0 over the whole model. q, k and v of
@@ -59,8 +60,10 @@ class ModelFamily(ABC):
         "multi_latent_attention": False,
         "moe_router_enable_expert_bias": False,
         "window_size": None,
+        "mamba_num_heads": None,
     }
     has_extra_layers: ClassVar[bool] = False
+    copies: ClassVar[Mapping[str, str]] = {}
     reference_type: ClassVar[str | None] = None
     names: ClassVar[Mapping[str, tuple[str, ...]]]
     value_head: ClassVar[str] = "score.weight"

@@ -26,7 +26,15 @@ from workers.weights.hf.config import family_at, family_of, hf_config_of
 from workers.weights.hf.family import ModelFamily
 from workers.weights.hf.files import WeightFiles, WeightWriter, files_left_out, finish_export, start_export
 from workers.weights.hf.hub import local_directory
-from workers.weights.hf.names import OUTPUT_LAYER, bridge_of, hf_shards, model_family, names_of
+from workers.weights.hf.names import (
+    OUTPUT_LAYER,
+    bridge_of,
+    copies_of,
+    hf_shards,
+    model_family,
+    names_of,
+    with_copies,
+)
 from workers.weights.hf.verify_load import verify_load
 from workers.weights.moves import TensorInBucket, places_in_bucket
 from workers.weights.shards import WeightShard, named_shards
@@ -37,6 +45,8 @@ logger = logging.getLogger(__name__)
 # Tensors that old checkpoints contain and that follow from the configuration.
 _DERIVED = ".rotary_emb.inv_freq"
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
+_ROWS = 16
+"""Rows of a copy that are compared."""
 
 
 @torch.no_grad()
@@ -68,7 +78,9 @@ def load_hf(
         shapes = {name: shape for theirs in all_gather_values(_shapes(shards)) for name, shape in theirs.items()}
         head = (family or ModelFamily).value_head
         left = {head} if head in shapes and head not in files.names else set[str]()
-        _check_names(shapes, left, files, family, str(path))
+        copies = copies_of(chunks, family)
+        _check_names(shapes, left, files, family, {name for names in copies.values() for name in names}, str(path))
+        raise_on_every_rank(lambda: _check_copies(copies, files, str(path)))
     for parameter in named_shards(chunks, context):
         parameter.padding().zero_()
     for shard in shards:
@@ -190,8 +202,9 @@ def export_hf(
         if (bridge := bridge_of(chunks)) is not None:
             whole, value_head = hf_whole_tensors(chunks, context), bridge.value_head
         else:
-            shards = raise_on_every_rank(lambda: hf_shards(chunks, context, family_of(model)))
-            value_head = any(family_of(model).value_head in names for names in all_gather_values(_shapes(shards)))
+            family = family_of(model)
+            shards = raise_on_every_rank(lambda: with_copies(hf_shards(chunks, context, family), chunks, family))
+            value_head = any(family.value_head in names for names in all_gather_values(_shapes(shards)))
             whole = WholeTensors(lambda: shards)
         config = hf_config_of(model, value_head=value_head)
         raise_on_every_rank(lambda: start_export(target) if rank == 0 else None)
@@ -236,14 +249,15 @@ def _check_names(
     left: set[str],
     files: WeightFiles,
     family: ModelFamily | None,
+    copies: set[str],
     path: str,
 ) -> None:
     """Raise, on all ranks, unless the checkpoint fits the model, which may lack the names ``left``."""
     missing = sorted(shapes.keys() - files.names - left)
     # A model with tied embeddings or a value head does not need the output layer of a checkpoint.
-    spare = {*names_of(family).get(OUTPUT_LAYER, ())}
+    spare = {*names_of(family).get(OUTPUT_LAYER, ()), *copies}
     if family is not None and family.has_extra_layers:
-        layers = max(int(number[1]) for name in shapes if (number := _LAYER.search(name)))
+        layers = max(int(number[1]) for name in {*shapes, *copies} if (number := _LAYER.search(name)))
         extra = {name for name in files.names if (number := _LAYER.search(name)) and int(number[1]) > layers}
         spare |= extra
         if extra and dist.get_rank() == 0:
@@ -262,6 +276,20 @@ def _check_names(
             unexpected=unexpected,
             differing=differing,
         )
+
+
+def _check_copies(copies: Mapping[str, list[str]], files: WeightFiles, path: str) -> None:
+    """Raise DataError unless rows of the copies that layers of multi-token prediction have are those of the weights."""
+    for name, names in copies.items():
+        for copy in files.names.intersection(names):
+            rows, *_ = files.shape(name)
+            for row in range(0, rows, max(rows // _ROWS, 1)):
+                if not files.read(name, 0, row, row + 1).equal(files.read(copy, 0, row, row + 1)):
+                    raise DataError(
+                        f"{path}: row {row} of {copy} differs from {name}, of which it is a copy: leave out "
+                        "model.transformer.mtp_num_layers",
+                        tensor=copy,
+                    )
 
 
 def _some(names: Sequence[str]) -> str:

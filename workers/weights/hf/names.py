@@ -51,6 +51,28 @@ def hf_shards(
     return shards
 
 
+def with_copies(
+    shards: Sequence[WeightShard], chunks: Sequence[torch.nn.Module], family: ModelFamily
+) -> list[WeightShard]:
+    """Return the parts, and those of the copies that layers of multi-token prediction have in the files."""
+    every = list(shards)
+    for shard in shards:
+        every += [replace(shard, name=name) for name in copies_of(chunks, family).get(shard.name, ())]
+    return every
+
+
+def copies_of(chunks: Sequence[torch.nn.Module], family: ModelFamily | None) -> dict[str, list[str]]:
+    """Return the names of copies by the name of the tensor that is copied, both in the files."""
+    chunk: Any = unwrap_model(chunks[0])
+    first = get_model_config(chunk).num_layers
+    layers = range(first, first + getattr(chunk, "prediction_layers", 0))
+    if family is None or not layers:
+        return {}
+    return {
+        family.names[name][0]: [copy.format(layer=layer) for layer in layers] for name, copy in family.copies.items()
+    }
+
+
 def bridge_of(chunks: Sequence[torch.nn.Module]) -> Any:
     """Return the ``workers.model.bridge.BridgeWeights`` of a model that Megatron-Bridge has built, or None."""
     return getattr(unwrap_model(chunks[0]), "bridge", None)

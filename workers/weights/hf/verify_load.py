@@ -68,7 +68,7 @@ def verify_load(chunks: Sequence[nn.Module], model: Any, context: MegatronContex
     started, path = time.perf_counter(), str(model.hf_path)
     family, automatic = family_at(path), model.verify_load == "auto" and model.provider == "native"
     kind = (family and family.reference_type) or str(read_config(path).get("model_type"))
-    reason = _cannot(kind) or (_should_not(model) if automatic else None)
+    reason = _cannot(kind, model) or (_should_not(model) if automatic else None)
     if reason is not None:
         if not automatic:
             raise ConfigError(
@@ -85,7 +85,7 @@ def verify_load(chunks: Sequence[nn.Module], model: Any, context: MegatronContex
         with_experts = config.num_moe_experts is not None
         reference = _Reference(Path(local_directory(path)), kind, names_of(family), config.params_dtype, with_experts)
         differences = [result for part in recorded if (result := _compared(reference, part)) is not None]
-    everywhere = sorted(difference for of_rank in all_gather_values(differences) for difference in of_rank)
+    everywhere = sorted(difference for names in all_gather_values(differences) for difference in names)
     for difference in everywhere:
         if difference.differs:
             raise DataError(
@@ -118,8 +118,10 @@ class _Difference(NamedTuple):
     relative: float
 
 
-def _cannot(kind: str) -> str | None:
-    """Why transformers cannot compute a model of this ``model_type``."""
+def _cannot(kind: str, model: Any) -> str | None:
+    """Why the model is not computed with transformers."""
+    if model.has_states:
+        return "its layers have recurrent states"
     if importlib.util.find_spec("transformers") is None:
         return "transformers is not installed"
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING

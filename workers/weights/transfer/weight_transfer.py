@@ -2,7 +2,7 @@
 
 Ranks describe which slices of which tensors they have (``plan.RankWeights``), and from this ``plan.schedule_transfer``
 decides who sends what to whom. Each rank then has a ``TransferEndpoint``, which fills buckets from its weights, or its
-weights or an engine from buckets; ``transports`` carries the buckets.
+weights or an engine from buckets, and sends or receives them; ``WeightSender`` has the registered methods.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from typing import Any, Self
 from mcontroller.errors import ConnectionLost, GroupError, MControllerError
 from mcontroller.group import WorkerGroup
 from mcontroller.transport import Future
-from workers.weights.transfer.endpoint import TransferOutcome
+from workers.weights.transfer.endpoint import TransferOutcome, choose_transport
 from workers.weights.transfer.plan import RankSchedule, TransferSchedule, explanation, schedule_transfer
-from workers.weights.transfer.transports import choose_transport
 from workers.weights.verification import Verification
 
 logger = logging.getLogger(__name__)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from mcontroller.errors import ConfigError
+from workers.weights.transfer.endpoint import choose_transport
 from workers.weights.transfer.plan import RankWeights
-from workers.weights.transfer.transports import choose_transport
 
 _pids = iter(range(1000, 10_000))
 GPUS = ("A", "B", "C", "D")

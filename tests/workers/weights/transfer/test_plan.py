@@ -103,7 +103,7 @@ def test_engines_get_whole_tensors_each_complete_in_one_bucket() -> None:
     engine = ServedEngine("bfloat16", 2, MIB)
     targets = [RankWeights((), (), "node", 10 + pid, "cpu", engine=engine if pid else None) for pid in range(3)]
     schedule = schedule_transfer(sources, targets, MIB)
-    assert [[tensor.name for tensor in of_rank] for of_rank in schedule.targets] == [
+    assert [[tensor.name for tensor in tensors] for tensors in schedule.targets] == [
         [],
         *[["a", "model.layers.0.w", "b"]] * 2,
     ]

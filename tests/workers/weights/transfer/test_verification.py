@@ -11,8 +11,8 @@ from torch import Tensor
 from mcontroller.errors import CallRejected
 from tests.workers.roles import experience
 from tests.workers.weights.transfer.test_equal_generation import EXPERTS, TIED, generated, group
+from workers.weights.transfer.endpoint import TRANSPORTS, InProcess
 from workers.weights.transfer.plan import PeerSlices
-from workers.weights.transfer.transports import TRANSPORTS, InProcess
 from workers.weights.transfer.weight_transfer import WeightTransfer
 from workers.weights.verification import WeightsNotArrived
 

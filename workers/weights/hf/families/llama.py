@@ -105,6 +105,7 @@ class Llama(ModelFamily):
         "moe_router_num_groups": None,
         "moe_router_score_function": "softmax",
         "moe_router_topk_scaling_factor": None,
+        "mtp_num_layers": None,
         "no_rope_freq": None,
         "qk_l2_norm": False,
         "rotary_interleaved": False,

@@ -12,8 +12,9 @@ from workers.weights.hf.families.llama import Llama, names_in_layer
 from workers.weights.hf.family import not_built
 from workers.weights.hf.fields import count_of, flag_of, number_of, size_of
 
-_ROUTING = frozenset(
+_COMPUTED = frozenset(
     (
+        "mtp_num_layers",
         "moe_router_num_groups",
         "moe_router_score_function",
         "moe_router_topk_scaling_factor",
@@ -41,8 +42,16 @@ class RoutedByBias(Llama):
                 "mlp.shared_experts.up_proj.weight",
             ),
             "mlp.shared_experts.linear_fc2.weight": ("mlp.shared_experts.down_proj.weight",),
+            "enorm.weight": ("enorm.weight",),
+            "hnorm.weight": ("hnorm.weight",),
+            "eh_proj.weight": ("eh_proj.weight",),
+            "final_layernorm.weight": ("shared_head.norm.weight",),
         }
     )
+    copies: ClassVar[Mapping[str, str]] = {
+        "embedding.word_embeddings.weight": "model.layers.{layer}.embed_tokens.weight",
+        "output_layer.weight": "model.layers.{layer}.shared_head.head.weight",
+    }
     computed: ClassVar[tuple[str, ...]] = (
         *Llama.computed,
         "n_routed_experts",
@@ -57,7 +66,7 @@ class RoutedByBias(Llama):
     )
     inert: ClassVar[tuple[str, ...]] = ("num_nextn_predict_layers", "output_router_logits")
     fixed_transformer: ClassVar[Mapping[str, Any]] = {
-        key: value for key, value in Llama.fixed_transformer.items() if key not in _ROUTING
+        key: value for key, value in Llama.fixed_transformer.items() if key not in _COMPUTED
     } | {"moe_router_score_function": "sigmoid", "moe_shared_expert_gate": False}
 
     def fields_from(self, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -103,7 +112,7 @@ class RoutedByBias(Llama):
             "topk_group": inside.get("moe_router_group_topk") or 1,
             "routed_scaling_factor": inside.get("moe_router_topk_scaling_factor") or 1.0,
             "norm_topk_prob": fields["moe_router_topk"] > 1,
-            "num_nextn_predict_layers": 0,
+            "num_nextn_predict_layers": inside.get("mtp_num_layers") or 0,
         }
 
 

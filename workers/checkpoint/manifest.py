@@ -1,8 +1,7 @@
-"""The directories of checkpoints: finding one, replacing it atomically, deleting old ones; and their manifests.
+"""The manifest of a checkpoint, and where to find it: ``save`` writes checkpoints, ``load`` reads them.
 
-The manifest is a JSON file with the step, layout, parts, counters and the shape of every weight. Megatron-LM finds the
-same checkpoints under its own names: ``iter_0000100`` is a link to ``global_step_100``, and
-``latest_checkpointed_iteration.txt`` has the number of the newest.
+The manifest is a JSON file with the step, layout, parts, counters, the shape of every weight, and the checksums of the
+other files.
 """
 
 from __future__ import annotations
@@ -11,13 +10,12 @@ import hashlib
 import json
 import os
 import re
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict, cast
 
 from mcontroller.errors import DataError
-from mcontroller.files import acquire_lock, delete_with_links, release_lock, replace_text, sync_directory
+from mcontroller.files import replace_text
 
 MANIFEST = "manifest.json"
 METADATA = ".metadata"
@@ -27,11 +25,10 @@ Shapes = Mapping[str, Mapping[str, list[int]]]
 Buckets = Mapping[str, list[list[Any]]]
 """By optimizer and model-parallel rank, for each buffer its dtypes and the elements of its buckets."""
 
-_STEP = "global_step_{}"
-_LATEST = "latest"
-_LOCK = ".save.lock"
-_LINK = "iter_{:07d}"
-_LATEST_OF_MEGATRON_LM = "latest_checkpointed_iteration.txt"
+STEP = "global_step_{}"
+"""The name of the directory of a checkpoint."""
+LATEST = "latest"
+"""The file with the name of the newest checkpoint beside it."""
 
 
 class FileEntry(TypedDict):
@@ -160,7 +157,7 @@ def _damaged(checkpoint: Path, reason: str) -> DataError:
 
 def checkpoint_path(root: Path, step: int) -> Path:
     """Return the directory of the checkpoint of a step."""
-    return root / _STEP.format(step)
+    return root / STEP.format(step)
 
 
 def partial_path(target: Path) -> Path:
@@ -175,7 +172,7 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Path:
         DataError: if there is none, or it was never finished, or it has lost its manifest.
     """
     root = Path(path)
-    pointer = root / _LATEST
+    pointer = root / LATEST
     checkpoint = root / _named_by(pointer) if pointer.is_file() else root
     if not checkpoint.exists():
         checkpoint = partial_path(checkpoint)  # complete, if a save of the same step was stopped between its renames
@@ -187,7 +184,7 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Path:
                 path=str(checkpoint / MANIFEST),
             )
         raise DataError(
-            f"there is no checkpoint at {str(path)!r}: expected {MANIFEST}, a file {_LATEST!r} naming a directory that "
+            f"there is no checkpoint at {str(path)!r}: expected {MANIFEST}, a file {LATEST!r} naming a directory that "
             "has one, or a distributed checkpoint of Megatron-LM",
             path=str(path),
         )
@@ -197,85 +194,7 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Path:
 def _named_by(pointer: Path) -> str:
     """Return the name in the file ``latest``."""
     name = pointer.read_bytes()[:200].decode(errors="replace").strip()
-    if not re.fullmatch(_STEP.format("[0-9]+"), name):
-        text = f"{str(pointer)!r} contains {name!r}, expected the name of a checkpoint such as {_STEP.format(100)}"
+    if not re.fullmatch(STEP.format("[0-9]+"), name):
+        text = f"{str(pointer)!r} contains {name!r}, expected the name of a checkpoint such as {STEP.format(100)}"
         raise DataError(text, path=str(pointer))
     return name
-
-
-def create_partial(target: Path) -> None:
-    """Create an empty directory at ``partial_path(target)``, and lock the directory that it is in.
-
-    Raises:
-        DataError: if it cannot be created, or another process saves there.
-    """
-    partial = partial_path(target)
-    try:
-        acquire_lock(target.with_name(_LOCK), f"the directory of checkpoints {target.parent}")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
-    except OSError as error:
-        delete_partial(target)
-        raise DataError(f"cannot write a checkpoint to {str(target)!r}: {error}", path=str(target)) from error
-
-
-def delete_partial(target: Path) -> None:
-    """Delete what was written of a checkpoint that was not committed."""
-    shutil.rmtree(partial_path(target), ignore_errors=True)
-    release_lock(target.with_name(_LOCK))
-
-
-def commit(target: Path, manifest: Manifest, keep: int | None) -> None:
-    """Rename the finished ``partial_path(target)`` to ``target``, point ``latest`` to it, and release the lock.
-
-    Args:
-        target: the directory of the checkpoint.
-        manifest: written into it first.
-        keep: how many checkpoints stay: this one and the newest steps of the others. Remains of interrupted saves are
-            deleted too. None keeps everything.
-
-    Raises:
-        DataError: a file cannot be written or renamed.
-    """
-    try:
-        _replace(target, manifest)
-    except OSError as error:
-        raise DataError(f"cannot write the checkpoint {str(target)!r}: {error}", path=str(target)) from error
-    if keep is not None:
-        _delete_old(target, keep)
-    release_lock(target.with_name(_LOCK))
-
-
-def _replace(target: Path, manifest: Manifest) -> None:
-    partial = partial_path(target)
-    write_manifest(partial, manifest)
-    sync_directory(partial)
-    if target.exists():
-        replaced = target.with_name(f".{target.name}.replaced")
-        shutil.rmtree(replaced, ignore_errors=True)
-        target.rename(replaced)
-        partial.rename(target)
-        shutil.rmtree(replaced)
-    else:
-        partial.rename(target)
-    replace_text(target.with_name(_LATEST), target.name)
-    step = _step_of(target)
-    link = target.with_name(_LINK.format(step))
-    if not link.exists():
-        link.symlink_to(target.name)
-    if link.is_symlink():  # else Megatron-LM saved into this directory, and its file names its own newest checkpoint
-        replace_text(target.with_name(_LATEST_OF_MEGATRON_LM), str(step))
-
-
-def _step_of(checkpoint: Path) -> int:
-    return int(checkpoint.name.rsplit("_", 1)[1])
-
-
-def _delete_old(target: Path, keep: int) -> None:
-    """Delete the oldest steps but never ``target``, which is not the newest if an earlier run made more steps."""
-    saved = map(_step_of, target.parent.glob(_STEP.format("[0-9]*")))
-    steps = sorted(step for step in saved if checkpoint_path(target.parent, step) != target)
-    for step in steps[: max(len(steps) + 1 - keep, 0)]:
-        delete_with_links(checkpoint_path(target.parent, step))
-    for interrupted in target.parent.glob(f".{_STEP.format('[0-9]*')}.*"):
-        shutil.rmtree(interrupted)

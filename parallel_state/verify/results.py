@@ -1,0 +1,106 @@
+"""The outcome of a program at a commit, and a small file of them to keep in git: another machine goes on from there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+_SHA = 10
+_RECORDED = "fingerprint", "layouts", "bits", "failure"
+
+
+@dataclass(frozen=True)
+class Result:
+    """The outcome of a program at a commit.
+
+    Attributes:
+        fingerprint: a sum over the bits of the training of one process; empty after a failure.
+        layouts: the first difference in each layout, empty if it is equal.
+        bits: a sum over the bits of the training in each layout.
+        seconds: of a CPU.
+        failure: the error of a program that cannot be verified at this commit.
+        files: hashes of the files that the result depends on, by their paths in the checkout; those of the program by
+            their absolute paths.
+        called: the functions that were called, by the paths in ``files``; a file without an entry counts as a whole.
+    """
+
+    fingerprint: str = ""
+    layouts: dict[str, str] = field(default_factory=dict)
+    bits: dict[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
+    failure: str = ""
+    files: dict[str, str] = field(default_factory=dict)
+    called: dict[str, list[str]] = field(default_factory=dict)
+
+    @property
+    def differing(self) -> list[str]:
+        """The layouts that do not train the model of one process."""
+        return [layout for layout, first in self.layouts.items() if first]
+
+    def changes(self, before: Result) -> list[str]:
+        """Return what is not as in an earlier result, worst first."""
+        if self.failure or before.failure:
+            if bool(self.failure) == bool(before.failure):
+                return []
+            return [f"fails: {self.failure}" if self.failure else "can be verified again"]
+        began = [layout for layout in self.differing if not before.layouts.get(layout)]
+        ended = [layout for layout in before.differing if not self.layouts.get(layout)]
+        changes = [f"layout {layout} began to differ: {self.layouts[layout]}" for layout in began]
+        changes += [f"layout {layout} is equal again" for layout in ended]
+        if self.fingerprint != before.fingerprint:
+            return [*changes, "numbers of one process changed"]
+        other = [layout for layout in self.bits if before.bits.get(layout) not in (None, self.bits[layout])]
+        rounding = [layout for layout in other if layout not in (*began, *ended)]
+        return [*changes, f"other rounding in {' '.join(rounding)}"] if rounding else changes
+
+    def is_regression(self, before: Result) -> bool:
+        """Whether a layout began to differ, or the program to fail."""
+        return bool(self.failure and not before.failure) or any(
+            before.layouts.get(layout) == "" for layout in self.differing
+        )
+
+
+class Record:
+    """A JSON file of results by program; the commits with one result are one entry.
+
+    Args:
+        file: the file; it is made with the first result. None: nothing is read or written.
+        keys: what the results of a program depend on beside Megatron, by its short name. Entries with another key stay
+            in the file, and are not read.
+    """
+
+    def __init__(self, file: Path | None, keys: Mapping[str, str]) -> None:
+        self._file, self._keys = file, keys
+        self._programs: dict[str, list[dict[str, Any]]] = json.loads(file.read_text()) if file and file.exists() else {}
+
+    def known(self, sha: str) -> dict[str, Result]:
+        """Return the results at a commit, by program."""
+        entries = {
+            name: entry for name in self._keys for entry in self._entries(name) if sha[:_SHA] in entry["commits"]
+        }
+        return {name: Result(**entry["result"]) for name, entry in entries.items()}
+
+    def add(self, sha: str, results: Mapping[str, Result]) -> None:
+        """Write the results at a commit, without what the cache needs to know that another commit runs the same."""
+        known = self.known(sha)
+        new = {name: result for name, result in results.items() if name not in known}
+        if self._file is None or not new:
+            return
+        for name, result in new.items():
+            fields = {
+                key: value
+                for key, value in asdict(result).items()
+                if key in ("fingerprint", "layouts", "bits", "failure")
+            }
+            entry = next((entry for entry in self._entries(name) if entry["result"] == fields), None)
+            if entry is None:
+                entry = {"key": self._keys[name], "result": fields, "commits": []}
+                self._programs.setdefault(name, []).append(entry)
+            entry["commits"].append(sha[:_SHA])
+        self._file.write_text(json.dumps(self._programs, indent=0) + "\n")
+
+    def _entries(self, name: str) -> list[dict[str, Any]]:
+        return [entry for entry in self._programs.get(name, []) if entry["key"] == self._keys[name]]
