@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+from collections import deque
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,14 +17,17 @@ from parallel_state.dry_run.counting import CountingMode
 from parallel_state.dry_run.memory import storage_of
 from parallel_state.dry_run.outcome import Use
 from parallel_state.dry_run.training import begin, initialize_state, used
+from workers.columns import ROUTED_EXPERTS
 from workers.config import OptimConfig
 from workers.config.optim import OPTIMIZER_SET_ELSEWHERE
 from workers.config.roles import MicroBatchSize
 from workers.model.gpu_defaults import defaults_with
 from workers.model.transformer_config import checked_fields
+from workers.router_replay.routers import ModelRouters
 from workers.verify.roles import ModelRole, rows_of_role
 from workers.verify.sizes import one_layer_a_stage
 from workers.weights.offload import Sleepable
+from workers.weights.whole_tensors import InBuckets
 
 _PRECISION = (
     "use_precision_aware_optimizer",
@@ -42,7 +46,7 @@ class RoleCall:
 
     Attributes:
         role: the role.
-        method: the call.
+        method: the call; ``rollout_weights`` sends the weights to an engine beside the worker.
         prompt: tokens of a prompt.
         response: tokens of a response.
         micro_batches: of a data-parallel rank; None: no more than change the peak.
@@ -96,6 +100,7 @@ class RoleCall:
         if mode.transformer_engine:
             fields = {default.field: default.value for default in defaults_with(config.model, with_engine=True)}
         transformer = fields | config.model.transformer
+        transformer_engine.check_counted(transformer)
         model = replace(config.model, transformer_impl="local", hf_path=None, transformer=transformer)
         changes: dict[str, Any] = {"model": model}
         on_host = unsaved = 0.0
@@ -112,6 +117,8 @@ class RoleCall:
         _classify(mode, worker)
         kept = transformer_engine.workspace(worker.state.model) if mode.transformer_engine else []
         batch = rows_of_role(0, config, rows * count, self.prompt, self.response)
+        if hasattr(config, "rollout") and worker.router_replay.routers is not None:
+            batch = _with_experts(batch, worker.router_replay.routers)
         if self.method == "generate_sequences":
             columns = {name: batch.tensors()[name][:, : self.prompt] for name in ("input_ids", "attention_mask")}
             batch = DataProto.from_dict(columns, meta_info={"n": 1, "eos_token_id": [], "pad_token_id": 0})
@@ -119,11 +126,33 @@ class RoleCall:
         unneeded = _unneeded(worker, self.method, on_host)
         idle = begin(mode)
         with worker.call_context(self.method):
-            getattr(worker, self.method)(batch)
+            if self.method == "rollout_weights":
+                _send(worker.rollout_weights())
+            else:
+                getattr(worker, self.method)(batch)
         del kept
         use = used(mode, idle, [*worker.state.model, *getattr(worker, "reference", ())])
         use = replace(_without_host_memory(use, unsaved), on_host=0)
         return replace(_without_host_memory(use, on_host), unneeded=unneeded)
+
+
+def _send(weights: InBuckets) -> None:
+    """Read all weights as an engine does: two buckets exist at a time."""
+    buckets = deque[torch.Tensor](maxlen=2)
+
+    def memory(nbytes: int) -> torch.Tensor:
+        buckets.append(torch.empty(nbytes, dtype=torch.uint8, device=torch.cuda.current_device()))
+        return buckets[-1]
+
+    for _ in weights.buckets(memory):
+        pass
+
+
+def _with_experts(batch: DataProto, routers: ModelRouters) -> DataProto:
+    """Return the batch with equal shares of experts for the routers to choose."""
+    shape = *batch.tensors()["input_ids"].shape, routers.topk
+    experts = (torch.arange(math.prod(shape)) % routers.experts).view(shape).to(routers.dtype)
+    return batch.with_tensors({ROUTED_EXPERTS: experts[:, :, None].expand(-1, -1, routers.layers, -1).contiguous()})
 
 
 def _on_device(optim: OptimConfig) -> tuple[OptimConfig, float]:

@@ -38,6 +38,11 @@ class Lengths:
     response: int
     rows: int
 
+    def generation(self, role: ModelRole) -> RoleCall:
+        """Return the generation of a role with an engine in the worker."""
+        rows = min(math.ceil(self.rows / role.variant.layout.dp), role.config.rollout.max_rows)
+        return RoleCall(role, "generate_sequences", self.prompt, self.response, micro_batches=1, row_count=rows)
+
 
 @dataclass(frozen=True)
 class HostMemory:
@@ -144,22 +149,16 @@ class _OfRole:
         config: Any = self.model_role.config
         if not ROLLOUT_ENGINES.get_or_raise(config.rollout.engine).in_worker:
             return
-        prompt, response = self.lengths.prompt, self.lengths.response
-        rows = math.ceil(self.lengths.rows / self.model_role.variant.layout.dp)
-        one = replace(self._role_call("rollout", "generate_sequences"), row_count=min(rows, config.rollout.max_rows))
-        one = replace(one, micro_batches=1, prompt=prompt, response=1)
+        one = self.lengths.generation(replace(self.model_role, roles="rollout"))
         call = self._call("rollout", "generate", lambda: stage_uses(one))
         if not call.failure:
             # Another column of keys and values: after a prompt of one token, the peak is where all layers have theirs.
             two, three = (stage_uses(replace(one, prompt=1, response=length)) for length in (2, 3))
             columns = [more.activations - use.activations for use, more in zip(two, three, strict=True)]
+            caches = [round((one.prompt + one.response) * column) for column in columns]
             stages = [
-                replace(
-                    memory,
-                    cache=round((prompt + response) * column),
-                    activations=round(memory.activations - (prompt + 1) * column),
-                )
-                for memory, column in zip(call.stages, columns, strict=True)
+                replace(memory, cache=cache, activations=memory.activations - cache)
+                for memory, cache in zip(call.stages, caches, strict=True)
             ]
             call = replace(call, stages=tuple(stages))
         yield call

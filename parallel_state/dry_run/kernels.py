@@ -13,6 +13,7 @@ from torch.amp import autocast_mode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from parallel_state.dry_run.counting import counts_transformer_engine, running_mode
+from parallel_state.dry_run.values import BRANCH, value_of
 
 _META = torch.device("meta")
 _functional = torch.nn.functional
@@ -43,6 +44,14 @@ def _stacked(data: Any) -> torch.Tensor:
 
 def _on_host(function: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     return function(tensor.detach().to("cpu") if tensor.is_meta else tensor, *args, **kwargs)
+
+
+def _as_bool(function: Any, tensor: torch.Tensor) -> bool:
+    mode = running_mode()
+    if mode is None or not tensor.is_meta or tensor.numel() != 1 or value_of(tensor) is not None:
+        return bool(function(tensor))
+    mode.read.add(BRANCH)
+    return tensor.dtype != torch.bool
 
 
 class _Kernel(torch.autograd.Function):
@@ -121,8 +130,10 @@ def _attend(function: Any, query: Any, key: Any, value: Any, attn_mask: Any = No
     flops = 2 * batch * heads * length * key.shape[-2] * (width + value.shape[-1])
 
     def run(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None) -> Any:
-        shape = batch, length, heads, value.shape[-1]
-        output = torch.empty(shape, dtype=query.dtype, device=_META).transpose(1, 2)
+        if width == value.shape[-1]:
+            output = torch.empty_like(query)  # flash attention and cuDNN keep the order of dims in memory
+        else:
+            output = query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)
         sums = torch.empty(batch, heads, length, dtype=torch.float32, device=_META)
         count_flops(flops)
         return output, (query, key, value, output, sums, bias)
@@ -135,6 +146,7 @@ _REPLACEMENTS: list[tuple[Any, str, Callable[..., Any]]] = [
     (torch, "as_tensor", _tensor),
     (torch.Tensor, "tolist", _on_host),
     (torch.Tensor, "numpy", _on_host),
+    (torch.Tensor, "__bool__", _as_bool),
     (_functional, "rms_norm", _rms_norm),
     (_functional, "scaled_dot_product_attention", _attend),
 ]

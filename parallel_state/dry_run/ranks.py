@@ -199,7 +199,9 @@ def run_without_data(
             list(ranks) for ranks in groups_once(size, tuple(sizes), tuple(mask))
         ],
     )
-    gc.freeze()  # a collection looks at the objects of the ranks alone, not at those of all imported modules
+    freezes = gc.get_freeze_count() == 0  # else the program has done so, and unfreezing would undo that
+    if freezes:
+        gc.freeze()  # a collection looks at the objects of the ranks alone, not at those of all imported modules
     try:
         gathering = mock.patch.object(dist, "all_gather_object", _gather_objects)
         with without_memory(), torch_on_meta(), gathering:
@@ -218,7 +220,8 @@ def run_without_data(
     finally:
         simulation.close()
         gc.collect()  # models have circles of references, and the next ranks need the memory
-        gc.unfreeze()
+        if freezes:
+            gc.unfreeze()
         _release()
 
 

@@ -18,7 +18,7 @@ from parallel_state.dry_run.ranks import CallLog, peers_of, pipeline_of, run_wit
 from parallel_state.dry_run.routing import routed, routing_of
 from parallel_state.dry_run.training import one_layer_a_stage, train
 from parallel_state.dry_run.transformer_engine import engine_kernels
-from parallel_state.dry_run.values import UnknownValue
+from parallel_state.dry_run.values import BRANCH, UnknownValue
 from parallel_state.errors import MControllerError
 from parallel_state.hangs.lines import calling_position, members_text, source_line
 from parallel_state.layout import ParallelLayout
@@ -145,6 +145,8 @@ def dry_run_of(
         outcome.calls = log.most()
         if not outcome.failure:
             outcome.warnings += log.unfinished()
+        branches = {line for use in outcome.uses.values() for line, what in use.read if what == BRANCH}
+        outcome.warnings += [f"a value that nobody knows decides a branch: {line}" for line in sorted(branches)]
         if second and not every_rank and not outcome.failure and layout.world_size > layout.pp:
             last, again = pipeline_of(layout, last=True), CallLog()
             show("a second pipeline", 0, len(last))

@@ -10,7 +10,7 @@ import torch
 
 from parallel_state.dry_run.counting import CountingMode
 from parallel_state.dry_run.outcome import Use
-from parallel_state.dry_run.transformer_engine import workspace
+from parallel_state.dry_run.transformer_engine import check_counted, workspace
 from parallel_state.verify.layouts import Variant
 from parallel_state.verify.program import Program
 from parallel_state.verify.training import Training, config_for
@@ -40,6 +40,7 @@ class ShapeTraining(Training):
         self.program, self.variant, self._mode = program, variant, mode
         memory = mode.memory
         self.config = config_for(program, variant, dtype, is_random=True)
+        check_counted(vars(self.config))
         memory.kind = "parameters"
         self.models = self.build()
         memory.kind = "optimizer"

@@ -26,8 +26,8 @@ unpermute           as permute; with probabilities,
 routing, scores     map, float32 [t, experts]
 =================== ================================= ==============================================================
 
-Not counted: FP8, ``ub_overlap``, other ``cp_comm_type`` than p2p, Transformer Engine's cross entropy. Megatron does not
-use LayerNormMLP.
+Not counted: FP8 and FP4, which are rejected, ``ub_overlap``, other ``cp_comm_type`` than p2p, Transformer Engine's
+cross entropy. Megatron does not use LayerNormMLP.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -43,6 +43,7 @@ import torch
 import torch.distributed as dist
 
 from parallel_state.dry_run.counting import counts_transformer_engine
+from parallel_state.dry_run.errors import DryRunError
 from parallel_state.dry_run.kernels import compiled, count_flops, one_kernel
 
 VERSION = "2.20.2"
@@ -59,6 +60,25 @@ def is_counted(tensor: torch.Tensor) -> bool:
 def counted_fields() -> tuple[str, ...]:
     """Return the fields of TransformerConfig that only Transformer Engine has, and that the running rank counts."""
     return ("moe_permute_fusion", "moe_router_fusion") if counts_transformer_engine() else ()
+
+
+def check_counted(fields: Mapping[str, Any]) -> None:
+    """Check that what a model stores is counted.
+
+    Args:
+        fields: of its TransformerConfig, or of a command line.
+
+    Raises:
+        DryRunError: its products are in FP8 or FP4.
+    """
+    for name in ("fp8", "fp4"):
+        if fields.get(name):
+            raise DryRunError(
+                f"{name}={fields[name]!r}: a dry run does not count the copies of weights and inputs that Transformer "
+                f"Engine stores in {name.upper()}; leave it out to count bfloat16",
+                field=name,
+                value=fields[name],
+            )
 
 
 def attend(

@@ -13,6 +13,8 @@ import torch
 
 from parallel_state.hangs.lines import calling_line
 
+BRANCH = "decides a branch"
+"""What a line does with an unknown value if it reads it as True or False."""
 _MOST_INTEGERS, _MOST_FLOATS = 1 << 23, 1 << 10
 _CPU = torch.device("cpu")
 _aten = torch.ops.aten

@@ -8,18 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import _disable_current_modes
 
 from mcontroller import DataProto
-from parallel_state.dry_run.counting import CountingMode
-from parallel_state.dry_run.memory import Memory
-from parallel_state.dry_run.outcome import Outcome, Use
+from parallel_state.dry_run.outcome import Outcome
 from parallel_state.dry_run.run import dry_run_of
-from parallel_state.simulated import exchange, run_ranks
-from workers import ActorRolloutRefWorker, CriticWorker, RewardModelWorker
-from workers.config import CriticConfig, LoraConfig, ModelConfig, ParallelConfig, RewardConfig
+from tests.workers.dry_runs import CASES, PROMPT, RESPONSE, WIDE, compared, model_role
+from workers import ActorRolloutRefWorker
 from workers.dry_run import RoleCall
-from workers.gpucheck.policy import FULL, TINY_MODEL, actor_config, role_config
+from workers.gpucheck.policy import FULL, TINY_MODEL, actor_config
 from workers.verify.roles import ModelRole, variant_of
 
 pytestmark = [
@@ -27,27 +23,7 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU"),
 ]
 GIB = 2**30
-PROMPT, RESPONSE = 24, 40
 BF16 = TINY_MODEL | {"dtype": "bfloat16"}
-WIDE = TINY_MODEL | {"hidden_size": 256, "ffn_hidden_size": 1024, "kv_channels": 64}
-SIZES = {"ppo_mini_batch_size": 8, "ppo_micro_batch_size": 2}
-
-
-def model_role(kind: str, ranks: int, **changed: Any) -> ModelRole:
-    """Return an actor with its reference, a critic or a reward model on a number of ranks."""
-    if kind == "reward":
-        sections = {
-            "model": ModelConfig(**changed.get("model", WIDE)),
-            "parallel": ParallelConfig(**changed["parallel"]),
-        }
-        config: Any = RewardConfig(**sections, micro_batch_size=2)
-    else:
-        settings = {"model": WIDE, **SIZES, **changed}
-        lengths = {"rollout": {"prompt_length": PROMPT, "response_length": RESPONSE}}
-        config = actor_config(settings | lengths) if kind == "actor" else role_config(CriticConfig, settings)
-    worker = {"actor": ActorRolloutRefWorker, "critic": CriticWorker, "reward": RewardModelWorker}[kind]
-    variant = variant_of(config, config.parallel.layout(ranks))
-    return ModelRole(worker, config, "actor_ref" if kind == "actor" else "", variant)
 
 
 def outcome_of(role: ModelRole, method: str, **chosen: Any) -> Outcome:
@@ -56,47 +32,16 @@ def outcome_of(role: ModelRole, method: str, **chosen: Any) -> Outcome:
     return outcome
 
 
-LORA = WIDE | {"lora": LoraConfig(rank=4, alpha=8)}
-ROLES: dict[str, tuple[str, int, dict[str, Any]]] = {
-    "actor, dp": ("actor", 2, {}),
-    "actor, tp and pp": ("actor", 4, {"parallel": {"tp": 2, "pp": 2, "sequence_parallel": True}}),
-    "actor, packed": ("actor", 1, {"packed": True, "model": WIDE | {"transformer": {"mtp_num_layers": 1}}}),
-    "actor, LoRA": ("actor", 1, {"model": LORA}),
-    "critic, cp": ("critic", 2, {"parallel": {"cp": 2}}),
-    "reward model, tp": ("reward", 2, {"parallel": {"tp": 2}}),
-}
+@pytest.mark.parametrize("name", CASES)
+def test_the_peak_of_a_call_is_that_of_a_real_run(name: str) -> None:
+    for real, dry in compared(CASES[name]):
+        assert dry.peak == pytest.approx(real.peak, rel=1e-3)
 
 
-@pytest.mark.parametrize("name", ["actor, dp", "actor, packed", "actor, LoRA", "critic, cp"])
-def test_every_call_of_a_role_runs_without_data(name: str) -> None:
-    kind, ranks, changed = ROLES[name]
-    role = model_role(kind, ranks, **changed)
+def test_every_call_runs_with_multi_token_prediction() -> None:
+    role = model_role("actor", 1, packed=True, model=WIDE | {"transformer": {"mtp_num_layers": 1}})
     peaks = [outcome_of(role, method, second=False).peak for method in (*role.updates, *role.scores)]
     assert peaks[0] == max(peaks) and min(peaks) > 0
-
-
-@pytest.mark.parametrize("name", ["actor, tp and pp", "critic, cp", "reward model, tp"])
-def test_the_peaks_of_a_role_are_those_of_a_real_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Within 0.4%: a real run on a CPU counts small tensors of the host too, and has another kernel of attention."""
-    compute = exchange.compute
-
-    def uncounted(calls: Any) -> None:
-        with _disable_current_modes():
-            compute(calls)
-
-    monkeypatch.setattr(exchange, "compute", uncounted)
-    kind, ranks, changed = ROLES[name]
-    role = model_role(kind, ranks, **(changed | {"model": WIDE | {"transformer_impl": "local"}}))
-
-    def on_rank(method: str) -> Use:
-        mode = CountingMode(Memory(), "cpu")
-        with mode:
-            return RoleCall(role, method, PROMPT, RESPONSE)(mode)
-
-    for method in role.updates or role.scores:
-        real = run_ranks(role.variant.layout, on_rank, method, check_async=False)
-        dry = outcome_of(role, method, every_rank=True).uses
-        assert [use.peak for use in dry.values()] == pytest.approx([use.peak for use in real], rel=4e-3)
 
 
 def test_an_update_of_a_large_model_has_the_peak_of_a_gpu() -> None:
@@ -139,6 +84,37 @@ def test_an_optimizer_in_host_memory_is_not_on_the_device(fraction: dict[str, fl
     (use,) = outcome_of(other, "update_actor").uses.values()
     assert use.idle["optimizer"] == pytest.approx(share * whole.idle["optimizer"], abs=1)
     assert whole.peak - use.peak == pytest.approx((1 - share) * whole.idle["optimizer"], abs=1)
+
+
+HALF = {"exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "size"), [({}, 2 + 4 + 4), (HALF, 2 + 2 + 2), ({"store_param_remainders": False}, 4 + 4 + 4)]
+)
+def test_precision_aware_adam_has_half_a_copy_of_bfloat16_weights(fields: dict[str, Any], size: int) -> None:
+    """Transformer Engine's FusedAdam stores the 16 bits that bfloat16 weights lack, and the moments in their dtypes."""
+    role = model_role("actor", 1, model=BF16)
+    megatron = {"use_precision_aware_optimizer": True} | fields
+    role = replace(role, config=replace(role.config, optim=replace(role.config.optim, megatron=megatron)))
+    (use,) = outcome_of(role, "update_actor").uses.values()
+    assert use.idle["optimizer"] == pytest.approx(size * use.trained, rel=0.01)
+
+
+class Branches(ActorRolloutRefWorker):
+    """A value of the device decides whether the batch is updated once more."""
+
+    def update_actor(self, batch: DataProto) -> DataProto:
+        if torch.rand(2000, device="meta").sum() > 2000:
+            super().update_actor(batch)
+        return super().update_actor(batch)
+
+
+def test_a_branch_on_a_value_that_nobody_knows_is_a_warning_with_its_line() -> None:
+    role = replace(model_role("actor", 1), worker_class=Branches)
+    assert not outcome_of(model_role("actor", 1), "update_actor").warnings
+    (warning,) = outcome_of(role, "update_actor").warnings
+    assert "test_dry_run.py" in warning and "update_actor" in warning
 
 
 class ReducesOnce(ActorRolloutRefWorker):

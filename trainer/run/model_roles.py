@@ -9,11 +9,12 @@ from typing import Any
 
 from parallel_state.dry_run.outcome import Outcome
 from parallel_state.dry_run.run import dry_run_of
-from trainer.roles import CONFIG_KEYS, Role, role_workers
+from trainer.roles import CONFIG_KEYS, role_workers
 from trainer.run.check_report import lengths_of, pool_size
 from trainer.run.config import RunConfig
 from trainer.run.parts import roles_of
 from workers.dry_run import RoleCall
+from workers.generate.engines import ROLLOUT_ENGINES
 from workers.verify.roles import ModelRole, RoleProgram, parallel_config, variant_of
 from workers.verify.sizes import small_layout, small_model
 
@@ -21,8 +22,8 @@ from workers.verify.sizes import small_layout, small_model
 def model_roles(config: RunConfig) -> dict[str, ModelRole]:
     """Return the roles of a run with random weights, by their keys in the configuration.
 
-    A directory of Hugging Face may have its ``config.json`` alone. A rollout is left out: engines have their own
-    memory, and it has the weights of the actor.
+    A directory of Hugging Face may have its ``config.json`` alone. A rollout is left out: it has the weights of the
+    actor.
 
     Args:
         config: the configuration of the run.
@@ -30,18 +31,23 @@ def model_roles(config: RunConfig) -> dict[str, ModelRole]:
     Raises:
         LayoutError: the axes of a role do not divide its pool.
     """
+    return {
+        key: replace(role, roles="_".join(part for part in role.roles.split("_") if part != "rollout"))
+        for key, role in _all_roles(config).items()
+        if key != "rollout"
+    }
+
+
+def _all_roles(config: RunConfig) -> dict[str, ModelRole]:
     sections: dict[str, Any] = {
         key: replace(section, model=replace(section.model, hf_path=None)) for key, section in config.sections().items()
     }
     roles = {}
     for worker in role_workers(replace(config, **sections), roles_of(config)):
-        if worker.role is Role.Rollout:
-            continue
         key = CONFIG_KEYS[worker.role]
         section: Any = worker.init.kwargs["config"]
-        layout = section.parallel.layout(pool_size(config, key))
-        parts = [part for part in str(worker.init.kwargs.get("role", "")).split("_") if part != "rollout"]
-        roles[key] = ModelRole(worker.init.cls, section, "_".join(parts), variant_of(section, layout))
+        variant = variant_of(section, section.parallel.layout(pool_size(config, key)))
+        roles[key] = ModelRole(worker.init.cls, section, str(worker.init.kwargs.get("role", "")), variant)
     return roles
 
 
@@ -80,10 +86,21 @@ def role_calls(config: RunConfig) -> dict[tuple[str, str], Callable[..., Outcome
     """
     lengths = lengths_of(config, config.sections())
     calls: dict[tuple[str, str], Callable[..., Outcome]] = {}
-    for key, role in model_roles(config).items():
+    roles = model_roles(config)
+    for key, role in roles.items():
         for method in (*role.updates, *role.scores):
             call = RoleCall(role, method, lengths.prompt, lengths.response)
             # on all ranks, one call of each role: a forward pass to score is part of an update
             small = call.small() if method == (*role.updates, *role.scores)[0] else None
             calls[key, method] = partial(dry_run_of, call, role.variant, small=small)
+    for key, role in _all_roles(config).items():
+        if "rollout" not in role.roles:
+            continue
+        if ROLLOUT_ENGINES.get_or_raise(role.config.rollout.engine).in_worker:
+            call = lengths.generation(role)
+        elif "actor" in role.roles:
+            call = RoleCall(roles[key], "rollout_weights", lengths.prompt, lengths.response)
+        else:
+            continue
+        calls[key, call.method] = partial(dry_run_of, call, role.variant)
     return calls

@@ -61,7 +61,8 @@ def shared_gpus(config: RunConfig, outcomes: Mapping[str, Outcome]) -> SharedGpu
         for gpu in range(pool_size(config, next(iter(roles)))):
             idle = {key: sum(_use(outcome, gpu).idle.values()) for key, outcome in roles.items()}
             contexts = len(roles) * CONTEXT
-            moments = {GENERATION: (contexts, contexts + sum(idle.values()))}
+            in_worker = any(name.endswith(".generate_sequences") for name in outcomes)
+            moments = {} if in_worker else {GENERATION: (contexts, contexts + sum(idle.values()))}
             for name, outcome in of_pool.items():
                 use, others = _use(outcome, gpu), sum(idle.values()) - idle[name.partition(".")[0]]
                 moments[name] = use.peak - use.unneeded + contexts, use.peak + others + contexts

@@ -14,7 +14,7 @@ all tp and pp ranks. Tensor-parallel ranks that draw on their own could disagree
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -83,8 +83,8 @@ def generate(
     new = prompts
     present = _seen(prompts, lengths.to(prompts.device), vocab_size) if sampling.repetition_penalty != 1.0 else None
     with without_sequence_parallelism(chunks), last_positions(chunks, decoder.tokens), decoder.patched():
-        for step in range(longest):
-            logits = decoder.next_logits(new)
+        for step in _steps(longest, device):
+            logits = decoder.next_logits(new, step)
             if logits is not None:
                 keys = position_keys(seeds, step) if sampling.do_sample else None
                 token, log_prob = draw_tokens(logits[:, :vocab_size], keys, sampling, present)
@@ -150,12 +150,13 @@ class _Decoder:
         ):
             yield
 
-    def next_logits(self, ids: Tensor) -> Tensor | None:
+    def next_logits(self, ids: Tensor, step: int) -> Tensor | None:
         """Float ``[rows, vocab]`` after ``ids`` ``[rows, new]`` on the last stage, None on the others.
 
-        The first call takes the prompts, every later one a token for each row.
+        Step 0 takes the prompts, every later one a token for each row.
         """
-        new, start = ids.size(1), self.cache.sequence_len_offset
+        new, start = ids.size(1), self.width + step - 1 if step else 0
+        self.cache.sequence_len_offset = start
         positions = torch.arange(start, start + new, device=ids.device).expand_as(ids)
         mask = None
         if self.lengths is not None and start == 0:
@@ -167,7 +168,6 @@ class _Decoder:
                 before = (positions - self.positions[:, : start + 1])[:, None, None, :]
                 mask = mask | (before > self.window)
         output = self._through_chunks(ids, positions, mask, start, inference_context=self.cache)
-        self.cache.increment_sequence_len_offset(new)
         self.cache.enable_decode_mode()
         return output
 
@@ -194,10 +194,9 @@ class _Decoder:
 
     def all_done(self, done: Tensor) -> bool:
         """Whether every row is done; with experts, on all ranks that exchange tokens with this one."""
-        if self.chunks[0].config.num_moe_experts is None or self.pg.tp_ep.size() == 1:
-            return bool(done.all())
         left = (~done).sum()
-        dist.all_reduce(left, group=self.pg.tp_ep)
+        if self.chunks[0].config.num_moe_experts is not None and self.pg.tp_ep.size() > 1:
+            dist.all_reduce(left, group=self.pg.tp_ep)
         return int(left) == 0
 
     def _recording(self, chunk: Any, start: int) -> contextlib.AbstractContextManager[None]:
@@ -227,16 +226,23 @@ class _Recomputing(_Decoder):
         """Context manager of passes, which are those for scores."""
         yield
 
-    def next_logits(self, ids: Tensor) -> Tensor | None:
+    def next_logits(self, ids: Tensor, step: int) -> Tensor | None:
         """See ``_Decoder``; a row's token follows its last one, so that only padding is after it."""
         if self.ids is None:
             self.ids, self.ends = ids, self.of_rows.to(ids.device)
         else:
-            self.ids = torch.nn.functional.pad(self.ids, (0, 1)).scatter(1, self.ends[:, None], ids)
+            self.ids = torch.nn.functional.pad(self.ids, (0, self.width + step - self.ids.size(1))).scatter(
+                1, self.ends[:, None], ids
+            )
             self.ends = self.ends + 1
         self.tokens.last = self.ends - 1
         columns = torch.arange(self.ids.size(1), device=ids.device).expand_as(self.ids)
         return self._through_chunks(self.ids, columns, None, 0)
+
+
+def _steps(longest: int, device: torch.device) -> Iterable[int]:
+    """The steps that compute; without data the first and the last one, whose memory is that of all."""
+    return sorted({0, longest - 1}) if device.type == "meta" else range(longest)
 
 
 def _seen(prompts: Tensor, lengths: Tensor, vocab_size: int) -> Tensor:

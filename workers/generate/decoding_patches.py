@@ -20,6 +20,7 @@ from megatron.core.utils import get_model_config
 from torch import Tensor, nn
 
 from mcontroller.errors import ConfigError
+from parallel_state.dry_run import transformer_engine
 from workers.model.attend_once import attend_once
 from workers.model.local_attention import TEDotProductAttention, attention_window
 
@@ -210,7 +211,8 @@ def _cache_rotated(
     if rotary is not None:
         query, key = rotation.rotate(attention, (query, key), rotary[0], cache.sequence_len_offset)
     memory = cache.key_value_memory_dict
-    if attention.layer_number not in memory and isinstance(attention.core_attention, TEDotProductAttention):
+    is_local = isinstance(attention.core_attention, TEDotProductAttention) and not transformer_engine.is_counted(key)
+    if is_local and attention.layer_number not in memory:
         memory[attention.layer_number] = tuple(
             _empty_cache(tensor, cache.max_sequence_length) for tensor in (key, value)
         )

@@ -108,7 +108,7 @@ class TEDotProductAttention(MegatronModule):
         """
         if attention_bias is not None:
             raise DataError("the local attention does not support attention_bias: pass None, or use Transformer Engine")
-        if transformer_engine.is_counted(query):
+        if transformer_engine.is_counted(query) and (query.size(0) > 1 or packed_seq_params is not None):
             bounds = (0, query.size(0) * self.cp) if packed_seq_params is None else bounds_on_host(packed_seq_params)
             rows = query.size(1) if packed_seq_params is None else 1
             pairs = sum((end - start) * (end - start) // self.cp for start, end in itertools.pairwise(bounds)) * rows

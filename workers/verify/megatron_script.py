@@ -27,6 +27,7 @@ import torch
 
 from parallel_state import cpu
 from parallel_state.cpu.literals import rewrite
+from parallel_state.dry_run.transformer_engine import check_counted
 from parallel_state.verify.layouts import Variant, parse_layout
 from parallel_state.verify.program import Program, VerifyError
 from workers.model.local_modules import TENorm
@@ -255,9 +256,12 @@ def script_program(path: str, arguments: Sequence[str], *, shrinks: bool = True)
 
     Raises:
         VerifyError: there is no such file, no ``megatron.training``, or the script does not call ``pretrain``.
+        DryRunError: the whole model stores what is not counted.
     """
     script = _Script(Path(path), arguments, shrinks)
     given = script.given
+    if not shrinks:
+        check_counted(vars(given))
     length = _LENGTH if shrinks else given.seq_length
     functions = script.config, script.build, script.forward_step, script.batch
     program = Program(*functions, seq_length=length, micro_batch_size=script.rows)

@@ -70,7 +70,7 @@ class ModelRole:
             changes |= {"ppo_mini_batch_size": rows, "ppo_mini_batch_prompts": 0}
         if isinstance(self.config, ActorConfig):
             rollout = replace(changes.get("rollout", self.config.rollout), engine="megatron")
-            changes |= {"rollout": rollout, "router_replay": "none", "sft_optim": None}
+            changes |= {"rollout": rollout, "sft_optim": None}
         config = replace(self.config, **changes)
         return self.worker_class(config, self.roles) if self.roles else self.worker_class(config)
 
@@ -88,6 +88,7 @@ class ModelRole:
             changes["ppo_epochs"] = min(config.ppo_epochs, 2)
         if isinstance(config, ActorConfig):
             changes["rollout"] = replace(config.rollout, prompt_length=_PROMPT, response_length=_RESPONSE)
+            changes["router_replay"] = "none"
         if in_bf16:
             changes["model"] = replace(config.model, dtype="bfloat16")
         return self.worker(rows // 2, **changes)

@@ -92,8 +92,9 @@ def test_the_peak_of_a_dense_model_is_that_of_a_real_run(layout: str, fields: di
         assert dry.uses[rank].parameters == use.parameters
 
 
-def test_the_peak_of_experts_is_that_of_a_real_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    choose = routing_of("balanced")
+@pytest.mark.parametrize("routing", ["balanced", "skewed"])
+def test_the_peak_of_experts_is_that_of_a_real_run(routing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    choose = routing_of(routing)
 
     def route(logits: torch.Tensor, topk: int, *args: Any, **kwargs: Any) -> Any:
         chosen = choose(*logits.shape, topk).to(logits.device)
@@ -102,7 +103,7 @@ def test_the_peak_of_experts_is_that_of_a_real_run(monkeypatch: pytest.MonkeyPat
     for module in (moe_utils, router):
         monkeypatch.setattr(module, ROUTING, route)
     program, layout = widened(MOE, moe_ffn_hidden_size=128), "pp=2,ep=2,distopt"
-    dry = dry_run(program, layout, dtype=torch.float32, layers="local", every_rank=True)
+    dry = dry_run(program, layout, routing=routing, dtype=torch.float32, layers="local", every_rank=True)
     for rank, use in enumerate(counted(program, layout)):
         assert dry.uses[rank].peak == pytest.approx(use.peak, rel=1e-3)
 
@@ -174,8 +175,15 @@ def unknown_count(iterator: Any, model: Any) -> Any:
     return GPT.forward_step(iter([row]), model)
 
 
+def in_fp8(**parallel: Any) -> Any:
+    made = GPT.config(**parallel)
+    made.fp8 = "hybrid"
+    return made
+
+
 BAD: dict[str, tuple[Callable[[], Any], type[Exception]]] = {
     "a size that follows from values": (lambda: dry_run(smaller(GPT, forward_step=unknown_count), "dp=1"), DryRunError),
+    "products in FP8": (lambda: dry_run(smaller(GPT, config=in_fp8), "dp=1"), DryRunError),
     "ranks that the axes do not divide": (lambda: layout_for("tp=4,pp=2", 12), DryRunError),
     "dp and another number of ranks": (lambda: layout_for("tp=4,dp=2", 16), DryRunError),
     "micro-batches that dp does not divide": (lambda: dry_run(smaller(GPT), "dp=3"), VerifyError),
