@@ -98,9 +98,9 @@ def test_each_token_has_the_log_probability_of_the_policy_of_its_version(tmp_pat
     mixed = 0
     for batch in batches.seen:
         versions, recorded = batch.batch["token_versions"], batch.batch["rollout_log_probs"]
-        for version, table in enumerate(tables):
+        for version, policy in enumerate(tables):
             of_version = versions == version
-            expected = SlicedActor._log_probs(table, batch)
+            expected = SlicedActor._log_probs(policy, batch)
             torch.testing.assert_close(recorded[of_version], expected[of_version], rtol=0, atol=1e-6)
         mixed += sum(len(row[row >= 0].unique()) > 1 for row in versions)
     assert mixed > 10

@@ -150,14 +150,16 @@ def _layers_of_stages(model: ModelConfig, parallel: ParallelConfig, layout: Para
 
 
 def _numbers_of_layers(call: RoleCall) -> tuple[int, int]:
-    """Return two numbers of layers in a chunk from which memory is linear."""
-    if call.method not in call.role.updates:
-        return 2, 3  # the second layer's input exists beside the stage's
+    """Return two numbers of layers in a chunk from which memory is linear.
+
+    With a single layer, the peak of an update may be where a stage of many layers does not have it: in the optimizer's
+    step, or at the embedding. Of a score, the second layer's input exists beside the stage's.
+    """
     recomputed = call.role.config.model.transformer  # in groups of layers
-    if recomputed.get("recompute_granularity") != "full":
-        return 1, 2
+    if call.method not in call.role.updates or recomputed.get("recompute_granularity") != "full":
+        return 2, 3
     group = recomputed.get("recompute_num_layers") or 1
-    return (group, 2 * group) if recomputed.get("recompute_method") == "uniform" else (group, group + 1)
+    return (2 * group, 3 * group) if recomputed.get("recompute_method") == "uniform" else (group + 1, group + 2)
 
 
 def _with_layers(

@@ -289,8 +289,9 @@ class Supervision:
             GroupError: the group was shut down.
         """
         if self.handles.cause is not None:
-            if self._raises_cause:
-                self._raises_cause = False
+            with self._lock:  # a watch may still end the processes: once this raises, their slots are free
+                raises_cause, self._raises_cause = self._raises_cause, False
+            if raises_cause:
                 raise self.handles.cause
             raise self.handles.broken_error(role)
         if self.handles.ended:

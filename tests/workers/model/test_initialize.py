@@ -22,7 +22,7 @@ def drawn_on(cpus: int, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, torc
     ranks_of_node = torch.cuda.device_count() if torch.cuda.is_available() else 1
     monkeypatch.setattr(initialize.os, "sched_getaffinity", lambda pid: range(cpus * ranks_of_node))
     threads, drawing, most = set(), 0, 0
-    lock, draw = threading.Lock(), initialize._drawn
+    lock, draw = threading.Lock(), initialize._initial_values
     together = threading.Barrier(min(cpus, 3))  # the first tensors are drawn at the same time
 
     def recorded(*args: Any) -> torch.Tensor:
@@ -39,7 +39,7 @@ def drawn_on(cpus: int, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, torc
             drawing -= 1
         return values
 
-    monkeypatch.setattr(initialize, "_drawn", recorded)
+    monkeypatch.setattr(initialize, "_initial_values", recorded)
     parallel = ParallelConfig()
     [chunk] = build_model(SMALL_GPT, parallel, new_context(parallel))
     return dict(chunk.state_dict()), len(threads), most
