@@ -65,10 +65,11 @@ def test_a_layout_that_others_publish_is_one_that_this_project_has(tmp_path):
 
 
 @pytest.mark.processes
-def test_the_dry_run_of_a_recipe_is_a_row(capsys):
-    dry_runs(["smollm2-135m-grpo"])
+@pytest.mark.parametrize("name", ["smollm2-135m-grpo", "qwen2.5-3b-tools"])
+def test_the_dry_run_of_a_recipe_is_a_row(name, capsys):
+    dry_runs([name])
     [*_, row] = capsys.readouterr().out.splitlines()
-    (update, most) = re.fullmatch(r"\| smollm2-135m-grpo .*\| ([\d.]+) \| ([\d.]+) of 79.1 \| .*", row).groups()
+    (update, most) = re.fullmatch(rf"\| {name} .*\| ([\d.]+)(?:/[\d.]+)* \| ([\d.]+) of 79.1 \| .*", row).groups()
     assert 0 < float(update) < float(most) < 79.1
 
 

@@ -98,7 +98,8 @@ def role_calls(config: RunConfig) -> dict[tuple[str, str], Callable[..., Outcome
             continue
         if ROLLOUT_ENGINES.get_or_raise(role.config.rollout.engine).in_worker:
             call = lengths.generation(role)
-        elif "actor" in role.roles:
+        elif "actor" in role.roles and role.variant.layout.tp == 1 and role.variant.layout.etp in (None, 1):
+            # otherwise a tensor's parts are also on ranks that do not run
             call = RoleCall(roles[key], "rollout_weights", lengths.prompt, lengths.response)
         else:
             continue

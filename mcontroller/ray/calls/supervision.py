@@ -209,6 +209,7 @@ class SentCall(ABC):
     def lost_with_group(self) -> GroupError:
         """Return the reason why the call cannot be completed, or its values be read, after the end of the group."""
         handles = self.supervision.handles
+        self.supervision.await_end()
         if handles.cause is None:
             text = f"group {self.role} was shut down before {self.method} was complete, or before its result was read"
             return GroupError(text, role=self.role)
@@ -289,9 +290,9 @@ class Supervision:
             GroupError: the group was shut down.
         """
         if self.handles.cause is not None:
-            with self._lock:  # a watch may still end the processes: once this raises, their slots are free
-                raises_cause, self._raises_cause = self._raises_cause, False
-            if raises_cause:
+            self.await_end()
+            if self._raises_cause:
+                self._raises_cause = False
                 raise self.handles.cause
             raise self.handles.broken_error(role)
         if self.handles.ended:
@@ -526,6 +527,11 @@ class Supervision:
             if not self.handles.killed:
                 self.handles.end()
             return cause
+
+    def await_end(self) -> None:
+        """Wait for another thread that ends the processes because of a failure: then their slots are free."""
+        with self._lock:
+            pass
 
     def error_for(self, actor: str) -> GroupError | None:
         """Return the error that ended the process with Ray's id ``actor``; None for a process of another group."""
