@@ -193,7 +193,7 @@ class SentCall(ABC):
         return True
 
     def done(self) -> bool:
-        """Whether every rank has answered or failed. Does not wait."""
+        """Whether every rank has answered or failed. Does not wait for ranks."""
         return self.wait(0.0)
 
     def is_complete(self) -> bool:
