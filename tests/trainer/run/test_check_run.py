@@ -258,8 +258,9 @@ actor_rollout_ref:
     assert main(["check", str(config_file), *planned]) == 0
     printed = capsys.readouterr().out
     assert f"actor_rollout_ref: {model} has no weights on this machine: not checked" in printed
-    train = next(line.split() for line in printed.splitlines() if line.split()[:2] == ["actor", "train"])
-    assert float(train[3]) == pytest.approx(2 * (29.0e9 / 2 + 1.54e9 / 2) / 2**30, rel=0.01)  # of experts, and others
+    update = next(line.split() for line in printed.splitlines() if "update_actor" in line)
+    weights = 29.0e9 / 2 + 1.54e9 / 2  # of experts, and others
+    assert float(update[2]) == pytest.approx(2 * 2 * weights / 2**30, rel=0.01)  # of the policy and its reference
     with pytest.raises(MControllerError) as caught:
         make_parts(read_run_config(config_file, planned))
     not_installed, no_weights = caught.value.errors
