@@ -57,7 +57,7 @@ def report(arguments: argparse.Namespace) -> int:
     lines += _role_lines(roles, sizes, calls, reference, on_gpu)
     lines += ["", memory_table(calls, pools, on_gpu=on_gpu)]
     actor = roles.get("actor_rollout_ref")
-    if isinstance(actor, ActorConfig) and on_gpu:
+    if arguments.layouts and isinstance(actor, ActorConfig):
         gpu_memory = _gpu_memory(arguments.gpu_memory)
         search = search_layouts(actor, sizes["actor_rollout_ref"], lengths, gpu_memory, layers=layers)
         lines += ["", *search.lines(gpu_memory)]
