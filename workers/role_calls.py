@@ -69,7 +69,7 @@ class CallMemory:
         call: what it does: train, score or generate.
         uses: what the role uses by stage, including parts that the call does not need.
         stages: the memory by stage, without these parts; none if the call fails without data.
-        failure: why there is no memory.
+        failure: why there is no memory; None if there is.
     """
 
     key: str
@@ -77,7 +77,7 @@ class CallMemory:
     call: str
     uses: tuple[StageUse, ...]
     stages: tuple[Memory, ...]
-    failure: str = ""
+    failure: MControllerError | None = None
 
     @property
     def most(self) -> int:
@@ -174,7 +174,7 @@ class _OfRole:
         try:
             uses = run()
         except MControllerError as error:
-            return CallMemory(self.key, role, name, (), (), f"{type(error).__name__}: {error}")
+            return CallMemory(self.key, role, name, (), (), error)
         stages = tuple(replace(use.memory(), nccl=nccl) for use in uses)
         return CallMemory(self.key, role, name, uses, stages)
 

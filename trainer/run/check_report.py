@@ -14,7 +14,7 @@ import ray
 import torch
 
 from mcontroller.cli.help import roots
-from mcontroller.config.load import load_config
+from mcontroller.config.load import CollectedErrors, load_config
 from mcontroller.errors import ConfigError
 from mcontroller.locality import locality
 from parallel_state.dry_run.outcome import CONTEXT
@@ -39,7 +39,11 @@ _COLUMNS = tuple(field.name for field in dataclasses.fields(Memory))
 
 
 def report(arguments: argparse.Namespace) -> int:
-    """Print the layouts and the memory table."""
+    """Print the layouts and the memory table.
+
+    Raises:
+        ConfigError: the workers of a role reject its configuration when they build the model or its optimizer.
+    """
     config, roles = read_roles(arguments)
     sizes = {key: arguments.world_size or pool_size(config, key) for key in roles}
     lines = [*_problems(config), *(f"{key}: {layout_of_role(role, sizes[key])}" for key, role in roles.items())]
@@ -54,10 +58,13 @@ def report(arguments: argparse.Namespace) -> int:
     lengths = lengths_of(config, roles)
     calls = calls_of_run(roles, sizes, lengths, layers=layers, classes=_worker_classes(config))
     calls = [call for call in calls if reference or call.role != "reference"]
+    rejected = CollectedErrors()
+    rejected.errors += [call.failure for call in calls if isinstance(call.failure, ConfigError)]
+    rejected.raise_any()
     lines += _role_lines(roles, sizes, calls, reference, on_gpu)
     lines += ["", memory_table(calls, pools, on_gpu=on_gpu)]
     actor = roles.get("actor_rollout_ref")
-    if isinstance(actor, ActorConfig) and on_gpu:
+    if arguments.layouts and isinstance(actor, ActorConfig):
         gpu_memory = _gpu_memory(arguments.gpu_memory)
         search = search_layouts(actor, sizes["actor_rollout_ref"], lengths, gpu_memory, layers=layers)
         lines += ["", *search.lines(gpu_memory)]
@@ -181,7 +188,11 @@ def memory_table(calls: Sequence[CallMemory], pools: Mapping[str, str] | None = 
         pools: the name of the pool of each role, by its key. None: all are in one.
         on_gpu: whether the memory is that of GPUs, which roles share; otherwise it is that of processes.
     """
-    failed = [f"{call.role} {call.call}: no memory is known, {call.failure}" for call in calls if call.failure]
+    failed = [
+        f"{call.role} {call.call}: no memory is known, {type(call.failure).__name__}: {call.failure}"
+        for call in calls
+        if call.failure
+    ]
     calls = [call for call in calls if not call.failure]
     rows = [("role", "call", "stage", *_COLUMNS, "total")]
     for call in calls:

@@ -140,6 +140,21 @@ def test_check_reports_mistakes_of_fields_files_and_parts_together(config_file):
     }
 
 
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        "algorithm.adv_estimator=grop",
+        "actor_rollout_ref.rollout.n=many",
+        "data.train_batch_size=many",
+        "pool.process_on_nodes=[0]",
+    ],
+)
+def test_the_default_in_place_of_a_rejected_value_causes_no_error(config_file, mistake):
+    with pytest.raises(ConfigError) as raised:
+        check(config_file, mistake)
+    assert raised.value.key == mistake.partition("=")[0] and "errors" not in raised.value.fields
+
+
 class WithoutSave:
     eos_token_id, pad_token_id, vocab_size = 1, 0, 32
     encode = decode = render = print
