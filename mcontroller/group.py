@@ -15,7 +15,7 @@ from mcontroller.data.batch import DataProto
 from mcontroller.dispatch.call import PreparedCall, dispatch
 from mcontroller.dispatch.explain import Explanation, explain
 from mcontroller.dispatch.modes import Dispatch, DispatchSpec, Execute, Plan, plan
-from mcontroller.dispatch.registration import Registration, registrations
+from mcontroller.dispatch.registration import Registration, check_timeout, registrations
 from mcontroller.errors import DispatchError, MControllerError, TopologyError
 from mcontroller.partition import Padding
 from mcontroller.trace.recorder import start_timer
@@ -200,7 +200,7 @@ class WorkerGroup(Generic[W_co]):
         declared: the layout that the collected topology must agree with.
 
     Raises:
-        DispatchError: a registered method has the name of a member of the group's class.
+        DispatchError: a registered method has the name of a member of the group's class, or ``timeout`` is not above 0.
 
     Examples:
         >>> with RayWorkerGroup(pool, RayClassWithInitArgs(Scorer, weight=0.5), name_prefix="scorer") as scorer:
@@ -218,6 +218,7 @@ class WorkerGroup(Generic[W_co]):
         topology: Topology | None = None,
         declared: ParallelLayout | None = None,
     ) -> None:
+        check_timeout(timeout)
         self.worker_cls = worker_cls
         self.executor = executor
         self.name = name
@@ -429,7 +430,7 @@ class WorkerGroup(Generic[W_co]):
     execute_rank_zero = execute_rank_zero_async
 
     def _execute(self, spec: DispatchSpec, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future[Any]:
-        if not hasattr(self.worker_cls, method) and method not in self._methods:
+        if not isinstance(method, str) or not (hasattr(self.worker_cls, method) or method in self._methods):
             raise DispatchError(f"{self.worker_cls.__name__} has no method {method!r}", role=self.name, method=method)
         registration = Registration(spec, Execute.ALL, blocking=False)
         called: GroupMethod[..., Future[Any], Future[Any]] = GroupMethod(self, method, registration)

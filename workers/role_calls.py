@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
+from mcontroller.config.load import CollectedErrors
 from parallel_state.dry_run.outcome import Outcome
 from workers.dry_run import RoleCall
 from workers.generate.engines import ROLLOUT_ENGINES
@@ -81,8 +83,17 @@ def calls_of_roles(roles: Mapping[str, ModelRole], lengths: Lengths) -> dict[str
 
 @without_gpus
 def estimates(calls: Mapping[str, RoleCall]) -> dict[str, Outcome]:
-    """Return the memory of calls with weights that stay in the worker: those of few layers are scaled."""
-    return {name: estimated(call) for name, call in calls.items() if call.method != WEIGHTS}
+    """Return the memory of calls with weights that stay in the worker: those of few layers are scaled.
+
+    Raises:
+        ConfigError: the workers of roles reject their configuration when they build the model or its optimizer.
+    """
+    errors, outcomes = CollectedErrors(), dict[str, Outcome]()
+    for name, call in calls.items():
+        if call.method != WEIGHTS and (outcome := errors.attempt(partial(estimated, call))) is not None:
+            outcomes[name] = outcome
+    errors.raise_any()
+    return outcomes
 
 
 def host_memory(outcome: Outcome, role: ModelRole) -> HostMemory:

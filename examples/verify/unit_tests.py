@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import importlib
 import io
+import linecache
 import multiprocessing
 import os
 import random
@@ -146,6 +147,8 @@ class Reports:
         if report.failed:
             crash = getattr(report.longrepr, "reprcrash", None)
             where = crash and f"{crash.message} ({crash.path}:{crash.lineno})"
+            if where and "NoneType" in where:  # the line names what Megatron has None for
+                where += linecache.getline(crash.path, crash.lineno)
             self.errors.append(where or report.longreprtext[-1000:])
 
 

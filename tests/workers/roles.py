@@ -54,7 +54,7 @@ def actor(
         "ppo_epochs": 2,
     }
     be_a_worker()
-    worker = callable_directly(worker_class(load_config(ActorConfig, defaults, changes), role))
+    worker = callable_directly(worker_class(_config(ActorConfig, defaults, changes), role))
     worker.init_model()
     return worker
 
@@ -70,9 +70,20 @@ def critic(parallel: dict[str, Any], **changes: Any) -> CriticWorker:
         "ppo_epochs": 2,
     }
     be_a_worker()
-    worker = callable_directly(CriticWorker(load_config(CriticConfig, defaults, changes)))
+    worker = callable_directly(CriticWorker(_config(CriticConfig, defaults, changes)))
     worker.init_model()
     return worker
+
+
+_configs: dict[Any, Any] = {}
+
+
+def _config(cls: type, *sources: dict[str, Any]) -> Any:
+    """What load_config returns, once for all ranks: reading one takes a tenth of a small test."""
+    key = cls, repr(sources)
+    if key not in _configs:
+        _configs[key] = load_config(cls, *sources)
+    return _configs[key]
 
 
 def callable_directly(worker: Any) -> Any:

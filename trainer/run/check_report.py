@@ -44,7 +44,11 @@ _WORKERS: dict[type, type] = {CriticConfig: CriticWorker, RewardConfig: RewardMo
 
 
 def report(arguments: argparse.Namespace) -> int:
-    """Print the layouts and the memory table."""
+    """Print the layouts and the memory table.
+
+    Raises:
+        ConfigError: the workers of a role reject its configuration when they build the model or its optimizer.
+    """
     config, roles = read_roles(arguments)
     sizes = {key: arguments.world_size or pool_size(config, key) for key in roles}
     lines = [*_problems(config), *(f"{key}: {layout_of_role(role, sizes[key])}" for key, role in roles.items())]
@@ -65,7 +69,7 @@ def report(arguments: argparse.Namespace) -> int:
         shared = shared_gpus_of_run(config, known) if is_run else shared_gpus(known)
         lines += ["", *shared.lines(int(gpu_memory))]
     actor = roles.get("actor_rollout_ref")
-    if isinstance(actor, ActorConfig) and on_gpu:
+    if arguments.layouts and isinstance(actor, ActorConfig):
         search = search_layouts(actor, sizes["actor_rollout_ref"], lengths, gpu_memory, layers=layers)
         lines += ["", *search.lines(gpu_memory)]
     sys.stdout.write("\n".join([*lines, ""]))

@@ -31,10 +31,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--world-size", type=int, help="ranks of each group; by default as many as the role's pool has")
     parser.add_argument(
+        "--layouts",
+        action="store_true",
+        help="list the layouts in which training of the actor fits in a GPU: half a minute or more for large models",
+    )
+    parser.add_argument(
         "--gpu-memory",
         metavar="GB",
         type=float,
-        help="memory of a GPU in which layouts must fit, in 2**30 bytes; default: that of this machine's, or 80",
+        help="memory of a GPU for --layouts and --dry-run, in 2**30 bytes; default: that of this machine's, or 80",
     )
     parser.add_argument(
         "--layers",

@@ -34,6 +34,7 @@ from workers.actor import ActorRolloutRefWorker
 from workers.config import ActorConfig, ModelConfig, RolloutConfig
 from workers.config.trained_weights import base_is_frozen
 from workers.critic import CriticWorker
+from workers.generate.vllm.interpreter import interpreter_of
 from workers.losses.registry import POLICY_LOSSES
 from workers.planning import is_planned
 from workers.reward import RewardModelWorker
@@ -205,7 +206,7 @@ def make_parts(config: RunConfig) -> RunParts:
     if tokenizer is not None:
         attempt(lambda: check_vocabulary(config, tokenizer, _first_texts(problem_rows)))
         environment = attempt(partial(make_environment, config.multi_turn, tokenizer))
-        episodes = attempt(partial(make_episodes, config.multi_turn, tokenizer))
+        episodes = attempt(partial(make_episodes, config.multi_turn, tokenizer, _vllm_python(config)))
         if environment is not None:
             episodes = MultiTurnRollout(environment, config.multi_turn.max_turns)
     attempt(lambda: check_generates_alone(config, roles, pools_of(config, roles), episodes))
@@ -243,6 +244,12 @@ def make_parts(config: RunConfig) -> RunParts:
 
 def _first_texts(prompts: PromptRows | Mixture | None) -> list[str]:
     return [] if prompts is None else [prompts[index]["prompt"] for index in range(min(len(prompts), COMPARED))]
+
+
+def _vllm_python(config: RunConfig) -> str | None:
+    """Return the interpreter of the engines if they are vLLM's."""
+    generates = config.rollout or config.actor_rollout_ref
+    return interpreter_of(generates) if generates.rollout.engine == "vllm" else None
 
 
 def roles_of(config: RunConfig) -> dict[Role, Any]:

@@ -14,7 +14,7 @@ from workers.config.trained_weights import check_trained
 
 # Letters of a hybrid pattern that are not built, and what they need.
 _OTHER_LAYERS = {
-    "G": "generation and exports do not have gated delta nets; `verify` trains them in any program",
+    "G": "roles build gated delta nets with model.provider=bridge alone; `verify` trains them in any program",
     "D": "sparse attention needs Transformer Engine",
 }
 _CUSTOM_SPLIT = (

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from mcontroller.errors import MControllerError
+from mcontroller.errors import ConfigError, MControllerError
 from parallel_state.dry_run.errors import DryRunError
 from parallel_state.dry_run.outcome import Outcome, Use
 from parallel_state.dry_run.ranks import pipeline_of
@@ -31,11 +31,17 @@ _uses: dict[tuple[type, str], tuple[Use, ...]] = {}
 
 
 def estimated(call: RoleCall) -> Outcome:
-    """Return the outcome of a call with the memory of the first rank of each stage, or why there is none."""
+    """Return the outcome of a call with the memory of the first rank of each stage, or why there is none.
+
+    Raises:
+        ConfigError: the worker rejects its configuration.
+    """
     variant = call.role.variant
     outcome = Outcome(variant.text, variant.layout)
     try:
         outcome.uses = dict(zip(pipeline_of(variant.layout), stage_uses(call), strict=True))
+    except ConfigError:
+        raise
     except MControllerError as error:
         outcome.failure = f"{type(error).__name__}: {error}"
     return outcome

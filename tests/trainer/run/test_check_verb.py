@@ -25,25 +25,16 @@ rollout: {prompt_length: 1024, response_length: 3072, n: 8}
 def test_a_role_is_printed_with_its_layout_and_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "actor.yaml"
     file.write_text(ROLE)
-    assert main(["check", str(file), "--role", "actor_rollout_ref", "--world-size", "16"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    options = ["--role", "actor_rollout_ref", "--world-size", "16"]
+    assert main(["check", str(file), *options]) == 0
+    printed = capsys.readouterr().out
+    lines = printed.splitlines()
     assert lines[0].startswith("actor_rollout_ref: 16 ranks, tp 4 x dp 2 x pp 2")
     train = next(line.split() for line in lines if "update_actor" in line)
     parameters, gradients, optimizer = map(float, train[2:5])
     assert parameters == pytest.approx(2 * 7.6e9 / 8 * 2 / 2**30, rel=0.01)  # 7.6e9, 2 bytes each, on 8 ranks, and ref
     assert gradients == pytest.approx(parameters, abs=0.02)
     assert optimizer == pytest.approx(1.5 * parameters, abs=0.02)  # 12 bytes of a parameter, on 2 data-parallel ranks
-    start = next(at for at, line in enumerate(lines) if line.split()[1:3] == ["layouts", "of"])
-    assert "90% of the 80.0 GB" in lines[start] and "  tp 4 x pp 2 x dp 2: " in "\n".join(lines[start:])
-
-
-@pytest.mark.simulated
-def test_host_memory_and_packing_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "actor.yaml"
-    file.write_text(ROLE)
-    options = ["--role", "actor_rollout_ref", "--world-size", "16"]
-    assert main(["check", str(file), *options]) == 0
-    printed = capsys.readouterr().out
     weights = 7.6e9 / 8  # of a rank; with the reference 2 x 2 bytes, and 12 of the optimizer over dp 2
     numbers = re.search(r"process: ([\d.]+) GB offloaded \(pinned\), ([\d.]+) GB to save, ([\d.]+) GB more", printed)
     assert numbers is not None and "packed=true is recommended" in printed
@@ -63,8 +54,11 @@ def test_the_roles_of_a_run_are_printed_without_starting_anything(capsys: pytest
     assert "critic: 4 ranks" in printed and "actor_rollout_ref: 4 of 4 processes generate" in printed
     assert "GPU" not in printed.replace("0 GPUs", "") and "in a process of the stage" in printed
     assert "checkpoints: after the step that ends 10 minutes after the last (trainer.save_minutes); the" in printed
-    assert main(["check", *config, "pool.use_gpu=true", "trainer.save_freq=25", "critic.ppo_mini_batch_size=100"]) == 0
+    changed = ["pool.use_gpu=true", "trainer.save_freq=25", "critic.ppo_mini_batch_size=100"]
+    assert main(["check", *config, *changed, "--layouts"]) == 0
     printed = capsys.readouterr().out
+    assert "layouts of training fit in 90% of the 80.0 GB of a GPU" in printed and "  one rank: " not in printed
+    assert "  tp 2 x dp 2: " in printed
     assert "GB (2**30 bytes) on a GPU" in printed and "trainer.offload=never" in printed
     assert "NCCL's buffers are not counted" in printed
     assert "checkpoints: every 25 steps (trainer.save_freq); the last 3 are kept (trainer.max_to_keep)" in printed

@@ -312,11 +312,19 @@ def test_a_value_of_another_type_is_an_error_that_names_the_key(
     assert f"{named or key} is " in str(caught.value)
 
 
-@pytest.mark.parametrize("model_type", ["gemma3_text", "phi3", "glm4", "gpt_oss", "deepseek_v2"])
-def test_an_architecture_that_is_not_built_is_named_with_what_to_do(model_type: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("model_type", "changes", "key"),
+    [
+        *((name, {}, "model_type") for name in ("gemma3_text", "phi3", "glm4", "gpt_oss", "deepseek_v2")),
+        ("granitemoehybrid", {"residual_multiplier": 0.22}, "residual_multiplier"),
+    ],
+)
+def test_an_architecture_that_is_not_built_is_named_with_what_to_do(
+    model_type: str, changes: dict[str, Any], key: str, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError) as caught:
-        read(tmp_path, LLAMA_31 | {"model_type": model_type})
-    assert caught.value.key == "model_type"
+        read(tmp_path, LLAMA_31 | {"model_type": model_type} | changes)
+    assert caught.value.key == key
 
 
 def test_a_name_of_the_hub_is_downloaded_or_answered_with_the_command(tmp_path: Path, monkeypatch) -> None:

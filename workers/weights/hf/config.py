@@ -61,6 +61,13 @@ def model_fields_from_hf(path: str | os.PathLike[str], provider: str = "native")
         return _sizes_of(config) | {"provider": provider, "hf_path": local_directory(path)}
     model_type = str(config.get("model_type"))
     if model_type not in MODEL_FAMILIES:
+        if (factor := config.get("residual_multiplier", 1)) != 1:
+            raise ConfigError(
+                f"{Path(path) / 'config.json'}: residual_multiplier is {factor!r}; Megatron adds the output of a layer "
+                f"to its input without a factor. Build the model in build_model of your worker (docs/own-megatron.md)",
+                key="residual_multiplier",
+                value=factor,
+            )
         raise ConfigError(
             f"{Path(path) / 'config.json'}: model_type is {model_type!r}; registered are {', '.join(MODEL_FAMILIES)}. "
             "Set model.provider=bridge for a model of Megatron-Bridge, build the model in build_model of your worker "
