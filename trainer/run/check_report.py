@@ -14,9 +14,10 @@ import ray
 import torch
 
 from mcontroller.cli.help import roots
-from mcontroller.config.load import CollectedErrors, load_config
+from mcontroller.config.load import CollectedErrors, load_config, with_whole_key
 from mcontroller.errors import ConfigError
 from mcontroller.locality import locality
+from parallel_state.axes import DENSE_AXES
 from parallel_state.dry_run.outcome import CONTEXT
 from parallel_state.topology import Topology
 from trainer.roles import CONFIG_KEYS, Role, reads_reference, role_workers
@@ -59,7 +60,10 @@ def report(arguments: argparse.Namespace) -> int:
     calls = calls_of_run(roles, sizes, lengths, layers=layers, classes=_worker_classes(config))
     calls = [call for call in calls if reference or call.role != "reference"]
     rejected = CollectedErrors()
-    rejected.errors += [call.failure for call in calls if isinstance(call.failure, ConfigError)]
+    for call in calls:
+        if isinstance(call.failure, ConfigError):
+            section = (call.key,) if isinstance(config, RunConfig) else ()
+            rejected.errors.append(with_whole_key(call.failure, RunConfig, section))
     rejected.raise_any()
     lines += _role_lines(roles, sizes, calls, reference, on_gpu)
     lines += ["", memory_table(calls, pools, on_gpu=on_gpu)]
@@ -164,7 +168,8 @@ def pool_size(config: Any, role: str) -> int:
 def layout_of_role(role: RoleConfig, world_size: int) -> str:
     """Return the number of ranks and the sizes of the axes of a role."""
     topology = Topology.from_layout(role.parallel.layout(world_size))
-    axes = [axis for axis in topology.sizes if axis in ("tp", "pp", "dp") or topology.sizes[axis] > 1]
+    shown = topology.sizes if role.model.num_moe_experts else DENSE_AXES
+    axes = [axis for axis in shown if axis in ("tp", "pp", "dp") or topology.sizes[axis] > 1]
     return f"{world_size} ranks, " + " x ".join(f"{axis} {topology.sizes[axis]}" for axis in axes)
 
 
