@@ -185,6 +185,10 @@ class GroupMethod(Generic[P, Result_co, Future_co]):
         return replace(self, registration=registration, ranks=None if chosen is None else tuple(chosen))
 
 
+_OTHER_NAMES = {"name_prefix": "name"} | {f"{axis}_size": f'topology.size("{axis}")' for axis in DENSE_AXES}
+"""Attributes of verl's groups, and what they are here."""
+
+
 class WorkerGroup(Generic[W_co]):
     """The ranks of one role, behind an executor; every registered method of the worker class is a method of it.
 
@@ -260,6 +264,8 @@ class WorkerGroup(Generic[W_co]):
                 f"group {self.name} has no method {method!r}, and no registered method at all: the methods of several "
                 "roles are those of the groups that spawn([...]) returns"
             )
+        if method in _OTHER_NAMES:
+            return f"group {self.name} has no attribute {method!r}; it is group.{_OTHER_NAMES[method]}"
         close = difflib.get_close_matches(method, self._methods, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(sorted(self._methods))}"
         return f"group {self.name} has no method {method!r}; {hint}"

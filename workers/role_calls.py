@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from mcontroller.config.load import CollectedErrors
+from mcontroller.config.load import CollectedErrors, with_whole_key
+from mcontroller.errors import ConfigError
 from parallel_state.dry_run.outcome import Outcome
 from workers.dry_run import RoleCall
 from workers.generate.engines import ROLLOUT_ENGINES
@@ -82,15 +83,28 @@ def calls_of_roles(roles: Mapping[str, ModelRole], lengths: Lengths) -> dict[str
 
 
 @without_gpus
-def estimates(calls: Mapping[str, RoleCall]) -> dict[str, Outcome]:
+def estimates(calls: Mapping[str, RoleCall], whole: type | None = None) -> dict[str, Outcome]:
     """Return the memory of calls with weights that stay in the worker: those of few layers are scaled.
+
+    Args:
+        calls: by the role's key and the method.
+        whole: the dataclass that has the roles' configurations under their keys; errors then have its keys.
 
     Raises:
         ConfigError: the workers of roles reject their configuration when they build the model or its optimizer.
     """
     errors, outcomes = CollectedErrors(), dict[str, Outcome]()
+
+    def estimate(name: str, call: RoleCall) -> Outcome:
+        try:
+            return estimated(call)
+        except ConfigError as error:
+            if whole is None:
+                raise
+            raise with_whole_key(error, whole, name.split(".")[:1]) from error
+
     for name, call in calls.items():
-        if call.method != WEIGHTS and (outcome := errors.attempt(partial(estimated, call))) is not None:
+        if call.method != WEIGHTS and (outcome := errors.attempt(partial(estimate, name, call))) is not None:
             outcomes[name] = outcome
     errors.raise_any()
     return outcomes

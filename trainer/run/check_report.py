@@ -17,6 +17,7 @@ from mcontroller.cli.help import roots
 from mcontroller.config.load import load_config
 from mcontroller.errors import ConfigError
 from mcontroller.locality import locality
+from parallel_state.axes import DENSE_AXES
 from parallel_state.dry_run.memory import KINDS
 from parallel_state.dry_run.outcome import Outcome
 from parallel_state.topology import Topology
@@ -61,7 +62,7 @@ def report(arguments: argparse.Namespace) -> int:
     is_run = isinstance(config, RunConfig)
     with_model = model_roles(config, arguments.world_size) if is_run else _default_roles(roles, sizes)
     with_model = {key: _with_layers(role, layers) for key, role in with_model.items()}
-    outcomes = estimates(calls_of_roles(with_model, lengths))
+    outcomes = estimates(calls_of_roles(with_model, lengths), RunConfig if is_run else None)
     gpu_memory = _gpu_memory(arguments.gpu_memory)
     lines += [*_role_lines(with_model, outcomes, on_gpu), "", *memory_table(outcomes, on_gpu=on_gpu)]
     known = {name: outcome for name, outcome in outcomes.items() if not outcome.failure}
@@ -191,7 +192,8 @@ def pool_size(config: Any, role: str) -> int:
 def layout_of_role(role: RoleConfig, world_size: int) -> str:
     """Return the number of ranks and the sizes of the axes of a role."""
     topology = Topology.from_layout(role.parallel.layout(world_size))
-    axes = [axis for axis in topology.sizes if axis in ("tp", "pp", "dp") or topology.sizes[axis] > 1]
+    shown = topology.sizes if role.model.num_moe_experts else DENSE_AXES
+    axes = [axis for axis in shown if axis in ("tp", "pp", "dp") or topology.sizes[axis] > 1]
     return f"{world_size} ranks, " + " x ".join(f"{axis} {topology.sizes[axis]}" for axis in axes)
 
 

@@ -132,7 +132,7 @@ def test_check_reports_mistakes_of_fields_files_and_parts_together(config_file):
     assert Counter(map(type, errors)) == {ConfigError: 6, LayoutError: 1}
     assert {error.key for error in errors if isinstance(error, ConfigError)} == {
         "trainer.total_training_step",
-        "model.hidden_size",
+        "actor_rollout_ref.model.hidden_size",
         "actor_rollout_ref.ppo_micro_batch_size",
         "path",
         "trackers",
@@ -141,18 +141,24 @@ def test_check_reports_mistakes_of_fields_files_and_parts_together(config_file):
 
 
 @pytest.mark.parametrize(
-    "mistake",
+    ("mistake", "key"),
     [
-        "algorithm.adv_estimator=grop",
-        "actor_rollout_ref.rollout.n=many",
-        "data.train_batch_size=many",
-        "pool.process_on_nodes=[0]",
+        ("algorithm.adv_estimator=grop", "algorithm.adv_estimator"),
+        ("actor_rollout_ref.rollout.n=0", "actor_rollout_ref.rollout.n"),
+        ("data.train_batch_size=many", "data.train_batch_size"),
+        ("actor_rollout_ref.sft_optim.lr=-1", "actor_rollout_ref.sft_optim.lr"),
+        ("actor_rollout_ref.model.transformer.nope=1", "actor_rollout_ref.model.transformer.nope"),
+        ("actor_rollout_ref.model=3", "actor_rollout_ref.model"),
+        ("pool.process_on_nodes=[0]", "pool.process_on_nodes"),
+        ("pool.process_on_nodes=[x]", "pool.process_on_nodes[0]"),
+        ("pool.process_on_nodes=4", "pool.process_on_nodes"),
+        ("rewards.functions.exact=3", "rewards.functions.exact"),
     ],
 )
-def test_the_default_in_place_of_a_rejected_value_causes_no_error(config_file, mistake):
+def test_one_mistake_is_one_error_with_the_whole_key(config_file, mistake, key):
     with pytest.raises(ConfigError) as raised:
         check(config_file, mistake)
-    assert raised.value.key == mistake.partition("=")[0] and "errors" not in raised.value.fields
+    assert raised.value.key == key and "errors" not in raised.value.fields
 
 
 class WithoutSave:
@@ -237,7 +243,7 @@ def test_a_timeout_of_collectives_ends_no_start_of_an_engine(config_file):
     short = ["actor_rollout_ref.rollout.engine=vllm", "actor_rollout_ref.timeout_s=600"]
     with pytest.raises(ConfigError) as caught:
         read_run_config(config_file, short)
-    assert (caught.value.key, caught.value.value) == ("timeout_s", 600.0)
+    assert (caught.value.key, caught.value.value) == ("actor_rollout_ref.timeout_s", 600.0)
     assert read_run_config(config_file, short[:1]).actor_rollout_ref.timeout_s == 7200
 
 
@@ -264,5 +270,5 @@ actor_rollout_ref:
     with pytest.raises(MControllerError) as caught:
         make_parts(read_run_config(config_file, planned))
     not_installed, no_weights = caught.value.errors
-    assert (not_installed.key, not_installed.value) == ("rollout.engine", "vllm")
+    assert (not_installed.key, not_installed.value) == ("actor_rollout_ref.rollout.engine", "vllm")
     assert no_weights.path == str(model)
