@@ -31,3 +31,13 @@ def test_generation_is_estimated_for_engines_in_the_worker(engine: str, last: li
     expected = ["update_actor", "compute_log_prob", "compute_ref_log_prob", *last]
     assert [*outcomes] == [f"{KEY}.{method}" for method in expected]
     assert all(outcome.peak > 0 for outcome in outcomes.values())
+
+
+@pytest.mark.simulated
+def test_weights_whose_parts_are_on_several_ranks_are_sent_where_every_rank_runs() -> None:
+    sections = {"model": MODEL, "rollout": {"engine": "vllm"}, "parallel": {"tp": 2}}
+    role = ModelRole.of(ActorRolloutRefWorker, load_config(ActorConfig, sections), "actor_rollout", 2)
+    call = calls_of_roles({KEY: role}, Lengths(prompt=16, response=16, rows=4))[f"{KEY}.rollout_weights"]
+    assert call.needs_every_rank
+    outcome = call.outcome(every_rank=True)
+    assert outcome.failure == "" and [*outcome.uses] == [0, 1]
