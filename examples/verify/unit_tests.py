@@ -31,7 +31,8 @@ FOLDER = "tests/unit_tests"
 OPTIONS = ["-o", "addopts=", "-q", "-s", "-p", "no:cacheprovider", "--assert=plain"]
 NEEDS = {
     # without it, Megatron has None or mocks in the place of its layers
-    "needs Transformer Engine": r"[Tt]ransformer.?[Ee]ngine|\bTE[A-Z]\w+|fp8|to be not None|got 0\) when instantiating",
+    "needs Transformer Engine": r"[Tt]ransformer.?[Ee]ngine|\bTE[A-Z]\w+|fp8|to be not None|got 0\) when instantiating"
+    r"|isinstance\(\) arg 2 must be",
     "needs CUDA": r"CUDA|cuda|nccl|NCCL|Stream",
     "needs a package": "ModuleNotFoundError|ImportError|not installed|No module named|is required|datasets/utils.py|"
     "pytest --fixtures|triton|[Ff]lash|[Aa]pex",
@@ -147,7 +148,7 @@ class Reports:
         if report.failed:
             crash = getattr(report.longrepr, "reprcrash", None)
             where = crash and f"{crash.message} ({crash.path}:{crash.lineno})"
-            if where and "NoneType" in where:  # the line names what Megatron has None for
+            if where and where.startswith("TypeError"):  # the line names what Megatron has None or a mock for
                 where += linecache.getline(crash.path, crash.lineno)
             self.errors.append(where or report.longreprtext[-1000:])
 
