@@ -147,7 +147,7 @@ class Reports:
         if report.failed:
             crash = getattr(report.longrepr, "reprcrash", None)
             where = crash and f"{crash.message} ({crash.path}:{crash.lineno})"
-            if where and "NoneType" in where:  # the line names what Megatron has None for
+            if where and where.startswith("TypeError"):  # the line names what Megatron has None or a mock for
                 where += linecache.getline(crash.path, crash.lineno)
             self.errors.append(where or report.longreprtext[-1000:])
 

@@ -53,6 +53,16 @@ class _Before(importlib.abc.MetaPathFinder):
         return importlib.util.find_spec(fullname)  # by the finders that the function may have added
 
 
+class _WithoutFile(importlib.abc.Loader):
+    """Loads a package without ``__init__.py``, which has no loader before it is imported."""
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        """Leave it to the import."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Run nothing."""
+
+
 class ImportHook(importlib.abc.MetaPathFinder):
     """Finds modules as the other finders do, and calls a function with a module right after its code has run.
 
@@ -81,8 +91,8 @@ class ImportHook(importlib.abc.MetaPathFinder):
             spec = next((candidate for candidate in specs if candidate is not None), None)
         finally:
             self._finding.remove(fullname)
-        if spec is not None and spec.loader is not None:
-            spec.loader = self._calling(self.loader(spec.loader))
+        if spec is not None:
+            spec.loader = self._calling(self.loader(spec.loader or _WithoutFile()))
         return spec
 
     def _calling(self, loader: Any) -> Any:

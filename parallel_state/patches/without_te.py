@@ -104,9 +104,16 @@ def _latent_norms(module: Any) -> None:
     module.QKNormConfigResolver.resolve = as_specified
 
 
+def _inference_layers(module: Any) -> None:
+    """Take no module for one of Transformer Engine's: its classes are mocks then (main after 0.19)."""
+    if not module.HAVE_TE and hasattr(module, "is_inference_column_parallel_linear"):
+        module.is_inference_column_parallel_linear = lambda module: False
+
+
 PATCHES: dict[str, Patch] = {
     "megatron.core.utils": _utils,
     "megatron.core.tensor_parallel.random": _random,
+    "megatron.core.tensor_parallel.inference_layers": _inference_layers,
     "megatron.core.transformer.moe.moe_utils": _moe_utils,
     "megatron.core.transformer.mla_qk_norm_config": _latent_norms,
     "megatron.core.transformer.multi_latent_attention": _latent_attention,

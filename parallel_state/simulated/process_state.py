@@ -26,12 +26,8 @@ _CHANGED_IN_PLACE = {
     "megatron.core.tensor_parallel.random": ("_CUDA_RNG_STATE_TRACKER", "_CUDA_RNG_STATE_TRACKER_INITIALIZED"),
     "megatron.core.transformer.moe.moe_utils": ("_MOE_LAYER_WISE_LOGGING_TRACKER",),
 }
-# Class attributes that Megatron sets while it runs: module, class, attribute.
-_CLASS_ATTRIBUTES = (
-    ("megatron.core.transformer.moe.moe_utils", "MoEAuxLossAutoScaler", "main_loss_backward_scale"),
-    ("megatron.core.transformer.multi_token_prediction", "MTPLossAutoScaler", "main_loss_backward_scale"),
-)
 _STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
+_STORE_ATTR = dis.opmap["STORE_ATTR"]
 _MODULES = ("megatron", "workers", "mcontroller.transport")  # the last has the event loop of async methods
 _BELOW_MODULES = tuple(f"{package}." for package in _MODULES)
 
@@ -124,9 +120,7 @@ class ProcessState:
         if names:
             self.parts.append(FirstValues(module, names, _own))
         self.parts += [
-            FirstValues(getattr(module, owner), (attribute,), _same)
-            for where, owner, attribute in _CLASS_ATTRIBUTES
-            if where == module.__name__ and hasattr(module, owner)
+            FirstValues(owner, changed, _own) for owner in _classes(module) if (changed := _changed_by_methods(owner))
         ]
 
 
@@ -200,14 +194,43 @@ def _rebound(module: ModuleType) -> list[str]:
     return sorted(name for name in names if name in vars(module))
 
 
+def _changed_by_methods(owner: type) -> list[str]:
+    """Return the attributes of a class that its class and static methods set, and the containers that they name."""
+    methods = [method for method in vars(owner).values() if isinstance(method, classmethod | staticmethod)]
+    functions = [function for function in map(_plain, methods) if isinstance(function, FunctionType)]
+    return sorted(
+        {
+            name
+            for function in functions
+            for name in vars(owner).keys() & function.__code__.co_names
+            if not name.startswith("__") and (type(vars(owner)[name]) in (dict, list, set) or _sets(function, name))
+        }
+    )
+
+
+def _sets(function: FunctionType, name: str) -> bool:
+    instructions = dis.get_instructions(function.__code__)
+    return any(instruction.opcode == _STORE_ATTR and instruction.argval == name for instruction in instructions)
+
+
+def _classes(module: ModuleType) -> list[type]:
+    """Return the classes that a module defines."""
+    values = vars(module).values()
+    return [value for value in values if isinstance(value, type) and value.__module__ == module.__name__]
+
+
 def _functions(module: ModuleType) -> Iterator[FunctionType]:
-    owners = [module, *(value for value in vars(module).values() if isinstance(value, type))]
-    for owner in owners:
+    for owner in (module, *_classes(module)):
         for value in list(vars(owner).values()):
-            plain: Callable[..., Any] = getattr(value, "__func__", value)
-            plain = getattr(plain, "__wrapped__", plain)
+            plain = _plain(value)
             if isinstance(plain, FunctionType) and plain.__module__ == module.__name__:
                 yield plain
+
+
+def _plain(function: Any) -> Any:
+    """Return what a method, or what a decorator returned, calls."""
+    function = getattr(function, "__func__", function)
+    return getattr(function, "__wrapped__", function)
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:

@@ -177,6 +177,19 @@ def test_each_rank_imports_the_modules_that_are_named(team: Path, imported_befor
         assert "team_of_ranks" not in sys.modules
 
 
+def test_each_rank_imports_from_a_package_without_an_init_file(team: Path) -> None:
+    (team / "part").mkdir()
+    (team / "part" / "numbers.py").write_text("import torch.distributed as dist\n\nrank = dist.get_rank()\n")
+
+    def compute() -> int:
+        from team_of_ranks.part import numbers  # type: ignore[import-not-found]
+
+        dist.barrier()
+        return int(numbers.rank)
+
+    assert run_ranks(2, compute, modules=["team_of_ranks"]) == [0, 1]
+
+
 def test_a_function_of_an_own_module_runs_as_the_ranks_own(team: Path) -> None:
     from team_of_ranks.counting import add
 

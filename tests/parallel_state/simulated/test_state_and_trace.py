@@ -64,6 +64,17 @@ def test_megatron_has_the_groups_of_the_layout_on_every_rank() -> None:
     assert actual == [(tp, dp, pp) for pp in range(2) for dp in range(2) for tp in range(2)]
 
 
+def test_what_a_class_of_megatron_keeps_is_each_ranks_own() -> None:
+    def tracked() -> dict[str, int]:
+        from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+        MTPLossLoggingHelper.tracker["rank"] = dist.get_rank()
+        dist.barrier()
+        return dict(MTPLossLoggingHelper.tracker)
+
+    assert run_ranks(2, tracked) == [{"rank": 0}, {"rank": 1}]
+
+
 def test_ranks_keep_their_state_between_runs() -> None:
     simulation = Simulation(2)
 

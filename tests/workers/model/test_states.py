@@ -12,28 +12,12 @@ from mcontroller.errors import ConfigError
 from parallel_state.releases import language_models
 from tests.ranks import run_ranks
 from tests.workers.roles import GREEDY, MODEL, actor, experience, own_shard, prompts, weights
-from tests.workers.weights.hf_models import ROWS, SIZES, Model, Reference
+from tests.workers.weights.hf_models import LETTERS, NEMOTRON, ROWS, Reference
 from workers.config import ModelConfig, ParallelConfig
 from workers.config.fit import check_packing
 from workers.model.transformer_config import transformer_config
 
-LETTERS = "M-M*-M"
-KINDS = {"M": "linear_attention", "*": "full_attention", "-": "mlp"}
 MAMBA = {"mamba_num_heads": 8, "mamba_head_dim": 8, "mamba_state_dim": 8, "mamba_num_groups": 4}
-NEMOTRON = Model(
-    "NemotronH",
-    {key: SIZES[key] for key in SIZES.keys() - {"num_hidden_layers", "rms_norm_eps"}}
-    | {
-        "layers_block_type": [KINDS[letter] for letter in LETTERS],
-        "head_dim": 8,
-        "mamba_num_heads": 8,
-        "mamba_head_dim": 8,
-        "ssm_state_size": 8,
-        "n_groups": 4,
-        "chunk_size": 4,
-        "time_step_min": 1e-30,  # transformers limits the step from below, Megatron does not
-    },
-)
 FIELDS: dict[str, Any] = MODEL | {
     "num_layers": len(LETTERS),
     "hybrid_layer_pattern": LETTERS,

@@ -108,6 +108,25 @@ MODELS = {
 }
 """The models of the tests; the name begins with the model type."""
 
+LETTERS = "M-M*-M"
+_KINDS_OF_LAYERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp"}
+NEMOTRON = Model(
+    "NemotronH",
+    {key: SIZES[key] for key in SIZES.keys() - {"num_hidden_layers", "rms_norm_eps"}}
+    | {
+        "layers_block_type": [_KINDS_OF_LAYERS[letter] for letter in LETTERS],
+        "head_dim": 8,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 8,
+        "ssm_state_size": 8,
+        "n_groups": 4,
+        "chunk_size": 4,
+        "time_step_min": 1e-30,  # transformers limits the step from below, Megatron does not
+        "time_step_floor": 0.3,  # of its first values: with the default, states are near 0
+    },
+)
+"""A model with Mamba layers, which needs megatron-core 0.19."""
+
 SP = {"tp": 2, "sequence_parallel": True}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one process": {},

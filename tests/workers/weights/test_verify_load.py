@@ -13,9 +13,10 @@ from unittest import mock
 import pytest
 
 from mcontroller.errors import ConfigError, DataError
+from parallel_state.releases import language_models
 from tests.ranks import run_ranks
 from tests.training import new_context
-from tests.workers.weights.hf_models import save_model
+from tests.workers.weights.hf_models import NEMOTRON, save_model
 from workers.config import ParallelConfig
 from workers.config.from_hf import model_config_from_hf
 from workers.model.build import build_model
@@ -82,6 +83,20 @@ def test_the_first_layer_that_differs_is_named_on_every_rank(changed: str, layer
         return str(caught.value.layer)  # type: ignore[attr-defined]
 
     assert run_ranks(named, 4) == [layer] * 4
+
+
+@pytest.mark.skipif(len(language_models()) == 1, reason="this megatron-core has no HybridModel")
+def test_mamba_layers_are_compared(tmp_path: Path) -> None:
+    def compared() -> tuple[str, str]:
+        text = verified(path, SP, None)
+        with pytest.raises(DataError) as caught:
+            verified(path, SP, "decoder.layers.2.mixer.A_log")
+        return text, str(caught.value.layer)  # type: ignore[attr-defined]
+
+    path = save_model(NEMOTRON, tmp_path)
+    for text, layer in run_ranks(compared, 4):
+        assert text.startswith("model.verify_load: 8 parts of the model are transformers'")
+        assert layer == "model.layers.2"
 
 
 def loaded(path: Path, **changes: Any) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import functools
 import importlib.util
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -68,7 +67,7 @@ def verify_load(chunks: Sequence[nn.Module], model: Any, context: MegatronContex
     started, path = time.perf_counter(), str(model.hf_path)
     family, automatic = family_at(path), model.verify_load == "auto" and model.provider == "native"
     kind = (family and family.reference_type) or str(read_config(path).get("model_type"))
-    reason = _cannot(kind, model) or (_should_not(model) if automatic else None)
+    reason = _cannot(kind) or (_should_not(model) if automatic else None)
     if reason is not None:
         if not automatic:
             raise ConfigError(
@@ -118,10 +117,8 @@ class _Difference(NamedTuple):
     relative: float
 
 
-def _cannot(kind: str, model: Any) -> str | None:
+def _cannot(kind: str) -> str | None:
     """Why the model is not computed with transformers."""
-    if model.has_states:
-        return "its layers have recurrent states"
     if importlib.util.find_spec("transformers") is None:
         return "transformers is not installed"
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -240,24 +237,29 @@ class _Reference:
 
         self.files, self.names, self.dtype, self.with_experts = WeightFiles(path), names, dtype, with_experts
         self.wide = torch.float64 if dtype == torch.float32 else torch.float32
-        source = json.loads((path / "config.json").read_text(encoding="utf-8")) | {"quantization_config": None}
-        config = CONFIG_MAPPING[kind].from_dict(source)
+        source, _ = CONFIG_MAPPING[kind].get_config_dict(path)  # decodes infinities
+        config = CONFIG_MAPPING[kind].from_dict(source | {"quantization_config": None})
         config._experts_implementation = "eager"
+        if hasattr(config, "time_step_min"):  # Megatron does not limit the step of a Mamba layer
+            config.time_step_min = 1e-30
         with torch.device("meta"):
             whole = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
         self.model: Any = whole.model
-        self.layers, self.norm = list(self.model.layers), self.model.norm
-        self.model.rotary_emb = type(self.model.rotary_emb)(self.model.config)
-        self.model.norm = nn.Identity()
+        norm = "norm" if hasattr(self.model, "norm") else "norm_f"
+        self.layers, self.norm = list(self.model.layers), getattr(self.model, norm)
+        setattr(self.model, norm, nn.Identity())
+        if hasattr(self.model, "rotary_emb"):
+            self.model.rotary_emb = type(self.model.rotary_emb)(self.model.config)
         self.model.config.num_hidden_layers = 1
         self.types = getattr(self.model.config, "layer_types", None)
+        self.prefix = names["embedding.word_embeddings.weight"][0].partition(".")[0]
         self.vocabulary: int = config.vocab_size
 
     def in_both(self, part: _Part) -> tuple[Tensor, Tensor] | None:
         """Return the part's results in the model's dtype and in a wider one; None for an output that is no logits."""
         if part.given is None:
             rows = self._read("embedding.word_embeddings.weight")[_ids(self.vocabulary)[0]]
-            scale = getattr(self.model.embed_tokens, "scalar_embed_scale", 1.0)
+            scale = getattr(self.model.get_input_embeddings(), "scalar_embed_scale", 1.0)
             return rows.to(self.dtype) * scale, rows.to(self.wide) * scale
         if part.place < len(self.layers):
             layer = copy.deepcopy(self.layers[part.place]).to_empty(device="cpu")
@@ -297,7 +299,7 @@ class _Reference:
 
     def _values(self, name: str, number: int) -> Tensor:
         """Return a parameter of a layer, stacked from the tensors of experts if the files have those."""
-        on_disk = f"model.layers.{number}.{name}"
+        on_disk = f"{self.prefix}.layers.{number}.{name}"
         if on_disk in self.files.names or name not in _STACKED:
             return self.files.read(on_disk, None, 0, 0)
         templates = self.names[f"decoder.layers.{{layer}}.{_STACKED[name]}"]
