@@ -68,10 +68,9 @@ def stage_uses(call: RoleCall) -> tuple[Use, ...]:
     main = any(map(any, stages))
     kinds = {kind for stage in stages for kind in stage}
     first, second = _numbers_of_layers(call)
-    if max(map(len, stages)) <= chunks * (second + len(kinds) - 1):
-        return _run(call)
-
     short = _with_three_stages(call.role) if layout.vpp is None and layout.pp > 3 else call.role
+    if short is call.role and max(map(len, stages)) <= chunks * (second + len(kinds) - 1):
+        return _run(call)
 
     def run(*layers: bool) -> tuple[Use, ...]:
         few = _with_layers(model, short.variant.layout, stages, layers)
