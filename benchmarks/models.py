@@ -1,6 +1,6 @@
 """Print what every model family computes in every layout, beside transformers, as a Markdown table.
 
-python benchmarks/models.py
+python benchmarks/models.py [NAME ...]                     all families, or those of these names
 python benchmarks/models.py --lora                         with adapters
 .venv-newest/bin/python benchmarks/models.py --bridge      models of Megatron-Bridge
 .venv-newest/bin/python benchmarks/models.py --lora        the same with adapters
@@ -113,6 +113,9 @@ def adapter_rows() -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "names", nargs="*", choices=[[], *MODELS], metavar="NAME", help="names in tests/workers/weights/hf_models.py"
+    )
     parser.add_argument("--bridge", action="store_true", help="only the part on Megatron-Bridge, which needs it")
     parser.add_argument("--bridge-rows", choices=["local", "stand-in"], help=argparse.SUPPRESS)
     parser.add_argument("--lora", action="store_true", help="only the rows on adapters of this environment")
@@ -124,14 +127,14 @@ def main() -> int:
     if arguments.lora:
         print(ADAPTERS + "\n".join(adapter_rows()))
     else:
-        print(bridge_part() if arguments.bridge else native_part())
+        print(bridge_part() if arguments.bridge else native_part(arguments.names or [*MODELS]))
     return 0
 
 
-def native_part() -> str:
-    """Return the table of the native families."""
+def native_part(names: list[str]) -> str:
+    """Return the table of native families."""
     lines = ["| model | layouts | " + " | ".join(COLUMNS) + " |", "|---|---:|" + "---|" * len(COLUMNS)]
-    for name in MODELS:
+    for name in names:
         with tempfile.TemporaryDirectory() as directory:
             reference = Reference(name, Path(directory))
             rows = []

@@ -15,7 +15,7 @@ from mcontroller.data.batch import DataProto
 from mcontroller.dispatch.call import PreparedCall, dispatch
 from mcontroller.dispatch.explain import Explanation, explain
 from mcontroller.dispatch.modes import Dispatch, DispatchSpec, Execute, Plan, plan
-from mcontroller.dispatch.registration import Registration, registrations
+from mcontroller.dispatch.registration import Registration, check_timeout, registrations
 from mcontroller.errors import DispatchError, MControllerError, TopologyError
 from mcontroller.partition import Padding
 from mcontroller.trace.recorder import start_timer
@@ -185,6 +185,10 @@ class GroupMethod(Generic[P, Result_co, Future_co]):
         return replace(self, registration=registration, ranks=None if chosen is None else tuple(chosen))
 
 
+_OTHER_NAMES = {"name_prefix": "name"} | {f"{axis}_size": f'topology.size("{axis}")' for axis in DENSE_AXES}
+"""Attributes of verl's groups, and what they are here."""
+
+
 class WorkerGroup(Generic[W_co]):
     """The ranks of one role, behind an executor; every registered method of the worker class is a method of it.
 
@@ -200,7 +204,7 @@ class WorkerGroup(Generic[W_co]):
         declared: the layout that the collected topology must agree with.
 
     Raises:
-        DispatchError: a registered method has the name of a member of the group's class.
+        DispatchError: a registered method has the name of a member of the group's class, or ``timeout`` is not above 0.
 
     Examples:
         >>> with RayWorkerGroup(pool, RayClassWithInitArgs(Scorer, weight=0.5), name_prefix="scorer") as scorer:
@@ -218,6 +222,7 @@ class WorkerGroup(Generic[W_co]):
         topology: Topology | None = None,
         declared: ParallelLayout | None = None,
     ) -> None:
+        check_timeout(timeout)
         self.worker_cls = worker_cls
         self.executor = executor
         self.name = name
@@ -259,6 +264,8 @@ class WorkerGroup(Generic[W_co]):
                 f"group {self.name} has no method {method!r}, and no registered method at all: the methods of several "
                 "roles are those of the groups that spawn([...]) returns"
             )
+        if method in _OTHER_NAMES:
+            return f"group {self.name} has no attribute {method!r}; it is group.{_OTHER_NAMES[method]}"
         close = difflib.get_close_matches(method, self._methods, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(sorted(self._methods))}"
         return f"group {self.name} has no method {method!r}; {hint}"
@@ -429,7 +436,7 @@ class WorkerGroup(Generic[W_co]):
     execute_rank_zero = execute_rank_zero_async
 
     def _execute(self, spec: DispatchSpec, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future[Any]:
-        if not hasattr(self.worker_cls, method) and method not in self._methods:
+        if not isinstance(method, str) or not (hasattr(self.worker_cls, method) or method in self._methods):
             raise DispatchError(f"{self.worker_cls.__name__} has no method {method!r}", role=self.name, method=method)
         registration = Registration(spec, Execute.ALL, blocking=False)
         called: GroupMethod[..., Future[Any], Future[Any]] = GroupMethod(self, method, registration)

@@ -25,6 +25,7 @@ from mcontroller.errors import (
     DispatchError,
     GroupBroken,
     GroupError,
+    LayoutError,
     MControllerError,
     WorkerError,
     is_before_changes,
@@ -44,6 +45,7 @@ from mcontroller.transport import (
     resolve,
 )
 from mcontroller.worker import ClassWithInitArgs, RankEnvironment, W_co
+from parallel_state.axes import is_count
 from parallel_state.layout import ParallelLayout
 from parallel_state.topology import Topology
 
@@ -66,6 +68,7 @@ class LocalWorkerGroup(WorkerGroup[W_co]):
         timeout: accepted for the interface of other groups; calls in the caller's thread have no deadline.
 
     Raises:
+        LayoutError: ``layout`` is of another type.
         WorkerError: a worker's constructor raised.
     """
 
@@ -80,6 +83,8 @@ class LocalWorkerGroup(WorkerGroup[W_co]):
         timeout: float | None = None,
     ) -> None:
         init = cls_with_init if isinstance(cls_with_init, ClassWithInitArgs) else ClassWithInitArgs(cls_with_init)
+        if not isinstance(layout, ParallelLayout) and not is_count(layout):
+            raise LayoutError(f"layout is {layout!r}; expected a ParallelLayout or a number of ranks, at least 1")
         declared = layout if isinstance(layout, ParallelLayout) else None
         world_size = layout.world_size if isinstance(layout, ParallelLayout) else layout
         executor = LocalExecutor(init, world_size, name_prefix)

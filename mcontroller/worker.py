@@ -194,7 +194,7 @@ class ClassWithInitArgs(Generic[W_co]):
         kwargs: keyword arguments of its ``__init__``; type checkers compare them with its signature.
 
     Raises:
-        ConfigError: ``cls`` is not a class.
+        ConfigError: ``cls`` is not a class, or its constructor does not take these arguments.
     """
 
     def __init__(self, cls: Callable[P, W_co], *args: P.args, **kwargs: P.kwargs) -> None:
@@ -204,6 +204,14 @@ class ClassWithInitArgs(Generic[W_co]):
                 key="cls",
                 value=cls,
             )
+        plain: Any = cls
+        if inspect.isfunction(plain.__init__):
+            signature = inspect.signature(plain.__init__)
+            try:
+                signature.bind(None, *args, **kwargs)
+            except TypeError as error:
+                names = ", ".join(list(signature.parameters)[1:]) or "none"
+                raise ConfigError(f"{cls.__name__}: {error}; its arguments: {names}", key=cls.__name__) from error
         if issubclass(cls, Worker):
             cls.check_init(*args, **kwargs)
         self.cls: type[W_co] = cls

@@ -80,7 +80,7 @@ class ParallelLayout:
     _strides: Mapping[str, int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        _check_counts(self)
+        _check_arguments(self)
         order = self.order.lower()
         extra = FrozenMap(self.extra)
         sizes = _derive_sizes(self)
@@ -219,10 +219,12 @@ class ParallelLayout:
         return normalized
 
 
-def _check_counts(layout: ParallelLayout) -> None:
+def _check_arguments(layout: ParallelLayout) -> None:
     """Reject sizes that are not positive ints, and user-defined axes with invalid names."""
     if not isinstance(layout.order, str):
         raise LayoutError(f"order is {layout.order!r}; expected axes joined by '-', as in {DEFAULT_ORDER!r}")
+    if not isinstance(layout.extra, Mapping):
+        raise LayoutError(f"extra is {layout.extra!r}; expected the size of each user-defined axis, as {{'fsdp': 2}}")
     for name in layout.extra:
         if not (isinstance(name, str) and name.isidentifier() and name == name.lower()) or name in RESERVED_NAMES:
             raise LayoutError(

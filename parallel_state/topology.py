@@ -97,7 +97,12 @@ class Topology:
             layout: the declared sizes and order of the axes.
             nodes: the node of every rank, by rank.
             names: the name of every rank, by rank.
+
+        Raises:
+            TopologyError: ``layout`` is of another type, or there is not one node or name for each rank.
         """
+        if not isinstance(layout, ParallelLayout):
+            raise TopologyError(f"layout is {layout!r}; expected a ParallelLayout, as in ParallelLayout(8, tp=2)")
         columns = {axis: layout.column(axis) for axis in layout.sizes}
         return cls(layout.world_size, layout.sizes, columns, vpp=layout.vpp, nodes=nodes, names=names)
 
@@ -334,10 +339,9 @@ def _label(rank: int, nodes: Sequence[str] | None, names: Sequence[str] | None) 
 
 
 def _check_per_rank(what: str, values: Sequence[str] | None, world_size: int) -> None:
-    if values is not None and len(values) != world_size:
-        raise TopologyError(
-            f"{len(values)} {what} for {world_size} ranks; expected one per rank", world_size=world_size
-        )
+    if values is not None and not (isinstance(values, Sequence) and len(values) == world_size):
+        given = len(values) if isinstance(values, Sequence) else repr(values)
+        raise TopologyError(f"{given} {what} for {world_size} ranks; expected one per rank", world_size=world_size)
 
 
 def _check_declared(sizes: Mapping[str, int], vpp: int | None, declared: ParallelLayout) -> None:
@@ -349,7 +353,8 @@ def _check_declared(sizes: Mapping[str, int], vpp: int | None, declared: Paralle
     if differing:
         listed = ", ".join(f"{axis} {reported.get(axis)} (declared {expected.get(axis)})" for axis in differing)
         raise TopologyError(
-            f"the ranks report other sizes than the layout declares: {listed}",
+            f"the ranks report other sizes than the layout declares: {listed}. Use the same sizes for the group and in "
+            "the configuration of its workers (parallel)",
             axes=tuple(differing),
             reported=reported,
             declared=expected,

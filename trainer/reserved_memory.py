@@ -11,7 +11,9 @@ from mcontroller.ray.resource_pool import ResourcePoolManager
 from trainer.roles import CONFIG_KEYS, GroupSpec
 from workers.config import ActorConfig, CriticConfig, RewardConfig
 from workers.generate.vllm.gpu_memory import CUDA_CONTEXT_BYTES
-from workers.role_calls import Lengths, calls_of_run
+from workers.memory.nccl import nccl_bytes
+from workers.role_calls import Lengths, calls_of_roles, estimates
+from workers.verify.roles import ModelRole
 
 logger = logging.getLogger(__name__)
 
@@ -48,13 +50,12 @@ def _largest_call(spec: GroupSpec, world_size: int, generating: ActorConfig) -> 
     key, config, rollout = CONFIG_KEYS[spec.role], spec.config, generating.rollout
     if not isinstance(config, ActorConfig | CriticConfig | RewardConfig):
         return 0
-    configs = {key: config} | ({"rollout": generating} if spec.name == "actor" else {})
+    role = ModelRole.of(spec.init.cls, config, str(spec.init.kwargs.get("role", "")), world_size)
     lengths = Lengths(rollout.prompt_length, rollout.response_length, rollout.max_rows)
-    sizes, classes = dict.fromkeys(configs, world_size), {key: spec.init.cls}
-    calls = calls_of_run(configs, sizes, lengths, layers=config.model.transformer_impl, classes=classes)
-    calls = [call for call in calls if call.key == key]
-    for call in calls:
-        if call.failure:
-            reason = call.failure
-            logger.warning("no memory is kept free for %s of %s next to vLLM's engine: %s", call.call, key, reason)
-    return CUDA_CONTEXT_BYTES + max((call.stages[call.most].total for call in calls if call.stages), default=0)
+    outcomes = estimates(calls_of_roles({key: role}, lengths))
+    for name, outcome in outcomes.items():
+        if outcome.failure:
+            logger.warning("no memory is kept free for %s next to vLLM's engine: %s", name, outcome.failure)
+    sharded = bool(role.updates) and role.variant.distributed_optimizer
+    nccl = nccl_bytes(role.variant.layout, experts=config.model.num_moe_experts is not None, sharded=sharded)
+    return CUDA_CONTEXT_BYTES + nccl + max(outcome.peak for outcome in outcomes.values())

@@ -10,6 +10,7 @@ from enum import Enum, auto
 from typing import Any
 
 from mcontroller.config.fields import check_unused
+from mcontroller.config.load import with_whole_key
 from mcontroller.errors import ConfigError
 from mcontroller.ray.class_with_init import RayClassWithInitArgs, plain_class
 from mcontroller.ray.resource_pool import ResourcePoolManager
@@ -136,9 +137,12 @@ def role_workers(config: PPOConfig, mapping: Mapping[Role, Any]) -> list[GroupSp
             rollout = dataclasses.replace(worker_config.rollout, vllm=vllm)
             worker_config = dataclasses.replace(worker_config, rollout=rollout)
         cls = role_class(mapping, role)
-        init = RayClassWithInitArgs(cls, config=worker_config, **arguments)
-        if name == "actor":
-            cls.check_run(worker_config)
+        try:
+            init = RayClassWithInitArgs(cls, config=worker_config, **arguments)
+            if name == "actor":
+                cls.check_run(worker_config)
+        except ConfigError as error:
+            raise with_whole_key(error, type(config), (CONFIG_KEYS[role],)) from error
         groups.append(GroupSpec(name, role, init))
     return groups
 

@@ -15,7 +15,8 @@ from mcontroller.data.batch import DataProto
 from parallel_state.dry_run import transformer_engine
 from parallel_state.dry_run.counting import CountingMode
 from parallel_state.dry_run.memory import storage_of
-from parallel_state.dry_run.outcome import Use
+from parallel_state.dry_run.outcome import Outcome, Use
+from parallel_state.dry_run.run import dry_run_of
 from parallel_state.dry_run.training import begin, initialize_state, used
 from workers.columns import ROUTED_EXPERTS
 from workers.config import OptimConfig
@@ -72,6 +73,20 @@ class RoleCall:
         micro_batches, tokens = layout.pp if layout.vpp else 1, 8 * layout.tp * layout.cp
         role = replace(self.role, config=config)
         return replace(self, role=role, micro_batches=micro_batches, prompt=tokens, response=tokens, row_count=1)
+
+    @property
+    def needs_every_rank(self) -> bool:
+        """Whether parts of the weights that one rank sends are on ranks that are in no pipeline with it."""
+        layout = self.role.variant.layout
+        return self.method == "rollout_weights" and (layout.tp > 1 or layout.etp not in (None, 1))
+
+    def outcome(self, **chosen: Any) -> Outcome:
+        """Make the call as ``dry_run_of`` does, with its arguments; on all ranks, a small one of the role's first call.
+
+        A forward pass to score is part of an update.
+        """
+        is_first = [self.method] == [*self.role.updates, *self.role.scores][:1]
+        return dry_run_of(self, self.role.variant, small=self.small() if is_first else None, **chosen)
 
     @property
     def rows(self) -> tuple[int, int]:

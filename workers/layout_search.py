@@ -8,13 +8,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from mcontroller.errors import MControllerError
+from parallel_state.dry_run.outcome import Use
 from parallel_state.verify.layouts import Variant
 from workers.actor import ActorRolloutRefWorker
 from workers.config import ActorConfig, ParallelConfig
 from workers.config.fit import check_fit
 from workers.dry_run import RoleCall
 from workers.memory.nccl import nccl_bytes
-from workers.memory.planned import StageUse, stage_uses
+from workers.memory.planned import stage_uses
 from workers.memory.without_gpus import without_gpus
 from workers.role_calls import Lengths
 from workers.verify.roles import ModelRole, variant_of
@@ -136,14 +137,14 @@ def _update(actor: ActorConfig, world_size: int, lengths: Lengths) -> int:
     variant = variant_of(actor, layout)
     sharded = variant.distributed_optimizer
     nccl = nccl_bytes(layout, experts=model.num_moe_experts is not None, sharded=sharded)
-    return max(_scaled(use, role.variant, variant).memory().total for use in uses) + nccl
+    return max(_scaled_peak(use, role.variant, variant) for use in uses) + nccl
 
 
-def _scaled(use: StageUse, ran: Variant, other: Variant) -> StageUse:
-    """Return what a rank uses in another layout that has the same tp, cp and etp."""
+def _scaled_peak(use: Use, ran: Variant, other: Variant) -> int:
+    """Return the peak of a rank in another layout that has the same tp, cp and etp."""
     fewer = ran.layout.ep / other.layout.ep
-    experts, trained_experts = fewer * use.experts, fewer * use.trained_experts
-    weights = use.weights - use.experts + experts
+    trained_experts = fewer * use.trained_experts
+    weights = use.parameters - use.experts + fewer * use.experts
     trained = use.trained - use.trained_experts + trained_experts
 
     def states(variant: Variant, dense: float, experts: float) -> float:
@@ -154,11 +155,8 @@ def _scaled(use: StageUse, ran: Variant, other: Variant) -> StageUse:
 
     before = states(ran, use.trained - use.trained_experts, use.trained_experts)
     after = states(other, trained - trained_experts, trained_experts)
-    return use._replace(
-        parameters=use.parameters * weights / use.weights,
-        gradients=use.gradients * trained / use.trained,
-        optimizer=use.optimizer * after / before,
-    )
+    scales = {"parameters": weights / use.parameters, "gradients": trained / use.trained, "optimizer": after / before}
+    return round(use.peak + sum((scale - 1) * use.by_kind.get(kind, 0) for kind, scale in scales.items()))
 
 
 def _sizes(parallel: ParallelConfig) -> tuple[int, int, int]:

@@ -22,13 +22,13 @@ from mcontroller.errors import ConfigError
 from mcontroller.worker import delegate
 from workers.checkpoint.checkpointer import Checkpointer
 from workers.checkpoint.save import Saver
-from workers.config import ModelConfig, OptimConfig, ParallelConfig
+from workers.config import ModelConfig, OptimConfig, ParallelConfig, RoleConfig
 from workers.config.fit import length_multiple_of
 from workers.lora.base import base_hash
 from workers.lora.peft_files import check_adapter
 from workers.megatron_worker import MegatronWorker
 from workers.memory.offloader import Offloader
-from workers.model.transformer_config import check_chunks
+from workers.model.transformer_config import check_chunks, given_fields
 from workers.profiling.profiler import Profiler
 from workers.role_worker import RoleWorker
 from workers.train.batches import RowReader, TokenBatch
@@ -124,21 +124,18 @@ class ModelWorker(MegatronWorker, RoleWorker):
         """Check the constructor's arguments, and the files of a checkpoint, before any process starts.
 
         Raises:
-            ConfigError: an argument is missing, unknown, or of another type; or the adapter at ``model.lora.path`` is
-                of another base.
+            ConfigError: ``config`` is of another type, a field of ``model.transformer`` cannot be set, or the adapter
+                at ``model.lora.path`` is of another base.
             DataError: files of ``model.hf_path`` are missing or damaged.
         """
-        signature = inspect.signature(cls.__init__)
-        try:
-            bound = signature.bind(None, *args, **kwargs).arguments
-        except TypeError as error:
-            names = ", ".join(list(signature.parameters)[1:])
-            raise ConfigError(f"{cls.__name__}: {error}; its arguments are {names}", key=cls.__name__) from error
+        bound = inspect.signature(cls.__init__).bind(None, *args, **kwargs).arguments
         config = bound.get("config")
         if cls.config_class is None or "config" not in bound or isinstance(config, cls.config_class):
-            if isinstance(model := getattr(config, "model", None), ModelConfig):
-                check_checkpoint_files(model)
-                check_adapter(model)
+            if isinstance(config, RoleConfig):
+                check_checkpoint_files(config.model)
+                check_adapter(config.model)
+                if config.model.provider != "bridge":
+                    given_fields(config.model, config.parallel)
             return
         name, kind = cls.config_class.__name__, type(config).__name__
         made = f"load_config({name}, {{...}})" if isinstance(config, Mapping) else f"{name}(...)"

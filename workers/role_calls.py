@@ -1,25 +1,22 @@
-"""Memory of every call of the roles of a configuration."""
+"""The calls of the roles of a run, and estimates of their memory."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
 
-from mcontroller.errors import MControllerError
-from workers.actor import ActorRolloutRefWorker
-from workers.config import ActorConfig, CriticConfig, RewardConfig, RoleConfig
-from workers.critic import CriticWorker
+from mcontroller.config.load import CollectedErrors, with_whole_key
+from mcontroller.errors import ConfigError
+from parallel_state.dry_run.outcome import Outcome
 from workers.dry_run import RoleCall
 from workers.generate.engines import ROLLOUT_ENGINES
-from workers.memory.nccl import nccl_bytes
-from workers.memory.planned import Memory, StageUse, stage_uses
+from workers.memory.planned import estimated
 from workers.memory.without_gpus import without_gpus
-from workers.reward import RewardModelWorker
-from workers.verify.roles import ModelRole, variant_of
+from workers.verify.roles import ModelRole
 
-_WORKERS: dict[type, type] = {CriticConfig: CriticWorker, RewardConfig: RewardModelWorker}
+GENERATION, WEIGHTS = "generate_sequences", "rollout_weights"
 _GATHERED = 20
 """[bytes] For each weight of a rank, at a save for any layout: three values in float32, and one twice on its way."""
 
@@ -38,11 +35,6 @@ class Lengths:
     response: int
     rows: int
 
-    def generation(self, role: ModelRole) -> RoleCall:
-        """Return the generation of a role with an engine in the worker."""
-        rows = min(math.ceil(self.rows / role.variant.layout.dp), role.config.rollout.max_rows)
-        return RoleCall(role, "generate_sequences", self.prompt, self.response, micro_batches=1, row_count=rows)
-
 
 @dataclass(frozen=True)
 class HostMemory:
@@ -59,145 +51,81 @@ class HostMemory:
     gathered: int
 
 
-@dataclass(frozen=True)
-class CallMemory:
-    """The memory of one call on the GPU of each pipeline stage.
+def calls_of_roles(roles: Mapping[str, ModelRole], lengths: Lengths) -> dict[str, RoleCall]:
+    """Return every call of roles, by the role's key and the method with a dot between them.
 
-    Attributes:
-        key: the key of the role whose group makes the call, such as ``actor_rollout_ref``.
-        role: the role.
-        call: what it does: train, score or generate.
-        uses: what the role uses by stage, including parts that the call does not need.
-        stages: the memory by stage, without these parts; none if the call fails without data.
-        failure: why there is no memory.
-    """
-
-    key: str
-    role: str
-    call: str
-    uses: tuple[StageUse, ...]
-    stages: tuple[Memory, ...]
-    failure: str = ""
-
-    @property
-    def most(self) -> int:
-        """The stage that needs the most memory."""
-        return max(range(len(self.stages)), key=lambda stage: self.stages[stage].total)
-
-
-@without_gpus
-def calls_of_run(
-    configs: Mapping[str, RoleConfig],
-    world_sizes: Mapping[str, int],
-    lengths: Lengths,
-    *,
-    layers: str,
-    classes: Mapping[str, type] | None = None,
-) -> list[CallMemory]:
-    """Return the memory of every call of every role.
+    An engine outside of the worker generates nothing here; it gets weights if it is beside the worker that is trained.
 
     Args:
-        configs: by key: ``actor_rollout_ref``, ``rollout``, ``critic``, ``ref``, ``reward_model``.
-        world_sizes: ranks of each group, by the same keys.
+        roles: by their keys: ``actor_rollout_ref``, ``rollout``, ``critic``, ``ref``, ``reward_model``.
         lengths: of the rows.
-        layers: ``transformer_engine`` or ``local``.
-        classes: the classes of the workers by key, if they are not those of this package.
 
     Raises:
-        LayoutError: the axes of a role do not divide the world size.
         ConfigError: there is no such rollout engine.
     """
-    calls: list[CallMemory] = []
-    for key, config in configs.items():
-        run = _OfRole(key, config, world_sizes[key], lengths, layers, (classes or {}).get(key))
-        if key == "ref":
-            calls.append(run.score("reference", "ref", "compute_ref_log_prob"))
-        elif key == "rollout":
-            calls += run.generate()
-        elif isinstance(config, ActorConfig):
-            calls += [run.train("actor", "actor", "update_actor"), run.score("actor", "actor", "compute_log_prob")]
-            if "rollout" not in configs:
-                calls += run.generate()
-                if "ref" not in configs:
-                    calls.append(run.score("reference", "ref", "compute_ref_log_prob"))
-        elif isinstance(config, CriticConfig):
-            calls += [run.train("critic", "", "update_critic"), run.score("critic", "", "compute_values")]
-        else:
-            calls.append(run.score("reward", "", "compute_rm_score"))
+    calls: dict[str, RoleCall] = {}
+    for key, role in roles.items():
+        trained = role.without("rollout")
+        for method in (*trained.updates, *trained.scores):
+            calls[f"{key}.{method}"] = RoleCall(trained, method, lengths.prompt, lengths.response)
+    for key, role in roles.items():
+        parts, layout = role.roles.split("_"), role.variant.layout
+        if "rollout" not in parts:
+            continue
+        if ROLLOUT_ENGINES.get_or_raise(role.config.rollout.engine).in_worker:
+            rows = min(math.ceil(lengths.rows / layout.dp), role.config.rollout.max_rows)
+            sizes = {"micro_batches": 1, "row_count": rows}
+            calls[f"{key}.{GENERATION}"] = RoleCall(role, GENERATION, lengths.prompt, lengths.response, **sizes)
+        elif "actor" in parts:
+            trained = role.without("rollout")
+            calls[f"{key}.{WEIGHTS}"] = RoleCall(trained, WEIGHTS, lengths.prompt, lengths.response)
     return calls
 
 
-class _OfRole:
-    def __init__(
-        self, key: str, config: RoleConfig, world_size: int, lengths: Lengths, layers: str, worker: type | None
-    ) -> None:
-        self.key, self.lengths = key, lengths
-        config = replace(config, model=replace(config.model, transformer_impl=layers))
-        variant = variant_of(config, config.parallel.layout(world_size))
-        self.model_role = ModelRole(worker or _WORKERS.get(type(config), ActorRolloutRefWorker), config, "", variant)
+@without_gpus
+def estimates(calls: Mapping[str, RoleCall], whole: type | None = None) -> dict[str, Outcome]:
+    """Return the memory of calls with weights that stay in the worker: those of few layers are scaled.
 
-    def train(self, role: str, parts: str, method: str) -> CallMemory:
-        return self._call(role, "train", lambda: stage_uses(self._role_call(parts, method)))
+    Args:
+        calls: by the role's key and the method.
+        whole: the dataclass that has the roles' configurations under their keys; errors then have its keys.
 
-    def score(self, role: str, parts: str, method: str) -> CallMemory:
-        """Scoring needs the weights only: gradients and optimizer are in host memory if roles share GPUs."""
-        call = self._call(role, "score", lambda: stage_uses(self._role_call(parts, method)))
-        return replace(call, stages=tuple(replace(memory, gradients=0, optimizer=0) for memory in call.stages))
+    Raises:
+        ConfigError: the workers of roles reject their configuration when they build the model or its optimizer.
+    """
+    errors, outcomes = CollectedErrors(), dict[str, Outcome]()
 
-    def generate(self) -> Iterator[CallMemory]:
-        """An engine outside of the worker is not estimated."""
-        config: Any = self.model_role.config
-        if not ROLLOUT_ENGINES.get_or_raise(config.rollout.engine).in_worker:
-            return
-        one = self.lengths.generation(replace(self.model_role, roles="rollout"))
-        call = self._call("rollout", "generate", lambda: stage_uses(one))
-        if not call.failure:
-            # Another column of keys and values: after a prompt of one token, the peak is where all layers have theirs.
-            two, three = (stage_uses(replace(one, prompt=1, response=length)) for length in (2, 3))
-            columns = [more.activations - use.activations for use, more in zip(two, three, strict=True)]
-            caches = [round((one.prompt + one.response) * column) for column in columns]
-            stages = [
-                replace(memory, cache=cache, activations=memory.activations - cache)
-                for memory, cache in zip(call.stages, caches, strict=True)
-            ]
-            call = replace(call, stages=tuple(stages))
-        yield call
-
-    def _role_call(self, parts: str, method: str) -> RoleCall:
-        role = replace(self.model_role, roles=parts)
-        return RoleCall(role, method, self.lengths.prompt, self.lengths.response)
-
-    def _call(self, role: str, name: str, run: Callable[[], tuple[StageUse, ...]]) -> CallMemory:
-        variant = self.model_role.variant
-        experts = self.model_role.config.model.num_moe_experts is not None
-        nccl = nccl_bytes(variant.layout, experts=experts, sharded=name == "train" and variant.distributed_optimizer)
+    def estimate(name: str, call: RoleCall) -> Outcome:
         try:
-            uses = run()
-        except MControllerError as error:
-            return CallMemory(self.key, role, name, (), (), f"{type(error).__name__}: {error}")
-        stages = tuple(replace(use.memory(), nccl=nccl) for use in uses)
-        return CallMemory(self.key, role, name, uses, stages)
+            return estimated(call)
+        except ConfigError as error:
+            if whole is None:
+                raise
+            raise with_whole_key(error, whole, name.split(".")[:1]) from error
+
+    for name, call in calls.items():
+        if call.method != WEIGHTS and (outcome := errors.attempt(partial(estimate, name, call))) is not None:
+            outcomes[name] = outcome
+    errors.raise_any()
+    return outcomes
 
 
-def host_memory(call: CallMemory, config: RoleConfig, world_size: int, models: int) -> HostMemory:
+def host_memory(outcome: Outcome, role: ModelRole) -> HostMemory:
     """Return the host memory of the process of a rank.
 
     Args:
-        call: the call of the role that needs the most parts.
-        config: of the role.
-        world_size: number of ranks.
-        models: copies of the weights: 2 for an actor with its reference.
+        outcome: of the call of the role that needs the most parts.
+        role: the role.
     """
-    variant = variant_of(config, config.parallel.layout(world_size))
-    use = max(call.uses, key=lambda use: use.parameters + use.gradients + use.optimizer)
-    optimizer, replicas = use.optimizer + use.on_host, variant.layout.dp * variant.layout.cp
-    sharded = variant.distributed_optimizer
-    weights = models * use.parameters
-    if config.model.lora is not None:  # a checkpoint has what training changes
-        weights = use.parameters * use.trained / use.weights
-    part = weights / replicas + (optimizer if sharded else optimizer / replicas)
+    use = max(outcome.uses.values(), key=lambda use: sum(use.idle.values()))
+    parameters, optimizer = use.idle.get("parameters", 0), use.idle.get("optimizer", 0) + use.on_host
+    trained, replicas = bool(role.updates), outcome.layout.dp * outcome.layout.cp
+    sharded = role.variant.distributed_optimizer
+    # a checkpoint has the reference too; of LoRA, the adapters alone
+    saved = parameters if role.config.model.lora is None else parameters * use.trained / use.parameters
+    part = saved / replicas + (optimizer if sharded else optimizer / replicas)
     return HostMemory(
-        offloaded=round(models * use.parameters + optimizer),
-        saved=round(2 * part) if call.call == "train" else 0,
-        gathered=round(_GATHERED * use.trained) if sharded and call.call == "train" else 0,
+        offloaded=parameters + optimizer,
+        saved=round(2 * part) if trained else 0,
+        gathered=round(_GATHERED * use.trained) if sharded and trained else 0,
     )

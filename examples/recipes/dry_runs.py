@@ -4,7 +4,9 @@ python -m examples.recipes.dry_runs [--check] [NAME ...]    # every recipe, and 
 
 A dry run needs no weights: a recipe's is that of ``python -m mcontroller dry-run``, one pipeline of every call; with
 ``--check``, all other ranks run too. Of the layouts of others, it is one update with the layers and losses of this
-project, and the longest rows of their settings, without layers that predict several tokens.
+project, and the longest rows of their settings, without layers that predict several tokens. The names that begin with
+``limit`` are what a dry run may take on two cores: 3 minutes with ``--check`` and 4 GiB for Kimi-K2 and DeepSeek-V3, 2
+minutes for Llama-70B, 15 s for a model of 1.7B.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import argparse
 import contextlib
 import json
 import resource
+import subprocess
 import sys
 import tempfile
 import time
@@ -24,7 +27,7 @@ from typing import Any
 from parallel_state.dry_run.outcome import CONTEXT, GIB, gpu_bytes
 from trainer.run.config import RunConfig, read_run_config
 from trainer.run.model_roles import role_calls
-from trainer.run.shared_gpus import shared_gpus
+from trainer.run.shared_gpus import shared_gpus_of_run
 from workers.planning import planning
 
 RECIPES = Path(__file__).parent
@@ -116,6 +119,7 @@ class Published:
         transformer: fields of TransformerConfig.
         bfloat16_gradients: reduce gradients in bfloat16, not in float32.
         optimizer: fields of Megatron's OptimizerConfig.
+        every_rank: run every rank, not one of each stage.
     """
 
     source: str
@@ -127,6 +131,7 @@ class Published:
     transformer: dict[str, Any] = field(default_factory=dict)
     bfloat16_gradients: bool = False
     optimizer: dict[str, Any] = field(default_factory=dict)
+    every_rank: bool = False
 
     def run(self, model: Path) -> dict[str, Any]:
         """Return a run whose actor makes the update."""
@@ -161,6 +166,8 @@ ON_HOST = {
         "optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0, "use_precision_aware_optimizer": True,
     }
 }  # fmt: skip
+LARGE = {"tp": 8, "sequence_parallel": True, "pp": 8, "cp": 4, "ep": 32, "etp": 1}
+LAST = {"num_layers_in_last_pipeline_stage": 5}
 PUBLISHED = {
     "nemo-rl-qwen3-30b-a3b": Published(
         "NeMo-RL 7ea279abf, grpo-qwen3-30ba3b-4n8g", "H100", "qwen3-30b-a3b", 32, 4096, {"ep": 8}, {}, **BRIEF
@@ -218,6 +225,17 @@ PUBLISHED = {
         {"tp": 8, "sequence_parallel": True, "pp": 8, "cp": 4, "ep": 32, "etp": 1},
         {**FULL, "num_layers_in_last_pipeline_stage": 5}, **ON_HOST,
     ),
+    "limit-kimi-k2": Published("no fit", "H100", "kimi-k2", 256, 16384, LARGE, LAST),
+    "limit-kimi-k2-recomputed": Published("recomputed", "H100", "kimi-k2", 256, 16384, LARGE, LAST | FULL),
+    "limit-deepseek-v3": Published("1,024 ranks", "H100", "deepseek-v3", 1024, 16384, LARGE, LAST),
+    "limit-llama-3.3-70b": Published(
+        "all 64 ranks", "H100", "llama-3.3-70b", 64, 8192, {"tp": 8, "sequence_parallel": True, "pp": 4},
+        every_rank=True,
+    ),
+    "limit-qwen3-30b-a3b": Published(
+        "32 ranks", "H100", "qwen3-30b-a3b", 32, 8192, {"tp": 2, "sequence_parallel": True, "pp": 2, "ep": 8, "etp": 1}
+    ),
+    "limit-qwen3-1.7b": Published("1 rank", "H100", "qwen3-1.7b", 8, 16384, {}),
 }  # fmt: skip
 
 
@@ -240,10 +258,13 @@ def read(name: str, folder: Path) -> RunConfig:
 
 def row(name: str, folder: Path, *, checks: bool) -> str:
     """Return the row of a recipe, or of a layout of others, in a table of Markdown."""
-    published, began = PUBLISHED.get(name), time.process_time()
+    published, began = PUBLISHED.get(name), time.perf_counter()
     config, gpu = read(name, folder), "H100" if published is None else published.gpu
-    calls = {key: call for key, call in role_calls(config).items() if published is None or key[1] == "update_actor"}
-    outcomes = {".".join(key): call(second=checks) for key, call in calls.items()}
+    outcomes = {
+        name: call.outcome(second=checks, every_rank=published is not None and published.every_rank)
+        for name, call in role_calls(config).items()
+        if (published is None or call.method == "update_actor") and not call.needs_every_rank
+    }
     update = next(iter(outcomes.values()))
     source = name if published is None else published.source
     cells = [source, f"{update.layout.world_size} {gpu}", update.text]
@@ -251,10 +272,11 @@ def row(name: str, folder: Path, *, checks: bool) -> str:
         cells += [problems[0].splitlines()[0], ""]
     else:
         cells.append("/".join(f"{update.uses[rank].peak / GIB:.1f}" for rank in update.stages.values()))
-        shared = None if published is not None else shared_gpus(config, outcomes).peak(config.trainer.offload)
+        shared = None if published is not None else shared_gpus_of_run(config, outcomes).peak(config.trainer.offload)
         cells.append(f"{(shared or update.peak + CONTEXT) / GIB:.1f} of {gpu_bytes(gpu) / GIB:.1f}")
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    return f"| {' | '.join([*cells, f'{time.process_time() - began:.0f}', f'{memory:.1f}'])} |"
+    cells += [f"{time.process_time():.0f}", f"{time.perf_counter() - began:.0f}", f"{memory:.1f}"]
+    return f"| {' | '.join(cells)} |"
 
 
 def main(arguments: list[str]) -> None:
@@ -263,17 +285,24 @@ def main(arguments: list[str]) -> None:
     recipes = sorted(file.stem for file in RECIPES.glob("*.yaml"))
     parser.add_argument("names", nargs="*", metavar="NAME", help="of a recipe or a layout; default: all")
     parser.add_argument("--check", action="store_true", help="run a second pipeline, and all ranks with one layer")
+    parser.add_argument("--row", action="store_true", help="print no head of the table")
     given = parser.parse_args(arguments)
     if unknown := set(given.names) - {*recipes, *PUBLISHED}:
         parser.error(f"unknown: {', '.join(unknown)}; expected some of {', '.join([*recipes, *PUBLISHED])}")
     warnings.simplefilter("ignore")
-    print("| source | GPUs | layout | update, by stage | GiB of a GPU | CPU s | memory, GiB |")
-    print("|---|---|---|---|--:|--:|--:|")
+    if not given.row:
+        print("| source | GPUs | layout | update, by stage | GiB of a GPU | CPU s | s | memory, GiB |")
+        print("|---|---|---|---|--:|--:|--:|--:|", flush=True)
+    names = given.names or [*recipes, *PUBLISHED]
+    if len(names) > 1:  # each in a process, whose CPU time and memory are its own
+        command = [sys.executable, "-m", "examples.recipes.dry_runs", "--row", *(["--check"] if given.check else [])]
+        for name in names:
+            subprocess.run([*command, name], check=True)
+        return
     with tempfile.TemporaryDirectory() as folder, planning():
-        for name in given.names or [*recipes, *PUBLISHED]:
-            with contextlib.redirect_stdout(sys.stderr):  # workers print what they choose
-                line = row(name, Path(folder), checks=given.check)
-            print(line, flush=True)
+        with contextlib.redirect_stdout(sys.stderr):  # workers print what they choose
+            line = row(names[0], Path(folder), checks=given.check)
+        print(line, flush=True)
 
 
 if __name__ == "__main__":

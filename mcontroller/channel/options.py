@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from mcontroller.errors import ConfigError
+from parallel_state.axes import is_count
+from parallel_state.keywords import known_keywords
 
 
+@known_keywords(ConfigError)
 @dataclass(frozen=True, slots=True)
 class ChannelOptions:
     """Settings of the channel between a controller and its worker processes.
 
     Raises:
-        ConfigError: the range of ports is empty, or a number is out of range.
+        ConfigError: the range of ports is empty, or a value is of another type or out of range.
     """
 
     ports: tuple[int, int] | None = None
@@ -53,22 +58,28 @@ class ChannelOptions:
     Choose more than the longest native call of your workers, such as loading a model."""
 
     def __post_init__(self) -> None:
-        if self.ports is not None and not 0 < self.ports[0] < self.ports[1] - 1 < 65535:
+        ports = self.ports
+        if ports is not None and not (_is_pair_of_counts(ports) and ports[0] < ports[1] - 1 < 65535):
             raise ConfigError(
-                f"ports is {self.ports}; expected the first and the last of at least three TCP ports, 1 to 65535",
+                f"ports is {ports}; expected the first and the last of at least three TCP ports, 1 to 65535",
                 key="ports",
                 value=self.ports,
             )
-        if not 0 <= self.inline_bytes <= 1 << 28:
+        if not (isinstance(self.inline_bytes, int) and 0 <= self.inline_bytes <= 1 << 28):
             raise ConfigError(
-                f"inline_bytes is {self.inline_bytes}; expected 0 to {1 << 28}",
+                f"inline_bytes is {self.inline_bytes!r}; expected 0 to {1 << 28}",
                 key="inline_bytes",
                 value=self.inline_bytes,
             )
         for key in ("report_after", "watch_every", "frozen_after", "end_frozen_after"):
             seconds = getattr(self, key)
-            if not (seconds > 0 if seconds is not None else key != "frozen_after"):
+            positive = isinstance(seconds, int | float) and seconds > 0
+            if not (positive or (seconds is None and key != "frozen_after")):
                 or_none = "" if key == "frozen_after" else ", or None"
                 raise ConfigError(
-                    f"{key} is {seconds}; expected a number of seconds above 0{or_none}", key=key, value=seconds
+                    f"{key} is {seconds!r}; expected a number of seconds above 0{or_none}", key=key, value=seconds
                 )
+
+
+def _is_pair_of_counts(ports: Any) -> bool:
+    return isinstance(ports, Sequence) and len(ports) == 2 and all(map(is_count, ports))

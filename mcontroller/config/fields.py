@@ -98,6 +98,15 @@ def mapped_config(cls: type, name: str) -> type | None:
     return _dataclass_among(typing.get_args(hint)[1:]) if typing.get_origin(hint) is dict else None
 
 
+def structure_of(cls: type, name: str) -> type | None:
+    """Return ``dict`` or ``list`` if values of the field ``name`` are mappings or lists; None for other types."""
+    hint = _hints(cls)[name]
+    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    options = [option for option in (typing.get_args(hint) if is_union else (hint,)) if option is not types.NoneType]
+    kinds = {dict if dataclasses.is_dataclass(option) else typing.get_origin(option) for option in options}
+    return next((kind for kind in (dict, list) if kinds == {kind}), None)
+
+
 def changed_fields(config: Any, usual: Any = None, prefix: str = "") -> dict[str, Any]:
     """Return the default of each field that has another value, by dotted key; ``"required"`` without a default.
 

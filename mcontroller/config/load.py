@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import re
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -19,7 +20,7 @@ from omegaconf.errors import (
     OmegaConfBaseException,
 )
 
-from mcontroller.config.fields import mapped_config, nested_config, unknown_field
+from mcontroller.config.fields import mapped_config, nested_config, structure_of, unknown_field
 from mcontroller.errors import ConfigError, MControllerError
 
 C = TypeVar("C")
@@ -74,8 +75,8 @@ def load_partly(
     layers = [_layer(source) for source in sources] + [_layer_of_overrides(list(overrides))]
     for layer in layers:
         values = typing.cast(dict[str, Any], OmegaConf.to_container(layer, resolve=False))
-        for owner, path in list(_unknown_keys(cls, values, ())):
-            errors.errors.append(unknown_field(owner, str(path[-1]), "".join(f"{key}." for key in path[:-1])))
+        for error, path in list(_misfits(cls, values, ())):
+            errors.errors.append(error)
             _remove(layer, path)
     while (config := errors.attempt(lambda: _built(cls, layers))) is None:
         before = [OmegaConf.create(layer) for layer in layers]
@@ -154,7 +155,7 @@ def _errors_of_sections(cls: type[Any], layers: Sequence[DictConfig]) -> list[MC
         if nested is not None and isinstance(OmegaConf.select(whole, item.name), DictConfig):
             section = _resolved(whole[item.name])
             if section is not None:
-                errors.attempt(partial(_built, nested, [section]))
+                errors.attempt(partial(_built, nested, [section], whole=cls, at=(item.name,)))
     return errors.errors
 
 
@@ -170,25 +171,77 @@ def _resolved(section: DictConfig) -> DictConfig | None:
         return None
 
 
-def _built(cls: type[C], layers: Sequence[DictConfig]) -> C:
-    """Return the instance of ``cls`` with the values of all layers, whose keys are fields."""
+def _built(
+    cls: type[C], layers: Sequence[DictConfig], *, whole: type[Any] | None = None, at: tuple[str, ...] = ()
+) -> C:
+    """Return the instance of ``cls`` with the values of all layers, whose keys are fields.
+
+    Errors have the keys of ``whole``, in which ``at`` leads to the section; by default ``cls`` is the whole.
+    """
+    config = None
     try:
-        config = _merged(cls, layers)
-        missing = sorted(OmegaConf.missing_keys(config))
-        if missing:
-            raise ConfigError(f"{cls.__name__} needs a value for {', '.join(missing)}", key=missing[0], keys=missing)
-        return typing.cast(C, OmegaConf.to_object(config))
+        config = _merged(cls, layers, at)
+        missing = [".".join((*at, name)) for name in sorted(OmegaConf.missing_keys(config))]
+        if not missing:
+            return typing.cast(C, OmegaConf.to_object(config))
     except OmegaConfBaseException as error:
-        key, reason = error.full_key or repr(error.key), str(error).splitlines()[0]
-        raise ConfigError(f"{cls.__name__}: {key}: {reason}", key=key, value=error.value) from error
+        key, reason = error.full_key or str(error.key), str(error).splitlines()[0]
+        key = ".".join((*at, key))
+        raise ConfigError(f"{key}: {reason}", key=key, value=error.value) from error
     except TypeError as error:  # of OmegaConf, for a mapping in place of a list
         raise ConfigError(f"{cls.__name__}: a value has another structure: {error}", key="", value=None) from error
+    except MControllerError as error:
+        section = at if config is None else (*at, *_failing_section(cls, config))
+        raise with_whole_key(error, whole or cls, section) from error
+    raise ConfigError(f"{cls.__name__} needs a value for {', '.join(missing)}", key=missing[0], keys=missing)
 
 
-def _merged(cls: type[Any], layers: Sequence[DictConfig]) -> DictConfig:
-    """Return the values of all layers, with those that ``find_fields`` supplies."""
+def _failing_section(cls: type[Any], config: DictConfig) -> tuple[str, ...]:
+    """Return the keys that lead to the innermost section that cannot be built."""
+    for item in dataclasses.fields(cls):
+        nested = nested_config(cls, item.name)
+        if nested is not None and isinstance(section := config[item.name], DictConfig):
+            try:
+                OmegaConf.to_object(section)
+            except MControllerError:
+                return item.name, *_failing_section(nested, section)
+    return ()
+
+
+def with_whole_key(error: MControllerError, whole: type[Any], section: Sequence[str]) -> MControllerError:
+    """Return an error of a section with the whole key in its message: a section knows the last parts of its keys alone.
+
+    Args:
+        error: an error of this project.
+        whole: the dataclass of the whole configuration.
+        section: the keys that lead to the section.
+    """
+    if not section:
+        return error
+    key, path = str(getattr(error, "key", "")), ".".join(section)
+    head, _, rest = key.partition(".")
+    candidates = [*([f"{path}.{rest}"] if rest and section[-1].endswith(head) else []), f"{path}.{key}", key]
+    found = next((candidate for candidate in candidates if _is_field(whole, candidate.split("."))), None)
+    if found == key or (found or path) in error.message:
+        return error
+    text = error.message.removeprefix(key) if found is not None else error.message
+    named = f"{path}: {error.message}" if text == error.message else f"{found}{text}"
+    return type(error)(named, **error.fields | ({} if found is None else {"key": found}))
+
+
+def _is_field(cls: type[Any] | None, path: Sequence[str]) -> bool:
+    """Return whether a path of keys leads to a field, or into a mapping."""
+    if cls is None or path[0] not in {item.name for item in dataclasses.fields(cls)}:
+        return False
+    if len(path) == 1 or (structure_of(cls, path[0]) is dict and nested_config(cls, path[0]) is None):
+        return True
+    return _is_field(nested_config(cls, path[0]), path[1:])
+
+
+def _merged(cls: type[Any], layers: Sequence[DictConfig], at: Sequence[str] = ()) -> DictConfig:
+    """Return the values of all layers, with those that ``find_fields`` supplies; ``at`` leads to the section."""
     config = typing.cast(DictConfig, OmegaConf.merge(_defaults(cls), *layers))
-    if fields := _found_fields(cls, config, ""):
+    if fields := _found_fields(cls, config, "".join(f"{key}." for key in at)):
         config = typing.cast(DictConfig, OmegaConf.merge(_defaults(cls), fields, *layers))
     return config
 
@@ -314,20 +367,34 @@ def _known_values(config: DictConfig, names: Iterable[str]) -> Iterator[tuple[st
             yield name, config[name]
 
 
-def _unknown_keys(
+def _misfits(
     cls: type[Any], values: Mapping[Any, Any], path: tuple[Any, ...]
-) -> Iterator[tuple[type, tuple[Any, ...]]]:
-    """Yield every key of ``values`` that is not a field: the dataclass that lacks it, and the keys that lead to it."""
+) -> Iterator[tuple[ConfigError, tuple[Any, ...]]]:
+    """Yield the error of every key that is no field, or has a value of another structure, and the keys to it."""
     names = [item.name for item in dataclasses.fields(cls)]
     for key, value in values.items():
+        here = (*path, key)
         if key not in names:
-            yield cls, (*path, key)
+            yield unknown_field(cls, str(key), "".join(f"{part}." for part in path)), here
+        elif error := _wrong_structure(structure_of(cls, key), value, here):
+            yield error, here
         elif (nested := nested_config(cls, key)) is not None and isinstance(value, Mapping):
-            yield from _unknown_keys(nested, value, (*path, key))
+            yield from _misfits(nested, value, here)
         elif (mapped := mapped_config(cls, key)) is not None and isinstance(value, Mapping):
             for name, member in value.items():
-                if isinstance(member, Mapping):
-                    yield from _unknown_keys(mapped, member, (*path, key, name))
+                if error := _wrong_structure(dict, member, (*here, name)):
+                    yield error, (*here, name)
+                elif isinstance(member, Mapping):
+                    yield from _misfits(mapped, member, (*here, name))
+
+
+def _wrong_structure(expected: type | None, value: Any, path: tuple[Any, ...]) -> ConfigError | None:
+    """Return the error of a value that is no mapping or list where one is expected; None and references are."""
+    if expected is None or value is None or isinstance(value, expected) or str(value).startswith("${"):
+        return None
+    key = ".".join(map(str, path))
+    text = "a mapping of keys to values" if expected is dict else f"a list, such as [{value}]"
+    return ConfigError(f"{key} is {value!r}; expected {text}", key=key, value=value)
 
 
 class CollectedErrors:
@@ -354,11 +421,17 @@ class CollectedErrors:
     def raise_any(self) -> None:
         """Raise the error if there is one; if there are several, one ConfigError with a line for each.
 
+        An error that names the key of an earlier one follows from the value in its place, and is left out.
+
         Raises:
             ConfigError: there are several errors, which are its field ``errors``; or the one is a ConfigError.
         """
-        by_line = {f"{type(error).__name__}: {error}": error for error in reversed(self.errors)}  # each text once
-        lines, errors = list(by_line)[::-1], list(by_line.values())[::-1]
+        by_line: dict[str, MControllerError] = {}
+        for error in self.errors:
+            keys = [str(getattr(earlier, "key", "")) for earlier in by_line.values()]
+            if not any("." in key and re.search(rf"(?<![\w.]){re.escape(key)}(?!\w|\.\w)", str(error)) for key in keys):
+                by_line[f"{type(error).__name__}: {error}"] = error
+        lines, errors = list(by_line), list(by_line.values())
         if len(errors) == 1:
             raise errors[0]
         if errors:

@@ -127,6 +127,8 @@ class DataProto(OutOfBand):
         non_tensor_batch: dict[str, np.ndarray] | None = None,
         meta_info: dict[str, Any] | None = None,
     ) -> None:
+        check_mapping("non_tensor_batch", non_tensor_batch)
+        check_mapping("meta_info", meta_info)
         self.local_batch = batch
         self.non_tensor_batch = {} if non_tensor_batch is None else non_tensor_batch
         self.meta_info = {} if meta_info is None else meta_info
@@ -231,10 +233,13 @@ class DataProto(OutOfBand):
             num_batch_dims: number of leading dims that all tensors share.
 
         Raises:
-            DataError: if columns differ in their number of rows; names the column.
+            DataError: if columns differ in their number of rows, or ``tensor_dict`` is of another type.
         """
         from tensordict import NonTensorData, NonTensorStack
 
+        if not (tensor_dict is None or is_tensordict(tensor_dict)):
+            kind = type(tensor_dict).__name__
+            raise DataError(f"tensor_dict is {kind}: expected a TensorDict; for a dict, call DataProto.from_dict")
         tensors, arrays, info = {}, {}, dict(meta_info or {})
         for key, value in {} if tensor_dict is None else tensor_dict.items():
             if isinstance(value, NonTensorStack):
@@ -308,8 +313,15 @@ class DataProto(OutOfBand):
         return (self[row] for row in range(len(self)))
 
     def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> Self:
-        """Return rows ``start:end:step`` as views; with a negative step, as a copy."""
-        begin, stop, stride = slice(start, end, step).indices(len(self))
+        """Return rows ``start:end:step`` as views; with a negative step, as a copy.
+
+        Raises:
+            DataError: if a bound is no integer, or the step is 0.
+        """
+        try:
+            begin, stop, stride = slice(start, end, step).indices(len(self))
+        except (TypeError, ValueError) as error:
+            raise DataError(f"rows {start!r}:{end!r}:{step!r}: {error}", start=start, end=end, step=step) from None
         if stride < 0:
             return self.select_idxs(np.arange(begin, stop, stride))
         stop = max(begin, stop)
@@ -828,11 +840,12 @@ class DataProto(OutOfBand):
         Raises:
             DataError: if a name does not exist.
         """
-        local = self.prefetch(names).local_tensors()
         if names is None:
-            return local
-        check_keys("tensor column", names, local)
-        return {name: local[name] for name in names}
+            return self.prefetch().local_tensors()
+        wanted = as_keys(names)
+        local = self.prefetch(wanted).local_tensors()
+        check_keys("tensor column", wanted, local)
+        return {name: local[name] for name in wanted}
 
     def local_tensors(self) -> dict[str, Any]:
         """Low level: return the tensors that are in this process, by name."""

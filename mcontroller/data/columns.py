@@ -248,11 +248,12 @@ def row_index(idxs: Any, rows: int) -> np.ndarray:
     return np.where(index < 0, index + rows, index)
 
 
-def as_keys(keys: Keys | None, default: Iterable[str] = ()) -> list[str]:
+def as_keys(keys: str | Iterable[str] | None, default: Iterable[str] = ()) -> list[str]:
     """Return names as a list: one name, several, or ``default`` for None."""
     if keys is None or isinstance(keys, str):
         return list(default) if keys is None else [keys]
-    names = list(keys) if isinstance(keys, Iterable) and not isinstance(keys, np.ndarray | Tensor) else [keys]
+    single = isinstance(keys, np.ndarray | Tensor) or not isinstance(keys, Iterable)
+    names: list[Any] = [keys] if single else list(keys)
     if not all(isinstance(name, Hashable) for name in names) or names == [keys]:
         raise DataError(f"names are {keys!r:.80}: expected a string or a list of strings", names=keys)
     return names

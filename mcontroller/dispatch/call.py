@@ -55,6 +55,14 @@ class PreparedCall:
     origin: Partition | None = None
     changes_rows: bool = False
 
+    def of_function(self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Return what a function of a user's mode returns; a note on its error names the call."""
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            error.add_note(str(self.error(f"raised in {name}")))
+            raise
+
     def error(self, text: str, **fields: Any) -> DispatchError:
         """Return an error about this call that names the role, the method and the mode."""
         known = {"role": self.group.name, "method": self.method, "mode": self.plan.spec.name}
@@ -118,7 +126,7 @@ class PreparedCall:
         """
         spec = self.plan.spec
         if spec.functions is not None:
-            return spec.functions[1](self.group, list(values))
+            return self.of_function("collect_fn", spec.functions[1], self.group, list(values))
         if spec.result == "value":
             return values[0]
         if spec.result != "concat":
@@ -265,7 +273,8 @@ def dispatch(
     """
     plan, group = call.plan, call.group
     if plan.spec.functions is not None:
-        args, kwargs = _from_function(call, plan.spec.functions[0](group, *args, **kwargs))
+        result = call.of_function("dispatch_fn", plan.spec.functions[0], group, *args, **kwargs)
+        args, kwargs = _from_function(call, result)
     if plan.spec.leading_function and not (args and callable(args[0])):
         raise call.error(
             f"the first argument is {type(args[0] if args else None).__name__}; expected a function, which goes to "

@@ -11,12 +11,13 @@ import difflib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, get_args
 
 from mcontroller.errors import DispatchError
 from mcontroller.partition import Padding
 from parallel_state.axes import DENSE_AXES, EXPERT_AXES, RANK_AXIS
 from parallel_state.describe import runs_text, table_text
+from parallel_state.keywords import known_keywords
 from parallel_state.topology import Topology
 
 RANK = RANK_AXIS
@@ -48,7 +49,7 @@ class DispatchSpec:
         functions: a user's ``(dispatch_fn, collect_fn)``, which replace all of the above.
 
     Raises:
-        DispatchError: a rule is unknown, an axis is not a string, or the parts contradict each other.
+        DispatchError: a rule is unknown, an axis is not a string or is named twice, or the parts contradict each other.
     """
 
     name: str
@@ -76,6 +77,8 @@ class DispatchSpec:
                     f"mode {self.name}: {field} contains {axes}; expected names of axes, each a separate string",
                     mode=self.name,
                 )
+            if len({*axes}) < len(axes):
+                raise DispatchError(f"mode {self.name}: {field} names an axis twice: {', '.join(axes)}", mode=self.name)
         if self.arguments != "whole" and not self.axes:
             raise DispatchError(f"mode {self.name} splits its arguments but names no axis: name one", mode=self.name)
         if self.result == "concat" and self.by != self.axes:
@@ -97,7 +100,14 @@ class DispatchSpec:
 
 
 def mode_of_functions(name: str, dispatch_fn: Callable[..., Any], collect_fn: Callable[..., Any]) -> DispatchSpec:
-    """Return a mode that splits and collects with user-defined functions; see ``register_dispatch_mode``."""
+    """Return a mode that splits and collects with user-defined functions; see ``register_dispatch_mode``.
+
+    Raises:
+        DispatchError: an argument is not callable.
+    """
+    for argument, function in (("dispatch_fn", dispatch_fn), ("collect_fn", collect_fn)):
+        if not callable(function):
+            raise DispatchError(f"{argument} is {function!r}; expected a function", **{argument: function})
     return DispatchSpec(name, "entries", (RANK,), by=(RANK,), functions=(dispatch_fn, collect_fn))
 
 
@@ -137,12 +147,18 @@ class DispatchModes:
 
     def __getitem__(self, name: str) -> DispatchSpec:
         if name not in self.members:
-            raise DispatchError(
-                f"Dispatch has no {name!r}; it has {', '.join(self.members)}. Add one with Dispatch.register({name!r}, "
-                "mode)",
-                name=name,
-            )
+            raise DispatchError(self._no_mode(name), name=name)
         return self.members[name]
+
+    if not TYPE_CHECKING:  # a type checker reports names that the class does not have
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise AttributeError(self._no_mode(name))
+
+    def _no_mode(self, name: object) -> str:
+        close = difflib.get_close_matches(str(name).upper(), self.members, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"it has {', '.join(self.members)}."
+        return f"Dispatch has no {name!r}; {hint} Dispatch.register({name!r}, mode) adds one"
 
     def __iter__(self) -> Iterator[DispatchSpec]:
         return iter(self.members.values())
@@ -154,9 +170,13 @@ class DispatchModes:
         """Add a mode as ``Dispatch.<name>`` and return it.
 
         Raises:
-            DispatchError: the name is taken or is not an identifier.
+            DispatchError: the name is taken or is not an identifier, or ``mode`` is no DispatchSpec.
         """
-        if not name.isidentifier() or hasattr(self, name):
+        if not isinstance(mode, DispatchSpec):
+            raise DispatchError(
+                f"Dispatch.register({name!r}, {mode!r}): expected a mode, such as Dispatch.over('dp')", mode=mode
+            )
+        if not isinstance(name, str) or not name.isidentifier() or hasattr(self, name):
             raise DispatchError(
                 f"Dispatch cannot use the name {name!r}: it must be a new identifier, not one of "
                 f"{', '.join(self.members)}",
@@ -176,13 +196,14 @@ class DispatchModes:
         delattr(self, name)
 
     @staticmethod
+    @known_keywords(DispatchError)
     def over(
         *axes: str,
         collect: Mapping[str, int] | None = None,
         result: ResultRule | None = None,
         arguments: Literal["rows", "entries"] = "rows",
         by: str | Collection[str] | None = None,
-        extra: Collection[str] = (),
+        extra: str | Collection[str] = (),
     ) -> DispatchSpec:
         """Return a mode that splits over ``axes`` and collects from the ranks at ``collect``.
 
@@ -213,8 +234,11 @@ class DispatchModes:
                 mode=name,
                 collect=collect,
             )
+        for field, names in (("by", by), ("extra", extra)):
+            if not isinstance(names, Collection | None):
+                raise DispatchError(f"mode {name}: {field} is {names!r}; expected names of axes", mode=name)
         listed = (by,) if isinstance(by, str) else tuple(by) if by is not None else axes or (RANK,)
-        _reject_unknown(name, [*axes, *selected, *listed], extra)
+        _reject_unknown(name, [*axes, *selected, *listed], [extra] if isinstance(extra, str) else extra)
         rule: ArgumentRule = arguments if axes else "whole"
         shown: ResultRule = result or ("concat" if axes else "list")
         return DispatchSpec(name, rule, axes, tuple(selected.items()), listed, shown)
@@ -241,7 +265,7 @@ def register_dispatch_mode(
             all ranks.
 
     Raises:
-        DispatchError: the name is taken or is not an identifier.
+        DispatchError: the name is taken or is not an identifier, or an argument is not callable.
     """
     return Dispatch.register(dispatch_mode_name, mode_of_functions(dispatch_mode_name, dispatch_fn, collect_fn))
 

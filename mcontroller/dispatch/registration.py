@@ -55,9 +55,13 @@ class Registration:
             flag = getattr(self, name)
             if not isinstance(flag, bool):
                 raise DispatchError(f"{name} is {flag!r}; expected True or False", **{name: flag})
-        seconds = self.timeout
-        if seconds is not None and not (isinstance(seconds, int | float) and seconds > 0):
-            raise DispatchError(f"timeout is {seconds!r}; expected None or more than 0 seconds", timeout=seconds)
+        check_timeout(self.timeout)
+
+
+def check_timeout(seconds: float | None) -> None:
+    """Raise DispatchError unless a deadline is None or a number above 0."""
+    if seconds is not None and not (isinstance(seconds, int | float) and seconds > 0):
+        raise DispatchError(f"timeout is {seconds!r}; expected None or more than 0 seconds", timeout=seconds)
 
 
 @known_keywords(DispatchError)

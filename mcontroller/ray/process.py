@@ -24,7 +24,7 @@ from mcontroller.channel.options import ChannelOptions
 from mcontroller.channel.server import Reply, reserve_port
 from mcontroller.channel.worker import Endpoint, KeptResults
 from mcontroller.devices import check_torch_without_gpu, compute_capability, device_of_rank
-from mcontroller.errors import CallRejected, GroupError, WorkerError, is_before_changes
+from mcontroller.errors import CallRejected, ConfigError, GroupError, WorkerError, is_before_changes
 from mcontroller.ray.node_processes import NodeProcess
 from mcontroller.ray.rank_logs import RankLog
 from mcontroller.ray.threads import chosen_threads, keep_freed_memory, set_threads, usable_cores
@@ -332,10 +332,11 @@ def sibling(role: str) -> Any:
     """Return, inside a worker, the worker object of another role of the same process.
 
     Raises:
-        KeyError: the process has no such role; the message lists those that it has.
+        ConfigError: the process has no such role; the message lists those that it has.
     """
     if role not in _siblings:
-        raise KeyError(f"no role {role!r} in this process; it has {sorted(_siblings)}")
+        listed = ", ".join(sorted(_siblings)) or "none"
+        raise ConfigError(f"no role {role!r} in this process; its roles: {listed}", key="role", value=role)
     return _siblings[role]
 
 

@@ -92,7 +92,8 @@ class RayResourcePool(ResourcePool):
             a pool is reserved until ``shutdown``.
 
     Raises:
-        ResourceError: ``process_on_nodes`` is not a list or is empty, or a count is not a positive integer.
+        ResourceError: ``process_on_nodes`` is not a list or is empty, a count is not a positive integer, or another
+            argument is of another type.
     """
 
     @known_keywords(ResourceError)
@@ -118,6 +119,14 @@ class RayResourcePool(ResourcePool):
         if not isinstance(spare_bundles, int) or spare_bundles < 0:
             text = f"spare_bundles is {spare_bundles!r}; expected a number of bundles on each node, 0 for none"
             raise ResourceError(text, spare_bundles=spare_bundles)
+        for name, value, kind in (
+            ("use_gpu", use_gpu, bool),
+            ("channel", channel, ChannelOptions | None),
+            ("logs", logs, str | os.PathLike | None),
+        ):
+            if not isinstance(value, kind):
+                expected = getattr(kind, "__name__", kind)
+                raise ResourceError(f"{name} is {value!r}; expected {expected}", **{name: value})
         self.use_gpu = use_gpu
         self.name_prefix = name_prefix or f"pool{next(_unnamed)}"
         self.detached = detached
@@ -255,10 +264,10 @@ class RayResourcePool(ResourcePool):
         Raises:
             ResourceError: the pool does not have all of these ranks; or as ``reserve`` does.
         """
-        if not 0 <= start < stop <= self.world_size:
+        if not (isinstance(start, int) and isinstance(stop, int) and 0 <= start < stop <= self.world_size):
             raise ResourceError(
-                f"pool {self.name_prefix!r} has ranks 0 to {self.world_size - 1}; ranks {start} to {stop - 1} are not "
-                "all among them",
+                f"pool {self.name_prefix!r} has ranks 0 to {self.world_size - 1}; range({start!r}, {stop!r}) is not "
+                "among them",
                 start=start,
                 stop=stop,
                 world_size=self.world_size,
@@ -279,16 +288,19 @@ class RayResourcePool(ResourcePool):
         Raises:
             ResourceError: the sizes do not add up, or one is not positive.
         """
-        counts = [sizes] * (self.world_size // max(sizes, 1)) if isinstance(sizes, int) else list(sizes)
-        if sum(counts) != self.world_size or any(count < 1 for count in counts):
+        counts: Sequence[object] = sizes if isinstance(sizes, Sequence) else [sizes]
+        if isinstance(sizes, int) and is_count(sizes):
+            counts = [sizes] * (self.world_size // sizes)
+        parts = [count for count in counts if isinstance(count, int) and count > 0]
+        if len(parts) < len(counts) or sum(parts) != self.world_size:
             raise ResourceError(
-                f"pool {self.name_prefix!r} has {self.world_size} bundles; split({sizes}) makes {sum(counts)}: the "
-                "sizes must be positive and add up",
+                f"split({sizes!r}) of pool {self.name_prefix!r}, which has {self.world_size} bundles: expected one "
+                "size that divides this number, or positive sizes that add up to it",
                 sizes=sizes,
                 world_size=self.world_size,
             )
-        ends = list(itertools.accumulate(counts))
-        return [self.sub_pool(end - count, end) for count, end in zip(counts, ends, strict=True)]
+        ends = list(itertools.accumulate(parts))
+        return [self.sub_pool(end - count, end) for count, end in zip(parts, ends, strict=True)]
 
     def shares_bundles(self, other: RayResourcePool) -> bool:
         """Return whether a bundle of this pool is one of the other pool too."""
@@ -336,7 +348,7 @@ class ResourcePoolManager:
         resource_pool_dict: the pools by name, after ``create_resource_pool``.
 
     Raises:
-        ConfigError: a role is mapped to a pool that ``resource_pool_spec`` does not have.
+        ConfigError: a role is mapped to a pool that ``resource_pool_spec`` does not have, or an argument is no mapping.
     """
 
     resource_pool_spec: Mapping[str, Sequence[int]]
@@ -351,6 +363,9 @@ class ResourcePoolManager:
     resource_pool_dict: dict[str, RayResourcePool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        for key in ("resource_pool_spec", "mapping"):
+            if not isinstance(value := getattr(self, key), Mapping):
+                raise ConfigError(f"{key} is {value!r}; expected a dict", key=key, value=value)
         for role, name in self.mapping.items():
             if name not in self.resource_pool_spec:
                 raise ConfigError(

@@ -6,7 +6,8 @@ from collections.abc import Collection, Iterable, Sequence, Set
 from dataclasses import replace
 from typing import Any, Self
 
-from mcontroller.errors import ConfigError
+from mcontroller.dispatch.registration import check_timeout
+from mcontroller.errors import ConfigError, ResourceError
 from mcontroller.group import WorkerGroup
 from mcontroller.locality import check_axes, locality, log_findings
 from mcontroller.ray.calls.executor import GroupProcesses, RayExecutor
@@ -15,6 +16,7 @@ from mcontroller.ray.detached import attach, find
 from mcontroller.ray.launch import launch
 from mcontroller.ray.resource_pool import RayResourcePool
 from mcontroller.worker import W_co
+from parallel_state.keywords import known_keywords
 from parallel_state.topology import Topology
 
 
@@ -39,7 +41,8 @@ class RayWorkerGroup(WorkerGroup[W_co]):
     Raises:
         ConfigError: ``ray_cls_with_init`` is a bare class, an init argument cannot be pickled, or
             ``axes_across_nodes`` has another name.
-        ResourceError: the pool has no free slot, or the cluster is too small.
+        DispatchError: a deadline is not above 0.
+        ResourceError: the pool is of another type or has no free slot, or the cluster is too small.
         GroupError: a worker's constructor raised, a process ended, or the start took longer than ``start_timeout``.
     """
 
@@ -47,6 +50,7 @@ class RayWorkerGroup(WorkerGroup[W_co]):
     resource_pool: RayResourcePool | None
     axes_across_nodes: Collection[str] = ()
 
+    @known_keywords(ConfigError)
     def __init__(
         self,
         resource_pool: RayResourcePool,
@@ -61,6 +65,12 @@ class RayWorkerGroup(WorkerGroup[W_co]):
     ) -> None:
         check_class_with_init(ray_cls_with_init)
         check_axes(axes_across_nodes)
+        check_timeout(timeout)
+        check_timeout(start_timeout)
+        if not isinstance(resource_pool, RayResourcePool):
+            raise ResourceError(
+                f"resource_pool is {resource_pool!r}; expected a RayResourcePool, as RayResourcePool([4])"
+            )
         self.axes_across_nodes = axes_across_nodes
         init = ray_cls_with_init
         name = name_prefix or init.default_name

@@ -239,6 +239,8 @@ def mock_worker_group(
 
 
 def _check_failures(failures: Mapping[int, InjectedFailure], world_size: int, worker_cls: type) -> None:
+    if not isinstance(failures, Mapping):
+        raise DispatchError(f"failures is {failures!r}; expected failures by rank, as {{3: dies()}}", failures=failures)
     outside = [rank for rank in failures if rank not in range(world_size)]
     if outside:
         raise DispatchError(

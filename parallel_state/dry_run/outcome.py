@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from parallel_state.dry_run.errors import DoesNotFit, DryRunError
@@ -79,6 +79,19 @@ class Use:
     trained: int = 0
     trained_experts: int = 0
     layers: str = "local"
+
+    def plus(self, factor: float, other: Use, base: Use) -> Use:
+        """Return this and ``factor * (other - base)``, number by number."""
+
+        def sums(name: str) -> Any:
+            mine, theirs, subtracted = (getattr(use, name) for use in (self, other, base))
+            if isinstance(mine, int):
+                return max(0, round(mine + factor * (theirs - subtracted)))
+            kinds = {kind: mine[kind] + factor * (theirs.get(kind, 0) - subtracted.get(kind, 0)) for kind in mine}
+            return {kind: max(0, round(size)) for kind, size in kinds.items()}
+
+        same = "module", "line", "read", "layers"
+        return replace(self, **{one.name: sums(one.name) for one in fields(self) if one.name not in same})
 
 
 @dataclass

@@ -33,7 +33,7 @@ def routing_of(text: str) -> Choose:
         DryRunError: there is no such file, or it has no counts.
     """
     if text == "balanced":
-        return _balanced
+        return lambda tokens, experts, chosen: _by_shares(torch.ones(experts), tokens, chosen)
     if text == "skewed":
         return lambda tokens, experts, chosen: _by_shares(1.0 / torch.arange(1, experts + 1), tokens, chosen)
     if not Path(text).is_file():
@@ -53,16 +53,21 @@ def routing_of(text: str) -> Choose:
     return recorded
 
 
-def _balanced(tokens: int, experts: int, chosen: int) -> torch.Tensor:
-    columns = (torch.arange(tokens * chosen) % experts).view(tokens, chosen)
-    return torch.zeros(tokens, experts, dtype=torch.bool).scatter_(1, columns, True)
-
-
 def _by_shares(shares: torch.Tensor, tokens: int, chosen: int) -> torch.Tensor:
-    """Return a sample without replacement for each token, with a fixed seed (the Gumbel top-k trick)."""
-    uniform = torch.rand(tokens, len(shares), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    scores = shares.double().clamp(min=1e-30).log() - (-uniform.log()).log()
-    return torch.zeros(tokens, len(shares), dtype=torch.bool).scatter_(1, scores.topk(chosen, dim=1).indices, True)
+    """Return experts of tokens, of which each gets its share, to one token (systematic sampling).
+
+    The experts lie one after the other on a line, as long as their shares; a token takes those under points at a
+    distance of 1 from each other.
+    """
+    lengths = shares.double().clamp(min=1e-30)
+    lengths *= chosen / lengths.sum()
+    while bool((lengths > 1).any()):  # what is more than all tokens of an expert goes to the others
+        rest = torch.where(lengths < 1, lengths, 0.0)
+        lengths = torch.where(lengths < 1, rest * ((chosen - (lengths >= 1).sum()) / rest.sum()), 1.0)
+    first = (torch.arange(tokens, dtype=torch.float64) + 0.5) / tokens
+    points = first[:, None] + torch.arange(chosen)
+    experts = torch.searchsorted(lengths.cumsum(0), points, right=True).clamp(max=len(shares) - 1)
+    return torch.zeros(tokens, len(shares), dtype=torch.bool).scatter_(1, experts, True)
 
 
 @contextlib.contextmanager

@@ -226,6 +226,11 @@ def _run(function: Callable[[CountingMode], Use], running: Sequence[int], log: C
     except MControllerError:
         raise
     except Exception as error:  # whatever the program raises: the report has it
+        if "not compiled with CUDA" in str(error):
+            raise DryRunError(
+                "a tensor is moved to a CUDA device, which a dry run does not have: name none, as in tensor.cuda(), or "
+                f"torch.cuda.current_device()\n{_line_of(error)}"
+            ) from error
         notes = "\n".join(getattr(error, "__notes__", ()))
         outcome.failure = f"{type(error).__name__}: {error}\n{_line_of(error)}\n{notes}"
 

@@ -9,21 +9,12 @@ from typing import Any
 import torch
 
 from parallel_state.dry_run.counting import CountingMode
+from parallel_state.dry_run.one_layer import fields_of_one_layer
 from parallel_state.dry_run.outcome import Use
 from parallel_state.dry_run.transformer_engine import check_counted, workspace
 from parallel_state.verify.layouts import Variant
 from parallel_state.verify.program import Program
 from parallel_state.verify.training import Training, config_for
-
-_WHOLE_STAGES = {
-    "pipeline_model_parallel_layout": None,
-    "num_layers_in_first_pipeline_stage": None,
-    "num_layers_in_last_pipeline_stage": None,
-    "account_for_embedding_in_pipeline_split": False,
-    "account_for_loss_in_pipeline_split": False,
-    "recompute_num_layers": 1,
-}
-"""Fields of a config that has one layer on every stage; those that are None stay so."""
 
 
 class ShapeTraining(Training):
@@ -98,19 +89,12 @@ def _on_device(value: Any) -> Any:
 
 def one_layer_a_stage(program: Program, variant: Variant) -> Program:
     """Return a program with the last layer of each stage, and as few micro-batches as the layout allows."""
-    stages = variant.layout.pp * (variant.layout.vpp or 1)
     micro_batches = variant.layout.pp if variant.layout.vpp else 1
 
     def config(**parallel: Any) -> Any:
         made = program.config(**parallel)
-        layers = made.num_layers
-        kept = [(stage + 1) * layers // stages - 1 for stage in range(stages)]
-        for name, value in vars(made).items():
-            if isinstance(value, list) and len(value) == layers:
-                setattr(made, name, [value[index] for index in kept])
-        for name, value in (_WHOLE_STAGES | {"num_layers": stages}).items():
-            if getattr(made, name, None) is not None:
-                setattr(made, name, value)
+        for name, value in fields_of_one_layer(vars(made), made.num_layers, variant.layout).items():
+            setattr(made, name, value)
         return made
 
     return replace(program, config=config, micro_batches=micro_batches * variant.layout.dp * variant.merged)
@@ -136,7 +120,6 @@ def begin(mode: CountingMode) -> dict[str, int]:
     """Return the bytes of each kind now, and begin to count."""
     mode.memory.reset_peak()
     mode.flops = mode.operations = 0
-    mode.read.lines.clear()
     return dict(mode.memory.by_kind)
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from mcontroller import (
+    ChannelOptions,
     ClassWithInitArgs,
     ConfigError,
     DataError,
@@ -20,14 +21,17 @@ from mcontroller import (
     DistRankInfo,
     LayoutError,
     LocalWorkerGroup,
+    RayClassWithInitArgs,
     RayResourcePool,
     ResourceError,
     TopologyError,
     Worker,
     register,
+    register_dispatch_mode,
 )
 from mcontroller.dispatch.modes import plan
 from mcontroller.testing import mock_worker_group
+from parallel_state import Topology
 from parallel_state.layout import ParallelLayout
 from tests.mcontroller.batches import numbered, numbers
 from tests.mcontroller.groups import topology_of
@@ -155,6 +159,15 @@ def test_workers_that_form_no_grid_are_reported_with_their_role() -> None:
         lambda: Dispatch.over(by="ppp"),
         lambda: Dispatch.over("dp", "cd"),
         lambda: Dispatch.over("dp", collect={"xx": 0}),
+        lambda: Dispatch.over("dp", "dp"),
+        lambda: Dispatch.over("dp", collct={"tp": 0}),
+        lambda: Dispatch.over("dp", by=3),
+        lambda: Dispatch.over("dp", extra=3),
+        lambda: Dispatch.register("HALVES", "dp"),
+        lambda: register_dispatch_mode("HALVES", 3, 4),
+        lambda: mock_worker_group(Model, 2).execute_all(3),
+        lambda: mock_worker_group(Model, 2, failures=3),
+        lambda: LocalWorkerGroup(Model, 2, timeout="long"),
         lambda: register(Dispatch.ONE_TO_ALL, block=False),
         lambda: mock_worker_group(Model, 2).compute.options(block=False),
         lambda: register("MEGATRON_COMPUTE_PROTO"),
@@ -175,14 +188,34 @@ def test_wrong_modes_and_options_are_rejected_where_they_are_written(make: Any) 
 def test_wrong_classes_and_layouts_are_rejected() -> None:
     with pytest.raises(ConfigError):
         ClassWithInitArgs(Model())  # type: ignore[arg-type]
+    with pytest.raises(ConfigError):
+        RayClassWithInitArgs(Model, wieght=1)
+    for make in (lambda: mock_worker_group(Model, "8"), lambda: LocalWorkerGroup(Model, "8")):  # type: ignore[arg-type]
+        with pytest.raises(LayoutError):
+            make()
     with pytest.raises(LayoutError):
-        mock_worker_group(Model, "8")  # type: ignore[arg-type]
+        ParallelLayout(8, extra=3)  # type: ignore[arg-type]
+    with pytest.raises(TopologyError):
+        Topology.from_layout(8)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError):
+        ChannelOptions(ports=(20000,))  # type: ignore[arg-type]
     with pytest.raises(LayoutError) as layout:
         ParallelLayout(8, tpp=2)  # type: ignore[call-arg]
     assert layout.value.fields["argument"] == "tpp" and "tp" in layout.value.fields["arguments"]
     with pytest.raises(ResourceError) as pool:
         RayResourcePool([4], max_colocate=2)  # type: ignore[call-arg]
     assert pool.value.fields["argument"] == "max_colocate"
+    for sizes in ("2", [2, "2"], None, 3):
+        with pytest.raises(ResourceError):
+            RayResourcePool([4], use_gpu=False).split(sizes)  # type: ignore[arg-type]
+    for wrong in ({"use_gpu": "no"}, {"channel": {"ports": (1, 9)}}, {"logs": 3}):
+        with pytest.raises(ResourceError):
+            RayResourcePool([4], **wrong)  # type: ignore[arg-type]
+
+
+def test_a_mode_that_does_not_exist_is_reported_with_a_near_one() -> None:
+    with pytest.raises(AttributeError, match="MEGATRON_COMPUTE_PROTO"):
+        _ = Dispatch.MEGATRON_COMPUTE_PROT  # type: ignore[attr-defined]
 
 
 def test_an_axis_of_the_layout_is_accepted_as_extra() -> None:

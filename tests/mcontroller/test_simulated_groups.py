@@ -204,11 +204,17 @@ def test_changes_before_the_wait_are_allowed_without_their_check(simulated_group
 
 @pytest.mark.processes
 @pytest.mark.simulated
+class Broken(Counter):
+    def __init__(self) -> None:
+        super().__init__()
+        _ = 1 / (self.bias * 0)
+
+
 def test_a_constructor_that_fails_leaves_nothing_behind() -> None:
     before = state_of_this_process()
     with pytest.raises(WorkerError) as caught:
-        simulated_worker_group(ClassWithInitArgs(Counter, unknown=2), 4)
-    assert caught.value.cause.startswith("TypeError")
+        simulated_worker_group(ClassWithInitArgs(Broken), 4)
+    assert caught.value.cause.startswith("ZeroDivisionError")
     assert state_of_this_process() == before
 
 

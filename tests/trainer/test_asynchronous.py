@@ -359,9 +359,9 @@ def test_the_shares_of_time_name_the_pool_that_is_too_slow(tmp_path: Path) -> No
         assert line["asynchronous/queue_complete"] <= line["asynchronous/queue_groups"] == 16
     balance = trainer.step.generations.balance
     balance.waited, balance.idle, balance.elapsed = 5.0, 0.0, 10.0
-    assert balance.line(4).endswith("the pool of the rollout is too slow, 8 GPUs instead of 4 would balance it")
+    assert balance.line(4).endswith("the pool of the rollout is too slow, 8 ranks instead of 4 would balance it")
     balance.waited, balance.idle = 0.0, 5.0
-    assert balance.line(4).endswith("the pool of the rollout is too fast, 2 GPUs instead of 4 would balance it")
+    assert balance.line(4).endswith("the pool of the rollout is too fast, 2 ranks instead of 4 would balance it")
     balance.idle = 0.1
     assert balance.line(4).endswith(": balanced")
     CALLS.clear()

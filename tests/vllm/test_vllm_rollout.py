@@ -113,9 +113,9 @@ def test_prompts_of_more_tokens_than_one_step_of_the_engine_are_sampled(actor: M
     assert worst_difference(actor, actor.generate_sequences(many)) < TOLERANCE
 
 
-@pytest.mark.parametrize("at", ["generate", "update"])
 @pytest.mark.parametrize(
-    ("signal", "cause"), [("SIGKILL", "signal 9 (SIGKILL)"), ("SIGSTOP", "EngineHung: vLLM's engine")]
+    ("signal", "cause", "at"),
+    [("SIGKILL", "signal 9 (SIGKILL)", "generate"), ("SIGSTOP", "EngineHung: vLLM's engine", "update")],
 )
 def test_an_engine_that_dies_or_hangs_is_reported_as_its_rank(
     ray_cluster: None, signal: str, cause: str, at: str

@@ -41,21 +41,27 @@ def test_tokens_in_flight_have_the_log_probs_of_their_versions(group: MegatronRa
     draws = random.Random(7)
     trained = group.generate_sequences(prompts(**GREEDY))
     rollout = TrajectoryRollout(group, driven=True, eos_token_id=EOS, pad_token_id=PAD)
-    made, in_flight, stopped = [], [], []
+    made, in_flight, stopped, flying = [], [], [], list[Submitted]()
+
+    def send(prompt: list[int] | Trajectory, length: int, **options: Any) -> Trajectory:
+        flying.append(rollout.submit(prompt, response_length=length, stop_token_ids=CALLS, **options))
+        flying[-1].key = length
+        return flying[-1].trajectory
 
     def submit() -> None:
         length = draws.randint(RESPONSE // 2, RESPONSE)
         prompt = [draws.randrange(3, VOCAB) for _ in range(draws.randint(3, 40))]
-        options = {"response_length": length, "stop_token_ids": CALLS, "stream": len(made) % 4 == 0}
-        made.append(rollout.submit(prompt, **options).trajectory)
+        made.append(send(prompt, length, stream=len(made) % 4 == 0))
 
     def take() -> None:
         assert rollout.start()
-        for ended in rollout.take():
+        rollout.take()
+        for ended in [each for each in flying if each.done()]:
+            flying.remove(ended)
             trajectory = ended.trajectory
-            if trajectory.ended == "turn" and len(trajectory.tokens) + 2 < ended.limit:
+            if trajectory.ended == "turn" and len(trajectory.tokens) + 2 < ended.key:
                 trajectory.replied([draws.randrange(3, VOCAB), 3])  # what a tool returned
-                rollout.submit(trajectory, response_length=ended.limit, stop_token_ids=CALLS)
+                send(trajectory, ended.key)
             elif len(stopped) < UPDATES:
                 submit()
 

@@ -81,6 +81,7 @@ CASES: dict[str, Case] = {
     "LoRA, tp, pp, sp": Case(*UPDATE, 4, {"model": LORA, "parallel": SEQUENCE | {"pp": 2}}),
     "experts, tp, ep": Case(*UPDATE, 4, {"model": EXPERTS, "parallel": SEQUENCE | {"ep": 2, "etp": 1}}),
     "experts, skewed routing": Case(*UPDATE, 2, {"model": EXPERTS, "parallel": {"ep": 2}}, "skewed"),
+    "experts, router replay": Case(*UPDATE, 1, {"model": EXPERTS, "router_replay": "old_log_probs"}),
     "scores that record experts": Case(
         "actor", "compute_log_prob", 1, {"model": EXPERTS, "router_replay": "old_log_probs"}
     ),
@@ -164,7 +165,7 @@ def _as_on_a_gpu(choose: Choose) -> Iterator[None]:
     def routed(logits: torch.Tensor, topk: int, *args: Any, **kwargs: Any) -> Any:
         chosen = choose(*logits.shape, topk).to(logits.device)
         if kwargs.get("router_replay") is not None:  # its column has the same experts
-            return route(logits + 1e3 * chosen, topk, *args, **kwargs)
+            return route(logits + (1e3 * chosen).to(logits.dtype), topk, *args, **kwargs)
         return torch.softmax(logits, -1) * chosen, chosen
 
     with contextlib.ExitStack() as stack:

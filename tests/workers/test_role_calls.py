@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from workers import ActorConfig, load_config
-from workers.role_calls import Lengths, calls_of_run
+from workers import ActorConfig, ActorRolloutRefWorker, load_config
+from workers.role_calls import Lengths, calls_of_roles, estimates
+from workers.verify.roles import ModelRole
 
 KEY = "actor_rollout_ref"
 MODEL = {
@@ -14,15 +15,29 @@ MODEL = {
     "num_layers": 2,
     "hidden_size": 128,
     "num_attention_heads": 4,
+    "transformer_impl": "local",
 }
 
 
 @pytest.mark.simulated
-@pytest.mark.parametrize(
-    ("engine", "calls"), [("megatron", ["train", "score", "generate", "score"]), ("vllm", ["train", "score", "score"])]
-)
-def test_generation_is_estimated_for_engines_in_the_worker(engine: str, calls: list[str]) -> None:
+@pytest.mark.parametrize(("engine", "last"), [("megatron", ["generate_sequences"]), ("vllm", [])])
+def test_generation_is_estimated_for_engines_in_the_worker(engine: str, last: list[str]) -> None:
     config = load_config(ActorConfig, {"model": MODEL, "rollout": {"engine": engine}})
-    actual = calls_of_run({KEY: config}, {KEY: 1}, Lengths(prompt=16, response=16, rows=4), layers="local")
-    assert [call.call for call in actual] == calls
-    assert all(min(memory.total for memory in call.stages) > 0 for call in actual)
+    role = ModelRole.of(ActorRolloutRefWorker, config, "actor_rollout_ref", 1)
+    calls = calls_of_roles({KEY: role}, Lengths(prompt=16, response=16, rows=4))
+    sends = {name for name, call in calls.items() if call.method == "rollout_weights"}
+    assert bool(sends) == (engine == "vllm")
+    outcomes = estimates(calls)
+    expected = ["update_actor", "compute_log_prob", "compute_ref_log_prob", *last]
+    assert [*outcomes] == [f"{KEY}.{method}" for method in expected]
+    assert all(outcome.peak > 0 for outcome in outcomes.values())
+
+
+@pytest.mark.simulated
+def test_weights_whose_parts_are_on_several_ranks_are_sent_where_every_rank_runs() -> None:
+    sections = {"model": MODEL, "rollout": {"engine": "vllm"}, "parallel": {"tp": 2}}
+    role = ModelRole.of(ActorRolloutRefWorker, load_config(ActorConfig, sections), "actor_rollout", 2)
+    call = calls_of_roles({KEY: role}, Lengths(prompt=16, response=16, rows=4))[f"{KEY}.rollout_weights"]
+    assert call.needs_every_rank
+    outcome = call.outcome(every_rank=True)
+    assert outcome.failure == "" and [*outcome.uses] == [0, 1]

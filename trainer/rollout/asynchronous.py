@@ -492,8 +492,9 @@ class AsynchronousGenerations(Generations):
             self._has_weights = True
             if self._weights.version != self._version:
                 self._version = self._weights.version
-                if self._options.partial == "stop" and self._trajectories is not None:
-                    self._trajectories.engine.postpone_begun()
+                engine = None if self._trajectories is None else self._trajectories.engine
+                if self._options.partial == "stop" and isinstance(engine, ReferenceEngine):
+                    engine.postpone_begun()
         finally:
             self._held = False
 
@@ -608,12 +609,7 @@ class AsynchronousGenerations(Generations):
         super().restore((), others, problems)
         counts = sampling.get(ASYNCHRONOUS, {})
         if counts.get("max_staleness", 0) > self._ahead:
-            raise ConfigError(
-                f"trainer.max_staleness is {self._ahead}, and the checkpoint has responses in flight of "
-                f"{counts['max_staleness']}: resume with at least that",
-                key="trainer.max_staleness",
-                value=self._ahead,
-            )
+            raise self._too_far_ahead(sampling)
         self._reset()
         self.log.restore(counts.get("taken", 0))
         if self._rollout is not None:

@@ -52,7 +52,7 @@ class Balance:
         return {"asynchronous/trainer_waited": waited / seconds, "asynchronous/rollout_waited": idle / seconds}
 
     def line(self, ranks: int) -> str:
-        """Return the shares of the whole run, and how many GPUs of the rollout would balance it.
+        """Return the shares of the whole run, and how many ranks of the rollout would balance it.
 
         A rollout that is busy for the share ``r`` of the time, beside a trainer that is busy for ``t``, needs ``r / t``
         of its ``ranks`` to generate in the time of the training.
@@ -68,6 +68,6 @@ class Balance:
             return f"{text}: balanced"
         wanted = max(1, math.ceil(ranks * (1.0 - idle) / max(1.0 - waited, 1e-3)))
         if wanted == ranks:
-            return f"{text}: {ranks} GPUs for the pool of the rollout are the best number"
+            return f"{text}: the pool of the rollout has the best size, {ranks}"
         speed = "slow" if wanted > ranks else "fast"
-        return f"{text}: the pool of the rollout is too {speed}, {wanted} GPUs instead of {ranks} would balance it"
+        return f"{text}: the pool of the rollout is too {speed}, {wanted} ranks instead of {ranks} would balance it"

@@ -360,13 +360,7 @@ class Generations:
             problems: returns a batch of problems by its number in the data set.
         """
         if ASYNCHRONOUS in sampling:
-            saved_ahead = sampling[ASYNCHRONOUS]["max_staleness"]
-            raise ConfigError(
-                f"trainer.max_staleness is {self._ahead}, and the checkpoint has responses in flight of {saved_ahead}: "
-                f"resume with trainer.max_staleness={saved_ahead} or more",
-                key="trainer.max_staleness",
-                value=self._ahead,
-            )
+            raise self._too_far_ahead(sampling)
         if sampling and self._weights.sends:
             self._rollout.restore_sampling(sampling)
         self._queue.clear()
@@ -377,6 +371,16 @@ class Generations:
             self._numbered(batch_problems)
             self._queue.append(_Generation(batch.number, batch_problems, batch.responses, dict))
         return len(saved)
+
+    def _too_far_ahead(self, sampling: Mapping[str, Any]) -> ConfigError:
+        """Return the error of a checkpoint with responses in flight that are further ahead than those of this run."""
+        saved_ahead = sampling[ASYNCHRONOUS]["max_staleness"]
+        return ConfigError(
+            f"trainer.max_staleness is {self._ahead}, and the checkpoint has responses in flight of {saved_ahead}: "
+            f"resume with trainer.max_staleness={saved_ahead} or more",
+            key="trainer.max_staleness",
+            value=self._ahead,
+        )
 
     def _numbered(self, problems: DataProto) -> int | None:
         """Give every problem a ``uid``, and return the number of the batch in the data set, if it has one."""

@@ -79,25 +79,16 @@ class ReferenceEngine:
         Raises:
             EngineLost: the group failed.
         """
-        loop = asyncio.get_running_loop()
-        future = loop.create_future()
         settings = {name: value for name, value in sampling.items() if name not in _OF_A_REQUEST}
         settings.setdefault("pad_token_id", self.pad_token_id)
-
-        def answer_once(answer: Sampled | BaseException) -> None:
-            if not future.done():
-                future.set_result(answer)
-
-        request = Request(prompt, settings, sampling["seed"], 0, sampling["response_length"], answer_once)
+        request = Request(prompt, settings, sampling["seed"], 0, sampling["response_length"])
         self.start(request)
         self.drive()
         try:
-            answer: Sampled | BaseException = await future
-        finally:
-            request.cancel()
-        if isinstance(answer, BaseException):
-            raise EngineLost(f"engine {self.name} was lost: {answer}", engine=self.name) from answer
-        return answer
+            sampled: Sampled = await asyncio.wrap_future(request)
+        except Exception as error:
+            raise EngineLost(f"engine {self.name} was lost: {error}", engine=self.name) from error
+        return sampled
 
     async def close(self) -> None:
         """Answer all requests in flight with ``EngineLost``."""
@@ -115,7 +106,7 @@ class ReferenceEngine:
             begun: whether to return only those whose response has tokens.
         """
         with self.lock:
-            live = [request for request in (*self._rows, *self._waiting) if not request.is_cancelled]
+            live = [request for request in (*self._rows, *self._waiting) if not request.done()]
         return [request for request in live if request.generated] if begun else live
 
     def step(self, requests: Sequence[Request] | None = None, tokens: int | None = None) -> bool:
@@ -168,8 +159,8 @@ class ReferenceEngine:
                 raise
             stepped, waiting, self._rows, self._waiting, self._calls = self._rows, self._waiting, [], [], []
             for request in stepped:
-                if not request.is_cancelled:
-                    request.answer(answers[request])
+                if not request.done() and request.answered(answers[request]):
+                    self._waiting.append(request)
             self._waiting += waiting
 
     def postpone_begun(self) -> None:
@@ -204,7 +195,7 @@ class ReferenceEngine:
             self._drop_step()
             requests, self._waiting = self.requests(), []
         for request in requests:
-            request.answer(error)
+            request.answered(error)
 
     def _drop_step(self) -> None:
         self._waiting, self._rows, self._calls = self._rows + self._waiting, [], []
@@ -216,7 +207,7 @@ class ReferenceEngine:
         ids = np.full((len(rows), widest), meta_info["pad_token_id"], np.int32)  # half of what is copied and sent
         for row, request in zip(ids, rows, strict=True):
             row[widest - len(request.prompt) :] = request.prompt
-        room = min(tokens, max(request.limit for request in rows), self._width - widest)
+        room = min(tokens, max(request.left for request in rows), self._width - widest)
         prompts = {
             "input_ids": torch.from_numpy(ids),
             "attention_mask": torch.from_numpy(np.arange(widest) >= widest - lengths[:, None]),
@@ -248,20 +239,20 @@ def _sampled(rows: Sequence[Request], batch: DataProto) -> Iterator[Sampled]:
     experts, eos = tensors.get(ROUTED_EXPERTS), rows[0].settings["eos_token_id"]
     ends = {eos} if isinstance(eos, int) else {*eos}
     for row, (request, version) in enumerate(zip(rows, versions, strict=True)):
-        count = min(kept[row], request.limit)
+        count = min(kept[row], request.left)
         made = slice(row * width, row * width + count)
         first = widest - len(request.prompt)
         yield Sampled(
             tokens[made],
             None if log_probs is None else log_probs[made],
             [(version, count)],
-            is_partial=count < request.limit and tokens[made.stop - 1] not in ends,
+            is_partial=count < request.left and tokens[made.stop - 1] not in ends,
             basis=basis,
             experts=None if experts is None else experts[row, first : widest + count - 1],
         )
 
 
 async def _let_waiters_run() -> None:
-    """Let those who waited for a trajectory submit their next one: a result reaches them in three rounds."""
-    for _ in range(3):
+    """Let those who waited for a trajectory submit their next one: a result reaches them in four rounds."""
+    for _ in range(4):
         await asyncio.sleep(0)

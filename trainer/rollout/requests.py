@@ -7,7 +7,6 @@ import threading
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -22,46 +21,59 @@ _OF_ENGINES = ("eos_token_id", *(name for name in OF_REQUESTS if name != "max_to
 _TAKE_S = 0.02
 
 
-@dataclass(eq=False, slots=True)
-class Request:
-    """A request to the engines of a rollout. If an answer is a part of the response, it is sent again for the rest.
+class Request(Future[Any]):
+    """A request to the engines of a rollout; its result is their answer. ``cancel()`` takes it out of its engine.
 
-    Attributes:
+    Args:
         prompt: token ids of the prompt, and of the response so far.
         settings: the ``meta_info`` of ``generate_sequences``; requests with one object share a batch.
         seed: of the random numbers of the response, 64 bits, signed.
         generated: [tokens] of the response so far.
-        limit: [tokens] the most to add.
-        answer: called with what was generated, or the error, each time that it was sent; not if it was cancelled.
-        on_part: called with tokens that were generated while the engine goes on; None: they are part of the answer.
-        future: of the engine's answer, if it generates by itself.
+        left: [tokens] the most to add.
+        streams: whether an engine is to hand out tokens while it goes on.
+
+    Attributes:
+        prompt, settings, seed, generated, left, streams: as passed, now.
+        sent: the engine's answer, if it generates by itself.
         sends: how often it was sent to engines that generate by themselves.
-        is_cancelled: whether nobody waits for it any more.
         is_repeated: whether it was sent again because all engines were lost.
     """
 
-    prompt: array[int]
-    settings: Mapping[str, Any]
-    seed: int
-    generated: int
-    limit: int
-    answer: Callable[[Sampled | BaseException], None]
-    on_part: Callable[[Sampled], None] | None = None
-    future: Future[Sampled] | None = None
-    sends: int = 0
-    is_cancelled: bool = False
-    is_repeated: bool = False
+    sent: Future[Sampled] | None = None
+    sends = 0
+    is_repeated = False
 
-    def extend(self, tokens: array[int]) -> None:
+    def __init__(
+        self,
+        prompt: array[int],
+        settings: Mapping[str, Any],
+        seed: int,
+        generated: int,
+        left: int,
+        *,
+        streams: bool = False,
+    ) -> None:
+        super().__init__()
+        self.prompt, self.settings, self.seed = prompt, settings, seed
+        self.generated, self.left, self.streams = generated, left, streams
+
+    def received(self, part: Sampled) -> None:
         """Go on after these tokens of the response."""
-        self.prompt.extend(tokens)
-        self.generated, self.limit = self.generated + len(tokens), self.limit - len(tokens)
+        self.prompt.extend(part.tokens)
+        self.generated, self.left = self.generated + len(part.tokens), self.left - len(part.tokens)
 
-    def cancel(self) -> None:
-        """Take it out of its engine."""
-        self.is_cancelled = True
-        if self.future is not None:
-            self.future.cancel()
+    def answered(self, answer: Any) -> bool:
+        """Take an engine's answer or error, and return whether the request is to be sent again, for the rest."""
+        if self.set_running_or_notify_cancel():
+            self.set_exception(answer) if isinstance(answer, BaseException) else self.set_result(answer)
+        return False
+
+    def cancel(self) -> bool:
+        """Take it out of its engine, and return whether it had not ended."""
+        was_cancelled = super().cancel()
+        if was_cancelled and self.sent is not None:
+            self.sent.cancel()
+        return was_cancelled
 
 
 class RoutedEngines:
@@ -102,7 +114,8 @@ class RoutedEngines:
 
     def requests(self, *, begun: bool = False) -> list[Request]:
         """Return the requests in flight: an engine may have begun each of them."""
-        return [request for request in self._in_flight if not request.is_cancelled]
+        with self.lock:
+            return [request for request in self._in_flight if not request.done()]
 
     def step(self, requests: Sequence[Request] | None = None, tokens: int | None = None) -> bool:
         """Send the requests that wait, and return whether one is in flight; engines choose themselves what goes on.
@@ -126,27 +139,21 @@ class RoutedEngines:
                 handle()
                 handle = self._arrived.get_nowait()
 
-    def postpone_begun(self) -> None:
-        """Do nothing: engines choose themselves what goes on."""
-
     def restart(self, group: Any) -> None:
         """Send all requests to the engines of another group."""
         with self.lock:
             self._group, self._unsent = group, list(self._in_flight)
             self.router = None if self._engines is None else Router(self._engines)
             for request in self._unsent:
-                request.future = None
+                request.sent = None
             if not self._driven:
                 self._send(connect=True)
 
-    def drive(self) -> None:
-        """Do nothing: engines go on by themselves."""
-
     def _send(self, *, connect: bool) -> None:
         """Send what waits to the engines, which are brought up to date first if none has a request."""
-        for request in [request for request in self._unsent if request.is_cancelled]:
+        for request in [request for request in self._unsent if request.done()]:
             self._in_flight.pop(request, None)
-        unsent = self._unsent = [request for request in self._unsent if not request.is_cancelled]
+        unsent = self._unsent = [request for request in self._unsent if not request.done()]
         if not unsent:
             return
         if self._engines is None and (connect or self.router is None):
@@ -156,11 +163,11 @@ class RoutedEngines:
         for request in unsent:
             settings = {name: request.settings[name] for name in _OF_ENGINES if name in request.settings}
             seed = later_seed(request.seed, request.generated)
-            settings |= {"response_length": request.limit, "seed": seed}
+            settings |= {"response_length": request.left, "seed": seed}
             request.sends += 1
-            on_part = request.on_part and partial(self._on_loop, self._add_part, request, request.sends)
-            request.future = self._loop.start(self.router.generate(request.prompt, settings, on_part))
-            request.future.add_done_callback(partial(self._on_loop, self._settle, request))
+            on_part = partial(self._on_loop, self._add_part, request, request.sends) if request.streams else None
+            request.sent = self._loop.start(self.router.generate(request.prompt, settings, on_part))
+            request.sent.add_done_callback(partial(self._on_loop, self._settle, request))
 
     def _connect(self) -> None:
         """Use the engines of the group's workers, with their current weights."""
@@ -183,29 +190,31 @@ class RoutedEngines:
 
     def _add_part(self, request: Request, sends: int, part: Sampled) -> None:
         with self.lock:
-            if sends == request.sends and request.on_part is not None:  # it was not sent again meanwhile
+            if sends == request.sends and not request.done():  # it was not sent again meanwhile
                 error = self._outside_vocabulary(part)
                 if error is None:
-                    request.on_part(part)
+                    request.received(part)
                 else:
-                    request.cancel()
-                    request.answer(error)
+                    request.answered(error)
+                    assert request.sent is not None
+                    request.sent.cancel()
 
-    def _settle(self, request: Request, future: Future[Sampled]) -> None:
+    def _settle(self, request: Request, sent: Future[Sampled]) -> None:
         """Answer a request, or let the next ``step`` send it once more, to other engines, if all were lost."""
         with self.lock:
-            if future is not request.future:  # it was sent again meanwhile
+            if sent is not request.sent:  # it was sent again meanwhile
                 return
-            error = None if future.cancelled() else future.exception()
+            error = None if sent.cancelled() else sent.exception()
             may_repeat = self._engines is None and self._driven and not request.is_repeated
             if isinstance(error, NoEngineLeft) and may_repeat:
                 request.is_repeated = True
                 self._unsent.append(request)
                 self.router = None
-                return
-            if not future.cancelled():
-                request.answer(error or self._outside_vocabulary(future.result()) or future.result())
-            if future is request.future:  # it was not sent again for the rest
+            elif not (sent.cancelled() or request.done()) and request.answered(
+                error or self._outside_vocabulary(sent.result()) or sent.result()
+            ):
+                self.start(request)
+            else:
                 self._in_flight.pop(request, None)
 
     def _outside_vocabulary(self, sampled: Sampled) -> DataError | None:

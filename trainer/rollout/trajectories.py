@@ -10,8 +10,6 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections.abc import Collection, Generator, Mapping, Sequence
-from concurrent.futures import Future
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -34,10 +32,11 @@ SAMPLING = ("eos_token_id", "pad_token_id", *(name for name in SETTINGS if name 
 """The settings that a rollout has for its requests."""
 
 
-class Submitted(Future[Trajectory]):
+class Submitted(Request):
     """A trajectory in flight: ``await`` it, or call ``result()``; ``cancel()`` takes it out of its engine.
 
-    Attributes:
+    Args:
+        rollout: that it was submitted to.
         trajectory: its state, to which every answer of an engine adds.
         limit: [tokens] the most of the response at the end of this turn.
         room: [tokens] the most of the whole response.
@@ -45,12 +44,14 @@ class Submitted(Future[Trajectory]):
         settings: the ``meta_info`` of its requests.
         temperature: of its tokens; 0 if it takes the most probable ones among others that are sampled; None if the
             workers do not say.
+        seed, streams: see ``Request``.
+
+    Attributes:
+        trajectory: as passed.
         key: what the program knows it by.
-        request: the one in flight.
     """
 
     key: Any = None
-    request: Request
 
     def __init__(
         self,
@@ -61,27 +62,62 @@ class Submitted(Future[Trajectory]):
         stop_token_ids: frozenset[int],
         settings: Mapping[str, Any],
         temperature: float | None,
+        seed: int,
+        *,
+        streams: bool,
     ) -> None:
-        super().__init__()
-        self.trajectory, self.limit, self.room, self.stop_token_ids = trajectory, limit, room, stop_token_ids
-        self.settings, self.temperature, self._rollout = settings, temperature, rollout
+        made, context = len(trajectory.tokens), trajectory.prompt + trajectory.tokens
+        super().__init__(context, settings, seed, made, limit - made, streams=streams)
+        self._rollout, self.trajectory, self._room = rollout, trajectory, room
+        self._stop_token_ids, self._temperature = stop_token_ids, temperature
 
-    def end(self) -> str:
+    def received(self, part: Sampled) -> None:
+        """Add tokens of an answer that goes on to the trajectory."""
+        self._append(part)
+        super().received(part)
+
+    def _append(self, part: Sampled) -> None:
+        self._rollout.note_log_probs(part)
+        trajectory, start = self.trajectory, 0
+        if part.experts is not None:
+            known = sum(map(len, trajectory.experts))
+            trajectory.experts.append(part.experts[known:])
+        log_probs = part.log_probs
+        if log_probs is None:
+            log_probs = array("d", (0.0,)) * len(part.tokens)
+        for version, count in part.versions:
+            made = slice(start, start + count)
+            trajectory.sampled(part.tokens[made], log_probs[made], version, self._temperature)
+            start += count
+
+    def answered(self, answer: Sampled | BaseException) -> bool:
+        """Add an answer to the trajectory, and return whether its rest is to be requested."""
+        if isinstance(answer, BaseException):
+            return super().answered(answer)
+        self._append(answer)
+        self.trajectory.ended = self._end(self.left - len(answer.tokens))
+        if self.trajectory.ended:
+            return super().answered(self.trajectory)
+        if answer.tokens or answer.is_partial:
+            super().received(answer)
+            return True
+        return super().answered(
+            DataError(
+                "an engine returned no token before a stop token or the limit, and not is_partial, with which the rest "
+                "is requested again",
+                field="is_partial",
+            )
+        )
+
+    def _end(self, left: int) -> str:
         """Return why the trajectory has ended with its last token; empty if it goes on."""
-        if len(self.trajectory.tokens) == self.trajectory.turn:  # the engine stopped before the first token of the turn
+        trajectory = self.trajectory
+        if len(trajectory.tokens) == trajectory.turn:  # the engine stopped before the first token of the turn
             return ""
-        last = self.trajectory.tokens[-1]
+        last = trajectory.tokens[-1]
         if last in self.settings["eos_token_id"]:
-            return "turn" if last in self.stop_token_ids else "stop"
-        length = len(self.trajectory.tokens)
-        return "" if length < self.limit else "length" if length >= self.room else "max_tokens"
-
-    def cancel(self) -> bool:
-        """Take it out of its engine; return whether it had not ended."""
-        was_cancelled = super().cancel()
-        if was_cancelled:
-            self._rollout.forget(self)
-        return was_cancelled
+            return "turn" if last in self._stop_token_ids else "stop"
+        return "" if left > 0 else "length" if len(trajectory.tokens) >= self._room else "max_tokens"
 
     def result(self, timeout: float | None = None) -> Trajectory:
         """Return the trajectory when it has ended.
@@ -92,13 +128,15 @@ class Submitted(Future[Trajectory]):
         Raises:
             CancelledError: it was cancelled.
         """
-        while not self.done() and self._rollout.steps_for_waiters:
-            self._rollout.advance()
-        return super().result(timeout)
+        engine = self._rollout.stepped
+        while engine is not None and not self.done() and engine.step():
+            engine.take()
+        trajectory: Trajectory = super().result(timeout)
+        return trajectory
 
     def __await__(self) -> Generator[Any, None, Trajectory]:
-        if self._rollout.steps_for_waiters:
-            self._rollout.engine.drive()
+        if self._rollout.stepped is not None:
+            self._rollout.stepped.drive()
         return asyncio.wrap_future(self).__await__()
 
 
@@ -159,14 +197,11 @@ class TrajectoryRollout:
         self.log_probs: str | None = LOG_PROBS[0]
         self._sampled_before: int | None = None
         self._basis: dict[str, Any] = {}
-        self._live: dict[Submitted, None] = {}
-        self._ended: list[Submitted] = []
         self._settings: dict[frozenset[int], Mapping[str, Any]] = {}
-        self._lock = self.engine.lock
 
     def __len__(self) -> int:
         """The number of trajectories in flight."""
-        return len(self._live)
+        return len(self.engine.requests())
 
     def meta_info(self, n: int) -> dict[str, Any]:
         """Return the ``meta_info`` of a batch of trajectories, ``n`` for each problem."""
@@ -180,14 +215,9 @@ class TrajectoryRollout:
         return seed
 
     @property
-    def samples(self) -> bool:
-        """Whether a request without settings is sampled, and does not get the most probable tokens."""
-        return bool(self.sampling.get("do_sample", self.limits.get("do_sample", True)))
-
-    @property
-    def steps_for_waiters(self) -> bool:
-        """Whether whoever waits for a trajectory has to make steps."""
-        return not self.driven and isinstance(self.engine, ReferenceEngine)
+    def stepped(self) -> ReferenceEngine | None:
+        """The engine of which whoever waits for a trajectory has to make steps."""
+        return self.engine if not self.driven and isinstance(self.engine, ReferenceEngine) else None
 
     @property
     def router(self) -> Router | None:
@@ -196,9 +226,8 @@ class TrajectoryRollout:
 
     @property
     def live(self) -> Sequence[Submitted]:
-        """The trajectories in flight, in the order of their submission."""
-        with self._lock:
-            return tuple(self._live)
+        """The trajectories in flight."""
+        return [request for request in self.engine.requests() if isinstance(request, Submitted)]
 
     def submit(
         self,
@@ -242,21 +271,13 @@ class TrajectoryRollout:
             if value is not None:
                 ids = checked_token_ids(name, [value] if isinstance(value, int) else value, vocab_size)
                 checked[name] = ids[0] if name == "pad_token_id" else ids.tolist()
-        submitted = Submitted(
-            self, trajectory, limit, room, stops, self._settings_of(stops, checked), self._temperature(checked)
-        )
+        settings_of_all, temperature = self._settings_of(stops, checked), self._temperature(checked)
         if seed is None:
             is_copy = trajectory.seeded not in (None, id(trajectory))
             seed = self._next_seed() if trajectory.seed is None or is_copy else trajectory.seed
         trajectory.seed, trajectory.seeded, trajectory.ended = seed, id(trajectory), ""
-        with self._lock:
-            self._live[submitted] = None
-            made = len(trajectory.tokens)
-            context = trajectory.prompt + trajectory.tokens
-            answer = partial(self._answered, submitted)
-            submitted.request = Request(context, submitted.settings, seed, made, limit - made, answer)
-            submitted.request.on_part = partial(self._received, submitted) if stream else None
-            self.engine.start(submitted.request)
+        submitted = Submitted(self, trajectory, limit, room, stops, settings_of_all, temperature, seed, streams=stream)
+        self.engine.start(submitted)
         return submitted
 
     def _settings_of(self, stops: frozenset[int], changes: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -273,12 +294,13 @@ class TrajectoryRollout:
         return settings
 
     def _temperature(self, changes: Mapping[str, Any]) -> float | None:
-        """Return the temperature that the tokens of a request are scored at: see ``Submitted.temperature``.
+        """Return the temperature that the tokens of a request are scored at: see ``Submitted``.
 
         Raises:
             DataError: it takes the most probable tokens, and all responses are to be trained on.
         """
-        if self.samples and not changes.get("do_sample", True):
+        usual = {"do_sample": True, **self.limits, **self.sampling}
+        if usual["do_sample"] and not changes.get("do_sample", True):
             if self.trained:
                 raise DataError(
                     "a request takes the most probable token (temperature 0, top_p 0 or do_sample=False), and its "
@@ -289,7 +311,7 @@ class TrajectoryRollout:
             return 0.0 if "temperature" in self.limits else None
         if "temperature" not in self.limits:
             return None
-        temperature: float = {**self.meta_info(1), **changes}["temperature"]
+        temperature: float = {**usual, **changes}["temperature"]
         return temperature
 
     def restart(self, group: Any) -> None:
@@ -305,73 +327,21 @@ class TrajectoryRollout:
         """Whether ``take`` would not wait."""
         return self.engine.ready()
 
-    def take(self) -> list[Submitted]:
-        """Wait for answers of the engines, and return the trajectories that they have ended, whose waiters go on.
+    def take(self) -> None:
+        """Wait for answers of the engines; those who wait for the trajectories that have ended go on.
 
         Raises:
             GroupError: the group failed. The trajectories stay in flight; ``restart`` goes on with another group.
         """
-        self._ended = []
         self.engine.take()
-        ended, self._ended = self._ended, []
-        return ended
 
-    def advance(self) -> list[Submitted]:
-        """Make one step, and return the trajectories that it has ended."""
-        return self.take() if self.start() else []
+    def advance(self) -> None:
+        """Make one step."""
+        if self.start():
+            self.take()
 
-    def forget(self, submitted: Submitted) -> None:
-        """Take a trajectory that was cancelled out of its engine."""
-        with self._lock:
-            self._live.pop(submitted, None)
-            submitted.request.cancel()
-
-    def _answered(self, submitted: Submitted, answer: Sampled | BaseException) -> None:
-        """Add an answer to its trajectory, which has ended with it, or whose rest is requested."""
-        with self._lock:
-            if submitted not in self._live:
-                return
-            if isinstance(answer, Sampled):
-                self._append(submitted, answer)
-                submitted.trajectory.ended = submitted.end()
-                if not (submitted.trajectory.ended or answer.tokens or answer.is_partial):
-                    answer = DataError(
-                        "an engine returned no token before a stop token or the limit, and not is_partial, with which "
-                        "the rest is requested again",
-                        field="is_partial",
-                    )
-                elif not submitted.trajectory.ended:
-                    submitted.request.extend(answer.tokens)
-                    self.engine.start(submitted.request)
-                    return
-            del self._live[submitted]
-        if not submitted.set_running_or_notify_cancel():
-            return
-        if isinstance(answer, Sampled):
-            self._ended.append(submitted)
-            submitted.set_result(submitted.trajectory)
-        else:
-            submitted.set_exception(answer)
-
-    def _received(self, submitted: Submitted, part: Sampled) -> None:
-        """Add tokens of an answer that goes on to their trajectory."""
-        with self._lock:
-            if submitted in self._live:
-                self._append(submitted, part)
-                submitted.request.extend(part.tokens)
-
-    def _append(self, submitted: Submitted, sampled: Sampled) -> None:
-        trajectory, start = submitted.trajectory, 0
-        if sampled.experts is not None:
-            known = sum(map(len, trajectory.experts))
-            trajectory.experts.append(sampled.experts[known:])
-        log_probs = sampled.log_probs
-        if log_probs is None:
-            log_probs = array("d", (0.0,)) * len(sampled.tokens)
-        for version, count in sampled.versions:
-            part = slice(start, start + count)
-            trajectory.sampled(sampled.tokens[part], log_probs[part], version, submitted.temperature)
-            start += count
+    def note_log_probs(self, sampled: Sampled) -> None:
+        """Remember what the log-probabilities of an answer are of."""
         if sampled.basis is not None:
             self.log_probs, self._basis = LOG_PROBS[1], {LOG_PROBS[1]: dict(sampled.basis)} if sampled.basis else {}
         elif self.log_probs != LOG_PROBS[1]:  # once some are the engine's, those of a batch are not the policy's

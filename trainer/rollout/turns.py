@@ -15,7 +15,10 @@ from trainer.data.prompts import Demonstration
 from trainer.data.tokenizers import TextTokenizer
 from trainer.rollout.episode_loop import EpisodeRollout
 from trainer.rollout.episodes import Episodes
+from trainer.rollout.server.tool_calls import TOOL_FORMATS, tool_format
 from trainer.rollout.trajectory import Trajectory
+from workers.generate.vllm.interpreter import is_present
+from workers.planning import is_planned
 
 ENVIRONMENTS: Registry[Callable[..., TurnEnvironment]] = Registry("environment", key="multi_turn.environment")
 """Functions from the tokenizer and the options of ``multi_turn`` to an environment, by name."""
@@ -69,16 +72,27 @@ def make_environment(config: MultiTurnConfig, tokenizer: TextTokenizer) -> TurnE
     return make(tokenizer, **config.options)
 
 
-def make_episodes(config: MultiTurnConfig, tokenizer: Any) -> Episodes | None:
+def make_episodes(config: MultiTurnConfig, tokenizer: Any, vllm_python: str | None = None) -> Episodes | None:
     """Return the episodes of a configuration, if it names a function.
 
+    Args:
+        config: of turns and episodes.
+        tokenizer: of the policy.
+        vllm_python: the interpreter of the engines if they are vLLM's.
+
     Raises:
-        ConfigError: the function cannot be imported, is not async, or does not take the options.
+        ConfigError: the function cannot be imported, is not async, or does not take the options; vLLM has no such
+            parser of tool calls.
     """
     if config.episode is None:
         return None
+    options, parser = dict(config.options), config.options.get("tool_calls")
+    if parser is not None and parser not in TOOL_FORMATS:
+        python = options.setdefault("vllm_python", vllm_python)
+        if python is None or (is_present(python) and not is_planned()):
+            tool_format(parser, tokenizer, python)
     limits = {"processes": config.processes, "concurrency": config.concurrency, "timeout_s": config.timeout_s}
-    return Episodes(config.episode, config.options, tokenizer=tokenizer, **limits)  # type: ignore[arg-type]
+    return Episodes(config.episode, options, tokenizer=tokenizer, **limits)  # type: ignore[arg-type]
 
 
 class MultiTurnRollout(Episodes):

@@ -22,7 +22,7 @@ class VerifiersEpisode(AgentEpisode):
     Args:
         environment: the name of an installed environment, or of a module with ``load_environment``.
         arguments: of its ``load_environment``.
-        tool_calls: how the policy writes tool calls: a name of ``TOOL_FORMATS``.
+        tool_calls, vllm_python: see ``AgentEpisode``.
         sampling: the fields that the requests have, such as ``max_tokens``.
 
     Raises:
@@ -35,9 +35,10 @@ class VerifiersEpisode(AgentEpisode):
         arguments: Mapping[str, Any] | None = None,
         *,
         tool_calls: str = "hermes",
+        vllm_python: str | None = None,
         sampling: Mapping[str, Any] | None = None,
     ) -> None:
-        super().__init__(self._play, tool_calls=tool_calls)
+        super().__init__(self._play, tool_calls=tool_calls, vllm_python=vllm_python)
         verifiers = import_extra("verifiers", "verifiers", "multi_turn.episode")
         self._environment = verifiers.load_environment(environment, **(arguments or {}))
         self._client, self._sampling = verifiers.OpenAIChatCompletionsClient, dict(sampling or {})

@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import os
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import psutil
@@ -17,52 +17,81 @@ from mcontroller.cli.help import roots
 from mcontroller.config.load import load_config
 from mcontroller.errors import ConfigError
 from mcontroller.locality import locality
-from parallel_state.dry_run.outcome import CONTEXT
+from parallel_state.axes import DENSE_AXES
+from parallel_state.dry_run.memory import KINDS
+from parallel_state.dry_run.outcome import Outcome
 from parallel_state.topology import Topology
-from trainer.roles import CONFIG_KEYS, Role, reads_reference, role_workers
+from trainer.roles import CONFIG_KEYS, Role, reads_reference
 from trainer.run.config import MAIN_POOL, RunConfig, read_run_config
+from trainer.run.model_roles import lengths_of, model_roles
 from trainer.run.parts import chosen_lines, make_parts, models_without_weights, roles_of
 from trainer.run.pools import pool_names, pool_nodes, pools_of, role_layouts
+from trainer.run.shared_gpus import shared_gpus, shared_gpus_of_run
 from trainer.run.training import check_start, connect_to
+from workers.actor import ActorRolloutRefWorker
 from workers.config import ActorConfig, CriticConfig, RewardConfig, RoleConfig
-from workers.config.trained_weights import base_is_frozen
+from workers.critic import CriticWorker
 from workers.generate.engines import ROLLOUT_ENGINES
-from workers.generate.vllm.placement import describe_engines
+from workers.generate.vllm.placement import EnginePlacement, describe_engines
 from workers.layout_search import search_layouts
-from workers.memory.nccl import BYTES_OF_TWO_RANKS, BYTES_PER_GROUP
-from workers.memory.planned import Memory
+from workers.memory.nccl import nccl_bytes
 from workers.model.gpu_defaults import max_connections
-from workers.role_calls import CallMemory, Lengths, calls_of_run, host_memory
+from workers.reward import RewardModelWorker
+from workers.role_calls import calls_of_roles, estimates, host_memory
+from workers.verify.roles import ModelRole
 
 _GB = 2**30
-_COLUMNS = tuple(field.name for field in dataclasses.fields(Memory))
+_WORKERS: dict[type, type] = {CriticConfig: CriticWorker, RewardConfig: RewardModelWorker}
 
 
 def report(arguments: argparse.Namespace) -> int:
-    """Print the layouts and the memory table."""
+    """Print the layouts and the memory table.
+
+    Raises:
+        ConfigError: the workers of a role reject its configuration when they build the model or its optimizer.
+    """
     config, roles = read_roles(arguments)
     sizes = {key: arguments.world_size or pool_size(config, key) for key in roles}
     lines = [*_problems(config), *(f"{key}: {layout_of_role(role, sizes[key])}" for key, role in roles.items())]
     lines += [*_generating_lines(config, roles, sizes)]
-    pools: Mapping[str, str] = {}
     if isinstance(config, RunConfig):
-        lines += [*_locality_lines(config), *_resource_lines(config)]
-        pools = pool_names(config)
-    reference = not isinstance(config, RunConfig) or reads_reference(config, roles_of(config))
+        lines += [*_locality_lines(config, roles, sizes), *_resource_lines(config)]
     on_gpu = not isinstance(config, RunConfig) or config.pool.use_gpu
     layers = arguments.layers or ("transformer_engine" if on_gpu else "local")
     lengths = lengths_of(config, roles)
-    calls = calls_of_run(roles, sizes, lengths, layers=layers, classes=_worker_classes(config))
-    calls = [call for call in calls if reference or call.role != "reference"]
-    lines += _role_lines(roles, sizes, calls, reference, on_gpu)
-    lines += ["", memory_table(calls, pools, on_gpu=on_gpu)]
+    is_run = isinstance(config, RunConfig)
+    with_model = model_roles(config, arguments.world_size) if is_run else _default_roles(roles, sizes)
+    with_model = {key: _with_layers(role, layers) for key, role in with_model.items()}
+    outcomes = estimates(calls_of_roles(with_model, lengths), RunConfig if is_run else None)
+    gpu_memory = _gpu_memory(arguments.gpu_memory)
+    lines += [*_role_lines(with_model, outcomes, on_gpu), "", *memory_table(outcomes, on_gpu=on_gpu)]
+    known = {name: outcome for name, outcome in outcomes.items() if not outcome.failure}
+    if on_gpu and known:
+        shared = shared_gpus_of_run(config, known) if is_run else shared_gpus(known)
+        lines += ["", *shared.lines(int(gpu_memory))]
     actor = roles.get("actor_rollout_ref")
     if arguments.layouts and isinstance(actor, ActorConfig):
-        gpu_memory = _gpu_memory(arguments.gpu_memory)
         search = search_layouts(actor, sizes["actor_rollout_ref"], lengths, gpu_memory, layers=layers)
         lines += ["", *search.lines(gpu_memory)]
     sys.stdout.write("\n".join([*lines, ""]))
     return 0
+
+
+def _default_roles(roles: Mapping[str, RoleConfig], sizes: Mapping[str, int]) -> dict[str, ModelRole]:
+    """Return the roles of a configuration that is no run, with the workers of this project."""
+    separate = {*roles} & {"rollout", "ref"}
+    with_model = {}
+    for key, role in roles.items():
+        parts = "_".join(part for part in key.split("_") if part not in separate or part == key)
+        worker = _WORKERS.get(type(role), ActorRolloutRefWorker)
+        with_model[key] = ModelRole.of(worker, role, parts if worker is ActorRolloutRefWorker else "", sizes[key])
+    return with_model
+
+
+def _with_layers(role: ModelRole, layers: str) -> ModelRole:
+    config = role.config
+    model = dataclasses.replace(config.model, transformer_impl=layers)
+    return dataclasses.replace(role, config=dataclasses.replace(config, model=model))
 
 
 def _gpu_memory(given: float | None) -> float:
@@ -74,20 +103,26 @@ def _gpu_memory(given: float | None) -> float:
 
 def _generating_lines(config: Any, roles: Mapping[str, RoleConfig], sizes: Mapping[str, int]) -> Iterator[str]:
     """Lines for the role that generates: its engines, their GPUs or processes, and the roles beside them."""
-    for key, role in roles.items():
-        if not isinstance(role, ActorConfig) or key == "ref" or (key != "rollout" and "rollout" in roles):
-            continue
-        engine, nodes = ROLLOUT_ENGINES.get_or_raise(role.rollout.engine), _nodes(config, key, sizes[key])
+    for key, engines, nodes in _engines(config, roles, sizes):
         unit = "processes" if isinstance(config, RunConfig) and not config.pool.use_gpu else "GPUs"
-        if engine.place is None:
+        if not engines:
             yield f"{key}: {len(nodes)} of {len(nodes)} {unit} generate"
             continue
-        engines = engine.place(role, nodes)
         used, size = sum(len(engine.ranks) for engine in engines), len(engines[0].ranks)
         number = "1 engine" if len(engines) == 1 else f"{len(engines)} engines"
         beside = " and ".join(_roles_beside(config, key, roles)) or "no other role"
         yield f"{key}: {used} of {len(nodes)} {unit} generate: {number} of {size}, beside {beside}"
         yield from (f"{key}: {line}" for line in describe_engines(engines, nodes))
+
+
+def _engines(
+    config: Any, roles: Mapping[str, RoleConfig], sizes: Mapping[str, int]
+) -> Iterator[tuple[str, list[EnginePlacement], list[str]]]:
+    """Yield the key of the role that generates, its engines (none: its workers generate), and the node of each rank."""
+    for key, role in roles.items():
+        if isinstance(role, ActorConfig) and key != "ref" and (key == "rollout" or "rollout" not in roles):
+            engine, nodes = ROLLOUT_ENGINES.get_or_raise(role.rollout.engine), _nodes(config, key, sizes[key])
+            yield key, [] if engine.place is None else engine.place(role, nodes), nodes
 
 
 def _roles_beside(config: Any, key: str, roles: Mapping[str, RoleConfig]) -> list[str]:
@@ -157,99 +192,46 @@ def pool_size(config: Any, role: str) -> int:
 def layout_of_role(role: RoleConfig, world_size: int) -> str:
     """Return the number of ranks and the sizes of the axes of a role."""
     topology = Topology.from_layout(role.parallel.layout(world_size))
-    axes = [axis for axis in topology.sizes if axis in ("tp", "pp", "dp") or topology.sizes[axis] > 1]
+    shown = topology.sizes if role.model.num_moe_experts else DENSE_AXES
+    axes = [axis for axis in shown if axis in ("tp", "pp", "dp") or topology.sizes[axis] > 1]
     return f"{world_size} ranks, " + " x ".join(f"{axis} {topology.sizes[axis]}" for axis in axes)
 
 
-def lengths_of(config: Any, roles: Mapping[str, Any]) -> Lengths:
-    """Return the lengths of the rows of a configuration, and how many responses a step has."""
-    for role in roles.values():
-        if isinstance(role, ActorConfig):
-            rollout = role.rollout
-            data = getattr(config, "data", None)
-            rows = role.ppo_mini_batch_size if data is None else data.train_batch_size * rollout.n
-            return Lengths(rollout.prompt_length, rollout.response_length, rows)
-    longest = max(role.model.max_sequence_length for role in roles.values())
-    return Lengths(0, longest, 0)
-
-
-def memory_table(calls: Sequence[CallMemory], pools: Mapping[str, str] | None = None, *, on_gpu: bool = True) -> str:
-    """Return a table with a row for every call, of the stage that needs the most memory, in units of 2**30 bytes.
+def memory_table(outcomes: Mapping[str, Outcome], *, on_gpu: bool = True) -> list[str]:
+    """Return the lines of a table with a row for every call, of the stage that needs the most memory.
 
     Args:
-        calls: the calls.
-        pools: the name of the pool of each role, by its key. None: all are in one.
-        on_gpu: whether the memory is that of GPUs, which roles share; otherwise it is that of processes.
+        outcomes: of the calls, by name.
+        on_gpu: whether the memory is that of GPUs; otherwise it is that of processes.
     """
-    failed = [f"{call.role} {call.call}: no memory is known, {call.failure}" for call in calls if call.failure]
-    calls = [call for call in calls if not call.failure]
-    rows = [("role", "call", "stage", *_COLUMNS, "total")]
-    for call in calls:
-        memory = call.stages[call.most]
-        sizes = [getattr(memory, name) for name in _COLUMNS]
-        rows.append((call.role, call.call, str(call.most), *(f"{size / _GB:.2f}" for size in (*sizes, memory.total))))
+    rows: list[tuple[str, ...]] = [("call", "stage", *KINDS, "peak", "needed")]
+    for name, outcome in outcomes.items():
+        if outcome.failure:
+            continue
+        stage, rank = max(outcome.stages.items(), key=lambda item: outcome.uses[item[1]].peak)
+        use = outcome.uses[rank]
+        sizes = [*(use.by_kind.get(kind, 0) for kind in KINDS), use.peak, use.peak - use.unneeded]
+        rows.append((name, str(stage), *(f"{size / _GB:.2f}" for size in sizes)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    lines += failed
-    if not on_gpu or not calls:
-        return "\n".join(["GB (2**30 bytes) in a process of the stage that needs the most", *lines])
-    of_pool: dict[str, list[CallMemory]] = {}
-    for call in calls:
-        of_pool.setdefault((pools or {}).get(call.key, MAIN_POOL), []).append(call)
-    if len(of_pool) == 1:
-        sums = [f"if all roles share the GPUs: {_sums(calls)}"]
-    else:
-        sums = [f"if the roles of a pool share its GPUs, {name}: {_sums(same)}" for name, same in of_pool.items()]
-    sums.append(
-        f"nccl is a guess: {BYTES_PER_GROUP / _GB:g} GB for each communicator of more than two ranks, "
-        f"{BYTES_OF_TWO_RANKS / _GB:g} GB for one of two"
-    )
-    return "\n".join(["GB (2**30 bytes) on a GPU of the stage that needs the most", *lines, "", *sums])
+    lines += [f"{name}: no memory is known, {one.failure}" for name, one in outcomes.items() if one.failure]
+    where = "on a GPU" if on_gpu else "in a process"
+    return [
+        f"GB (2**30 bytes) {where} of the stage that needs the most; needed: without parts that can be in host memory",
+        *lines,
+    ]
 
 
-def _sums(calls: Sequence[CallMemory]) -> str:
-    """The most memory of a GPU that roles share, if they hand it over and if they keep it, with all CUDA contexts."""
-    contexts = len({call.key for call in calls}) * CONTEXT
-    totals = [call.stages[call.most] for call in calls]
-    handed = max(memory.total for memory in totals)
-    nccl = sum(memory.nccl for memory in {call.role: call.stages[call.most] for call in calls}.values())
-    held = [memory.parameters + memory.gradients + memory.optimizer for memory in totals]
-    kept = {call.role: 0 for call in calls}
-    for call, size in zip(calls, held, strict=True):
-        kept[call.role] = max(kept[call.role], size)
-    moment = max(memory.activations + memory.communication + memory.cache for memory in totals)
-    handed += nccl - max(memory.nccl for memory in totals) + contexts
-    never = sum(kept.values()) + moment + nccl + contexts
-    return (
-        f"{handed / _GB:.2f} GB with trainer.offload=auto, {never / _GB:.2f} GB with trainer.offload=never; "
-        f"{contexts / _GB:.2f} GB of both are CUDA contexts of processes"
-    )
-
-
-def _worker_classes(config: Any) -> dict[str, type]:
-    """Return the classes of the workers of a run by key."""
-    if not isinstance(config, RunConfig):
-        return {}
-    return {CONFIG_KEYS[spec.role]: spec.init.cls for spec in role_workers(config, roles_of(config))}
-
-
-def _role_lines(
-    roles: Mapping[str, RoleConfig],
-    sizes: Mapping[str, int],
-    calls: Sequence[CallMemory],
-    reference: bool,
-    on_gpu: bool,
-) -> Iterator[str]:
+def _role_lines(roles: Mapping[str, ModelRole], outcomes: Mapping[str, Outcome], on_gpu: bool) -> Iterator[str]:
     """Return the lines of all roles.
 
     Args:
-        roles: configurations by key.
-        sizes: ranks of each group, by the same keys.
-        calls: their calls.
-        reference: whether the run has a reference policy.
+        roles: by key.
+        outcomes: of their calls.
         on_gpu: whether the lines are those of GPUs too.
     """
-    for key, config in roles.items():
+    for key, role in roles.items():
+        config, layout = role.config, role.variant.layout
         if config.model.provider == "native":
             pattern = config.model.hybrid_layer_pattern
             ahead = config.model.prediction_layers
@@ -261,17 +243,18 @@ def _role_lines(
         value, reason = max_connections(config.parallel, None)
         if value is not None:
             yield f"{key}: CUDA_DEVICE_MAX_CONNECTIONS={value} on GPUs before compute capability 10.0: {reason}"
-        trained = isinstance(config, ActorConfig | CriticConfig) and key not in ("ref", "rollout")
-        copied = key == "actor_rollout_ref" and reference and "ref" not in roles and not base_is_frozen(config.model)
-        call = next((call for call in calls if call.key == key and call.uses), None)
-        if call is not None:
-            host = host_memory(call, config, sizes[key], models=2 if copied else 1)
+        of_role = (one for name, one in outcomes.items() if name.startswith(f"{key}.") and not one.failure)
+        if (outcome := next(of_role, None)) is not None:
+            host = host_memory(outcome, role)
             line = f"{key}: host memory of a process: {host.offloaded / _GB:.2f} GB offloaded (pinned)"
             line += f", {host.saved / _GB:.2f} GB to save" if host.saved else ""
             line += f", {host.gathered / _GB:.2f} GB more to save for any layout" if host.gathered else ""
             yield line
-        if trained and not isinstance(config, RewardConfig) and config.optim.distributed_optimizer is None:
-            layout = config.parallel.layout(sizes[key])
+        sharded = bool(role.updates) and role.variant.distributed_optimizer
+        nccl = nccl_bytes(layout, experts=config.model.num_moe_experts is not None, sharded=sharded)
+        if nccl:
+            yield f"{key}: NCCL's buffers are not counted: a guess of {nccl / _GB:g} GB"
+        if role.updates and config.optim.distributed_optimizer is None:
             chosen = config.optim.resolved(layout.dp * layout.cp, on_gpu=True).distributed_optimizer
             replicas = f"{layout.dp * layout.cp} ranks have the same weights"
             yield f"{key}: optim.distributed_optimizer={str(chosen).lower()} on a GPU: {replicas}"
@@ -279,15 +262,19 @@ def _role_lines(
             yield f"{key}: packed=true is recommended on a GPU: no padding, and no attention plan for each width"
 
 
-def _locality_lines(config: RunConfig) -> list[str]:
-    """Return a line for each axis of a role that crosses nodes of its pool, and one if none does."""
-    lines = []
+def _locality_lines(config: RunConfig, roles: Mapping[str, RoleConfig], sizes: Mapping[str, int]) -> list[str]:
+    """Return a line for each axis of a role, and its engines, that cross nodes of its pool, and one if none does."""
+    lines = [
+        f"{key}: each engine crosses nodes, and communicates in every layer: reduce rollout.vllm.tp, if it can be"
+        for key, engines, _ in _engines(config, roles, sizes)
+        if engines and len(engines[0].parts) > 1
+    ]
     for placed in role_layouts(config):
         nodes = [f"node{node}" for node, size in enumerate(placed.nodes) for _ in range(size)]
         topology = Topology.from_layout(placed.parallel.layout(len(nodes)), nodes=nodes)
         lines += [f"{placed.key}: {line}" for line in locality(topology).lines()]
     counts = ", ".join(f"{len(nodes)} in the {_named(name)}" for name, nodes in pool_nodes(config).items())
-    return lines or [f"locality: no axis of a role crosses nodes ({counts})"]
+    return lines or [f"locality: no axis of a role, and no engine, crosses nodes ({counts})"]
 
 
 def _resource_lines(config: RunConfig) -> list[str]:

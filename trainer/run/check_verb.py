@@ -13,6 +13,13 @@ from mcontroller.config.load import CollectedErrors
 from trainer.run.config import read_run_config, read_with_files
 from workers.planning import planning
 
+_READ_BY = {
+    "algorithm.adv_estimator": "role_worker_mapping",
+    "data.train_batch_size": "batch_size",
+    "pool.process_on_nodes": "world_size",
+}
+"""Key of a field -> the key, or another field, of errors that its default may cause in place of a rejected value."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the verb."""
@@ -68,5 +75,11 @@ def _raise_all_errors(file: str, overrides: list[str]) -> None:
     if errors.errors and config is not None:
         from trainer.run.parts import make_parts
 
-        errors.attempt(lambda: make_parts(config))
+        rejected = {getattr(error, "key", "") for error in errors.errors} - {""}
+        of_defaults = rejected | {_READ_BY[key] for key in rejected & _READ_BY.keys()}
+        of_parts = CollectedErrors()
+        of_parts.attempt(lambda: make_parts(config))
+        for error in of_parts.errors:
+            if of_defaults.isdisjoint({getattr(error, "key", ""), *error.fields}):
+                errors.errors.append(error)
     errors.raise_any()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from mcontroller.config.checks import check_at_least
 from mcontroller.config.fields import check_unused, nested_config, strict_fields
@@ -75,6 +75,11 @@ class PoolConfig:
 @dataclass(frozen=True, slots=True)
 class NamedPoolConfig:
     """Another resource pool, with a slot in each bundle for every role in it."""
+
+    field_hints: ClassVar[Mapping[str, str]] = {
+        name: f"pool.{name} holds for all pools"
+        for name in ("use_gpu", "isolate_gpus", "record_collectives", "threads", "spare_bundles")
+    }
 
     process_on_nodes: list[int]
     """[bundles] Bundles on each node: one GPU each, or one CPU without GPUs, as ``pool.use_gpu`` says."""

@@ -100,14 +100,15 @@ def report_roles(config: RunConfig, gpu: int, file: Path | None = None, **chosen
         1 if a call fails, or the roles of a GPU do not fit.
     """
     from trainer.run.model_roles import role_calls  # as in ``run``
-    from trainer.run.shared_gpus import shared_gpus
+    from trainer.run.shared_gpus import shared_gpus_of_run
 
-    calls = {f"{key}.{method}": call for (key, method), call in role_calls(config).items()}
-    outcomes = _reported(((name, partial(call, **chosen)) for name, call in calls.items()), gpu)
+    calls = role_calls(config).items()
+    possible = [(name, call) for name, call in calls if chosen.get("every_rank") or not call.needs_every_rank]
+    outcomes = _reported(((name, partial(call.outcome, **chosen)) for name, call in possible), gpu)
     _write(file, outcomes, gpu)
     if any(outcome.failure for outcome in outcomes.values()):
         return 1
-    shared = shared_gpus(config, outcomes)
+    shared = shared_gpus_of_run(config, outcomes)
     sys.stdout.write("\n".join([*shared.lines(gpu), ""]))
     return 0 if shared.peak(config.trainer.offload) <= gpu else 1
 

@@ -11,7 +11,8 @@ from typing import Any
 from mcontroller.config.load import CollectedErrors
 from mcontroller.errors import ConfigError
 from trainer.config import TrainerConfig, ValidationConfig
-from trainer.data.prompts import Demonstrations, PromptRows, answer_of, demonstrations_of
+from trainer.data.config import DatasetConfig
+from trainer.data.prompts import Demonstrations, PromptRows, answer_of, check_columns, demonstrations_of
 from trainer.data.sources import Records, load_records
 from trainer.data.stream import BatchStream, Mixture
 from trainer.data.tokenizers import TOKENIZERS, TextTokenizer, TokenizerSource, check_tokenizer
@@ -34,6 +35,7 @@ from workers.actor import ActorRolloutRefWorker
 from workers.config import ActorConfig, ModelConfig, RolloutConfig
 from workers.config.trained_weights import base_is_frozen
 from workers.critic import CriticWorker
+from workers.generate.vllm.interpreter import interpreter_of
 from workers.losses.registry import POLICY_LOSSES
 from workers.planning import is_planned
 from workers.reward import RewardModelWorker
@@ -205,7 +207,7 @@ def make_parts(config: RunConfig) -> RunParts:
     if tokenizer is not None:
         attempt(lambda: check_vocabulary(config, tokenizer, _first_texts(problem_rows)))
         environment = attempt(partial(make_environment, config.multi_turn, tokenizer))
-        episodes = attempt(partial(make_episodes, config.multi_turn, tokenizer))
+        episodes = attempt(partial(make_episodes, config.multi_turn, tokenizer, _vllm_python(config)))
         if environment is not None:
             episodes = MultiTurnRollout(environment, config.multi_turn.max_turns)
     attempt(lambda: check_generates_alone(config, roles, pools_of(config, roles), episodes))
@@ -243,6 +245,12 @@ def make_parts(config: RunConfig) -> RunParts:
 
 def _first_texts(prompts: PromptRows | Mixture | None) -> list[str]:
     return [] if prompts is None else [prompts[index]["prompt"] for index in range(min(len(prompts), COMPARED))]
+
+
+def _vllm_python(config: RunConfig) -> str | None:
+    """Return the interpreter of the engines if they are vLLM's."""
+    generates = config.rollout or config.actor_rollout_ref
+    return interpreter_of(generates) if generates.rollout.engine == "vllm" else None
 
 
 def roles_of(config: RunConfig) -> dict[Role, Any]:
@@ -297,7 +305,13 @@ def read_problems(config: RunConfig, errors: CollectedErrors) -> Problems:
     """
     data, rollout, attempt = config.data, config.actor_rollout_ref.rollout, errors.attempt
     configured = data.training_sets() | data.held_out_sets()
-    loaded = {key: attempt(partial(load_records, dataset, key)) for key, dataset in configured.items()}
+
+    def load(dataset: DatasetConfig, key: str) -> Records:
+        read = load_records(dataset, key)
+        check_columns(read, data)  # before a tokenizer is made from the texts
+        return read
+
+    loaded = {key: attempt(partial(load, dataset, key)) for key, dataset in configured.items()}
     records = {key: value for key, value in loaded.items() if value is not None}
     tokenizer = None
     if data.training_sets().keys() <= records.keys():

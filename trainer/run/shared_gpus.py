@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from parallel_state.dry_run.outcome import CONTEXT, GIB, Outcome, Use
-from trainer.run.check_report import pool_size
 from trainer.run.config import MAIN_POOL, RunConfig
 from trainer.run.pools import pool_names
+from workers.role_calls import GENERATION as IN_WORKER
 
 GENERATION = "generation, without the engine"
 
@@ -39,29 +39,33 @@ class SharedGpus:
         for offload in ("auto", "never"):
             margin = (gpu - self.peak(offload)) / GIB
             what = f"fits with a margin of {margin:.1f} GiB" if margin >= 0 else f"{-margin:.1f} GiB TOO MUCH"
-            lines.append(f"trainer.offload={offload} on {gpu / GIB:.1f} GiB: {what}")
+            lines.append(f"trainer.offload={offload}: {self.peak(offload) / GIB:.2f} of {gpu / GIB:.1f} GiB, {what}")
         return lines
 
 
-def shared_gpus(config: RunConfig, outcomes: Mapping[str, Outcome]) -> SharedGpus:
+def shared_gpus(
+    outcomes: Mapping[str, Outcome], offload: str = "auto", pools: Mapping[str, str] | None = None, engine: str = ""
+) -> SharedGpus:
     """Return what the roles of each GPU need together.
 
     Args:
-        config: the configuration of the run.
         outcomes: of every call, by the role's key and the method with a dot between them.
+        offload: ``trainer.offload``.
+        pools: the pool of each role by its key; by default, all are in one.
+        engine: the pool of an engine in a separate group; empty if there is none.
     """
-    names = pool_names(config)
     handed_over: dict[tuple[str, str], int] = {}
     kept: dict[tuple[str, str], int] = {}
-    for pool in dict.fromkeys(names.get(name.partition(".")[0], MAIN_POOL) for name in outcomes):
-        of_pool = {name: one for name, one in outcomes.items() if names.get(name.partition(".")[0], MAIN_POOL) == pool}
+    by_pool: dict[str, dict[str, Outcome]] = {}
+    for name, outcome in outcomes.items():
+        by_pool.setdefault((pools or {}).get(name.partition(".")[0], MAIN_POOL), {})[name] = outcome
+    in_worker = any(name.endswith(f".{IN_WORKER}") for name in outcomes)
+    for pool, of_pool in by_pool.items():
         roles = {name.partition(".")[0]: one for name, one in reversed(of_pool.items())}
-        has_engine = config.rollout is not None and names.get("rollout", MAIN_POOL) == pool
-        hands_over = config.trainer.offload == "always" or len(roles) + has_engine > 1
-        for gpu in range(pool_size(config, next(iter(roles)))):
+        hands_over = offload == "always" or len(roles) + (engine == pool) > 1
+        for gpu in range(next(iter(roles.values())).layout.world_size):
             idle = {key: sum(_use(outcome, gpu).idle.values()) for key, outcome in roles.items()}
             contexts = len(roles) * CONTEXT
-            in_worker = any(name.endswith(".generate_sequences") for name in outcomes)
             moments = {} if in_worker else {GENERATION: (contexts, contexts + sum(idle.values()))}
             for name, outcome in of_pool.items():
                 use, others = _use(outcome, gpu), sum(idle.values()) - idle[name.partition(".")[0]]
@@ -71,6 +75,12 @@ def shared_gpus(config: RunConfig, outcomes: Mapping[str, Outcome]) -> SharedGpu
                 handed_over[pool, phase] = max(least, handed_over.get((pool, phase), 0))
                 kept[pool, phase] = max(most, kept.get((pool, phase), 0))
     return SharedGpus(handed_over, kept)
+
+
+def shared_gpus_of_run(config: RunConfig, outcomes: Mapping[str, Outcome]) -> SharedGpus:
+    """Return what the roles of each GPU of a run need together; see ``shared_gpus``."""
+    pools = pool_names(config)
+    return shared_gpus(outcomes, config.trainer.offload, pools, "" if config.rollout is None else pools["rollout"])
 
 
 def _use(outcome: Outcome, gpu: int) -> Use:

@@ -174,7 +174,13 @@ def _parts(arguments: argparse.Namespace) -> list[_Part]:
 def _outcomes(
     part: _Part, verifier: Verifier, arguments: argparse.Namespace, given: Sequence[Variant], saved: Path | None
 ) -> Iterator[Outcome]:
-    verify = verifier.in_bf16 if arguments.bf16 else verifier.verify
+    def verify(layout: str | Variant) -> Outcome:
+        variant = parse_layout(layout) if isinstance(layout, str) else layout
+        try:
+            return verifier.in_bf16(variant) if arguments.bf16 else verifier.verify(variant)
+        except VerifyError as error:  # other layouts go on
+            return Outcome(variant.text, variant.layout.world_size, failure=f"VerifyError: {error}")
+
     if saved is not None:
         yield verifier.against(part.file(saved), arguments.against)
     if given or (part.layouts and not arguments.all):

@@ -11,6 +11,7 @@ from mcontroller.config.fields import strict_fields
 from mcontroller.errors import ConfigError
 from workers.config.lora import LoraConfig
 from workers.weights.hf.config import describes_model, has_bridge, model_fields_from_hf
+from workers.weights.hf.hub import local_directory
 
 MOST_LAYERS = 10_000
 """Layers above which a configuration is a mistake: building and estimating them would not end."""
@@ -191,7 +192,7 @@ class ModelConfig:
                 missing=list(missing),
             )
         provider = automatic_provider(fields) if fields["provider"] == "auto" else fields["provider"]
-        return model_fields_from_hf(fields["hf_path"], provider)
+        return model_fields_from_hf(local_directory(fields["hf_path"], f"{key}hf_path"), provider)
 
 
 def automatic_provider(given: Mapping[str, Any]) -> str:

@@ -8,12 +8,15 @@ from collections.abc import Iterator
 import torch
 
 from mcontroller import DataProto
+from workers.actor import ActorRolloutRefWorker
 from workers.config import ActorConfig
+from workers.dry_run import RoleCall
 from workers.gpucheck.parity import CAN_SAVE, LAYERS, TOLERANCES, Session
 from workers.gpucheck.plain_loop import plain_steps
 from workers.gpucheck.policy import GB, Policy, fastest, timed
 from workers.gpucheck.rows import Figure, Row, at_most, judged, skipped
-from workers.role_calls import Lengths, calls_of_run
+from workers.role_calls import estimates
+from workers.verify.roles import ModelRole
 
 _LEFT_GB = 0.5
 """Workspaces of libraries that an offload leaves: 0.24 GB were measured on an H100, with FP8."""
@@ -50,10 +53,9 @@ def _mfu(updated: DataProto) -> dict[str, Figure]:
 
 
 def _estimate(config: ActorConfig, session: Session) -> int:
-    lengths = Lengths(session.scale.prompt, session.scale.response, config.ppo_mini_batch_size)
-    layers = config.model.transformer_impl
-    calls = calls_of_run({"actor_rollout_ref": config}, {"actor_rollout_ref": 1}, lengths, layers=layers)
-    return next(call for call in calls if call.call == "train").stages[0].total
+    role = ModelRole.of(ActorRolloutRefWorker, config, "actor", 1)
+    update = RoleCall(role, "update_actor", session.scale.prompt, session.scale.response)
+    return estimates({"update": update})["update"].peak
 
 
 def fp8(session: Session) -> Iterator[Row]:

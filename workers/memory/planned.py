@@ -10,11 +10,13 @@ import contextlib
 import io
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
+from mcontroller.errors import ConfigError, MControllerError
 from parallel_state.dry_run.errors import DryRunError
-from parallel_state.dry_run.outcome import Use
+from parallel_state.dry_run.outcome import Outcome, Use
+from parallel_state.dry_run.ranks import pipeline_of
 from parallel_state.dry_run.run import dry_run_of
 from parallel_state.layout import ParallelLayout
 from workers.config import ModelConfig, ParallelConfig
@@ -24,72 +26,28 @@ from workers.model.transformer_config import transformer_config
 from workers.verify.roles import ModelRole, variant_of
 from workers.verify.sizes import one_layer_a_stage
 
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes on one GPU at the peak of a call.
-
-    Attributes:
-        parameters: the weights.
-        gradients: the gradient buffers.
-        optimizer: float32 copies of weights, and the optimizer's state, without what stays in host memory.
-        activations: what layers save for the backward pass, logits, and what exists while one layer runs.
-        communication: results of collectives, and what other stages sent.
-        cache: keys and values of generation.
-        nccl: buffers of NCCL, a guess.
-    """
-
-    parameters: int = 0
-    gradients: int = 0
-    optimizer: int = 0
-    activations: int = 0
-    communication: int = 0
-    cache: int = 0
-    nccl: int = 0
-
-    @property
-    def total(self) -> int:
-        """All of them together."""
-        return sum(getattr(self, field.name) for field in fields(self))
-
-
-class StageUse(NamedTuple):
-    """What a rank of one stage uses: bytes at the peak of a call, and numbers of weights.
-
-    Attributes:
-        parameters, gradients, optimizer: bytes that exist during the whole call.
-        on_host: bytes of the optimizer's state in host memory.
-        activations, communication: bytes of the rest at the peak.
-        weights, experts: the number of weights, and of those in experts.
-        trained, trained_experts: the same of those with gradients.
-    """
-
-    parameters: float
-    gradients: float
-    optimizer: float
-    on_host: float
-    activations: float
-    communication: float
-    weights: float
-    experts: float
-    trained: float
-    trained_experts: float
-
-    def plus(self, factor: float, other: StageUse, base: StageUse) -> StageUse:
-        """Return this and ``factor * (other - base)``."""
-        return StageUse(*(a + factor * (b - c) for a, b, c in zip(self, other, base, strict=True)))
-
-    def memory(self) -> Memory:
-        """Return the bytes as whole numbers."""
-        kinds = self.parameters, self.gradients, self.optimizer, self.activations, self.communication
-        return Memory(*(max(0, round(size)) for size in kinds))
-
-
-_uses: dict[tuple[type, str], tuple[StageUse, ...]] = {}
+_uses: dict[tuple[type, str], tuple[Use, ...]] = {}
 """What each stage uses, by the class of the worker and the call."""
 
 
-def stage_uses(call: RoleCall) -> tuple[StageUse, ...]:
+def estimated(call: RoleCall) -> Outcome:
+    """Return the outcome of a call with the memory of the first rank of each stage, or why there is none.
+
+    Raises:
+        ConfigError: the worker rejects its configuration.
+    """
+    variant = call.role.variant
+    outcome = Outcome(variant.text, variant.layout)
+    try:
+        outcome.uses = dict(zip(pipeline_of(variant.layout), stage_uses(call), strict=True))
+    except ConfigError:
+        raise
+    except MControllerError as error:
+        outcome.failure = f"{type(error).__name__}: {error}"
+    return outcome
+
+
+def stage_uses(call: RoleCall) -> tuple[Use, ...]:
     """Return what a rank of each stage uses in a call.
 
     Args:
@@ -110,12 +68,11 @@ def stage_uses(call: RoleCall) -> tuple[StageUse, ...]:
     main = any(map(any, stages))
     kinds = {kind for stage in stages for kind in stage}
     first, second = _numbers_of_layers(call)
-    if max(map(len, stages)) <= chunks * (second + len(kinds) - 1):
+    short = _with_three_stages(call.role) if layout.vpp is None and layout.pp > 3 else call.role
+    if short is call.role and max(map(len, stages)) <= chunks * (second + len(kinds) - 1):
         return _run(call)
 
-    short = _with_three_stages(call.role) if layout.vpp is None and layout.pp > 3 else call.role
-
-    def run(*layers: bool) -> tuple[StageUse, ...]:
+    def run(*layers: bool) -> tuple[Use, ...]:
         few = _with_layers(model, short.variant.layout, stages, layers)
         uses = _run(replace(call, role=replace(short, config=replace(short.config, model=few))))
         return (uses[0], *uses[1:-1] * (layout.pp - 2), uses[-1]) if short is not call.role else uses
@@ -180,7 +137,7 @@ def _with_layers(
     return replace(few, num_layers=len(kinds) * count, transformer=transformer)
 
 
-def _run(call: RoleCall) -> tuple[StageUse, ...]:
+def _run(call: RoleCall) -> tuple[Use, ...]:
     key = call.role.worker_class, repr(call)
     if key not in _uses:
         with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):  # for whoever starts the run
@@ -188,20 +145,5 @@ def _run(call: RoleCall) -> tuple[StageUse, ...]:
             outcome = dry_run_of(call, call.role.variant, second=False)
         if outcome.failure:
             raise DryRunError(f"{call.method} fails in layout {outcome.text}: {outcome.failure}", layout=outcome.text)
-        _uses[key] = tuple(_use_of_stage(outcome.uses[rank]) for rank in outcome.stages.values())
+        _uses[key] = tuple(outcome.uses[rank] for rank in outcome.stages.values())
     return _uses[key]
-
-
-def _use_of_stage(use: Use) -> StageUse:
-    kept = {kind: use.idle.get(kind, 0) for kind in ("parameters", "gradients", "optimizer")}
-    communication = use.by_kind.get("communication", 0)
-    return StageUse(
-        **kept,
-        on_host=use.on_host,
-        activations=use.peak - sum(kept.values()) - communication,
-        communication=communication,
-        weights=use.parameters,
-        experts=use.experts,
-        trained=use.trained,
-        trained_experts=use.trained_experts,
-    )

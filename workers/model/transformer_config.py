@@ -102,25 +102,8 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig) -> Transfor
         ConfigError: sizes do not fit the axes; in ``model.transformer`` a field is unknown, follows from other fields
             of the configuration, or has a value of another type; TransformerConfig itself rejects the model.
     """
-    check_fit(model, parallel)
-    if model.hybrid_layer_pattern is not None and len(language_models()) == 1:
-        raise ConfigError(
-            f"model.hybrid_layer_pattern builds a HybridModel, which megatron-core {release()} does not have: install "
-            "0.19 or later, which needs Python 3.12 (docs/index.md), or leave the pattern out for a GPTModel",
-            key="model.hybrid_layer_pattern",
-            value=model.hybrid_layer_pattern,
-        )
-    fields = _from_model(model) | parallel_fields(parallel)
-    kind, given = TransformerConfig, dict(model.transformer)
-    if given.get("multi_latent_attention"):
-        kind = MLATransformerConfig
-        fields |= {"rotary_base": model.rotary_base, "rotary_percent": model.rotary_percent}
-        if given.get("q_lora_rank", 0) is None:  # Megatron's class has no annotation for queries without compression
-            fields["q_lora_rank"] = given.pop("q_lora_rank")
-    given.pop("mtp_num_layers", None)  # built beside the model: workers.model.token_prediction
-    set_elsewhere = dict.fromkeys(fields.keys() - _CHANGEABLE, "model.* and parallel.*")
+    kind, fields, extra = given_fields(model, parallel)
     fields |= {default.field: default.value for default in gpu_defaults(model)}
-    extra = checked_fields(kind, given, "model.transformer", set_elsewhere)
     # Megatron computes a softmax over one chosen expert, but its check rejects it: the router is not trained then.
     chosen_only = model.moe_router_topk == 1 and extra.get("moe_router_pre_softmax") is False
     try:
@@ -130,6 +113,35 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig) -> Transfor
     if chosen_only:
         config.moe_router_pre_softmax = False
     return config
+
+
+def given_fields(
+    model: ModelConfig, parallel: ParallelConfig
+) -> tuple[type[TransformerConfig], dict[str, Any], dict[str, Any]]:
+    """Return the class of the configuration, the fields that follow from others, and those of ``model.transformer``.
+
+    Raises:
+        ConfigError: see ``transformer_config``; what the machine's GPU decides is not checked.
+    """
+    check_fit(model, parallel)
+    if model.hybrid_layer_pattern is not None and len(language_models()) == 1:
+        raise ConfigError(
+            f"model.hybrid_layer_pattern builds a HybridModel, which megatron-core {release()} does not have: install "
+            "0.19 or later, which needs Python 3.12 (docs/index.md), or leave the pattern out for a GPTModel",
+            key="model.hybrid_layer_pattern",
+            value=model.hybrid_layer_pattern,
+        )
+    fields = _from_model(model) | parallel_fields(parallel)
+    kind: type[TransformerConfig] = TransformerConfig
+    given = dict(model.transformer)
+    if given.get("multi_latent_attention"):
+        kind = MLATransformerConfig
+        fields |= {"rotary_base": model.rotary_base, "rotary_percent": model.rotary_percent}
+        if given.get("q_lora_rank", 0) is None:  # Megatron's class has no annotation for queries without compression
+            fields["q_lora_rank"] = given.pop("q_lora_rank")
+    given.pop("mtp_num_layers", None)  # built beside the model: workers.model.token_prediction
+    set_elsewhere = dict.fromkeys(fields.keys() - _CHANGEABLE, "model.* and parallel.*")
+    return kind, fields, checked_fields(kind, given, "model.transformer", set_elsewhere)
 
 
 def _from_model(model: ModelConfig) -> dict[str, Any]:

@@ -43,6 +43,15 @@ class ModelRole:
     roles: str
     variant: Variant
 
+    @classmethod
+    def of(cls, worker_class: Any, config: Any, roles: str, world_size: int) -> ModelRole:
+        """Return a role in the layout of its configuration on a number of ranks.
+
+        Raises:
+            LayoutError: the axes do not divide the ranks.
+        """
+        return cls(worker_class, config, roles, variant_of(config, config.parallel.layout(world_size)))
+
     @property
     def updates(self) -> list[str]:
         """The method that trains it; none if it is not trained."""
@@ -56,6 +65,10 @@ class ModelRole:
         if self.roles:
             return [method for role, method in _SCORES.items() if role in self.roles.split("_")]
         return ["compute_values"] if hasattr(self.config, "optim") else ["compute_rm_score"]
+
+    def without(self, part: str) -> ModelRole:
+        """Return an actor's role without one of its parts."""
+        return replace(self, roles="_".join(one for one in self.roles.split("_") if one != part))
 
     def worker(self, rows: int, **changes: Any) -> Any:
         """Return the worker of this rank, without a model yet and without an engine.

@@ -6,21 +6,19 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from parallel_state.dry_run.one_layer import fields_of_one_layer
 from parallel_state.layout import ParallelLayout
 from workers.config import ModelConfig
 
 _HEADS, _HEAD, _WIDE, _NARROW = 4, 8, 64, 32
 _VOCABULARY, _LENGTH, _EXPERTS = 64, 32, 8
 _WIDTHS = ("moe_shared_expert_intermediate_size",)
-# Splits of layers over stages that hold for the numbers of the large model only.
-_SPLITS = (
-    "pipeline_model_parallel_layout", "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage",
-    "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
-)  # fmt: skip
-# These, and what changes the precision.
+# Splits of layers over stages that hold for the numbers of the large model only, and what changes the precision.
 _DROPPED = (
-    *_SPLITS, "fp8", "fp8_recipe", "fp8_param", "fp4", "fp4_recipe", "first_last_layers_bf16", "cpu_offloading",
-    "fine_grained_activation_offloading", "offload_modules",
+    "pipeline_model_parallel_layout", "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage",
+    "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "fp8", "fp8_recipe", "fp8_param",
+    "fp4", "fp4_recipe", "first_last_layers_bf16", "cpu_offloading", "fine_grained_activation_offloading",
+    "offload_modules",
 )  # fmt: skip
 
 
@@ -85,14 +83,9 @@ def small_model(model: ModelConfig, layout: ParallelLayout) -> ModelConfig:
 
 def one_layer_a_stage(model: ModelConfig, layout: ParallelLayout) -> ModelConfig:
     """Return a model with the last layer of each stage, and all sizes but the number of layers."""
-    stages = layout.pp * (layout.vpp or 1)
-    transformer = {name: value for name, value in model.transformer.items() if name not in _SPLITS}
-    pattern = transformer.get("moe_layer_freq")
-    if isinstance(pattern, Sequence):
-        transformer["moe_layer_freq"] = [pattern[(stage + 1) * len(pattern) // stages - 1] for stage in range(stages)]
-    if transformer.get("recompute_num_layers"):
-        transformer["recompute_num_layers"] = 1
-    return dataclasses.replace(model, num_layers=stages, transformer=transformer)
+    changed = fields_of_one_layer(model.transformer, model.num_layers, layout)
+    num_layers = changed.pop("num_layers")
+    return dataclasses.replace(model, num_layers=num_layers, transformer=model.transformer | changed)
 
 
 def _both_kinds(pattern: Sequence[int], layers: int) -> list[int]:

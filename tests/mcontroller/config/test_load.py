@@ -47,6 +47,7 @@ def test_an_instance_of_the_dataclass_is_a_source() -> None:
         ({"engine": {"power": "much"}}, [], "engine.power"),
         ({"engine": {"power": 1}, "doors": None}, [], "doors"),
         ({"engine": 3}, [], "engine"),
+        ({"engine": {"power": 1, "extra": [1]}}, [], "engine.extra"),
         ({"engine": {"fuel": "gas"}}, [], "engine.power"),
         ({"engine": {"power": 1}}, ["doors"], "doors"),
         ("no_such.yaml", [], "no_such.yaml"),

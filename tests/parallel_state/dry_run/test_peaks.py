@@ -140,6 +140,31 @@ def test_a_recorded_count_decides_where_tokens_go(tmp_path: Any) -> None:
     assert chosen.sum(0).tolist() == [0, 0, 64, 64]
 
 
+def test_recorded_counts_give_the_peak_of_each_rank_of_the_run(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within 1%: a layer or micro-batch of the run has some tokens more than another."""
+    own, counts, path = getattr(moe_utils, ROUTING), list[torch.Tensor](), tmp_path / "counts.pt"
+
+    def route(logits: torch.Tensor, topk: int, *args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():  # experts of the first rank are preferred
+            _, chosen = own(logits - torch.arange(logits.shape[1]), topk, *args, **kwargs)
+            counts.append(chosen.sum(0))
+        return torch.softmax(logits, -1) * chosen, chosen
+
+    program, layout = dataclasses.replace(widened(MOE, moe_ffn_hidden_size=1024), micro_batches=4), "ep=4,distopt"
+    with monkeypatch.context() as patched:
+        for module in (moe_utils, router):
+            patched.setattr(module, ROUTING, route)
+        real = counted(program, layout)
+    torch.save(torch.stack(counts), path)
+    dry, balanced = (
+        dry_run(program, layout, routing=how, dtype=torch.float32, layers="local", every_rank=True)
+        for how in (str(path), "balanced")
+    )
+    assert real[0].peak > 1.02 * balanced.uses[0].peak
+    for rank, use in enumerate(real):
+        assert dry.uses[rank].peak == pytest.approx(use.peak, rel=0.01)
+
+
 def test_a_pipeline_speaks_for_all_ranks() -> None:
     program = widened(GPT)
     one, every = (dry_run(program, "tp=2,pp=2,dp=2,sp", every_rank=flag) for flag in (False, True))
@@ -175,6 +200,10 @@ def unknown_count(iterator: Any, model: Any) -> Any:
     return GPT.forward_step(iter([row]), model)
 
 
+def on_a_real_device(*args: Any, **kwargs: Any) -> Any:
+    return GPT.model_provider(*args, **kwargs).to(torch.device("cuda", 0))
+
+
 def in_fp8(**parallel: Any) -> Any:
     made = GPT.config(**parallel)
     made.fp8 = "hybrid"
@@ -183,6 +212,10 @@ def in_fp8(**parallel: Any) -> Any:
 
 BAD: dict[str, tuple[Callable[[], Any], type[Exception]]] = {
     "a size that follows from values": (lambda: dry_run(smaller(GPT, forward_step=unknown_count), "dp=1"), DryRunError),
+    "a provider that names a real device": (
+        lambda: dry_run(smaller(GPT, model_provider=on_a_real_device), "dp=1"),
+        DryRunError,
+    ),
     "products in FP8": (lambda: dry_run(smaller(GPT, config=in_fp8), "dp=1"), DryRunError),
     "ranks that the axes do not divide": (lambda: layout_for("tp=4,pp=2", 12), DryRunError),
     "dp and another number of ranks": (lambda: layout_for("tp=4,dp=2", 16), DryRunError),
@@ -206,3 +239,17 @@ def test_a_function_of_a_rank_may_fail() -> None:
 
     outcome = dry_run(smaller(GPT, model_provider=provider), "pp=2")
     assert outcome.failure.startswith("RuntimeError: no model") and "in provider" in outcome.failure
+
+
+def test_values_that_a_provider_reads_are_listed_and_a_branch_is_a_warning() -> None:
+    def provider(*args: Any, **kwargs: Any) -> Any:
+        model = GPT.model_provider(*args, **kwargs)
+        first = next(model.parameters())
+        if first.norm().item() > 0 and first.sum() > 0:
+            raise RuntimeError("a comparison with an unknown value is False")
+        return model
+
+    outcome = dry_run(smaller(GPT, model_provider=provider), "dp=1")
+    (use,) = outcome.uses.values()
+    read = [what for line, what in use.read if "in provider" in line]
+    assert len(read) == 2 and any("in provider" in line for line in outcome.warnings)

@@ -132,12 +132,33 @@ def test_check_reports_mistakes_of_fields_files_and_parts_together(config_file):
     assert Counter(map(type, errors)) == {ConfigError: 6, LayoutError: 1}
     assert {error.key for error in errors if isinstance(error, ConfigError)} == {
         "trainer.total_training_step",
-        "model.hidden_size",
+        "actor_rollout_ref.model.hidden_size",
         "actor_rollout_ref.ppo_micro_batch_size",
         "path",
         "trackers",
         "rewards.functions.exact.function",
     }
+
+
+@pytest.mark.parametrize(
+    ("mistake", "key"),
+    [
+        ("algorithm.adv_estimator=grop", "algorithm.adv_estimator"),
+        ("actor_rollout_ref.rollout.n=0", "actor_rollout_ref.rollout.n"),
+        ("data.train_batch_size=many", "data.train_batch_size"),
+        ("actor_rollout_ref.sft_optim.lr=-1", "actor_rollout_ref.sft_optim.lr"),
+        ("actor_rollout_ref.model.transformer.nope=1", "actor_rollout_ref.model.transformer.nope"),
+        ("actor_rollout_ref.model=3", "actor_rollout_ref.model"),
+        ("pool.process_on_nodes=[0]", "pool.process_on_nodes"),
+        ("pool.process_on_nodes=[x]", "pool.process_on_nodes[0]"),
+        ("pool.process_on_nodes=4", "pool.process_on_nodes"),
+        ("rewards.functions.exact=3", "rewards.functions.exact"),
+    ],
+)
+def test_one_mistake_is_one_error_with_the_whole_key(config_file, mistake, key):
+    with pytest.raises(ConfigError) as raised:
+        check(config_file, mistake)
+    assert raised.value.key == key and "errors" not in raised.value.fields
 
 
 class WithoutSave:
@@ -222,7 +243,7 @@ def test_a_timeout_of_collectives_ends_no_start_of_an_engine(config_file):
     short = ["actor_rollout_ref.rollout.engine=vllm", "actor_rollout_ref.timeout_s=600"]
     with pytest.raises(ConfigError) as caught:
         read_run_config(config_file, short)
-    assert (caught.value.key, caught.value.value) == ("timeout_s", 600.0)
+    assert (caught.value.key, caught.value.value) == ("actor_rollout_ref.timeout_s", 600.0)
     assert read_run_config(config_file, short[:1]).actor_rollout_ref.timeout_s == 7200
 
 
@@ -243,10 +264,11 @@ actor_rollout_ref:
     assert main(["check", str(config_file), *planned]) == 0
     printed = capsys.readouterr().out
     assert f"actor_rollout_ref: {model} has no weights on this machine: not checked" in printed
-    train = next(line.split() for line in printed.splitlines() if line.split()[:2] == ["actor", "train"])
-    assert float(train[3]) == pytest.approx(2 * (29.0e9 / 2 + 1.54e9 / 2) / 2**30, rel=0.01)  # of experts, and others
+    update = next(line.split() for line in printed.splitlines() if "update_actor" in line)
+    weights = 29.0e9 / 2 + 1.54e9 / 2  # of experts, and others
+    assert float(update[2]) == pytest.approx(2 * 2 * weights / 2**30, rel=0.01)  # of the policy and its reference
     with pytest.raises(MControllerError) as caught:
         make_parts(read_run_config(config_file, planned))
     not_installed, no_weights = caught.value.errors
-    assert (not_installed.key, not_installed.value) == ("rollout.engine", "vllm")
+    assert (not_installed.key, not_installed.value) == ("actor_rollout_ref.rollout.engine", "vllm")
     assert no_weights.path == str(model)

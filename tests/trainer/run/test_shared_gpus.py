@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 
 from parallel_state.dry_run.outcome import CONTEXT, Outcome, Use
 from parallel_state.layout import ParallelLayout
-from trainer.run.config import RunConfig
 from trainer.run.shared_gpus import GENERATION, shared_gpus
 
 IDLE = {"actor_rollout_ref": 100, "critic": 40}
@@ -29,17 +25,8 @@ OUTCOMES = {
 }
 
 
-def run(offload: str, **pools: Any) -> Any:
-    pool = SimpleNamespace(process_on_nodes=[2], roles=[])
-    config = object.__new__(RunConfig)
-    fields = {"pool": pool, "pools": dict.fromkeys(pools, pool), "rollout": None}
-    for name, value in (fields | {"trainer": SimpleNamespace(offload=offload)}).items():
-        object.__setattr__(config, name, value)
-    return config
-
-
 def test_roles_of_a_gpu_hand_over_their_memory_or_keep_it() -> None:
-    shared = shared_gpus(run("auto"), OUTCOMES)
+    shared = shared_gpus(OUTCOMES)
     contexts = 2 * CONTEXT
     assert {phase: size - contexts for (_, phase), size in shared.handed_over.items()} == {
         GENERATION: 0,
@@ -58,7 +45,7 @@ def test_roles_of_a_gpu_hand_over_their_memory_or_keep_it() -> None:
 
 @pytest.mark.parametrize(("offload", "scored"), [("auto", 130), ("always", 50)])
 def test_a_role_that_is_alone_on_its_gpus_hands_over_nothing_unless_told(offload: str, scored: int) -> None:
-    shared = shared_gpus(run(offload, critic=[]), OUTCOMES)
+    shared = shared_gpus(OUTCOMES, offload, {"critic": "critic"})
     ((pool, _), *_) = [key for key in shared.kept if key[1].startswith("actor")]
     assert shared.handed_over[pool, "actor_rollout_ref.compute_log_prob"] == scored + CONTEXT
     assert shared.kept[pool, "actor_rollout_ref.compute_log_prob"] == 130 + CONTEXT

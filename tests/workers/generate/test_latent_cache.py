@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,11 +12,14 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import Tensor
 
 from tests.ranks import run_ranks
-from tests.workers.roles import MODEL, RESPONSE, SAMPLED, actor, own_shard, prompts
+from tests.workers.roles import MODEL, SAMPLED, actor, own_shard, prompts
+from workers.actor import ActorRolloutRefWorker
 from workers.config import ActorConfig, load_config
+from workers.dry_run import RoleCall
 from workers.generate import decoding
 from workers.lora.adapters import adapters_of
-from workers.role_calls import Lengths, calls_of_run
+from workers.memory.planned import estimated
+from workers.verify.roles import ModelRole
 
 pytestmark = pytest.mark.simulated
 
@@ -88,12 +92,13 @@ def test_log_probs_of_samples_equal_those_of_scoring_and_of_one_process(
     assert len(of_layers) == MODEL["num_layers"] * (1 + 2 + 1)
     assert {tensor.shape[1:] for tensor in of_layers} == {(ROWS, 16 + 4)}  # in every layout, for all heads together
     bytes_of_one = sum(tensor.nbytes for tensor in of_layers[: MODEL["num_layers"]])
-    config = load_config(ActorConfig, {"model": MODELS[model]})
+    config = load_config(ActorConfig, {"model": MODELS[model] | {"transformer_impl": "local"}})
     length = caches[0].max_sequence_length
-    lengths = Lengths(length - RESPONSE, RESPONSE, 20 * ROWS)
-    calls = calls_of_run({"rollout": config}, {"rollout": 1}, lengths, layers="local")
+    role = ModelRole.of(ActorRolloutRefWorker, config, "rollout", 1)
+    call = RoleCall(role, "generate_sequences", 1, 2, micro_batches=1, row_count=20 * ROWS)
+    two, three = (estimated(replace(call, response=tokens)).peak for tokens in (2, 3))
     samples = 20 * 20 * ROWS * length  # bytes: of each token its id, mask and log-probability
-    assert calls[0].stages[0].cache == pytest.approx(20 * bytes_of_one + samples, rel=0.002)
+    assert length * (three - two) == pytest.approx(20 * bytes_of_one + samples, rel=0.002)
     sampled, tokens, scored = found["one"]
     assert sampled.abs().max() > 1
     for columns in found.values():

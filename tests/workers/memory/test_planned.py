@@ -15,9 +15,9 @@ from workers.dry_run import RoleCall
 from workers.layout_search import search_layouts
 from workers.memory import planned
 from workers.memory.nccl import nccl_bytes
-from workers.memory.planned import StageUse, stage_uses
+from workers.memory.planned import estimated, stage_uses
 from workers.memory.without_gpus import without_gpus
-from workers.role_calls import Lengths, calls_of_run, host_memory
+from workers.role_calls import Lengths, host_memory
 from workers.verify.roles import ModelRole, variant_of
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
@@ -51,10 +51,6 @@ def update(config: ActorConfig, ranks: int) -> RoleCall:
     return RoleCall(role, "update_actor", 24, 40, micro_batches=3)
 
 
-def peak(use: StageUse) -> float:
-    return sum(use[:3]) + use.activations + use.communication
-
-
 LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
     "uneven stages": (MODEL | {"transformer": {"num_layers_in_first_pipeline_stage": 3}}, {"pp": 2}, 2),
     "some layers with experts": (
@@ -84,9 +80,9 @@ def test_few_layers_give_the_memory_of_the_whole_model(
 ) -> None:
     call = update(actor(model, parallel), ranks)
     for few, whole in zip(stage_uses(call), planned._run(call), strict=True):
-        assert few.weights == whole.weights and few.trained_experts == whole.trained_experts
-        assert few.optimizer == pytest.approx(whole.optimizer, rel=0.01)  # buckets are padded
-        assert peak(few) == pytest.approx(peak(whole), rel=0.02)
+        assert few.parameters == whole.parameters and few.trained_experts == whole.trained_experts
+        assert few.idle["optimizer"] == pytest.approx(whole.idle["optimizer"], rel=0.01)  # buckets are padded
+        assert few.peak == pytest.approx(whole.peak, rel=0.02)
 
 
 @simulated
@@ -99,16 +95,15 @@ def test_experts_that_tp_does_not_divide_are_counted_once() -> None:
 @simulated
 def test_an_optimizer_in_host_memory_is_counted_there() -> None:
     """Megatron's default of the fraction is 0."""
-    lengths, whole = Lengths(24, 40, 8), actor(MODEL, {})
+    whole = update(actor(MODEL, {}), 1)
+    (all_on_gpu,) = stage_uses(whole)
     for fraction, share in (({}, 0.0), ({"optimizer_offload_fraction": 0.75}, 0.75)):
-        config = actor(MODEL, {}, megatron={"optimizer_cpu_offload": True} | fraction)
-        of_all, of_rest = (
-            calls_of_run({"actor_rollout_ref": role}, {"actor_rollout_ref": 1}, lengths, layers="local")[0]
-            for role in (whole, config)
-        )
-        assert of_rest.stages[0].optimizer == pytest.approx((1 - share) * of_all.stages[0].optimizer, rel=0.01)
-        weights = of_all.uses[0].weights
-        assert host_memory(of_rest, config, 1, models=1).offloaded == pytest.approx((2 + 12) * weights, rel=0.01)
+        call = update(actor(MODEL, {}, megatron={"optimizer_cpu_offload": True} | fraction), 1)
+        outcome = estimated(call)
+        (use,) = outcome.uses.values()
+        assert use.idle["optimizer"] == pytest.approx((1 - share) * all_on_gpu.idle["optimizer"], rel=0.01)
+        host = host_memory(outcome, call.role)
+        assert host.offloaded == pytest.approx((2 + 12) * all_on_gpu.parameters, rel=0.01)
 
 
 @simulated
@@ -120,7 +115,7 @@ def test_a_layout_of_the_search_has_the_memory_of_its_own_dry_run() -> None:
         found = layouts[axes]
         call = update(replace(config, parallel=found.parallel), 16)
         layout = call.role.variant.layout
-        largest = max(map(peak, stage_uses(replace(call, micro_batches=min(5, 32 // layout.dp)))))
+        largest = max(use.peak for use in stage_uses(replace(call, micro_batches=min(5, 32 // layout.dp))))
         nccl = nccl_bytes(layout, experts=True, sharded=True)
         assert found.memory - nccl == pytest.approx(largest, rel=0.02)
 
@@ -131,15 +126,10 @@ def test_a_call_that_fails_without_data_says_why() -> None:
         def update_actor(self, batch: Any) -> Any:
             raise RuntimeError("needs data")
 
-    calls = calls_of_run(
-        {"actor_rollout_ref": actor(MODEL, {})},
-        {"actor_rollout_ref": 1},
-        Lengths(24, 40, 8),
-        layers="local",
-        classes={"actor_rollout_ref": Reads},
-    )
-    assert [bool(call.failure) for call in calls] == [True, False, False, False]
-    assert "needs data" in calls[0].failure and calls[0].stages == ()
+    call = update(actor(MODEL, {}), 1)
+    failed = estimated(replace(call, role=replace(call.role, worker_class=Reads)))
+    assert "needs data" in failed.failure and not failed.uses
+    assert estimated(call).peak > 0
 
 
 @pytest.mark.processes

@@ -96,6 +96,7 @@ MODELS = {
     "qwen2": Model("Qwen2", SIZES),
     "qwen3": Model("Qwen3", SIZES | {"head_dim": 16}),
     "qwen3_moe": Model("Qwen3Moe", SIZES | QWEN_MOE | {"norm_topk_prob": True}),
+    "seed_oss": Model("SeedOss", SIZES | {"head_dim": 16, "attention_dropout": 0.0, "residual_dropout": 0.0}),
     "mistral": Model("Mistral", SIZES | {"sliding_window": 4}),
     "mixtral": Model("Mixtral", SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "glm4_moe": Model("Glm4Moe", SIZES | BY_BIAS | {"use_qk_norm": True, "attention_bias": True, "head_dim": 16}),

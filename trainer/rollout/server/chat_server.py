@@ -23,7 +23,7 @@ from trainer.data.tokenizers import TextTokenizer
 from trainer.rollout.episode_loop import EpisodeRollout
 from trainer.rollout.server.request_error import reject
 from trainer.rollout.server.sessions import ChatSession
-from trainer.rollout.server.tool_calls import TOOL_FORMATS, ToolFormat
+from trainer.rollout.server.tool_calls import ToolFormat, tool_format
 from trainer.rollout.trajectories import TrajectoryRollout
 from trainer.rollout.trajectory import Trajectory
 
@@ -34,7 +34,8 @@ class ChatServer:
     Args:
         rollout: generates the turns. If it is not ``driven``, the requests make its steps. None: each session has one.
         tokenizer: its chat template renders the messages.
-        tool_calls: how the policy writes tool calls; a name of ``TOOL_FORMATS``, or a format.
+        tool_calls: how the policy writes tool calls: a name of ``tool_format``, or a format.
+        vllm_python: see ``tool_format``.
         host: the address on which it listens.
         port: 0 for a free one.
         max_body: [bytes] the most of a request.
@@ -55,6 +56,7 @@ class ChatServer:
         tokenizer: TextTokenizer,
         *,
         tool_calls: str | ToolFormat = "hermes",
+        vllm_python: str | None = None,
         host: str = "127.0.0.1",
         port: int = 0,
         max_body: int = 8 * 2**20,
@@ -62,7 +64,9 @@ class ChatServer:
         timeout_s: float = 3600.0,
     ) -> None:
         self.rollout, self.tokenizer = rollout, tokenizer
-        self.tool_format = TOOL_FORMATS.get_or_raise(tool_calls) if isinstance(tool_calls, str) else tool_calls
+        if isinstance(tool_calls, str):
+            tool_calls = tool_format(tool_calls, tokenizer, vllm_python)
+        self.tool_format = tool_calls
         self.max_sessions = max_sessions
         self._sessions: dict[str, ChatSession] = {}
         http = import_extra("trainer.rollout.server.http", "agents", "multi_turn.episode")
@@ -128,14 +132,22 @@ class AgentEpisode:
     Args:
         agent: ``async def agent(base_url, api_key, problem, **options)``, or its import path. It returns the score of
             its response; a mapping with ``score`` and other numbers, which are reported; or None.
-        tool_calls: how the policy writes tool calls: a name of ``TOOL_FORMATS``.
+        tool_calls: how the policy writes tool calls: a name of ``tool_format``.
+        vllm_python: see ``tool_format``; a run has that of its engines.
         options: other keyword arguments of the agent.
 
     Raises:
         ConfigError: the function cannot be imported, or is not async.
     """
 
-    def __init__(self, agent: str | Callable[..., Any], *, tool_calls: str = "hermes", **options: Any) -> None:
+    def __init__(
+        self,
+        agent: str | Callable[..., Any],
+        *,
+        tool_calls: str = "hermes",
+        vllm_python: str | None = None,
+        **options: Any,
+    ) -> None:
         function: Any = import_object(agent, "multi_turn.options.agent") if isinstance(agent, str) else agent
         if not inspect.iscoroutinefunction(function):
             raise ConfigError(
@@ -145,7 +157,7 @@ class AgentEpisode:
             )
         self._agent: Any = partial(function, **options)
         inspect.signature(self._agent).bind("", "", {})
-        self._tool_calls = TOOL_FORMATS.get_or_raise(tool_calls)
+        self._parsing: dict[str, Any] = {"tool_calls": tool_calls, "vllm_python": vllm_python}
         self._server: ChatServer | None = None
         self._sessions = itertools.count()
 
@@ -156,7 +168,7 @@ class AgentEpisode:
             DataError: it made no request, one was cut off, or it began several conversations.
         """
         if self._server is None:
-            self._server = ChatServer(None, rollout.tokenizer, tool_calls=self._tool_calls)
+            self._server = ChatServer(None, rollout.tokenizer, **self._parsing)
         session = self._server.open(f"episode-{next(self._sessions)}", rollout=_FromThreads(rollout))
         try:
             outcome = await self._agent(self._server.base_url, session.api_key, problem)

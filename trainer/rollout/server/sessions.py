@@ -129,7 +129,8 @@ class Turn:
         self.content = self.text
         calls: list[tuple[str, str]] = []
         if self.request.functions:
-            self.content, calls = self._format.parse(self.text, self.request.functions)
+            whole = self.tokens if self.stopped_at is None else ()
+            self.content, calls = self._format.parse(self.text, self.request.functions, whole)
         self.calls = [
             # some templates ask for nine letters and digits
             {"id": f"call{next(numbers):05d}", "type": "function", "function": {"name": name, "arguments": arguments}}

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 from mcontroller.config.registry import Registry
+from mcontroller.errors import ConfigError
+from trainer.data.tokenizers import TextTokenizer
+from workers.generate.vllm.engine_process import FIND_TOOL_CALLS, EngineError, EngineProcess
+
+_START_S, _ANSWER_S = 300.0, 60.0
 
 Calls = tuple[str, list[tuple[str, str]]]
 """The text around the calls, and names and JSON arguments of the calls."""
@@ -20,116 +26,69 @@ class ToolFormat:
     """How a family of models writes tool calls.
 
     Attributes:
-        parse: returns the calls of a text, for the tools of the request. What is no call stays in the text.
+        parse: returns the calls of a text, for the tools of the request. What is no call stays in the text. The third
+            argument is the token ids of the turn; none if a stop text has cut it.
         starts: texts with which a call can begin: a stream waits there for the end of the turn.
     """
 
-    parse: Callable[[str, Sequence[Any]], Calls]
+    parse: Callable[[str, Sequence[Any], Sequence[int]], Calls]
     starts: tuple[str, ...]
 
 
-TOOL_FORMATS: Registry[ToolFormat] = Registry("format of tool calls", key="multi_turn.options.tool_calls")
-"""Formats by name; ``TOOL_FORMATS.add`` adds one."""
+TOOL_FORMATS: Registry[ToolFormat] = Registry(
+    "format of tool calls without rollout.engine=vllm", key="multi_turn.options.tool_calls"
+)
+"""Formats by name, beside those of vLLM; ``TOOL_FORMATS.add`` adds one."""
 
 
-def hermes(text: str, tools: Sequence[Any] = ()) -> Calls:
+def hermes(text: str, tools: Sequence[Any] = (), tokens: Sequence[int] = ()) -> Calls:
     """Return the calls that are ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``."""
-    return _replaced(re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL), text, lambda it: _call(it[1]))
-
-
-def qwen3_coder(text: str, tools: Sequence[Any] = ()) -> Calls:
-    """Return the calls that are ``<function=NAME><parameter=KEY>VALUE</parameter>...</function>`` in ``<tool_call>``.
-
-    A value is JSON, unless it is none or the tool declares a string.
-    """
-    declared = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
-
-    def call(match: re.Match[str]) -> tuple[str, str] | None:
-        properties = declared.get(match[1], {}).get("properties")
-        arguments = {}
-        for key, value in re.findall(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", match[2], re.DOTALL):
-            schema = properties.get(key) if isinstance(properties, Mapping) else None
-            is_string = isinstance(schema, Mapping) and schema.get("type") == "string"
-            arguments[key] = value if is_string else _json(value, default=value)
-        return match[1], json.dumps(arguments)
-
-    pattern = r"<tool_call>\s*<function=([^>\s]+)>(.*?)</function>\s*</tool_call>"
-    return _replaced(re.compile(pattern, re.DOTALL), text, call)
-
-
-def llama3_json(text: str, tools: Sequence[Any] = ()) -> Calls:
-    """Return the call of a text that is ``{"name": ..., "parameters": {...}}``, or several with ``;`` between."""
-    return _whole(text, text.strip().removeprefix("<|python_tag|>"), separator=";")
-
-
-def mistral(text: str, tools: Sequence[Any] = ()) -> Calls:
-    """Return the calls of a text that ends with ``[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]``.
-
-    A tokenizer that leaves out special tokens leaves out the marker.
-    """
-    before, _, listed = text.rpartition("[TOOL_CALLS]")
-    values = _json(listed.strip())
-    calls = [_call(json.dumps(value)) for value in values] if isinstance(values, list) else []
-    valid = [call for call in calls if call is not None]
-    return (before, valid) if valid and len(valid) == len(calls) else (text, [])
-
-
-def pythonic(text: str, tools: Sequence[Any] = ()) -> Calls:
-    """Return the calls of a text that is ``[name(key=value), ...]``, whose values are literals of Python."""
-    try:
-        body = ast.parse(text.strip().removeprefix("<|python_start|>").removesuffix("<|python_end|>"), mode="eval").body
-        listed = body.elts if isinstance(body, ast.List) else []
-        calls = []
-        for item in listed:
-            if not isinstance(item, ast.Call) or item.args or any(word.arg is None for word in item.keywords):
-                return text, []
-            arguments = {word.arg: ast.literal_eval(word.value) for word in item.keywords}
-            calls.append((ast.unparse(item.func), json.dumps(arguments, allow_nan=False)))
-    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
-        return text, []
-    return ("", calls) if calls else (text, [])
-
-
-TOOL_FORMATS.add("hermes", ToolFormat(hermes, ("<tool_call>",)))
-TOOL_FORMATS.add("qwen3_coder", ToolFormat(qwen3_coder, ("<tool_call>",)))
-TOOL_FORMATS.add("llama3_json", ToolFormat(llama3_json, ("{", "<|python_tag|>")))
-TOOL_FORMATS.add("mistral", ToolFormat(mistral, ("[",)))
-TOOL_FORMATS.add("pythonic", ToolFormat(pythonic, ("[", "<|python_start|>")))
-
-
-def _replaced(pattern: re.Pattern[str], text: str, call: Callable[[re.Match[str]], tuple[str, str] | None]) -> Calls:
-    """Return the text without the matches that are calls, and these."""
     calls: list[tuple[str, str]] = []
 
     def rest(match: re.Match[str]) -> str:
-        made = call(match)
-        if made is None:
+        call = _call(match[1])
+        if call is None:
             return match[0]
-        calls.append(made)
+        calls.append(call)
         return ""
 
-    return pattern.sub(rest, text), calls
+    return re.sub(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", rest, text, flags=re.DOTALL), calls
 
 
-def _whole(text: str, written: str, separator: str) -> Calls:
-    """Return the calls of a text that has nothing else."""
-    calls: list[tuple[str, str]] = []
-    decoder = json.JSONDecoder()
-    at = 0
-    try:
-        while at < len(written):
-            _, end = decoder.raw_decode(written, at)
-            call = _call(written[at:end])
-            if call is None:
-                return text, []
-            calls.append(call)
-            after = written[end:].lstrip()
-            if after and not after.startswith(separator):
-                return text, []
-            at = len(written) - len(after.removeprefix(separator).lstrip())
-    except (ValueError, RecursionError):
-        return text, []
-    return ("", calls) if calls else (text, [])
+TOOL_FORMATS.add("hermes", ToolFormat(hermes, ("<tool_call>",)))
+
+
+def tool_format(name: str, tokenizer: TextTokenizer, vllm_python: str | None) -> ToolFormat:
+    """Return the format of a name of ``TOOL_FORMATS``, or that of a parser of vLLM, such as ``deepseek_v31``.
+
+    Args:
+        name: of the format.
+        tokenizer: of the policy. A parser of vLLM takes its files.
+        vllm_python: the interpreter that has vLLM, in which a parser starts in about 10 s; None: there is no vLLM.
+
+    Raises:
+        ConfigError: there is none of this name, no vLLM, or the parser does not take the tokenizer.
+    """
+    if vllm_python is None or name in TOOL_FORMATS:
+        return TOOL_FORMATS.get_or_raise(name)
+    key = TOOL_FORMATS.key
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save(Path(folder))
+        arguments = {"name": name, "folder": f"{folder}/tokenizer"}
+        limits = {"start_timeout_s": _START_S, "silence_timeout_s": _ANSWER_S}
+        try:
+            parser = EngineProcess(arguments, {}, **limits, python=vllm_python, program=FIND_TOOL_CALLS)
+        except EngineError as error:
+            text = f"{key} is {name!r}, and vLLM's parser does not start: {error}"
+            raise ConfigError(text, key=key, value=name) from error
+
+    def parse(text: str, tools: Sequence[Any], tokens: Sequence[int]) -> Calls:
+        found: Calls | None = parser.call("find", text=text, tools=[*tools], tokens=[*tokens])
+        if found is None or any(not isinstance(_json(arguments), dict) for _, arguments in found[1]):
+            return text, []
+        return found
+
+    return ToolFormat(parse, ("",))  # any text may be part of a call
 
 
 def _call(text: str) -> tuple[str, str] | None:

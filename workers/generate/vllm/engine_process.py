@@ -19,6 +19,8 @@ from mcontroller.errors import MControllerError
 from workers.generate.vllm.interpreter import interpreter_variables
 
 _IN_ENGINE = Path(__file__).parent / "in_engine"
+FIND_TOOL_CALLS = _IN_ENGINE / "find_tool_calls.py"
+"""A program for ``EngineProcess``: a parser of vLLM for tool calls."""
 _HASHING = Path(__file__).parents[2] / "weights" / "hashing"
 _EXIT_S = 10.0
 _LOG_TAIL_LINES = 30

@@ -26,7 +26,6 @@ from trainer.rollout.episodes import Episodes
 from trainer.rollout.reference_engine import ReferenceEngine
 from trainer.rollout.server.chat_server import AgentEpisode, ChatServer
 from trainer.rollout.server.sessions import ChatSession
-from trainer.rollout.server.tool_calls import TOOL_FORMATS
 
 ANSWER = "It is 5."
 RESULT = {"role": "tool", "tool_call_id": "call00000", "content": "5"}
@@ -388,33 +387,6 @@ def test_a_call_that_ends_with_another_token_than_texts_is_followed_by_no_second
     (made,) = session.close()
     between = Characters().encode(f'\n[tool]5""{chr(END)}\n[assistant]')
     assert made.tokens.tolist() == tokens_of(CALL) + between + tokens_of(ANSWER)
-
-
-STRING = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"s": {"type": "string"}}}}}]
-PARAMETERS = "<parameter=s>\n5\n</parameter>\n<parameter=n>\n5\n</parameter>"
-CODER = f"<tool_call>\n<function=f>\n{PARAMETERS}\n</function>\n</tool_call>"
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "rest", "calls"),
-    [
-        ("qwen3_coder", f"So: {CODER}", "So: ", [("f", '{"s": "5", "n": 5}')]),
-        ("qwen3_coder", "<tool_call>f(5)</tool_call>", "<tool_call>f(5)</tool_call>", []),
-        ("llama3_json", '{"name": "f", "parameters": {"n": 5}}', "", [("f", '{"n": 5}')]),
-        ("llama3_json", '{"name": "f"}; {"name": "g"}', "", [("f", "{}"), ("g", "{}")]),
-        ("llama3_json", '{"name": "f"} and so on', '{"name": "f"} and so on', []),
-        ("llama3_json", '{"name": "f"', '{"name": "f"', []),
-        ("mistral", 'So: [TOOL_CALLS][{"name": "f", "arguments": {"n": 5}}]', "So: ", [("f", '{"n": 5}')]),
-        ("mistral", '[{"name": "f", "arguments": {}}]', "", [("f", "{}")]),
-        ("mistral", '[{"name": "f"}, 5]', '[{"name": "f"}, 5]', []),
-        ("pythonic", '[f(n=5, s="a"), g.h()]', "", [("f", '{"n": 5, "s": "a"}'), ("g.h", "{}")]),
-        ("pythonic", "[f(5)]", "[f(5)]", []),
-        ("pythonic", "[f(n=g())]", "[f(n=g())]", []),
-        ("pythonic", "[f(n=", "[f(n=", []),
-    ],
-)
-def test_tool_calls_of_a_family(name: str, text: str, rest: str, calls: list[tuple[str, str]]) -> None:
-    assert TOOL_FORMATS[name].parse(text, STRING) == (rest, calls)
 
 
 @pytest.mark.processes

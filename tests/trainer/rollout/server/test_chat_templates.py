@@ -111,7 +111,7 @@ def policy_text(family: str, tokenizer: HuggingFaceTokenizer, messages: list[dic
 def test_five_turns_with_tools_are_one_encoding_or_the_difference_is_reported(family: str, tmp_path: Path) -> None:
     tokenizer = tokenizer_of(family, tmp_path)
     call = [("add", json.dumps(ARGUMENTS))]
-    calls = ToolFormat(lambda text, tools: ("", call) if "add" in text else (text, []), ())
+    calls = ToolFormat(lambda text, tools, tokens: ("", call) if "add" in text else (text, []), ())
     rollout = Scripted(tokenizer)
     session = ChatSession(rollout, tokenizer, calls, "a", 1)
     messages: list[dict[str, Any]] = [{"role": "user", "content": "2 + 3?"}]

@@ -10,6 +10,18 @@ from workers.weights.hf.families import (
     qwen2,
     qwen3,
     qwen3_moe,
+    seed_oss,
 )
 
-__all__ = ["deepseek_v3", "glm4_moe", "llama", "mistral", "mixtral", "nemotron_h", "qwen2", "qwen3", "qwen3_moe"]
+__all__ = [
+    "deepseek_v3",
+    "glm4_moe",
+    "llama",
+    "mistral",
+    "mixtral",
+    "nemotron_h",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "seed_oss",
+]
