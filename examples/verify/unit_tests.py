@@ -34,7 +34,7 @@ NEEDS = {
     "needs Transformer Engine": r"[Tt]ransformer.?[Ee]ngine|\bTE[A-Z]\w+|fp8|to be not None|got 0\) when instantiating",
     "needs CUDA": r"CUDA|cuda|nccl|NCCL|Stream",
     "needs a package": "ModuleNotFoundError|ImportError|not installed|No module named|is required|datasets/utils.py|"
-    "pytest --fixtures|triton|[Ff]lash|[Aa]pex",
+    r"pytest --fixtures|triton|_kernel\[|[Ff]lash|[Aa]pex",
     "needs files": r"/opt/data|/workspace|download|FileNotFoundError",
 }
 
