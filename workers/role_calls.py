@@ -65,6 +65,8 @@ def calls_of_roles(roles: Mapping[str, ModelRole], lengths: Lengths) -> dict[str
     """
     calls: dict[str, RoleCall] = {}
     for key, role in roles.items():
+        if role.roles == "rollout":
+            continue
         trained = role.without("rollout")
         for method in (*trained.updates, *trained.scores):
             calls[f"{key}.{method}"] = RoleCall(trained, method, lengths.prompt, lengths.response)

@@ -189,6 +189,7 @@ class ModelConfig:
                 f"{key}hf_path is not set, and neither are {', '.join(key + name for name in missing)}: set the "
                 "directory of a Hugging Face checkpoint, or the sizes of the model",
                 key=f"{key}hf_path",
+                value=None,
                 missing=list(missing),
             )
         provider = automatic_provider(fields) if fields["provider"] == "auto" else fields["provider"]

@@ -75,7 +75,7 @@ def test_roles_that_are_not_fused_are_no_attributes(pool: RayResourcePool) -> No
         group.fuse({"actor"})
         with pytest.raises(WorkerError) as caught:
             group.spawn({"critic"})["critic"].through_the_wall("reward")
-        assert caught.value.role == "critic" and caught.value.cause.startswith("KeyError")
+        assert caught.value.role == "critic" and caught.value.cause.startswith("ConfigError")
         with pytest.raises(GroupBroken):
             group.actor.get()
 

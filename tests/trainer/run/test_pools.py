@@ -199,15 +199,19 @@ def test_check_prints_every_role_and_resource_by_pool(
         assert line in lines, printed
     crossing = {line.partition(":")[0] for line in lines if "axis tp crosses nodes" in line}
     assert crossing == {"actor_rollout_ref", "ref"}
-    calls = [tuple(line.split()[:2]) for line in lines if line.split()[1:2] in (["train"], ["score"], ["generate"])]
-    assert sorted(calls) == sorted(
-        [
-            *(("actor", "train"), ("actor", "score"), ("critic", "train"), ("critic", "score")),
-            *(("rollout", "generate"), ("reference", "score"), ("reward", "score")),
-        ]
-    )
-    sums = [line for line in lines if line.startswith("if the roles of a pool share its GPUs, ")]
-    assert [line.split(", ")[1].partition(":")[0] for line in sums] == ["pool", "rollout", "scores"]
+    start, end = (next(at for at, line in enumerate(lines) if line.startswith(text)) for text in ("GB (2", "GiB on"))
+    table = {line.split()[0] for line in lines[start + 2 : end] if line}
+    assert table == {
+        *("actor_rollout_ref.update_actor", "actor_rollout_ref.compute_log_prob", "ref.compute_ref_log_prob"),
+        *("critic.update_critic", "critic.compute_values", "reward_model.compute_rm_score"),
+        "rollout.generate_sequences",
+    }
+    rows = [line.split() for line in lines[end + 2 :]]
+    phases = {(row[0], row[1].partition(".")[0]) for row in rows if row[1:] and "_" in row[1]}
+    assert phases == {
+        *(("pool", "actor_rollout_ref"), ("pool", "critic"), ("rollout", "rollout")),
+        *(("scores", "ref"), ("scores", "reward_model")),
+    }
     assert not ray.is_initialized()
 
 
@@ -229,17 +233,17 @@ def test_memory_is_that_of_the_ranks_of_the_roles_own_pool(
 ) -> None:
     big = ["actor_rollout_ref.model.hidden_size=4096", "actor_rollout_ref.parallel.tp=1"]
 
-    def cache(nodes: str) -> float:
+    def activations(nodes: str) -> float:
         pool = f"pools.rollout.process_on_nodes={nodes}"
         batch = ["data.train_batch_size=2"]
         batch += ["actor_rollout_ref.rollout.n=1024", "actor_rollout_ref.rollout.max_rows=2048"]
         assert main(["check", str(config_file), *big, *batch, "rollout.parallel.tp=1", pool]) == 0
         lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-        header = next(line for line in lines if line[:2] == ["role", "call"])
-        row = next(line for line in lines if line[:2] == ["rollout", "generate"])
-        return float(row[header.index("cache")])
+        header = next(line for line in lines if line[:2] == ["call", "stage"])
+        row = next(line for line in lines if line[:1] == ["rollout.generate_sequences"])
+        return float(row[header.index("activations")])
 
-    assert cache("[1]") == pytest.approx(2 * cache("[2]"), rel=0.01)  # of half of the rows
+    assert activations("[1]") == pytest.approx(2 * activations("[2]"), rel=0.01)  # of half of the rows
 
 
 def test_groups_that_share_gpus_of_several_nodes_are_rejected(config_file: Path) -> None:  # noqa: F811

@@ -284,7 +284,7 @@ def test_a_model_without_sizes_and_without_a_directory_is_rejected(checkpoints: 
     assert (caught.value.key, caught.value.value) == ("model.hf_path", None)
     with pytest.raises(ConfigError) as caught:
         load_config(CriticConfig, overrides=["model.hf_path=/nowhere"])
-    assert (caught.value.key, caught.value.value) == ("hf_path", "/nowhere")
+    assert (caught.value.key, caught.value.value) == ("model.hf_path", "/nowhere")
 
 
 def test_scaling_of_rotary_positions_is_read_from_old_and_new_keys(

@@ -28,7 +28,7 @@ class Parser:
         known = ToolParserManager.list_registered()
         if name not in known:
             raise ValueError(f"vLLM has no parser {name!r}; it has {', '.join(known)}")
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         self._parser = ToolParserManager.get_tool_parser(name)
         self._parser(self._tokenizer)  # which raises an error if the tokenizer lacks a token of the format
 
