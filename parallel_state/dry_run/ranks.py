@@ -26,6 +26,9 @@ from parallel_state.simulated.trace import CommunicationTrace
 
 T = TypeVar("T")
 
+_RANKS_TO_RELEASE = 32
+"""Ranks that run one by one before free memory is returned: each has a thread, and glibc an arena for it."""
+
 
 def pipeline_of(layout: ParallelLayout, *, last: bool = False) -> list[int]:
     """Return the ranks of one pipeline: one of each stage, the first on all other axes, or the last."""
@@ -215,6 +218,8 @@ def run_without_data(
                 if not together:
                     simulation.forget(ranks[0])
                     contexts.clear()
+                    if len(results) % _RANKS_TO_RELEASE == 0:
+                        _release()
                     ended(len(results))
             return results
     finally:

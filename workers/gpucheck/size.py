@@ -15,7 +15,8 @@ from workers.gpucheck.parity import CAN_SAVE, LAYERS, TOLERANCES, Session
 from workers.gpucheck.plain_loop import plain_steps
 from workers.gpucheck.policy import GB, Policy, fastest, timed
 from workers.gpucheck.rows import Figure, Row, at_most, judged, skipped
-from workers.role_calls import estimates
+from workers.memory.planned import estimated
+from workers.memory.without_gpus import without_gpus
 from workers.verify.roles import ModelRole
 
 _LEFT_GB = 0.5
@@ -55,7 +56,7 @@ def _mfu(updated: DataProto) -> dict[str, Figure]:
 def _estimate(config: ActorConfig, session: Session) -> int:
     role = ModelRole.of(ActorRolloutRefWorker, config, "actor", 1)
     update = RoleCall(role, "update_actor", session.scale.prompt, session.scale.response)
-    return estimates({"update": update})["update"].peak
+    return without_gpus(estimated)(update).peak
 
 
 def fp8(session: Session) -> Iterator[Row]:
