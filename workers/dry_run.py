@@ -28,7 +28,7 @@ from workers.router_replay.routers import ModelRouters
 from workers.verify.roles import ModelRole, rows_of_role
 from workers.verify.sizes import one_layer_a_stage
 from workers.weights.offload import Sleepable
-from workers.weights.whole_tensors import InBuckets
+from workers.weights.whole_tensors import InBuckets, Receivers
 
 _PRECISION = (
     "use_precision_aware_optimizer",
@@ -52,6 +52,7 @@ class RoleCall:
         response: tokens of a response.
         micro_batches: of a data-parallel rank; None: no more than change the peak.
         row_count: rows of a micro-batch; None: of the configuration.
+        receivers: the ranks that put whole weights together for engines.
     """
 
     role: ModelRole
@@ -60,6 +61,7 @@ class RoleCall:
     response: int
     micro_batches: int | None = None
     row_count: int | None = None
+    receivers: Receivers = "all"
 
     def small(self) -> RoleCall | None:
         """Return the call with one layer on each stage, short rows, and as few micro-batches as the layout allows.
@@ -142,7 +144,7 @@ class RoleCall:
         idle = begin(mode)
         with worker.call_context(self.method):
             if self.method == "rollout_weights":
-                _send(worker.rollout_weights())
+                _send(worker.rollout_weights(), self.receivers)
             else:
                 getattr(worker, self.method)(batch)
         del kept
@@ -151,15 +153,15 @@ class RoleCall:
         return replace(_without_host_memory(use, on_host), unneeded=unneeded)
 
 
-def _send(weights: InBuckets) -> None:
-    """Read all weights as an engine does: two buckets exist at a time."""
+def _send(weights: InBuckets, receivers: Receivers) -> None:
+    """Read all weights as engines do: two buckets exist at a time."""
     buckets = deque[torch.Tensor](maxlen=2)
 
     def memory(nbytes: int) -> torch.Tensor:
         buckets.append(torch.empty(nbytes, dtype=torch.uint8, device=torch.cuda.current_device()))
         return buckets[-1]
 
-    for _ in weights.buckets(memory):
+    for _ in weights.buckets(memory, receivers):
         pass
 
 

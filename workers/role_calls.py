@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,6 +12,7 @@ from mcontroller.errors import ConfigError
 from parallel_state.dry_run.outcome import Outcome
 from workers.dry_run import RoleCall
 from workers.generate.engines import ROLLOUT_ENGINES
+from workers.generate.vllm.placement import weight_receivers
 from workers.memory.planned import estimated
 from workers.memory.without_gpus import without_gpus
 from workers.verify.roles import ModelRole
@@ -51,7 +52,9 @@ class HostMemory:
     gathered: int
 
 
-def calls_of_roles(roles: Mapping[str, ModelRole], lengths: Lengths) -> dict[str, RoleCall]:
+def calls_of_roles(
+    roles: Mapping[str, ModelRole], lengths: Lengths, nodes: Mapping[str, Sequence[str]] | None = None
+) -> dict[str, RoleCall]:
     """Return every call of roles, by the role's key and the method with a dot between them.
 
     An engine outside of the worker generates nothing here; it gets weights if it is beside the worker that is trained.
@@ -59,9 +62,10 @@ def calls_of_roles(roles: Mapping[str, ModelRole], lengths: Lengths) -> dict[str
     Args:
         roles: by their keys: ``actor_rollout_ref``, ``rollout``, ``critic``, ``ref``, ``reward_model``.
         lengths: of the rows.
+        nodes: by key, the node of each rank; without an entry, all ranks are on one node.
 
     Raises:
-        ConfigError: there is no such rollout engine.
+        ConfigError: there is no such rollout engine, or no engine fits the ranks.
     """
     calls: dict[str, RoleCall] = {}
     for key, role in roles.items():
@@ -74,13 +78,21 @@ def calls_of_roles(roles: Mapping[str, ModelRole], lengths: Lengths) -> dict[str
         parts, layout = role.roles.split("_"), role.variant.layout
         if "rollout" not in parts:
             continue
-        if ROLLOUT_ENGINES.get_or_raise(role.config.rollout.engine).in_worker:
+        engine = ROLLOUT_ENGINES.get_or_raise(role.config.rollout.engine)
+        if engine.in_worker:
             rows = min(math.ceil(lengths.rows / layout.dp), role.config.rollout.max_rows)
             sizes = {"micro_batches": 1, "row_count": rows}
             calls[f"{key}.{GENERATION}"] = RoleCall(role, GENERATION, lengths.prompt, lengths.response, **sizes)
         elif "actor" in parts:
-            trained = role.without("rollout")
-            calls[f"{key}.{WEIGHTS}"] = RoleCall(trained, WEIGHTS, lengths.prompt, lengths.response)
+            places = (nodes or {}).get(key, ["node0"] * layout.world_size)
+            engines = [] if engine.place is None else engine.place(role.config, places)
+            calls[f"{key}.{WEIGHTS}"] = RoleCall(
+                role.without("rollout"),
+                WEIGHTS,
+                lengths.prompt,
+                lengths.response,
+                receivers=weight_receivers(engines) or "all",
+            )
     return calls
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
@@ -24,6 +25,7 @@ from workers.weights.hf.names import bridge_of, hf_shards, model_family
 from workers.weights.shards import WeightShard, model_shards, unknown_positions
 from workers.weights.transfer.endpoint import TRANSPORTS, RankSchedule, TransferEndpoint, TransferOutcome
 from workers.weights.transfer.plan import RankWeights, ServedEngine
+from workers.weights.whole_tensors import receives_all
 
 OF_AN_ENGINE = ("max_rows", "engine", "vllm", "verify_weights")
 """Fields of RolloutConfig that only the group that generates reads."""
@@ -92,7 +94,7 @@ class WeightSender:
         shards, engine = self._shards(hf_names), None
         if self._generator.serves_engine:
             verify = verify and isinstance(self._generator.rollout, ReadableRollout)
-            if self._generator.rollout.receives_weights:
+            if receives_all(self._generator.rollout.receivers, dist.get_rank()):
                 dtype = self._config.model.dtype
                 engine = ServedEngine(dtype, getattr(torch, dtype).itemsize, self._config.rollout.vllm.bucket_bytes)
         described = tuple(shard.described() for shard in shards)

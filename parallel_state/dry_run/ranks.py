@@ -183,7 +183,7 @@ def run_without_data(
         check_async=False,
         trace=log,
         running=running,
-        exchange=partial(ShapeExchange, running if together else ()),
+        exchange=partial(ShapeExchange, layout, running if together else ()),
     )
     create_group, rank_groups = mpu.create_group, mpu.generate_masked_orthogonal_rank_groups
 

@@ -1,6 +1,7 @@
 """The matching of collectives and transfers without data, among the ranks that run.
 
-A rank that does not run is assumed to call what a running member of its group calls, with tensors of the same shapes.
+A rank that does not run is assumed to call what a running member of its group calls, with tensors of the same shapes;
+where objects are gathered, a member of its stage.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from parallel_state.dry_run.memory import Storage, storage_of
 from parallel_state.dry_run.values import is_small, set_value, value_of
+from parallel_state.layout import ParallelLayout
 from parallel_state.simulated.calls import Call
 from parallel_state.simulated.collectives import compute, transfer
 from parallel_state.simulated.exchange import Exchange
@@ -25,15 +27,17 @@ class ShapeExchange(Exchange):
     """Matches the calls of running ranks by order, shape, dtype and group.
 
     Args:
+        layout: the layout of the ranks.
         running: the ranks that run together; the calls of others are complete at once.
         exchange: the arguments of ``Exchange``.
     """
 
     devices = ("cpu", "meta")
 
-    def __init__(self, running: Collection[int], *exchange: Any) -> None:
+    def __init__(self, layout: ParallelLayout, running: Collection[int], *exchange: Any) -> None:
         super().__init__(*exchange)
         self._running = frozenset(running)
+        self._stages = {rank: stage for ranks in layout.groups("pp") for stage, rank in enumerate(ranks)}
 
     def members(self, call: Call) -> list[int]:
         """Return the members that run, by their ranks in the group."""
@@ -56,7 +60,9 @@ class ShapeExchange(Exchange):
         root = calls[0].options.get("root")
         sources = [call for call in calls if call.index == root] if calls[0].operation == "broadcast" else calls
         inputs = [tensor for call in sources for tensor in call.inputs]
-        if not any(tensor.is_meta for tensor in tensors):
+        if calls[0].operation == "all_gather_object":
+            compute(self._objects_of_all(calls))
+        elif not any(tensor.is_meta for tensor in tensors):
             _compute_with_absent(calls)
         elif inputs and all(is_small(tensor) and value_of(tensor) is not None for tensor in inputs):
             self._compute_values(calls)
@@ -77,6 +83,14 @@ class ShapeExchange(Exchange):
         value = value_of(source)
         if target.is_meta:
             set_value(target, value.clone().reshape(target.shape) if value is not None and is_small(target) else None)
+
+    def _objects_of_all(self, calls: Sequence[Call]) -> list[Call]:
+        """Return a call of each member of the group; one that does not run gives what its stage gives."""
+        group, stages = calls[0].group, {self._stages[call.rank]: call for call in reversed(calls)}
+        present = {call.index: call for call in calls}
+        return [
+            present.get(index) or stages.get(self._stages[rank], calls[0]) for index, rank in enumerate(group.ranks)
+        ]
 
     def _compute_values(self, calls: Sequence[Call]) -> None:
         values: dict[int, torch.Tensor] = {}
@@ -107,8 +121,6 @@ def _compute_with_absent(calls: Sequence[Call]) -> None:
 
 def _with_absent(calls: Sequence[Call]) -> Sequence[Call]:
     first, present = calls[0], {call.index: call for call in calls}
-    if first.operation == "all_gather_object":
-        return [present.get(index, first) for index in range(len(first.group.ranks))]
     absent = [index for index in range(len(first.group.ranks)) if index not in present]
     if absent and first.operation == "all_reduce":  # of thousands of ranks, without a call for each
         if first.options["op"] in _IDEMPOTENT:

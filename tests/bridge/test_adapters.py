@@ -44,7 +44,7 @@ def adapted(path: Path, axes: dict[str, Any], name: str) -> dict[str, Any]:
     settings = dataclasses.asdict(model) | {"lora": {"path": str(path / "adapter")}}
     worker = actor(axes, "actor", model=settings)
     with worker.context.activate():
-        return result | {"merged": tensors_of(worker), "adapter": adapter_tensors(worker.model, wanted="all")}
+        return result | {"merged": tensors_of(worker), "adapter": adapter_tensors(worker.model, "all")}
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES)

@@ -18,7 +18,7 @@ from workers.generate.rollout_protocol import PolicyWeights
 from workers.generate.vllm.rollout import VllmRollout
 from workers.weights.moves import TensorInBucket
 from workers.weights.verification import WeightsNotArrived
-from workers.weights.whole_tensors import BucketMemory, Wanted, tensor_in
+from workers.weights.whole_tensors import BucketMemory, Receivers, tensor_in
 
 VOCAB, PROMPT, RESPONSE = 131, 160, 12  # prompts of more than one block of vLLM's cache
 EOS, PAD = 2, 0
@@ -63,7 +63,7 @@ class HalfOld:
     def __init__(self, weights: PolicyWeights, old: dict[str, torch.Tensor]) -> None:
         self._weights, self._old = weights, old
 
-    def buckets(self, memory: BucketMemory, wanted: Wanted = "all") -> Iterator[list[TensorInBucket]]:
+    def buckets(self, memory: BucketMemory, receivers: Receivers = "all") -> Iterator[list[TensorInBucket]]:
         filled = torch.empty(0)
 
         def remembered(nbytes: int) -> torch.Tensor:
@@ -72,7 +72,7 @@ class HalfOld:
             return filled
 
         changed = 0
-        for bucket in self._weights.buckets(remembered, wanted):
+        for bucket in self._weights.buckets(remembered, receivers):
             for place in bucket:
                 tensor, old = tensor_in(filled, place), self._old[place[0]]
                 changed += not torch.equal(tensor, old)

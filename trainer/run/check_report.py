@@ -25,7 +25,7 @@ from trainer.roles import CONFIG_KEYS, Role, reads_reference
 from trainer.run.config import MAIN_POOL, RunConfig, read_run_config
 from trainer.run.model_roles import lengths_of, model_roles
 from trainer.run.parts import chosen_lines, make_parts, models_without_weights, roles_of
-from trainer.run.pools import pool_names, pool_nodes, pools_of, role_layouts
+from trainer.run.pools import nodes_of_ranks, pool_names, pool_nodes, pools_of, role_layouts
 from trainer.run.shared_gpus import shared_gpus, shared_gpus_of_run
 from trainer.run.training import check_start, connect_to
 from workers.actor import ActorRolloutRefWorker
@@ -134,8 +134,7 @@ def _roles_beside(config: Any, key: str, roles: Mapping[str, RoleConfig]) -> lis
 
 def _nodes(config: Any, key: str, world_size: int) -> list[str]:
     """The node of every rank: the nodes of the role's pool, or one node if its size is not the pool's."""
-    pool = pool_nodes(config)[pool_names(config).get(key, MAIN_POOL)] if isinstance(config, RunConfig) else []
-    nodes = [f"node{node}" for node, size in enumerate(pool) for _ in range(size)]
+    nodes = nodes_of_ranks(config, key) if isinstance(config, RunConfig) else []
     return nodes if len(nodes) == world_size else ["node0"] * world_size
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from trainer.roles import CONFIG_KEYS, role_workers
 from trainer.run.config import RunConfig
 from trainer.run.parts import roles_of
-from trainer.run.pools import pool_names, pool_nodes
+from trainer.run.pools import nodes_of_ranks, pool_names, pool_nodes
 from workers.config import ActorConfig
 from workers.dry_run import RoleCall
 from workers.role_calls import Lengths, calls_of_roles
@@ -74,7 +74,9 @@ def role_calls(config: RunConfig) -> dict[str, RoleCall]:
     Raises:
         LayoutError: the axes of a role do not divide its pool.
     """
-    return calls_of_roles(model_roles(config), lengths_of(config, config.sections()))
+    roles = model_roles(config)
+    nodes = {key: nodes_of_ranks(config, key) for key in roles}
+    return calls_of_roles(roles, lengths_of(config, config.sections()), nodes)
 
 
 def lengths_of(config: Any, roles: Mapping[str, Any]) -> Lengths:

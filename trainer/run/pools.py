@@ -53,6 +53,12 @@ def pool_names(config: RunConfig) -> dict[str, str]:
     return names
 
 
+def nodes_of_ranks(config: RunConfig, key: str) -> list[str]:
+    """Return a name of the node of each rank of a role, given by its key."""
+    pool = pool_nodes(config)[pool_names(config).get(key, MAIN_POOL)]
+    return [f"node{node}" for node, size in enumerate(pool) for _ in range(size)]
+
+
 def pools_of(config: RunConfig, roles: Iterable[Role]) -> ResourcePoolManager:
     """Return the pools of the run, in each bundle of which every role of the pool has a slot."""
     names, pool = pool_names(config), config.pool

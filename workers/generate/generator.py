@@ -134,7 +134,7 @@ class Generator:
             with without_adapters(model):
                 metrics |= self._engine_weights.update(rollout, weights, self._state.weights_version)
             self._has_base = True
-        tensors = adapter_tensors(model, wanted="all" if rollout.receives_weights else "none")
+        tensors = adapter_tensors(model, rollout.receivers)
         of_adapter = rollout.update_adapter(tensors, peft_config(model, self._config.model))
         return metrics | {name: value + metrics.get(name, 0.0) for name, value in of_adapter.items()}
 

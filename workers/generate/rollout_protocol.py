@@ -16,7 +16,7 @@ from workers.weights.hf.model import CheckpointTensors, hf_whole_tensors
 from workers.weights.hf.names import hf_shards, model_family
 from workers.weights.moves import TensorInBucket
 from workers.weights.shards import model_shards
-from workers.weights.whole_tensors import BucketMemory, InBuckets, Wanted, tensors_in
+from workers.weights.whole_tensors import BucketMemory, InBuckets, Receivers, tensors_in
 
 
 class Prompts(NamedTuple):
@@ -116,9 +116,9 @@ class PolicyWeights:
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return tensors_in(self._whole.buckets, self._device)
 
-    def buckets(self, memory: BucketMemory, wanted: Wanted = "all") -> Iterator[list[TensorInBucket]]:
+    def buckets(self, memory: BucketMemory, receivers: Receivers = "all") -> Iterator[list[TensorInBucket]]:
         """Iterate over buckets of tensors, in memory of the caller's (a collective); see ``WholeTensors.buckets``."""
-        return self._whole.buckets(memory, wanted)
+        return self._whole.buckets(memory, receivers)
 
     def fingerprints(self, naming: str, dtypes: Mapping[str, Collection[str]]) -> list[Fingerprint]:
         """Return the fingerprints of this rank's parts.
@@ -150,9 +150,9 @@ class Rollout(Protocol):
     """
 
     @property
-    def receives_weights(self) -> bool:
-        """Whether the whole tensors of an update are put together on this rank."""
-        return True
+    def receivers(self) -> Receivers:
+        """The ranks on which the whole tensors of an update are put together, the same on every rank."""
+        return "all"
 
     @property
     def sleeps_beside_training(self) -> bool:

@@ -20,7 +20,7 @@ from workers.lora.adapters import Adapter, adapters_of, changed_beside_adapters
 from workers.lora.base import base_hash, tensor_headers
 from workers.weights.moves import Span
 from workers.weights.shards import WeightShard
-from workers.weights.whole_tensors import Wanted, WholeTensors, tensors_in
+from workers.weights.whole_tensors import Receivers, WholeTensors, tensors_in
 
 _FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -66,18 +66,16 @@ def _part(adapter: Adapter, name: str, factor: Tensor, dim: int) -> WeightShard:
 
 
 @torch.no_grad()
-def adapter_tensors(chunks: Sequence[Any], *, wanted: Wanted | None = None) -> dict[str, Tensor]:
+def adapter_tensors(chunks: Sequence[Any], receivers: Receivers = (0,)) -> dict[str, Tensor]:
     """Return the whole adapter under PEFT's names, in host memory (a collective).
 
     Args:
         chunks: this rank's model chunks.
-        wanted: whether this rank gets the tensors, "all" or "none"; None: rank 0 does.
+        receivers: the ranks that get the tensors.
     """
-    wanted = wanted or ("all" if dist.get_rank() == 0 else "none")
     whole = WholeTensors(lambda: list(_shards(chunks)))
-    single = {
-        name: tensor.clone() for name, tensor in tensors_in(partial(whole.buckets, wanted=wanted), torch.device("cpu"))
-    }
+    arriving = tensors_in(partial(whole.buckets, receivers=receivers), torch.device("cpu"))
+    single = {name: tensor.clone() for name, tensor in arriving}
     tensors: dict[str, Tensor] = {}
     experts: dict[str, dict[int, dict[str, Tensor]]] = {}
     for name, tensor in single.items():

@@ -45,7 +45,7 @@ from workers.weights.hf.model import CheckpointTensors
 from workers.weights.hf.names import OUTPUT_LAYER
 from workers.weights.moves import TensorInBucket
 from workers.weights.shards import WeightShard
-from workers.weights.whole_tensors import BucketMemory, Wanted
+from workers.weights.whole_tensors import BucketMemory, Receivers, receives_all
 
 # What Bridge turns on for training on GPUs with Transformer Engine, and this project's layers and losses do without.
 _WITHOUT_ENGINE = {
@@ -251,9 +251,9 @@ class BridgeTensors(CheckpointTensors):
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return self._tensors()
 
-    def buckets(self, memory: BucketMemory, wanted: Wanted = "all") -> Iterator[list[TensorInBucket]]:
+    def buckets(self, memory: BucketMemory, receivers: Receivers = "all") -> Iterator[list[TensorInBucket]]:
         """Iterate over the buckets; see ``WholeTensors.buckets``. The first rank with a part of any tensor is 0."""
-        if wanted == "all" or (wanted == "first" and dist.get_rank() == 0):
+        if receives_all((0,) if receivers == "first" else receivers, dist.get_rank()):
             yield from super().buckets(memory)
         else:
             for _ in self._tensors():

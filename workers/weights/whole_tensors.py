@@ -6,7 +6,7 @@ same moves (``workers.weights.moves``), and the slices travel in all-to-all exch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Literal, Protocol
 
@@ -29,13 +29,19 @@ from workers.weights.shards import SliceReader, WeightShard
 BucketMemory = Callable[[int], Tensor]
 """From a number of bytes to memory of at least as many, uint8 ``[bytes]``."""
 
-Wanted = Literal["all", "none", "first"]
+Receivers = Literal["all", "first"] | Collection[int]
+"""The ranks that get whole tensors: all of them, of each tensor the first with a part of it, or these ranks."""
+
+
+def receives_all(receivers: Receivers, rank: int) -> bool:
+    """Whether a rank gets all tensors."""
+    return receivers == "all" or (not isinstance(receivers, str) and rank in receivers)
 
 
 class InBuckets(Protocol):
     """Whole tensors that arrive in buckets."""
 
-    def buckets(self, memory: BucketMemory, wanted: Wanted = "all") -> Iterator[list[TensorInBucket]]:
+    def buckets(self, memory: BucketMemory, receivers: Receivers = "all") -> Iterator[list[TensorInBucket]]:
         """Iterate over the buckets; see ``WholeTensors.buckets``."""
         ...
 
@@ -53,23 +59,22 @@ class WholeTensors:
 
     def __init__(self, shards: Callable[[], Sequence[WeightShard]], bucket_bytes: int = 64 << 20) -> None:
         self._shards, self._bucket_bytes = shards, bucket_bytes
-        self._planned_for: tuple[list[LocalTensor], Wanted] | None = None
+        self._planned_for: tuple[list[LocalTensor], Receivers] | None = None
         self._wanted: list[LocalTensor] = []
         self._buckets: tuple[tuple[Move, ...], ...] = ()
 
     @torch.no_grad()
-    def buckets(self, memory: BucketMemory, wanted: Wanted = "all") -> Iterator[list[TensorInBucket]]:
-        """Iterate over the buckets that this rank wants: the places of tensors in the memory that it was filled into.
+    def buckets(self, memory: BucketMemory, receivers: Receivers = "all") -> Iterator[list[TensorInBucket]]:
+        """Iterate over the buckets that this rank gets: the places of tensors in the memory that it was filled into.
 
         Args:
             memory: returns the memory of a bucket.
-            wanted: the tensors that this rank gets: all of them, none, or each of which it is the first rank with a
-                part.
+            receivers: the ranks that get whole tensors, the same on every rank.
         """
         shards = self._shards()
-        mine = [shard.described() for shard in shards], wanted
+        mine = [shard.described() for shard in shards], receivers
         if any(all_gather_values(mine != self._planned_for)):
-            self._make_schedule(mine)
+            self._make_schedule(*mine)
         device, rank, sources = torch.device(torch.cuda.current_device()), dist.get_rank(), SliceReader(shards)
         for bucket in self._buckets:
             arriving = exchanged([move for move in bucket if move.source_rank != move.target_rank], sources)
@@ -83,20 +88,22 @@ class WholeTensors:
         """Iterate over names and whole tensors, on every rank; no memory is shared with the model."""
         return tensors_in(self.buckets, self._shards()[0].param.device)
 
-    def _make_schedule(self, mine: tuple[list[LocalTensor], Wanted]) -> None:
-        by_rank = all_gather_values((*mine, node_id()))
-        sources = [tensors for tensors, _, _ in by_rank]
-        nodes = [node for _, _, node in by_rank]
+    def _make_schedule(self, mine: list[LocalTensor], receivers: Receivers) -> None:
+        sources, nodes = zip(*all_gather_values((mine, node_id())), strict=True)
         first: dict[str, int] = {}
         for rank, tensors in enumerate(sources):
             for tensor in tensors:
                 first.setdefault(tensor.name, rank)
         whole = whole_tensors(sources)
         targets = [
-            [tensor for tensor in whole if wanted == "all" or (wanted == "first" and first[tensor.name] == rank)]
-            for rank, (_, wanted, _) in enumerate(by_rank)
+            [
+                tensor
+                for tensor in whole
+                if receives_all(receivers, rank) or (receivers == "first" and first[tensor.name] == rank)
+            ]
+            for rank in range(len(sources))
         ]
-        self._wanted, self._planned_for = targets[dist.get_rank()], mine
+        self._wanted, self._planned_for = targets[dist.get_rank()], (mine, receivers)
         self._buckets = ()
         if any(targets):
             self._buckets = plan_whole(

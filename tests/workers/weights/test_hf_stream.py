@@ -70,13 +70,13 @@ def test_tensors_come_from_the_replica_of_the_same_node(monkeypatch: pytest.Monk
 
 
 def on_one_rank(model: str, parallel: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """The tensors in memory of this rank's own, if it is rank 1; no other rank wants them."""
+    """The tensors in memory of this rank's own, if it is rank 1; no other rank receives them."""
     worker = actor(parallel, "actor", model=MODELS[model])
     stream = hf_whole_tensors(worker.model, worker.context, 1 << 20)
     memory = torch.zeros(1 << 20, dtype=torch.uint8)
     tensors: dict[str, torch.Tensor] = {}
     with worker.call_context("rollout_weights"):
-        for bucket in stream.buckets(lambda _: memory, "all" if worker.rank == 1 else "none"):
+        for bucket in stream.buckets(lambda _: memory, receivers=(1,)):
             tensors |= {place[0]: tensor_in(memory, place).clone() for place in bucket}
     return tensors
 

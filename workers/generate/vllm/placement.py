@@ -74,6 +74,11 @@ def place_engines(nodes: Sequence[str], tp: int) -> list[EnginePlacement]:
     )
 
 
+def weight_receivers(engines: Sequence[EnginePlacement]) -> tuple[int, ...]:
+    """Return the ranks that put whole weights together for engines, in order."""
+    return tuple(sorted(rank for engine in engines for rank in engine.starters))
+
+
 def describe_engines(engines: Sequence[EnginePlacement], nodes: Sequence[str], most: int = 8) -> list[str]:
     """Return a line for each of the first ``most`` engines, and one for the others."""
 

@@ -24,7 +24,7 @@ from workers.generate.rollout_protocol import Generated, HeldWeights, PolicyWeig
 from workers.generate.sampling import Sampling
 from workers.generate.vllm.buckets import SharedBuckets
 from workers.generate.vllm.engine_process import EngineError, EngineProcess
-from workers.generate.vllm.placement import EnginePlacement
+from workers.generate.vllm.placement import EnginePlacement, weight_receivers
 from workers.generate.vllm.requests import EngineAddress, sampling_parameters
 from workers.generate.vllm.responses import expert_dtype, expert_layers, experts_of, prompt_tokens, responses_of
 from workers.generate.vllm.row_exchange import consecutive, even_shares, exchange_rows
@@ -69,7 +69,7 @@ class VllmRollout(Rollout):
         pg, rank = context.pg, dist.get_rank()
         self._config, self._dp, self._on_gpus, self._beside_policy = config, pg.dp, on_gpus, beside_policy
         self._callers = [engine.caller for engine in engines]
-        self._process = process
+        self._process, self._receivers = process, weight_receivers(engines)
         self.engine = process if rank in self._callers else None
         self._token = secrets.token_hex(16)
         self._buckets = SharedBuckets(config.rollout.vllm.bucket_bytes)
@@ -89,9 +89,9 @@ class VllmRollout(Rollout):
         return self._on_gpus
 
     @property
-    def receives_weights(self) -> bool:
-        """Whether whole tensors are put together on this rank."""
-        return self._process is not None
+    def receivers(self) -> tuple[int, ...]:
+        """The ranks on which whole tensors are put together: those that start an engine's processes."""
+        return self._receivers
 
     def address(self, host: str) -> EngineAddress | None:
         """Wake the engine of this rank up, and return where it takes requests; None without one (a collective).
@@ -222,7 +222,7 @@ class VllmRollout(Rollout):
 
     def _sent(self, weights: PolicyWeights) -> int:
         buckets = self._buckets
-        arriving = weights.buckets(buckets.memory, "all" if self.receives_weights else "none")
+        arriving = weights.buckets(buckets.memory, self._receivers)
         total, in_flight = 0, False
         if self.engine is None:
             for tensors in arriving:

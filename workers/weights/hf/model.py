@@ -38,7 +38,7 @@ from workers.weights.hf.names import (
 from workers.weights.hf.verify_load import verify_load
 from workers.weights.moves import TensorInBucket, places_in_bucket
 from workers.weights.shards import WeightShard, named_shards
-from workers.weights.whole_tensors import BucketMemory, Wanted, WholeTensors, tensor_in, tensors_in
+from workers.weights.whole_tensors import BucketMemory, Receivers, WholeTensors, receives_all, tensor_in, tensors_in
 
 logger = logging.getLogger(__name__)
 
@@ -135,10 +135,10 @@ class CheckpointTensors:
         self._files, self._bucket_bytes = WeightFiles(Path(local_directory(path))), bucket_bytes
         self._names = sorted(name for name in self._files.names if not name.endswith(_DERIVED))
 
-    def buckets(self, memory: BucketMemory, wanted: Wanted = "all") -> Iterator[list[TensorInBucket]]:
+    def buckets(self, memory: BucketMemory, receivers: Receivers = "all") -> Iterator[list[TensorInBucket]]:
         """Iterate over the buckets; see ``WholeTensors.buckets``."""
         bucket: dict[str, torch.Tensor] = {}
-        for name, tensor in self._tensors() if wanted != "none" else ():
+        for name, tensor in self._tensors() if receives_all(receivers, dist.get_rank()) else ():
             if bucket and sum(held.nbytes for held in bucket.values()) + tensor.nbytes > self._bucket_bytes:
                 yield _filled(bucket, memory)
                 bucket = {}
@@ -209,7 +209,7 @@ def export_hf(
         config = hf_config_of(model, value_head=value_head)
         raise_on_every_rank(lambda: start_export(target) if rank == 0 else None)
     writer = WeightWriter(target, rank, max_file_bytes)
-    for name, tensor in tensors_in(partial(whole.buckets, wanted="first"), torch.device("cpu")):
+    for name, tensor in tensors_in(partial(whole.buckets, receivers="first"), torch.device("cpu")):
         writer.add(name, tensor)
     written = [file for files in all_gather_values(writer.close()) for file in files]
     if rank == 0:

@@ -28,7 +28,7 @@ from workers.gpu_ids import gpu_id, visible_gpus
 from workers.weights.moves import Move, TensorInBucket
 from workers.weights.shards import SliceReader, WeightShard
 from workers.weights.transfer.plan import PeerSlices, RankSchedule, RankWeights
-from workers.weights.whole_tensors import BucketMemory, Wanted, exchanged, filled_bucket
+from workers.weights.whole_tensors import BucketMemory, Receivers, exchanged, filled_bucket
 
 IN_FLIGHT = 2
 """Buckets that a rank keeps: one travels while the other is filled or read."""
@@ -137,7 +137,7 @@ class TransferEndpoint:
         return self._run(update, timeout)
 
     @torch.no_grad()
-    def buckets(self, memory: BucketMemory, wanted: Wanted = "all") -> Iterator[list[TensorInBucket]]:
+    def buckets(self, memory: BucketMemory, receivers: Receivers = "all") -> Iterator[list[TensorInBucket]]:
         """Iterate over the buckets of whole tensors that arrive for the engine of this rank."""
         for index, bucket in enumerate(self._schedule.buckets):
             slots = sorted({move.target_slot for slices in bucket for move in slices.moves})
