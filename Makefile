@@ -14,7 +14,8 @@ SHELL  := bash
 unexport PYTHONDONTWRITEBYTECODE
 
 PACKAGES        := workers trainer mcontroller parallel_state
-TEST_PARTS      := $(addprefix test-,$(PACKAGES) others)
+MODEL_TESTS     := $(addprefix tests/workers/,checkpoint lora model weights)
+TEST_PARTS      := $(addprefix test-,$(PACKAGES) models others)
 FAKE_CUDA_PARTS := $(addprefix test-fake-cuda-,workers device transformer-engine)
 
 .PHONY: demo docs faults test $(TEST_PARTS) test-fast test-slow test-fake-cuda $(FAKE_CUDA_PARTS) test-newest test-slurm test-manifests test-vllm test-verifiers lint types wheel container bench against-trl clean
@@ -25,8 +26,8 @@ demo: $(STAMP)
 # One thread: two that wait for each other on a busy core cost as much as they compute.
 test test-%: export OMP_NUM_THREADS := 1
 
-# A part for each package, four at a time, the longest first: tests that start processes wait much. Their lines are
-# printed as they come; build/ has the output of each part.
+# A part for each package, and one for the models of the workers, four at a time, the longest first: tests that start
+# processes wait much. Their lines are printed as they come; build/ has the output of each part.
 test: $(STAMP)
 ifdef ARGS
 	$(PYTEST) $(ARGS)
@@ -34,13 +35,12 @@ else
 	$(MAKE) --no-print-directory --jobs=4 $(TEST_PARTS)
 endif
 
-$(addprefix test-,$(PACKAGES)): test-%: $(STAMP)
+test-workers: TESTS = tests/workers $(addprefix --ignore=,$(MODEL_TESTS))
+test-models: TESTS = $(MODEL_TESTS)
+test-others: TESTS = $(addprefix --ignore=tests/,$(PACKAGES))
+$(TEST_PARTS): test-%: $(STAMP)
 	@mkdir -p build
-	$(BIN)/python -u -m pytest tests/$* 2>&1 | sed --unbuffered 'w build/$@.txt'
-
-test-others: $(STAMP)
-	@mkdir -p build
-	$(BIN)/python -u -m pytest $(addprefix --ignore=tests/,$(PACKAGES)) 2>&1 | sed --unbuffered 'w build/$@.txt'
+	$(BIN)/python -u -m pytest $(or $(TESTS),tests/$*) 2>&1 | sed --unbuffered 'w build/$@.txt'
 
 # Style, types, and every test that starts neither Ray, a second process nor ranks. CONTRIBUTING.md lists the tiers.
 test-fast: lint types
