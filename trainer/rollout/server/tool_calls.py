@@ -92,7 +92,7 @@ def tool_format(name: str, tokenizer: TextTokenizer, vllm_python: str | None) ->
 
 
 def _call(text: str) -> tuple[str, str] | None:
-    """Return name and arguments of an object of JSON; None if it is no call.
+    """Return name and arguments of an object of JSON; None if it is no call, whose arguments are an object too.
 
     Arguments that are JSON in a text are returned as they are.
     """
@@ -100,9 +100,8 @@ def _call(text: str) -> tuple[str, str] | None:
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return None
     arguments = call.get("arguments", call.get("parameters", {}))
-    if isinstance(arguments, str) and isinstance(_json(arguments), dict):
-        return call["name"], arguments
-    return call["name"], json.dumps(arguments)
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+    return (call["name"], text) if isinstance(_json(text), dict) else None
 
 
 def _json(text: str, default: Any = None) -> Any:
