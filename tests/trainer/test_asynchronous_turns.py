@@ -15,6 +15,7 @@ from mcontroller.data.batch import DataProto
 from mcontroller.errors import ConfigError
 from tests.trainer.sliced import LONGEST, STOP, sliced_config, sliced_trainer
 from trainer import Callback, MultiTurnRollout, Trajectory
+from trainer.config import AsynchronousConfig
 from trainer.rollout.episodes import Episodes
 from trainer.rollout.trajectory_log import Taken, TrajectoryLog, read, write
 from trainer.saving.checkpoints import LOCK
@@ -149,6 +150,18 @@ def test_a_run_killed_after_any_step_takes_again_what_it_recorded(
         assert replay.equal(resumed)
         for name in ("multi_turn/turns_mean", "train/score"):
             assert [line[name] for line in of_replay[-len(lines) :]] == [line[name] for line in lines]
+
+
+def test_a_checkpoint_with_turns_in_flight_is_rejected_where_batches_of_one_turn_go_on(tmp_path: Path) -> None:
+    run(tmp_path, staleness=1, steps=2, trainer={"save_freq": 1})
+    one_turn = sliced_config(3, tmp_path, 1, {"resume": True, "asynchronous": AsynchronousConfig()})
+    with pytest.raises(ConfigError) as caught:
+        sliced_trainer(one_turn)[0].load_checkpoint()
+    assert caught.value.key == "multi_turn"
+    trainer, _ = sliced_trainer(sliced_config(3, tmp_path, 2, {"resume": True}))
+    with trainer:
+        trainer.fit()
+    assert trainer.global_steps == 3
 
 
 @pytest.mark.parametrize("kind", ["environment", "few episodes"])

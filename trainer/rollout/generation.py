@@ -373,8 +373,16 @@ class Generations:
         return len(saved)
 
     def _too_far_ahead(self, sampling: Mapping[str, Any]) -> ConfigError:
-        """Return the error of a checkpoint with responses in flight that are further ahead than those of this run."""
+        """Return the error of a checkpoint with responses in flight that this run cannot continue."""
         saved_ahead = sampling[ASYNCHRONOUS]["max_staleness"]
+        if saved_ahead <= self._ahead:
+            return ConfigError(
+                f"the checkpoint has responses of several turns in flight, and with "
+                f"trainer.max_staleness={self._ahead} this run continues whole batches of one turn: resume with the "
+                "section multi_turn that it was saved with, or with trainer.max_staleness=2",
+                key="multi_turn",
+                value=None,
+            )
         return ConfigError(
             f"trainer.max_staleness is {self._ahead}, and the checkpoint has responses in flight of {saved_ahead}: "
             f"resume with trainer.max_staleness={saved_ahead} or more",
