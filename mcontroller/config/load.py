@@ -7,18 +7,13 @@ import dataclasses
 import io
 import re
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import (
-    InterpolationResolutionError,
-    InterpolationToMissingValueError,
-    OmegaConfBaseException,
-)
+from omegaconf.errors import InterpolationToMissingValueError, MissingMandatoryValue, OmegaConfBaseException
 
 from mcontroller.config.fields import mapped_config, nested_config, structure_of, unknown_field
 from mcontroller.errors import ConfigError, MControllerError
@@ -72,35 +67,21 @@ def load_partly(
     Returns:
         None if other values do not help.
     """
-    layers = [_layer(source) for source in sources] + [_layer_of_overrides(list(overrides))]
-    for layer in layers:
-        values = typing.cast(dict[str, Any], OmegaConf.to_container(layer, resolve=False))
-        for error, path in list(_misfits(cls, values, ())):
+    layers, removed = _layers(sources, overrides), set[str]()
+    for layer in layers:  # a value below another one that is wrong is taken in its place
+        for error, path in list(_misfits(cls, _plain(layer), ())):
             errors.errors.append(error)
             _remove(layer, path)
-    while (config := errors.attempt(lambda: _built(cls, layers))) is None:
-        before = [OmegaConf.create(layer) for layer in layers]
-        if not _without_value(layers, str(getattr(errors.errors[-1], "key", ""))) or _lacks_values(cls, layers):
-            errors.errors += _errors_of_sections(cls, before)
-            return _built_with(cls, layers, usual)
-    return config
-
-
-def _built_with(cls: type[C], layers: Sequence[DictConfig], usual: Mapping[str, Any]) -> C | None:
-    """Return the instance of ``cls`` with usual values for missing ones, without values that are rejected."""
-    rejected = CollectedErrors()
+    given = _merged(layers)
     while True:
-        filled = OmegaConf.create({})
-        try:
-            merged = OmegaConf.merge(_defaults(cls), *layers)
-        except (OmegaConfBaseException, TypeError, ValueError):  # a section that is no mapping, for instance
-            return None
-        for key in OmegaConf.missing_keys(merged):
-            if (name := key.rpartition(".")[2]) in usual:
-                OmegaConf.update(filled, key, usual[name])
-        config = rejected.attempt(partial(_built, cls, [filled, *layers]))
-        if config is not None or not _without_value(layers, str(getattr(rejected.errors[-1], "key", ""))):
+        sections = _Sections(cls, usual, removed)
+        config: C | None = sections.built(given)
+        errors.errors += sections.errors.errors
+        rejected = [str(getattr(error, "key", "")) for error in (*sections.errors.errors, *sections.consequences)]
+        names = {name for key in rejected for name in _remove_named(given, key)}
+        if not names:
             return config
+        removed |= names
 
 
 def given_values(*sources: Any, overrides: Iterable[str] = ()) -> dict[str, Any]:
@@ -113,12 +94,7 @@ def given_values(*sources: Any, overrides: Iterable[str] = ()) -> dict[str, Any]
     Raises:
         ConfigError: a source or an override cannot be read.
     """
-    layers = [_layer(source) for source in sources] + [_layer_of_overrides(list(overrides))]
-    try:
-        merged = OmegaConf.merge(*layers)
-    except (OmegaConfBaseException, TypeError) as error:
-        raise ConfigError(f"the configuration cannot be merged: {_line(error)}", key="", value=None) from error
-    return typing.cast(dict[str, Any], OmegaConf.to_container(merged, resolve=False))
+    return _plain(_merged(_layers(sources, overrides)))
 
 
 def completed_section(cls: type[Any], values: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -132,80 +108,112 @@ def completed_section(cls: type[Any], values: Mapping[str, Any], name: str) -> d
     Returns:
         The values of the section. Empty if they cannot be completed, which ``load_config`` reports.
     """
+    config = _Sections(cls, {}, set()).completed(OmegaConf.create(dict(values)))
     try:
-        section = _merged(cls, [OmegaConf.create(dict(values))])[name]
-        return typing.cast(dict[str, Any], OmegaConf.to_container(section, resolve=True))
-    except (OmegaConfBaseException, TypeError, ConfigError):
+        return {} if config is None else typing.cast(dict[str, Any], OmegaConf.to_container(config[name], resolve=True))
+    except OmegaConfBaseException:
         return {}
 
 
-def _lacks_values(cls: type[Any], layers: Sequence[DictConfig]) -> bool:
-    """Return whether a value that was removed has no default."""
-    error = CollectedErrors()
-    error.attempt(lambda: _built(cls, layers))
-    return any(hasattr(reason, "keys") or hasattr(reason, "missing") for reason in error.errors)
+class _Sections:
+    """Builds a dataclass after the dataclasses of its fields, and goes on where one cannot be built.
 
+    Args:
+        cls: the dataclass.
+        usual: values of fields without one, by name.
+        removed: the keys of rejected values, which are not reported as missing.
 
-def _errors_of_sections(cls: type[Any], layers: Sequence[DictConfig]) -> list[MControllerError]:
-    """Return the first error of each section, for a configuration that cannot be built as a whole."""
-    errors = CollectedErrors()
-    whole = typing.cast(DictConfig, OmegaConf.merge(*layers))
-    for item in dataclasses.fields(cls):
-        nested = nested_config(cls, item.name)
-        if nested is not None and isinstance(OmegaConf.select(whole, item.name), DictConfig):
-            section = _resolved(whole[item.name])
-            if section is not None:
-                errors.attempt(partial(_built, nested, [section], whole=cls, at=(item.name,)))
-    return errors.errors
-
-
-def _resolved(section: DictConfig) -> DictConfig | None:
-    """Return a copy of a section whose values do not refer to other sections.
-
-    None if a value refers to one that is not given: then its section has an error too, or a default that is not known
-    before the whole is built.
+    Attributes:
+        errors: the errors, with whole keys.
+        consequences: errors of sections that have usual values in place of rejected ones.
     """
-    try:
-        return typing.cast(DictConfig, OmegaConf.create(OmegaConf.to_container(section, resolve=True)))
-    except InterpolationResolutionError:
+
+    def __init__(self, cls: type[Any], usual: Mapping[str, Any], removed: Collection[str]) -> None:
+        self._cls, self._usual, self._removed = cls, usual, removed
+        self._replaced: list[str] = []
+        self.errors, self.consequences = CollectedErrors(), list[MControllerError]()
+
+    def built(self, given: DictConfig) -> Any:
+        """Return the instance with these values and defaults; None if a section cannot be built."""
+        config = self.completed(given)
+        if config is None:
+            return None
+        missing = sorted(OmegaConf.missing_keys(config))
+        if names := [name for name in missing if name not in self._removed]:
+            text = f"{self._cls.__name__} needs a value for {', '.join(names)}"
+            self.errors.errors.append(ConfigError(text, key=names[0], value=None, keys=names))
+        self._replaced = [name for name in missing if name in self._removed]
+        filled = OmegaConf.create({})
+        for key in missing:
+            if (name := key.rpartition(".")[2]) in self._usual:
+                OmegaConf.update(filled, key, self._usual[name])
+        return self._section(self._cls, typing.cast(DictConfig, OmegaConf.merge(config, filled)), ())
+
+    def completed(self, given: DictConfig) -> DictConfig | None:
+        """Return the values with their types, defaults, and what ``find_fields`` supplies; None if one does not fit."""
+        with self._collected():
+            config = _typed(self._cls, given)
+            fields = self._found_fields(self._cls, config, ())
+            return _typed(self._cls, fields, given) if fields else config
         return None
 
+    def _section(self, cls: type[Any], config: DictConfig, path: tuple[str, ...]) -> Any:
+        """Return the instance of a section; None if it cannot be built."""
+        values = dict[str, Any]()
+        for item in dataclasses.fields(cls):
+            with self._collected():
+                value, here = config[item.name], (*path, item.name)
+                nested, mapped = nested_config(cls, item.name), mapped_config(cls, item.name)
+                if nested is not None and isinstance(value, DictConfig):
+                    value = self._section(nested, value, here)
+                    if value is None:
+                        continue
+                elif mapped is not None and isinstance(value, DictConfig):
+                    value = {name: self._section(mapped, value[name], (*here, str(name))) for name in value}
+                    if None in value.values():
+                        continue
+                elif OmegaConf.is_config(value):
+                    value = OmegaConf.to_object(value)
+                values[item.name] = value
+        if len(values) < len(dataclasses.fields(cls)):
+            return None
+        try:
+            return cls(**values)
+        except MControllerError as error:
+            prefix = "".join(f"{key}." for key in path)
+            follows = any(key.startswith(prefix) for key in self._replaced)
+            (self.consequences if follows else self.errors.errors).append(with_whole_key(error, self._cls, path))
+            return None
 
-def _built(
-    cls: type[C], layers: Sequence[DictConfig], *, whole: type[Any] | None = None, at: tuple[str, ...] = ()
-) -> C:
-    """Return the instance of ``cls`` with the values of all layers, whose keys are fields.
+    def _found_fields(self, cls: type[Any], config: DictConfig, path: tuple[str, ...]) -> dict[str, Any]:
+        """Return the values that ``find_fields`` of ``cls`` and of its nested dataclasses supply."""
+        missing = [item.name for item in dataclasses.fields(cls) if OmegaConf.is_missing(config, item.name)]
+        fields, known = dict[str, Any](), dict[str, Any]()
+        for name in (item.name for item in dataclasses.fields(cls) if item.name not in missing):
+            with contextlib.suppress(InterpolationToMissingValueError):  # which find_fields has yet to supply
+                known[name] = config[name]
+            nested = nested_config(cls, name)
+            if nested is not None and isinstance(known.get(name), DictConfig):
+                below = self._found_fields(nested, known[name], (*path, name))
+                fields |= {name: below} if below else {}
+        if hasattr(cls, "find_fields"):
+            prefix = "".join(f"{key}." for key in path)
+            fields |= self.errors.attempt(lambda: cls.find_fields(dict(known), missing, prefix)) or {}
+        return fields
 
-    Errors have the keys of ``whole``, in which ``at`` leads to the section; by default ``cls`` is the whole.
-    """
-    config = None
-    try:
-        config = _merged(cls, layers, at)
-        missing = [".".join((*at, name)) for name in sorted(OmegaConf.missing_keys(config))]
-        if not missing:
-            return typing.cast(C, OmegaConf.to_object(config))
-    except OmegaConfBaseException as error:
-        key, reason = error.full_key or str(error.key), str(error).splitlines()[0]
-        key = ".".join((*at, key))
-        raise ConfigError(f"{key}: {reason}", key=key, value=error.value) from error
-    except TypeError as error:  # of OmegaConf, for a mapping in place of a list
-        raise ConfigError(f"{cls.__name__}: a value has another structure: {error}", key="", value=None) from error
-    except MControllerError as error:
-        section = at if config is None else (*at, *_failing_section(cls, config))
-        raise with_whole_key(error, whole or cls, section) from error
-    raise ConfigError(f"{cls.__name__} needs a value for {', '.join(missing)}", key=missing[0], keys=missing)
-
-
-def _failing_section(cls: type[Any], config: DictConfig) -> tuple[str, ...]:
-    """Return the keys that lead to the innermost section that cannot be built."""
-    for item in dataclasses.fields(cls):
-        nested = nested_config(cls, item.name)
-        if nested is not None and isinstance(section := config[item.name], DictConfig):
-            try:
-                OmegaConf.to_object(section)
-            except MControllerError:
-                return item.name, *_failing_section(nested, section)
-    return ()
+    @contextlib.contextmanager
+    def _collected(self) -> Iterator[None]:
+        """Collect an error of OmegaConf; a missing value has been reported."""
+        try:
+            yield
+        except (MissingMandatoryValue, InterpolationToMissingValueError):
+            pass
+        except OmegaConfBaseException as error:
+            key, reason = error.full_key or str(error.key), str(error).splitlines()[0]
+            self.errors.errors.append(ConfigError(f"{key}: {reason}", key=key, value=error.value))
+        except TypeError as error:  # of OmegaConf, for a mapping in place of a list
+            text = f"{self._cls.__name__}: a value has another structure: {error}"
+            self.errors.errors.append(ConfigError(text, key="", value=None))
 
 
 def with_whole_key(error: MControllerError, whole: type[Any], section: Sequence[str]) -> MControllerError:
@@ -238,12 +246,20 @@ def _is_field(cls: type[Any] | None, path: Sequence[str]) -> bool:
     return _is_field(nested_config(cls, path[0]), path[1:])
 
 
-def _merged(cls: type[Any], layers: Sequence[DictConfig], at: Sequence[str] = ()) -> DictConfig:
-    """Return the values of all layers, with those that ``find_fields`` supplies; ``at`` leads to the section."""
-    config = typing.cast(DictConfig, OmegaConf.merge(_defaults(cls), *layers))
-    if fields := _found_fields(cls, config, "".join(f"{key}." for key in at)):
-        config = typing.cast(DictConfig, OmegaConf.merge(_defaults(cls), fields, *layers))
-    return config
+def _merged(layers: Sequence[DictConfig]) -> DictConfig:
+    """Return the values of all layers, without types and defaults."""
+    try:
+        return typing.cast(DictConfig, OmegaConf.merge(*layers))
+    except (OmegaConfBaseException, TypeError) as error:
+        raise ConfigError(f"the configuration cannot be merged: {_line(error)}", key="", value=None) from error
+
+
+def _plain(config: DictConfig) -> dict[str, Any]:
+    return typing.cast(dict[str, Any], OmegaConf.to_container(config, resolve=False))
+
+
+def _typed(cls: type[Any], *layers: Any) -> DictConfig:
+    return typing.cast(DictConfig, OmegaConf.merge(_defaults(cls), *layers))
 
 
 def _defaults(cls: type[Any]) -> DictConfig:
@@ -253,18 +269,14 @@ def _defaults(cls: type[Any]) -> DictConfig:
     return _defaults_by_class[cls]
 
 
-def _without_value(layers: Sequence[DictConfig], key: str) -> bool:
-    """Remove the values of a rejected key from the layers, so that other errors are found; False if there are none.
+def _remove_named(config: DictConfig, key: str) -> list[str]:
+    """Remove the values of a rejected key, so that other errors are found, and return their names.
 
     The key of a check may lack the first parts of the dotted name.
     """
-    removed = False
-    for layer in layers:
-        for path in _leaves(typing.cast(dict[Any, Any], OmegaConf.to_container(layer, resolve=False)), ()):
-            name = ".".join(map(str, path))
-            if key and (name == key or name.endswith(f".{key}")):
-                removed = _remove(layer, path) or removed
-    return removed
+    names = {".".join(map(str, path)): path for path in _leaves(_plain(config), ())}
+    removed = [name for name in names if key and (name == key or name.endswith(f".{key}"))]
+    return [name for name in removed if _remove(config, names[name])]
 
 
 def _leaves(values: Mapping[Any, Any], path: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
@@ -285,6 +297,10 @@ def _remove(layer: DictConfig, path: Sequence[Any]) -> bool:
     if there:
         del node[path[-1]]
     return there
+
+
+def _layers(sources: Iterable[Any], overrides: Iterable[str]) -> list[DictConfig]:
+    return [*map(_layer, sources), _layer_of_overrides(list(overrides))]
 
 
 def _layer(source: Any) -> DictConfig:
@@ -343,28 +359,6 @@ def _parsed(content: bytes, what: str, key: str) -> Any:
 def _line(error: Exception) -> str:
     """Return an error of several lines in one, with the place that YAML names."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]
-
-
-def _found_fields(cls: type[Any], config: DictConfig, prefix: str) -> dict[str, Any]:
-    """Return the values that ``find_fields`` of ``cls`` and of its nested dataclasses supply."""
-    missing = [item.name for item in dataclasses.fields(cls) if OmegaConf.is_missing(config, item.name)]
-    fields: dict[str, Any] = {}
-    present = [item.name for item in dataclasses.fields(cls) if item.name not in missing]
-    for name in present:
-        nested = nested_config(cls, name)
-        if nested is not None and isinstance(config[name], DictConfig):
-            below = _found_fields(nested, config[name], f"{prefix}{name}.")
-            fields |= {name: below} if below else {}
-    if hasattr(cls, "find_fields"):
-        fields |= cls.find_fields(dict(_known_values(config, present)), missing, prefix)
-    return fields
-
-
-def _known_values(config: DictConfig, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
-    """Yield values with their names, but not those that refer to a value which ``find_fields`` has yet to supply."""
-    for name in names:
-        with contextlib.suppress(InterpolationToMissingValueError):
-            yield name, config[name]
 
 
 def _misfits(
