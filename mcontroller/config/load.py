@@ -139,7 +139,8 @@ class _Sections:
         if config is None:
             return None
         missing = sorted(OmegaConf.missing_keys(config))
-        if names := [name for name in missing if name not in self._removed]:
+        names = [name for name in missing if name not in self._removed]
+        if names and not self.errors.errors:  # an error of find_fields says what is missing
             text = f"{self._cls.__name__} needs a value for {', '.join(names)}"
             self.errors.errors.append(ConfigError(text, key=names[0], value=None, keys=names))
         self._replaced = [name for name in missing if name in self._removed]
@@ -153,7 +154,7 @@ class _Sections:
         """Return the values with their types, defaults, and what ``find_fields`` supplies; None if one does not fit."""
         with self._collected():
             config = _typed(self._cls, given)
-            fields = self._found_fields(self._cls, config, ())
+            fields = self.errors.attempt(lambda: self._found_fields(self._cls, config, ()))
             return _typed(self._cls, fields, given) if fields else config
         return None
 
@@ -198,7 +199,7 @@ class _Sections:
                 fields |= {name: below} if below else {}
         if hasattr(cls, "find_fields"):
             prefix = "".join(f"{key}." for key in path)
-            fields |= self.errors.attempt(lambda: cls.find_fields(dict(known), missing, prefix)) or {}
+            fields |= cls.find_fields(dict(known), missing, prefix)
         return fields
 
     @contextlib.contextmanager
