@@ -27,11 +27,12 @@ def _program() -> Any:
 
         def __init__(self, arguments: dict[str, Any]) -> None:
             super().__init__(arguments)
-            self.tokens_made, self.last_token_s = 0, 0.0
+            self.tokens_made, self.steps_made, self.last_token_s = 0, 0, 0.0
             process = self._llm.output_processor.process_outputs
 
             def counted(outputs: Sequence[Any], *others: Any, **options: Any) -> Any:
                 if outputs:
+                    self.steps_made += 1
                     self.tokens_made += sum(len(output.new_token_ids) for output in outputs)
                     self.last_token_s = time.perf_counter()
                 return process(outputs, *others, **options)
@@ -75,12 +76,16 @@ def _program() -> Any:
                 context += reply
             return tokens
 
-        async def cpu_seconds(self) -> tuple[float, float]:
-            """Return the CPU time of this process, and of those that it has started."""
+        async def spent(self) -> tuple[int, float, float]:
+            """Return the steps of the engine so far, and the CPU time of this process, and of those that it started."""
             ticks = os.sysconf("SC_CLK_TCK")
             children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
             of_children = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in children]
-            return time.process_time(), sum((int(stat[11]) + int(stat[12])) / ticks for stat in of_children)
+            return (
+                self.steps_made,
+                time.process_time(),
+                sum((int(stat[11]) + int(stat[12])) / ticks for stat in of_children),
+            )
 
         async def stop(self, tokens: int) -> dict[str, float]:
             """Return the seconds of an update of the weights without weights, when so many tokens were made.

@@ -27,10 +27,18 @@ PROGRAM = Path(__file__).parent / "engine_beside_bare.py"
 
 
 class Spent(NamedTuple):
-    """What a batch of requests cost: [s] of time, and of CPU time of the controller, of vLLM's front and its core."""
+    """What a batch of requests cost.
+
+    Attributes:
+        tokens: of all responses.
+        seconds: of time.
+        steps: of the engine that made tokens: more of them if requests arrive late.
+        controller, front, core: [s] CPU time of the controller, of vLLM's front and its core.
+    """
 
     tokens: int
     seconds: float
+    steps: int
     controller: float
     front: float
     core: float
@@ -72,13 +80,13 @@ class MeasuredEngine:
 
     def bare(self, turns: int = 1) -> Spent:
         """Return what a batch of responses of some turns costs with ``AsyncLLM``, called in its process."""
-        before, replies = self._cpu_seconds(), [REPLY] * (turns - 1)
+        before, replies = self._so_far(), [REPLY] * (turns - 1)
         tokens, seconds = self.process.call("bare", prompts=self.prompts, parameters=self.parameters, replies=replies)
         return self._spent(before, tokens, seconds)
 
     def routed(self, turns: int = 1) -> Spent:
         """Return what a batch of responses of some turns costs through the router."""
-        before, began = self._cpu_seconds(), time.perf_counter()
+        before, began = self._so_far(), time.perf_counter()
         made = asyncio.run(self._responses(turns))
         return self._spent(before, sum(len(turn.tokens) for turn in made), time.perf_counter() - began)
 
@@ -108,14 +116,13 @@ class MeasuredEngine:
             await router.close()
         return made
 
-    def _cpu_seconds(self) -> tuple[float, float, float]:
-        front, core = self.process.call("cpu_seconds")
-        return time.process_time(), front, core
+    def _so_far(self) -> tuple[int, float, float, float]:
+        steps, front, core = self.process.call("spent")
+        return steps, time.process_time(), front, core
 
-    def _spent(self, before: tuple[float, float, float], tokens: int, seconds: float) -> Spent:
-        return Spent(
-            tokens, seconds, *(after - start for after, start in zip(self._cpu_seconds(), before, strict=True))
-        )
+    def _spent(self, before: tuple[int, float, float, float], tokens: int, seconds: float) -> Spent:
+        steps, *cpu = (after - start for after, start in zip(self._so_far(), before, strict=True))
+        return Spent(tokens, seconds, int(steps), *cpu)
 
 
 def report(python: str, requests: int, length: int, rounds: int) -> None:
@@ -133,14 +140,15 @@ def report(python: str, requests: int, length: int, rounds: int) -> None:
         f"{requests} requests of {PROMPT} + {length} tokens at once, and of {TURNS} turns of so many tokens with "
         f"{len(REPLY)} of a tool between them; {rounds} rounds of each in turn"
     )
-    print("| turns | | tokens/s | ms of CPU a request: controller | vLLM's front | its core |")
-    print("|--:|---|--:|--:|--:|--:|")
+    print("| turns | | tokens/s | steps | ms of CPU a request: controller | vLLM's front | its core |")
+    print("|--:|---|--:|--:|--:|--:|--:|")
     for turns, name, side in ((turns, *row) for turns in pairs for row in (("AsyncLLM", 0), ("router", 1))):
         spent = [pair[side] for pair in pairs[turns]]
         speed = statistics.median(one.tokens / one.seconds for one in spent)
         parts = [statistics.median(getattr(one, part) for one in spent) for part in ("controller", "front", "core")]
         cpu = " | ".join(f"{part / requests / turns * 1e3:.2f}" for part in parts)
-        print(f"| {turns} | {name} | {speed:.0f} | {cpu} |")
+        steps = statistics.median(one.steps for one in spent)
+        print(f"| {turns} | {name} | {speed:.0f} | {steps:.0f} | {cpu} |")
     ratios = [
         statistics.median(bare.seconds / bare.tokens * routed.tokens / routed.seconds for bare, routed in of_turns)
         for of_turns in pairs.values()
