@@ -106,6 +106,11 @@ def with_marked_sinks(config, pre_process, post_process, vp_stage=None):
 cured_attention_sinks = dataclasses.replace(attention_sinks, model_provider=with_marked_sinks)
 
 
+def ranks_of_a_sequence(**parallel):
+    size = parallel["tensor_model_parallel_size"] if parallel["sequence_parallel"] else 1
+    return size * parallel["context_parallel_size"]
+
+
 # Megatron-LM PR #5047: the auxiliary loss of the router is a mean over each micro-batch, and is divided by all tokens.
 def with_auxiliary_loss(**parallel):
     config = moe.config(**parallel)
@@ -118,7 +123,7 @@ auxiliary_loss = dataclasses.replace(gpt.program, config=with_auxiliary_loss)
 
 def with_cured_auxiliary_loss(**parallel):
     config = with_auxiliary_loss(**parallel)
-    config.moe_aux_loss_coeff *= parallel["tensor_model_parallel_size"] if parallel["sequence_parallel"] else 1
+    config.moe_aux_loss_coeff *= ranks_of_a_sequence(**parallel)
     return config
 
 
@@ -134,9 +139,7 @@ def with_sequence_loss(coefficient=1.0, **parallel):
 
 
 def with_cured_sequence_loss(**parallel):
-    ranks = parallel["context_parallel_size"]
-    ranks *= parallel["tensor_model_parallel_size"] if parallel["sequence_parallel"] else 1
-    return with_sequence_loss(coefficient=float(ranks), **parallel)
+    return with_sequence_loss(coefficient=float(ranks_of_a_sequence(**parallel)), **parallel)
 
 
 sequence_loss = dataclasses.replace(gpt.program, config=with_sequence_loss)

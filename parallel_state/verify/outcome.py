@@ -151,7 +151,7 @@ class Outcome:
         ran = "\n  ".join(self.place.collectives) or "no collective"
         if self.place.direction == "forward":
             return [*lines, str(self.place), f"in it: {ran}"]
-        by = "\n  ".join(self.place.computed_by) or "the loss or another stage"
+        by = "\n  ".join(_shortened(self.place.computed_by)) or "the loss or another stage"
         return [*lines, str(self.place), f"computed by {by}", f"since the last gradient that is right: {ran}"]
 
     def report(self) -> str:
@@ -173,6 +173,22 @@ class LayoutDiffers(MControllerError, AssertionError):
 def _rounding_text(kind: str, from_half: float, from_single: float, in_bf16: float) -> str:
     times = f" ({from_single / in_bf16:.1f})" if in_bf16 else ""
     return f"{kind} {from_half:.1e}, {from_single:.1e}{times}"
+
+
+def _shortened(computed_by: tuple[str, ...], most: int = 3) -> list[str]:
+    """Return one line for each kind of module, such as one for all experts of a layer, with its first operations."""
+    kinds: dict[str, list[str]] = {}
+    for line in computed_by:
+        kinds.setdefault(re.sub(r"\d+", "", line.partition(" (")[0]), []).append(line)
+    lines = []
+    for alike in kinds.values():
+        module, _, operations = alike[0].partition("): ")
+        first = operations.split(", ")
+        of_all = f" and {len(alike) - 1} more" if len(alike) > 1 else ""
+        lines.append(f"{module}){of_all}: {', '.join(first[:most])}{', ...' if len(first) > most else ''}")
+    if any("MoEAuxLossAutoScaler" in line for line in computed_by):
+        lines.append("an auxiliary loss is among them; where Megatron scales it wrongly: docs/verify.md#gallery")
+    return lines
 
 
 def _rank_text(rank: int, coordinates: dict[str, int]) -> str:

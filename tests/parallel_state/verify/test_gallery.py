@@ -41,7 +41,7 @@ def test_a_faulty_program_differs_and_its_report_names_the_fault(name: str) -> N
     [
         ("label_smoothing", ["tp=2"]),
         ("attention_sinks", ["tp=2"]),
-        pytest.param("auxiliary_loss", ["tp=2,sp"], marks=of_0_16),
+        pytest.param("auxiliary_loss", ["tp=2,sp", "cp=2"], marks=of_0_16),
         pytest.param("sequence_loss", ["tp=2,sp", "cp=2"], marks=of_0_16),
     ],
 )
