@@ -157,6 +157,8 @@ class AsynchronousGenerations(Generations):
         if isinstance(self._rollout_fn, Episodes):
             self._episodes = self._rollout_fn.another()
             self._episodes.connect(self._trajectories)
+            if not self.log.replays:
+                self._episodes.start_processes()
 
     def close(self) -> None:
         """End the processes of episodes."""
@@ -455,7 +457,11 @@ class AsynchronousGenerations(Generations):
         return {name: float(count) for name, count in counts.items()} | self.balance.take_step()
 
     def summary(self) -> str:
-        """Return a line on the balance of the run."""
+        """Return a line on the balance of the run, or on how far it has replayed another one."""
+        if self.log.replays:
+            same = "settings and prompts" if self._weights.fingerprint is None else "settings, prompts and weights"
+            recorded = int(self.log.files()[-1].stem) + 1
+            return f"replayed up to batch {self.log.count} of {recorded}, with the same {same}"
         return "" if self._rollout is None else self.balance.line(self._rollout.world_size)
 
     # ---- steps of the engines ---------------------------------------------------------------------------------------

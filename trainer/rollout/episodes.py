@@ -16,7 +16,7 @@ import struct
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import wait
@@ -81,6 +81,7 @@ class _Host:
     def __init__(self, episodes: Callable[[Callable[[Any], None]], EpisodeLoop] | None = None) -> None:
         self.running: dict[int, _Running] = {}
         self.kill_at = float("inf")
+        self.replaced = 0
         self._out: deque[bytes] = deque()
         if episodes is not None:
             self._loop = episodes(lambda message: self._out.append(pickle.dumps(message)))
@@ -122,7 +123,7 @@ class _ProcessHost(_Host):
 
     def __init__(self, helper: HelperProcess) -> None:
         super().__init__()
-        self._helper, self.connection = helper, helper.connection
+        self._helper, self.connection, self.replaced = helper, helper.connection, helper.replaced
         with socket.fromfd(self.connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as ours:
             for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
                 ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(STALL_S), 0))
@@ -215,6 +216,23 @@ class Episodes:
         if self.rollout is None:
             raise ConfigError("the episodes have no rollout yet: call connect(rollout) first", key="rollout")
         return self.rollout
+
+    def start_processes(self) -> None:
+        """Start the processes that are missing, all at the same time: each imports for seconds."""
+        missing = self.processes - len(self._hosts)
+        if missing <= 0:
+            return
+        with ThreadPoolExecutor(missing) as threads:
+            starting = [threads.submit(self._process) for _ in range(missing)]
+        started = [future.result() for future in starting if future.exception() is None]
+        self._hosts += started
+        self.replaced += sum(host.replaced for host in started)
+        for future in starting:
+            future.result()  # raises the error of a process that did not start
+
+    def _process(self) -> _ProcessHost:
+        first = self.episode, self.options, self.tokenizer
+        return _ProcessHost(HelperProcess.start(SERVER, first, "the episode", "multi_turn.episode"))
 
     @property
     def busy(self) -> bool:
@@ -356,8 +374,7 @@ class Episodes:
 
     def _begin(self, running: _Running) -> bool:
         """Start the first waiting episode, if there is a host for it."""
-        if len(self._hosts) < self.processes:
-            self._hosts.append(self._process())
+        self.start_processes()
         free = [host for host in self._hosts if not any(running.alone for running in host.running.values())]
         if not free or (running.alone and all(host.running for host in free)):
             return False
@@ -369,12 +386,6 @@ class Episodes:
         longest = self._connected().limits["response_length"]
         self._send(host, ("start", running.number, running.problem, running.seed, longest))
         return True
-
-    def _process(self) -> _ProcessHost:
-        first = self.episode, self.options, self.tokenizer
-        helper = HelperProcess.start(SERVER, first, "the episode", "multi_turn.episode")
-        self.replaced += helper.replaced
-        return _ProcessHost(helper)
 
     def _send(self, host: _Host, message: tuple[Any, ...]) -> None:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,30 @@ def expected(prompt: list[int], seed: int) -> Trajectory:
             if made.turns > 3 or len(made.tokens) + 2 >= RESPONSE:
                 return made
             made.replied([50, 50 + made.turns])
+
+
+@pytest.mark.processes
+def test_processes_start_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each import waits for that of the other process."""
+    monkeypatch.setenv("STARTING", f"{os.getpid()} {tmp_path}")
+    (tmp_path / "meets.py").write_text(
+        "import os, pathlib, time\n"
+        "pid, folder = os.environ['STARTING'].split()\n"
+        "if os.getpid() != int(pid):\n"
+        "    pathlib.Path(folder, f'{os.getpid()}.began').touch()\n"
+        "    while len(list(pathlib.Path(folder).glob('*.began'))) < 2:\n"
+        "        time.sleep(0.01)\n"
+        "async def episode(rollout, problem):\n"
+        "    return await rollout.submit(problem['prompt_ids'])\n"
+    )
+    episodes = Episodes(f"{tmp_path / 'meets.py'}:episode", processes=2)
+    episodes.connect(a_rollout())
+    episodes.start_processes()
+    assert len(list(tmp_path.glob("*.began"))) == 2
+    future = episodes.start({"prompt_ids": [3]}, seed=1)
+    episodes.run()
+    assert future.result().tokens and len(list(tmp_path.glob("*.began"))) == 2
+    episodes.close()
 
 
 def test_an_episode_has_exactly_the_tokens_of_engine_and_tools() -> None:
