@@ -122,6 +122,7 @@ def test_a_replay_generates_nothing_and_has_the_same_weights(tmp_path: Path, opt
     config = sliced_config(STEPS, tmp_path / "replay", **options, replay=str(tmp_path / "run"))
     replay, again = run(config, callbacks=[repeated])
     assert table(replay).equal(table(whole)) and SlicedActor.slices == []
+    assert f"batch {STEPS} of {STEPS}" in replay.step.generations.summary()
     for name in ("train/score", "training/staleness_mean", "asynchronous/dropped_groups"):
         assert [line[name] for line in again] == [line[name] for line in lines]
     for batch, other in zip(batches.seen, repeated.seen, strict=True):
@@ -359,9 +360,9 @@ def test_the_shares_of_time_name_the_pool_that_is_too_slow(tmp_path: Path) -> No
         assert line["asynchronous/queue_complete"] <= line["asynchronous/queue_groups"] == 16
     balance = trainer.step.generations.balance
     balance.waited, balance.idle, balance.elapsed = 5.0, 0.0, 10.0
-    assert balance.line(4).endswith("the pool of the rollout is too slow, 8 ranks instead of 4 would balance it")
+    assert balance.line(4).endswith("the pool of the rollout is too slow, 8 instead of 4 ranks would balance it")
     balance.waited, balance.idle = 0.0, 5.0
-    assert balance.line(4).endswith("the pool of the rollout is too fast, 2 ranks instead of 4 would balance it")
+    assert balance.line(4).endswith("the pool of the rollout is too fast, 2 instead of 4 ranks would balance it")
     balance.idle = 0.1
     assert balance.line(4).endswith(": balanced")
     CALLS.clear()

@@ -49,7 +49,9 @@ CONFIG: FileShape = {
     "pools": {"*": _NODES},
 }
 SUMMARY: FileShape = {
-    "processes": [{"command": str, "host": str, "commit": str, "versions": {}, "started": str, "changes": {}}],
+    "processes": [
+        {"command": str, "host": str, "commit": str, "versions": {}, "started": str, "changes": {}, "config": CONFIG}
+    ],
     "wall_s": NUMBER,
     "restarts": NUMBER,
     "results": {},
@@ -69,7 +71,7 @@ class RunFiles:
 
     Attributes:
         directory: the run's directory.
-        config: the configuration; empty if there is none.
+        config: the configuration of the last process; empty if there is none.
         summary: ``summary.json``; empty if there is none.
         saved: the record of the last save, ``trainer.json``; empty before the first.
         failures: the lines of ``failures.jsonl``.
@@ -125,12 +127,14 @@ def read_run(directory: Path) -> RunFiles:
         expected = "expected a run directory, with config.yaml, metrics.jsonl or summary.json"
         raise DataError(f"{directory} contains no run: {expected}", path=str(directory))
     config = _object(directory / "config.yaml", CONFIG)
+    summary = read_summary(directory)
+    config = (summary.get("processes") or [{}])[-1].get("config") or config  # a resumed run may have changed it
     given = (config.get("trainer") or {}).get("default_local_dir") or "checkpoints"
     checkpoints = moved_path(given, config.get("run_dir") or directory.absolute(), directory)
     return RunFiles(
         directory,
         config,
-        read_summary(directory),
+        summary,
         _object(checkpoints / "trainer.json", {}),
         _failures(checkpoints / "failures.jsonl"),
         _holder(directory / "run.lock") or _holder(checkpoints / "run.lock"),

@@ -70,4 +70,4 @@ class Balance:
         if wanted == ranks:
             return f"{text}: the pool of the rollout has the best size, {ranks}"
         speed = "slow" if wanted > ranks else "fast"
-        return f"{text}: the pool of the rollout is too {speed}, {wanted} ranks instead of {ranks} would balance it"
+        return f"{text}: the pool of the rollout is too {speed}, {wanted} instead of {ranks} ranks would balance it"

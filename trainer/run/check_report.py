@@ -210,13 +210,21 @@ def memory_table(outcomes: Mapping[str, Outcome], *, on_gpu: bool = True) -> lis
         stage, rank = max(outcome.stages.items(), key=lambda item: outcome.uses[item[1]].peak)
         use = outcome.uses[rank]
         sizes = [*(use.by_kind.get(kind, 0) for kind in KINDS), use.peak, use.peak - use.unneeded]
-        rows.append((name, str(stage), *(f"{size / _GB:.2f}" for size in sizes)))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+        section, _, method = name.partition(".")
+        if (f"{section}:",) not in rows:
+            rows.append((f"{section}:",))
+        rows.append((f"  {method}", str(stage), *(f"{size / _GB:.2f}" for size in sizes)))
+    widths = [max(map(len, column)) for column in zip(*(row for row in rows if len(row) > 1), strict=True)]
+    lines = [
+        " ".join(
+            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=False))]
+        ).rstrip()
+        for row in rows
+    ]
     lines += [f"{name}: no memory is known, {one.failure}" for name, one in outcomes.items() if one.failure]
     where = "on a GPU" if on_gpu else "in a process"
     return [
-        f"GB (2**30 bytes) {where} of the stage that needs the most; needed: without parts that can be in host memory",
+        f"GB (2**30 bytes) {where}, at the stage of the largest peak; needed: less what a host can hold",
         *lines,
     ]
 

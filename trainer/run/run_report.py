@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import shlex
@@ -65,6 +66,7 @@ class RunReport:
             "host": socket.gethostname(),
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "changes": changed_fields(config),
+            "config": dataclasses.asdict(config),
         }
 
     def begin(self) -> None:
@@ -80,6 +82,8 @@ class RunReport:
             lost = f"; {self._done - step} later steps are lost" if self._done > step else ""
             self._print(f"resuming from step {step} of {total}, saved {minutes:.0f} min ago{lost}")
         before = self._before()
+        for earlier in before.get("processes", []):
+            earlier.pop("config", None)
         self._first = before.get("first_results", {}) if self._trainer.resume else {}  # else of a run without a save
         self._write({**before, "first_results": self._first, "processes": [*before.get("processes", []), process]})
 

@@ -84,6 +84,11 @@ def test_a_replay_begins_at_the_oldest_checkpoint_if_earlier_records_are_deleted
     configs = []
     monkeypatch.setattr(training, "train", lambda config, console: configs.append(config))
     run = make_run("checkpoints")
+    resumed = {
+        "command": "resume",
+        "config": {"trainer": {"total_training_steps": 70}},
+    }  # further than config.yaml says
+    (run / "summary.json").write_text(json.dumps({"processes": [{"command": "train"}, resumed]}))
     save(run / "checkpoints", 3)
     (run / "checkpoints" / "actor" / "global_step_3").mkdir(parents=True)
     (run / "checkpoints" / "trajectories").mkdir()
@@ -93,6 +98,7 @@ def test_a_replay_begins_at_the_oldest_checkpoint_if_earlier_records_are_deleted
     assert main(["train", "--replay", str(run), *ahead]) == 0
     replay = Path(f"{run}-replay")
     [config] = configs
+    assert config.trainer.total_training_steps == 70
     assert config.trainer.asynchronous.replay == str(run / "checkpoints") and config.run_dir == str(replay)
     assert config.trainer.resume == resumes == (replay / "checkpoints" / "actor" / "global_step_3").is_dir()
     if resumes:
