@@ -57,6 +57,8 @@ def install(*, packages: Collection[str] = ()) -> bool:
         # what every command would print: ``megatron`` replaces these packages, and Megatron's own default is deprecated
         for message in ("(Transformer Engine and )?Apex (is|are) not installed", "full scope is deprecated"):
             warnings.filterwarnings("ignore", message, UserWarning, r"megatron\.core\b")
+        # deprecated functions of torch, which Megatron calls
+        warnings.filterwarnings("ignore", category=FutureWarning, module=r"(megatron\.core|torch\.distributed)\b")
         torch_cuda.patch_cuda()
         gloo.patch_collectives()
         products.patch_products()

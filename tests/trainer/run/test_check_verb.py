@@ -52,7 +52,9 @@ def test_the_roles_of_a_run_are_printed_without_starting_anything(capsys: pytest
     assert main(["check", *config]) == 0
     printed = capsys.readouterr().out
     assert "critic: 4 ranks" in printed and "actor_rollout_ref: 4 of 4 processes generate" in printed
-    assert "GPU" not in printed.replace("0 GPUs", "") and "in a process of the stage" in printed
+    assert "GPU" not in printed.replace("0 GPUs", "") and "GB (2**30 bytes) in a process" in printed
+    table = printed[printed.index("GB (2**30 bytes)") :].splitlines()
+    assert len(table) > 8 and max(map(len, table)) <= 100
     assert "checkpoints: after the step that ends 10 minutes after the last (trainer.save_minutes); the" in printed
     changed = ["pool.use_gpu=true", "trainer.save_freq=25", "critic.ppo_mini_batch_size=100"]
     assert main(["check", *config, *changed, "--layouts"]) == 0

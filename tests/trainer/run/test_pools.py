@@ -200,7 +200,12 @@ def test_check_prints_every_role_and_resource_by_pool(
     crossing = {line.partition(":")[0] for line in lines if "axis tp crosses nodes" in line}
     assert crossing == {"actor_rollout_ref", "ref"}
     start, end = (next(at for at, line in enumerate(lines) if line.startswith(text)) for text in ("GB (2", "GiB on"))
-    table = {line.split()[0] for line in lines[start + 2 : end] if line}
+    table, section = set(), ""
+    for line in filter(None, lines[start + 2 : end]):
+        if line.startswith(" "):
+            table.add(f"{section}.{line.split()[0]}")
+        else:
+            section = line.removesuffix(":")
     assert table == {
         *("actor_rollout_ref.update_actor", "actor_rollout_ref.compute_log_prob", "ref.compute_ref_log_prob"),
         *("critic.update_critic", "critic.compute_values", "reward_model.compute_rm_score"),
