@@ -90,12 +90,14 @@ def learning_table(curves: Mapping[str, Mapping[int, Curve]]) -> str:
 
 
 def draw(curves: Mapping[str, Mapping[int, Curve]], path: Path) -> None:
-    """Draw the held-out accuracy over the steps of every run, by algorithm and seed."""
+    """Draw the held-out accuracy over the steps of each algorithm: the mean of its seeds, and the least to the most."""
     figure, axes = pyplot.subplots(figsize=(8, 4), layout="constrained")
-    for color, (algorithm, of_seeds) in zip(matplotlib.color_sequences["tab10"], curves.items(), strict=False):
-        for number, points in enumerate(of_seeds.values()):
-            label = algorithm if number == 0 else None
-            axes.plot(*zip(*points, strict=True), color=color, label=label, alpha=0.7)
+    for algorithm, of_seeds in curves.items():
+        steps = [step for step, _ in next(iter(of_seeds.values()))]
+        accuracies = list(zip(*([accuracy for _, accuracy in points] for points in of_seeds.values()), strict=True))
+        (line,) = axes.plot(steps, [statistics.mean(at_step) for at_step in accuracies], label=algorithm)
+        least, most = zip(*((min(at_step), max(at_step)) for at_step in accuracies), strict=True)
+        axes.fill_between(steps, least, most, color=line.get_color(), alpha=0.1, linewidth=0)
     axes.set(xlabel="step", ylabel="held-out accuracy, greedy", ylim=(0, 1))
     axes.legend()
     path.parent.mkdir(parents=True, exist_ok=True)
