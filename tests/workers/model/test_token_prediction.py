@@ -17,6 +17,7 @@ from mcontroller.data.batch import DataProto
 from mcontroller.errors import ConfigError, DataError
 from parallel_state.releases import language_models
 from tests.ranks import run_ranks
+from tests.workers.generate.test_engine_weights import FaultyEngineWorker
 from tests.workers.roles import (
     FOR_GRADIENTS,
     GREEDY,
@@ -34,6 +35,7 @@ from tests.workers.weights.hf_models import LAYOUTS, ROWS, rows_of, save_model, 
 from workers.config import LoraConfig, ModelConfig, ParallelConfig
 from workers.config.from_hf import model_config_from_hf
 from workers.model.transformer_config import transformer_config
+from workers.weights.verification import WeightsNotArrived
 
 transformers = pytest.importorskip("transformers")
 
@@ -191,6 +193,57 @@ def test_a_hybrid_model_trains_the_same_bits() -> None:
     )
     for rank, other in zip(gpt, hybrid, strict=True):
         assert largest(rank["after"], other["after"]) == 0.0
+
+
+def of_prediction(tensors: dict[str, Tensor]) -> set[str]:
+    return {name for name in tensors if name.startswith(PREFIX)}
+
+
+def leave_out(held: dict[str, Tensor], old: dict[str, Tensor]) -> None:
+    for name in of_prediction(held):
+        del held[name]
+
+
+def sent_to_an_engine(path: Path, axes: dict[str, Any], transformer: dict[str, Any], pattern: str | None) -> Any:
+    """Update an engine twice, which leaves out the layers first; return what it lacks, holds and should hold."""
+    source = model_config_from_hf(path, dtype="float32", transformer=transformer, hybrid_layer_pattern=pattern)
+    rollout = {"verify_weights": "fingerprints"}
+    worker = actor(axes, "actor_rollout", FaultyEngineWorker, model=dataclasses.asdict(source), rollout=rollout)
+    worker.update_actor(own_shard(experience(ROWS), worker))
+    engine = worker.rollout
+    engine.fault = leave_out
+    with pytest.raises(WeightsNotArrived) as raised:
+        worker.generator.current_rollout()
+    engine.fault = None
+    worker.generator.current_rollout()
+    return raised.value, engine.tensors, tensors_of(worker)
+
+
+@pytest.mark.simulated
+@pytest.mark.parametrize("transformer", [TRAINED, KEPT], ids=["trained", "kept"])
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        None,
+        pytest.param(
+            "*-" + "*E" * (LAYERS - 1) + "/*E",
+            marks=pytest.mark.skipif(len(language_models()) == 1, reason="megatron-core has no HybridModel"),
+        ),
+    ],
+    ids=["gpt", "hybrid"],
+)
+def test_an_engine_gets_the_layers_and_reports_those_that_it_leaves_out(
+    pattern: str | None, transformer: dict[str, Any], tmp_path: Path
+) -> None:
+    path = save_with_prediction("glm4_moe", tmp_path)
+    source = saved(path)
+    axes = LAYOUTS["TP2 x PP2 x EP2 with SP"]
+    for error, held, expected in run_ranks(sent_to_an_engine, world_size(axes), path, axes, transformer, pattern):
+        layers = of_prediction(expected)
+        assert set(error.missing) == layers and not error.tensors and not error.unknown
+        assert largest(held, expected) == 0.0
+        moved = {name for name in layers if not torch.equal(held[name], source[name])}
+        assert bool(moved) == (transformer is TRAINED)
 
 
 def load(path: Path) -> None:
