@@ -6,6 +6,7 @@ Both trainings run again, with hooks on all modules in the step that differs. A 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -154,6 +155,7 @@ class _Search:
         self._variant, self._step, self._true, self._ranks = variant, step, true, ranks
         self._length = program.seq_length
         self._tolerance = 4 * tolerance(program, reference)
+        self._scale = functools.cache(self._measured_scale)
 
     def first(self, direction: str) -> DifferingModule | None:
         """Return the first module that differs in the order of the pass, on the lowest rank."""
@@ -255,7 +257,7 @@ class _Search:
         for call, mine in mine_by_call.items():
             is_trained = call[1] < rank.count  # later passes compute scores, of other rows
             wholes = self._wholes(true, call, rank.first) if call[0] == name and is_trained else []
-            scale = self._scale(rank, call) if direction == "backward" else 1.0
+            scale = self._scale(rank.rank, call[1]) if wholes and direction == "backward" else 1.0
             parts = [part for whole in wholes for part in self._parts(whole, rank, call[1])]
             candidates = [part * scale for part in parts if part.shape == mine.shape]
             if candidates:
@@ -278,19 +280,20 @@ class _Search:
             layout.pp > 1 and name in self._true.containers
         )
 
-    def _scale(self, rank: _Recorded, call: ModuleCall) -> float:
-        """Return the factor between the gradients of a micro-batch here and in one process.
+    def _measured_scale(self, number: int, index: int) -> float:
+        """Return the factor between the gradients of a rank's micro-batch and those of one process.
 
         A loss that is averaged over micro-batches is divided by the number of those of a rank, and the gradients are
         averaged over the ranks later. The factor is measured at the output of the model.
         """
+        rank = self._ranks[number]
         for other in self._ranks:
             same = all(other.coordinates.get(axis) == rank.coordinates.get(axis) for axis in ("dp", "cp"))
             model = next((name for name in other.records.containers if "." not in name and name[0].isupper()), None)
-            mine = other.records.gradients.get((model or "", call[1], 0)) if same else None
-            wholes = self._wholes(self._true.gradients, (model or "", call[1], 0), rank.first)
+            mine = other.records.gradients.get((model or "", index, 0)) if same else None
+            wholes = self._wholes(self._true.gradients, (model or "", index, 0), rank.first)
             if mine is not None and wholes:
-                candidates = [part for whole in wholes for part in self._parts(whole, other, call[1])]
+                candidates = [part for whole in wholes for part in self._parts(whole, other, index)]
                 parts = [part for part in candidates if part.shape == mine.shape]
                 if parts:
                     fit = min(parts, key=lambda part: error_between(mine, part * _factor(mine, part)))
