@@ -32,6 +32,13 @@ from parallel_state.verify.results import Record, Result
 from parallel_state.verify.verifier import Verifier
 
 _TOOLKIT = Path(parallel_state.__file__).parents[1]
+_VARIABLES = {
+    "OMP_NUM_THREADS": "1",
+    # kernels with the same bits on every machine of an architecture, and not those for its processor
+    "ATEN_CPU_CAPABILITY": "default",
+    "MKL_CBWR": "COMPATIBLE",
+    "TORCHDYNAMO_DISABLE": "1",  # Megatron imports optimizers that are compiled, for which torch imports its compiler
+}
 _CHILD = "import sys; from parallel_state.verify.commits import write_results; write_results(*sys.argv[1:])"
 
 
@@ -90,7 +97,7 @@ class History:
             raise VerifyError(f"programs have the same name: {' '.join(map(_short_name, programs))}; rename one")
         self.runs = 0
         self._arguments = [str(steps), " ".join(layouts)]
-        versions = [platform.python_version(), torch.__version__, *self._arguments]
+        versions = [platform.machine(), platform.python_version(), torch.__version__, *self._arguments]
         self._keys = {name: " ".join([program, *versions]) for name, program in self.programs.items()}
         self._store = cache / "results.jsonl"
         self._stored: dict[str, list[Result]] = {key: [] for key in self._keys.values()}
@@ -188,7 +195,7 @@ class History:
         output = self._folder / "results.json"
         output.unlink(missing_ok=True)
         in_path = [str(tree), str(Path.cwd()), str(_TOOLKIT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        variables = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(in_path)}
+        variables = {**_VARIABLES, **os.environ, "PYTHONPATH": os.pathsep.join(in_path)}
         done = subprocess.run(
             [sys.executable, "-c", _CHILD, str(output), *self._arguments, *programs],
             cwd=tree,
