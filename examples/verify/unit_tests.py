@@ -43,6 +43,7 @@ def main(line=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkout", type=Path, help="a checkout of Megatron-LM")
     parser.add_argument("--sample", type=int, default=100, help="the number of tests; default: 100")
+    parser.add_argument("--skip", type=int, default=0, help="the number of them to leave out; default: 0")
     parser.add_argument("--seed", type=int, default=0, help="of the sample; default: 0")
     parser.add_argument("--ranks", type=int, default=8, help="default: 8")
     parser.add_argument("--seconds", type=int, default=300, help="the most for a test; default: 300")
@@ -61,7 +62,8 @@ def main(line=None):
         with contextlib.suppress(Exception):
             importlib.import_module(module)
     counts = Counter()
-    for function in random.Random(arguments.seed).sample(list(by_function), min(arguments.sample, len(by_function))):
+    sample = random.Random(arguments.seed).sample(list(by_function), min(arguments.sample, len(by_function)))
+    for function in sample[arguments.skip :]:
         test = random.Random(f"{arguments.seed} {function}").choice(by_function[function])
         before = os.times()
         outcome, error = in_fork(partial(outcome_of, test, arguments.ranks), arguments.seconds) or ("no result", "")
