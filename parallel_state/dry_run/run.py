@@ -226,7 +226,7 @@ def _run(function: Callable[[CountingMode], Use], running: Sequence[int], log: C
     except MControllerError:
         raise
     except Exception as error:  # whatever the program raises: the report has it
-        if "not compiled with CUDA" in str(error):
+        if any(text in str(error) for text in ("not compiled with CUDA", "no NVIDIA driver")):
             raise DryRunError(
                 "a tensor is moved to a CUDA device, which a dry run does not have: name none, as in tensor.cuda(), or "
                 f"torch.cuda.current_device()\n{_line_of(error)}"
