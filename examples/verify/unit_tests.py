@@ -32,7 +32,7 @@ OPTIONS = ["-o", "addopts=", "-q", "-s", "-p", "no:cacheprovider", "--assert=pla
 NEEDS = {
     # without it, Megatron has None or mocks in the place of its layers
     "needs Transformer Engine": r"[Tt]ransformer.?[Ee]ngine|\bTE[A-Z]\w+|fp8|to be not None|got 0\) when instantiating",
-    "needs CUDA": r"CUDA|cuda|nccl|NCCL|Stream",
+    "needs CUDA": r"CUDA|cuda|nccl|NCCL|Stream|a GPU",
     "needs a package": "ModuleNotFoundError|ImportError|not installed|No module named|is required|datasets/utils.py|"
     r"pytest --fixtures|triton|_kernel\[|[Ff]lash|[Aa]pex",
     "needs files": r"/opt/data|/workspace|download|FileNotFoundError",
@@ -108,7 +108,7 @@ def collected():
     return tests, [*names, *(name for name in list(sys.modules) if name.startswith("megatron."))]
 
 
-def outcome_of(test, ranks, packages=("tests",)):
+def outcome_of(test, ranks, packages=("tests", "megatron.training")):
     """Run a test on all ranks, each with packages of its own, and return what becomes of it, with the first error."""
     outcomes, errors = set(), []
     path = Path(test.partition("::")[0])
