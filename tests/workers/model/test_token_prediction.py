@@ -129,7 +129,7 @@ def test_layers_are_exported_as_they_were_and_have_the_gradients_of_transformers
         for rank in ranks:
             gradients = rank["gradients"]
             worst = {key: float((gradients[key] - expected[key]).abs().max()) for key in gradients}
-            assert max(worst.values()) < 2e-6, max(worst.items(), key=lambda item: item[1])
+            assert max(worst.values()) < 4e-6, max(worst.items(), key=lambda item: item[1])
             assert rank["metrics"]["sft/mtp_loss"] == pytest.approx(loss, rel=1e-5)
 
 
