@@ -17,7 +17,7 @@ from parallel_state.dry_run.counting import CountingMode
 from parallel_state.dry_run.memory import storage_of
 from parallel_state.dry_run.outcome import Outcome, Use
 from parallel_state.dry_run.run import dry_run_of
-from parallel_state.dry_run.training import begin, initialize_state, used
+from parallel_state.dry_run.training import begin, free, initialize_state, used
 from workers.columns import ROUTED_EXPERTS
 from workers.config import OptimConfig
 from workers.config.optim import OPTIMIZER_SET_ELSEWHERE
@@ -148,7 +148,9 @@ class RoleCall:
             else:
                 getattr(worker, self.method)(batch)
         del kept
-        use = used(mode, idle, [*worker.state.model, *getattr(worker, "reference", ())])
+        models = [*worker.state.model, *getattr(worker, "reference", ())]
+        use = used(mode, idle, models)
+        free(models)
         use = replace(_without_host_memory(use, unsaved), on_host=0)
         return replace(_without_host_memory(use, on_host), unneeded=unneeded)
 

@@ -84,15 +84,6 @@ class CallLog(CommunicationTrace):
     def complete(self, call: Call) -> None:
         """Do nothing."""
 
-    def clear(self) -> None:
-        """Forget all calls."""
-        self.calls.clear()
-        self.nbytes_of.clear()
-        self.pending.clear()
-        self._order.clear()
-        self._shapes.clear()
-        self._meetings.clear()
-
     def digest(self, rank: int, *, shapes: bool = True) -> str:
         """Return a digest of the calls of a rank, in their order; with the shapes of their tensors."""
         kinds = (self._order, self._shapes) if shapes else (self._order,)
@@ -153,7 +144,7 @@ def run_without_data(
         layout: the layout.
         running: the ranks that run.
         function: what each of them runs; the mode counts its storages and FLOPs.
-        log: records the calls; of ranks that run together, from when they are initialized.
+        log: records the calls.
         together: whether their calls are matched. Otherwise one rank runs after the other, which takes less time and
             the memory of one, and all others are assumed to call what it calls.
         ended: called with the number of ranks that have ended, after each that runs alone.
@@ -165,17 +156,9 @@ def run_without_data(
     cpu.install()
     from megatron.core import parallel_state as mpu  # after cpu.install
 
-    from parallel_state.megatron import MegatronContext
-
-    contexts: dict[int, Any] = {}
-
-    def initialize(rank: int) -> None:
-        dist.init_process_group("gloo", rank=rank, world_size=layout.world_size)
-        contexts[rank] = MegatronContext(layout)
-
     def run(rank: int) -> T:
-        mode = CountingMode(Memory())
-        with contexts[rank].activate(), mode:
+        dist.init_process_group("gloo", rank=rank, world_size=layout.world_size)
+        with CountingMode(Memory()) as mode:
             return function(mode)
 
     simulation = Simulation(
@@ -195,7 +178,7 @@ def run_without_data(
         return rank_groups(*key)  # type: ignore[no-any-return]
 
     # Every rank of N creates a number of groups in proportion to N, most of which it is no member of.
-    initializing = mock.patch.multiple(
+    creating = mock.patch.multiple(
         mpu,
         create_group=create_of_member,
         generate_masked_orthogonal_rank_groups=lambda size, sizes, mask: [
@@ -207,17 +190,12 @@ def run_without_data(
         gc.freeze()  # a collection looks at the objects of the ranks alone, not at those of all imported modules
     try:
         gathering = mock.patch.object(dist, "all_gather_object", _gather_objects)
-        with without_memory(), torch_on_meta(), gathering:
+        with without_memory(), torch_on_meta(), creating, gathering:
             results: dict[int, T] = {}
             for ranks in [running] if together else [[rank] for rank in running]:
-                with initializing:
-                    simulation.run({rank: partial(initialize, rank) for rank in ranks})
-                if together:
-                    log.clear()
                 results |= simulation.run({rank: partial(run, rank) for rank in ranks})
                 if not together:
                     simulation.forget(ranks[0])
-                    contexts.clear()
                     if len(results) % _RANKS_TO_RELEASE == 0:
                         _release()
                     ended(len(results))

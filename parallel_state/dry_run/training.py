@@ -109,11 +109,26 @@ def initialize_state(optimizer: Any) -> None:
 
 def train(program: Program, variant: Variant, dtype: torch.dtype, layers: str, mode: CountingMode) -> Use:
     """Build the model of this rank, make one step, and return what was used."""
+    from parallel_state.megatron import MegatronContext
+
     mode.transformer_engine = layers == "transformer_engine"
-    training = ShapeTraining(program, variant, dtype, mode)
-    idle = begin(mode)
-    training.step()
-    return used(mode, idle, training.models)
+    with MegatronContext(variant.layout).activate():
+        training = ShapeTraining(program, variant, dtype, mode)
+        idle = begin(mode)
+        training.step()
+        use = used(mode, idle, training.models)
+    free(training.models)
+    return use
+
+
+def free(models: list[torch.nn.Module]) -> None:
+    """Delete all attributes of modules, so that the models of many ranks do not stay in memory.
+
+    A dispatcher of tokens keeps a tensor of its last step, whose graph has the weights' nodes, whose hooks have the
+    model: a circle through C++ that no collection finds.
+    """
+    for module in [module for model in models for module in model.modules()]:
+        vars(module).clear()
 
 
 def begin(mode: CountingMode) -> dict[str, int]:
