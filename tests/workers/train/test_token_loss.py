@@ -36,7 +36,7 @@ EXPERTS = {
     "moe_ffn_hidden_size": 32,
     "transformer": {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.2},
 }
-TOLERANCE = 2e-6  # of gradients up to 0.5
+TOLERANCE = 1e-5  # of gradients up to 0.5: 3e-6 on one processor, less on another
 
 
 def log_ratio_of_pairs(rows: TokenBatch, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
