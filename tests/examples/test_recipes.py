@@ -55,6 +55,8 @@ def test_a_recipe_is_right_and_fits(name, rows, tmp_path, capsys):
     assert peak is not None and float(peak[1]) < 80, printed
     (documented,) = re.findall(rf"`{re.escape(name)}`.*\| ([\d.]+) \|", (RECIPES / "README.md").read_text())
     assert float(documented) == pytest.approx(float(peak[1]), rel=0.02)
+    beside = (RECIPES / f"{name}.txt").read_text().splitlines()
+    assert [line for line in beside if line not in printed.splitlines()] == []
 
 
 @pytest.mark.processes  # so do the engines of a configuration

@@ -245,7 +245,7 @@ def test_memory_is_that_of_the_ranks_of_the_roles_own_pool(
         assert main(["check", str(config_file), *big, *batch, "rollout.parallel.tp=1", pool]) == 0
         lines = [line.split() for line in capsys.readouterr().out.splitlines()]
         header = next(line for line in lines if line[:2] == ["call", "stage"])
-        row = next(line for line in lines if line[:1] == ["rollout.generate_sequences"])
+        row = next(line for line in lines if line[:1] == ["generate_sequences"])
         return float(row[header.index("activations")])
 
     assert activations("[1]") == pytest.approx(2 * activations("[2]"), rel=0.01)  # of half of the rows
