@@ -138,7 +138,9 @@ class _Sections:
         config = self.completed(given)
         if config is None:
             return None
-        missing = sorted(OmegaConf.missing_keys(config))
+        missing = list[str]()
+        with contextlib.suppress(OmegaConfBaseException):  # of a reference, which the section reports
+            missing = sorted(OmegaConf.missing_keys(config))
         names = [name for name in missing if name not in self._removed]
         if names and not self.errors.errors:  # an error of find_fields says what is missing
             text = f"{self._cls.__name__} needs a value for {', '.join(names)}"
@@ -162,8 +164,9 @@ class _Sections:
         """Return the instance of a section; None if it cannot be built."""
         values = dict[str, Any]()
         for item in dataclasses.fields(cls):
-            with self._collected():
-                value, here = config[item.name], (*path, item.name)
+            here = *path, item.name
+            with self._collected(here):
+                value = config[item.name]
                 nested, mapped = nested_config(cls, item.name), mapped_config(cls, item.name)
                 if nested is not None and isinstance(value, DictConfig):
                     value = self._section(nested, value, here)
@@ -191,7 +194,7 @@ class _Sections:
         missing = [item.name for item in dataclasses.fields(cls) if OmegaConf.is_missing(config, item.name)]
         fields, known = dict[str, Any](), dict[str, Any]()
         for name in (item.name for item in dataclasses.fields(cls) if item.name not in missing):
-            with contextlib.suppress(InterpolationToMissingValueError):  # which find_fields has yet to supply
+            with contextlib.suppress(OmegaConfBaseException):  # such as a reference to what is yet to be supplied
                 known[name] = config[name]
             nested = nested_config(cls, name)
             if nested is not None and isinstance(known.get(name), DictConfig):
@@ -203,14 +206,14 @@ class _Sections:
         return fields
 
     @contextlib.contextmanager
-    def _collected(self) -> Iterator[None]:
-        """Collect an error of OmegaConf; a missing value has been reported."""
+    def _collected(self, path: Sequence[str] = ()) -> Iterator[None]:
+        """Collect an error of OmegaConf, which may not know its key; a missing value has been reported."""
         try:
             yield
         except (MissingMandatoryValue, InterpolationToMissingValueError):
             pass
         except OmegaConfBaseException as error:
-            key, reason = error.full_key or str(error.key), str(error).splitlines()[0]
+            key, reason = error.full_key or ".".join(path) or str(error.key), str(error).splitlines()[0]
             self.errors.errors.append(ConfigError(f"{key}: {reason}", key=key, value=error.value))
         except TypeError as error:  # of OmegaConf, for a mapping in place of a list
             text = f"{self._cls.__name__}: a value has another structure: {error}"
