@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import statistics
 import time
@@ -24,6 +25,9 @@ VOCAB, PROMPT, EOS, PAD = 4096, 64, 2, 0
 TURNS, REPLY = 3, [7] * 16
 TOKEN = "benchmark"
 PROGRAM = Path(__file__).parent / "engine_beside_bare.py"
+# The controller and vLLM's front have a CPU of their own, as beside a GPU: if one of them interrupts a thread of the
+# engine's core, all others of it wait.
+THREADS = max(1, (os.cpu_count() or 1) - 1)
 
 
 class Spent(NamedTuple):
@@ -65,7 +69,7 @@ class MeasuredEngine:
         self.length = length
         self.process = EngineProcess(
             engine_arguments(self.config, str(policy_folder(self.config)), None),
-            engine_environment([]),
+            engine_environment([]) | {"OMP_NUM_THREADS": str(THREADS)},
             start_timeout_s=600.0,
             silence_timeout_s=600.0,
             python=python,
@@ -138,7 +142,7 @@ def report(python: str, requests: int, length: int, rounds: int) -> None:
         engine.close()
     print(
         f"{requests} requests of {PROMPT} + {length} tokens at once, and of {TURNS} turns of so many tokens with "
-        f"{len(REPLY)} of a tool between them; {rounds} rounds of each in turn"
+        f"{len(REPLY)} of a tool between them; {rounds} rounds of each in turn; threads of the engine's core: {THREADS}"
     )
     print("| turns | | tokens/s | steps | ms of CPU a request: controller | vLLM's front | its core |")
     print("|--:|---|--:|--:|--:|--:|--:|")
