@@ -46,16 +46,11 @@ def parity(session: Session) -> Iterator[Row]:
     """Compare every case of one process with the CPU: both get the same weights, batch and random numbers."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     runs = [(name, dtype) for name in (["dense"] if session.tiny else ONE_PROCESS) for dtype in DTYPES]
-    jobs = [_job(on_one_device, name, dtype) for name, dtype in runs]
-    jobs += [
-        _job(at_checkpoint, "dense", dtype, "local", str(session.folder / f"cpu {dtype}"), False) for dtype in DTYPES
-    ]
-    on_cpu = without_gpus(alone)(jobs)
-    for (name, dtype), expected in zip(runs, on_cpu, strict=False):
+    on_cpu = without_gpus(alone)([_job(on_one_device, name, dtype) for name, dtype in runs])
+    for (name, dtype), expected in zip(runs, on_cpu, strict=True):
         for layers in LAYERS:
             [results] = alone([_job(on_one_device, name, dtype, layers)])
             yield from case_rows(_name(name, dtype, layers), _precision(dtype, layers), results, expected)
-    yield from _resumed(session, dict(zip(DTYPES, on_cpu[len(runs) :], strict=True)))
 
 
 def _job(function: Callable[..., Any], case: str, dtype: str, layers: str = "local", *arguments: Any) -> Job:
@@ -102,7 +97,7 @@ def score_difference(precision: str, scores: torch.Tensor, expected: torch.Tenso
     return float((scores.double() - expected.double()).abs().sum() / (expected != 0).sum().clamp(min=1))  # 0 is padding
 
 
-def _resumed(session: Session, saved_on_cpu: Mapping[str, Any]) -> Iterator[Row]:
+def checkpoints(session: Session) -> Iterator[Row]:
     """Continue from a checkpoint of the same device, from the CPU on the GPU, and from the GPU on the CPU."""
 
     def job(dtype: str, layers: str, saved_by: str, load: bool = True) -> Job:
@@ -114,14 +109,15 @@ def _resumed(session: Session, saved_on_cpu: Mapping[str, Any]) -> Iterator[Row]
         advice = "the continued run differs: updates must pass first, then the optimizer's state"
         return at_most(f"checkpoint {_name('dense', dtype, layers)}, {how}", value, LIMITS[precision][kind], advice)
 
-    for dtype, on_cpu in saved_on_cpu.items():
+    saved_on_cpu = without_gpus(alone)([job(dtype, "local", "cpu", load=False) for dtype in DTYPES])
+    for dtype, on_cpu in zip(DTYPES, saved_on_cpu, strict=True):
         for layers in LAYERS:
             jobs = [job(dtype, layers, layers, load=False), job(dtype, layers, layers), job(dtype, layers, "cpu")]
             saved, resumed, from_cpu = alone(jobs)
             yield row("resumed", dtype, layers, resumed, saved, "again")
             yield row("from the CPU", dtype, layers, from_cpu, on_cpu, "after")
-    back = without_gpus(alone)([job(dtype, "local", "local") for dtype in saved_on_cpu])
-    for (dtype, on_cpu), to_cpu in zip(saved_on_cpu.items(), back, strict=True):
+    back = without_gpus(alone)([job(dtype, "local", "local") for dtype in DTYPES])
+    for dtype, on_cpu, to_cpu in zip(DTYPES, saved_on_cpu, back, strict=True):
         yield row("to the CPU", dtype, "local", to_cpu, on_cpu, "after")
 
 

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, spawn
 
+from mcontroller.worker import RankEnvironment
 from parallel_state.megatron import initialize_distributed
 
 Job = tuple[Any, ...]
@@ -32,27 +33,38 @@ def ranks_on_one_gpu(host: str) -> dict[str, str]:
 
 def alone(jobs: Sequence[Job]) -> list[Any]:
     """Return what jobs of one rank return in this process."""
-    with tempfile.TemporaryDirectory(prefix="ranks") as folder:
+    with tempfile.TemporaryDirectory(prefix="ranks") as folder, RankEnvironment().activate():
         return [_run(0, job, f"{folder}/{number}") for number, job in enumerate(jobs)]
 
 
 def on_ranks(jobs: Sequence[Job]) -> Iterator[list[Any] | str]:
     """Yield for each job what its ranks return, or the error of one of them; the next job then has new processes."""
-    first = 0
+    first, count = 0, max(case.ranks for _, case, *_ in jobs)
     while first < len(jobs):
         with tempfile.TemporaryDirectory(prefix="ranks") as folder:
-            count = max(case.ranks for _, case, *_ in jobs)
-            processes = spawn(_be_rank, (folder, jobs[first:]), count, join=False)
+            processes, error = spawn(_be_rank, (folder, jobs[first:]), count, join=False), ""
             for number, (_, case, *_) in enumerate(jobs[first:]):
-                files = [Path(folder, f"{number}.{rank}") for rank in range(case.ranks)]
                 first += 1
-                try:
-                    while not all(file.exists() for file in files):
-                        processes.join(1.0)
-                except (ProcessRaisedException, ProcessExitedException) as error:
-                    yield f"rank {error.error_index}: {str(error).strip().splitlines()[-1]}"
+                files = [Path(folder, f"{number}.{rank}") for rank in range(case.ranks)]
+                while not error and not _are_written(files):
+                    error = _first_error(processes)
+                if not _are_written(files):  # otherwise the ranks were faster than this process, and failed in the next
+                    yield error
                     break
                 yield [torch.load(file, weights_only=False) for file in files]
+
+
+def _are_written(files: Sequence[Path]) -> bool:
+    return all(file.exists() for file in files)
+
+
+def _first_error(processes: Any) -> str:
+    """Wait for a second, and return the error of a rank, which ends the others; empty without one."""
+    try:
+        processes.join(1.0)
+    except (ProcessRaisedException, ProcessExitedException) as error:
+        return f"rank {error.error_index}: {str(error).strip().splitlines()[-1]}"
+    return ""
 
 
 def _be_rank(rank: int, folder: str, jobs: Sequence[Job]) -> None:

@@ -35,7 +35,7 @@ from workers.gpucheck.rows import Report, Row, skipped
 UNUSABLE = 2
 """Exit status if there is no GPU, or an argument is wrong."""
 _CHECKS = {
-    "a": (machine.versions, equality.parity),
+    "a": (machine.versions, equality.parity, equality.checkpoints),
     "b": (size.memory, size.decoding),
     "c": (size.offload, size.fp8, size.saves),
     "e": (equality.layouts,),
