@@ -34,6 +34,20 @@ UNREACHABLE = 2
 """Exit status if the cluster of ``--address`` cannot be reached."""
 Call = Callable[..., Any]
 """Calls a method of the agent on a node: by its name, with its arguments."""
+ADVICE = {
+    "agent": "look at the raylet's log on the node; the node needs mcontroller on its PYTHONPATH",
+    "packages": "pip install 'mcontroller[gpu]', or put builds for this driver on PYTHONPATH of the raylets",
+    "gpus": "install a CUDA build of torch that the driver supports, and start the raylet with its number of GPUs",
+    "shared memory": "NCCL and Ray's objects need it: docker run --shm-size=16g or --ipc=host, or remount /dev/shm",
+    "open files": "ulimit -n 1048576 before the raylet starts: Ray opens sockets for every worker",
+    "interfaces": "name an interface that the node has",
+    "versions": "use one image for all nodes: ranks with different versions fail or hang in a collective",
+    "ports": "allow TCP between the nodes on all ports (NCCL and gloo listen on ephemeral ones), or name an interface "
+    "with NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME",
+    "checkpoints": "use a file system that all nodes mount at the same path (NFS, Lustre, a shared volume), writable "
+    "for the raylets",
+}
+"""What to do about a check that is not ok."""
 _PACKAGES = {"mcontroller": "mcontroller", "torch": "torch", "ray": "ray", "tensordict": "tensordict"} | {
     "megatron-core": "megatron.core",
     "transformer-engine": "transformer_engine",
@@ -44,13 +58,12 @@ _ANSWER_TIMEOUT_S, _CONNECT_TIMEOUT_S = 300.0, 2.0
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The verdict of one check of a node, or of ``"all"``; ``advice`` says what to do if it is not ok."""
+    """The verdict of one check, a key of ``ADVICE``, of a node, or of ``"all"``."""
 
     check: str
     node: str
     verdict: str
     facts: str
-    advice: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +171,7 @@ def run(arguments: argparse.Namespace) -> int:
         failed |= finding.verdict == FAILURE
         sys.stdout.write(f"{finding.verdict:8} {finding.node:16} {finding.check:20} {finding.facts}\n")
         if finding.verdict != OK:
-            sys.stdout.write(f"    -> {finding.advice}\n")
+            sys.stdout.write(f"    -> {ADVICE[finding.check]}\n")
     return int(failed)
 
 
@@ -169,8 +182,7 @@ def findings_of(nodes: Mapping[str, Call], checkpoints: str | None) -> Iterator[
         try:
             facts[address] = call("facts")
         except Exception as error:  # Ray has many types
-            advice = "look at the raylet's log on the node; the node needs mcontroller on its PYTHONPATH"
-            yield Finding("agent", address, FAILURE, _last_line(error), advice)
+            yield Finding("agent", address, FAILURE, _last_line(error))
         else:
             yield from check_node(address, facts[address])
     nodes = {address: nodes[address] for address in facts}
@@ -186,8 +198,7 @@ def check_node(address: str, node: NodeFacts) -> Iterator[Finding]:
     wrong = [f"{name} {text}" for name, text in node.versions.items() if text.startswith("broken")]
     wrong += [f"{name} is not installed" for name in _REQUIRED if name not in node.versions]
     versions = ", ".join(f"{name} {text}" for name, text in node.versions.items())
-    advice = "pip install 'mcontroller[gpu]', or put builds for this driver on PYTHONPATH of the raylets"
-    yield Finding("packages", address, FAILURE if wrong else OK, "; ".join(wrong) or versions, advice)
+    yield Finding("packages", address, FAILURE if wrong else OK, "; ".join(wrong) or versions)
 
     visible = node.variables.get("CUDA_VISIBLE_DEVICES")
     driver, torch = node.gpus["driver"], node.gpus["torch"]
@@ -195,26 +206,23 @@ def check_node(address: str, node: NodeFacts) -> Iterator[Finding]:
     facts = ", ".join(f"{who} {count}" for who, count in node.gpus.items()) + f", CUDA_VISIBLE_DEVICES={visible}"
     unusable = (driver and not torch and visible is None) or ray > max(torch, driver)
     verdict = FAILURE if unusable else WARNING if ray < torch or (visible is None and torch < driver) else OK
-    advice = "install a CUDA build of torch that the driver supports, and start the raylet with its number of GPUs"
-    yield Finding("gpus", address, verdict, facts, advice)
+    yield Finding("gpus", address, verdict, facts)
 
     gib = 1 << 30
     facts = f"/dev/shm {node.shared_memory / gib:.1f} GiB, object store {node.object_store / gib:.1f} GiB"
     verdict = FAILURE if driver and node.shared_memory < gib else WARNING
     verdict = OK if node.shared_memory >= max(node.object_store, gib if driver else 0) else verdict
-    advice = "NCCL and Ray's objects need shared memory: docker run --shm-size=16g or --ipc=host, or remount it"
-    yield Finding("shared memory", address, verdict, facts, advice)
+    yield Finding("shared memory", address, verdict, facts)
 
     few = 0 <= node.open_files < 65536
     verdict = FAILURE if few and node.open_files < 4096 else WARNING if few else OK
-    advice = "ulimit -n 1048576 before the raylet starts: Ray opens sockets for every worker"
-    yield Finding("open files", address, verdict, str(node.open_files), advice)
+    yield Finding("open files", address, verdict, str(node.open_files))
 
     for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         if value := node.variables.get(variable):
             exists = selects_interface(value if variable.startswith("NCCL") else f"={value}", node.interfaces)
-            advice = f"no such interface; the node has {', '.join(node.interfaces)}"
-            yield Finding("interfaces", address, OK if exists else FAILURE, f"{variable}={value}", advice)
+            facts = f"{variable}={value}; the node has {', '.join(node.interfaces)}"
+            yield Finding("interfaces", address, OK if exists else FAILURE, facts)
 
 
 def selects_interface(value: str, existing: Sequence[str]) -> bool:
@@ -234,22 +242,17 @@ def check_versions(facts: Mapping[str, NodeFacts]) -> Finding:
     different = {name: versions for name, versions in by_name.items() if len(set(versions.values())) > 1}
     text = "; ".join(f"{name} is {versions}" for name, versions in different.items())
     verdict = OK if not different else WARNING if set(different) == {"driver"} else FAILURE
-    advice = "use one image for all nodes: ranks with different versions fail or hang in a collective"
-    return Finding("versions", "all", verdict, text or f"{len(names)} are equal on {len(facts)} nodes", advice)
+    return Finding("versions", "all", verdict, text or f"{len(names)} are equal on {len(facts)} nodes")
 
 
 def _check_ports(nodes: Mapping[str, Call]) -> Iterator[Finding]:
     """Connect every node to all others."""
     ports = {address: call("listen") for address, call in nodes.items()}
-    advice = (
-        "allow TCP between the nodes on all ports (NCCL and gloo listen on ephemeral ones), or name an interface with "
-        "NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME"
-    )
     for address, call in nodes.items():
         errors = call("unreachable", {other: port for other, port in ports.items() if other != address})
         text = "; ".join(f"{target}: {error}" for target, error in errors.items())
         facts = f"cannot reach {text}" if errors else f"reaches {len(nodes) - 1} nodes"
-        yield Finding("ports", address, FAILURE if errors else OK, facts, advice)
+        yield Finding("ports", address, FAILURE if errors else OK, facts)
 
 
 def _check_checkpoints(nodes: Mapping[str, Call], directory: str) -> Finding:
@@ -261,12 +264,11 @@ def _check_checkpoints(nodes: Mapping[str, Call], directory: str) -> Finding:
         missing = [address for address, call in nodes.items() if not call("has", path)]
         first("remove", path)
     except Exception as error:  # an OSError of the node, in an error of Ray
-        return Finding("checkpoints", "all", FAILURE, _last_line(error), "make the directory writable for the raylets")
+        return Finding("checkpoints", "all", FAILURE, _last_line(error))
     facts = (
         f"{directory} is another on {', '.join(missing)}" if missing else f"{directory} is one on {len(nodes)} nodes"
     )
-    advice = "use a file system that all nodes mount at the same path (NFS, Lustre, a shared volume)"
-    return Finding("checkpoints", "all", FAILURE if missing else OK, facts, advice)
+    return Finding("checkpoints", "all", FAILURE if missing else OK, facts)
 
 
 def _connect(address: str | None) -> bool:

@@ -1,24 +1,19 @@
-"""Generate with vLLM alone, ``python bare_vllm.py ARGUMENTS.json``; print the tokens per second of the best of three.
+"""Generate with vLLM alone, and print the tokens per second of the best of three.
 
-It runs with the interpreter of engines, and imports nothing of this project.
+It runs with the interpreter of engines, and imports nothing of this project. Standard input is JSON: ``engine``
+(arguments of ``vllm.LLM``), ``sampling``, and ``prompts`` (token ids).
 """
-
-from __future__ import annotations
 
 import json
 import sys
 import time
-from pathlib import Path
-from typing import Any
 
-
-def main() -> None:
-    """Read ``engine`` (arguments of ``vllm.LLM``), ``sampling`` and ``prompts`` (token ids), and generate."""
+if __name__ == "__main__":
     from vllm import LLM, SamplingParams
 
-    given: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text())
+    given = json.load(sys.stdin)
     engine, sampling = LLM(**given["engine"]), SamplingParams(**given["sampling"])
-    prompts: Any = [{"prompt_token_ids": prompt} for prompt in given["prompts"]]
+    prompts = [{"prompt_token_ids": prompt} for prompt in given["prompts"]]
     rates = []
     for _ in range(3):
         started = time.perf_counter()
@@ -26,8 +21,4 @@ def main() -> None:
         tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
         rates.append(tokens / (time.perf_counter() - started))
         engine.reset_prefix_cache()
-    sys.stdout.write(f"\ntokens_per_s {max(rates)}\n")
-
-
-if __name__ == "__main__":
-    main()
+    sys.stdout.write(f"\n{max(rates)}\n")

@@ -1,6 +1,7 @@
 """The cases that ``gpucheck`` and the parity tests share: models, batch, optimizer steps and settings.
 
-``gpucheck`` compares one GPU with the CPU, and the parity tests compare layouts with one process.
+``gpucheck`` compares one GPU with the CPU, and layouts over NCCL with one process; the parity tests compare layouts on
+simulated ranks and over gloo.
 """
 
 from __future__ import annotations
@@ -108,6 +109,7 @@ class Case:
 
 
 _DISTRIBUTED = {"distributed_optimizer": True}
+_OVERLAP = _DISTRIBUTED | {"overlap_grad_reduce": True, "overlap_param_gather": True}
 ONE_PROCESS: dict[str, Case] = {
     **{
         model: Case(model=model)
@@ -115,9 +117,21 @@ ONE_PROCESS: dict[str, Case] = {
     },
     "packed": Case(packed=True),
     "by tokens": Case(max_tokens=120),
-    "overlap": Case(optim=_DISTRIBUTED | {"overlap_grad_reduce": True, "overlap_param_gather": True}),
+    "overlap": Case(optim=_OVERLAP),
 }
-"""Cases of one process: ``gpucheck`` runs these on a GPU."""
+"""Cases that ``gpucheck`` compares on a GPU and on the CPU."""
+LAYOUTS: dict[str, Case] = {
+    "TP2": Case(2, {"tp": 2}),
+    "PP2": Case(2, {"pp": 2}),
+    "TP2 with SP, packed": Case(2, {"tp": 2, "sequence_parallel": True}, packed=True),
+    "DP2, distributed optimizer": Case(2, optim=_DISTRIBUTED),
+    "PP2 x DP2, distributed optimizer with overlap": Case(4, {"pp": 2}, optim=_OVERLAP),
+    "CP2": Case(2, {"cp": 2}),
+    "EP2": Case(2, {"ep": 2}, "experts"),
+    "TP2 x PP2 x DP2": Case(8, {"tp": 2, "pp": 2}),
+    "EP2, decisive routers": Case(2, {"ep": 2}, DECISIVE),
+}
+"""Cases that ``gpucheck`` compares with one process over NCCL; ``tests/workers/parity.py`` has more of them."""
 
 
 def prompt_columns(rows: int, prompt: int, vocabulary: int) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ from typing import Any
 import ray
 import torch
 
-from mcontroller import MegatronRayWorkerGroup, RayClassWithInitArgs, RayResourcePool
+from mcontroller import DataProto, MegatronRayWorkerGroup, RayClassWithInitArgs, RayResourcePool
 from mcontroller.errors import MControllerError
 from mcontroller.ray.warm_start import exits
 from workers.actor import ActorRolloutRefWorker
@@ -24,47 +24,62 @@ from workers.config import ActorConfig
 from workers.config.vllm import VllmConfig
 from workers.generate.vllm.interpreter import installed_vllm, interpreter_variables
 from workers.generate.vllm.start import engine_arguments, engine_environment, policy_folder
-from workers.gpucheck.nccl import ranks_on_one_gpu
-from workers.gpucheck.parity import LAYERS, TOLERANCES, CaseRun, Session, case_rows, loaded, run_case, run_in_process
-from workers.gpucheck.policy import GB, actor_config, fastest, timed
+from workers.gpucheck.cases import ONE_PROCESS, ROWS, STEPS, batch_columns
+from workers.gpucheck.computed import PROMPT, RESPONSE, computed, difference, drift_of
+from workers.gpucheck.equality import LAYERS, LIMITS, SIZES
+from workers.gpucheck.policy import GB, Session, actor_config, fastest, timed
+from workers.gpucheck.ranks import alone, ranks_on_one_gpu
 from workers.gpucheck.rows import Figure, Row, at_most, judged, skipped
+from workers.memory.without_gpus import without_gpus
 from workers.weights.transfer.weight_transfer import WeightTransfer
 
 
 @contextlib.contextmanager
+def local_ray() -> Iterator[None]:
+    """Run Ray on this machine, with slots for two groups on each GPU."""
+    count = torch.cuda.device_count()
+    quiet: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR}
+    ray.init("local", num_cpus=2 * count + 1, num_gpus=count, **quiet)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+@contextlib.contextmanager
 def _group(
-    config: ActorConfig,
-    role: str,
-    *,
-    pool: RayResourcePool | None = None,
-    ranks: int = 1,
-    variables: Mapping[str, str] | None = None,
-) -> Iterator[MegatronRayWorkerGroup]:
-    """Start a group, in a new pool unless one is given, with these variables of the environment."""
-    with contextlib.ExitStack() as stack:
-        pool = pool or stack.enter_context(RayResourcePool([ranks]))
-        created = RayClassWithInitArgs(ActorRolloutRefWorker, config, role)
-        if variables is not None:
-            created.update_options({"runtime_env": {"env_vars": dict(variables)}})
-        group = stack.enter_context(MegatronRayWorkerGroup(pool, created, role, timeout=600.0))
+    config: ActorConfig, role: str, pool: RayResourcePool, variables: Mapping[str, str] | None = None
+) -> Iterator[Any]:
+    """Start a group with a model, with these variables of the environment."""
+    created = RayClassWithInitArgs(ActorRolloutRefWorker, config, role)
+    if variables:
+        created.update_options({"runtime_env": {"env_vars": dict(variables)}})
+    with MegatronRayWorkerGroup(pool, created, role, timeout=600.0) as group:
         group.init_model()
         yield group
 
 
 def worker(session: Session) -> Iterator[Row]:
     """Look at the process of a worker, compare its results with the CPU's, and look for what is left of it."""
-    ranks, run = min(2, torch.cuda.device_count()), CaseRun("dense")
-    expected = session.on_cpu(run_in_process, run, session.folder / "group")
+    ranks, case = min(2, torch.cuda.device_count()), ONE_PROCESS["dense"]
+    [expected] = without_gpus(alone)([(computed, case, "float32", SIZES)])
     free = torch.cuda.mem_get_info()[0]
-    with _group(actor_config(run.settings() | {"parallel": {"tp": ranks}}), "actor_rollout", ranks=ranks) as group:
+    config = actor_config(case.settings("float32", SIZES) | {"parallel": {"tp": ranks}})
+    with RayResourcePool([ranks]) as pool, _group(config, "actor", pool) as group:
         process = group.execute_func_rank_zero(_probe)
         needs_one = ranks > 1 and torch.cuda.get_device_capability() < (10, 0)
         passed = process["right"] and process["forked"] and process["gpus"] == ranks
         passed = passed and (not needs_one or process["connections"] == "1")
         advice = "set CUDA_DEVICE_MAX_CONNECTIONS=1 in runtime_env, or see docs/gpu.md, 'The device of a worker'"
         yield judged("variables", passed, f"a forked process that computes on {ranks} GPUs", advice, **process)
-        results = run_case(lambda method, batch: getattr(group, method)(batch))
-        yield from case_rows(run, results, loaded(expected))
+        batch = DataProto.from_dict(batch_columns(ROWS, PROMPT, RESPONSE, SIZES["vocab_size"]))
+        results = {"scores": _scores(group, batch)}
+        for _ in range(STEPS):
+            group.update_actor(batch)
+        results["after"] = _scores(group, batch)
+        for when, scores in results.items():
+            advice = "the rows of part a, which runs without Ray, pass or fail first"
+            yield at_most(f"{when} dense float32", difference(scores, expected[when]), LIMITS["float32"][when], advice)
     deadline = time.monotonic() + 10
     while (left := (free - torch.cuda.mem_get_info()[0]) / GB) > 0.1 and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -85,37 +100,66 @@ def _probe() -> dict[str, Any]:
     }
 
 
+def _scores(group: Any, batch: DataProto) -> torch.Tensor:
+    """Return log-probabilities, ``[rows, response]``."""
+    return group.compute_log_prob(batch).tensors()["old_log_probs"]
+
+
 def colocated(session: Session) -> Iterator[Row]:
     """Send weights to a group on the same GPU, hand its memory over, and kill the group that receives."""
-    scale = session.scale
+    scale, batch = session.scale, session.scale.batch()
+    rollout_config = scale.config(LAYERS[-1], seed=2, response_length=scale.decoded)
     with (
         RayResourcePool([1], max_colocate_count=2) as pool,
-        _group(scale.config(LAYERS[-1], seed=1), "actor", pool=pool) as actor,
+        _group(scale.config(LAYERS[-1], seed=1), "actor", pool) as actor,
+        _group(rollout_config, "rollout", pool) as rollout,
     ):
-        rollout_config = scale.config(LAYERS[-1], seed=2, response_length=scale.decoded)
-        with _group(rollout_config, "rollout", pool=pool) as rollout:
-            transfer = WeightTransfer(actor, rollout, timeout=120)
-            yield _sent(transfer, "initial weights", "cuda_ipc")
-            actor.update_actor(scale.batch())
-            yield _sent(transfer, "updated weights", "cuda_ipc")
-            before = actor.compute_log_prob(scale.batch()).tensors()["old_log_probs"]
-            away, freed = timed(lambda: sum(actor.offload()))
-            generating, _ = timed(lambda: rollout.generate_sequences(scale.prompts()))
-            rollout.offload()
-            back, after = timed(lambda: actor.compute_log_prob(scale.batch()).tensors()["old_log_probs"])
-            figures = {"offload_s": away, "freed_gb": freed / GB, "generate_s": generating, "score_with_reload_s": back}
-            difference = float((after - before).abs().max())
-            yield at_most("hand-over: scores that differ", difference, 0.0, "weights changed on their way", **figures)
-            yield _lost_peer("receiver killed", transfer, actor, rollout, signal.SIGKILL, 0.0)
+        transfer = WeightTransfer(actor, rollout, timeout=120)
+        yield _sent(transfer, "initial weights", "cuda_ipc")
+        actor.update_actor(batch)
+        yield _sent(transfer, "updated weights", "cuda_ipc")
+        before = _scores(actor, batch)
+        away, freed = timed(lambda: sum(actor.offload()))
+        generating, _ = timed(rollout.generate_sequences, scale.prompts())
+        rollout.offload()
+        back, after = timed(_scores, actor, batch)
+        figures = {"offload_s": away, "freed_gb": freed / GB, "generate_s": generating, "score_with_reload_s": back}
+        advice = "weights changed on their way"
+        yield at_most("hand-over: scores that differ", difference(after, before), 0.0, advice, **figures)
+        yield _lost_peer("receiver killed", transfer, actor, rollout, signal.SIGKILL, 0.0)
+
+
+def nccl(session: Session) -> Iterator[Row]:
+    """Send weights over NCCL to another group, on another GPU if there is one, and stop the process that receives."""
+    scale, two = session.scale, torch.cuda.device_count() > 1
+    with contextlib.ExitStack() as stack:
+        pools = [RayResourcePool([1]) for _ in range(2)] if two else [RayResourcePool([1], max_colocate_count=2)] * 2
+
+        def started(role: str, seed: int) -> Any:
+            pool = stack.enter_context(pools.pop())
+            variables = {} if two else ranks_on_one_gpu(role)
+            return stack.enter_context(_group(scale.config(LAYERS[-1], seed=seed), role, pool, variables))
+
+        actor, rollout = started("actor", 1), started("rollout", 2)
+        with WeightTransfer(actor, rollout, transport="process_group", timeout=120) as transfer:
+            yield _sent(transfer, "weights over NCCL", "process_group")
+        transfer = WeightTransfer(actor, rollout, transport="process_group", timeout=scale.stopped_s)
+        pid = rollout.execute_func_rank_zero(os.getpid)
+        try:
+            yield _lost_peer("NCCL to a stopped peer", transfer, actor, rollout, signal.SIGSTOP, scale.stopped_s)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def _sent(transfer: WeightTransfer, what: str, transport: str) -> Row:
     """Send the weights; the transfer raises if their fingerprints differ."""
     report = transfer.run()
-    figures: dict[str, Figure] = {"transport": report.transport, "seconds": report.seconds}
-    figures |= {"sent_gb": report.bytes_sent / GB, "gb_per_s": report.bytes_sent / report.seconds / GB}
+    sent_gb = report.bytes_sent / GB
+    figures: dict[str, Figure] = {"transport": report.transport, "seconds": report.seconds, "sent_gb": sent_gb}
     advice = "set no expandable_segments in PYTORCH_CUDA_ALLOC_CONF: docs/gpu.md, 'Weights between colocated groups'"
-    return judged(what, report.transport == transport, f"all, by {transport}", advice, **figures)
+    passed, rate = report.transport == transport, sent_gb / report.seconds
+    return judged(what, passed, f"all, by {transport}", advice, **figures, gb_per_s=rate)
 
 
 def _lost_peer(
@@ -123,12 +167,12 @@ def _lost_peer(
 ) -> Row:
     """Send a signal to the receiving process; the sender must get an error, and be usable for some time after it."""
     os.kill(target.execute_func_rank_zero(os.getpid), number)
-    started, error, survived = time.monotonic(), "none", True
+    started, error = time.monotonic(), "none"
     try:
         transfer.run()
     except MControllerError as raised:  # of the transfer, or of the dead rank, whichever is noticed first
         error = str(raised).partition("\n")[0][:200]
-    seconds = time.monotonic() - started
+    seconds, survived = time.monotonic() - started, True
     try:
         while time.monotonic() < started + seconds + watched_s:
             source.execute_func_rank_zero(os.getpid)
@@ -154,7 +198,7 @@ def engines(session: Session) -> Iterator[Row]:
             "vllm": VllmConfig(python=session.vllm_python),
         }
         config, started = session.scale.config(LAYERS[-1], **settings), time.monotonic()
-        with _group(config, "actor_rollout") as policy:
+        with RayResourcePool([1]) as pool, _group(config, "actor_rollout", pool) as policy:
             yield Row(f"{engine}: start", {"seconds": time.monotonic() - started})
             rate = yield from _engine_rows(engine, policy, session)
         if engine == "vllm":
@@ -174,24 +218,22 @@ def _engine_rows(engine: str, policy: Any, session: Session) -> Generator[Row, N
     trained.meta_info.pop("metrics", None)
     policy.update_actor(trained)
     again = policy.generate_sequences(greedy)  # gets the new weights, and raises if their fingerprints differ
-    sent = {name: value for name, value in again.meta_info.get("metrics", {}).items() if "update" in name}
-    if {"rollout/update_seconds", "rollout/update_bytes"} <= sent.keys():
-        seconds, sent_gb = _first(sent["rollout/update_seconds"]), _first(sent["rollout/update_bytes"]) / GB
+    metrics = again.meta_info.get("metrics", {})
+    if "rollout/update_bytes" in metrics:
+        seconds, sent = (_first(metrics[f"rollout/update_{unit}"]) for unit in ("seconds", "bytes"))
         copied = policy.execute_func_rank_zero(_device_copy_gb_per_s)
-        figures = {"seconds": seconds, "gb_per_s": sent_gb / seconds, "device_copy_gb_per_s": copied}
-        yield Row(f"{engine}: update", {"sent_gb": sent_gb, **figures})
-    mask = again.batch["response_mask"]
-    rescored = policy.compute_log_prob(again).tensors()["old_log_probs"]
-    drift = float(((rescored - again.batch["rollout_log_probs"]) * mask).abs().sum() / mask.sum())
+        figures = {"sent_gb": sent / GB, "seconds": seconds, "gb_per_s": sent / GB / seconds}
+        yield Row(f"{engine}: update", {**figures, "device_copy_gb_per_s": copied})
+    drift = drift_of(again, policy.compute_log_prob(again))
     advice = "the engine computes other log-probabilities than the policy"
-    limit = 2 * TOLERANCES["bfloat16"].scores  # 28 layers round more than part a's two: 0.018 on an H100
+    limit = 2 * LIMITS["bfloat16"]["scores"]  # 28 layers round more than part a's four: 0.018 on an H100
     yield at_most(f"{engine}: log-probabilities after an update", drift, limit, advice)
     policy.offload()
     awake, after = timed(policy.generate_sequences, greedy)
     differ = int((after.batch["responses"] != again.batch["responses"]).any(1).sum())  # of the same batch
     yield at_most(f"{engine}: rows that differ after sleep", differ, 0, "the engine lost its weights", wake_s=awake)
-    seconds, generated = fastest(lambda: policy.generate_sequences(session.scale.prompts()))
-    tokens_per_s = int(generated.batch["response_mask"].sum()) / seconds
+    seconds, sampled = fastest(policy.generate_sequences, session.scale.prompts())
+    tokens_per_s = int(sampled.batch["response_mask"].sum()) / seconds
     yield Row(f"{engine}: sampled tokens", {"tokens_per_s": tokens_per_s})
     return tokens_per_s
 
@@ -202,64 +244,34 @@ def _first(value: Any) -> float:
 
 def _device_copy_gb_per_s() -> float:
     source = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    seconds, _ = fastest(lambda: target.copy_(source))
+    seconds, _ = fastest(torch.empty_like(source).copy_, source)
     return source.nbytes / GB / seconds
 
 
 def _beside_bare_vllm(config: ActorConfig, tokens_per_s: float, session: Session) -> Row:
     """Compare tokens per second with those of vLLM alone, on the same prompts, with the same lengths and sampling."""
-    columns, rollout = session.scale.prompts().tensors(), config.rollout
+    columns = session.scale.prompts().tensors()
     pairs = zip(columns["input_ids"], columns["attention_mask"], strict=True)
     engine = engine_arguments(config, str(policy_folder(config)), 0.6)
     del engine["enable_sleep_mode"]
-    sampling = {"temperature": 1.0, "logprobs": 0, "max_tokens": rollout.response_length, "ignore_eos": True}
+    sampling = {"temperature": 1.0, "logprobs": 0, "max_tokens": config.rollout.response_length, "ignore_eos": True}
     given = {"engine": engine, "sampling": sampling, "prompts": [ids[mask.bool()].tolist() for ids, mask in pairs]}
-    arguments = session.folder / "bare_vllm.json"
-    arguments.write_text(json.dumps(given))
-    program = Path(__file__).parent / "bare_vllm.py"
     variables = {name: value for name, value in engine_environment(["0"]).items() if value is not None}
-    made = subprocess.run(
-        [session.vllm_python, str(program), str(arguments)],
+    done = subprocess.run(
+        [session.vllm_python, str(Path(__file__).with_name("bare_vllm.py"))],
+        input=json.dumps(given),
         env=interpreter_variables(session.vllm_python) | variables,
         capture_output=True,
         text=True,
-        check=False,
         timeout=600.0,
     )
-    words = made.stdout.split()
-    if made.returncode or words[-2:-1] != ["tokens_per_s"]:
-        return judged("vllm: beside vLLM alone", False, "vLLM runs alone", made.stderr[-400:])
-    bare = float(words[-1])
+    if done.returncode:
+        return judged("vllm: beside vLLM alone", False, "vLLM runs alone", done.stderr[-400:])
+    bare = float(done.stdout.split()[-1])
     advice = "the way to the engine and back takes more than 5% of generation"
     figures = {"tokens_per_s": tokens_per_s, "bare_tokens_per_s": bare, "ratio": tokens_per_s / bare}
     return judged("vllm: beside vLLM alone", tokens_per_s >= 0.95 * bare, "at least 0.95", advice, **figures)
 
 
-def nccl(session: Session) -> Iterator[Row]:
-    """Send weights over NCCL to another group, on another GPU if there is one, and stop the process that receives."""
-    scale, two = session.scale, torch.cuda.device_count() > 1
-    with contextlib.ExitStack() as stack:
-        pool = None if two else stack.enter_context(RayResourcePool([1], max_colocate_count=2))
-
-        def started(role: str, seed: int) -> MegatronRayWorkerGroup:
-            config, variables = scale.config(LAYERS[-1], seed=seed), None if two else ranks_on_one_gpu(role)
-            return stack.enter_context(_group(config, role, pool=pool, variables=variables))
-
-        actor, rollout = started("actor", 1), started("rollout", 2)
-        with WeightTransfer(actor, rollout, transport="process_group", timeout=120) as transfer:
-            yield _sent(transfer, "weights over NCCL", "process_group")
-        transfer = WeightTransfer(actor, rollout, transport="process_group", timeout=scale.stopped_s)
-        pid = rollout.execute_func_rank_zero(os.getpid)
-        try:
-            yield _lost_peer("NCCL to a stopped peer", transfer, actor, rollout, signal.SIGSTOP, scale.stopped_s)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-
-
-def init_local_ray() -> None:
-    """Start Ray on this machine, with slots for two groups on each GPU."""
-    count = torch.cuda.device_count()
-    options: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR}
-    ray.init("local", num_cpus=2 * count + 1, num_gpus=count, **options)
+CHECKS = (worker, colocated, engines, nccl)
+"""The checks of the part, which need ``local_ray``."""

@@ -15,25 +15,18 @@ _PACKAGES = ("torch", "megatron-core", "transformer-engine", "tensordict", "ray"
 
 
 def gpu_error() -> str | None:
-    """Return one line that says why torch can use no GPU, and what to do; None if it can use one.
-
-    Call this before anything patches ``torch.cuda`` for a CPU.
-    """
+    """Return one line that says why torch can use no GPU, and what to do; None if it can use one."""
     if torch.cuda.is_available():
         return None
-    if torch.version.cuda is None and getattr(torch.version, "hip", None) is None:
-        return f"torch {torch.__version__} is built without CUDA: install a CUDA build of torch"
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None and visible.strip() in ("", "-1", "NoDevFiles"):
-        return f"CUDA_VISIBLE_DEVICES is {visible!r}, which hides all GPUs: unset it"
     try:
-        torch._C._cuda_init()
+        torch.cuda.init()
         reason = "torch finds no GPU"
-    except (RuntimeError, AssertionError) as error:
+    except (AssertionError, RuntimeError) as error:
         reason = str(error).strip().partition("\n")[0].partition(" Please ")[0].rstrip(".")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
     return (
-        f"the CUDA driver cannot be used: {reason}: run nvidia-smi, and compare the CUDA version that it prints with "
-        f"torch's, {torch.version.cuda}"
+        f"torch {torch.__version__} for CUDA {torch.version.cuda} can use no GPU: {reason}: install a build for the "
+        f"CUDA version that nvidia-smi prints, or change CUDA_VISIBLE_DEVICES, which is {visible!r}"
     )
 
 

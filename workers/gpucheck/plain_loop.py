@@ -16,21 +16,19 @@ from torch import Tensor, nn
 from mcontroller import DataProto
 
 
-def plain_steps(
-    model: list[nn.Module], optimizer: Any, batch: DataProto, device: torch.device, packed: int
-) -> Callable[[], None]:
-    """Return a function that makes one optimizer step with a clipped policy loss.
+def plain_step(worker: Any, batch: DataProto, packed: int) -> Callable[[], None]:
+    """Return a function that makes one optimizer step with a clipped policy loss, on a rank that has the whole model.
 
     Args:
-        model: the chunk of a model on one rank, inside Megatron's DistributedDataParallel.
-        optimizer: Megatron's.
+        worker: an actor with a model that is trained.
         batch: with the columns of an update; all rows have all their tokens.
-        device: of the model.
         packed: rows that are computed as one sequence; it divides the rows of the batch.
     """
-    columns = {name: column.to(device) for name, column in batch.tensors().items()}
-    count, length = columns["input_ids"].shape
-    before = length - columns["responses"].size(1) - 1  # the column that predicts the first token of the response
+    [model], optimizer, device = worker.model, worker.state.optimizer, worker.device
+    columns = {name: column.to(device).split(packed) for name, column in batch.tensors().items()}
+    micro_batches = [dict(zip(columns, rows, strict=True)) for rows in zip(*columns.values(), strict=True)]
+    length = micro_batches[0]["input_ids"].size(1)
+    first = length - micro_batches[0]["responses"].size(1)
     bounds = torch.arange(packed + 1, dtype=torch.int32, device=device) * length
     sequences = PackedSeqParams("thd", bounds, bounds, None, None, length, length)
     positions = torch.arange(length, device=device).repeat(packed)[None]
@@ -43,33 +41,26 @@ def plain_steps(
         return losses, partial(loss, rows)
 
     def loss(rows: dict[str, Tensor], losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        ratio = (-losses.float().view(packed, length)[:, before:-1] - rows["old_log_probs"]).exp()
+        log_probs = -losses.float().view(packed, length)[:, first - 1 : -1]
+        ratio = (log_probs - rows["old_log_probs"]).exp()
         gain, clipped = ratio * rows["advantages"], ratio.clamp(0.8, 1.2) * rows["advantages"]
         total = (torch.maximum(-gain, -clipped) * rows["response_mask"]).sum()
         return total, rows["response_mask"].sum().int(), {"loss": total.detach()}
 
-    micro_batches = [
-        {name: column[start : start + packed] for name, column in columns.items()} for start in range(0, count, packed)
-    ]
-
     def step() -> None:
-        for chunk in model:
-            chunk.zero_grad_buffer()  # type: ignore[operator]
+        model.zero_grad_buffer()
         optimizer.zero_grad()
-        config = get_model_config(model[0])
-        kept, config.finalize_model_grads_func = config.finalize_model_grads_func, finalize_model_grads
-        try:
-            get_forward_backward_func()(
-                forward_step_func=forward,
-                data_iterator=iter(micro_batches),
-                model=model[0],
-                num_microbatches=len(micro_batches),
-                seq_length=packed * length,
-                micro_batch_size=1,
-                forward_only=False,
-            )
-        finally:
-            config.finalize_model_grads_func = kept
+        get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=iter(micro_batches),
+            model=model,
+            num_microbatches=len(micro_batches),
+            seq_length=packed * length,
+            micro_batch_size=1,
+            forward_only=False,
+        )
         optimizer.step()
 
+    # Megatron's own, which divides by the tokens that count: the trainer of this project does that itself.
+    get_model_config(model).finalize_model_grads_func = finalize_model_grads
     return step

@@ -1,18 +1,21 @@
-"""A policy on this process's device, driven without Ray; its sizes, and its batches."""
+"""A policy in this process, driven without Ray: its sizes, its batches, and the time of its calls."""
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Self, TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
 from mcontroller import DataProto
 from workers.actor import ActorRolloutRefWorker
 from workers.config import ActorConfig, ModelConfig, OptimConfig, ParallelConfig, RolloutConfig
-from workers.gpucheck.cases import prompt_columns
+from workers.gpucheck.cases import SMALL, prompt_columns
+from workers.verify.roles import rows_of_role
 
 _Config = TypeVar("_Config")
 TOKENS = {"eos_token_id": 1, "pad_token_id": 0}
@@ -72,32 +75,21 @@ class Scale:
             **rollout: fields of RolloutConfig.
         """
         model = self.model | {"dtype": "bfloat16", "transformer_impl": implementation, "seed": seed}
-        model["transformer"] = dict(transformer or {})
-        sizes = {
+        settings = {
+            "model": model | {"transformer": transformer or {}},
+            "rollout": {"prompt_length": self.prompt, "response_length": self.response, **rollout},
+            "optim": {"lr": 1e-5},
             "ppo_micro_batch_size": self.packed,
             "ppo_mini_batch_size": self.updated,
             "ppo_epochs": 1,
             "packed": True,
+            "log_prob_chunk_tokens": self.prompt + self.response,
         }
-        sizes["log_prob_chunk_tokens"] = self.prompt + self.response
-        rollout = {"prompt_length": self.prompt, "response_length": self.response} | rollout
-        return actor_config({**sizes, "model": model, "rollout": rollout, "optim": {"lr": 1e-5}})
+        return actor_config(settings)
 
     def batch(self) -> DataProto:
         """Return a batch for an update of rows of full length."""
-        generator = torch.Generator().manual_seed(8)
-        shape = self.updated, self.prompt + self.response
-        ids = torch.randint(2, self.model["vocab_size"], shape, generator=generator)
-        responses = ids[:, self.prompt :]
-        columns = {
-            "input_ids": ids,
-            "attention_mask": torch.ones_like(ids),
-            "responses": responses,
-            "response_mask": torch.ones_like(responses),
-            "old_log_probs": torch.full(responses.shape, -8.0),
-            "advantages": torch.randn(responses.shape, generator=generator),
-        }
-        return DataProto.from_dict(columns, meta_info=dict(TOKENS))
+        return rows_of_role(0, self.config("local"), self.updated, self.prompt, self.response)
 
     def prompts(self, **settings: Any) -> DataProto:
         """Return prompts of different lengths; ``settings`` are those of the generation."""
@@ -130,15 +122,13 @@ FULL = Scale(
 )
 """A model of the shape of Qwen3-1.7B."""
 
-TINY_MODEL: dict[str, Any] = {
+TINY_MODEL: dict[str, Any] = SMALL | {
     "vocab_size": 509,
     "max_sequence_length": 64,
     "num_layers": 2,
     "hidden_size": 128,
-    "num_attention_heads": 8,
     "num_query_groups": 2,
     "ffn_hidden_size": 256,
-    "init_method_std": 0.05,
 }
 """Fields of ModelConfig: widths that kernels of a GPU accept."""
 TINY = Scale(
@@ -153,44 +143,53 @@ TINY = Scale(
 )
 
 
-class Policy:
-    """An actor on one rank, in this process; a context manager that destroys its process groups at exit.
+@dataclass(frozen=True)
+class Session:
+    """One run of the checks.
 
-    Args:
-        config: the actor.
-        role: of ActorRolloutRefWorker.
+    Attributes:
+        tiny: whether models, rows and repetitions are the smallest with which every check runs.
+        folder: for checkpoints.
+        vllm_python: the interpreter of engines.
     """
 
-    def __init__(self, config: ActorConfig, role: str = "actor_rollout") -> None:
-        self.worker = ActorRolloutRefWorker(config, role)
-        self.call("init_model")
+    tiny: bool
+    folder: Path
+    vllm_python: str
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.worker.context.destroy()
-
-    def call(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the worker as a group does."""
-        with self.worker.call_context(method):
-            return getattr(self.worker, method)(*arguments)
-
-    def scores(self, batch: DataProto) -> torch.Tensor:
-        """Return log-probabilities, ``[rows, response]``."""
-        return self.call("compute_log_prob", batch).batch["old_log_probs"]
+    @property
+    def scale(self) -> Scale:
+        """Sizes of the model of parts b to d."""
+        return TINY if self.tiny else FULL
 
 
-def timed(call: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:
+@contextlib.contextmanager
+def policy(config: ActorConfig, role: str = "actor") -> Iterator[ActorRolloutRefWorker]:
+    """Start an actor on one rank, in this process, and destroy its process groups at exit."""
+    worker = ActorRolloutRefWorker(config, role)
+    call(worker, "init_model")
+    try:
+        yield worker
+    finally:
+        worker.context.destroy()
+
+
+def call(worker: Any, method: str, *arguments: Any) -> Any:
+    """Call a method of a worker as a group does."""
+    with worker.call_context(method):
+        return getattr(worker, method)(*arguments)
+
+
+def timed(function: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:
     """Return how many seconds a call takes until the device has done its work, and its result."""
     torch.cuda.synchronize()
     started = time.perf_counter()
-    result = call(*arguments)
+    result = function(*arguments)
     torch.cuda.synchronize()
     return time.perf_counter() - started, result
 
 
-def fastest(call: Callable[[], Any], times: int = 3) -> tuple[float, Any]:
-    """Return the seconds of the fastest of several calls, and the result of the last."""
-    results = [timed(call) for _ in range(times)]
+def fastest(function: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:
+    """Return the seconds of the fastest of three calls, and the result of the last."""
+    results = [timed(function, *arguments) for _ in range(3)]
     return min(seconds for seconds, _ in results), results[-1][1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from typing import TextIO
@@ -88,11 +89,10 @@ class Report:
         """Return the rows as a table, with the reason below a row, and the number of rows by result."""
         lines = []
         for row in self.rows:
-            values = [(name, f"{x:.3g}" if isinstance(x, float) else x) for name, x in row.figures.items()]
-            figures = ", ".join(f"{name} {value}" for name, value in values)
+            figures = [f"{name} {x:.3g}" if isinstance(x, float) else f"{name} {x}" for name, x in row.figures.items()]
             limit = f" ({row.limit})" if row.limit else ""
-            lines.append(f"{row.part:2} {row.result:8} {row.name:40} {figures}".rstrip() + limit)
+            lines.append(f"{row.part:2} {row.result:8} {row.name:40} {', '.join(figures)}".rstrip() + limit)
             lines += [f"   {row.reason}"] if row.reason else []
-        results = [row.result for row in self.rows]
-        counts = ", ".join(f"{results.count(result)} {result}" for result in (PASSED, FAILED, SKIPPED))
-        return "\n".join([*lines, f"{len(self.rows)} rows: {counts}"])
+        counts = Counter(row.result for row in self.rows)
+        numbers = ", ".join(f"{counts[result]} {result}" for result in (PASSED, FAILED, SKIPPED))
+        return "\n".join([*lines, f"{len(self.rows)} rows: {numbers}"])

@@ -19,22 +19,27 @@ from __future__ import annotations
 import argparse
 import gc
 import os
-import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
-from workers.gpucheck import machine, nccl, parity, size
-from workers.gpucheck.parity import Session, cpu_process
+from workers.gpucheck import equality, machine, size
+from workers.gpucheck.policy import Session
 from workers.gpucheck.rows import Report, Row, skipped
 
 UNUSABLE = 2
 """Exit status if there is no GPU, or an argument is wrong."""
-Check = Callable[[Session], Iterator[Row]]
+_CHECKS = {
+    "a": (machine.versions, equality.parity, equality.checkpoints),
+    "b": (size.memory, size.decoding),
+    "c": (size.offload, size.fp8, size.saves),
+    "e": (equality.layouts,),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,59 +54,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the checks, print the rows and the table, and return the exit status."""
-    error = machine.gpu_error()
-    if error is not None:
+    if error := machine.gpu_error():
         sys.stderr.write(f"gpucheck: {error}\n")
         return UNUSABLE
-    folder = Path(tempfile.mkdtemp(prefix="gpucheck", dir=arguments.folder))
-    with os.fdopen(os.dup(1), "w") as rows:
+    with (
+        os.fdopen(os.dup(1), "w") as rows,
+        tempfile.TemporaryDirectory(prefix="gpucheck", dir=arguments.folder) as folder,
+    ):
         report = Report(rows)
         os.dup2(2, 1)  # what the workers and their processes print is not among the rows
-        cpu = cpu_process()
         try:
-            session = Session(arguments.scale == "tiny", folder, cpu, arguments.vllm_python)
+            session = Session(arguments.scale == "tiny", Path(folder), arguments.vllm_python)
             for part in sorted(set(arguments.part or "abcde")):
                 _run_part(part, session, report)
         finally:
-            cpu.shutdown(cancel_futures=True)
-            shutil.rmtree(folder, ignore_errors=True)
             sys.stdout.flush()
             os.dup2(rows.fileno(), 1)
             sys.stderr.write(report.table() + "\n")
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
     return report.status
-
-
-_CHECKS: dict[str, tuple[Check, ...]] = {
-    "a": (machine.versions, parity.parity),
-    "b": (size.memory, size.decoding),
-    "c": (size.offload, size.fp8, size.saves),
-    "e": (nccl.layouts,),
-}
 
 
 def _run_part(part: str, session: Session, report: Report) -> None:
     """Run the checks of a part one after another; Ray runs during part d."""
-    if part != "d":
-        _run(part, _CHECKS[part], session, report)
-        return
-    if missing := [name for name in ("ray", "zmq") if find_spec(name) is None]:
-        report.add_all(part, "Ray", [skipped("Ray", f"{' and '.join(missing)} cannot be imported")])
-        return
-    import ray
+    checks: Iterable[Callable[[Session], Iterator[Row]]] = _CHECKS.get(part, ())
+    running: AbstractContextManager[None] = nullcontext()
+    if part == "d":
+        if missing := [name for name in ("ray", "zmq") if find_spec(name) is None]:
+            report.add_all(part, "Ray", [skipped("Ray", f"{' and '.join(missing)} cannot be imported")])
+            return
+        from workers.gpucheck import groups
 
-    from workers.gpucheck import groups
-
-    try:
-        groups.init_local_ray()
-        _run(part, (groups.worker, groups.colocated, groups.engines, groups.nccl), session, report)
-    finally:
-        ray.shutdown()
-
-
-def _run(part: str, checks: Iterable[Check], session: Session, report: Report) -> None:
-    for check in checks:
-        report.add_all(part, check.__name__, check(session))
-        gc.collect()  # modules refer to each other in circles
-        torch.cuda.empty_cache()
+        checks, running = groups.CHECKS, groups.local_ray()
+    with running:
+        for check in checks:
+            report.add_all(part, check.__name__, check(session))
+            gc.collect()  # modules refer to each other in circles
+            torch.cuda.empty_cache()

@@ -1,0 +1,38 @@
+"""Ranks in processes: a rank that fails ends its job, and those after it run."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch.distributed as dist
+
+from workers.gpucheck.cases import Case
+from workers.gpucheck.ranks import on_ranks
+
+pytestmark = pytest.mark.processes
+
+
+def ranks_that_answer(case: Case) -> list[int]:
+    answers = [-1] * case.ranks
+    dist.all_gather_object(answers, dist.get_rank())
+    return answers
+
+
+def fail_on_rank_one(case: Case) -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("no such layout")
+    dist.barrier()
+
+
+def die_on_rank_zero(case: Case) -> None:
+    if dist.get_rank() == 0:
+        os._exit(3)
+    dist.barrier()
+
+
+def test_jobs_after_one_that_fails_run_on_ranks_of_their_number() -> None:
+    jobs = [(fail_on_rank_one, Case(2)), (ranks_that_answer, Case(1)), (die_on_rank_zero, Case(2))]
+    failed, one, died, two = on_ranks([*jobs, (ranks_that_answer, Case(2))])
+    assert isinstance(failed, str) and failed.startswith("rank ") and isinstance(died, str)
+    assert one == [[0]] and two == [[0, 1], [0, 1]]
