@@ -271,8 +271,9 @@ class _TrainingGlobals:
         }
 
     def write(self, value: dict[tuple[str, str], Any]) -> None:
-        for (module, name), setting in (dict.fromkeys(self.read()) | value).items():
-            vars(sys.modules[module])[name] = setting
+        for (name, attribute), setting in (dict.fromkeys(self.read()) | value).items():
+            if (module := sys.modules.get(name)) is not None:  # a rank that imports it for itself has it later
+                vars(module)[attribute] = setting
 
 
 @cache

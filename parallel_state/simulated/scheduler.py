@@ -222,7 +222,11 @@ class Scheduler:
             return
         if following is not waiting:
             self.switches += 1
-            self._on_switch(following.rank)
+            try:
+                self._on_switch(following.rank)
+            except BaseException as error:  # this thread may be of no rank, and the others wait for their batons
+                self.current = None
+                self.fail(error)
         self.current = following
         following.baton.release()
 

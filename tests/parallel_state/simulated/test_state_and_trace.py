@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import random
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,8 @@ import torch.distributed as dist
 
 from parallel_state.errors import ParallelStateError
 from parallel_state.layout import ParallelLayout
-from parallel_state.simulated import CommunicationTrace, Simulation, run_ranks
+from parallel_state.simulated import CommunicationTrace, Simulation, SimulationError, run_ranks
+from parallel_state.simulated.scheduler import Scheduler
 
 LAYOUT = ParallelLayout(8, tp=2, pp=2)
 
@@ -137,3 +140,36 @@ def test_a_module_imported_by_a_rank_starts_with_its_values_on_every_rank(
     assert simulation.run(dict.fromkeys(range(2), lambda: compute(0))) == {0: (1, [1]), 1: (3, [1, 2, 3])}
     simulation.close()
     assert "imported_late" not in sys.modules
+
+
+def test_a_rank_has_the_training_globals_of_a_module_that_it_imports_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "megatron.training.global_vars"  # only a checkout of Megatron-LM has it
+    folder = tmp_path / "megatron" / "training"
+    folder.mkdir(parents=True)
+    (folder / "global_vars.py").write_text("_GLOBAL_ARGS = None\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module(name)
+    monkeypatch.setitem(sys.modules, name, module)
+    module._GLOBAL_ARGS = "of the process"
+
+    def compute() -> list[int | None]:
+        before = module._GLOBAL_ARGS
+        module._GLOBAL_ARGS = dist.get_rank()
+        dist.barrier()
+        return [before, module._GLOBAL_ARGS]
+
+    assert run_ranks(3, compute, modules=[name]) == [[None, 0], [None, 1], [None, 2]]
+    assert module._GLOBAL_ARGS == "of the process"
+
+
+def test_an_error_at_the_switch_to_a_rank_ends_the_run() -> None:
+    def switch(rank: int) -> None:
+        raise OSError(f"no state of rank {rank}")
+
+    scheduler = Scheduler(3, None, switch, lambda: SimulationError("deadlock", ranks=()), lambda rank, error: None)
+    computed = list[int]()
+    scheduler.run({rank: partial(computed.append, rank) for rank in range(3)})
+    assert isinstance(scheduler.failure, OSError)
+    assert computed == []
