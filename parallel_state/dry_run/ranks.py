@@ -185,7 +185,7 @@ def run_without_data(
             list(ranks) for ranks in groups_once(size, tuple(sizes), tuple(mask))
         ],
     )
-    freezes = gc.get_freeze_count() == 0  # else the program has done so, and unfreezing would undo that
+    freezes = not _frozen_by_program()  # unfreezing would undo that
     if freezes:
         gc.freeze()  # a collection looks at the objects of the ranks alone, not at those of all imported modules
     try:
@@ -206,6 +206,16 @@ def run_without_data(
         if freezes:
             gc.unfreeze()
         _release()
+
+
+_frozen = False
+
+
+def _frozen_by_program() -> bool:
+    """Whether the program has frozen its objects. Python counts them one by one: not again after the first time."""
+    global _frozen
+    _frozen = _frozen or gc.get_freeze_count() > 0
+    return _frozen
 
 
 def _release() -> None:

@@ -82,7 +82,8 @@ class OwnModules:
         return current  # type: ignore[no-any-return]
 
     def _add_imported(self) -> None:
-        self._objects.update((name, module) for name, module in list(sys.modules.items()) if self.has(name))
+        if self._packages:  # else thousands of names would be compared with none
+            self._objects.update((name, module) for name, module in list(sys.modules.items()) if self.has(name))
 
 
 class _SameObjects(ImportHook):

@@ -203,14 +203,16 @@ def _changed_by_methods(owner: type) -> list[str]:
             name
             for function in functions
             for name in vars(owner).keys() & function.__code__.co_names
-            if not name.startswith("__") and (type(vars(owner)[name]) in (dict, list, set) or _sets(function, name))
+            if not name.startswith("__")
+            and (type(vars(owner)[name]) in (dict, list, set) or name in _set_by(function.__code__))
         }
     )
 
 
-def _sets(function: FunctionType, name: str) -> bool:
-    instructions = dis.get_instructions(function.__code__)
-    return any(instruction.opcode == _STORE_ATTR and instruction.argval == name for instruction in instructions)
+@functools.cache  # every simulation asks for the same functions of Megatron
+def _set_by(code: CodeType) -> set[str]:
+    """Return the names of the attributes that a function sets."""
+    return {instruction.argval for instruction in dis.get_instructions(code) if instruction.opcode == _STORE_ATTR}
 
 
 def _classes(module: ModuleType) -> list[type]:

@@ -22,7 +22,7 @@ from parallel_state.dry_run.memory import KINDS
 from parallel_state.dry_run.outcome import Outcome
 from parallel_state.topology import Topology
 from trainer.roles import CONFIG_KEYS, Role, reads_reference
-from trainer.run.config import MAIN_POOL, RunConfig, read_run_config
+from trainer.run.config import MAIN_POOL, RunConfig
 from trainer.run.model_roles import lengths_of, model_roles
 from trainer.run.parts import chosen_lines, make_parts, models_without_weights, roles_of
 from trainer.run.pools import nodes_of_ranks, pool_names, pool_nodes, pools_of, role_layouts
@@ -44,13 +44,17 @@ _GB = 2**30
 _WORKERS: dict[type, type] = {CriticConfig: CriticWorker, RewardConfig: RewardModelWorker}
 
 
-def report(arguments: argparse.Namespace) -> int:
+def report(arguments: argparse.Namespace, run_config: RunConfig | None) -> int:
     """Print the layouts and the memory table.
+
+    Args:
+        arguments: of the verb.
+        run_config: the configuration of a run; None reads that of a role, or of a program's own class.
 
     Raises:
         ConfigError: the workers of a role reject its configuration when they build the model or its optimizer.
     """
-    config, roles = read_roles(arguments)
+    config, roles = read_roles(arguments, run_config)
     sizes = {key: arguments.world_size or pool_size(config, key) for key in roles}
     lines = [*_problems(config), *(f"{key}: {layout_of_role(role, sizes[key])}" for key, role in roles.items())]
     lines += [*_generating_lines(config, roles, sizes)]
@@ -138,7 +142,7 @@ def _nodes(config: Any, key: str, world_size: int) -> list[str]:
     return nodes if len(nodes) == world_size else ["node0"] * world_size
 
 
-def read_roles(arguments: argparse.Namespace) -> tuple[Any, dict[str, RoleConfig]]:
+def read_roles(arguments: argparse.Namespace, run_config: RunConfig | None) -> tuple[Any, dict[str, RoleConfig]]:
     """Return the configuration in a file, None for a file of a single role, and the roles by key."""
     classes, registered = roots([arguments.config] if arguments.config else [])
     parts = {key: cls for key, cls in registered.items() if issubclass(cls, RoleConfig)}
@@ -148,9 +152,8 @@ def read_roles(arguments: argparse.Namespace) -> tuple[Any, dict[str, RoleConfig
             raise ConfigError(text, key="--role", value=arguments.role)
         role: Any = load_config(parts[arguments.role], arguments.file, overrides=arguments.overrides)
         return None, {arguments.role: role}
-    if classes[-1] is RunConfig:
-        config: Any = read_run_config(arguments.file, arguments.overrides)
-    else:
+    config: Any = run_config
+    if config is None:
         config = load_config(classes[-1], arguments.file, overrides=arguments.overrides)
     keys: Collection[str] = parts
     if isinstance(config, RunConfig):

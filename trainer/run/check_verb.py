@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 
 from mcontroller.config.load import CollectedErrors
-from trainer.run.config import read_run_config, read_with_files
+from trainer.run.config import RunConfig, read_with_files
 from workers.planning import planning
 
 _READ_BY = {
@@ -54,22 +54,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the layouts and the memory table."""
     with planning():
-        if arguments.role is None and arguments.config is None:
-            _raise_all_errors(arguments.file, arguments.overrides)
+        of_run = arguments.role is None and arguments.config is None
+        config = _read_run(arguments.file, arguments.overrides) if of_run else None
         from trainer.run.check_report import report  # torch, Megatron and Ray: seconds
 
-        status = report(arguments)
-        if arguments.dry_run and arguments.role is None and arguments.config is None:
+        status = report(arguments, config)
+        if arguments.dry_run and config is not None:
             from parallel_state.dry_run.outcome import gpu_bytes
             from trainer.run.dry_run_verb import report_roles
 
             gpu = gpu_bytes("80" if arguments.gpu_memory is None else str(arguments.gpu_memory))
-            status |= report_roles(read_run_config(arguments.file, arguments.overrides), gpu)
+            status |= report_roles(config, gpu)
         return status
 
 
-def _raise_all_errors(file: str, overrides: list[str]) -> None:
-    """Raise the errors of the fields and files of a run, and those of its parts with them."""
+def _read_run(file: str, overrides: list[str]) -> RunConfig:
+    """Return the configuration of a run, or raise the errors of its fields and files, and of its parts with them."""
     errors = CollectedErrors()
     config = read_with_files(file, overrides, errors)
     if errors.errors and config is not None:
@@ -83,3 +83,5 @@ def _raise_all_errors(file: str, overrides: list[str]) -> None:
             if of_defaults.isdisjoint({getattr(error, "key", ""), *error.fields}):
                 errors.errors.append(error)
     errors.raise_any()
+    assert config is not None
+    return config
