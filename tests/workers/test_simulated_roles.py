@@ -57,4 +57,6 @@ def test_a_layout_has_the_bits_of_forked_gloo_ranks() -> None:
     layout = parity.LAYOUTS["PP2 x DP2, distributed optimizer with overlap"]
     simulated = run_ranks(layout.ranks, parity.computed, layout, "float32")
     forked = forking.run_ranks(parity.computed, layout.ranks, layout, "float32")
+    for rank in (*simulated, *forked):
+        assert rank.pop("backend") == "gloo"
     torch.testing.assert_close(simulated, forked, rtol=0, atol=0)
