@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import hashlib
+import multiprocessing
+import os
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from functools import cache, partial
+from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 from unittest import mock
 
@@ -19,6 +23,7 @@ from parallel_state.dry_run.counting import CountingMode
 from parallel_state.dry_run.kernels import torch_on_meta
 from parallel_state.dry_run.memory import Memory
 from parallel_state.dry_run.shapes import ShapeExchange
+from parallel_state.hangs.lines import members_text
 from parallel_state.layout import ParallelLayout
 from parallel_state.simulated.calls import Call
 from parallel_state.simulated.simulation import Simulation
@@ -26,6 +31,8 @@ from parallel_state.simulated.trace import CommunicationTrace
 
 T = TypeVar("T")
 
+_RANKS_OF_A_PROCESS = 64
+"""Ranks that are worth a process of their own."""
 _RANKS_TO_RELEASE = 32
 """Ranks that run one by one before free memory is returned: each has a thread, and glibc an arena for it."""
 
@@ -52,9 +59,9 @@ class CallLog(CommunicationTrace):
         self.calls: Counter[tuple[int, str, str]] = Counter()
         self.nbytes_of: Counter[tuple[int, str, str]] = Counter()
         self.pending: Counter[str] = Counter()
-        self._order: dict[int, Any] = {}
-        self._shapes: dict[int, Any] = {}
-        self._meetings: dict[tuple[Any, tuple[int, ...]], dict[int, Any]] = {}
+        self._order: dict[int, bytes] = {}
+        self._shapes: dict[int, bytes] = {}
+        self._meetings: dict[tuple[Any, tuple[int, ...]], dict[int, bytes]] = {}
 
     def begin(self, call: Call) -> None:
         """Count a call."""
@@ -65,16 +72,15 @@ class CallLog(CommunicationTrace):
             self.pending[str(call.line)] += 1
         place = call.operation, call.group.axis, call.line.line
         shapes = [(tuple(tensor.shape), str(tensor.dtype)) for tensor in (*call.inputs, *call.outputs)]
-        self._order.setdefault(call.rank, hashlib.sha256()).update(repr(place).encode())
-        self._shapes.setdefault(call.rank, hashlib.sha256()).update(repr(shapes).encode())
+        _add_to_digest(self._order, call.rank, place)
+        _add_to_digest(self._shapes, call.rank, shapes)
         name, members = _meeting_of(call)
         what: tuple[Any, ...] = (call.key,)
         if not call.is_transfer:
             what = call.operation, call.key, call.options.get("sends")
             if call.operation == "all_to_all":
                 what = *what, [tensor.numel() for tensor in call.inputs]
-        digests = self._meetings.setdefault((name, members), {})
-        digests.setdefault(call.rank, hashlib.sha256()).update(repr(what).encode())
+        _add_to_digest(self._meetings.setdefault((name, members), {}), call.rank, what)
 
     def wait(self, call: Call) -> None:
         """Note that the program has waited for a call."""
@@ -84,10 +90,20 @@ class CallLog(CommunicationTrace):
     def complete(self, call: Call) -> None:
         """Do nothing."""
 
-    def digest(self, rank: int, *, shapes: bool = True) -> str:
+    def merge(self, other: CallLog) -> None:
+        """Add the calls of other ranks."""
+        self.calls.update(other.calls)
+        self.nbytes_of.update(other.nbytes_of)
+        self.pending.update(other.pending)
+        self._order |= other._order
+        self._shapes |= other._shapes
+        for meeting, digests in other._meetings.items():
+            self._meetings.setdefault(meeting, {}).update(digests)
+
+    def digest(self, rank: int, *, shapes: bool = True) -> bytes:
         """Return a digest of the calls of a rank, in their order; with the shapes of their tensors."""
         kinds = (self._order, self._shapes) if shapes else (self._order,)
-        return "".join(digests[rank].hexdigest() for digests in kinds if rank in digests)
+        return b"".join(digests.get(rank, b"") for digests in kinds)
 
     def unfinished(self) -> list[str]:
         """Return a warning for each line that makes an asynchronous collective and does not wait for it."""
@@ -98,7 +114,7 @@ class CallLog(CommunicationTrace):
         """Return the members of groups, and the two sides of transfers, that do not all have the same digest."""
         ranks: set[int] = set()
         for (_, members), digests in self._meetings.items():
-            if len(digests) < len(members) or len({digest.digest() for digest in digests.values()}) > 1:
+            if len(digests) < len(members) or len(set(digests.values())) > 1:
                 ranks.update(members)
         return ranks
 
@@ -110,6 +126,11 @@ class CallLog(CommunicationTrace):
             if nbytes >= worst.get((axis, operation), (0, -1))[1]:
                 worst[axis, operation] = self.calls[rank, axis, operation], nbytes
         return worst
+
+
+def _add_to_digest(digests: dict[int, bytes], rank: int, value: Any) -> None:
+    """Replace the digest of what a rank did so far by one of that and a value."""
+    digests[rank] = hashlib.sha256(digests.get(rank, b"") + repr(value).encode()).digest()
 
 
 def _meeting_of(call: Call) -> tuple[Any, tuple[int, ...]]:
@@ -125,6 +146,57 @@ def peers_of(layout: ParallelLayout, ranks: Collection[int]) -> list[int]:
     """Return some ranks, and those that differ from one of them on a single axis."""
     groups = (group for axis in (*layout.dense_axes, *layout.expert_axes) for group in layout.groups(axis))
     return sorted({rank for group in groups if not set(group).isdisjoint(ranks) for rank in group})
+
+
+def run_one_by_one(
+    layout: ParallelLayout, function: Callable[[CountingMode], Any], log: CallLog, ended: Callable[[int], object]
+) -> None:
+    """Run ``function(mode)`` on every rank of a layout, one by one; many ranks run in a process for each CPU.
+
+    Args:
+        layout: the layout.
+        function: what each rank runs.
+        log: records the calls.
+        ended: called with the number of ranks that have ended.
+
+    Raises:
+        Exception: what a rank raised.
+        ChildProcessError: a process died.
+    """
+    count = max(1, min(len(os.sched_getaffinity(0)), layout.world_size // _RANKS_OF_A_PROCESS))
+    parts = [range(first, layout.world_size, count) for first in range(count)]
+    context = multiprocessing.get_context("fork")
+    with contextlib.ExitStack() as stack:
+        receivers = []
+        for ranks in parts[1:]:
+            receiver, sender = context.Pipe(duplex=False)
+            process = context.Process(target=_send_log, args=(sender, layout, ranks, function), daemon=True)
+            process.start()
+            sender.close()
+            stack.callback(process.join)
+            stack.callback(process.terminate)
+            receivers.append(receiver)
+        run_without_data(layout, parts[0], function, log, together=False, ended=lambda ranks: ended(ranks * count))
+        for ranks, receiver in zip(parts[1:], receivers, strict=True):
+            try:
+                received = receiver.recv()
+            except EOFError:
+                raise ChildProcessError(f"the process of ranks {members_text(ranks)} died") from None
+            if isinstance(received, Exception):
+                raise received
+            log.merge(received)
+
+
+def _send_log(
+    sender: Connection, layout: ParallelLayout, ranks: Sequence[int], function: Callable[[CountingMode], Any]
+) -> None:
+    log = CallLog()
+    try:
+        run_without_data(layout, ranks, function, log, together=False)
+    except Exception as error:  # which may contain what cannot be pickled
+        sender.send(RuntimeError(f"{type(error).__name__}: {error}"))
+    else:
+        sender.send(log)
 
 
 def run_without_data(

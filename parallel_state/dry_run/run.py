@@ -14,7 +14,7 @@ from parallel_state import cpu
 from parallel_state.dry_run.counting import CountingMode
 from parallel_state.dry_run.errors import DryRunError
 from parallel_state.dry_run.outcome import GIB, Outcome, Use
-from parallel_state.dry_run.ranks import CallLog, peers_of, pipeline_of, run_without_data
+from parallel_state.dry_run.ranks import CallLog, peers_of, pipeline_of, run_one_by_one, run_without_data
 from parallel_state.dry_run.routing import routed, routing_of
 from parallel_state.dry_run.training import one_layer_a_stage, train
 from parallel_state.dry_run.transformer_engine import engine_kernels
@@ -199,9 +199,9 @@ def _differing_ranks(
     what, size = "all ranks with one layer on each stage", layout.world_size
     show(what, 0, size)
     try:
-        run_without_data(
-            layout, range(size), function, log, together=False, ended=lambda count: show(what, count, size)
-        )
+        run_one_by_one(layout, function, log, lambda count: show(what, min(count, size), size))
+    except ChildProcessError:
+        raise
     except Exception:  # all ranks raise it together, or none
         return None
     differing = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
 from parallel_state.dry_run import Outcome, dry_run
+from parallel_state.dry_run import ranks as dry_run_ranks
 from parallel_state.dry_run.training import ShapeTraining
 from parallel_state.verify import Program, VerifyError
 from tests.parallel_state.verify.programs import GPT, smaller
@@ -107,6 +109,37 @@ def test_a_fault_on_ranks_of_no_pipeline_is_found_with_one_layer_on_each_stage(
     assert not outcome.fits(2**60) and f"{error}: " in outcome.failure
     assert f"{Path(__file__).name}:" in outcome.failure and all(str(rank) in outcome.failure for rank in others)
     assert not dry_run(planted(fault, *others), "tp=2,dp=4", second=False).failure
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="each process has a CPU")
+@pytest.mark.parametrize(("fault", "others", "error"), [(CALLS[0][0], (4,), CALLS[0][4]), (CALLS[5][0], *CALLS[5][3:])])
+def test_ranks_of_two_processes_are_compared(
+    fault: Fault, others: tuple[int, ...], error: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = {}
+    for name, size in {"one": 8, "two": 4}.items():
+        monkeypatch.setattr(dry_run_ranks, "_RANKS_OF_A_PROCESS", size)
+        ended = list[int]()
+        whole = dry_run(planted(fault), "tp=2,dp=4", show=lambda what, count, ranks, ended=ended: ended.append(count))
+        assert not whole.failure and whole.warnings == []
+        outcome = dry_run(planted(fault, *others), "tp=2,dp=4")
+        assert f"{error}: " in outcome.failure and all(str(rank) in outcome.failure for rank in others)
+        counts[name] = ended[-1], len(ended)
+    assert counts["one"][0] == counts["two"][0] == 8
+    assert counts["one"][1] - counts["two"][1] == 4  # ranks of the other process are not counted one by one
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="each process has a CPU")
+def test_a_process_of_ranks_that_dies_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def end(tokens: torch.Tensor, is_faulty: bool) -> None:
+        if is_faulty:
+            os._exit(1)
+
+    monkeypatch.setattr(dry_run_ranks, "_RANKS_OF_A_PROCESS", 4)
+    outcome = dry_run(planted(end, 5), "tp=2,dp=4")
+    assert not outcome.failure
+    (warning,) = outcome.warnings
+    assert "1, 3, 5, 7" in warning and "--all" in warning
 
 
 def failed(outcome: Outcome, error: str) -> bool:
