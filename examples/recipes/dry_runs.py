@@ -274,8 +274,10 @@ def row(name: str, folder: Path, *, checks: bool) -> str:
         cells.append("/".join(f"{update.uses[rank].peak / GIB:.1f}" for rank in update.stages.values()))
         shared = None if published is not None else shared_gpus_of_run(config, outcomes).peak(config.trainer.offload)
         cells.append(f"{(shared or update.peak + CONTEXT) / GIB:.1f} of {gpu_bytes(gpu) / GIB:.1f}")
-    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    cells += [f"{time.process_time():.0f}", f"{time.perf_counter() - began:.0f}", f"{memory:.1f}"]
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    memory = sum(usage.ru_maxrss for usage in usages) / 2**20  # pages that both have count twice
+    cpu_seconds = sum(usage.ru_utime + usage.ru_stime for usage in usages)
+    cells += [f"{cpu_seconds:.0f}", f"{time.perf_counter() - began:.0f}", f"{memory:.1f}"]
     return f"| {' | '.join(cells)} |"
 
 
