@@ -59,7 +59,7 @@ def cause_of(observed: Observed, positions: Mapping[int, Position]) -> tuple[str
         The cause and the ranks that it names; None if no rank is missing.
     """
     cycle: list[int] = []
-    for start in positions:
+    for start in sorted(positions):
         path = [start]
         while True:
             following = positions[path[-1]].missing
@@ -82,7 +82,7 @@ def cause_of(observed: Observed, positions: Mapping[int, Position]) -> tuple[str
 def stories(observed: Observed, positions: Mapping[int, Position]) -> str:
     """Return one entry for all ranks that wait at the same place for the same ranks."""
     same: dict[Position, list[int]] = {}
-    for rank, position in positions.items():
+    for rank, position in sorted(positions.items()):
         same.setdefault(position, []).append(rank)
     entries = [_story(observed, position, ranks) for position, ranks in list(same.items())[:_SHOWN_STORIES]]
     if len(same) > _SHOWN_STORIES:
