@@ -465,7 +465,7 @@ def test_an_agent_of_a_configuration_makes_the_trajectory_of_its_episode(process
 
 @pytest.mark.processes
 def test_an_agent_of_a_public_library_trains_unchanged() -> None:
-    pytest.importorskip("agents.models.openai_chatcompletions", reason="openai-agents is not installed")
+    pytest.importorskip("agents.models.openai_chatcompletions", reason="the extra test: no openai-agents")
     (made,) = run_agent("adder_of_openai_agents", "")
     assert isinstance(made, Trajectory) and (made.turns, made.ended) == (2, "stop")
     sampled = [token for token, mark in zip(made.tokens, made.mask, strict=True) if mark]
