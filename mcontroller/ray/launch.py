@@ -15,7 +15,7 @@ import ray
 from ray.exceptions import RayError
 
 from mcontroller.channel.address import ChannelKeys
-from mcontroller.errors import CallTimeout, ConfigError, ResourceError
+from mcontroller.errors import CallTimeout, ConfigError, DataError, ResourceError
 from mcontroller.output import progress_bar
 from mcontroller.ray.calls.executor import GroupCall, GroupProcesses, RayExecutor
 from mcontroller.ray.calls.failures import RankFailure, RankLabel, first_cause
@@ -108,32 +108,12 @@ def launch(
 
 
 def _pack_init(init: ClassWithInitArgs[Any]) -> Packed:
-    """Serialize a worker class and its init arguments; raise ConfigError that names the one that cannot be pickled."""
+    """Serialize a worker class and its init arguments; raise ConfigError that names what cannot be pickled."""
     try:
-        packed: Packed = pack((init.cls, init.args, init.kwargs))
-    except Exception as error:
-        name = init.cls.__name__
-        positional = {f"argument {index}": value for index, value in enumerate(init.args)}
-        named = {f"argument {key!r}": value for key, value in init.kwargs.items()}
-        for what, value in {f"class {name}": init.cls, **positional, **named}.items():
-            if _fails_to_pack(value):
-                of = "" if value is init.cls else f" of {name}, {type(value).__name__},"
-                raise ConfigError(
-                    f"{what}{of} cannot be sent to the worker processes: {type(error).__name__}: {error}. Pass "
-                    f"something that can be pickled, and construct the rest in {name}.__init__",
-                    key=what,
-                    value=value,
-                ) from error
-        raise
-    return packed
-
-
-def _fails_to_pack(value: Any) -> bool:
-    try:
-        pack(value)
-    except Exception:
-        return True
-    return False
+        pack(init.cls, f"class {init.cls.__name__}")  # by itself first, for its name
+        return pack((init.cls, Arguments(init.args, init.kwargs)))
+    except DataError as error:
+        raise ConfigError(f"{init.cls.__name__}: {error}", key=error.fields.get("location"), value=init.cls) from error
 
 
 def _start(

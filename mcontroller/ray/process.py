@@ -24,12 +24,12 @@ from mcontroller.channel.options import ChannelOptions
 from mcontroller.channel.server import Reply, reserve_port
 from mcontroller.channel.worker import Endpoint, KeptResults
 from mcontroller.devices import check_torch_without_gpu, compute_capability, device_of_rank
-from mcontroller.errors import CallRejected, ConfigError, GroupError, WorkerError, is_before_changes
+from mcontroller.errors import CallRejected, ConfigError, GroupError, WorkerError, before_changes, is_before_changes
 from mcontroller.ray.node_processes import NodeProcess
 from mcontroller.ray.rank_logs import RankLog
 from mcontroller.ray.threads import chosen_threads, keep_freed_memory, set_threads, usable_cores
 from mcontroller.ray.values.handles import ArgumentFailed, ArgumentLost, fetch
-from mcontroller.ray.values.wire import Encoded, Packed, decode, encode
+from mcontroller.ray.values.wire import Encoded, Packed, decode, encode, encode_result
 from mcontroller.trace.recorder import TraceRecorder, recorder, set_recorder, start_timer
 from mcontroller.transport import call_context, complete, finish, outline, reported_coordinates, resolve
 from parallel_state.hangs.lines import calling_position, source_line
@@ -165,7 +165,8 @@ class WorkerProcess:
                 if not self._records and "torch.distributed" in sys.modules:
                     self._record_calls()
                 try:
-                    inputs = resolve(decode([(data, frames)])[0], fetch)
+                    with before_changes():
+                        inputs = resolve(decode([(data, frames)])[0], fetch)
                     frames.clear()
                     timer("fetch")
                     if header.role is None:
@@ -177,8 +178,9 @@ class WorkerProcess:
                     timer(f"{header.role or 'process'}.{header.method}")
                     inputs = None  # free them before the value is serialized
                     if self._identity.rank in header.returning:
-                        outlined = encode(outline(value), sys.maxsize) if keep else _NOTHING
-                        encoded = encode(value, self._inline_bytes)
+                        name = f"the result of {header.role}.{header.method} on rank {self._identity.rank}"
+                        outlined = encode_result(outline(value), sys.maxsize, name) if keep else _NOTHING
+                        encoded = encode_result(value, self._inline_bytes, name)
                     del value
                 except BaseException as raised:
                     timer(f"failure {type(raised).__name__} {header.role}.{header.method}")
@@ -204,7 +206,7 @@ class WorkerProcess:
 
         Args:
             identity: the rank and its environment.
-            packed: packed (class, args, kwargs) of the workers, by role.
+            packed: packed (class, ``Arguments``) of the workers, by role.
 
         Raises:
             WorkerError: a worker's constructor raised.
@@ -228,10 +230,10 @@ class WorkerProcess:
         for role, init in packed.items():
             try:
                 choose_device(identity.device)  # before the module of the worker is imported
-                construct, args, kwargs = init.unpack()  # loads torch, which reads the environment
+                construct, arguments = init.unpack()  # loads torch, which reads the environment
                 if not self._records and "torch.distributed" in sys.modules:
                     self._record_calls()
-                worker = construct(*args, **kwargs)
+                worker = construct(*arguments.args, **arguments.kwargs)
             except BaseException as error:  # report SystemExit too
                 raise self._error_of(role, "__init__", error) from None
             self._roles[role] = worker

@@ -96,7 +96,10 @@ class RayExecutor:
 
     def share(self, value: Any, readers: int) -> Any:
         """Return a ``StoredValue`` if several ranks read a large value, else the value."""
-        packed = pack(value) if readers > 1 else None
+        try:
+            packed = pack(value) if readers > 1 else None
+        except DataError:
+            return value  # submit names the argument and the method
         if packed is None or not packed.is_large(self.processes.handles.options.inline_bytes):
             return value
         return StoredValue(ray.put(packed))
@@ -144,7 +147,10 @@ class RayExecutor:
         for shard in arguments.values():
             if id(shard) not in encoded:
                 sendable = _with_objects(shard)
-                encoded[id(shard)] = encode(sendable, inline_bytes)
+                try:
+                    encoded[id(shard)] = encode(sendable, inline_bytes)
+                except DataError as error:
+                    raise DataError(f"{self.role}.{call.method}: {error}", **error.fields) from error
                 call.held.append(encoded[id(shard)].stored)
                 values = (*sendable.args, *sendable.kwargs.values())
                 call.held += [value.handles() for value in values if isinstance(value, Deferred)]

@@ -18,14 +18,15 @@ is small, outside the store, or the file cannot be opened (another platform, a r
 from __future__ import annotations
 
 import importlib
+import inspect
 import io
 import mmap
 import os
 import pickle
 import re
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from types import FunctionType, ModuleType
@@ -37,7 +38,7 @@ import ray
 from ray import cloudpickle
 from typing_extensions import Buffer
 
-from mcontroller.errors import DataError
+from mcontroller.errors import DataError, MControllerError
 from mcontroller.ray.values.references import WrittenReference, read_reference, write_reference
 from mcontroller.transport import Arguments
 
@@ -51,6 +52,9 @@ MAPPED_BYTES = 1 << 20
 """Objects of the store below this size are copied, which costs less than a mapping."""
 
 _STORE_LINE = re.compile(r"([0-9a-f]+)-([0-9a-f]+) rw-s ([0-9a-f]+) \S+ (\d+) +/dev/shm/plasma")
+
+_NOT_PICKLED = ("__dict__", "__weakref__")
+"""Attributes of a class that cloudpickle leaves out."""
 
 _PLAIN = (type(None), bool, int, float)
 """Types that Python's own pickler writes, which costs less than ours."""
@@ -101,7 +105,7 @@ def encode(value: Any, inline_bytes: int) -> Encoded:
     """Serialize a value; put it into the store if it has more than ``inline_bytes``.
 
     Raises:
-        DataError: a tensor cannot be sent (sparse or quantized).
+        DataError: see ``pack``.
     """
     packed = pack(value)
     if packed.is_large(inline_bytes):
@@ -110,43 +114,128 @@ def encode(value: Any, inline_bytes: int) -> Encoded:
     return Encoded(packed.data, [bytes(memoryview(buffer)) for buffer in packed.buffers])  # the caller may write later
 
 
+def encode_result(value: Any, inline_bytes: int, name: str) -> Encoded:
+    """Serialize what a method has returned; if it cannot be sent, ``decode`` raises the DataError where it is read.
+
+    The method has run on this rank as on the others, so that nothing but its result is lost.
+
+    Args:
+        value: the result.
+        inline_bytes: see ``encode``.
+        name: of the result in the error.
+    """
+    try:
+        return encode(value, inline_bytes)
+    except DataError as error:
+        return encode(_Unsent(DataError(f"{name}: {error}", **error.fields)), sys.maxsize)
+
+
+class _Unsent:
+    """In place of a value that could not be sent: raises why when it is unpickled."""
+
+    def __init__(self, error: DataError) -> None:
+        self._error = error
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _raise, (self._error,)
+
+
+def _raise(error: DataError) -> None:
+    raise error
+
+
 def decode(messages: Sequence[tuple[Buffer, Sequence[Buffer]]], timeout: float | None = None) -> list[Any]:
     """Return the values of messages, given as data and frames, in private memory.
 
     Raises:
         GetTimeoutError: one that is in the store has not arrived in ``timeout`` seconds (Ray's exception).
-        DataError: a value cannot be read in this process, such as one of a class that it cannot import.
+        DataError: a value cannot be read in this process, such as one of a class that it cannot import, or could not
+            be sent (see ``encode_result``).
     """
-    try:
+    with _unreadable():
         values = [pickle.loads(data, buffers=frames) for data, frames in messages]
         references = [read_reference(value) for value in values if isinstance(value, WrittenReference)]
-    except Exception as error:
-        raise _unreadable(error) from error
     if not references:
         return values
     objects = iter(ray.get(references, timeout=timeout))
-    try:
+    with _unreadable():
         return [next(objects).unpack() if isinstance(value, WrittenReference) else value for value in values]
+
+
+@contextmanager
+def _unreadable() -> Iterator[None]:
+    try:
+        yield
+    except DataError:
+        raise
     except Exception as error:
-        raise _unreadable(error) from error
+        raise DataError(f"a value cannot be read in this process: {type(error).__name__}: {error}") from error
 
 
-def _unreadable(error: Exception) -> DataError:
-    return DataError(f"a value cannot be read in this process: {type(error).__name__}: {error}")
-
-
-def pack(value: Any) -> Packed:
-    """Serialize a value.
+def pack(value: Any, name: str = "the value") -> Packed:
+    """Serialize a value, which errors call ``name``.
 
     Raises:
-        DataError: a tensor cannot be sent (sparse or quantized).
+        DataError: a part of it cannot be pickled, or is a tensor that cannot be sent (sparse or quantized); the field
+            ``location`` names the part.
     """
     if isinstance(value, _PLAIN) or (isinstance(value, Arguments) and _are_plain(value)):
         return Packed(pickle.dumps(value), [])
+    try:
+        return _pickled(value)
+    except MControllerError:
+        raise
+    except Exception as error:
+        location, part = _unpicklable(value, name)
+        kind = type(part).__name__
+        raise DataError(
+            f"{location} has the type {kind}, which cannot be pickled ({type(error).__name__}: {error}): send what it "
+            "is made from, and make it where it is used",
+            location=location,
+            kind=kind,
+        ) from error
+
+
+def _pickled(value: Any) -> Packed:
     sink = io.BytesIO()
     pickler: Any = _Pickler(sink)
     pickler.dump(value)
     return Packed(sink.getvalue(), pickler.buffers)
+
+
+def _unpicklable(value: Any, location: str) -> tuple[str, Any]:
+    """Return the name of the innermost part of a value that cannot be pickled, and the part."""
+    visited = {id(value)}
+    while True:
+        for name, part in _parts(location, value):
+            if id(part) not in visited and _fails(part):
+                location, value = name, part
+                visited.add(id(part))
+                break
+        else:
+            return location, value
+
+
+def _parts(location: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the parts of a value that pickle visits, with their names."""
+    if isinstance(value, Arguments):
+        yield from ((f"argument {key!r}", part) for key, part in (*enumerate(value.args), *value.kwargs.items()))
+    elif isinstance(value, Mapping):
+        yield from ((f"{location}[{key!r}]", part) for key, part in value.items())
+    elif isinstance(value, list | tuple) or (isinstance(value, np.ndarray) and value.dtype.hasobject):
+        yield from ((f"{location}[{index}]", part) for index, part in enumerate(value))
+    else:  # what a function refers to, or the attributes of an object or a class
+        closure = inspect.getclosurevars(value) if isinstance(value, FunctionType) else None
+        named = getattr(value, "__dict__", {}) if closure is None else {**closure.globals, **closure.nonlocals}
+        yield from ((f"{location}.{name}", part) for name, part in named.items() if name not in _NOT_PICKLED)
+
+
+def _fails(value: Any) -> bool:
+    try:
+        _pickled(value)
+    except Exception:
+        return True
+    return False
 
 
 def _are_plain(arguments: Arguments) -> bool:

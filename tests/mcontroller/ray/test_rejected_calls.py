@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mcontroller import Dispatch, Worker, before_changes, register
-from mcontroller.errors import CallRejected, ConfigError, GroupBroken, WorkerError
+from mcontroller.errors import CallRejected, ConfigError, DataError, GroupBroken, WorkerError
 from mcontroller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from mcontroller.testing import mock_worker_group, simulated_worker_group
 from parallel_state import ParallelLayout
@@ -34,6 +34,10 @@ class Careful(Worker):
             threading.Event().wait()
         self.total += number
         return self.total
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def lock(self, value: Any = None) -> Any:
+        return threading.Lock()
 
 
 @pytest.fixture
@@ -97,3 +101,25 @@ def test_a_rank_that_does_not_follow_breaks_the_group_soon(on_ray: RayWorkerGrou
     assert time.monotonic() - began < 20
     with pytest.raises(GroupBroken):
         on_ray.add(1)
+
+
+class Unreadable:
+    """Can be sent, and not read."""
+
+    def __reduce__(self) -> Any:
+        return eval, ("1 / 0",)
+
+
+def test_what_cannot_be_sent_or_read_does_not_break_a_group(on_ray: RayWorkerGroup) -> None:
+    with pytest.raises(DataError) as caught:
+        on_ray.lock()
+    assert caught.value.kind == "lock"
+    future = on_ray.lock.options(blocking=False)()
+    with pytest.raises(DataError):
+        future.get()
+    with pytest.raises(DataError) as caught:
+        on_ray.lock(threading.Lock())
+    assert caught.value.location == "argument 0"
+    with pytest.raises(CallRejected):
+        on_ray.lock(Unreadable())
+    assert on_ray.add(1) == [1, 1]

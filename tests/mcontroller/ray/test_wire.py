@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import datetime
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ from tensordict import TensorDict
 from mcontroller.data.batch import DataProto
 from mcontroller.errors import DataError
 from mcontroller.ray.values.wire import IN_BAND_BYTES, pack
+from mcontroller.transport import Arguments
 
 
 def travelled(value: object) -> object:
@@ -92,3 +95,23 @@ def test_object_references_and_actors_inside_a_value_stay_handles(ray_cluster: N
 def test_a_tensor_that_cannot_travel_is_rejected_before_it_is_sent() -> None:
     with pytest.raises(DataError):
         pack({"batch": [torch.ones(3).to_sparse()]})
+
+
+def capturing(lock: object) -> Callable[[], object]:
+    return lambda: lock
+
+
+@pytest.mark.parametrize(
+    ("value", "location"),
+    [
+        (Arguments((1, {"a": [0, threading.Lock()]})), "argument 1['a'][1]"),
+        (Arguments((), {"n": threading.Lock()}), "argument 'n'"),
+        (Arguments((DataProto(meta_info={"m": threading.Lock()}),)), "argument 0.meta_info['m']"),
+        ({"f": (number for number in range(3))}, "the value['f']"),
+        (capturing(threading.Lock()), "the value.lock"),
+    ],
+)
+def test_a_part_that_cannot_be_pickled_is_named(value: object, location: str) -> None:
+    with pytest.raises(DataError) as caught:
+        pack(value)
+    assert caught.value.location == location

@@ -179,7 +179,7 @@ def test_a_bare_class_is_rejected_with_the_class_to_wrap_it_in(pool: RayResource
 def test_an_init_argument_that_cannot_be_pickled_is_named(pool: RayResourcePool) -> None:
     for init, key in (
         (RayClassWithInitArgs(Plain, threading.Lock()), "argument 0"),
-        (RayClassWithInitArgs(Plain, value=[threading.Lock()]), "argument 'value'"),
+        (RayClassWithInitArgs(Plain, value=[threading.Lock()]), "argument 'value'[0]"),
     ):
         with pytest.raises(ConfigError) as caught:
             RayWorkerGroup(pool, init)
