@@ -305,7 +305,7 @@ class DataProto(OutOfBand):
             return self.select_idxs(item)
         row = int(row_index([item], len(self))[0])
         batch = None if self.batch is None else self.batch[row]
-        arrays = {key: array[row] for key, array in self.non_tensor_batch.items()}
+        arrays = self._array_rows(row)
         return DataProtoItem(batch, arrays, copy_meta(self.meta_info))
 
     def __iter__(self) -> Iterator[DataProtoItem]:
@@ -327,7 +327,7 @@ class DataProto(OutOfBand):
         stop = max(begin, stop)
         count = len(range(begin, stop, stride))
         batch = map_columns(self.local_batch, lambda column: column[begin:stop:stride], count)
-        arrays = {key: array[begin:stop:stride] for key, array in self.non_tensor_batch.items()}
+        arrays = self._array_rows(slice(begin, stop, stride))
         return self.derive(
             batch, arrays, remote=[columns.take(np.arange(begin, stop, stride)) for columns in self.remote]
         )
@@ -345,8 +345,16 @@ class DataProto(OutOfBand):
         index = row_index(idxs, len(self))
         rows = torch.from_numpy(index)
         batch = map_columns(self.local_batch, lambda column: take_rows(column, rows), len(index))
-        arrays = {key: array[index] for key, array in self.non_tensor_batch.items()}
+        arrays = self._array_rows(index)
         return self.derive(batch, arrays, remote=[columns.take(index) for columns in self.remote])
+
+    def _array_rows(self, index: Any) -> dict[str, Any]:
+        """Return the selected rows of the arrays, of which ``non_tensor_batch`` may have got one of another length."""
+        rows = len(self)
+        for array in self.non_tensor_batch.values():
+            if not isinstance(array, np.ndarray) or len(array) != rows:
+                check_columns(make_tensordict({}, (rows,)), self.non_tensor_batch)
+        return {key: array[index] for key, array in self.non_tensor_batch.items()}
 
     def __getitems__(self, idxs: list[int]) -> Self:
         """Return a mini-batch as a copy, for torch's DataLoader."""
@@ -938,7 +946,7 @@ class DataProto(OutOfBand):
             DataError: if a value can be stored only with pickle; names the column or key. Values can be tensors,
                 numpy arrays of numbers, strings or objects, numbers, strings, lists, tuples and dicts.
         """
-        save_batch(filepath, self.prefetch().local_batch, self.non_tensor_batch, self.meta_info)
+        save_batch(filepath, self.prefetch().local_batch, self._array_rows(slice(None)), self.meta_info)
 
     @classmethod
     def load_from_disk(cls, filepath: str | PathLike[str]) -> Self:
@@ -983,7 +991,8 @@ def concat_batches(data: Sequence[AnyDataProto], *, keep_first: bool = False) ->
     batches, remote = _joinable(data)
     _check_same_columns(batches, data)
     joined = None if batches[0] is None else join_rows([batch for batch in batches if batch is not None])
-    arrays = {key: np.concatenate([part.non_tensor_batch[key] for part in data]) for key in first.non_tensor_batch}
+    parts = [part._array_rows(slice(None)) for part in data]
+    arrays = {key: np.concatenate([part[key] for part in parts]) for key in first.non_tensor_batch}
     return first.derive(joined, arrays, info, remote)
 
 

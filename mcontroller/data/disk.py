@@ -91,6 +91,12 @@ def load_batch(filepath: str | os.PathLike[str]) -> Parts:
         tensors = load_file(filepath)
     except SafetensorError as error:
         raise DataError(f"{os.fspath(filepath)} is not a safetensors file: {error}", path=filepath) from error
+    except OSError as error:
+        if os.path.isdir(filepath):
+            raise IsADirectoryError(
+                f"{os.fspath(filepath)} is a directory, not a file that save_to_disk wrote"
+            ) from error
+        raise
     if _DESCRIPTION not in tensors:
         raise DataError(f"{os.fspath(filepath)} is not a saved DataProto: it has no {_DESCRIPTION!r}", path=filepath)
     try:

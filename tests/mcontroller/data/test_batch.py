@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -359,3 +361,25 @@ def test_a_column_added_to_a_batch_or_to_its_copy_is_seen_in_that_one_alone() ->
     assert set(second.batch.keys()) == {"a", "c"}
     assert first.batch["a"].data_ptr() == second.batch["a"].data_ptr()
     assert DataProto.concat(first.chunk(3)).batch["b"].tolist() == [0.0] * 3
+
+
+@pytest.mark.parametrize(
+    "select",
+    [
+        lambda batch: batch[0],
+        lambda batch: batch[0:4],
+        lambda batch: batch[[0, 1]],
+        lambda batch: batch.chunk(2),
+        lambda batch: DataProto.concat([batch, batch]),
+        lambda batch: batch.save_to_disk("short"),
+    ],
+)
+def test_an_array_of_another_length_is_rejected_wherever_rows_are_selected(
+    select: Callable[[DataProto], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    batch = DataProto.from_dict({"x": torch.zeros(6, 1)})
+    batch.non_tensor_batch["y"] = np.array([1, 2])
+    with pytest.raises(DataError) as caught:
+        select(batch)
+    assert (caught.value.column, caught.value.actual, caught.value.rows) == ("y", 2, 6)
