@@ -8,6 +8,8 @@ import gc
 import hashlib
 import multiprocessing
 import os
+import pickle
+import signal
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from functools import cache, partial
@@ -33,6 +35,8 @@ T = TypeVar("T")
 
 _RANKS_OF_A_PROCESS = 64
 """Ranks that are worth a process of their own."""
+_MOST_PROCESSES = 4
+"""Each takes memory for the models of its ranks, and 1,024 ranks of a large model are to run in 4 GiB."""
 _RANKS_TO_RELEASE = 32
 """Ranks that run one by one before free memory is returned: each has a thread, and glibc an arena for it."""
 
@@ -151,7 +155,7 @@ def peers_of(layout: ParallelLayout, ranks: Collection[int]) -> list[int]:
 def run_one_by_one(
     layout: ParallelLayout, function: Callable[[CountingMode], Any], log: CallLog, ended: Callable[[int], object]
 ) -> None:
-    """Run ``function(mode)`` on every rank of a layout, one by one; many ranks run in a process for each CPU.
+    """Run ``function(mode)`` on every rank of a layout, one by one; many ranks run in a few processes.
 
     Args:
         layout: the layout.
@@ -160,10 +164,10 @@ def run_one_by_one(
         ended: called with the number of ranks that have ended.
 
     Raises:
-        Exception: what a rank raised.
+        Exception: what a rank raised; RuntimeError with its text if that cannot be pickled.
         ChildProcessError: a process died.
     """
-    count = max(1, min(len(os.sched_getaffinity(0)), layout.world_size // _RANKS_OF_A_PROCESS))
+    count = max(1, min(_MOST_PROCESSES, len(os.sched_getaffinity(0)), layout.world_size // _RANKS_OF_A_PROCESS))
     parts = [range(first, layout.world_size, count) for first in range(count)]
     context = multiprocessing.get_context("fork")
     with contextlib.ExitStack() as stack:
@@ -190,13 +194,17 @@ def run_one_by_one(
 def _send_log(
     sender: Connection, layout: ParallelLayout, ranks: Sequence[int], function: Callable[[CountingMode], Any]
 ) -> None:
-    log = CallLog()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the process that waits ends this one
+    result: CallLog | Exception = CallLog()
     try:
-        run_without_data(layout, ranks, function, log, together=False)
-    except Exception as error:  # which may contain what cannot be pickled
-        sender.send(RuntimeError(f"{type(error).__name__}: {error}"))
-    else:
-        sender.send(log)
+        run_without_data(layout, ranks, function, result, together=False)
+    except Exception as error:
+        result = error
+        try:
+            pickle.loads(pickle.dumps(error))
+        except Exception:  # any of the classes in it may raise
+            result = RuntimeError(f"{type(error).__name__}: {error}")
+    sender.send(result)
 
 
 def run_without_data(

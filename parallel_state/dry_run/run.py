@@ -177,10 +177,10 @@ def _check_all_ranks(function: Callable[[CountingMode], Use], outcome: Outcome, 
         outcome.failure = f"all ranks with one layer on each stage: {type(error).__name__}: {error}"
         return
     except Exception as error:  # a program may need more than one layer
-        outcome.warnings.append(
-            f"all ranks cannot run with one layer on each stage: {type(error).__name__}: {error} {_line_of(error)}; "
-            "run every rank with --all"
-        )
+        what = f"{type(error).__name__}: {error}"
+        if not isinstance(error, (ChildProcessError, MControllerError)):
+            what = f"{what} {_line_of(error)}"
+        outcome.warnings.append(f"all ranks cannot run with one layer on each stage: {what}; run every rank with --all")
         return
     outcome.warnings += [line for line in log.unfinished() if line not in outcome.warnings] + [
         f"ranks {members_text(ranks)} do not make the calls of rank {first}, which has the same stage; run every rank "
@@ -200,10 +200,10 @@ def _differing_ranks(
     show(what, 0, size)
     try:
         run_one_by_one(layout, function, log, lambda count: show(what, min(count, size), size))
-    except ChildProcessError:
-        raise
-    except Exception:  # all ranks raise it together, or none
-        return None
+    except Exception as error:
+        if isinstance(error, (ChildProcessError, MControllerError)) and not isinstance(error, SimulationError):
+            raise
+        return None  # all ranks raise it together, or none
     differing = {}
     for first, *others in zip(*layout.groups("pp"), strict=True):
         digest = log.digest(first, shapes=False)

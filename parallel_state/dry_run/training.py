@@ -143,8 +143,8 @@ def used(mode: CountingMode, idle: dict[str, int], models: list[torch.nn.Module]
     memory = mode.memory
     names = {id(module): name for model in models for name, module in model.named_modules()}
     module = "" if memory.module is None else type(memory.module).__name__
-    if memory.module is not None and id(memory.module) in names:
-        module = f"{names[id(memory.module)]} ({module})"
+    if name := names.get(id(memory.module)):
+        module = f"{name} ({module})"
     parameters = [parameter for model in models for parameter in model.parameters()]
     experts = [parameter for parameter in parameters if not getattr(parameter, "allreduce", True)]
     return Use(

@@ -69,8 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
         with planning():  # without weights and engines, as check
             return report_roles(read_run_config(arguments.program, arguments.rest), gpu, arguments.json, **chosen)
     outcomes = _reported(_layouts(arguments, chosen), gpu)
-    _write(arguments.json, outcomes, gpu)
-    return 0 if all(outcome.fits(gpu) for outcome in outcomes.values()) else 1
+    return _ended(arguments.json, outcomes, gpu, fits=all(outcome.fits(gpu) for outcome in outcomes.values()))
 
 
 def _check_arguments(arguments: argparse.Namespace) -> None:
@@ -103,20 +102,23 @@ def report_roles(config: RunConfig, gpu: int, file: Path | None = None, **chosen
     from trainer.run.shared_gpus import shared_gpus_of_run
 
     calls = role_calls(config).items()
-    possible = [(name, call) for name, call in calls if chosen.get("every_rank") or not call.needs_every_rank]
-    outcomes = _reported(((name, partial(call.outcome, **chosen)) for name, call in possible), gpu)
-    _write(file, outcomes, gpu)
+    left_out = [name for name, call in calls if call.needs_every_rank and not chosen.get("every_rank")]
+    possible = [(name, partial(call.outcome, **chosen)) for name, call in calls if name not in left_out]
+    outcomes = _reported(possible, gpu)
     if any(outcome.failure for outcome in outcomes.values()):
-        return 1
+        return _ended(file, outcomes, gpu, fits=False)
     shared = shared_gpus_of_run(config, outcomes)
-    sys.stdout.write("\n".join([*shared.lines(gpu), ""]))
-    return 0 if shared.peak(config.trainer.offload) <= gpu else 1
+    lines = [*shared.lines(gpu), *(f"{name} needs every rank, and is left out: run it with --all" for name in left_out)]
+    sys.stdout.write("\n".join([*lines, ""]))
+    return _ended(file, outcomes, gpu, fits=shared.peak(config.trainer.offload) <= gpu, gpus=shared.as_json())
 
 
-def _write(file: Path | None, outcomes: Mapping[str, Outcome], gpu: int) -> None:
+def _ended(file: Path | None, outcomes: Mapping[str, Outcome], gpu: int, *, fits: bool, **more: Any) -> int:
+    """Write what ``--json`` asks for, and return the exit status."""
     if file is not None:
-        content = {name: outcome.as_json(gpu) for name, outcome in outcomes.items()}
+        content = {"fits": fits, "outcomes": {name: one.as_json(gpu) for name, one in outcomes.items()}, **more}
         file.write_text(json.dumps(content, indent=1) + "\n")
+    return 0 if fits else 1
 
 
 def _reported(parts: Iterable[tuple[str, Callable[..., Outcome]]], gpu: int) -> dict[str, Outcome]:
@@ -127,7 +129,8 @@ def _reported(parts: Iterable[tuple[str, Callable[..., Outcome]]], gpu: int) -> 
     for name, make in parts:
         with _progress(name) as show:
             outcomes[name] = outcome = make(show=show)
-        sys.stdout.write("\n".join([name, *outcome.lines(gpu), "", ""]))
+        head = [] if name == outcome.text else [name]
+        sys.stdout.write("\n".join([*head, *outcome.lines(gpu), "", ""]))
         sys.stdout.flush()
     return outcomes
 

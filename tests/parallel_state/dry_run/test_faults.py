@@ -14,7 +14,10 @@ from megatron.core import parallel_state as mpu
 
 from parallel_state.dry_run import Outcome, dry_run
 from parallel_state.dry_run import ranks as dry_run_ranks
+from parallel_state.dry_run.ranks import CallLog, run_one_by_one
 from parallel_state.dry_run.training import ShapeTraining
+from parallel_state.errors import LayoutError
+from parallel_state.layout import ParallelLayout
 from parallel_state.verify import Program, VerifyError
 from tests.parallel_state.verify.programs import GPT, smaller
 
@@ -127,6 +130,22 @@ def test_ranks_of_two_processes_are_compared(
         counts[name] = ended[-1], len(ended)
     assert counts["one"][0] == counts["two"][0] == 8
     assert counts["one"][1] - counts["two"][1] == 4  # ranks of the other process are not counted one by one
+
+
+@pytest.mark.parametrize(("ranks_of_one", "ended"), [(8, [1, 2, 3, 4, 5]), (4, [2, 4, 6, 8]), (1, [4, 8])])
+def test_an_error_of_a_rank_has_its_type_and_fields_in_any_of_at_most_four_processes(
+    ranks_of_one: int, ended: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(mode: Any) -> None:
+        if dist.get_rank() == 5:
+            raise LayoutError("no layout", tp=3)
+
+    monkeypatch.setattr(dry_run_ranks, "_RANKS_OF_A_PROCESS", ranks_of_one)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(64))
+    counts = list[int]()
+    with pytest.raises(LayoutError) as error:
+        run_one_by_one(ParallelLayout(8, tp=2), fail, CallLog(), counts.append)
+    assert (error.value.fields, counts) == ({"tp": 3}, ended)
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="each process has a CPU")

@@ -22,14 +22,18 @@ def test_the_exit_status_is_whether_all_layouts_fit(capsys: pytest.CaptureFixtur
     file = tmp_path / "outcomes.json"
     arguments = ["dry-run", GPT, "--layouts", "tp=2", "pp=2", "--ranks", "4", "--json", str(file)]
     assert main([*arguments, "--gpu", "1"]) == 0
-    outcomes = json.loads(file.read_text())
+    written = json.loads(file.read_text())
+    outcomes = written["outcomes"]
+    assert written["fits"]
     assert list(outcomes) == ["tp=2", "pp=2"]
     for outcome in outcomes.values():
         assert (outcome["ranks"], outcome["gpu"], outcome["fits"]) == (4, GIB, True)
         assert outcome["peak"] == max(stage["peak"] for stage in outcome["stages"])
         assert outcome["failure"] == "" and outcome["communication"]
-    assert main([*arguments[:4], "--gpu", str((CONTEXT + outcomes["tp=2"]["peak"] - 1) / GIB)]) == 1
-    assert "DOES NOT FIT" in capsys.readouterr().out
+    assert main([*arguments, "--gpu", str((CONTEXT + outcomes["tp=2"]["peak"] - 1) / GIB)]) == 1
+    printed = capsys.readouterr().out
+    assert "DOES NOT FIT" in printed and not json.loads(file.read_text())["fits"]
+    assert {len(line) for line in printed.splitlines() if "parameters" in line} == {98}
 
 
 @pytest.mark.parametrize(
