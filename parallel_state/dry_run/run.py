@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -20,7 +19,7 @@ from parallel_state.dry_run.training import one_layer_a_stage, train
 from parallel_state.dry_run.transformer_engine import engine_kernels
 from parallel_state.dry_run.values import BRANCH, UnknownValue
 from parallel_state.errors import MControllerError
-from parallel_state.hangs.lines import calling_position, members_text, source_line
+from parallel_state.hangs.lines import members_text, raising_line
 from parallel_state.layout import ParallelLayout
 from parallel_state.simulated.errors import SimulationError
 from parallel_state.verify.layouts import Variant, check_divisible, parse_layout
@@ -176,10 +175,10 @@ def _check_all_ranks(function: Callable[[CountingMode], Use], outcome: Outcome, 
     except SimulationError as error:
         outcome.failure = f"all ranks with one layer on each stage: {type(error).__name__}: {error}"
         return
-    except Exception as error:  # a program may need more than one layer
+    except (Exception, SystemExit) as error:  # a program may need more than one layer
         what = f"{type(error).__name__}: {error}"
         if not isinstance(error, (ChildProcessError, MControllerError)):
-            what = f"{what} {_line_of(error)}"
+            what = f"{what} at {raising_line(error)}"
         outcome.warnings.append(f"all ranks cannot run with one layer on each stage: {what}; run every rank with --all")
         return
     outcome.warnings += [line for line in log.unfinished() if line not in outcome.warnings] + [
@@ -217,29 +216,22 @@ def _run(function: Callable[[CountingMode], Use], running: Sequence[int], log: C
     try:
         outcome.uses |= run_without_data(outcome.layout, running, function, log)
     except UnknownValue as error:
-        raise DryRunError(f"{error}\n{_line_of(error)}") from error
+        raise DryRunError(f"{error}\nat {raising_line(error)}") from error
     except NotImplementedError as error:
         text = str(error).partition("\n")[0]
-        raise DryRunError(f"an operation computes no shapes without data: {text}\n{_line_of(error)}") from error
+        raise DryRunError(f"an operation computes no shapes without data: {text}\nat {raising_line(error)}") from error
     except SimulationError as error:
         outcome.failure = f"{type(error).__name__}: {error}"
     except MControllerError:
         raise
-    except Exception as error:  # whatever the program raises: the report has it
+    except (Exception, SystemExit) as error:  # whatever the program raises: the report has it
         if any(text in str(error) for text in ("not compiled with CUDA", "no NVIDIA driver")):
             raise DryRunError(
                 "a tensor is moved to a CUDA device, which a dry run does not have: name none, as in tensor.cuda(), or "
-                f"torch.cuda.current_device()\n{_line_of(error)}"
+                f"torch.cuda.current_device()\nat {raising_line(error)}"
             ) from error
         notes = "\n".join(getattr(error, "__notes__", ()))
-        outcome.failure = f"{type(error).__name__}: {error}\n{_line_of(error)}\n{notes}"
-
-
-def _line_of(error: BaseException) -> str:
-    """Return the line of the program, or of Megatron, that raised an error."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    place = source_line(*calling_position(frames[-1]))
-    return f"at {place}"
+        outcome.failure = f"{type(error).__name__}: {error}\nat {raising_line(error)}\n{notes}"
 
 
 def _compare(outcome: Outcome, ranks: tuple[int, int], logs: tuple[CallLog, CallLog], *, is_balanced: bool) -> None:

@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mcontroller.output import progress_bar
+from mcontroller.output import output_file, progress_bar
 from parallel_state.dry_run.errors import DryRunError
 from parallel_state.dry_run.outcome import Outcome, gpu_bytes
 from parallel_state.dry_run.run import Show, dry_run, layout_for
@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--all", action="store_true", help="run every rank, not one of each stage")
     parser.add_argument("--once", action="store_true", help="run one pipeline only, and check no other ranks")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the outcomes to this file")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the outcomes to this file")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check_arguments(arguments: argparse.Namespace) -> None:
-    """Raise DryRunError for arguments that this kind of program does not have, and for a file without a directory."""
+    """Raise DryRunError for arguments that this kind of program does not have."""
     name = arguments.program
     if name.endswith((".yaml", ".yml")):
         given = [option for option in ("layouts", "ranks", "micro_batches") if getattr(arguments, option) is not None]
@@ -82,8 +82,6 @@ def _check_arguments(arguments: argparse.Namespace) -> None:
             raise DryRunError(f"{name} sets its layouts and rows: leave {options} out, and give key=value", given=given)
     elif arguments.rest and not name.endswith(".py"):
         raise DryRunError(f"{name} is a Program, and takes no {' '.join(arguments.rest)}", given=arguments.rest)
-    if arguments.json is not None and not arguments.json.parent.is_dir():
-        raise DryRunError(f"there is no directory {arguments.json.parent} for --json", path=str(arguments.json))
 
 
 def report_roles(config: RunConfig, gpu: int, file: Path | None = None, **chosen: Any) -> int:

@@ -29,7 +29,7 @@ from parallel_state import cpu
 from parallel_state.cpu.literals import rewrite
 from parallel_state.dry_run.transformer_engine import check_counted
 from parallel_state.verify.layouts import Variant, parse_layout
-from parallel_state.verify.program import Program, VerifyError
+from parallel_state.verify.program import Program, VerifyError, running_file
 from workers.model.local_modules import TENorm
 from workers.model.local_spec import LocalProvider
 
@@ -325,14 +325,14 @@ def _passed_to_pretrain(path: Path, line: Sequence[str], parse_and_validate: Cal
     logging.getLogger("megatron").setLevel(logging.WARNING)
     module = ModuleType("__main__")
     module.__file__ = str(path)
-    code = compile(rewrite(path.read_bytes()), str(path), "exec")
     with (
+        running_file(str(path)),
         mock.patch.object(training, "pretrain", pretrain),
         mock.patch.object(arguments, "parse_and_validate_args", parse_and_validate, create=True),
         mock.patch.object(sys, "argv", list(line)),
     ):
         try:
-            exec(code, vars(module))
+            exec(compile(rewrite(path.read_bytes()), str(path), "exec"), vars(module))
         except _Called:
             return passed
     raise VerifyError(
