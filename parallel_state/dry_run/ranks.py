@@ -195,9 +195,10 @@ def _send_log(
     sender: Connection, layout: ParallelLayout, ranks: Sequence[int], function: Callable[[CountingMode], Any]
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the process that waits ends this one
-    result: CallLog | Exception = CallLog()
+    result: CallLog | Exception
+    result = log = CallLog()
     try:
-        run_without_data(layout, ranks, function, result, together=False)
+        run_without_data(layout, ranks, function, log, together=False)
     except Exception as error:
         result = error
         try:
