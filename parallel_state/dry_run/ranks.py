@@ -24,7 +24,7 @@ from parallel_state.cpu.device import without_memory
 from parallel_state.dry_run.counting import CountingMode
 from parallel_state.dry_run.kernels import torch_on_meta
 from parallel_state.dry_run.memory import Memory
-from parallel_state.dry_run.shapes import ShapeExchange
+from parallel_state.dry_run.shapes import Broadcasts, ShapeExchange
 from parallel_state.hangs.lines import members_text
 from parallel_state.layout import ParallelLayout
 from parallel_state.simulated.calls import Call
@@ -56,10 +56,15 @@ class CallLog(CommunicationTrace):
         calls: the number by rank, axis and operation.
         nbytes_of: the bytes by the same.
         pending: the number of asynchronous collectives that were not waited for, by their line.
+        broadcasts: what was broadcast, for ranks that run later.
+
+    Args:
+        broadcasts: of ranks that ran before.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, broadcasts: Broadcasts | None = None) -> None:
         super().__init__()
+        self.broadcasts: Broadcasts = {} if broadcasts is None else broadcasts
         self.calls: Counter[tuple[int, str, str]] = Counter()
         self.nbytes_of: Counter[tuple[int, str, str]] = Counter()
         self.pending: Counter[str] = Counter()
@@ -174,7 +179,9 @@ def run_one_by_one(
         receivers = []
         for ranks in parts[1:]:
             receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(target=_send_log, args=(sender, layout, ranks, function), daemon=True)
+            process = context.Process(
+                target=_send_log, args=(sender, layout, ranks, function, log.broadcasts), daemon=True
+            )
             process.start()
             sender.close()
             stack.callback(process.join)
@@ -192,13 +199,18 @@ def run_one_by_one(
 
 
 def _send_log(
-    sender: Connection, layout: ParallelLayout, ranks: Sequence[int], function: Callable[[CountingMode], Any]
+    sender: Connection,
+    layout: ParallelLayout,
+    ranks: Sequence[int],
+    function: Callable[[CountingMode], Any],
+    broadcasts: Broadcasts,
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the process that waits ends this one
     result: CallLog | Exception
-    result = log = CallLog()
+    result = log = CallLog(broadcasts)
     try:
         run_without_data(layout, ranks, function, log, together=False)
+        log.broadcasts = {}  # the other process has those of the first pipeline
     except Exception as error:
         result = error
         try:
@@ -247,7 +259,7 @@ def run_without_data(
         check_async=False,
         trace=log,
         running=running,
-        exchange=partial(ShapeExchange, layout, running if together else ()),
+        exchange=partial(ShapeExchange, layout, running if together else (), log.broadcasts),
     )
     create_group, rank_groups = mpu.create_group, mpu.generate_masked_orthogonal_rank_groups
 

@@ -147,31 +147,31 @@ def dry_run_of(
         branches = {line for use in outcome.uses.values() for line, what in use.read if what == BRANCH}
         outcome.warnings += [f"a value that nobody knows decides a branch: {line}" for line in sorted(branches)]
         if second and not every_rank and not outcome.failure and layout.world_size > layout.pp:
-            last, again = pipeline_of(layout, last=True), CallLog()
+            last, again = pipeline_of(layout, last=True), CallLog(log.broadcasts)
             show("a second pipeline", 0, len(last))
             _run(function, last, again, outcome)
             for ranks in zip(first, last, strict=True) if not outcome.failure else ():
                 _compare(outcome, ranks, (log, again), is_balanced=routing == "balanced")
             if small is not None and not outcome.failure and layout.world_size > len(first) + len(last):
-                _check_all_ranks(small, outcome, show)
+                _check_all_ranks(small, outcome, CallLog(log.broadcasts), show)
     outcome.seconds = time.perf_counter() - began
     return outcome
 
 
-def _check_all_ranks(function: Callable[[CountingMode], Use], outcome: Outcome, show: Show) -> None:
+def _check_all_ranks(function: Callable[[CountingMode], Use], outcome: Outcome, log: CallLog, show: Show) -> None:
     """Run a function on every rank; add what failed, and warn of ranks that call other collectives than their peers.
 
     The ranks run one by one. If the calls of some do not match, or are others than those of the same stage, these run
     together with their peers.
     """
-    layout, log = outcome.layout, CallLog()
+    layout = outcome.layout
     try:
         others = _differing_ranks(function, layout, log, show)
         suspects = log.unmatched().union(*others.values()) if others is not None else range(layout.world_size)
         if suspects:
             together = peers_of(layout, suspects)
             show("ranks that differ, together", 0, len(together))
-            run_without_data(layout, together, function, CallLog())
+            run_without_data(layout, together, function, CallLog(log.broadcasts))
     except SimulationError as error:
         outcome.failure = f"all ranks with one layer on each stage: {type(error).__name__}: {error}"
         return

@@ -123,13 +123,14 @@ def _reported(parts: Iterable[tuple[str, Callable[..., Outcome]]], gpu: int) -> 
     """Run each part, print its report, and return the outcomes by name."""
     for module in ("megatron", "torch", r"parallel_state\.simulated\.trace"):
         warnings.filterwarnings("ignore", module=module)
-    outcomes: dict[str, Outcome] = {}
-    for name, make in parts:
-        with _progress(name) as show:
-            outcomes[name] = outcome = make(show=show)
-        head = [] if name == outcome.text else [name]
-        sys.stdout.write("\n".join([*head, *outcome.lines(gpu), "", ""]))
-        sys.stdout.flush()
+    outcomes, report = dict[str, Outcome](), sys.stdout
+    with contextlib.redirect_stdout(sys.stderr):  # for what programs and Megatron print
+        for name, make in parts:
+            with _progress(name) as show:
+                outcomes[name] = outcome = make(show=show)
+            head = [] if name == outcome.text else [name]
+            report.write("\n".join([*head, *outcome.lines(gpu), "", ""]))
+            report.flush()
     return outcomes
 
 

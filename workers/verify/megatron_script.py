@@ -27,7 +27,7 @@ import torch
 
 from parallel_state import cpu
 from parallel_state.cpu.literals import rewrite
-from parallel_state.dry_run.transformer_engine import check_counted
+from parallel_state.dry_run.transformer_engine import check_counted, engine_kernels
 from parallel_state.verify.layouts import Variant, parse_layout
 from parallel_state.verify.program import Program, VerifyError, running_file
 from workers.model.local_modules import TENorm
@@ -327,6 +327,7 @@ def _passed_to_pretrain(path: Path, line: Sequence[str], parse_and_validate: Cal
     module.__file__ = str(path)
     with (
         running_file(str(path)),
+        engine_kernels(),  # a config may ask for them
         mock.patch.object(training, "pretrain", pretrain),
         mock.patch.object(arguments, "parse_and_validate_args", parse_and_validate, create=True),
         mock.patch.object(sys, "argv", list(line)),

@@ -220,6 +220,14 @@ def test_a_script_of_a_model_of_images_is_verified() -> None:
 
 
 @without_script
+def test_a_dry_run_of_a_script_knows_what_ranks_that_do_not_run_broadcast() -> None:
+    axes = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel"
+    program, variant = script_program(str(SCRIPT), (BILLION + axes).split(), shrinks=False)
+    outcome = dry_run(program, variant.text, ranks=8)
+    assert (outcome.failure, outcome.warnings, len(outcome.uses)) == ("", [], 4)
+
+
+@without_script
 def test_a_fault_of_a_script_is_found() -> None:
     program, variant = script_program(str(SCRIPT), [*BILLION.split(), "--pipeline-model-parallel-size", "2"])
     verifier = Verifier(program, steps=1)
