@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from megatron.core.transformer.moe import moe_utils, router
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import _disable_current_modes
 
-from parallel_state.dry_run import DoesNotFit, DryRunError, dry_run
+from parallel_state.dry_run import DoesNotFit, DryRunError, counting, dry_run
 from parallel_state.dry_run.counting import CountingMode
 from parallel_state.dry_run.memory import Memory
 from parallel_state.dry_run.outcome import Use, gpu_bytes
@@ -239,6 +240,16 @@ def test_a_function_of_a_rank_may_fail() -> None:
 
     outcome = dry_run(smaller(GPT, model_provider=provider), "pp=2")
     assert outcome.failure.startswith("RuntimeError: no model") and "in provider" in outcome.failure
+
+
+def test_a_machine_whose_memory_is_used_up_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "meminfo"
+    file.write_text(f"MemTotal: {100 << 20} kB\nMemFree: 0 kB\nMemAvailable: {4 << 20} kB\n")
+    monkeypatch.setattr(counting, "_SYSTEM_MEMORY", file)
+    monkeypatch.setattr(counting, "_OPERATIONS_TO_CHECK", 64)
+    with pytest.raises(DryRunError) as error:
+        dry_run(smaller(GPT), "tp=2", every_rank=True)
+    assert error.value.fields == {"left": 4.0, "total": 100.0}
 
 
 def test_values_that_a_provider_reads_are_listed_and_a_branch_is_a_warning() -> None:
