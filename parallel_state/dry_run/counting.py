@@ -37,7 +37,6 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         memory: as passed.
         transformer_engine: whether layers save what those of Transformer Engine save.
         flops: of all operations.
-        operations: their number.
         read: the unknown values that were read.
     """
 
@@ -45,7 +44,7 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.memory, self.device = memory, device
         self.transformer_engine = False
-        self.flops = self.operations = 0
+        self.flops = self._operations = 0
         self.read = ValuesRead()
 
     @classmethod
@@ -55,8 +54,8 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Compute an operation, and count it."""
         kwargs = kwargs or {}
-        self.operations += 1
-        if self.operations % _OPERATIONS_TO_CHECK == 0:
+        self._operations += 1
+        if self._operations % _OPERATIONS_TO_CHECK == 0:
             _check_memory_left()
         traits = _traits.get(func)
         if traits is None:

@@ -54,7 +54,6 @@ class Use:
         module: the module that ran then, by its name in the model and its class; empty outside of modules.
         line: the line that ran then.
         flops: of the step.
-        operations: the operations of torch in it.
         read: how many unknown values were read, by the line and what it did.
         unneeded: of a role's call, bytes of the parts that it does not compute with; they can be in host memory.
         on_host: of a role's call, bytes of the optimizer's state that are in host memory, and counted nowhere else.
@@ -71,7 +70,6 @@ class Use:
     module: str
     line: str
     flops: int
-    operations: int
     read: dict[tuple[str, str], int]
     unneeded: int = 0
     on_host: int = 0

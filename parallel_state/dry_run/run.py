@@ -104,7 +104,7 @@ def dry_run(
         if micro_batches < 1:
             raise DryRunError(f"micro_batches is {micro_batches}; expected at least 1", micro_batches=micro_batches)
         program = program.smaller(micro_batches=micro_batches * variant.layout.dp * variant.merged)
-    cpu.install()
+    _install()
     with engine_kernels():  # the config of a program may ask for kernels
         check_divisible(program, variant)
     programs = program, one_layer_a_stage(program, variant)
@@ -134,7 +134,7 @@ def dry_run_of(
         show: is called as ranks start and end.
     """
     began = time.perf_counter()
-    cpu.install()
+    _install()
     layout, log = variant.layout, CallLog()
     outcome = Outcome(variant.text, layout)
     with routed(routing_of(routing)), engine_kernels():
@@ -156,6 +156,14 @@ def dry_run_of(
                 _check_all_ranks(small, outcome, CallLog(log.broadcasts), show)
     outcome.seconds = time.perf_counter() - began
     return outcome
+
+
+def _install() -> None:
+    if not cpu.install():
+        raise DryRunError(
+            "this process sees a GPU, which Megatron would use: start it with the environment variable "
+            "CUDA_VISIBLE_DEVICES empty"
+        )
 
 
 def _check_all_ranks(function: Callable[[CountingMode], Use], outcome: Outcome, log: CallLog, show: Show) -> None:

@@ -134,7 +134,7 @@ def free(models: list[torch.nn.Module]) -> None:
 def begin(mode: CountingMode) -> dict[str, int]:
     """Return the bytes of each kind now, and begin to count."""
     mode.memory.reset_peak()
-    mode.flops = mode.operations = 0
+    mode.flops = 0
     return dict(mode.memory.by_kind)
 
 
@@ -155,7 +155,6 @@ def used(mode: CountingMode, idle: dict[str, int], models: list[torch.nn.Module]
         module=module,
         line=memory.line,
         flops=mode.flops,
-        operations=mode.operations,
         read=dict(mode.read.lines),
         experts=sum(parameter.numel() for parameter in experts),
         trained=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),

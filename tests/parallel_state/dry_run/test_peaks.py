@@ -13,6 +13,7 @@ from megatron.core.transformer.moe import moe_utils, router
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import _disable_current_modes
 
+from parallel_state import cpu
 from parallel_state.dry_run import DoesNotFit, DryRunError, counting, dry_run
 from parallel_state.dry_run.counting import CountingMode
 from parallel_state.dry_run.memory import Memory
@@ -240,6 +241,12 @@ def test_a_function_of_a_rank_may_fail() -> None:
 
     outcome = dry_run(smaller(GPT, model_provider=provider), "pp=2")
     assert outcome.failure.startswith("RuntimeError: no model") and "in provider" in outcome.failure
+
+
+def test_a_process_that_sees_a_gpu_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "install", lambda: False)
+    with pytest.raises(DryRunError):
+        dry_run(smaller(GPT), "tp=2")
 
 
 def test_a_machine_whose_memory_is_used_up_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def test_the_exit_status_is_whether_all_layouts_fit(capsys: pytest.CaptureFixtur
 
 def test_the_table_of_a_large_run_has_at_most_100_columns() -> None:
     sizes = dict.fromkeys(KINDS, 30 * GIB)
-    use = Use(10**10, sizes, 150 * GIB, sizes, "", "", 10**17, 0, {})
+    use = Use(10**10, sizes, 150 * GIB, sizes, "", "", 10**17, {})
     lines = Outcome("", ParallelLayout(1024, pp=16), {1023: use}).lines()
     (header,) = [number for number, line in enumerate(lines) if line.startswith("stage  rank")]
     names, values = (line.split() for line in lines[header : header + 2])
