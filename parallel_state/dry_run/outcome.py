@@ -47,7 +47,7 @@ class Use:
     """What a rank used in a step.
 
     Attributes:
-        parameters: the number of its parameters.
+        weights: their number on the rank.
         idle: bytes of each kind before the step.
         peak: the most bytes during the step.
         by_kind: bytes of each kind then.
@@ -57,13 +57,13 @@ class Use:
         read: how many unknown values were read, by the line and what it did.
         unneeded: of a role's call, bytes of the parts that it does not compute with; they can be in host memory.
         on_host: of a role's call, bytes of the optimizer's state that are in host memory, and counted nowhere else.
-        experts: the parameters of experts, which are divided over other ranks than the rest.
-        trained: the parameters with gradients.
+        experts: the number of weights of experts, which are divided over other ranks than the rest.
+        trained: the number of weights with gradients.
         trained_experts: those of experts among them.
         layers: whose layers were counted: ``"transformer_engine"`` or ``"local"``.
     """
 
-    parameters: int
+    weights: int
     idle: dict[str, int]
     peak: int
     by_kind: dict[str, int]
@@ -177,7 +177,7 @@ class Outcome:
     @staticmethod
     def _place(use: Use) -> str:
         where = f"in {use.module or 'no module'} at {use.line or 'the start of the step'}"
-        return f"{use.parameters:,} weights; peak {where}"
+        return f"{use.weights:,} weights; peak {where}"
 
     def _read_lines(self) -> list[str]:
         read: dict[tuple[str, str], int] = {}

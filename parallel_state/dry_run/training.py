@@ -148,7 +148,7 @@ def used(mode: CountingMode, idle: dict[str, int], models: list[torch.nn.Module]
     parameters = [parameter for model in models for parameter in model.parameters()]
     experts = [parameter for parameter in parameters if not getattr(parameter, "allreduce", True)]
     return Use(
-        parameters=sum(parameter.numel() for parameter in parameters),
+        weights=sum(parameter.numel() for parameter in parameters),
         idle=idle,
         peak=memory.peak,
         by_kind=memory.peak_by_kind,

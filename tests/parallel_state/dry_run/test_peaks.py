@@ -91,7 +91,7 @@ def test_the_peak_of_a_dense_model_is_that_of_a_real_run(layout: str, fields: di
     dry = dry_run(program, layout, dtype=torch.float32, layers="local", every_rank=True)
     for rank, use in enumerate(counted(program, layout)):
         assert dry.uses[rank].peak == pytest.approx(use.peak, rel=1e-3)
-        assert dry.uses[rank].parameters == use.parameters
+        assert dry.uses[rank].weights == use.weights
 
 
 @pytest.mark.parametrize("routing", ["balanced", "skewed"])
@@ -180,7 +180,7 @@ def test_a_pipeline_speaks_for_all_ranks() -> None:
 def test_a_peak_has_kinds_and_a_place() -> None:
     (use,) = dry_run(widened(GPT), "dp=1", dtype=torch.bfloat16).uses.values()
     assert sum(use.by_kind.values()) == use.peak
-    parameters = 2 * use.parameters
+    parameters = 2 * use.weights
     assert use.idle["parameters"] == pytest.approx(parameters, rel=0.01)
     assert use.idle["gradients"] == pytest.approx(2 * parameters, rel=0.01)
     assert use.idle["optimizer"] == pytest.approx(6 * parameters, rel=0.01)

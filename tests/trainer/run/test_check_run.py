@@ -290,4 +290,4 @@ def test_an_engine_that_crosses_nodes_is_placed_and_gets_whole_weights_on_each(c
     assert call.receivers == (0, 2) and not outcome.failure
     buckets = {rank: use.peak - sum(use.idle.values()) for rank, use in outcome.uses.items()}
     (use, *_) = outcome.uses.values()
-    assert min(buckets[0], buckets[2]) > use.parameters * 2 * 2 > max(buckets[1], buckets[3])
+    assert min(buckets[0], buckets[2]) > use.weights * 2 * 2 > max(buckets[1], buckets[3])

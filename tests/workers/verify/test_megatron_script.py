@@ -159,7 +159,7 @@ def test_a_dry_run_of_a_script_has_its_sizes_and_its_rows(small_script: str) -> 
         program, variant = script_program(small_script, line.split(), shrinks=False)
         (use, *_) = dry_run(program, variant).uses.values()
         uses.append(use)
-    assert uses[0].parameters == 1024 * 64 + 2 * (4 * 64 * 64 + 2 * 64 * 128 + 2 * 64) + 64
+    assert uses[0].weights == 1024 * 64 + 2 * (4 * 64 * 64 + 2 * 64 * 128 + 2 * 64) + 64
     assert uses[2].flops == 3 * uses[0].flops
     assert uses[2].peak - uses[1].peak == pytest.approx(uses[1].peak - uses[0].peak, rel=0.01)
 
