@@ -31,10 +31,6 @@ Show = Callable[[str, int, int], object]
 """Called with what runs, the number of ranks that have ended, and that of all."""
 
 
-def _hide(what: str, ended: int, ranks: int) -> None:
-    """Show nothing."""
-
-
 def layout_for(text: str, ranks: int | None) -> Variant:
     """Return the layout of a text on a number of ranks: dp is the quotient.
 
@@ -72,7 +68,7 @@ def dry_run(
     layers: str = "transformer_engine",
     every_rank: bool = False,
     second: bool = True,
-    show: Show = _hide,
+    show: Show = lambda what, ended, ranks: None,
 ) -> Outcome:
     """Make one training step of a program in a layout, with shapes and without data.
 
@@ -120,7 +116,7 @@ def dry_run_of(
     every_rank: bool = False,
     second: bool = True,
     small: Callable[[CountingMode], Use] | None = None,
-    show: Show = _hide,
+    show: Show = lambda what, ended, ranks: None,
 ) -> Outcome:
     """Run a function on the ranks of a layout, as ``dry_run`` runs a step.
 
