@@ -151,7 +151,8 @@ def _layouts(arguments: argparse.Namespace, chosen: dict[str, Any]) -> Iterator[
         from workers.verify.megatron_script import script_program
 
         program, variant = script_program(arguments.program, arguments.rest, shrinks=False)
-        layouts = arguments.layouts or [variant.text]
+        axes = [axis for axis in variant.text.split(",") if arguments.ranks is None or not axis.startswith("dp=")]
+        layouts = arguments.layouts or [",".join(axes)]
     else:
         program, layouts = load_program(arguments.program), arguments.layouts or [""]
     for text in layouts:

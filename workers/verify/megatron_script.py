@@ -125,7 +125,7 @@ class _Script:
             segments = pattern.partition("/")[0].count("|") + 1
             on_rank = segments // given.pipeline_model_parallel_size
             return on_rank if on_rank > 1 else None
-        if layers is None:
+        if layers is None or given.num_layers is None:  # Megatron-LM rejects the latter
             stages: int | None = given.num_virtual_stages_per_pipeline_rank
             return stages
         return int(given.num_layers // given.pipeline_model_parallel_size // layers)
@@ -255,13 +255,16 @@ def script_program(path: str, arguments: Sequence[str], *, shrinks: bool = True)
         shrinks: whether to make the model small.
 
     Raises:
-        VerifyError: there is no such file, no ``megatron.training``, or the script does not call ``pretrain``.
+        VerifyError: there is no such file, no ``megatron.training``, the script raises, or does not call ``pretrain``,
+            or the whole model has no ``--seq-length``.
         DryRunError: the whole model stores what is not counted.
     """
     script = _Script(Path(path), arguments, shrinks)
     given = script.given
     if not shrinks:
         check_counted(vars(given))
+        if given.seq_length is None:
+            raise VerifyError(f"{path} has no --seq-length: give the whole command line of the training", path=path)
     length = _LENGTH if shrinks else given.seq_length
     functions = script.config, script.build, script.forward_step, script.batch
     program = Program(*functions, seq_length=length, micro_batch_size=script.rows)

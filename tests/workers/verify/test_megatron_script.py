@@ -7,6 +7,7 @@ small script and the parts of ``megatron.training`` that it and verify call stan
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -225,6 +226,17 @@ def test_a_dry_run_of_a_script_knows_what_ranks_that_do_not_run_broadcast() -> N
     program, variant = script_program(str(SCRIPT), (BILLION + axes).split(), shrinks=False)
     outcome = dry_run(program, variant.text, ranks=8)
     assert (outcome.failure, outcome.warnings, len(outcome.uses)) == ("", [], 4)
+
+
+@without_script
+def test_a_dry_run_of_a_script_has_as_many_ranks_as_are_asked_for(tmp_path: Path) -> None:
+    file = tmp_path / "outcomes.json"
+    line = [str(SCRIPT), *BILLION.split(), "--use-distributed-optimizer"]
+    options = ["--once", "--json", str(file), "--micro-batches", "1"]
+    assert main(["dry-run", "--ranks", "4", *options, "--", *line]) == 0
+    (outcome,) = json.loads(file.read_text())["outcomes"].values()
+    assert (outcome["ranks"], outcome["layout"]) == (4, "distopt")
+    assert main(["dry-run", "--", str(SCRIPT), "--tensor-model-parallel-size", "2"]) == 1
 
 
 @without_script
