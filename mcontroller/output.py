@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
 import logging
@@ -10,6 +11,7 @@ import sys
 import unicodedata
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import TextIO
 
 from mcontroller.errors import MControllerError
@@ -23,6 +25,14 @@ def printable(text: str) -> str:
         char if char in "\n\t" or unicodedata.category(char) not in ("Cc", "Cf", "Cs") else ascii(char)[1:-1]
         for char in text
     )
+
+
+def output_file(text: str) -> Path:
+    """Return the path of a file that a program writes at its end; argparse reports at the start if it cannot."""
+    path = Path(text)
+    if path.is_dir() or not path.parent.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text} cannot be written: expected a file in a directory that exists")
+    return path
 
 
 @contextlib.contextmanager

@@ -144,7 +144,7 @@ def _scaled_peak(use: Use, ran: Variant, other: Variant) -> int:
     """Return the peak of a rank in another layout that has the same tp, cp and etp."""
     fewer = ran.layout.ep / other.layout.ep
     trained_experts = fewer * use.trained_experts
-    weights = use.parameters - use.experts + fewer * use.experts
+    weights = use.weights - use.experts + fewer * use.experts
     trained = use.trained - use.trained_experts + trained_experts
 
     def states(variant: Variant, dense: float, experts: float) -> float:
@@ -155,7 +155,7 @@ def _scaled_peak(use: Use, ran: Variant, other: Variant) -> int:
 
     before = states(ran, use.trained - use.trained_experts, use.trained_experts)
     after = states(other, trained - trained_experts, trained_experts)
-    scales = {"parameters": weights / use.parameters, "gradients": trained / use.trained, "optimizer": after / before}
+    scales = {"parameters": weights / use.weights, "gradients": trained / use.trained, "optimizer": after / before}
     return round(use.peak + sum((scale - 1) * use.by_kind.get(kind, 0) for kind, scale in scales.items()))
 
 

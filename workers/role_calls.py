@@ -136,7 +136,7 @@ def host_memory(outcome: Outcome, role: ModelRole) -> HostMemory:
     trained, replicas = bool(role.updates), outcome.layout.dp * outcome.layout.cp
     sharded = role.variant.distributed_optimizer
     # a checkpoint has the reference too; of LoRA, the adapters alone
-    saved = parameters if role.config.model.lora is None else parameters * use.trained / use.parameters
+    saved = parameters if role.config.model.lora is None else parameters * use.trained / use.weights
     part = saved / replicas + (optimizer if sharded else optimizer / replicas)
     return HostMemory(
         offloaded=parameters + optimizer,

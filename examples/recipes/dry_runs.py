@@ -18,11 +18,15 @@ import resource
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from parallel_state.dry_run.outcome import CONTEXT, GIB, gpu_bytes
 from trainer.run.config import RunConfig, read_run_config
@@ -256,15 +260,41 @@ def read(name: str, folder: Path) -> RunConfig:
     return read_run_config(RECIPES / f"{name}.yaml", [f"actor_rollout_ref.model.hf_path={model}"])
 
 
+@contextlib.contextmanager
+def sampled_memory() -> Iterator[list[int]]:
+    """Yield a list that gets the memory of this process and its children [bytes], twice a second.
+
+    A page of several processes counts once.
+    """
+    sizes, ended, process = list[int](), threading.Event(), psutil.Process()
+
+    def sample() -> None:
+        while not sizes or not ended.wait(0.5):
+            size = 0
+            for one in (process, *process.children(recursive=True)):
+                with contextlib.suppress(psutil.NoSuchProcess):  # it has ended since
+                    size += one.memory_full_info().pss
+            sizes.append(size)
+
+    thread = threading.Thread(target=sample)
+    thread.start()
+    try:
+        yield sizes
+    finally:
+        ended.set()
+        thread.join()
+
+
 def row(name: str, folder: Path, *, checks: bool) -> str:
     """Return the row of a recipe, or of a layout of others, in a table of Markdown."""
     published, began = PUBLISHED.get(name), time.perf_counter()
     config, gpu = read(name, folder), "H100" if published is None else published.gpu
-    outcomes = {
-        name: call.outcome(second=checks, every_rank=published is not None and published.every_rank)
-        for name, call in role_calls(config).items()
-        if (published is None or call.method == "update_actor") and not call.needs_every_rank
-    }
+    with sampled_memory() as sizes:
+        outcomes = {
+            name: call.outcome(second=checks, every_rank=published is not None and published.every_rank)
+            for name, call in role_calls(config).items()
+            if (published is None or call.method == "update_actor") and not call.needs_every_rank
+        }
     update = next(iter(outcomes.values()))
     source = name if published is None else published.source
     cells = [source, f"{update.layout.world_size} {gpu}", update.text]
@@ -275,9 +305,8 @@ def row(name: str, folder: Path, *, checks: bool) -> str:
         shared = None if published is not None else shared_gpus_of_run(config, outcomes).peak(config.trainer.offload)
         cells.append(f"{(shared or update.peak + CONTEXT) / GIB:.1f} of {gpu_bytes(gpu) / GIB:.1f}")
     usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    memory = sum(usage.ru_maxrss for usage in usages) / 2**20  # pages that both have count twice
     cpu_seconds = sum(usage.ru_utime + usage.ru_stime for usage in usages)
-    cells += [f"{cpu_seconds:.0f}", f"{time.perf_counter() - began:.0f}", f"{memory:.1f}"]
+    cells += [f"{cpu_seconds:.0f}", f"{time.perf_counter() - began:.0f}", f"{max(sizes) / GIB:.1f}"]
     return f"| {' | '.join(cells)} |"
 
 

@@ -27,7 +27,8 @@ VERBS = "mcontroller.verbs"
 """Group of the verbs: name -> module."""
 CONFIGS = "mcontroller.configs"
 """Group of the configurations: key in the configuration of a run -> dataclass."""
-USAGE_ERROR = 2
+USAGE_ERROR, INTERRUPTED = 2, 130
+"""Exit statuses."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -66,6 +67,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0  # the reader has what it needs, such as head
         Output(sys.stderr).write(f"{PROGRAM} {name}: {type(error).__name__}: {error}\n")
         return 1
+    except KeyboardInterrupt:
+        Output(sys.stderr).write(f"{PROGRAM} {name}: interrupted\n")
+        return INTERRUPTED
 
 
 def list_of(verbs: Mapping[str, EntryPoint]) -> str:

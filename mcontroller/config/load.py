@@ -335,7 +335,9 @@ def read_yaml(path: str | Path) -> DictConfig:
 
 def _mapping(loaded: Any, source: Any) -> DictConfig:
     if not isinstance(loaded, DictConfig):
-        raise ConfigError(f"expected a mapping of keys to values; {source!r} contains a list", key="", value=source)
+        raise ConfigError(
+            f"expected a mapping of keys to values; {str(source)!r} contains a list", key="", value=source
+        )
     return loaded
 
 

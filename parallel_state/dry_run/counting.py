@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from parallel_state.dry_run.errors import DryRunError
 from parallel_state.dry_run.memory import Memory, Storage
 from parallel_state.dry_run.values import HANDLERS, ValuesRead, any_is_known, compute_value
 
 _META = torch.device("meta")
+_SYSTEM_MEMORY = Path("/proc/meminfo")
+_OPERATIONS_TO_CHECK, _LEAST_LEFT = 1024, 0.05
+"""After how many operations of a rank the system's memory is read, and the share that must be left."""
 _Traits = tuple[bool, Any, Any, dict[Any, Any] | None]
 """Of an operation: whether it makes new storages, its handler, its count of FLOPs, and its cache, if it has one.
 
@@ -32,7 +37,6 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         memory: as passed.
         transformer_engine: whether layers save what those of Transformer Engine save.
         flops: of all operations.
-        operations: their number.
         read: the unknown values that were read.
     """
 
@@ -40,7 +44,7 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.memory, self.device = memory, device
         self.transformer_engine = False
-        self.flops = self.operations = 0
+        self.flops = self._operations = 0
         self.read = ValuesRead()
 
     @classmethod
@@ -50,7 +54,9 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Compute an operation, and count it."""
         kwargs = kwargs or {}
-        self.operations += 1
+        self._operations += 1
+        if self._operations % _OPERATIONS_TO_CHECK == 0:
+            _check_memory_left()
         traits = _traits.get(func)
         if traits is None:
             traits = _traits[func] = _traits_of(func)
@@ -106,6 +112,23 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif isinstance(result, (tuple, list)):
             for item in result:
                 self.count(item)
+
+
+def _check_memory_left() -> None:
+    """Raise DryRunError if the memory of this machine is nearly used up, before the system ends processes."""
+    try:
+        lines = _SYSTEM_MEMORY.read_text().splitlines()
+    except OSError:  # a system without the file
+        return
+    sizes = {name: float(size.split()[0]) / 2**20 for name, _, size in (line.partition(":") for line in lines)}
+    left, total = sizes["MemAvailable"], sizes["MemTotal"]
+    if left < _LEAST_LEFT * total:
+        raise DryRunError(
+            f"{left:.1f} of the {total:.1f} GiB of memory of this machine are left, too few for all ranks that run "
+            "together: leave --all out, or use a larger machine",
+            left=left,
+            total=total,
+        )
 
 
 def running_mode() -> CountingMode | None:

@@ -47,31 +47,29 @@ class Use:
     """What a rank used in a step.
 
     Attributes:
-        parameters: the number of its parameters.
+        weights: their number on the rank.
         idle: bytes of each kind before the step.
         peak: the most bytes during the step.
         by_kind: bytes of each kind then.
         module: the module that ran then, by its name in the model and its class; empty outside of modules.
         line: the line that ran then.
         flops: of the step.
-        operations: the operations of torch in it.
         read: how many unknown values were read, by the line and what it did.
         unneeded: of a role's call, bytes of the parts that it does not compute with; they can be in host memory.
         on_host: of a role's call, bytes of the optimizer's state that are in host memory, and counted nowhere else.
-        experts: the parameters of experts, which are divided over other ranks than the rest.
-        trained: the parameters with gradients.
+        experts: the number of weights of experts, which are divided over other ranks than the rest.
+        trained: the number of weights with gradients.
         trained_experts: those of experts among them.
         layers: whose layers were counted: ``"transformer_engine"`` or ``"local"``.
     """
 
-    parameters: int
+    weights: int
     idle: dict[str, int]
     peak: int
     by_kind: dict[str, int]
     module: str
     line: str
     flops: int
-    operations: int
     read: dict[tuple[str, str], int]
     unneeded: int = 0
     on_host: int = 0
@@ -146,19 +144,20 @@ class Outcome:
 
     def lines(self, gpu: int | None = None) -> list[str]:
         """Return the report; with whether it fits a GPU of this many bytes."""
-        lines = [f"layout {self.text}: {self.layout.world_size} ranks, of which {len(self.uses)} ran"]
+        lines = [f"layout {self.text or 'without axes'}: {self.layout.world_size} ranks, of which {len(self.uses)} ran"]
         if self.failure:
             return [*lines, "FAILED", *(f"  {line}" for line in self.failure.splitlines())]
         lines += [f"layers: {_LAYERS[use.layers]}" for use in list(self.uses.values())[:1]]
         unit, name = (GIB, "GiB") if self.peak >= GIB else (GIB >> 10, "MiB")
-        lines += ["", f"{name} on the rank of each stage that needs the most:", *self._memory_table(unit), ""]
+        head = f"{name} on the rank of each stage that needs the most, by kind at the peak; idle: before the step"
+        lines += ["", head, *self._memory_table(unit), ""]
         if gpu is not None:
             margin = (gpu - self.peak - CONTEXT) / GIB
             what = f"fits {gpu / GIB:.1f} GiB with a margin of {margin:.1f} GiB"
             if margin < 0:
                 what = f"DOES NOT FIT {gpu / GIB:.1f} GiB: {-margin:.1f} GiB too much"
             lines += [f"{what}; CUDA's context of {CONTEXT / GIB} GiB is counted, NCCL's buffers are not", ""]
-        lines += [f"stage {stage}: the peak is {self._place(rank)}" for stage, rank in self.stages.items()]
+        lines += [f"stage {stage}: {self._place(self.uses[rank])}" for stage, rank in self.stages.items()]
         lines += ["", "communication of one step, on the rank with the most bytes:"]
         lines += [f"{'axis':12}{'operation':24}{'calls':>8}{'MiB':>12}"]
         for (axis, operation), (calls, nbytes) in sorted(self.calls.items(), key=lambda item: -item[1][1]):
@@ -167,18 +166,18 @@ class Outcome:
         return [*lines, *(f"WARNING: {text}" for text in self.warnings)]
 
     def _memory_table(self, unit: int) -> list[str]:
-        rows: list[tuple[str, ...]] = [("stage", "rank", "parameters", "idle", "peak", *KINDS, "TFLOP")]
+        rows: list[tuple[str, ...]] = [("stage", "rank", *KINDS, "peak", "idle", "TFLOP")]
         for stage, rank in self.stages.items():
             use = self.uses[rank]
-            sizes = [sum(use.idle.values()), use.peak, *(use.by_kind.get(kind, 0) for kind in KINDS)]
-            cells = [f"{size / unit:.2f}" for size in sizes]
-            rows.append((str(stage), str(rank), f"{use.parameters / 1e9:.3f}e9", *cells, f"{use.flops / 1e12:.1f}"))
+            sizes = [*(use.by_kind.get(kind, 0) for kind in KINDS), use.peak, sum(use.idle.values())]
+            rows.append((str(stage), str(rank), *(f"{size / unit:.2f}" for size in sizes), f"{use.flops / 1e12:.1f}"))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
 
-    def _place(self, rank: int) -> str:
-        use = self.uses[rank]
-        return f"in {use.module or 'no module'} at {use.line or 'the start of the step'}"
+    @staticmethod
+    def _place(use: Use) -> str:
+        where = f"in {use.module or 'no module'} at {use.line or 'the start of the step'}"
+        return f"{use.weights:,} weights; peak {where}"
 
     def _read_lines(self) -> list[str]:
         read: dict[tuple[str, str], int] = {}
@@ -186,8 +185,8 @@ class Outcome:
             read |= {place: max(count, read.get(place, 0)) for place, count in use.read.items()}
         if not read:
             return []
-        head = "values that the program reads and a dry run does not know (1, 1.0 or False is returned):"
-        return ["", head, *(f"  {line}: {what}, {count} times" for (line, what), count in sorted(read.items()))]
+        head = "values that the program reads and a dry run does not know (it gets 1, 1.0 or False), and how often:"
+        return ["", head, *(f"  {line}: {what} ({count})" for (line, what), count in sorted(read.items()))]
 
     def as_json(self, gpu: int | None = None) -> dict[str, Any]:
         """Return the outcome as JSON has it: sizes in bytes."""

@@ -8,6 +8,8 @@ import gc
 import hashlib
 import multiprocessing
 import os
+import pickle
+import signal
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from functools import cache, partial
@@ -22,7 +24,7 @@ from parallel_state.cpu.device import without_memory
 from parallel_state.dry_run.counting import CountingMode
 from parallel_state.dry_run.kernels import torch_on_meta
 from parallel_state.dry_run.memory import Memory
-from parallel_state.dry_run.shapes import ShapeExchange
+from parallel_state.dry_run.shapes import Broadcasts, ShapeExchange
 from parallel_state.hangs.lines import members_text
 from parallel_state.layout import ParallelLayout
 from parallel_state.simulated.calls import Call
@@ -33,6 +35,8 @@ T = TypeVar("T")
 
 _RANKS_OF_A_PROCESS = 64
 """Ranks that are worth a process of their own."""
+_MOST_PROCESSES = 4
+"""Each takes memory for the models of its ranks, and 1,024 ranks of a large model are to run in 4 GiB."""
 _RANKS_TO_RELEASE = 32
 """Ranks that run one by one before free memory is returned: each has a thread, and glibc an arena for it."""
 
@@ -52,10 +56,15 @@ class CallLog(CommunicationTrace):
         calls: the number by rank, axis and operation.
         nbytes_of: the bytes by the same.
         pending: the number of asynchronous collectives that were not waited for, by their line.
+        broadcasts: what was broadcast, for ranks that run later.
+
+    Args:
+        broadcasts: of ranks that ran before.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, broadcasts: Broadcasts | None = None) -> None:
         super().__init__()
+        self.broadcasts: Broadcasts = {} if broadcasts is None else broadcasts
         self.calls: Counter[tuple[int, str, str]] = Counter()
         self.nbytes_of: Counter[tuple[int, str, str]] = Counter()
         self.pending: Counter[str] = Counter()
@@ -151,7 +160,7 @@ def peers_of(layout: ParallelLayout, ranks: Collection[int]) -> list[int]:
 def run_one_by_one(
     layout: ParallelLayout, function: Callable[[CountingMode], Any], log: CallLog, ended: Callable[[int], object]
 ) -> None:
-    """Run ``function(mode)`` on every rank of a layout, one by one; many ranks run in a process for each CPU.
+    """Run ``function(mode)`` on every rank of a layout, one by one; many ranks run in a few processes.
 
     Args:
         layout: the layout.
@@ -160,17 +169,19 @@ def run_one_by_one(
         ended: called with the number of ranks that have ended.
 
     Raises:
-        Exception: what a rank raised.
+        Exception: what a rank raised; RuntimeError with its text if that cannot be pickled.
         ChildProcessError: a process died.
     """
-    count = max(1, min(len(os.sched_getaffinity(0)), layout.world_size // _RANKS_OF_A_PROCESS))
+    count = max(1, min(_MOST_PROCESSES, len(os.sched_getaffinity(0)), layout.world_size // _RANKS_OF_A_PROCESS))
     parts = [range(first, layout.world_size, count) for first in range(count)]
     context = multiprocessing.get_context("fork")
     with contextlib.ExitStack() as stack:
         receivers = []
         for ranks in parts[1:]:
             receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(target=_send_log, args=(sender, layout, ranks, function), daemon=True)
+            process = context.Process(
+                target=_send_log, args=(sender, layout, ranks, function, log.broadcasts), daemon=True
+            )
             process.start()
             sender.close()
             stack.callback(process.join)
@@ -188,15 +199,25 @@ def run_one_by_one(
 
 
 def _send_log(
-    sender: Connection, layout: ParallelLayout, ranks: Sequence[int], function: Callable[[CountingMode], Any]
+    sender: Connection,
+    layout: ParallelLayout,
+    ranks: Sequence[int],
+    function: Callable[[CountingMode], Any],
+    broadcasts: Broadcasts,
 ) -> None:
-    log = CallLog()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the process that waits ends this one
+    result: CallLog | Exception
+    result = log = CallLog(broadcasts)
     try:
         run_without_data(layout, ranks, function, log, together=False)
-    except Exception as error:  # which may contain what cannot be pickled
-        sender.send(RuntimeError(f"{type(error).__name__}: {error}"))
-    else:
-        sender.send(log)
+        log.broadcasts = {}  # the other process has those of the first pipeline
+    except Exception as error:
+        result = error
+        try:
+            pickle.loads(pickle.dumps(error))
+        except Exception:  # any of the classes in it may raise
+            result = RuntimeError(f"{type(error).__name__}: {error}")
+    sender.send(result)
 
 
 def run_without_data(
@@ -238,7 +259,7 @@ def run_without_data(
         check_async=False,
         trace=log,
         running=running,
-        exchange=partial(ShapeExchange, layout, running if together else ()),
+        exchange=partial(ShapeExchange, layout, running if together else (), log.broadcasts),
     )
     create_group, rank_groups = mpu.create_group, mpu.generate_masked_orthogonal_rank_groups
 

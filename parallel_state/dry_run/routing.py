@@ -38,8 +38,12 @@ def routing_of(text: str) -> Choose:
         return lambda tokens, experts, chosen: _by_shares(1.0 / torch.arange(1, experts + 1), tokens, chosen)
     if not Path(text).is_file():
         raise DryRunError(f"routing {text!r} is neither balanced, skewed, nor a file of counts", routing=text)
-    counts = torch.load(text, weights_only=True)
-    if not isinstance(counts, torch.Tensor) or counts.dim() not in (1, 2) or not bool((counts >= 0).all()):
+    try:
+        counts = torch.load(text, weights_only=True)
+    except Exception:  # of many kinds, for a file that torch did not write
+        counts = None
+    is_table = isinstance(counts, torch.Tensor) and counts.dim() in (1, 2)
+    if not is_table or not bool((counts >= 0).all()) or not bool(counts.any()):
         raise DryRunError(
             f"{text} has no counts of tokens: expected a tensor [experts] or [layers, experts]", path=text
         )

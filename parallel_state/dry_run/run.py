@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -20,7 +19,7 @@ from parallel_state.dry_run.training import one_layer_a_stage, train
 from parallel_state.dry_run.transformer_engine import engine_kernels
 from parallel_state.dry_run.values import BRANCH, UnknownValue
 from parallel_state.errors import MControllerError
-from parallel_state.hangs.lines import calling_position, members_text, source_line
+from parallel_state.hangs.lines import members_text, raising_line
 from parallel_state.layout import ParallelLayout
 from parallel_state.simulated.errors import SimulationError
 from parallel_state.verify.layouts import Variant, check_divisible, parse_layout
@@ -30,10 +29,6 @@ _SAME = 0.01  # two pipelines whose peaks differ by less are alike: their parts 
 
 Show = Callable[[str, int, int], object]
 """Called with what runs, the number of ranks that have ended, and that of all."""
-
-
-def _hide(what: str, ended: int, ranks: int) -> None:
-    """Show nothing."""
 
 
 def layout_for(text: str, ranks: int | None) -> Variant:
@@ -73,7 +68,7 @@ def dry_run(
     layers: str = "transformer_engine",
     every_rank: bool = False,
     second: bool = True,
-    show: Show = _hide,
+    show: Show = lambda what, ended, ranks: None,
 ) -> Outcome:
     """Make one training step of a program in a layout, with shapes and without data.
 
@@ -105,7 +100,7 @@ def dry_run(
         if micro_batches < 1:
             raise DryRunError(f"micro_batches is {micro_batches}; expected at least 1", micro_batches=micro_batches)
         program = program.smaller(micro_batches=micro_batches * variant.layout.dp * variant.merged)
-    cpu.install()
+    _install()
     with engine_kernels():  # the config of a program may ask for kernels
         check_divisible(program, variant)
     programs = program, one_layer_a_stage(program, variant)
@@ -121,7 +116,7 @@ def dry_run_of(
     every_rank: bool = False,
     second: bool = True,
     small: Callable[[CountingMode], Use] | None = None,
-    show: Show = _hide,
+    show: Show = lambda what, ended, ranks: None,
 ) -> Outcome:
     """Run a function on the ranks of a layout, as ``dry_run`` runs a step.
 
@@ -135,7 +130,7 @@ def dry_run_of(
         show: is called as ranks start and end.
     """
     began = time.perf_counter()
-    cpu.install()
+    _install()
     layout, log = variant.layout, CallLog()
     outcome = Outcome(variant.text, layout)
     with routed(routing_of(routing)), engine_kernels():
@@ -148,39 +143,47 @@ def dry_run_of(
         branches = {line for use in outcome.uses.values() for line, what in use.read if what == BRANCH}
         outcome.warnings += [f"a value that nobody knows decides a branch: {line}" for line in sorted(branches)]
         if second and not every_rank and not outcome.failure and layout.world_size > layout.pp:
-            last, again = pipeline_of(layout, last=True), CallLog()
+            last, again = pipeline_of(layout, last=True), CallLog(log.broadcasts)
             show("a second pipeline", 0, len(last))
             _run(function, last, again, outcome)
             for ranks in zip(first, last, strict=True) if not outcome.failure else ():
                 _compare(outcome, ranks, (log, again), is_balanced=routing == "balanced")
             if small is not None and not outcome.failure and layout.world_size > len(first) + len(last):
-                _check_all_ranks(small, outcome, show)
+                _check_all_ranks(small, outcome, CallLog(log.broadcasts), show)
     outcome.seconds = time.perf_counter() - began
     return outcome
 
 
-def _check_all_ranks(function: Callable[[CountingMode], Use], outcome: Outcome, show: Show) -> None:
+def _install() -> None:
+    if not cpu.install():
+        raise DryRunError(
+            "this process sees a GPU, which Megatron would use: start it with the environment variable "
+            "CUDA_VISIBLE_DEVICES empty"
+        )
+
+
+def _check_all_ranks(function: Callable[[CountingMode], Use], outcome: Outcome, log: CallLog, show: Show) -> None:
     """Run a function on every rank; add what failed, and warn of ranks that call other collectives than their peers.
 
     The ranks run one by one. If the calls of some do not match, or are others than those of the same stage, these run
     together with their peers.
     """
-    layout, log = outcome.layout, CallLog()
+    layout = outcome.layout
     try:
         others = _differing_ranks(function, layout, log, show)
         suspects = log.unmatched().union(*others.values()) if others is not None else range(layout.world_size)
         if suspects:
             together = peers_of(layout, suspects)
             show("ranks that differ, together", 0, len(together))
-            run_without_data(layout, together, function, CallLog())
+            run_without_data(layout, together, function, CallLog(log.broadcasts))
     except SimulationError as error:
         outcome.failure = f"all ranks with one layer on each stage: {type(error).__name__}: {error}"
         return
-    except Exception as error:  # a program may need more than one layer
-        outcome.warnings.append(
-            f"all ranks cannot run with one layer on each stage: {type(error).__name__}: {error} {_line_of(error)}; "
-            "run every rank with --all"
-        )
+    except (Exception, SystemExit) as error:  # a program may need more than one layer
+        what = f"{type(error).__name__}: {error}"
+        if not isinstance(error, (ChildProcessError, MControllerError)):
+            what = f"{what} at {raising_line(error)}"
+        outcome.warnings.append(f"all ranks cannot run with one layer on each stage: {what}; run every rank with --all")
         return
     outcome.warnings += [line for line in log.unfinished() if line not in outcome.warnings] + [
         f"ranks {members_text(ranks)} do not make the calls of rank {first}, which has the same stage; run every rank "
@@ -200,10 +203,10 @@ def _differing_ranks(
     show(what, 0, size)
     try:
         run_one_by_one(layout, function, log, lambda count: show(what, min(count, size), size))
-    except ChildProcessError:
-        raise
-    except Exception:  # all ranks raise it together, or none
-        return None
+    except Exception as error:
+        if isinstance(error, (ChildProcessError, MControllerError)) and not isinstance(error, SimulationError):
+            raise
+        return None  # all ranks raise it together, or none
     differing = {}
     for first, *others in zip(*layout.groups("pp"), strict=True):
         digest = log.digest(first, shapes=False)
@@ -217,29 +220,22 @@ def _run(function: Callable[[CountingMode], Use], running: Sequence[int], log: C
     try:
         outcome.uses |= run_without_data(outcome.layout, running, function, log)
     except UnknownValue as error:
-        raise DryRunError(f"{error}\n{_line_of(error)}") from error
+        raise DryRunError(f"{error}\nat {raising_line(error)}") from error
     except NotImplementedError as error:
         text = str(error).partition("\n")[0]
-        raise DryRunError(f"an operation computes no shapes without data: {text}\n{_line_of(error)}") from error
+        raise DryRunError(f"an operation computes no shapes without data: {text}\nat {raising_line(error)}") from error
     except SimulationError as error:
         outcome.failure = f"{type(error).__name__}: {error}"
     except MControllerError:
         raise
-    except Exception as error:  # whatever the program raises: the report has it
+    except (Exception, SystemExit) as error:  # whatever the program raises: the report has it
         if any(text in str(error) for text in ("not compiled with CUDA", "no NVIDIA driver")):
             raise DryRunError(
                 "a tensor is moved to a CUDA device, which a dry run does not have: name none, as in tensor.cuda(), or "
-                f"torch.cuda.current_device()\n{_line_of(error)}"
+                f"torch.cuda.current_device()\nat {raising_line(error)}"
             ) from error
         notes = "\n".join(getattr(error, "__notes__", ()))
-        outcome.failure = f"{type(error).__name__}: {error}\n{_line_of(error)}\n{notes}"
-
-
-def _line_of(error: BaseException) -> str:
-    """Return the line of the program, or of Megatron, that raised an error."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    place = source_line(*calling_position(frames[-1]))
-    return f"at {place}"
+        outcome.failure = f"{type(error).__name__}: {error}\nat {raising_line(error)}\n{notes}"
 
 
 def _compare(outcome: Outcome, ranks: tuple[int, int], logs: tuple[CallLog, CallLog], *, is_balanced: bool) -> None:

@@ -1,11 +1,12 @@
 """The matching of collectives and transfers without data, among the ranks that run.
 
 A rank that does not run is assumed to call what a running member of its group calls, with tensors of the same shapes;
-where objects are gathered, a member of its stage.
+where objects are gathered, a member of its stage. What it broadcasts is what a rank in its place has broadcast before.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
@@ -22,6 +23,9 @@ from parallel_state.simulated.exchange import Exchange
 
 _IDEMPOTENT = ("MIN", "MAX", "BAND", "BOR")
 
+Broadcasts = dict[tuple[Any, ...], torch.Tensor]
+"""Known values by the stage, the axis and root of the group, and the number of the broadcast."""
+
 
 class ShapeExchange(Exchange):
     """Matches the calls of running ranks by order, shape, dtype and group.
@@ -29,13 +33,17 @@ class ShapeExchange(Exchange):
     Args:
         layout: the layout of the ranks.
         running: the ranks that run together; the calls of others are complete at once.
+        broadcasts: values of ranks that have run; those of running ranks are added.
         exchange: the arguments of ``Exchange``.
     """
 
     devices = ("cpu", "meta")
 
-    def __init__(self, layout: ParallelLayout, running: Collection[int], *exchange: Any) -> None:
+    def __init__(
+        self, layout: ParallelLayout, running: Collection[int], broadcasts: Broadcasts, *exchange: Any
+    ) -> None:
         super().__init__(*exchange)
+        self._broadcasts, self._numbers = broadcasts, Counter[tuple[int, str]]()
         self._running = frozenset(running)
         self._stages = {rank: stage for ranks in layout.groups("pp") for stage, rank in enumerate(ranks)}
 
@@ -57,6 +65,8 @@ class ShapeExchange(Exchange):
                 if storage is not None and storage.kind == "activations":
                     storage.change_kind("communication")
         tensors = [tensor for call in calls for tensor in (*call.inputs, *call.outputs)]
+        if calls[0].operation == "broadcast":
+            calls = self._with_root(calls)
         root = calls[0].options.get("root")
         sources = [call for call in calls if call.index == root] if calls[0].operation == "broadcast" else calls
         inputs = [tensor for call in sources for tensor in call.inputs]
@@ -83,6 +93,22 @@ class ShapeExchange(Exchange):
         value = value_of(source)
         if target.is_meta:
             set_value(target, value.clone().reshape(target.shape) if value is not None and is_small(target) else None)
+
+    def _with_root(self, calls: Sequence[Call]) -> Sequence[Call]:
+        """Return the calls of a broadcast, with one of a root that does not run if one in its place has run."""
+        call, root = calls[0], calls[0].options["root"]
+        member = call.rank, call.group.name
+        self._numbers[member] += 1
+        place = self._stages[call.rank], call.group.description, call.group.axis, root, self._numbers[member]
+        if sent := [one.inputs[0] for one in calls if one.index == root]:
+            value = value_of(sent[0]) if is_small(sent[0]) else None
+            if value is not None:
+                self._broadcasts[place] = value.clone()
+            return calls
+        value = self._broadcasts.get(place)
+        if value is None or value.shape != call.inputs[0].shape:
+            return calls
+        return [*calls, replace(call, index=root, rank=call.group.ranks[root], inputs=[value.clone()])]
 
     def _objects_of_all(self, calls: Sequence[Call]) -> list[Call]:
         """Return a call of each member of the group; one that does not run gives what its stage gives."""

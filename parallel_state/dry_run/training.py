@@ -134,7 +134,7 @@ def free(models: list[torch.nn.Module]) -> None:
 def begin(mode: CountingMode) -> dict[str, int]:
     """Return the bytes of each kind now, and begin to count."""
     mode.memory.reset_peak()
-    mode.flops = mode.operations = 0
+    mode.flops = 0
     return dict(mode.memory.by_kind)
 
 
@@ -143,19 +143,18 @@ def used(mode: CountingMode, idle: dict[str, int], models: list[torch.nn.Module]
     memory = mode.memory
     names = {id(module): name for model in models for name, module in model.named_modules()}
     module = "" if memory.module is None else type(memory.module).__name__
-    if memory.module is not None and id(memory.module) in names:
-        module = f"{names[id(memory.module)]} ({module})"
+    if name := names.get(id(memory.module)):
+        module = f"{name} ({module})"
     parameters = [parameter for model in models for parameter in model.parameters()]
     experts = [parameter for parameter in parameters if not getattr(parameter, "allreduce", True)]
     return Use(
-        parameters=sum(parameter.numel() for parameter in parameters),
+        weights=sum(parameter.numel() for parameter in parameters),
         idle=idle,
         peak=memory.peak,
         by_kind=memory.peak_by_kind,
         module=module,
         line=memory.line,
         flops=mode.flops,
-        operations=mode.operations,
         read=dict(mode.read.lines),
         experts=sum(parameter.numel() for parameter in experts),
         trained=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),

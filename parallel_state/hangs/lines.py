@@ -6,6 +6,7 @@ import functools
 import os
 import re
 import sys
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,6 +77,12 @@ def calling_position(frame: FrameType | None = None) -> tuple[_Place | None, _Pl
             inner = code, frame.f_lasti
         frame = frame.f_back
     return None, inner
+
+
+def raising_line(error: BaseException) -> SourceLine:
+    """Return the line that raised an error."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return source_line(*calling_position(frames[-1]))
 
 
 def source_line(program: _Place | None, megatron: _Place | None) -> SourceLine:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,8 @@ import torch
 
 from parallel_state import cpu
 from parallel_state.errors import MControllerError
+from parallel_state.hangs.lines import raising_line
+from parallel_state.requirements import naming_extras
 
 
 class VerifyError(MControllerError, ValueError):
@@ -180,18 +183,32 @@ def load_program(reference: str) -> Program:
     """Return the program that ``my_model.py:program`` or ``my_package.model:program`` names.
 
     Raises:
-        VerifyError: there is no such file, module or name, or it is no Program.
+        VerifyError: there is no such file, module or name, its import raises, or it is no Program.
     """
     source, separator, name = reference.rpartition(":")
     if not separator or not source or not name:
         raise VerifyError(f"expected FILE.py:NAME or MODULE:NAME, got {reference!r}", reference=reference)
-    module = _imported_file(Path(source)) if source.endswith(".py") else _imported(source)
+    with running_file(source):
+        module = _imported_file(Path(source)) if source.endswith(".py") else _imported(source)
     program = getattr(module, name, None)
     if not isinstance(program, Program):
         have = [variable for variable, value in vars(module).items() if isinstance(value, Program)]
         hint = f"its programs are {', '.join(have)}" if have else "it has no parallel_state.verify.Program"
         raise VerifyError(f"{source} has no program {name!r}; {hint}", reference=reference)
     return program
+
+
+@contextlib.contextmanager
+def running_file(path: str) -> Iterator[None]:
+    """Raise VerifyError with the line for what a user's file raises in the block."""
+    try:
+        with naming_extras():
+            yield
+    except MControllerError:
+        raise
+    except Exception as error:
+        where = "" if isinstance(error, SyntaxError) else f", at {raising_line(error)}"  # a syntax error names it
+        raise VerifyError(f"{path} cannot be imported: {type(error).__name__}: {error}{where}", path=path) from error
 
 
 def _imported_file(path: Path) -> Any:

@@ -157,7 +157,10 @@ class Training:
             stage = index if self.variant.layout.vpp else None
             first = mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage)
             last = mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage)
-            yield self.program.model_provider(self.config, first, last, stage)
+            model = self.program.model_provider(self.config, first, last, stage)
+            if not isinstance(model, torch.nn.Module):
+                raise VerifyError(f"model_provider returned {type(model).__name__}; expected a torch.nn.Module")
+            yield model
 
     def micro_batches(self, step: int) -> range:
         """Return the global indices of this rank's micro-batches in a step."""

@@ -53,8 +53,8 @@ def test_an_update_of_a_large_model_has_the_peak_of_a_gpu() -> None:
     outcome = dry_run_of(RoleCall(role, "update_actor", FULL.prompt, FULL.response), role.variant)
     assert outcome.peak / GIB == pytest.approx(53.0, rel=0.01)
     (use,) = outcome.uses.values()
-    assert use.by_kind["optimizer"] == pytest.approx(12 * use.parameters, rel=0.01)
-    assert use.by_kind["gradients"] == pytest.approx(4 * use.parameters, rel=0.01)
+    assert use.by_kind["optimizer"] == pytest.approx(12 * use.weights, rel=0.01)
+    assert use.by_kind["gradients"] == pytest.approx(4 * use.weights, rel=0.01)
 
 
 def test_an_update_with_transformer_engine_has_the_peak_of_a_gpu() -> None:

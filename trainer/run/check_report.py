@@ -19,10 +19,11 @@ from mcontroller.errors import ConfigError
 from mcontroller.locality import locality
 from parallel_state.axes import DENSE_AXES
 from parallel_state.dry_run.memory import KINDS
-from parallel_state.dry_run.outcome import Outcome
+from parallel_state.dry_run.outcome import Outcome, gpu_bytes
 from parallel_state.topology import Topology
 from trainer.roles import CONFIG_KEYS, Role, reads_reference
 from trainer.run.config import MAIN_POOL, RunConfig
+from trainer.run.dry_run_verb import report_roles
 from trainer.run.model_roles import lengths_of, model_roles
 from trainer.run.parts import chosen_lines, make_parts, models_without_weights, roles_of
 from trainer.run.pools import nodes_of_ranks, pool_names, pool_nodes, pools_of, role_layouts
@@ -51,6 +52,9 @@ def report(arguments: argparse.Namespace, run_config: RunConfig | None) -> int:
         arguments: of the verb.
         run_config: the configuration of a run; None reads that of a role, or of a program's own class.
 
+    Returns:
+        The exit status: 1 if a dry run fails, or its roles do not fit.
+
     Raises:
         ConfigError: the workers of a role reject its configuration when they build the model or its optimizer.
     """
@@ -58,12 +62,12 @@ def report(arguments: argparse.Namespace, run_config: RunConfig | None) -> int:
     sizes = {key: arguments.world_size or pool_size(config, key) for key in roles}
     lines = [*_problems(config), *(f"{key}: {layout_of_role(role, sizes[key])}" for key, role in roles.items())]
     lines += [*_generating_lines(config, roles, sizes)]
-    if isinstance(config, RunConfig):
+    is_run, on_gpu = isinstance(config, RunConfig), True
+    if is_run:
         lines += [*_locality_lines(config, roles, sizes), *_resource_lines(config)]
-    on_gpu = not isinstance(config, RunConfig) or config.pool.use_gpu
+        on_gpu = config.pool.use_gpu
     layers = arguments.layers or ("transformer_engine" if on_gpu else "local")
     lengths = lengths_of(config, roles)
-    is_run = isinstance(config, RunConfig)
     with_model = model_roles(config, arguments.world_size) if is_run else _default_roles(roles, sizes)
     with_model = {key: _with_layers(role, layers) for key, role in with_model.items()}
     outcomes = estimates(calls_of_roles(with_model, lengths), RunConfig if is_run else None)
@@ -72,13 +76,13 @@ def report(arguments: argparse.Namespace, run_config: RunConfig | None) -> int:
     known = {name: outcome for name, outcome in outcomes.items() if not outcome.failure}
     if on_gpu and known:
         shared = shared_gpus_of_run(config, known) if is_run else shared_gpus(known)
-        lines += ["", *shared.lines(int(gpu_memory))]
+        lines += ["", *shared.lines(gpu_memory)]
     actor = roles.get("actor_rollout_ref")
     if arguments.layouts and isinstance(actor, ActorConfig):
         search = search_layouts(actor, sizes["actor_rollout_ref"], lengths, gpu_memory, layers=layers)
         lines += ["", *search.lines(gpu_memory)]
     sys.stdout.write("\n".join([*lines, ""]))
-    return 0
+    return report_roles(config, gpu_memory) if arguments.dry_run else 0
 
 
 def _default_roles(roles: Mapping[str, RoleConfig], sizes: Mapping[str, int]) -> dict[str, ModelRole]:
@@ -98,11 +102,11 @@ def _with_layers(role: ModelRole, layers: str) -> ModelRole:
     return dataclasses.replace(role, config=dataclasses.replace(config, model=model))
 
 
-def _gpu_memory(given: float | None) -> float:
+def _gpu_memory(given: float | None) -> int:
     """Return the bytes of a GPU: as given in units of 2**30, or those of a GPU of this machine, or 80 * 2**30."""
     if given is None and torch.cuda.is_available():
-        return float(torch.cuda.get_device_properties(0).total_memory)
-    return (80 if given is None else given) * _GB
+        return int(torch.cuda.get_device_properties(0).total_memory)
+    return gpu_bytes(str(80 if given is None else given))
 
 
 def _generating_lines(config: Any, roles: Mapping[str, RoleConfig], sizes: Mapping[str, int]) -> Iterator[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 
 from mcontroller.config.load import CollectedErrors
+from mcontroller.errors import ConfigError
 from trainer.run.config import RunConfig, read_with_files
 from workers.planning import planning
 
@@ -55,17 +56,12 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the layouts and the memory table."""
     with planning():
         of_run = arguments.role is None and arguments.config is None
+        if arguments.dry_run and not of_run:
+            raise ConfigError("--dry-run needs the file of a whole run: leave --role and --config out", key="--dry-run")
         config = _read_run(arguments.file, arguments.overrides) if of_run else None
         from trainer.run.check_report import report  # torch, Megatron and Ray: seconds
 
-        status = report(arguments, config)
-        if arguments.dry_run and config is not None:
-            from parallel_state.dry_run.outcome import gpu_bytes
-            from trainer.run.dry_run_verb import report_roles
-
-            gpu = gpu_bytes("80" if arguments.gpu_memory is None else str(arguments.gpu_memory))
-            status |= report_roles(config, gpu)
-        return status
+        return report(arguments, config)
 
 
 def _read_run(file: str, overrides: list[str]) -> RunConfig:

@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mcontroller.output import progress_bar
+from mcontroller.output import output_file, progress_bar
 from parallel_state.dry_run.errors import DryRunError
 from parallel_state.dry_run.outcome import Outcome, gpu_bytes
 from parallel_state.dry_run.run import Show, dry_run, layout_for
@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--all", action="store_true", help="run every rank, not one of each stage")
     parser.add_argument("--once", action="store_true", help="run one pipeline only, and check no other ranks")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the outcomes to this file")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the outcomes to this file")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -69,12 +69,11 @@ def run(arguments: argparse.Namespace) -> int:
         with planning():  # without weights and engines, as check
             return report_roles(read_run_config(arguments.program, arguments.rest), gpu, arguments.json, **chosen)
     outcomes = _reported(_layouts(arguments, chosen), gpu)
-    _write(arguments.json, outcomes, gpu)
-    return 0 if all(outcome.fits(gpu) for outcome in outcomes.values()) else 1
+    return _ended(arguments.json, outcomes, gpu, fits=all(outcome.fits(gpu) for outcome in outcomes.values()))
 
 
 def _check_arguments(arguments: argparse.Namespace) -> None:
-    """Raise DryRunError for arguments that this kind of program does not have, and for a file without a directory."""
+    """Raise DryRunError for arguments that this kind of program does not have."""
     name = arguments.program
     if name.endswith((".yaml", ".yml")):
         given = [option for option in ("layouts", "ranks", "micro_batches") if getattr(arguments, option) is not None]
@@ -83,8 +82,6 @@ def _check_arguments(arguments: argparse.Namespace) -> None:
             raise DryRunError(f"{name} sets its layouts and rows: leave {options} out, and give key=value", given=given)
     elif arguments.rest and not name.endswith(".py"):
         raise DryRunError(f"{name} is a Program, and takes no {' '.join(arguments.rest)}", given=arguments.rest)
-    if arguments.json is not None and not arguments.json.parent.is_dir():
-        raise DryRunError(f"there is no directory {arguments.json.parent} for --json", path=str(arguments.json))
 
 
 def report_roles(config: RunConfig, gpu: int, file: Path | None = None, **chosen: Any) -> int:
@@ -103,32 +100,37 @@ def report_roles(config: RunConfig, gpu: int, file: Path | None = None, **chosen
     from trainer.run.shared_gpus import shared_gpus_of_run
 
     calls = role_calls(config).items()
-    possible = [(name, call) for name, call in calls if chosen.get("every_rank") or not call.needs_every_rank]
-    outcomes = _reported(((name, partial(call.outcome, **chosen)) for name, call in possible), gpu)
-    _write(file, outcomes, gpu)
+    left_out = [name for name, call in calls if call.needs_every_rank and not chosen.get("every_rank")]
+    possible = [(name, partial(call.outcome, **chosen)) for name, call in calls if name not in left_out]
+    outcomes = _reported(possible, gpu)
     if any(outcome.failure for outcome in outcomes.values()):
-        return 1
+        return _ended(file, outcomes, gpu, fits=False)
     shared = shared_gpus_of_run(config, outcomes)
-    sys.stdout.write("\n".join([*shared.lines(gpu), ""]))
-    return 0 if shared.peak(config.trainer.offload) <= gpu else 1
+    lines = [*shared.lines(gpu), *(f"{name} needs every rank, and is left out: run it with --all" for name in left_out)]
+    sys.stdout.write("\n".join([*lines, ""]))
+    return _ended(file, outcomes, gpu, fits=shared.peak(config.trainer.offload) <= gpu, gpus=shared.as_json())
 
 
-def _write(file: Path | None, outcomes: Mapping[str, Outcome], gpu: int) -> None:
+def _ended(file: Path | None, outcomes: Mapping[str, Outcome], gpu: int, *, fits: bool, **more: Any) -> int:
+    """Write what ``--json`` asks for, and return the exit status."""
     if file is not None:
-        content = {name: outcome.as_json(gpu) for name, outcome in outcomes.items()}
+        content = {"fits": fits, "outcomes": {name: one.as_json(gpu) for name, one in outcomes.items()}, **more}
         file.write_text(json.dumps(content, indent=1) + "\n")
+    return 0 if fits else 1
 
 
 def _reported(parts: Iterable[tuple[str, Callable[..., Outcome]]], gpu: int) -> dict[str, Outcome]:
     """Run each part, print its report, and return the outcomes by name."""
     for module in ("megatron", "torch", r"parallel_state\.simulated\.trace"):
         warnings.filterwarnings("ignore", module=module)
-    outcomes: dict[str, Outcome] = {}
-    for name, make in parts:
-        with _progress(name) as show:
-            outcomes[name] = outcome = make(show=show)
-        sys.stdout.write("\n".join([name, *outcome.lines(gpu), "", ""]))
-        sys.stdout.flush()
+    outcomes, report = dict[str, Outcome](), sys.stdout
+    with contextlib.redirect_stdout(sys.stderr):  # for what programs and Megatron print
+        for name, make in parts:
+            with _progress(name) as show:
+                outcomes[name] = outcome = make(show=show)
+            head = [] if name == outcome.text else [name]
+            report.write("\n".join([*head, *outcome.lines(gpu), "", ""]))
+            report.flush()
     return outcomes
 
 
@@ -149,7 +151,8 @@ def _layouts(arguments: argparse.Namespace, chosen: dict[str, Any]) -> Iterator[
         from workers.verify.megatron_script import script_program
 
         program, variant = script_program(arguments.program, arguments.rest, shrinks=False)
-        layouts = arguments.layouts or [variant.text]
+        axes = [axis for axis in variant.text.split(",") if arguments.ranks is None or not axis.startswith("dp=")]
+        layouts = arguments.layouts or [",".join(axes)]
     else:
         program, layouts = load_program(arguments.program), arguments.layouts or [""]
     for text in layouts:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from parallel_state.dry_run.outcome import CONTEXT, GIB, Outcome, Use
 from trainer.run.config import MAIN_POOL, RunConfig
@@ -28,6 +29,13 @@ class SharedGpus:
     def peak(self, offload: str) -> int:
         """Return the most bytes with a value of ``trainer.offload``."""
         return max((self.kept if offload == "never" else self.handed_over).values())
+
+    def as_json(self) -> list[dict[str, Any]]:
+        """Return an object for each pool and phase, with the bytes for each value of ``trainer.offload``."""
+        return [
+            {"pool": pool, "phase": phase, "auto": self.handed_over[pool, phase], "never": kept}
+            for (pool, phase), kept in self.kept.items()
+        ]
 
     def lines(self, gpu: int) -> list[str]:
         """Return the report; ``gpu`` is the memory of a GPU in bytes."""

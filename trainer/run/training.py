@@ -20,6 +20,7 @@ import ray
 from omegaconf import OmegaConf
 from rich.console import Console
 
+from mcontroller.cli.main import INTERRUPTED
 from mcontroller.errors import ConfigError, DataError
 from mcontroller.files import acquire_lock, release_lock
 from mcontroller.output import Output
@@ -34,8 +35,6 @@ from trainer.saving.checkpoints import LOCK
 from trainer.saving.preemption import PREEMPTED, Preempted
 from trainer.saving.run_record import RECORD, read_record
 from trainer.trackers import Run, Tracker, make_trackers
-
-INTERRUPTED = 130
 
 CONNECT_S = 10.0
 """[s] Time to reach a cluster: Ray itself would try for two minutes, and print every attempt."""

@@ -24,6 +24,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from mcontroller.output import output_file
 from parallel_state.verify.layouts import Variant, parse_layout
 from parallel_state.verify.outcome import Outcome
 from parallel_state.verify.program import Program, VerifyError, load_program
@@ -51,12 +52,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     precision = parser.add_mutually_exclusive_group()
     precision.add_argument("--exact", action="store_true", help="compute in float64, to tell faults from rounding")
     precision.add_argument("--bf16", action="store_true", help="report the rounding of layouts in bfloat16; no fault")
-    parser.add_argument("--shrink", type=Path, metavar="FILE", help="write the smallest failing test to this file")
-    parser.add_argument("--save", type=Path, metavar="FILE", help="write the training of one process to this file")
+    parser.add_argument("--shrink", type=output_file, metavar="FILE", help="write the smallest failing test to it")
+    parser.add_argument("--save", type=output_file, metavar="FILE", help="write the training of one process to it")
     parser.add_argument(
         "--against", metavar="OTHER", help="what --save wrote, a commit, or the interpreter of an environment"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the outcomes to this file")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the outcomes to this file")
     commits_table.add_arguments(parser)
 
 

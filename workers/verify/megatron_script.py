@@ -27,9 +27,9 @@ import torch
 
 from parallel_state import cpu
 from parallel_state.cpu.literals import rewrite
-from parallel_state.dry_run.transformer_engine import check_counted
+from parallel_state.dry_run.transformer_engine import check_counted, engine_kernels
 from parallel_state.verify.layouts import Variant, parse_layout
-from parallel_state.verify.program import Program, VerifyError
+from parallel_state.verify.program import Program, VerifyError, running_file
 from workers.model.local_modules import TENorm
 from workers.model.local_spec import LocalProvider
 
@@ -125,7 +125,7 @@ class _Script:
             segments = pattern.partition("/")[0].count("|") + 1
             on_rank = segments // given.pipeline_model_parallel_size
             return on_rank if on_rank > 1 else None
-        if layers is None:
+        if layers is None or given.num_layers is None:  # Megatron-LM rejects the latter
             stages: int | None = given.num_virtual_stages_per_pipeline_rank
             return stages
         return int(given.num_layers // given.pipeline_model_parallel_size // layers)
@@ -255,13 +255,16 @@ def script_program(path: str, arguments: Sequence[str], *, shrinks: bool = True)
         shrinks: whether to make the model small.
 
     Raises:
-        VerifyError: there is no such file, no ``megatron.training``, or the script does not call ``pretrain``.
+        VerifyError: there is no such file, no ``megatron.training``, the script raises, or does not call ``pretrain``,
+            or the whole model has no ``--seq-length``.
         DryRunError: the whole model stores what is not counted.
     """
     script = _Script(Path(path), arguments, shrinks)
     given = script.given
     if not shrinks:
         check_counted(vars(given))
+        if given.seq_length is None:
+            raise VerifyError(f"{path} has no --seq-length: give the whole command line of the training", path=path)
     length = _LENGTH if shrinks else given.seq_length
     functions = script.config, script.build, script.forward_step, script.batch
     program = Program(*functions, seq_length=length, micro_batch_size=script.rows)
@@ -325,14 +328,15 @@ def _passed_to_pretrain(path: Path, line: Sequence[str], parse_and_validate: Cal
     logging.getLogger("megatron").setLevel(logging.WARNING)
     module = ModuleType("__main__")
     module.__file__ = str(path)
-    code = compile(rewrite(path.read_bytes()), str(path), "exec")
     with (
+        running_file(str(path)),
+        engine_kernels(),  # a config may ask for them
         mock.patch.object(training, "pretrain", pretrain),
         mock.patch.object(arguments, "parse_and_validate_args", parse_and_validate, create=True),
         mock.patch.object(sys, "argv", list(line)),
     ):
         try:
-            exec(code, vars(module))
+            exec(compile(rewrite(path.read_bytes()), str(path), "exec"), vars(module))
         except _Called:
             return passed
     raise VerifyError(

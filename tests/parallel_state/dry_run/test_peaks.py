@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ from megatron.core.transformer.moe import moe_utils, router
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import _disable_current_modes
 
-from parallel_state.dry_run import DoesNotFit, DryRunError, dry_run
+from parallel_state import cpu
+from parallel_state.dry_run import DoesNotFit, DryRunError, counting, dry_run
 from parallel_state.dry_run.counting import CountingMode
 from parallel_state.dry_run.memory import Memory
 from parallel_state.dry_run.outcome import Use, gpu_bytes
@@ -89,7 +91,7 @@ def test_the_peak_of_a_dense_model_is_that_of_a_real_run(layout: str, fields: di
     dry = dry_run(program, layout, dtype=torch.float32, layers="local", every_rank=True)
     for rank, use in enumerate(counted(program, layout)):
         assert dry.uses[rank].peak == pytest.approx(use.peak, rel=1e-3)
-        assert dry.uses[rank].parameters == use.parameters
+        assert dry.uses[rank].weights == use.weights
 
 
 @pytest.mark.parametrize("routing", ["balanced", "skewed"])
@@ -178,7 +180,7 @@ def test_a_pipeline_speaks_for_all_ranks() -> None:
 def test_a_peak_has_kinds_and_a_place() -> None:
     (use,) = dry_run(widened(GPT), "dp=1", dtype=torch.bfloat16).uses.values()
     assert sum(use.by_kind.values()) == use.peak
-    parameters = 2 * use.parameters
+    parameters = 2 * use.weights
     assert use.idle["parameters"] == pytest.approx(parameters, rel=0.01)
     assert use.idle["gradients"] == pytest.approx(2 * parameters, rel=0.01)
     assert use.idle["optimizer"] == pytest.approx(6 * parameters, rel=0.01)
@@ -239,6 +241,22 @@ def test_a_function_of_a_rank_may_fail() -> None:
 
     outcome = dry_run(smaller(GPT, model_provider=provider), "pp=2")
     assert outcome.failure.startswith("RuntimeError: no model") and "in provider" in outcome.failure
+
+
+def test_a_process_that_sees_a_gpu_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "install", lambda: False)
+    with pytest.raises(DryRunError):
+        dry_run(smaller(GPT), "tp=2")
+
+
+def test_a_machine_whose_memory_is_used_up_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "meminfo"
+    file.write_text(f"MemTotal: {100 << 20} kB\nMemFree: 0 kB\nMemAvailable: {4 << 20} kB\n")
+    monkeypatch.setattr(counting, "_SYSTEM_MEMORY", file)
+    monkeypatch.setattr(counting, "_OPERATIONS_TO_CHECK", 64)
+    with pytest.raises(DryRunError) as error:
+        dry_run(smaller(GPT), "tp=2", every_rank=True)
+    assert error.value.fields == {"left": 4.0, "total": 100.0}
 
 
 def test_values_that_a_provider_reads_are_listed_and_a_branch_is_a_warning() -> None:

@@ -18,7 +18,9 @@ from tests.workers.weights.test_hf_fields import QWEN_3_CODER
 from trainer.data.tokenizers import TOKENIZER_MEMBERS, TextTokenizer, check_tokenizer
 from trainer.run import check_verb
 from trainer.run.config import read_run_config
+from trainer.run.model_roles import role_calls
 from trainer.run.parts import make_parts
+from workers.planning import planning
 
 RUN = """
 imports: [examples.ppo.tokenizer]
@@ -272,3 +274,20 @@ actor_rollout_ref:
     not_installed, no_weights = caught.value.errors
     assert (not_installed.key, not_installed.value) == ("actor_rollout_ref.rollout.engine", "vllm")
     assert no_weights.path == str(model)
+
+
+@pytest.mark.simulated
+def test_an_engine_that_crosses_nodes_is_placed_and_gets_whole_weights_on_each(config_file, capsys):
+    engine = ["pool.use_gpu=true", "actor_rollout_ref.rollout={engine: vllm, vllm: {tp: 4}, n: 2}"]
+    small = ["actor_rollout_ref.parallel.tp=2", "actor_rollout_ref.rollout.prompt_length=8"]
+    assert main(["check", str(config_file), *engine, *small, "actor_rollout_ref.rollout.response_length=4"]) == 0
+    printed = capsys.readouterr().out
+    assert "actor_rollout_ref: 4 of 4 GPUs generate: 1 engine of 4, beside the policy" in printed
+    assert "actor_rollout_ref: engine 0: ranks 0-1 on node0, ranks 2-3 on node1" in printed
+    with planning():
+        call = role_calls(read_run_config(config_file, [*engine, *small]))["actor_rollout_ref.rollout_weights"]
+        outcome = call.outcome(every_rank=True)
+    assert call.receivers == (0, 2) and not outcome.failure
+    buckets = {rank: use.peak - sum(use.idle.values()) for rank, use in outcome.uses.items()}
+    (use, *_) = outcome.uses.values()
+    assert min(buckets[0], buckets[2]) > use.weights * 2 * 2 > max(buckets[1], buckets[3])

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from mcontroller.cli.main import main
+from mcontroller.cli.main import INTERRUPTED, USAGE_ERROR, main
 from mcontroller.testing.pytest_plugin import DryRunFixture
 from parallel_state.dry_run import DoesNotFit
-from parallel_state.dry_run.outcome import CONTEXT, GIB
+from parallel_state.dry_run.memory import KINDS
+from parallel_state.dry_run.outcome import CONTEXT, GIB, Outcome, Use
+from parallel_state.layout import ParallelLayout
 from tests.parallel_state.verify.programs import EXAMPLES
 
 GPT = f"{EXAMPLES / 'gpt.py'}:program"
@@ -22,14 +24,26 @@ def test_the_exit_status_is_whether_all_layouts_fit(capsys: pytest.CaptureFixtur
     file = tmp_path / "outcomes.json"
     arguments = ["dry-run", GPT, "--layouts", "tp=2", "pp=2", "--ranks", "4", "--json", str(file)]
     assert main([*arguments, "--gpu", "1"]) == 0
-    outcomes = json.loads(file.read_text())
+    written = json.loads(file.read_text())
+    outcomes = written["outcomes"]
+    assert written["fits"]
     assert list(outcomes) == ["tp=2", "pp=2"]
     for outcome in outcomes.values():
         assert (outcome["ranks"], outcome["gpu"], outcome["fits"]) == (4, GIB, True)
         assert outcome["peak"] == max(stage["peak"] for stage in outcome["stages"])
         assert outcome["failure"] == "" and outcome["communication"]
-    assert main([*arguments[:4], "--gpu", str((CONTEXT + outcomes["tp=2"]["peak"] - 1) / GIB)]) == 1
-    assert "DOES NOT FIT" in capsys.readouterr().out
+    assert main([*arguments, "--gpu", str((CONTEXT + outcomes["tp=2"]["peak"] - 1) / GIB)]) == 1
+    printed = capsys.readouterr().out
+    assert "DOES NOT FIT" in printed and not json.loads(file.read_text())["fits"]
+
+
+def test_the_table_of_a_large_run_has_at_most_100_columns() -> None:
+    sizes = dict.fromkeys(KINDS, 30 * GIB)
+    use = Use(10**10, sizes, 150 * GIB, sizes, "", "", 10**17, {})
+    lines = Outcome("", ParallelLayout(1024, pp=16), {1023: use}).lines()
+    (header,) = [number for number, line in enumerate(lines) if line.startswith("stage  rank")]
+    names, values = (line.split() for line in lines[header : header + 2])
+    assert len(set(names)) == len(values) and len(lines[header + 1]) <= 100
 
 
 @pytest.mark.parametrize(
@@ -43,7 +57,7 @@ def test_the_exit_status_is_whether_all_layouts_fit(capsys: pytest.CaptureFixtur
         [GPT, "--gpu", "H300"],
         [GPT, "--gpu", "-3"],
         [GPT, "--routing", "no_such_file.pt"],
-        [GPT, "--json", "no/such/directory.json"],
+        [GPT, "--routing", "examples/verify/gpt.py"],
         [GPT, "actor_rollout_ref.parallel.tp=2"],
         ["no_such_file.py:program"],
         [RUN, "--layouts", "tp=2"],
@@ -55,6 +69,52 @@ def test_bad_input_is_one_line_and_failure(arguments: list[str], capsys: pytest.
     printed = capsys.readouterr()
     (line,) = [line for line in printed.err.splitlines() if not line.startswith("dry run of ")]
     assert line.startswith("mcontroller dry-run: ") and not printed.out
+
+
+@pytest.mark.parametrize("file", ["no/such/directory.json", "examples"])
+def test_a_file_that_cannot_be_written_is_an_error_of_the_command_line(file: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["dry-run", GPT, "--json", file])
+    assert ended.value.code == USAGE_ERROR
+
+
+PROGRAM = """
+import sys
+from dataclasses import replace
+from examples.verify.gpt import program as gpt
+
+class Failing:
+    def __init__(self, error): self.error = error
+    def __call__(self, *args): raise self.error
+
+raises, interrupted, ends = (
+    replace(gpt, forward_step=Failing(error)) for error in (ValueError("mine"), KeyboardInterrupt(), SystemExit(3))
+)
+nothing = replace(gpt, model_provider=lambda *args: None)
+"""
+
+
+@pytest.mark.simulated
+def test_whatever_a_program_raises_is_one_error_with_its_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    texts = {"failing_gpt": PROGRAM, "no_syntax": "def (", "no_import": "import no_such_module"}
+    for name, text in texts.items():
+        (tmp_path / f"{name}.py").write_text(text)
+
+    def ended(name: str) -> tuple[int, str, str]:
+        status = main(["dry-run", str(tmp_path / name)])
+        return status, *capsys.readouterr()
+
+    for name, error in {"raises": "ValueError: mine", "ends": "SystemExit: 3"}.items():
+        status, out, _ = ended(f"failing_gpt.py:{name}")
+        assert status == 1 and error in out and "failing_gpt.py:8 in __call__" in out
+    for name in ("no_syntax.py:x", "no_import.py:x", "failing_gpt.py:nothing"):
+        status, out, errors = ended(name)
+        assert (status, out) == (1, "") and "VerifyError" in errors and "Traceback" not in errors
+    status, out, errors = ended("failing_gpt.py:interrupted")
+    assert (status, out) == (INTERRUPTED, "") and "Traceback" not in errors
 
 
 @pytest.mark.simulated

@@ -11,7 +11,7 @@ import pytest
 from omegaconf import OmegaConf
 from rich.console import Console
 
-from mcontroller.cli.main import main
+from mcontroller.cli.main import INTERRUPTED, main
 from mcontroller.errors import ConfigError, DataError
 from tests.trainer.run.test_check_run import config_file  # noqa: F401 - a fixture
 from trainer.report.reading import read_run
@@ -117,7 +117,7 @@ def test_a_run_without_a_save_begins_again_and_keeps_its_metrics(
         parents=True
     )  # a save that was interrupted
     monkeypatch.setattr(training, "start_ray", interrupted)
-    assert main(["resume", str(run)]) == training.INTERRUPTED
+    assert main(["resume", str(run)]) == INTERRUPTED
     assert "no step of the run is saved: it begins again; its metrics are now in metrics-1.jsonl" in (
         capsys.readouterr().out.replace("\n", " ")
     )

@@ -14,7 +14,7 @@ IDLE = {"actor_rollout_ref": 100, "critic": 40}
 def outcome(key: str, peaks: list[int], unneeded: int = 0) -> Outcome:
     """Return the outcome of a call on a stage for each peak."""
     idle = {"parameters": IDLE[key]}
-    uses = {rank: Use(1, idle, peak, idle, "", "", 0, 0, {}, unneeded) for rank, peak in enumerate(peaks)}
+    uses = {rank: Use(1, idle, peak, idle, "", "", 0, {}, unneeded) for rank, peak in enumerate(peaks)}
     return Outcome("", ParallelLayout(2, pp=len(peaks)), uses)
 
 

@@ -80,7 +80,7 @@ def test_few_layers_give_the_memory_of_the_whole_model(
 ) -> None:
     call = update(actor(model, parallel), ranks)
     for few, whole in zip(stage_uses(call), planned._run(call), strict=True):
-        assert few.parameters == whole.parameters and few.trained_experts == whole.trained_experts
+        assert few.weights == whole.weights and few.trained_experts == whole.trained_experts
         assert few.idle["optimizer"] == pytest.approx(whole.idle["optimizer"], rel=0.01)  # buckets are padded
         assert few.peak == pytest.approx(whole.peak, rel=0.02)
 
@@ -103,7 +103,7 @@ def test_an_optimizer_in_host_memory_is_counted_there() -> None:
         (use,) = outcome.uses.values()
         assert use.idle["optimizer"] == pytest.approx((1 - share) * all_on_gpu.idle["optimizer"], rel=0.01)
         host = host_memory(outcome, call.role)
-        assert host.offloaded == pytest.approx((2 + 12) * all_on_gpu.parameters, rel=0.01)
+        assert host.offloaded == pytest.approx((2 + 12) * all_on_gpu.weights, rel=0.01)
 
 
 @simulated

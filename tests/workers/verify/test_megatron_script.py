@@ -7,6 +7,7 @@ small script and the parts of ``megatron.training`` that it and verify call stan
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -159,7 +160,7 @@ def test_a_dry_run_of_a_script_has_its_sizes_and_its_rows(small_script: str) -> 
         program, variant = script_program(small_script, line.split(), shrinks=False)
         (use, *_) = dry_run(program, variant).uses.values()
         uses.append(use)
-    assert uses[0].parameters == 1024 * 64 + 2 * (4 * 64 * 64 + 2 * 64 * 128 + 2 * 64) + 64
+    assert uses[0].weights == 1024 * 64 + 2 * (4 * 64 * 64 + 2 * 64 * 128 + 2 * 64) + 64
     assert uses[2].flops == 3 * uses[0].flops
     assert uses[2].peak - uses[1].peak == pytest.approx(uses[1].peak - uses[0].peak, rel=0.01)
 
@@ -217,6 +218,25 @@ def test_a_script_of_a_model_of_images_is_verified() -> None:
     assert any(name.startswith("vision_model.") for name in verifier.reference.start)
     outcome = verifier.verify(variant)
     assert outcome.equal, outcome.lines()
+
+
+@without_script
+def test_a_dry_run_of_a_script_knows_what_ranks_that_do_not_run_broadcast() -> None:
+    axes = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel"
+    program, variant = script_program(str(SCRIPT), (BILLION + axes).split(), shrinks=False)
+    outcome = dry_run(program, variant.text, ranks=8)
+    assert (outcome.failure, outcome.warnings, len(outcome.uses)) == ("", [], 4)
+
+
+@without_script
+def test_a_dry_run_of_a_script_has_as_many_ranks_as_are_asked_for(tmp_path: Path) -> None:
+    file = tmp_path / "outcomes.json"
+    line = [str(SCRIPT), *BILLION.split(), "--use-distributed-optimizer"]
+    options = ["--once", "--json", str(file), "--micro-batches", "1"]
+    assert main(["dry-run", "--ranks", "4", *options, "--", *line]) == 0
+    (outcome,) = json.loads(file.read_text())["outcomes"].values()
+    assert (outcome["ranks"], outcome["layout"]) == (4, "distopt")
+    assert main(["dry-run", "--", str(SCRIPT), "--tensor-model-parallel-size", "2"]) == 1
 
 
 @without_script
