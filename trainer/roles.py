@@ -139,6 +139,7 @@ def role_workers(config: PPOConfig, mapping: Mapping[Role, Any]) -> list[GroupSp
         cls = role_class(mapping, role)
         try:
             init = RayClassWithInitArgs(cls, config=worker_config, **arguments)
+            init.imports = tuple(config.imports)
             if name == "actor":
                 cls.check_run(worker_config)
         except ConfigError as error:

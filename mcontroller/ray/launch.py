@@ -110,7 +110,7 @@ def launch(
 def _pack_init(init: ClassWithInitArgs[Any]) -> Packed:
     """Serialize a worker class and its init arguments; raise ConfigError that names the one that cannot be pickled."""
     try:
-        packed: Packed = pack((init.cls, init.args, init.kwargs))
+        packed: Packed = pack((init.cls, init.args, init.kwargs, init.imports))
     except Exception as error:
         name = init.cls.__name__
         positional = {f"argument {index}": value for index, value in enumerate(init.args)}
