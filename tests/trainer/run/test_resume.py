@@ -89,6 +89,8 @@ def test_a_replay_begins_at_the_oldest_checkpoint_if_earlier_records_are_deleted
         "config": {"trainer": {"total_training_steps": 70}},
     }  # further than config.yaml says
     (run / "summary.json").write_text(json.dumps({"processes": [{"command": "train"}, resumed]}))
+    assert config_of_run(str(run), []).trainer.total_training_steps == 70
+    assert config_of_run(str(run), ["trainer.total_training_steps=80"]).trainer.total_training_steps == 80
     save(run / "checkpoints", 3)
     (run / "checkpoints" / "actor" / "global_step_3").mkdir(parents=True)
     (run / "checkpoints" / "trajectories").mkdir()
