@@ -21,7 +21,7 @@ from omegaconf import OmegaConf
 from rich.console import Console
 
 from mcontroller.errors import ConfigError, DataError
-from mcontroller.files import acquire_lock, release_lock
+from mcontroller.files import acquire_lock, check_writable, release_lock
 from mcontroller.output import Output
 from mcontroller.trace.recorder import recording
 from trainer.display import ProgressDisplay
@@ -107,8 +107,7 @@ def train(config: RunConfig, console: Console) -> Path:
             report.end_early(trainer.global_steps)
             raise
     finally:
-        if parts.rewards is not None:
-            parts.rewards.close()
+        parts.close()
         ray.shutdown()
         release_lock(directory / LOCK)
     report.end(trainer)
@@ -245,10 +244,13 @@ def _has_no_step(directory: Path, config: RunConfig) -> bool:
     """Return whether the directory of a run has no save yet.
 
     Raises:
-        ConfigError: the run is a new one, and its directory contains another run, or its saves.
+        ConfigError: the run is a new one, and its directory contains another run, or its saves; or a directory cannot
+            be written.
         DataError: the run is resumed and may have saves: there are some without a record, or no directory for them.
     """
     checkpoints = Path(config.trainer.default_local_dir)
+    for key, path in {"run_dir": directory, "trainer.default_local_dir": checkpoints}.items():
+        check_writable(path, key)
     if not config.trainer.resume:
         _check_unused(directory, checkpoints)
         return True

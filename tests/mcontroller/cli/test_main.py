@@ -83,3 +83,23 @@ class Owned(EntryPoint):
     @property
     def dist(self):  # type: ignore[no-untyped-def, override]
         return type("Distribution", (), {"name": "mcontroller"})
+
+
+@pytest.mark.processes
+def test_ray_does_not_print_the_death_of_a_worker_which_the_program_reports() -> None:
+    program = (
+        "from mcontroller.cli.main import main; main(['topology', '--world-size', '1'])\n"
+        "from ray._private.worker import print_to_stdstream\n"
+        "died = 'A worker died or was killed while executing a task by an unexpected system error.'\n"
+        "for line in (died, 'Another'):\n"
+        "    print_to_stdstream({'lines': [line], 'pid': 'raylet', 'is_err': False}, False)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=CHECKOUT, capture_output=True, text=True)
+    assert done.returncode == 0 and "Another" in done.stdout and "A worker died" not in done.stdout
+
+
+def test_a_file_that_cannot_be_written_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("")
+    assert main(["report", str(tmp_path), "--output", str(tmp_path / "missing" / "report.html")]) == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("mcontroller report: DataError: ") and str(tmp_path / "missing") in line
