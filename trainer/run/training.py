@@ -245,7 +245,7 @@ def _has_no_step(directory: Path, config: RunConfig) -> bool:
 
     Raises:
         ConfigError: the run is a new one, and its directory contains another run, or its saves; or a directory cannot
-            be written.
+            be written; or a resumed run has more steps than it is to have.
         DataError: the run is resumed and may have saves: there are some without a record, or no directory for them.
     """
     checkpoints = Path(config.trainer.default_local_dir)
@@ -254,7 +254,17 @@ def _has_no_step(directory: Path, config: RunConfig) -> bool:
     if not config.trainer.resume:
         _check_unused(directory, checkpoints)
         return True
-    if not (directory / CONFIG_FILE).exists() or (checkpoints / RECORD).exists():
+    if (checkpoints / RECORD).exists():
+        saved, options = read_record(checkpoints).last.state.global_steps, config.trainer
+        if not options.epochs and saved > options.total_training_steps:
+            raise ConfigError(
+                f"trainer.total_training_steps is {options.total_training_steps}, and step {saved} of the run in "
+                f"{directory} is saved: set it to {saved} or more",
+                key="trainer.total_training_steps",
+                value=options.total_training_steps,
+            )
+        return False
+    if not (directory / CONFIG_FILE).exists():
         return False
     saves = sorted(f"{save.parent.name}/{save.name}" for save in checkpoints.glob("*/global_step_*"))
     if saves:

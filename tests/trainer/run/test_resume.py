@@ -77,6 +77,14 @@ def test_without_the_record_of_its_saves_a_run_is_not_begun_again(
     assert caught.value.fields["path"] == str(tmp_path / "disk" / "trainer.json")
 
 
+def test_a_run_is_not_resumed_with_fewer_steps_than_it_has(make_run: MakeRun) -> None:
+    run = make_run("checkpoints")
+    save(run / "checkpoints", 7)
+    with pytest.raises(ConfigError) as caught:
+        training.train(config_of_run(str(run), ["trainer.resume=true", "trainer.total_training_steps=5"]), Console())
+    assert (caught.value.fields["key"], caught.value.fields["value"]) == ("trainer.total_training_steps", 5)
+
+
 @pytest.mark.parametrize(("oldest", "resumes"), [(0, False), (3, True)])
 def test_a_replay_begins_at_the_oldest_checkpoint_if_earlier_records_are_deleted(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, oldest: int, resumes: bool
