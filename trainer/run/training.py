@@ -107,9 +107,10 @@ def train(config: RunConfig, console: Console) -> Path:
             report.end_early(trainer.global_steps)
             raise
     finally:
-        parts.close()
-        ray.shutdown()
-        release_lock(directory / LOCK)
+        with _uninterrupted():
+            parts.close()
+            ray.shutdown()
+            release_lock(directory / LOCK)
     report.end(trainer)
     return directory
 
@@ -225,6 +226,20 @@ def _keeping_sigterm() -> Iterator[None]:
 def interruptible() -> Iterator[None]:
     """Handle SIGTERM and SIGINT like Ctrl-C, even if the parent process made this one ignore SIGINT."""
     before = {number: signal.signal(number, _interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ignore SIGTERM and SIGINT while the processes of the run end, which takes seconds: some would be left."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:

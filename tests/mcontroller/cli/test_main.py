@@ -7,6 +7,7 @@ import subprocess
 import sys
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -98,8 +99,13 @@ def test_ray_does_not_print_the_death_of_a_worker_which_the_program_reports() ->
     assert done.returncode == 0 and "Another" in done.stdout and "A worker died" not in done.stdout
 
 
-def test_a_file_that_cannot_be_written_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text("")
-    assert main(["report", str(tmp_path), "--output", str(tmp_path / "missing" / "report.html")]) == 1
+def test_a_file_that_cannot_be_written_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    verb = SimpleNamespace(
+        add_arguments=lambda parser: None, run=lambda arguments: (tmp_path / "no" / "file").open("w")
+    )
+    monkeypatch.setattr(command_line, "entry_points", lambda group: {"write": SimpleNamespace(load=lambda: verb)})
+    assert main(["write"]) == 1
     [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith("mcontroller report: DataError: ") and str(tmp_path / "missing") in line
+    assert line.startswith("mcontroller write: DataError: ") and str(tmp_path / "no" / "file") in line
