@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -133,6 +135,22 @@ def test_a_run_without_a_save_begins_again_and_keeps_its_metrics(
     )
     for name, text in LINES.items():
         assert (run / f"{name}-1.jsonl").read_text() == text and (run / f"{name}.jsonl").read_text() == ""
+
+
+@pytest.mark.processes
+def test_an_interrupt_while_a_run_ends_leaves_nothing_of_it(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = []
+
+    def shutdown() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        ended.append(True)
+
+    run = make_run("checkpoints")
+    (run / "checkpoints").mkdir()
+    monkeypatch.setattr(training, "start_ray", lambda config: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(training.ray, "shutdown", shutdown)
+    assert main(["resume", str(run)]) == training.INTERRUPTED
+    assert ended == [True] and not (run / training.LOCK).exists()
 
 
 def test_a_new_run_is_not_saved_over_another_one(config_file: Path, tmp_path: Path) -> None:  # noqa: F811
