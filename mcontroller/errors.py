@@ -135,8 +135,8 @@ class CallTimeout(GroupError, TimeoutError):
         timeout: the deadline in seconds.
         ranks: the ranks that have not answered.
         stacks: the Python stacks of these ranks, as text, by rank.
-        cause: which rank waits for which, such as ``rank 1 (tp=1) has ended, and rank 0 waits for it``; empty if no
-            rank waits in a collective, or no record was kept.
+        cause: which rank waits for which, such as ``rank 1 (tp=1) has ended, and rank 0 waits for it``; if no rank
+            waits in a collective, where the first of them is; empty if no record was kept.
         report: for the ranks that wait, the collective, its group, the line of the program and the missing ranks.
     """
 

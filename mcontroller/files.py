@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from mcontroller.errors import DataError
+from mcontroller.errors import ConfigError, DataError
 from mcontroller.machine import machine_id
 
 _WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
@@ -74,6 +74,25 @@ def free_space(path: Path) -> str:
         path = path.parent
     disk = os.statvfs(path)
     return f"the disk at {path} has {disk.f_bavail * disk.f_frsize:,} bytes free"
+
+
+def check_writable(directory: Path, key: str) -> None:
+    """Check that files can be created in a directory, or that it can be created.
+
+    Args:
+        directory: the directory, which need not exist.
+        key: the configuration key whose value it is, for error messages.
+
+    Raises:
+        ConfigError: they cannot; the message has the directory that prevents it.
+    """
+    existing = directory
+    while not existing.exists():
+        existing = existing.parent
+    if existing.is_dir() and os.access(existing, os.W_OK | os.X_OK):
+        return
+    reason = "cannot be written" if existing.is_dir() else "is not a directory"
+    raise ConfigError(f"{key} is {directory}, and {existing} {reason}: set another one", key=key, value=str(directory))
 
 
 def moved_path(path: str | os.PathLike[str], before: str | os.PathLike[str], now: Path) -> Path:

@@ -193,6 +193,9 @@ class ClassWithInitArgs(Generic[W_co]):
         args: positional arguments of its ``__init__``.
         kwargs: keyword arguments of its ``__init__``; type checkers compare them with its signature.
 
+    Attributes:
+        imports: modules, or files that end in .py, that a process imports before it makes the object.
+
     Raises:
         ConfigError: ``cls`` is not a class, or its constructor does not take these arguments.
     """
@@ -217,6 +220,7 @@ class ClassWithInitArgs(Generic[W_co]):
         self.cls: type[W_co] = cls
         self.args = args
         self.kwargs = kwargs
+        self.imports: tuple[str, ...] = ()
 
     def __call__(self) -> W_co:
         """Construct the worker."""

@@ -579,3 +579,6 @@ class PPOConfig:
     """Length of the run, and when it is validated and saved."""
     rollout: Any = None
     """The ``config`` argument of the worker class of ``Role.Rollout``. None: generation is in the actor's workers."""
+    imports: list[str] = field(default_factory=list)
+    """Modules, or files that end in .py, that are imported first, by the workers on every node too: they register your
+    own losses, engines, tokenizers, etc."""

@@ -41,7 +41,9 @@ def reserved_for_others(specs: Sequence[GroupSpec], pools: ResourcePoolManager, 
     vllm = dataclasses.replace(config.rollout.vllm, reserved_bytes=reserved)
     config = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, vllm=vllm))
     arguments = {**generating.init.kwargs, "config": config}
-    changed = dataclasses.replace(generating, init=RayClassWithInitArgs(generating.init.cls, **arguments))
+    init = RayClassWithInitArgs(generating.init.cls, **arguments)
+    init.imports = generating.init.imports
+    changed = dataclasses.replace(generating, init=init)
     return [changed if spec is generating else spec for spec in specs]
 
 

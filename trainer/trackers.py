@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -14,7 +15,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from mcontroller.config.imports import import_extra
 from mcontroller.config.registry import Registry
-from mcontroller.files import replace_text
+from mcontroller.errors import DataError
+from mcontroller.files import free_space, replace_text
 from mcontroller.output import Output
 
 TRAIN = "train"
@@ -126,9 +128,18 @@ class _StepLines:
         if self._resumed_at is not None:
             self.rewind(self._resumed_at)
         if step % self._every == 0:
-            self._file.write(json.dumps({"global_step": step, **values}, default=str) + "\n")
-            if self._file.tell() > self._most:
-                self._thin_out()
+            try:
+                self._file.write(json.dumps({"global_step": step, **values}, default=str) + "\n")
+                if self._file.tell() > self._most:
+                    self._thin_out()
+            except OSError as error:
+                with contextlib.suppress(OSError):
+                    self._file.close()  # and what it has not written
+                raise DataError(
+                    f"cannot write step {step} to {self._path}: {error.strerror}; {free_space(self._path)}: free some, "
+                    "and resume the run",
+                    path=str(self._path),
+                ) from error
 
     def _thin_out(self) -> None:
         self._every *= 2
@@ -326,13 +337,14 @@ class MlflowTracker:
 
 
 def make_trackers(names: Iterable[str], run: Run) -> Sequence[Tracker]:
-    """Create the trackers of these names, and the run's directory.
+    """Create the trackers of these names, and the run's directory for them.
 
     Raises:
         ConfigError: no tracker has this name (before any is created), or its package is not installed.
     """
     chosen = [TRACKERS.get_or_raise(name) for name in names]
-    run.directory.mkdir(parents=True, exist_ok=True)
+    if chosen:
+        run.directory.mkdir(parents=True, exist_ok=True)
     return [tracker(run) for tracker in chosen]
 
 

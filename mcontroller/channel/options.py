@@ -35,7 +35,8 @@ class ChannelOptions:
     report_after: float | None = 60.0
     """[s] Log which rank waits for which in a call that has had no answer for so long; None: only with ``CallTimeout``.
 
-    It is logged once, and again when the ranks wait for something else."""
+    It is logged once, and again when the ranks wait for something else. If none waits in a collective, the stacks of
+    the late ranks are logged if they are the same after twice as long again."""
 
     fail_stuck: bool = False
     """Fail such a call, as after a deadline, if its ranks still wait for the same twice as long after the report, or

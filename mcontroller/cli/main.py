@@ -8,6 +8,7 @@ import contextlib
 import difflib
 import importlib.metadata
 import importlib.util
+import os
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import mcontroller
-from mcontroller.errors import MControllerError
+from mcontroller.errors import DataError, MControllerError
 from mcontroller.output import Output, OutputError
 from parallel_state.requirements import naming_extras
 
@@ -29,6 +30,8 @@ CONFIGS = "mcontroller.configs"
 """Group of the configurations: key in the configuration of a run -> dataclass."""
 USAGE_ERROR, INTERRUPTED = 2, 130
 """Exit statuses."""
+DEATH_OF_A_WORKER = "^A worker died or was killed while executing a task by an unexpected system error"
+"""Lines that Ray prints of a process that died, unless its variable has another pattern: WorkerDied says the same."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -48,6 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         hint = f"did you mean {' or '.join(close)}?" if close else f"the verbs are {', '.join(verbs)}"
         sys.stderr.write(f"{PROGRAM}: there is no verb {name!r}; {hint}\n")
         return USAGE_ERROR
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", DEATH_OF_A_WORKER)
     output = Output(sys.stdout, required=True)
     try:
         with naming_extras():
@@ -65,11 +69,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except MControllerError as error:
         if isinstance(error.__cause__, BrokenPipeError) and isinstance(error, OutputError):
             return 0  # the reader has what it needs, such as head
-        Output(sys.stderr).write(f"{PROGRAM} {name}: {type(error).__name__}: {error}\n")
-        return 1
+        return _failed(name, error)
+    except OSError as error:
+        if error.filename is None:
+            raise  # not of a file: an error of the program
+        text = f"cannot read or write {error.filename}: {error.strerror}: check its path, permissions and disk"
+        return _failed(name, DataError(text, path=str(error.filename)))
     except KeyboardInterrupt:
         Output(sys.stderr).write(f"{PROGRAM} {name}: interrupted\n")
         return INTERRUPTED
+
+
+def _failed(verb: str, error: MControllerError) -> int:
+    Output(sys.stderr).write(f"{PROGRAM} {verb}: {type(error).__name__}: {error}\n")
+    return 1
 
 
 def list_of(verbs: Mapping[str, EntryPoint]) -> str:

@@ -111,7 +111,7 @@ def _pack_init(init: ClassWithInitArgs[Any]) -> Packed:
     """Serialize a worker class and its init arguments; raise ConfigError that names what cannot be pickled."""
     try:
         pack(init.cls, f"class {init.cls.__name__}")  # by itself first, for its name
-        return pack((init.cls, Arguments(init.args, init.kwargs)))
+        return pack((init.cls, Arguments(init.args, init.kwargs), init.imports))
     except DataError as error:
         raise ConfigError(f"{init.cls.__name__}: {error}", key=error.fields.get("location"), value=init.cls) from error
 

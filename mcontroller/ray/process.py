@@ -23,6 +23,7 @@ from mcontroller.channel.address import Address, ChannelKeys
 from mcontroller.channel.options import ChannelOptions
 from mcontroller.channel.server import Reply, reserve_port
 from mcontroller.channel.worker import Endpoint, KeptResults
+from mcontroller.config.imports import import_module
 from mcontroller.devices import check_torch_without_gpu, compute_capability, device_of_rank
 from mcontroller.errors import CallRejected, ConfigError, GroupError, WorkerError, before_changes, is_before_changes
 from mcontroller.ray.node_processes import NodeProcess
@@ -206,7 +207,7 @@ class WorkerProcess:
 
         Args:
             identity: the rank and its environment.
-            packed: packed (class, ``Arguments``) of the workers, by role.
+            packed: packed (class, ``Arguments``, imports) of the workers, by role.
 
         Raises:
             WorkerError: a worker's constructor raised.
@@ -230,9 +231,11 @@ class WorkerProcess:
         for role, init in packed.items():
             try:
                 choose_device(identity.device)  # before the module of the worker is imported
-                construct, arguments = init.unpack()  # loads torch, which reads the environment
+                construct, arguments, imports = init.unpack()  # loads torch, which reads the environment
                 if not self._records and "torch.distributed" in sys.modules:
                     self._record_calls()
+                for module in imports:
+                    import_module(module, "imports")
                 worker = construct(*arguments.args, **arguments.kwargs)
             except BaseException as error:  # report SystemExit too
                 raise self._error_of(role, "__init__", error) from None

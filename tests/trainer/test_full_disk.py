@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import subprocess
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from mcontroller.dispatch.registration import register
 from mcontroller.errors import DataError
 from tests.trainer.toy import ToyActor, ToyCritic, toy_config, toy_trainer
 from trainer import Role
+from trainer.trackers import Run, make_trackers
 
 FULL = os.strerror(errno.ENOSPC)
 
@@ -84,6 +86,19 @@ def test_a_save_on_a_full_disk_names_it_and_leaves_nothing(disk: Path, moment: s
     with started(directory, roles, save_freq=1, resume=True) as resumed:
         resumed.fit()
         assert resumed.checkpoints.saved_step == 2
+
+
+@pytest.mark.processes
+def test_metrics_that_find_the_disk_full_are_an_error_with_their_file(disk: Path) -> None:
+    [tracker] = make_trackers(["jsonl"], Run(disk))
+    tracker.log({"train/score": 0.5}, 1)
+    fill(disk)
+    with pytest.raises(DataError) as caught:
+        for step in range(2, 1000):
+            tracker.log({"train/score": 0.5}, step)
+    tracker.close()
+    assert caught.value.path == str(disk / "metrics.jsonl") and f"{disk} has 0 bytes" in str(caught.value)
+    assert json.loads((disk / "metrics.jsonl").read_text().splitlines()[0])["global_step"] == 1
 
 
 @pytest.mark.processes

@@ -100,7 +100,6 @@ class FunctionRewards:
         *,
         held_out: Mapping[str, Sequence[Sample]] = MappingProxyType({}),
         must_apply: bool = True,
-        in_process: bool = False,
     ) -> list[str]:
         """Call every function with problems of each kind and their right answers as responses; see ``try_functions``.
 
@@ -108,7 +107,6 @@ class FunctionRewards:
             training: by the key of a data set, its problems, the right answer of each as its response.
             held_out: held-out problems, likewise.
             must_apply: reject functions that apply to none of them.
-            in_process: call the functions in this process, without a deadline, instead of starting processes.
 
         Returns:
             A line for each training set whose right answers do not get the best score.
@@ -119,10 +117,6 @@ class FunctionRewards:
         """
 
         def call(name: str, tried: Sequence[Sample]) -> Sequence[ScoreOutcome]:
-            if in_process:
-                return [
-                    outcome for part in self.functions[name].outcomes(tried, self.config.timeout_s) for outcome in part
-                ]
             outcomes = self.pool.run(self._tasks(name, self.functions[name], tried))[name]
             return [outcomes[row] for row in range(len(tried))]
 

@@ -10,8 +10,10 @@ import signal
 import subprocess
 import sys
 import weakref
+from collections.abc import Iterator
 from io import BufferedWriter
 from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from typing import Any
 
 from mcontroller.errors import ConfigError
@@ -27,6 +29,13 @@ STARTS = 4
 
 
 _OPEN: weakref.WeakSet[BufferedWriter] = weakref.WeakSet()
+
+
+@contextlib.contextmanager
+def served(descriptor: int) -> Iterator[Connection]:
+    """Yield the connection with this file descriptor to the body of a process, which ends with the program."""
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        yield Connection(descriptor)
 
 
 def _close_all() -> None:

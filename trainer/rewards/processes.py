@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 from mcontroller.config.imports import import_object
 from mcontroller.errors import ConfigError
 from trainer.rewards.config import RewardFunctionConfig
-from trainer.rewards.helper_process import HelperProcess
+from trainer.rewards.helper_process import HelperProcess, served
 
 MOMENT_S = 0.02
 """[s] Time for which the outcomes of fast samples are kept, to be returned together."""
@@ -144,11 +144,12 @@ class LoadedFunction:
 
 def serve_descriptor(descriptor: int) -> None:
     """Serve on the connection with this file descriptor: the body of a process."""
-    serve(Connection(descriptor))
+    with served(descriptor) as connection:
+        serve(connection)
 
 
 def serve(connection: Connection) -> None:
-    """Import the functions, then answer ``(name, samples)`` with lists of outcomes until the connection closes.
+    """Import the functions, then answer ``(name, samples)`` with lists of outcomes; EOFError at the end of the program.
 
     The first message that arrives has the functions by name and the deadline in seconds. The answer is None, or the
     text of the error if a function cannot be loaded.
@@ -161,10 +162,7 @@ def serve(connection: Connection) -> None:
         return
     connection.send(None)
     while True:
-        try:
-            name, samples = connection.recv()
-        except EOFError:
-            return
+        name, samples = connection.recv()
         for outcomes in loaded[name].outcomes(samples, timeout_s):
             connection.send(outcomes)
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from mcontroller.config.imports import import_object
 from mcontroller.errors import ConfigError
+from trainer.rewards.helper_process import served
 from trainer.rollout.trajectory import Trajectory
 
 SERVER = "import sys; from trainer.rollout.episode_loop import serve_episodes; serve_episodes(int(sys.argv[1]))"
@@ -193,15 +194,18 @@ def load_episode(function: str | Callable[..., Any], options: Mapping[str, Any])
 
 def serve_episodes(descriptor: int) -> None:
     """Run episodes for the controller on the connection with this file descriptor: the body of a process."""
-    connection = Connection(descriptor)
-    function, options, tokenizer = connection.recv()
-    try:
-        episodes = EpisodeLoop(load_episode(function, options), tokenizer, connection.send)
-    except ConfigError as error:
-        connection.send(str(error))
-        return
-    connection.send(None)
+    with served(descriptor) as connection:
+        function, options, tokenizer = connection.recv()
+        try:
+            episodes = EpisodeLoop(load_episode(function, options), tokenizer, connection.send)
+        except ConfigError as error:
+            connection.send(str(error))
+            return
+        connection.send(None)
+        _serve_until_closed(episodes, connection)
 
+
+def _serve_until_closed(episodes: EpisodeLoop, connection: Connection) -> None:
     def receive() -> None:
         try:
             episodes.handle(connection.recv())

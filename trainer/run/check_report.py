@@ -7,6 +7,7 @@ import dataclasses
 import os
 import sys
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import closing
 from typing import Any
 
 import psutil
@@ -182,7 +183,8 @@ def _problems(config: Any) -> list[str]:
         f"{key}: {path} has no weights on this machine: not checked"
         for key, path in models_without_weights(config).items()
     ]
-    return [*parts.problem_lines(), *absent, *parts.try_rewards(in_process=True), *chosen_lines(config)]
+    with closing(parts):
+        return [*parts.problem_lines(), *absent, *parts.try_rewards(), *chosen_lines(config)]
 
 
 def pool_size(config: Any, role: str) -> int:

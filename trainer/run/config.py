@@ -148,8 +148,6 @@ class RunConfig(PPOConfig):
     """Name of the project in wandb, trackio and mlflow, where it is the experiment."""
     experiment_name: str | None = None
     """Name of the run in the trackers. None: the name of its directory."""
-    imports: list[str] = field(default_factory=list)
-    """Modules, or files that end in .py, that are imported first: they register your own losses, tokenizers, etc."""
 
     def __post_init__(self) -> None:
         """Check the other pools; their roles are checked with the rest, see ``trainer.run.pools.pool_errors``."""

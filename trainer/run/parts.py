@@ -90,11 +90,13 @@ class RunParts:
             lines.append(f"{name}: {len(prompts)} prompts{dropped}{truncated}")
         return lines
 
-    def try_rewards(self, *, in_process: bool = False) -> list[str]:
-        """Call every reward function with problems of each kind and their right answers as responses.
+    def close(self) -> None:
+        """End the processes of the reward functions."""
+        if self.rewards is not None:
+            self.rewards.close()
 
-        Args:
-            in_process: call them in this process, without a deadline, instead of in processes.
+    def try_rewards(self) -> list[str]:
+        """Call every reward function with problems of each kind and their right answers as responses.
 
         Returns:
             A line for each training set whose right answers do not get the best score.
@@ -108,7 +110,7 @@ class RunParts:
         training = {key: self._samples(rows) for key, rows in self.prompts.items() if key in self.training_sets}
         held_out = {key: self._samples(rows) for key, rows in self.prompts.items() if key not in training}
         must_apply = self.combine is None
-        return self.rewards.check(training, held_out=held_out, must_apply=must_apply, in_process=in_process)
+        return self.rewards.check(training, held_out=held_out, must_apply=must_apply)
 
     @staticmethod
     def _samples(prompts: PromptRows) -> list[Sample]:

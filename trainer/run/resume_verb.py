@@ -15,6 +15,7 @@ from rich.console import Console
 from mcontroller.config.load import given_values
 from mcontroller.errors import DataError
 from mcontroller.files import moved_path
+from trainer.report.reading import read_summary
 from trainer.run.config import CONFIG_FILE, RunConfig, check_files, read_run_config
 
 
@@ -35,12 +36,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def config_of_run(directory: str, overrides: list[str]) -> RunConfig:
-    """Return the configuration of a run, for the place where its directory is now.
+    """Return the configuration of a run, for the place where its directory is now, and as long as it was to be last.
 
-    Checkpoints that were inside of it have moved with it; others are where the configuration says.
+    Checkpoints that were inside of it have moved with it; others are where the configuration says. The steps are those
+    of the last process of the run, which may have been resumed with more.
 
     Raises:
-        DataError: the directory contains no run.
+        DataError: the directory contains no run, or a file of it is damaged.
     """
     path = Path(directory).resolve()
     if not (path / CONFIG_FILE).is_file():
@@ -49,4 +51,8 @@ def config_of_run(directory: str, overrides: list[str]) -> RunConfig:
     trainer = recorded.get("trainer")
     checkpoints = trainer.get("default_local_dir") if isinstance(trainer, Mapping) else None
     place = moved_path(str(checkpoints or "checkpoints"), str(recorded.get("run_dir") or path), path)
-    return read_run_config(path / CONFIG_FILE, [f"run_dir={path}", f"trainer.default_local_dir={place}", *overrides])
+    processes = read_summary(path).get("processes") or [{}]
+    last = (processes[-1].get("config") or {}).get("trainer") or {}
+    length = [f"trainer.{name}={last[name]}" for name in ("total_training_steps", "epochs") if name in last]
+    moved = [f"run_dir={path}", f"trainer.default_local_dir={place}"]
+    return read_run_config(path / CONFIG_FILE, [*moved, *length, *overrides])

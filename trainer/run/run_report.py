@@ -96,8 +96,8 @@ class RunReport:
         try:
             saved = read_record(Path(self._trainer.default_local_dir)).last.state.global_steps
         except DataError:
-            command = self._process["command"]
-            self._print("no step is saved" + (f", {steps} are lost; start again with: {command}" if steps else ""))
+            again = f", {steps} are lost; begin again with: python -m mcontroller resume {self._directory}"
+            self._print("no step is saved" + (again if steps else ""))
             return
         lost = max(steps - saved, 0)
         self._print(

@@ -14,7 +14,6 @@ from rich.console import Console
 
 from mcontroller.config.load import CollectedErrors
 from mcontroller.errors import ConfigError
-from trainer.report.reading import read_summary
 from trainer.run.config import RunConfig, check_files, read_with_files
 from trainer.run.resume_verb import config_of_run
 
@@ -53,9 +52,6 @@ def _config(replay: str | None, file: list[str], overrides: list[str]) -> RunCon
             any(Path(recorded).glob("trajectories/*.npz")) and not Path(recorded, "trajectories/00000000.npz").exists()
         )
         settings = [f"run_dir={path}-replay", f"trainer.asynchronous.replay={recorded}", f"trainer.resume={later}"]
-        processes = read_summary(path).get("processes") or [{}]  # the last may have changed how far the run goes
-        total = ((processes[-1].get("config") or {}).get("trainer") or {}).get("total_training_steps")
-        settings += [] if total is None else [f"trainer.total_training_steps={total}"]
         config = config_of_run(replay, [*settings, "trainer.default_local_dir=checkpoints", *file, *overrides])
         check_files(config)
         return config

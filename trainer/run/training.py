@@ -22,7 +22,7 @@ from rich.console import Console
 
 from mcontroller.cli.main import INTERRUPTED
 from mcontroller.errors import ConfigError, DataError
-from mcontroller.files import acquire_lock, release_lock
+from mcontroller.files import acquire_lock, check_writable, release_lock
 from mcontroller.output import Output
 from mcontroller.trace.recorder import recording
 from trainer.display import ProgressDisplay
@@ -106,10 +106,10 @@ def train(config: RunConfig, console: Console) -> Path:
             report.end_early(trainer.global_steps)
             raise
     finally:
-        if parts.rewards is not None:
-            parts.rewards.close()
-        ray.shutdown()
-        release_lock(directory / LOCK)
+        with _uninterrupted():
+            parts.close()
+            ray.shutdown()
+            release_lock(directory / LOCK)
     report.end(trainer)
     return directory
 
@@ -232,6 +232,20 @@ def interruptible() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ignore SIGTERM and SIGINT while the processes of the run end, which takes seconds: some would be left."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def run_of_trackers(config: RunConfig, directory: Path) -> Run:
     """Return what trackers are passed of a run: its names, its configuration, and the step that it is resumed at."""
     trainer = config.trainer
@@ -244,14 +258,27 @@ def _has_no_step(directory: Path, config: RunConfig) -> bool:
     """Return whether the directory of a run has no save yet.
 
     Raises:
-        ConfigError: the run is a new one, and its directory contains another run, or its saves.
+        ConfigError: the run is a new one, and its directory contains another run, or its saves; or a directory cannot
+            be written; or a resumed run has more steps than it is to have.
         DataError: the run is resumed and may have saves: there are some without a record, or no directory for them.
     """
     checkpoints = Path(config.trainer.default_local_dir)
+    for key, path in {"run_dir": directory, "trainer.default_local_dir": checkpoints}.items():
+        check_writable(path, key)
     if not config.trainer.resume:
         _check_unused(directory, checkpoints)
         return True
-    if not (directory / CONFIG_FILE).exists() or (checkpoints / RECORD).exists():
+    if (checkpoints / RECORD).exists():
+        saved, options = read_record(checkpoints).last.state.global_steps, config.trainer
+        if not options.epochs and saved > options.total_training_steps:
+            raise ConfigError(
+                f"trainer.total_training_steps is {options.total_training_steps}, and step {saved} of the run in "
+                f"{directory} is saved: set it to {saved} or more",
+                key="trainer.total_training_steps",
+                value=options.total_training_steps,
+            )
+        return False
+    if not (directory / CONFIG_FILE).exists():
         return False
     saves = sorted(f"{save.parent.name}/{save.name}" for save in checkpoints.glob("*/global_step_*"))
     if saves:

@@ -6,7 +6,10 @@ as transport: groups, order of collectives, streams and overlap are NCCL's, spee
 
 from __future__ import annotations
 
+import faulthandler
 import os
+import re
+import signal
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -23,6 +26,10 @@ from parallel_state.megatron import initialize_distributed
 Job = tuple[Any, ...]
 """A function, the case that it computes, whose ranks call it, and further arguments."""
 _TIMEOUT_S = 90.0
+"""[s] Longest time of a collective."""
+_JOB_S = 600.0
+"""[s] Longest time of a job: a rank may hang outside of collectives."""
+_INNERMOST = re.compile(r'most recent call first\):\n  File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)')
 
 
 def ranks_on_one_gpu(host: str) -> dict[str, str]:
@@ -37,8 +44,11 @@ def alone(jobs: Sequence[Job]) -> list[Any]:
         return [_run(0, job, f"{folder}/{number}") for number, job in enumerate(jobs)]
 
 
-def on_ranks(jobs: Sequence[Job]) -> Iterator[list[Any] | str]:
-    """Yield for each job what its ranks return, or the error of one of them; the next job then has new processes."""
+def on_ranks(jobs: Sequence[Job], job_s: float = _JOB_S) -> Iterator[list[Any] | str]:
+    """Yield for each job what its ranks return, or the error of one of them; the next job then has new processes.
+
+    An error has the line of each rank that was ended, because another one failed or the job took longer than ``job_s``.
+    """
     first, count = 0, max(case.ranks for _, case, *_ in jobs)
     while first < len(jobs):
         with tempfile.TemporaryDirectory(prefix="ranks") as folder:
@@ -46,10 +56,15 @@ def on_ranks(jobs: Sequence[Job]) -> Iterator[list[Any] | str]:
             for number, (_, case, *_) in enumerate(jobs[first:]):
                 first += 1
                 files = [Path(folder, f"{number}.{rank}") for rank in range(case.ranks)]
+                deadline = time.monotonic() + job_s
                 while not error and not _are_written(files):
+                    if time.monotonic() > deadline:
+                        for process in processes.processes:
+                            process.terminate()
                     error = _first_error(processes)
                 if not _are_written(files):  # otherwise the ranks were faster than this process, and failed in the next
-                    yield error
+                    late = f"no result in {job_s:g} s: " if time.monotonic() > deadline else ""
+                    yield late + "; ".join([error, *_ended_at(Path(folder), case.ranks)])
                     break
                 yield [torch.load(file, weights_only=False) for file in files]
 
@@ -67,8 +82,18 @@ def _first_error(processes: Any) -> str:
     return ""
 
 
+def _ended_at(folder: Path, ranks: int) -> Iterator[str]:
+    """Yield where each rank was that was ended."""
+    for rank in range(ranks):
+        path = folder / f"stack.{rank}"
+        if path.exists() and (at := _INNERMOST.search(path.read_text())):
+            yield f"rank {rank} was ended in {at['function']}, {at['file']}:{at['line']}"
+
+
 def _be_rank(rank: int, folder: str, jobs: Sequence[Job]) -> None:
     """Run the jobs that have this rank, and write what they return; wait for the others."""
+    stack = open(Path(folder, f"stack.{rank}"), "w")  # noqa: SIM115 - open as long as the process lives
+    faulthandler.register(signal.SIGTERM, stack, all_threads=False, chain=True)  # in native code too
     os.environ |= ranks_on_one_gpu(f"rank{rank}")
     torch.set_num_threads(1)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False

@@ -34,8 +34,9 @@ class Hang:
 
     Attributes:
         stacks: the Python stack of each late rank, as text.
-        cause: who waits for whom; empty if no rank waits in a collective, or nothing was recorded.
-        report: an entry for the ranks that wait at the same place; empty as ``cause`` is.
+        cause: who waits for whom; if no rank waits in a collective, where the first late one is; empty if nothing was
+            recorded.
+        report: an entry for the ranks that wait at the same place; empty if no rank waits in a collective.
     """
 
     stacks: dict[int, str]
@@ -81,7 +82,10 @@ def look_at_ranks(
         activities={rank: _activity(positions.get(rank), states.get(rank, "")) for rank in range(len(infos))},
         stopped={rank for rank, state in states.items() if state},
     )
-    return Hang(stacks, *ranks.report())
+    cause, report = ranks.report()
+    if not cause and records.get(late[0]) is not None:
+        cause = f"{ranks.describe(late[0])} {ranks.activity(late[0])}"
+    return Hang(stacks, cause, report)
 
 
 def late_error(
@@ -111,7 +115,9 @@ def late_error(
     hang = look_at_ranks(infos, coordinates, called, late, seconds)
     labels = {rank: RankLabel(role, rank, coordinates[rank] if coordinates else {}, infos[rank]) for rank in late}
     listed = "\n".join(f"{labels[rank]}:\n{hang.stacks[rank]}" for rank in late)
-    explained = f" {hang.cause}\n\n{hang.report}\n\n" if hang.cause else "\n"
+    explained = "\n".join(
+        [f" {hang.cause}" if hang.cause else "", *([f"\n{hang.report}\n"] if hang.report else []), ""]
+    )
     return CallTimeout(
         f"{role}.{method} {what} {limit:g} s from {len(late)} of {len(called)} "
         f"ranks, {', '.join(map(str, late))}:{explained}{listed}",

@@ -682,7 +682,8 @@ class _LateCall:
     """Logs who waits for whom in a call that has had no answer for long: once, and again when it is another wait.
 
     A wait is logged if two looks find the same: ranks of a call that makes progress wait too, but not for long. If they
-    wait for the same much later, and ``options.fail_stuck``, the deadline of the call is now.
+    wait for the same much later, and ``options.fail_stuck``, the deadline of the call is now. If no rank waits for
+    another, their stacks are logged if two looks, of which the second is much later, find the same.
     """
 
     def __init__(self) -> None:
@@ -693,21 +694,24 @@ class _LateCall:
         handles, coordinates = call.supervision.handles, call.supervision.coordinates.get(call.role, ())
         if call.number != self._number:
             self._number, self._looked, self._looks = call.number, call.started, 0
-            self._waits = self._reported = ""
+            self._waits = self._reported = self._stacks = ""
         now, left, every = time.monotonic(), call.remaining(), handles.options.report_after
         if every is None or (left is not None and left < 2 * QUERY_SECONDS):  # then the deadline reports it
             return False
         is_new = self._waits not in ("", self._reported)
-        if now - self._looked < (AGAIN_SECONDS if is_new else every * 2**self._looks):
+        due = self._looked + (AGAIN_SECONDS if is_new else every * 2**self._looks)
+        if now < (min(due, call.started + FAIL_LOOKS * every) if handles.options.fail_stuck else due):
             return False
         self._looks += not is_new  # a look takes seconds if a rank holds the interpreter: ever fewer of a long call
         late = sorted(call.pending)
         hang = look_at_ranks(handles.infos, coordinates, call.ranks, late, QUERY_SECONDS)
         self._looked = time.monotonic()
         stuck = hang.report != "" and hang.report == self._reported  # since a look at least twice ``every`` ago
-        if hang.report and hang.report == self._waits != self._reported:
-            self._reported = hang.report
+        stacks = "" if hang.report else "\n".join(hang.stacks.values())
+        found, before = (hang.report, self._waits) if hang.report else (stacks, self._stacks)
+        if found and found == before != self._reported:
+            self._reported = found
             who = f"{call.role}.{call.method} has no answer from {len(late)} of {len(call.ranks)} ranks"
-            _logger.warning("%s after %.0f s: %s\n\n%s", who, now - call.started, hang.cause, hang.report)
-        self._waits = hang.report
+            _logger.warning("%s after %.0f s: %s\n\n%s", who, now - call.started, hang.cause, found)
+        self._waits, self._stacks = hang.report, stacks
         return handles.options.fail_stuck and (stuck or now - call.started >= FAIL_LOOKS * every)

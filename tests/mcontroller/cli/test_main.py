@@ -7,6 +7,7 @@ import subprocess
 import sys
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -83,3 +84,28 @@ class Owned(EntryPoint):
     @property
     def dist(self):  # type: ignore[no-untyped-def, override]
         return type("Distribution", (), {"name": "mcontroller"})
+
+
+@pytest.mark.processes
+def test_ray_does_not_print_the_death_of_a_worker_which_the_program_reports() -> None:
+    program = (
+        "from mcontroller.cli.main import main; main(['topology', '--world-size', '1'])\n"
+        "from ray._private.worker import print_to_stdstream\n"
+        "died = 'A worker died or was killed while executing a task by an unexpected system error.'\n"
+        "for line in (died, 'Another'):\n"
+        "    print_to_stdstream({'lines': [line], 'pid': 'raylet', 'is_err': False}, False)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=CHECKOUT, capture_output=True, text=True)
+    assert done.returncode == 0 and "Another" in done.stdout and "A worker died" not in done.stdout
+
+
+def test_a_file_that_cannot_be_written_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    verb = SimpleNamespace(
+        add_arguments=lambda parser: None, run=lambda arguments: (tmp_path / "no" / "file").open("w")
+    )
+    monkeypatch.setattr(command_line, "entry_points", lambda group: {"write": SimpleNamespace(load=lambda: verb)})
+    assert main(["write"]) == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("mcontroller write: DataError: ") and str(tmp_path / "no" / "file") in line

@@ -90,6 +90,19 @@ def test_a_rank_that_is_elsewhere_is_shown_with_its_line(ray_cluster: None) -> N
     assert error.cause.endswith(" in oversleep, and rank 0 waits for it")
 
 
+def test_a_rank_that_hangs_outside_of_collectives_is_reported_and_fails_with_its_line(
+    ray_cluster: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pairs(report_after=0.3) as group:
+        group.fail_stuck_calls(0.3)
+        error = timeout_of(group.oversleep_alone_on)
+        [record] = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert error.ranks == (1,) and error.report == ""
+    assert error.cause.startswith("rank 1 (tp=1 dp=0) is in no collective, at ") and " in oversleep" in error.cause
+    assert error.cause in record.getMessage() and error.cause in str(error).partition("\n")[0]
+    assert 3.0 <= error.timeout < 6.0
+
+
 def test_a_stopped_rank_is_the_cause_and_its_record_is_read_from_outside(
     ray_cluster: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,14 +6,17 @@ import os
 import signal
 import subprocess
 import sys
+from multiprocessing import Pipe
 from pathlib import Path
 
 import pytest
 
 from mcontroller.errors import ConfigError
+from trainer.rewards import processes
 from trainer.rewards.config import RewardFunctionConfig
 from trainer.rewards.helper_process import STARTS, HelperProcess
 from trainer.rewards.processes import ScoreOutcome, ScoringProcesses, Task
+from trainer.rollout import episode_loop
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(60)]
 
@@ -32,6 +35,16 @@ connection.recv()
 connection.send(None)
 connection.recv()
 """
+
+
+@pytest.mark.parametrize("code", [processes.SERVER, episode_loop.SERVER], ids=["rewards", "episodes"])
+def test_a_process_whose_program_ends_before_its_first_message_ends_without_an_error(code: str) -> None:
+    ours, theirs = Pipe()
+    command = [sys.executable, "-c", code, str(theirs.fileno())]
+    with subprocess.Popen(command, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE) as process:
+        ours.close()
+        theirs.close()
+        assert process.communicate()[1] == b"" and process.returncode == 0
 
 
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM"])

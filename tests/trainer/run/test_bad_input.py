@@ -27,6 +27,7 @@ actor_rollout_ref:
   rollout: {prompt_length: 8, response_length: 4, n: 2}
 """
 REWARDS = """
+import os, time
 def right(response, answer):
     return float(response == answer)
 def text(response):
@@ -43,6 +44,10 @@ def solution(response, solution):
     return 1.0
 def ends(response):
     raise SystemExit(3)
+def ends_its_process(response):
+    os._exit(3)
+def never_returns(response):
+    time.sleep(1e6)
 def reads_answer(response, answer):
     return float(response.endswith(answer))
 def does_without(response, answer=None):
@@ -106,8 +111,14 @@ def test_a_file_with_the_mark_of_utf8_at_its_start_is_read(folder, capsys):
     (folder / "rows.jsonl").write_bytes(b"\xef\xbb\xbf" + "\r\n".join(GOOD).encode())
     assert main(["check", "run.yaml"]) == 0
     assert "data.train: 2 prompts" in capsys.readouterr().out
+    assert sorted(path.name for path in folder.iterdir() if path.name != "__pycache__") == [
+        "rewards.py",
+        "rows.jsonl",
+        "run.yaml",
+    ]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("function", "message"),
     [
@@ -116,12 +127,22 @@ def test_a_file_with_the_mark_of_utf8_at_its_start_is_read(folder, capsys):
         ("without_return", "no reward function applies to the first 2 problems: mine returned None for each"),
         ("solution", "needs 'solution', which is neither a column of the problems nor one of its options"),
         ("ends", "SystemExit: 3"),
+        ("ends_its_process", "its process ended with exit code 3"),
+        ("never_returns", "it did not return within 2 s"),
     ],
 )
 def test_a_bad_reward_function_is_reported_with_a_problem_at_the_start(folder, capsys, function, message):
-    assert message in error_of(capsys, FUNCTION.format(function))
+    assert message in error_of(capsys, FUNCTION.format(function), "rewards.timeout_s=2")
 
 
+@pytest.mark.parametrize("key", ["run_dir", "trainer.default_local_dir"])
+def test_a_directory_that_cannot_be_created_is_reported_with_what_prevents_it(folder, capsys, key):
+    prevents = folder / "rows.jsonl"
+    error = error_of(capsys, f"{key}={prevents}/run")
+    assert f"ConfigError: {key} is {prevents}/run, and {prevents} is not a directory" in error
+
+
+@pytest.mark.processes
 def test_a_function_of_batches_that_returns_too_few_scores_is_reported(folder, capsys):
     error = error_of(capsys, FUNCTION.format("few"), "rewards.functions.mine.batch=true")
     assert "it returned 1 scores for 2 samples. prompt 'Add: 1 + 2 ='" in error
@@ -132,6 +153,7 @@ def test_a_function_that_applies_to_a_later_problem_is_accepted(folder):
     assert main(["check", "run.yaml", FUNCTION.format("for_other_problems")]) == 0
 
 
+@pytest.mark.processes
 def test_a_problem_without_its_answer_is_reported_with_the_column_to_set(folder, capsys):
     rows = [json.loads(line) for line in GOOD]
     (folder / "rows.jsonl").write_text("".join(json.dumps({"prompt": row["prompt"]}) + "\n" for row in rows))
@@ -144,6 +166,7 @@ EXACT = "rewards.functions.mine.function=trainer.rewards.functions:exact_match"
 NESTED = [{"prompt": PROBLEM["prompt"], "reward_model": {"ground_truth": "4"}}] * 2
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("function", [EXACT, FUNCTION.format("right")])
 @pytest.mark.parametrize(
     ("rows", "shown"),
@@ -175,6 +198,7 @@ def test_an_answer_in_a_nested_column_is_read_by_its_key(folder, capsys):
     assert "has no such column; did you mean reward_model" in error or "has no such column; it has" in error
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("answer", ["", ["4"], {"value": "4"}])
 def test_an_answer_that_is_no_text_or_number_is_an_error(folder, capsys, answer):
     rows = [PROBLEM, PROBLEM, PROBLEM | {"answer": answer}]
@@ -183,12 +207,14 @@ def test_an_answer_that_is_no_text_or_number_is_an_error(folder, capsys, answer)
     assert "problem 3 of 3 in data.train" in error and repr(answer) in error
 
 
+@pytest.mark.processes
 def test_a_held_out_problem_without_its_answer_is_an_error(folder, capsys):
     (folder / "val.jsonl").write_text(f'{GOOD[0]}\n{{"prompt": "1 + 2 ="}}\n')
     error = error_of(capsys, EXACT, "data.val.path=val.jsonl")
     assert "problem 2 of 2 in data.val, with the columns prompt" in error
 
 
+@pytest.mark.processes
 def test_a_column_that_a_later_problem_lacks_is_an_error(folder, capsys):
     rows = [PROBLEM | {"level": 1}, PROBLEM]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -252,6 +278,7 @@ def test_an_answer_that_is_too_long_with_its_end_is_reported(folder, capsys):
     assert "has 2 tokens; rollout.response_length is 1, too short for 2 of 2 answers: set rollout.response_le" in error
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "127.0.0.1", "no address"])
 def test_an_address_without_a_cluster_is_reported_at_once(folder, capfd, address):
     assert main(["check", "run.yaml", f"cluster.address={address}"]) == 1

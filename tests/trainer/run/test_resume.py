@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -77,6 +79,14 @@ def test_without_the_record_of_its_saves_a_run_is_not_begun_again(
     assert caught.value.fields["path"] == str(tmp_path / "disk" / "trainer.json")
 
 
+def test_a_run_is_not_resumed_with_fewer_steps_than_it_has(make_run: MakeRun) -> None:
+    run = make_run("checkpoints")
+    save(run / "checkpoints", 7)
+    with pytest.raises(ConfigError) as caught:
+        training.train(config_of_run(str(run), ["trainer.resume=true", "trainer.total_training_steps=5"]), Console())
+    assert (caught.value.fields["key"], caught.value.fields["value"]) == ("trainer.total_training_steps", 5)
+
+
 @pytest.mark.parametrize(("oldest", "resumes"), [(0, False), (3, True)])
 def test_a_replay_begins_at_the_oldest_checkpoint_if_earlier_records_are_deleted(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, oldest: int, resumes: bool
@@ -89,6 +99,8 @@ def test_a_replay_begins_at_the_oldest_checkpoint_if_earlier_records_are_deleted
         "config": {"trainer": {"total_training_steps": 70}},
     }  # further than config.yaml says
     (run / "summary.json").write_text(json.dumps({"processes": [{"command": "train"}, resumed]}))
+    assert config_of_run(str(run), []).trainer.total_training_steps == 70
+    assert config_of_run(str(run), ["trainer.total_training_steps=80"]).trainer.total_training_steps == 80
     save(run / "checkpoints", 3)
     (run / "checkpoints" / "actor" / "global_step_3").mkdir(parents=True)
     (run / "checkpoints" / "trajectories").mkdir()
@@ -123,6 +135,22 @@ def test_a_run_without_a_save_begins_again_and_keeps_its_metrics(
     )
     for name, text in LINES.items():
         assert (run / f"{name}-1.jsonl").read_text() == text and (run / f"{name}.jsonl").read_text() == ""
+
+
+@pytest.mark.processes
+def test_an_interrupt_while_a_run_ends_leaves_nothing_of_it(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = []
+
+    def shutdown() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        ended.append(True)
+
+    run = make_run("checkpoints")
+    (run / "checkpoints").mkdir()
+    monkeypatch.setattr(training, "start_ray", lambda config: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(training.ray, "shutdown", shutdown)
+    assert main(["resume", str(run)]) == training.INTERRUPTED
+    assert ended == [True] and not (run / training.LOCK).exists()
 
 
 def test_a_new_run_is_not_saved_over_another_one(config_file: Path, tmp_path: Path) -> None:  # noqa: F811

@@ -39,7 +39,7 @@ def test_a_run_says_what_started_it_what_is_saved_and_how_to_go_on(config_file: 
 
     resume = f"python -m mcontroller resume {tmp_path}\n"
     report.end_early(7)
-    assert printed.getvalue().endswith(f"no step is saved, 7 are lost; start again with: {process['command']}\n")
+    assert printed.getvalue().endswith(f"no step is saved, 7 are lost; begin again with: {resume}")
     (tmp_path / "checkpoints").mkdir()
     saved = SavedStep({"actor": "actor/global_step_65"}, RunState(65, 0.0))
     write_record(tmp_path / "checkpoints", RunRecord(saved))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 
 import pytest
 import torch.distributed as dist
@@ -31,8 +32,19 @@ def die_on_rank_zero(case: Case) -> None:
     dist.barrier()
 
 
+def sleep_on_rank_zero(case: Case) -> None:
+    if dist.get_rank() == 0:
+        time.sleep(1e6)
+    dist.barrier()
+
+
 def test_jobs_after_one_that_fails_run_on_ranks_of_their_number() -> None:
     jobs = [(fail_on_rank_one, Case(2)), (ranks_that_answer, Case(1)), (die_on_rank_zero, Case(2))]
     failed, one, died, two = on_ranks([*jobs, (ranks_that_answer, Case(2))])
     assert isinstance(failed, str) and failed.startswith("rank ") and isinstance(died, str)
     assert one == [[0]] and two == [[0, 1], [0, 1]]
+
+
+def test_a_rank_that_hangs_outside_of_collectives_is_ended_and_named_with_its_line() -> None:
+    [late] = on_ranks([(sleep_on_rank_zero, Case(2))], job_s=25.0)
+    assert isinstance(late, str) and "25 s" in late and "rank 0 was ended in sleep_on_rank_zero" in late
