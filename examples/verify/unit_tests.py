@@ -39,7 +39,7 @@ NEEDS = {
     r"LayerNorm.__init__\(\) got an unexpected keyword argument 'config'",
     "needs CUDA": r"CUDA|cuda|nccl|NCCL|Stream|a GPU",
     "needs a package": "ModuleNotFoundError|ImportError|not installed|No module named|is required|datasets/utils.py|"
-    r"pytest --fixtures|triton|_kernel\[|[Ff]lash|[Aa]pex",
+    r"pytest --fixtures|a suitable plugin|triton|_kernel\[|[Ff]lash|[Aa]pex",
     "needs files": r"/opt/data|file doesn't exist|/workspace|download|FileNotFoundError",
 }
 NO_RESULT = "no result", "", None

@@ -6,6 +6,7 @@ import functools
 import os
 import re
 import sys
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,6 +77,14 @@ def calling_position(frame: FrameType | None = None) -> tuple[_Place | None, _Pl
             inner = code, frame.f_lasti
         frame = frame.f_back
     return None, inner
+
+
+def raising_line(error: BaseException) -> str:
+    """Return the line that raised an exception: the innermost outside torch and Megatron, if there is one."""
+    lines = [(frame.f_code, number) for frame, number in traceback.walk_tb(error.__traceback__)]
+    of_program = [(code, number) for code, number in lines if _kind(code.co_filename) == _USER]
+    shown = (of_program or lines)[-1:]
+    return "".join(f"{path_text(code.co_filename)}:{number} in {code.co_name}" for code, number in shown)
 
 
 def source_line(program: _Place | None, megatron: _Place | None) -> SourceLine:
