@@ -301,7 +301,8 @@ class Simulation:
     def _on_error(self, rank: int, error: BaseException) -> None:
         if not isinstance(error, SimulationError):
             self.failed_rank = rank
-            error.add_note(f"raised on {self.describe(rank)}; then:\n{_positions_text(self)}")
+            if self.world_size > 1:
+                error.add_note(f"raised on {self.describe(rank)}; then:\n{_positions_text(self)}")
 
     def _add_handled(self, error: BaseException) -> None:
         """Add a note on exceptions that ranks handled when they made the calls that are in error."""
@@ -326,7 +327,11 @@ class Simulation:
             if rank not in self._with_own_modules:
                 self._with_own_modules.add(rank)
                 self._own_modules.import_all()
-            value = self._own_modules.on_this_rank(function)()
+            try:
+                value = self._own_modules.on_this_rank(function)()
+            except SystemExit as error:  # else the caller would exit, and with 0 as if all ranks had ended
+                text = f"{self.describe(rank)} called sys.exit({error.code!r})\n    at {raising_line(error)}"
+                raise SimulationError(text, ranks=(rank,)) from error
             self._thread_state[rank] = torch.get_default_device(), torch.is_grad_enabled()
             return value
 

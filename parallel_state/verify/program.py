@@ -16,6 +16,7 @@ import torch
 
 from parallel_state import cpu
 from parallel_state.errors import MControllerError
+from parallel_state.hangs.lines import raising_line
 
 
 class VerifyError(MControllerError, ValueError):
@@ -180,7 +181,7 @@ def load_program(reference: str) -> Program:
     """Return the program that ``my_model.py:program`` or ``my_package.model:program`` names.
 
     Raises:
-        VerifyError: there is no such file, module or name, or it is no Program.
+        VerifyError: there is no such file, module or name, its import fails, or it is no Program.
     """
     source, separator, name = reference.rpartition(":")
     if not separator or not source or not name:
@@ -199,7 +200,7 @@ def _imported_file(path: Path) -> Any:
         raise VerifyError(f"there is no file {path}", path=str(path))
     cpu.install(packages=[path.stem])
     sys.path.insert(0, str(path.resolve().parent))
-    return importlib.import_module(path.stem)
+    return _import(path.stem)
 
 
 def _imported(name: str) -> Any:
@@ -207,4 +208,14 @@ def _imported(name: str) -> Any:
     if importlib.util.find_spec(name.partition(".")[0]) is None:
         raise VerifyError(f"there is no module {name}", module=name)
     cpu.install(packages=[name])
-    return importlib.import_module(name)
+    return _import(name)
+
+
+def _import(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except MControllerError:
+        raise
+    except Exception as error:  # whatever its code raises
+        text = f"{name} cannot be imported: {type(error).__name__}: {error}\n    at {raising_line(error)}"
+        raise VerifyError(text, module=name) from error
