@@ -8,6 +8,7 @@ import contextlib
 import difflib
 import importlib.metadata
 import importlib.util
+import signal
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -28,6 +29,7 @@ VERBS = "mcontroller.verbs"
 CONFIGS = "mcontroller.configs"
 """Group of the configurations: key in the configuration of a run -> dataclass."""
 USAGE_ERROR = 2
+INTERRUPTED = 128 + signal.SIGINT
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -66,6 +68,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0  # the reader has what it needs, such as head
         Output(sys.stderr).write(f"{PROGRAM} {name}: {type(error).__name__}: {error}\n")
         return 1
+    except KeyboardInterrupt:
+        Output(sys.stderr).write(f"{PROGRAM} {name}: interrupted\n")
+        return INTERRUPTED
 
 
 def list_of(verbs: Mapping[str, EntryPoint]) -> str:

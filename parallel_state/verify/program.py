@@ -217,5 +217,10 @@ def _import(name: str) -> Any:
     except MControllerError:
         raise
     except Exception as error:  # whatever its code raises
-        text = f"{name} cannot be imported: {type(error).__name__}: {error}\n    at {raising_line(error)}"
-        raise VerifyError(text, module=name) from error
+        raise failure_of(name, error) from error
+
+
+def failure_of(code: str, error: Exception) -> VerifyError:
+    """Return the error of a module or a script that raises when it is run, with the line."""
+    line = "" if isinstance(error, SyntaxError) else f"\n    at {raising_line(error)}"  # which names its line itself
+    return VerifyError(f"{code} fails: {type(error).__name__}: {error}{line}", code=code)

@@ -28,8 +28,9 @@ import torch
 from parallel_state import cpu
 from parallel_state.cpu.literals import rewrite
 from parallel_state.dry_run.transformer_engine import check_counted
+from parallel_state.errors import MControllerError
 from parallel_state.verify.layouts import Variant, parse_layout
-from parallel_state.verify.program import Program, VerifyError
+from parallel_state.verify.program import Program, VerifyError, failure_of
 from workers.model.local_modules import TENorm
 from workers.model.local_spec import LocalProvider
 
@@ -255,7 +256,7 @@ def script_program(path: str, arguments: Sequence[str], *, shrinks: bool = True)
         shrinks: whether to make the model small.
 
     Raises:
-        VerifyError: there is no such file, no ``megatron.training``, or the script does not call ``pretrain``.
+        VerifyError: there is no such file, no ``megatron.training``, or the script fails before it calls ``pretrain``.
         DryRunError: the whole model stores what is not counted.
     """
     script = _Script(Path(path), arguments, shrinks)
@@ -325,16 +326,19 @@ def _passed_to_pretrain(path: Path, line: Sequence[str], parse_and_validate: Cal
     logging.getLogger("megatron").setLevel(logging.WARNING)
     module = ModuleType("__main__")
     module.__file__ = str(path)
-    code = compile(rewrite(path.read_bytes()), str(path), "exec")
     with (
         mock.patch.object(training, "pretrain", pretrain),
         mock.patch.object(arguments, "parse_and_validate_args", parse_and_validate, create=True),
         mock.patch.object(sys, "argv", list(line)),
     ):
         try:
-            exec(code, vars(module))
+            exec(compile(rewrite(path.read_bytes(), str(path)), str(path), "exec"), vars(module))
         except _Called:
             return passed
+        except MControllerError:
+            raise
+        except Exception as error:  # whatever the script raises
+            raise failure_of(str(path), error) from error
     raise VerifyError(
         f"{path} does not call megatron.training.pretrain; name a Program as FILE.py:NAME", path=str(path)
     )
