@@ -5,7 +5,8 @@
 Each test runs in a process of its own, on all ranks, with one of its sets of parameters. An error says whether a test
 needs a GPU, or a package or files that are missing; any other error is a failure. A failed test is run once more in one
 process that is no simulated rank, with the environment variables of the rank that failed first: the same error there
-"fails in a process too". Outcomes are printed with the CPU seconds and the error.
+"fails in a process too". One that fails while several ranks have patched an attribute, which they share, "patches
+shared attributes". Outcomes are printed with the CPU seconds and the error.
 """
 
 import argparse
@@ -23,6 +24,7 @@ import sys
 from collections import Counter, defaultdict
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -41,6 +43,7 @@ NEEDS = {
     r"pytest --fixtures|a suitable plugin|triton|_kernel\[|[Ff]lash|[Aa]pex",
     "needs files": r"/opt/data|file doesn't exist|/workspace|download|FileNotFoundError",
 }
+PATCH = type(mock.patch("sys.path"))
 NO_RESULT = "no result", "", None
 
 
@@ -127,10 +130,12 @@ def outcome_of(test, ranks, packages=("tests", "megatron.training"), alone=None)
         packages = [*packages, path.stem]
         sys.path.insert(0, str(path.parent))
         cpu.install(packages=[path.stem])
+    patches = Patches()
     run = partial(pytest.main, [*OPTIONS, *MOCKER, test], [Reports(outcomes, errors)])
     try:
         if alone is None:
-            Simulation(ranks, modules=packages).run(dict.fromkeys(range(ranks), run))
+            with patches.noted():
+                Simulation(ranks, modules=packages).run(dict.fromkeys(range(ranks), run))
         else:
             os.environ.update(RANK=alone, LOCAL_RANK=alone, WORLD_SIZE=str(ranks), MASTER_ADDR="localhost")
             run()
@@ -138,8 +143,38 @@ def outcome_of(test, ranks, packages=("tests", "megatron.training"), alone=None)
         errors.append((f"{type(error).__name__}: {error}"[:1500], None))
     if errors:
         error, rank = errors[0]
-        return next((need for need, pattern in NEEDS.items() if re.search(pattern, error)), "failed"), error, rank
+        failed = "patches shared attributes" if patches.shared else "failed"
+        return next((need for need, pattern in NEEDS.items() if re.search(pattern, error)), failed), error, rank
     return ("passed" if outcomes == {"passed"} else "skipped"), "", None
+
+
+class Patches:
+    """Notes whether several ranks patch one attribute at a time: only the last of these patches is seen, by all."""
+
+    def __init__(self):
+        self.shared = False
+        self._ranks = defaultdict(set)
+
+    @contextlib.contextmanager
+    def noted(self):
+        enter, leave = PATCH.__enter__, PATCH.__exit__
+
+        def entered(patched):
+            value = enter(patched)
+            ranks = self._ranks[id(patched.target), patched.attribute]
+            ranks.add(os.environ.get("RANK"))
+            self.shared |= len(ranks) > 1
+            return value
+
+        def left(patched, *error):
+            self._ranks[id(patched.target), patched.attribute].discard(os.environ.get("RANK"))
+            return leave(patched, *error)
+
+        PATCH.__enter__, PATCH.__exit__ = entered, left
+        try:
+            yield
+        finally:
+            PATCH.__enter__, PATCH.__exit__ = enter, leave
 
 
 class Reports:

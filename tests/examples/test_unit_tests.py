@@ -32,6 +32,21 @@ def test():
 """
 
 
+PATCHES = """
+import os
+import pathlib
+import torch
+from unittest import mock
+
+def test():
+    torch.distributed.init_process_group("gloo")
+    with mock.patch.object(pathlib, "own", os.environ["RANK"], create=True):
+        torch.distributed.barrier()
+        assert pathlib.own == os.environ["RANK"]
+        torch.distributed.barrier()
+"""
+
+
 @pytest.mark.simulated
 @pytest.mark.parametrize(
     ("source", "outcome"),
@@ -39,6 +54,7 @@ def test():
         (SUM, "passed"),
         ("import os\ndef test():\n    assert os.environ['RANK'] == '0'\n", "failed"),
         (ENDS_IN_A_BARRIER, "failed"),
+        (PATCHES, "patches shared attributes"),
         ("import pytest\ndef test():\n    pytest.skip('not here')\n", "skipped"),
         ("def test():\n    raise NameError('TENorm is not defined')\n", "needs Transformer Engine"),
         ("import no_such_package\n", "needs a package"),
