@@ -46,7 +46,7 @@ def all_reduce_of_booleans_is_any() -> tuple[torch.Tensor, torch.Tensor]:
 
 def sums_of_scaled_values() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     total, part = torch.tensor([2.0, 8.0]), torch.zeros(1)
-    halves = dist._make_nccl_premul_sum(0.5)  # type: ignore[no-untyped-call]
+    halves = dist._make_nccl_premul_sum(0.5)
     dist.reduce_scatter_tensor(part, given := total.clone(), op=halves)
     dist.all_reduce(total, op=halves)
     return [total, part, given], [torch.tensor([2.0, 8.0]), torch.tensor([(2.0, 8.0)[dist.get_rank()]]), total]
