@@ -3,13 +3,16 @@
     python -m examples.verify.unit_tests Megatron-LM --sample 100 --seed 0
 
 Each test runs in a process of its own, on all ranks, with one of its sets of parameters. An error says whether a test
-needs a GPU, or a package or files that are missing; any other error is a failure. Outcomes are printed with the CPU
-seconds and the error.
+needs a GPU, or a package or files that are missing; any other error is a failure. A failed test is run once more in one
+process that is no simulated rank, with the environment variables of the rank that failed first: the same error there
+"fails in a process too". One that fails while several ranks have patched an attribute, which they share, "patches
+shared attributes". Outcomes are printed with the CPU seconds and the error.
 """
 
 import argparse
 import contextlib
 import importlib
+import importlib.util
 import io
 import linecache
 import multiprocessing
@@ -21,6 +24,7 @@ import sys
 from collections import Counter, defaultdict
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -29,15 +33,18 @@ from parallel_state.simulated import Simulation
 
 FOLDER = "tests/unit_tests"
 OPTIONS = ["-o", "addopts=", "-q", "-s", "-p", "no:cacheprovider", "--assert=plain"]
+MOCKER = ["-p", "pytest_mock"] if importlib.util.find_spec("pytest_mock") else []
 NEEDS = {
     # without it, Megatron has None or mocks in the place of its layers, and torch's norm in that of its vision model
-    "needs Transformer Engine": r"[Tt]ransformer.?[Ee]ngine|\bTE[A-Z]\w+|fp8|to be not None|got 0\) when instantiating|"
+    "needs Transformer Engine": r"[Tt]ransformer.?[Ee]ngine|\bTE[A-Z]\w+|fp8|to be not None|expected 2, got 0\)|"
     r"LayerNorm.__init__\(\) got an unexpected keyword argument 'config'",
     "needs CUDA": r"CUDA|cuda|nccl|NCCL|Stream|a GPU",
     "needs a package": "ModuleNotFoundError|ImportError|not installed|No module named|is required|datasets/utils.py|"
-    r"pytest --fixtures|triton|_kernel\[|[Ff]lash|[Aa]pex",
-    "needs files": r"/opt/data|/workspace|download|FileNotFoundError",
+    r"pytest --fixtures|a suitable plugin|triton|_kernel\[|[Ff]lash|[Aa]pex",
+    "needs files": r"/opt/data|file doesn't exist|/workspace|download|FileNotFoundError",
 }
+PATCH = type(mock.patch("sys.path"))
+NO_RESULT = "no result", "", None
 
 
 def main(line=None):
@@ -67,7 +74,10 @@ def main(line=None):
     for function in sample[arguments.skip :]:
         test = random.Random(f"{arguments.seed} {function}").choice(by_function[function])
         before = os.times()
-        outcome, error = in_fork(partial(outcome_of, test, arguments.ranks), arguments.seconds) or ("no result", "")
+        outcome, error, rank = in_fork(partial(outcome_of, test, arguments.ranks), arguments.seconds) or NO_RESULT
+        if outcome == "failed" and rank is not None:
+            _, again, _ = in_fork(partial(outcome_of, test, arguments.ranks, alone=rank), 60) or NO_RESULT
+            outcome = "fails in a process too" if again == error else outcome
         after = os.times()
         seconds = after.children_user + after.children_system - before.children_user - before.children_system
         counts[outcome] += 1
@@ -109,27 +119,66 @@ def collected():
     return tests, [*names, *(name for name in list(sys.modules) if name.startswith("megatron."))]
 
 
-def outcome_of(test, ranks, packages=("tests", "megatron.training")):
-    """Run a test on all ranks, each with packages of its own, and return what becomes of it, with the first error."""
+def outcome_of(test, ranks, packages=("tests", "megatron.training"), alone=None):
+    """Run a test on all ranks, each with packages of its own, or as the rank ``alone`` without simulated ranks.
+
+    Returns what becomes of it, the first error, and the rank that had this error, if one had.
+    """
     outcomes, errors = set(), []
     path = Path(test.partition("::")[0])
     if not path.with_name("__init__.py").exists():  # pytest imports the file by its own name
         packages = [*packages, path.stem]
         sys.path.insert(0, str(path.parent))
         cpu.install(packages=[path.stem])
-    simulation = Simulation(ranks, modules=packages)
-    plugin = Reports(outcomes, errors)
+    patches = Patches()
+    run = partial(pytest.main, [*OPTIONS, *MOCKER, test], [Reports(outcomes, errors)])
     try:
-        simulation.run({rank: partial(pytest.main, [*OPTIONS, test], [plugin]) for rank in range(ranks)})
+        if alone is None:
+            with patches.noted():
+                Simulation(ranks, modules=packages).run(dict.fromkeys(range(ranks), run))
+        else:
+            os.environ.update(RANK=alone, LOCAL_RANK=alone, WORLD_SIZE=str(ranks), MASTER_ADDR="localhost")
+            run()
     except BaseException as error:  # of the simulation
-        errors.append(f"{type(error).__name__}: {error}"[:1500])
+        errors.append((f"{type(error).__name__}: {error}"[:1500], None))
     if errors:
-        return next((need for need, pattern in NEEDS.items() if re.search(pattern, errors[0])), "failed"), errors[0]
-    return ("passed" if outcomes == {"passed"} else "skipped"), ""
+        error, rank = errors[0]
+        failed = "patches shared attributes" if patches.shared else "failed"
+        return next((need for need, pattern in NEEDS.items() if re.search(pattern, error)), failed), error, rank
+    return ("passed" if outcomes == {"passed"} else "skipped"), "", None
+
+
+class Patches:
+    """Notes whether several ranks patch one attribute at a time: only the last of these patches is seen, by all."""
+
+    def __init__(self):
+        self.shared = False
+        self._ranks = defaultdict(set)
+
+    @contextlib.contextmanager
+    def noted(self):
+        enter, leave = PATCH.__enter__, PATCH.__exit__
+
+        def entered(patched):
+            value = enter(patched)
+            ranks = self._ranks[id(patched.target), patched.attribute]
+            ranks.add(os.environ.get("RANK"))
+            self.shared |= len(ranks) > 1
+            return value
+
+        def left(patched, *error):
+            self._ranks[id(patched.target), patched.attribute].discard(os.environ.get("RANK"))
+            return leave(patched, *error)
+
+        PATCH.__enter__, PATCH.__exit__ = entered, left
+        try:
+            yield
+        finally:
+            PATCH.__enter__, PATCH.__exit__ = enter, leave
 
 
 class Reports:
-    """A plugin of pytest that adds the outcomes of tests to a set, and their errors to a list."""
+    """A plugin of pytest that adds the outcomes of tests to a set, and their errors, with the ranks, to a list."""
 
     def __init__(self, outcomes, errors):
         self.outcomes, self.errors = outcomes, errors
@@ -142,7 +191,7 @@ class Reports:
 
     def pytest_collectreport(self, report):
         if report.failed:
-            self.errors.append(report.longreprtext[-1000:])
+            self.add(report.longreprtext[-1000:])
 
     def pytest_runtest_logreport(self, report):
         if report.when == "call" or report.outcome != "passed":
@@ -152,7 +201,11 @@ class Reports:
             where = crash and f"{crash.message} ({crash.path}:{crash.lineno})"
             if where and where.startswith("TypeError"):  # the line names what Megatron has None or a mock for
                 where += linecache.getline(crash.path, crash.lineno)
-            self.errors.append(where or report.longreprtext[-1000:])
+            self.add(where or report.longreprtext[-1000:])
+
+    def add(self, error):
+        if "RankStopped" not in error:  # because of another rank, or of an error that the test did not let through
+            self.errors.append((error, os.environ.get("RANK")))
 
 
 if __name__ == "__main__":

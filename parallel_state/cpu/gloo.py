@@ -1,10 +1,10 @@
 """Patch the collectives of ``torch.distributed`` so that gloo takes what NCCL takes, and rejects what NCCL rejects.
 
-NCCL supports lists of unequal shapes and sums of booleans, on which Megatron and its bridges rely; gloo does not. They
-are made of collectives that gloo computes correctly, and are complete when they return, with ``async_op`` too. Megatron
-may free an output of a pipeline stage while it is sent (``deallocate_pipeline_outputs``); gloo sends it later from that
-memory, so a send keeps it. NCCL rejects tensors that are not contiguous; gloo returns wrong values for some, without an
-error (torch 2.13). They are rejected here too.
+NCCL supports lists of unequal shapes, sums of booleans and sums of scaled values (``PREMUL_SUM``), on which Megatron
+and its bridges rely; gloo does not. They are made of collectives that gloo computes correctly; the first two are
+complete when they return, with ``async_op`` too. Megatron may free an output of a pipeline stage while it is sent
+(``deallocate_pipeline_outputs``); gloo sends it later from that memory, so a send keeps it. NCCL rejects tensors that
+are not contiguous; gloo returns wrong values for some, without an error (torch 2.13). They are rejected here too.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ class _CompletedWork:
 def patch_collectives() -> None:
     """Patch ``torch.distributed``, and the module that defines its collectives."""
     for name, patch in _PATCHES.items():
-        patched = patch(getattr(dist, name))
-        setattr(dist, name, patched)
-        setattr(distributed_c10d, name, patched)
+        if hasattr(dist, name):
+            patched = patch(getattr(dist, name))
+            setattr(dist, name, patched)
+            setattr(distributed_c10d, name, patched)
 
 
 def _contiguous_only(collective: _Collective) -> _Collective:
@@ -68,6 +69,9 @@ def _all_reduce(collective: _Collective) -> _Collective:
 
     @functools.wraps(collective)
     def patched(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
+        if op == dist.ReduceOp.PREMUL_SUM:
+            tensor.mul_(_factor(op))
+            op = dist.ReduceOp.SUM
         if tensor.dtype != torch.bool:
             return contiguous(tensor, op, group=group, async_op=async_op)
         as_bytes = tensor.to(torch.uint8)
@@ -76,6 +80,30 @@ def _all_reduce(collective: _Collective) -> _Collective:
         return _CompletedWork() if async_op else None
 
     return patched
+
+
+def _reduce_scatter(collective: _Collective) -> _Collective:
+    """Scale the input before a sum, as NCCL does for ``PREMUL_SUM``."""
+    contiguous = _contiguous_only(collective)
+
+    @functools.wraps(collective)
+    def patched(
+        output: torch.Tensor,
+        input: torch.Tensor,
+        op: Any = dist.ReduceOp.SUM,
+        group: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        if op == dist.ReduceOp.PREMUL_SUM:
+            input, op = input * _factor(op), dist.ReduceOp.SUM
+        return contiguous(output, input, op, group=group, async_op=async_op)
+
+    return patched
+
+
+def _factor(op: Any) -> Any:
+    """Return what ``_make_nccl_premul_sum`` got: a number, or a tensor of one element."""
+    return op.__getstate__()[1]
 
 
 def _isend(collective: _Collective) -> _Collective:
@@ -125,8 +153,10 @@ _PATCHES: dict[str, Callable[[_Collective], _Collective]] = {
     "reduce": _contiguous_only,
     "all_gather_into_tensor": _contiguous_only,
     "_all_gather_base": _contiguous_only,
-    "reduce_scatter_tensor": _contiguous_only,
-    "_reduce_scatter_base": _contiguous_only,
+    "reduce_scatter_tensor": _reduce_scatter,
+    "_reduce_scatter_base": _reduce_scatter,
+    "all_gather_single": _contiguous_only,  # these two since torch 2.13
+    "reduce_scatter_single": _reduce_scatter,
     "all_to_all_single": _contiguous_only,
     "all_reduce": _all_reduce,
     "isend": _isend,

@@ -80,6 +80,18 @@ def _data_parallel(module: Any) -> None:
     ddp._make_backward_post_hook = make_patched_hook
 
 
+def _fsdp_buffer(module: Any) -> None:
+    """Note the stream of buffers in memory of the CPU too: FSDP asserts that gradients have the current stream."""
+    create = module.DBuffer.__init__
+
+    @functools.wraps(create)
+    def with_stream(self: Any, *args: Any, **kwargs: Any) -> None:
+        create(self, *args, **kwargs)
+        self.allocation_stream = torch.cuda.current_stream()
+
+    module.DBuffer.__init__ = with_stream
+
+
 def _add_weight_gradient(tokens: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor) -> None:
     """Add the gradient of a weight to ``main_grad``.
 
@@ -160,6 +172,7 @@ PATCHES: dict[str, Patch] = (
     | releases.PATCHES
     | {
         "megatron.core.distributed.distributed_data_parallel": _data_parallel,
+        "megatron.core.distributed.fsdp.src.megatron_fsdp.experimental.dbuffer": _fsdp_buffer,
         "megatron.core.jit": _jit,
         "megatron.core.tensor_parallel.layers": _layers,
         "megatron.core.tensor_parallel.random": _random,

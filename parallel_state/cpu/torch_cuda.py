@@ -98,6 +98,7 @@ def patch_cuda() -> None:
         setattr(torch.cuda, name, replacement)
     for name in ("get_rng_state", "set_rng_state", "manual_seed"):
         setattr(torch.cuda.random, name, getattr(torch.cuda, name))
+    torch.cuda.nccl.version = lambda: (0, 0, 0)  # torch logs it for groups whose backend is called nccl
     torch.cuda.nvtx.range_push = _nothing()
     torch.cuda.nvtx.range_pop = _nothing()
     torch.Tensor.cuda = _tensor_to_device  # type: ignore[method-assign, assignment]

@@ -6,7 +6,6 @@ import functools
 import os
 import re
 import sys
-import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,9 +79,19 @@ def calling_position(frame: FrameType | None = None) -> tuple[_Place | None, _Pl
 
 
 def raising_line(error: BaseException) -> SourceLine:
-    """Return the line that raised an error."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return source_line(*calling_position(frames[-1]))
+    """Return the line that raised an exception: the innermost outside torch and Megatron, and Megatron's below it."""
+    program: _Place | None = None
+    megatron: _Place | None = None
+    entry = error.__traceback__
+    while entry is not None:
+        place = entry.tb_frame.f_code, entry.tb_lasti
+        kind = _kind(place[0].co_filename)
+        if kind == _USER:
+            program, megatron = place, None
+        elif kind == _MEGATRON:
+            megatron = place
+        entry = entry.tb_next
+    return source_line(program, megatron)
 
 
 def source_line(program: _Place | None, megatron: _Place | None) -> SourceLine:

@@ -10,6 +10,7 @@ import torch
 from torch.distributed import ReduceOp
 
 from parallel_state.simulated.calls import Call
+from parallel_state.simulated.errors import UnsupportedError
 
 _REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 _KEY_NAMES = ("dtypes", "shapes", "reductions or roots")
@@ -26,12 +27,12 @@ _REDUCE: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
 
 
 def reduction_name(op: Any) -> str:
-    """Return the name of a ``ReduceOp``."""
+    """Return the name of a ``ReduceOp``; raise UnsupportedError for one that gloo does not have either."""
     kind = getattr(op, "op", op)
     for name in _REDUCTIONS:
         if kind == getattr(ReduceOp, name):
             return name
-    return str(kind)
+    raise UnsupportedError(f"{kind}; simulated ranks have the reductions {', '.join(_REDUCTIONS)}", ranks=())
 
 
 def compute(calls: Sequence[Call]) -> None:

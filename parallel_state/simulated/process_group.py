@@ -151,7 +151,7 @@ class SimulatedGroup(dist.ProcessGroup):
         if hasattr(opts, "reduceOp"):
             options["op"] = reduction_name(opts.reduceOp)
         if hasattr(opts, "rootRank"):
-            options["root"] = opts.rootRank
+            options["root"] = self._checked(opts.rootRank, f"{operation} with root")
         if key is None:
             sized = inputs if len(inputs) else outputs
             key = tuple(tensor.dtype for tensor in sized), tuple(tensor.shape for tensor in sized)
@@ -295,11 +295,17 @@ class SimulatedGroup(dist.ProcessGroup):
             list(tensors) if operation == "recv" else [],
             calling_line(),
             {"tag": tag} if tag else {},
-            peer=None if peer is None else self.shared.ranks[peer],
+            peer=None if peer is None else self.shared.ranks[self._checked(peer, f"{operation} with rank")],
             is_async=True,
         )
         self._simulation.announce(call)
         return SimulatedWork(self._simulation, call)
+
+    def _checked(self, index: int, what: str) -> int:
+        """Return a rank in the group; raise ValueError if there is no such rank."""
+        if not 0 <= index < len(self.shared.ranks):
+            raise ValueError(f"{what} {index}, and the group has {len(self.shared.ranks)} ranks: {self.shared}")
+        return index
 
 
 def _sized(tensors: _Tensors) -> tuple[Any, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
@@ -14,7 +15,7 @@ import torch
 from torch.distributed import distributed_c10d as c10d
 
 from parallel_state.errors import LayoutError, ParallelStateError
-from parallel_state.hangs.lines import calling_line
+from parallel_state.hangs.lines import calling_line, raising_line
 from parallel_state.hangs.report import Position, cause_of, describe_ranks, stories
 from parallel_state.layout import ParallelLayout
 from parallel_state.rank_state import StateSwitch
@@ -97,6 +98,7 @@ class Simulation:
         self._exchange = exchange(self.describe, check_async)
         self._trace = trace
         self._key_waits: dict[int, KeyWait] = {}
+        self._handled: dict[int, str] = {}  # by ranks that made their last call while they handled an exception
         self._with_own_modules: set[int] = set()
         self._running_last: int | None = None
         self._thread_state = dict.fromkeys(range(self.world_size), (torch.get_default_device(), True))
@@ -146,6 +148,7 @@ class Simulation:
             if self._scheduler.failure is not None:
                 self.close()
         if self._scheduler.failure is not None:
+            self._add_handled(self._scheduler.failure)
             raise self._scheduler.failure
         if len(functions) == len(self._running):
             self._check_all_finished()
@@ -178,6 +181,12 @@ class Simulation:
     def announce(self, call: Call) -> None:
         """Match a call of the running rank with those of others; see ``Announcements``."""
         self._scheduler.check_running()
+        handled = sys.exception()
+        if handled is not None:  # such as a barrier in a finally block: the cause of what it does not fit to
+            first = str(handled).partition("\n")[0]
+            self._handled[call.rank] = f"{type(handled).__name__}: {first}\n    at {raising_line(handled)}"
+        elif self._handled:
+            self._handled.pop(call.rank, None)
         with self._failing():
             self._check_caller(call)
             if self._trace is not None and "check" not in call.options:
@@ -292,7 +301,14 @@ class Simulation:
     def _on_error(self, rank: int, error: BaseException) -> None:
         if not isinstance(error, SimulationError):
             self.failed_rank = rank
-            error.add_note(f"raised on {self.describe(rank)}; then:\n{_positions_text(self)}")
+            if self.world_size > 1:
+                error.add_note(f"raised on {self.describe(rank)}; then:\n{_positions_text(self)}")
+
+    def _add_handled(self, error: BaseException) -> None:
+        """Add a note on exceptions that ranks handled when they made the calls that are in error."""
+        for rank in error.ranks if isinstance(error, SimulationError) else ():
+            if rank in self._handled:
+                error.add_note(f"{self.describe(rank)} made its last call while it handled {self._handled[rank]}")
 
     def _switch_to(self, rank: int) -> None:
         self._shared_writes.see(self._running_last)
@@ -311,7 +327,11 @@ class Simulation:
             if rank not in self._with_own_modules:
                 self._with_own_modules.add(rank)
                 self._own_modules.import_all()
-            value = self._own_modules.on_this_rank(function)()
+            try:
+                value = self._own_modules.on_this_rank(function)()
+            except SystemExit as error:  # else the caller would exit, and with 0 as if all ranks had ended
+                text = f"{self.describe(rank)} called sys.exit({error.code!r})\n    at {raising_line(error)}"
+                raise SimulationError(text, ranks=(rank,)) from error
             self._thread_state[rank] = torch.get_default_device(), torch.is_grad_enabled()
             return value
 
@@ -424,7 +444,9 @@ def _deadlock_text(simulation: Simulation) -> tuple[str, tuple[int, ...]]:
 def _positions_text(simulation: Simulation) -> str:
     """Return where the ranks are that have not ended, for the note of another rank's error."""
     observed, waiting = _Ranks(simulation), _positions(simulation)
-    ready = [rank.rank for rank in simulation.ranks if not rank.ended and rank.rank not in waiting]
+    ready = [
+        rank.rank for rank in simulation.ranks if not rank.ended and rank.error is None and rank.rank not in waiting
+    ]
     parts = [f"{describe_ranks(observed, ready)}: can go on"] if ready else []
     if waiting:
         parts.append(stories(observed, waiting))

@@ -71,7 +71,7 @@ class History:
         runs: the number of processes that were started.
 
     Raises:
-        VerifyError: git rejects the range.
+        VerifyError: there is no such checkout or program, git rejects the range, or the record is another file.
     """
 
     def __init__(
@@ -88,6 +88,8 @@ class History:
         first, separator, _ = revisions.partition("..")
         if not separator:
             raise VerifyError(f"expected a range of commits such as v1..main, got {revisions!r}", revisions=revisions)
+        if not checkout.is_dir():
+            raise VerifyError(f"there is no folder {checkout}", repository=str(checkout))
         self._git_folder = Path(_git(checkout, "rev-parse", "--absolute-git-dir").strip())
         log = _git(checkout, "log", "--first-parent", "--reverse", "--format=%H %cs %s", revisions, "--", "megatron")
         base = _git(checkout, "log", "-1", "--format=%H %cs %s", first)
@@ -291,6 +293,8 @@ def _short_name(program: str) -> str:
 
 def _absolute(program: str) -> str:
     source, _, name = program.rpartition(":")
+    if source.endswith(".py") and not Path(source).is_file():
+        raise VerifyError(f"there is no file {source}", program=program)
     return f"{Path(source).resolve()}:{name}" if source.endswith(".py") else program
 
 

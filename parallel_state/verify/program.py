@@ -208,7 +208,7 @@ def running_file(path: str) -> Iterator[None]:
         raise
     except Exception as error:
         where = "" if isinstance(error, SyntaxError) else f", at {raising_line(error)}"  # a syntax error names it
-        raise VerifyError(f"{path} cannot be imported: {type(error).__name__}: {error}{where}", path=path) from error
+        raise VerifyError(f"{path} fails: {type(error).__name__}: {error}{where}", path=path) from error
 
 
 def _imported_file(path: Path) -> Any:

@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from parallel_state.verify.program import VerifyError
+
 _SHA = 10
 _RECORDED = "fingerprint", "layouts", "bits", "failure"
 
@@ -74,7 +76,7 @@ class Record:
 
     def __init__(self, file: Path | None, keys: Mapping[str, str]) -> None:
         self._file, self._keys = file, keys
-        self._programs: dict[str, list[dict[str, Any]]] = json.loads(file.read_text()) if file and file.exists() else {}
+        self._programs = _read(file) if file and file.exists() else {}
 
     def known(self, sha: str) -> dict[str, Result]:
         """Return the results at a commit, by program."""
@@ -104,3 +106,15 @@ class Record:
 
     def _entries(self, name: str) -> list[dict[str, Any]]:
         return [entry for entry in self._programs.get(name, []) if entry["key"] == self._keys[name]]
+
+
+def _read(file: Path) -> dict[str, list[dict[str, Any]]]:
+    try:
+        programs: dict[str, list[dict[str, Any]]] = json.loads(file.read_text())
+        entries = [entry for of_program in programs.values() for entry in of_program]
+        wrong = next((entry for entry in entries if not entry.keys() >= {"key", "result", "commits"}), None)
+    except (ValueError, AttributeError, TypeError) as error:
+        raise VerifyError(f"{file} is no record of results by commit: {error}", file=str(file)) from error
+    if wrong is not None:
+        raise VerifyError(f"{file} is no record of results by commit: an entry is {wrong}", file=str(file))
+    return programs

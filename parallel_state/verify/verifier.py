@@ -248,6 +248,13 @@ class Verifier:
             raise VerifyError(
                 f"{path} has {len(saved.steps)} steps in {saved.dtype}; this run makes {self.steps} in {self._dtype}"
             )
+        for weight, there in saved.start.items():
+            here = self.reference.start.get(weight, there)
+            if here.shape != there.shape:
+                raise VerifyError(
+                    f"{path} is of another program: {weight} is {list(there.shape)} there and {list(here.shape)} here",
+                    weight=weight,
+                )
         with self._precision():
             mine = self._one_process(saved.start)
         differences, largest = compare_references(mine, saved, self.tolerance)
@@ -262,7 +269,8 @@ def _load(path: Path) -> OneProcess:
         steps = [ReferenceStep(**step) for step in content.pop("steps")]
         return OneProcess(**content, steps=steps)
     except (OSError, RuntimeError, TypeError, KeyError, UnpicklingError) as error:
-        raise VerifyError(f"{path} is no file that --save wrote: {type(error).__name__}: {error}") from error
+        first = str(error).partition("\n")[0].partition(". ")[0]  # torch adds advice
+        raise VerifyError(f"{path} is no file that --save wrote: {type(error).__name__}: {first}") from error
 
 
 def verify_layout(program: Program, layout: str, *, steps: int = 2) -> Outcome:

@@ -22,6 +22,13 @@ _OTHERS = "program", "rest", "against", "all", "bf16", "exact", "full_size", "js
 _Verified = tuple[int, dict[str, Result]]
 
 
+def positive(text: str) -> int:
+    """Return the number of an option of at least 1."""
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{number} is less than 1")
+    return number
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``--commits``."""
     group = parser.add_argument_group("every commit of a range that touches megatron/")
@@ -29,14 +36,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--commits", nargs=2, metavar=("CHECKOUT", "A..B"), help="verify at these commits of a Megatron-LM repository"
     )
     group.add_argument("--program", nargs="+", dest="programs", metavar="PROGRAM", help="default: examples/verify")
-    group.add_argument("--every", type=int, default=1, metavar="N", help="every Nth commit; a change is bisected")
+    group.add_argument("--every", type=positive, default=1, metavar="N", help="every Nth commit; a change is bisected")
     group.add_argument("--report", type=Path, metavar="FILE", help="write what changed to this file, as Markdown")
     group.add_argument("--record", type=Path, metavar="FILE", help="results by commit, a file to keep in git")
     group.add_argument("--cache", type=Path, default=_CACHE, metavar="FOLDER", help=f"of results; default: {_CACHE}")
 
 
 def run_commits(arguments: argparse.Namespace) -> int:
-    """Verify programs at the commits of a range, print a line for each, and return 1 if one of them broke a layout.
+    """Verify programs at the commits of a range, print a line for each.
+
+    Returns:
+        1 if a commit broke a layout, or if a program fails at all commits; 0 if not.
 
     Raises:
         VerifyError: an argument does not fit, or git rejects the range.
@@ -50,13 +60,15 @@ def run_commits(arguments: argparse.Namespace) -> int:
     layouts, began = arguments.layouts or (), time.perf_counter()
     stored = {"cache": arguments.cache, "record": arguments.record}
     with History(Path(checkout), revisions, programs, **stored, layouts=layouts, steps=arguments.steps) as history:
-        verified = list(_printed(history, history.verified(max(arguments.every, 1))))
+        verified = list(_printed(history, history.verified(arguments.every)))
         report = [*_report(history, verified), "", f"{_summary(history, verified)} {time.perf_counter() - began:.0f} s"]
     sys.stdout.write("\n".join(["", *report, ""]))
     if arguments.report:
         arguments.report.write_text("\n".join([*report, ""]))
     pairs = pairwise(verified)
-    return int(any(after[name].is_regression(before[name]) for (_, before), (_, after) in pairs for name in after))
+    broken = any(after[name].is_regression(before[name]) for (_, before), (_, after) in pairs for name in after)
+    never_ran = any(all(results[name].failure for _, results in verified) for name in history.programs)
+    return int(broken or never_ran)
 
 
 def _printed(history: History, verified: Iterable[_Verified]) -> Iterator[_Verified]:

@@ -31,6 +31,7 @@ from parallel_state.verify.program import Program, VerifyError, load_program
 from parallel_state.verify.shrinking import shrink, source_of_test
 from parallel_state.verify.verifier import Verifier
 from trainer.run import commits_table
+from trainer.run.commits_table import positive
 from workers.verify.other_version import saved_by
 
 _IN_BF16 = "difference from one process in bf16, in float32 (times that of one process in bf16)"
@@ -46,9 +47,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     chosen = parser.add_mutually_exclusive_group()
     chosen.add_argument("--layouts", nargs="+", metavar="LAYOUT", help="such as tp=2,pp=2; default: the smallest ones")
     chosen.add_argument("--all", action="store_true", help="every layout of up to --ranks ranks that fits the program")
-    parser.add_argument("--ranks", type=int, default=8, help="the most ranks of a layout of --all or a run; default: 8")
+    parser.add_argument(
+        "--ranks",
+        type=positive,
+        default=8,
+        help="the most ranks of a layout of --all or a run; default: 8",
+    )
     parser.add_argument("--full-size", action="store_true", help="do not make a run or a script small")
-    parser.add_argument("--steps", type=int, default=2, help="training steps in each layout; default: 2")
+    parser.add_argument("--steps", type=positive, default=2, help="training steps in each layout; default: 2")
     precision = parser.add_mutually_exclusive_group()
     precision.add_argument("--exact", action="store_true", help="compute in float64, to tell faults from rounding")
     precision.add_argument("--bf16", action="store_true", help="report the rounding of layouts in bfloat16; no fault")
@@ -87,6 +93,10 @@ def run(arguments: argparse.Namespace) -> int:
     for module in ("megatron", "torch", r"parallel_state\.simulated\.trace"):
         warnings.filterwarnings("ignore", module=module)
     given = [parse_layout(text) for text in arguments.layouts or ()]
+    for name in ("shrink", "save", "json", "report", "record"):
+        file = getattr(arguments, name)
+        if file is not None and not file.parent.is_dir():
+            raise VerifyError(f"--{name} {file}: there is no folder {file.parent}; make it first", option=name)
     if arguments.commits:
         return commits_table.run_commits(arguments)
     if not arguments.program:
@@ -96,6 +106,8 @@ def run(arguments: argparse.Namespace) -> int:
     with ExitStack() as stack:
         saved = stack.enter_context(saved_by(arguments.against, _command(arguments))) if arguments.against else None
         outcomes = _verified(parts, verifiers, arguments, given, saved)
+    if not outcomes:
+        raise VerifyError(f"no layout of up to {arguments.ranks} ranks fits the program; give more --ranks")
     different = [(part, outcome) for part, outcome in outcomes if not outcome.equal]
     causes: dict[tuple[str, ...], list[tuple[_Part, Outcome]]] = {}
     for part, outcome in different:

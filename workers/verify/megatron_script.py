@@ -336,7 +336,7 @@ def _passed_to_pretrain(path: Path, line: Sequence[str], parse_and_validate: Cal
         mock.patch.object(sys, "argv", list(line)),
     ):
         try:
-            exec(compile(rewrite(path.read_bytes()), str(path), "exec"), vars(module))
+            exec(compile(rewrite(path.read_bytes(), str(path)), str(path), "exec"), vars(module))
         except _Called:
             return passed
     raise VerifyError(

@@ -116,14 +116,6 @@ def test_ranks_that_are_not_collected_drop_their_values_before_serialization(wid
     assert wide.unshippable_unless_collected(batch(SMALL)) == batch(SMALL)
 
 
-def test_a_value_that_cannot_be_shipped_is_the_failure_of_its_rank(groups: dict[str, RayWorkerGroup]) -> None:
-    with RayResourcePool([1], use_gpu=False) as pool:
-        group = RayWorkerGroup(pool, RayClassWithInitArgs(Batches), name_prefix="lone")
-        with pytest.raises(WorkerError) as caught:
-            group.lock()
-        assert caught.value.cause.startswith("TypeError")
-
-
 def test_a_future_goes_from_worker_to_worker_and_each_fetches_its_own_shard(groups: dict[str, RayWorkerGroup]) -> None:
     groups["other"].count_fetched()
     future = groups["wide"].same_later(batch(LARGE))

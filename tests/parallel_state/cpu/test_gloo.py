@@ -44,6 +44,14 @@ def all_reduce_of_booleans_is_any() -> tuple[torch.Tensor, torch.Tensor]:
     return tensor.view(torch.uint8), torch.tensor([1, 1, 0], dtype=torch.uint8)
 
 
+def sums_of_scaled_values() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    total, part = torch.tensor([2.0, 8.0]), torch.zeros(1)
+    halves = dist._make_nccl_premul_sum(0.5)
+    dist.reduce_scatter_tensor(part, given := total.clone(), op=halves)
+    dist.all_reduce(total, op=halves)
+    return [total, part, given], [torch.tensor([2.0, 8.0]), torch.tensor([(2.0, 8.0)[dist.get_rank()]]), total]
+
+
 def all_gather_into_strided_tensors() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     parts = [torch.zeros(3, 4).t() for _ in range(2)]
     dist.all_gather(parts, torch.full((4, 3), dist.get_rank() + 1.0))
@@ -57,6 +65,7 @@ def all_gather_into_strided_tensors() -> tuple[list[torch.Tensor], list[torch.Te
         reduce_scatter_of_unequal_shapes,
         reduce_scatter_of_booleans_is_any,
         all_reduce_of_booleans_is_any,
+        sums_of_scaled_values,
         all_gather_into_strided_tensors,
     ],
     ids=lambda collective: collective.__name__,

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate
 
 from parallel_state import cpu
 from parallel_state.patches import adam
+from parallel_state.simulated import run_ranks
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 
@@ -36,6 +39,18 @@ def test_splits_for_all_to_all_are_converted_to_numpy_on_request() -> None:
     splits = token_dispatcher.maybe_move_tensor_to_cpu(torch.tensor([2, 3]), as_numpy=True)
     assert type(splits).__name__ == "ndarray" and splits.tolist() == [2, 3]
     assert token_dispatcher.maybe_move_tensor_to_cpu(None, as_numpy=True) is None
+
+
+@pytest.mark.simulated
+def test_a_buffer_of_fsdp_has_the_current_stream() -> None:
+    dbuffer = pytest.importorskip("megatron.core.distributed.fsdp.src.megatron_fsdp.experimental.dbuffer")
+
+    def create() -> None:
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+        buffer = dbuffer.DBuffer(mesh, [Replicate()], [torch.Size([2])], torch.float32, "cpu")
+        assert buffer.allocation_stream == torch.cuda.current_stream()
+
+    run_ranks(1, create)
 
 
 def test_megatron_uses_the_fused_adam() -> None:

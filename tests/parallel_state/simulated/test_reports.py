@@ -76,6 +76,32 @@ def test_a_deadlock_begins_with_the_rank_that_ended_and_has_all_lines() -> None:
     assert "    waits for rank 6 (tp=0 dp=1 pp=1), which has ended\n        and has not called any collective" in text
 
 
+def test_a_call_made_while_an_exception_is_handled_has_it_in_a_note() -> None:
+    def computes() -> None:
+        try:
+            if rank_in(2):
+                raise ValueError("loss is nan")
+            dist.all_reduce(torch.zeros(1))
+        finally:
+            dist.barrier()
+
+    error = report(CollectiveMismatch, 4, computes)
+    assert error.ranks == (0, 2)
+    (note,) = error.__notes__
+    line = computes.__code__.co_firstlineno + 3
+    assert note.startswith("rank 2 ") and "ValueError: loss is nan\n" in note
+    assert note.endswith(f"at {os.path.relpath(__file__)}:{line} in computes")
+
+
+def test_an_error_of_one_rank_has_the_positions_of_the_others() -> None:
+    with pytest.raises(ValueError, match="with root 4, and the group has 4 ranks") as caught:
+        run_ranks(4, lambda: dist.broadcast(torch.zeros(1), src=4) if rank_in(1) else dist.barrier())
+    (note,) = caught.value.__notes__
+    assert note.startswith("raised on rank 1; then:\nranks [2, 3]: can go on\nrank 0: barrier(), call 0 on group")
+    with pytest.raises(ValueError, match="with rank 4, and the group has 4 ranks"):
+        run_ranks(4, lambda: dist.send(torch.zeros(1), dst=4))
+
+
 def test_a_cycle_is_named_as_the_cause() -> None:
     def send_first() -> None:
         dist.send(torch.zeros(1), 1 - dist.get_rank())

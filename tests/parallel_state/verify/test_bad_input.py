@@ -85,6 +85,15 @@ def test_an_error_of_the_program_in_one_process_is_reported_with_its_line() -> N
     assert isinstance(caught.value.__cause__, KeyError)
 
 
+@pytest.mark.parametrize(("text", "kind"), [("import no_such_package", ImportError), ("not valid python", SyntaxError)])
+def test_a_file_that_cannot_be_imported_is_rejected(text: str, kind: type[Exception], tmp_path: Path) -> None:
+    path = tmp_path / f"{tmp_path.name}.py"
+    path.write_text(text)
+    with pytest.raises(VerifyError) as caught:
+        load_program(f"{path}:program")
+    assert isinstance(caught.value.__cause__, kind)
+
+
 def test_dropout_is_rejected() -> None:
     assert rejected(smaller(GPT, hidden_dropout=0.1)).startswith("hidden_dropout is 0.1: every layout draws other")
 

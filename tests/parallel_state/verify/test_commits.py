@@ -159,6 +159,23 @@ def test_a_range_that_git_does_not_know_and_options_that_do_not_fit_are_errors(c
         with pytest.raises(VerifyError):
             history(checkout, revisions)
     assert main(["verify", "--commits", str(checkout), "main~1..main", "--bf16"]) == 1
+    with pytest.raises(VerifyError):
+        history(checkout / "missing")
+    with pytest.raises(VerifyError):
+        History(checkout, "main~1..main", ["missing.py:program"], cache=checkout)
+    record = checkout / "record.json"
+    for text in ("no JSON", "[]", '{"model": 1}', '{"model": [{"key": "1"}]}'):
+        record.write_text(text)
+        with pytest.raises(VerifyError):
+            History(checkout, "main~1..main", ["team.model:program"], cache=checkout, record=record)
+
+
+@pytest.mark.processes
+def test_a_program_that_fails_at_all_commits_is_a_failure(checkout: Path) -> None:
+    (checkout / "megatron" / "numbers.py").write_text("broken")
+    git(checkout, "-c", "user.name=a", "-c", "user.email=b", "commit", "--quiet", "-am", "broken")
+    arguments = ["--program", "team.model:program", "--cache", str(checkout.parent / "cache")]
+    assert main(["verify", "--commits", str(checkout), "main..main", *arguments]) == 1
 
 
 @pytest.mark.simulated

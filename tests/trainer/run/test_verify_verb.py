@@ -45,9 +45,36 @@ def test_a_difference_is_printed_and_failure(capsys: pytest.CaptureFixture[str],
     assert (difference["kind"], difference["name"]) == ("gradient", "embedding.word_embeddings.weight")
 
 
-def test_bad_input_is_one_line_and_failure(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_one_line_and_failure(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["verify", "no_such_file.py:program"]) == 1
     assert capsys.readouterr().err == "mcontroller verify: VerifyError: there is no file no_such_file.py\n"
+    for option in ("--json", "--save", "--shrink", "--report", "--record"):
+        assert main(["verify", GPT, option, str(tmp_path / "missing" / "file")]) == 1
+        assert capsys.readouterr().err.startswith(f"mcontroller verify: VerifyError: {option} {tmp_path}")
+    for option in ("--steps", "--ranks", "--every"):
+        with pytest.raises(SystemExit) as caught:
+            main(["verify", GPT, option, "0"])
+        assert caught.value.code == 2
+
+
+def test_a_rank_that_exits_and_a_saved_training_of_another_program_are_failures(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    exits = "import sys\nfrom gpt import *\n\ndef forward_step(*args):\n    sys.exit(0)\n"
+    fields = "config, model_provider, forward_step, batch, seq_length=LENGTH"
+    (tmp_path / "exits.py").write_text(f"{exits}\nprogram = Program({fields})\n")
+    assert main(["verify", f"{tmp_path / 'exits.py'}:program", "--layouts", "dp=2"]) == 1
+    assert "called sys.exit(0)\n    at " in capsys.readouterr().err
+    saved = str(tmp_path / "saved")
+    assert main(["verify", GPT, "--layouts", "dp=1", "--steps", "1", "--save", saved]) == 0
+    wider = "from gpt import program\nprogram = program.smaller(num_layers=1, ffn_hidden_size=32)\n"
+    (tmp_path / "wider.py").write_text(wider)
+    assert main(["verify", f"{tmp_path / 'wider.py'}:program", "--steps", "1", "--against", saved]) == 1
+    assert f"{saved} is of another program: decoder." in capsys.readouterr().err
+    (tmp_path / "saved").write_text("{}")
+    assert main(["verify", GPT, "--layouts", "dp=1", "--steps", "1", "--against", saved]) == 1
+    assert f"{saved} is no file that --save wrote" in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 
 from mcontroller.cli.main import main
 from parallel_state.dry_run import dry_run
-from parallel_state.verify import Verifier
+from parallel_state.verify import Verifier, VerifyError
 from workers.verify.megatron_script import script_program
 
 pytestmark = pytest.mark.simulated
@@ -149,6 +149,11 @@ def test_a_small_script_is_verified_in_the_layout_of_its_arguments(small_script:
     with mock.patch.object(finalizing, "_allreduce_word_embedding_grads", lambda *args, **kwargs: None):
         outcome = verifier.verify(variant)
     assert "a reduction over pp is missing" in "\n".join(outcome.lines())
+    for text, kind in (("x = (", SyntaxError), ("import no_such_package", ImportError)):
+        Path(small_script).write_text(text)
+        with pytest.raises(VerifyError) as caught:
+            script_program(small_script, line.split())
+        assert isinstance(caught.value.__cause__, kind)
 
 
 @pytest.mark.skipif(TRAINING is not None, reason="megatron.training is on PYTHONPATH")
