@@ -179,7 +179,7 @@ def _check_all_ranks(function: Callable[[CountingMode], Use], outcome: Outcome, 
     except SimulationError as error:
         outcome.failure = f"all ranks with one layer on each stage: {type(error).__name__}: {error}"
         return
-    except (Exception, SystemExit) as error:  # a program may need more than one layer
+    except Exception as error:  # a program may need more than one layer
         what = f"{type(error).__name__}: {error}"
         if not isinstance(error, (ChildProcessError, MControllerError)):
             what = f"{what} at {raising_line(error)}"
@@ -228,7 +228,7 @@ def _run(function: Callable[[CountingMode], Use], running: Sequence[int], log: C
         outcome.failure = f"{type(error).__name__}: {error}"
     except MControllerError:
         raise
-    except (Exception, SystemExit) as error:  # whatever the program raises: the report has it
+    except Exception as error:  # whatever the program raises: the report has it
         if any(text in str(error) for text in ("not compiled with CUDA", "no NVIDIA driver")):
             raise DryRunError(
                 "a tensor is moved to a CUDA device, which a dry run does not have: name none, as in tensor.cuda(), or "

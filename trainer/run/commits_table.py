@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import parallel_state
+from mcontroller.output import output_file
 from parallel_state.verify.commits import History
 from parallel_state.verify.program import VerifyError
 from parallel_state.verify.results import Result
@@ -37,8 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--program", nargs="+", dest="programs", metavar="PROGRAM", help="default: examples/verify")
     group.add_argument("--every", type=positive, default=1, metavar="N", help="every Nth commit; a change is bisected")
-    group.add_argument("--report", type=Path, metavar="FILE", help="write what changed to this file, as Markdown")
-    group.add_argument("--record", type=Path, metavar="FILE", help="results by commit, a file to keep in git")
+    group.add_argument("--report", type=output_file, metavar="FILE", help="write what changed to it, as Markdown")
+    group.add_argument("--record", type=output_file, metavar="FILE", help="results by commit, a file to keep in git")
     group.add_argument("--cache", type=Path, default=_CACHE, metavar="FOLDER", help=f"of results; default: {_CACHE}")
 
 

@@ -93,10 +93,6 @@ def run(arguments: argparse.Namespace) -> int:
     for module in ("megatron", "torch", r"parallel_state\.simulated\.trace"):
         warnings.filterwarnings("ignore", module=module)
     given = [parse_layout(text) for text in arguments.layouts or ()]
-    for name in ("shrink", "save", "json", "report", "record"):
-        file = getattr(arguments, name)
-        if file is not None and not file.parent.is_dir():
-            raise VerifyError(f"--{name} {file}: there is no folder {file.parent}; make it first", option=name)
     if arguments.commits:
         return commits_table.run_commits(arguments)
     if not arguments.program:

@@ -45,10 +45,6 @@ class Batches(Worker):
         batch.batch["ids"].fill_(self.rank)
         return batch
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def lock(self) -> Any:
-        return threading.Lock()
-
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
     def with_plain(self, batch: DataProto, plain: torch.Tensor) -> DataProto:
         plain += 1

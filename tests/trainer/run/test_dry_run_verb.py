@@ -107,7 +107,7 @@ def test_whatever_a_program_raises_is_one_error_with_its_line(
         status = main(["dry-run", str(tmp_path / name)])
         return status, *capsys.readouterr()
 
-    for name, error in {"raises": "ValueError: mine", "ends": "SystemExit: 3"}.items():
+    for name, error in {"raises": "ValueError: mine", "ends": "called sys.exit(3)"}.items():
         status, out, _ = ended(f"failing_gpt.py:{name}")
         assert status == 1 and error in out and "failing_gpt.py:8 in __call__" in out
     for name in ("no_syntax.py:x", "no_import.py:x", "failing_gpt.py:nothing"):

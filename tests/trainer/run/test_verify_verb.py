@@ -48,12 +48,11 @@ def test_a_difference_is_printed_and_failure(capsys: pytest.CaptureFixture[str],
 def test_bad_input_is_one_line_and_failure(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["verify", "no_such_file.py:program"]) == 1
     assert capsys.readouterr().err == "mcontroller verify: VerifyError: there is no file no_such_file.py\n"
-    for option in ("--json", "--save", "--shrink", "--report", "--record"):
-        assert main(["verify", GPT, option, str(tmp_path / "missing" / "file")]) == 1
-        assert capsys.readouterr().err.startswith(f"mcontroller verify: VerifyError: {option} {tmp_path}")
-    for option in ("--steps", "--ranks", "--every"):
+    file = str(tmp_path / "missing" / "file")
+    wrong = dict.fromkeys(("--json", "--save", "--shrink", "--report", "--record"), file)
+    for option, value in (wrong | dict.fromkeys(("--steps", "--ranks", "--every"), "0")).items():
         with pytest.raises(SystemExit) as caught:
-            main(["verify", GPT, option, "0"])
+            main(["verify", GPT, option, value])
         assert caught.value.code == 2
 
 
