@@ -84,7 +84,7 @@ class Simulation:
             raise ParallelStateError(
                 f"schedule={schedule!r} with seed={seed}; expected 'round_robin' without a seed, or 'random' with one"
             )
-        if not isinstance(layout, int | ParallelLayout | Topology):
+        if isinstance(layout, bool) or not isinstance(layout, int | ParallelLayout | Topology):
             raise LayoutError(f"layout is {layout!r}; expected a ParallelLayout, a Topology or a number of ranks")
         self.world_size = layout if isinstance(layout, int) else layout.world_size
         if self.world_size < 1:
