@@ -56,9 +56,10 @@ def keep_recorded_rows(config: RunConfig, prompts: Mapping[str, PromptRows]) -> 
     is_new = not trainer.resume and trainer.asynchronous.replay is None
     if is_new or not (directory / RECORD).is_file():
         return
-    recorded = read_record(directory).last.state.program.get(DATA) or {}
+    by_key = read_record(directory).last.state.program.get(DATA)
     for key, dataset in config.data.training_sets().items():
-        match recorded.get(key):
+        recorded = by_key.get(key) if isinstance(by_key, Mapping) else None
+        match recorded:  # None in a checkpoint of an earlier version, or of another program
             case {"source": source, "rows": int(rows), "crc32": crc32} if key in prompts and source == _source(dataset):
                 _keep(key, prompts[key], rows, crc32, directory)
 
