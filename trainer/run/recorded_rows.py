@@ -70,7 +70,7 @@ def _keep(key: str, prompts: PromptRows, rows: int, crc32: Any, directory: Path)
         prompts.keep(rows)
         return
     fewer = f"{key} has {count} prompts, fewer than"
-    changed = f"of the {count} prompts and answers of {key}, the first {rows} are not"
+    changed = f"{key} has {count} prompts, and its first {rows}, or their answers, differ from"
     raise DataError(
         f"{fewer if count < rows else changed} the {rows} that the run in {directory} began with, so it would go on "
         f"with other rows: restore the file; or pass a copy of it as {key}.path=COPY to go on with its rows",
