@@ -14,7 +14,7 @@ from mcontroller.config.checks import check_between
 from mcontroller.data.batch import DataProto
 from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
-from mcontroller.errors import before_changes
+from mcontroller.errors import ConfigError, before_changes
 from mcontroller.worker import delegate
 from parallel_state.agreement import all_gather_values
 from workers.actor_roles import (
@@ -447,10 +447,16 @@ class ActorRolloutRefWorker(ModelWorker):
             ``meta_info["metrics"]``: the metrics of the loss, the same on every rank.
 
         Raises:
-            ConfigError: the role does not include ``actor``.
+            ConfigError: the role does not include ``actor``; the loss is none, or its function returns other values.
             DataError: a column is missing or of a wrong shape, or no row has a valid token.
         """
         require_role(self.roles, "actor", "forward_backward")
+        if loss is not None and not isinstance(loss, TokenLoss):
+            with before_changes():
+                raise ConfigError(
+                    f"loss is of type {type(loss).__name__}; expected SFT, DISTILLATION, or TokenLoss(name, function)",
+                    key="loss",
+                )
         function: Loss = self.loss
         if loss is None:
             rows, rules = self._update(data, "forward_backward")

@@ -171,5 +171,12 @@ def _leaving_context(init: Callable[..., None]) -> Callable[..., None]:
         with ExitStack() as self._constructing:
             init(self, *args, **kwargs)
         del self._constructing
+        if "parallel" not in vars(self):
+            raise ConfigError(
+                f"the __init__ of {type(self).__name__} does not call that of MegatronWorker: begin it with "
+                "super().__init__(ParallelConfig(tp=..., pp=...))",
+                key="parallel",
+                value=None,
+            )
 
     return construct

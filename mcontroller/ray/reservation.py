@@ -283,8 +283,9 @@ def _resource_error(shapes: Sequence[NodeShape], name: str, why: str) -> Resourc
         else "A bundle has a CPU for each of its max_colocate_count slots: ask for fewer processes or slots, or start"
         " Ray with more"
     )
+    there = f"{len(nodes)} node(s) with {has}; taken: {used}{by}. {fix}" if nodes else "all its nodes have ended"
     return ResourceError(
-        f"pool {name!r} asks for {requested}, and {why}: {len(nodes)} node(s) with {has}; taken: {used}{by}. {fix}",
+        f"pool {name!r} asks for {requested}, and {why}: {there}",
         requested=[shape.total for shape in shapes],
         exists=exists,
         in_use=in_use,

@@ -76,3 +76,14 @@ def test_a_worker_that_does_not_report_its_layout_needs_parallel() -> None:
     with mocked_rank(2, 0), pytest.raises(ConfigError) as caught:
         worker()
     assert caught.value.key == "parallel"
+
+
+class Forgetful(MegatronWorker):
+    def __init__(self) -> None:
+        self.state = 1
+
+
+def test_a_constructor_that_does_not_call_that_of_the_base_class_is_an_error() -> None:
+    with mocked_rank(2, 0), pytest.raises(ConfigError) as caught:
+        Forgetful()
+    assert caught.value.key == "parallel"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,6 +40,7 @@ class PromptRows:
     Attributes:
         dropped: the number of prompts that were too long.
         truncated: the number of prompts that were too long and lost their first tokens.
+        unread: the number of prompts that ``keep`` has left out.
 
     Raises:
         DataError: a record lacks the prompt, has one of another type, the chat template rejects it, or it is too long.
@@ -51,7 +53,7 @@ class PromptRows:
         self.prompt_length = prompt_length
         self.kept: list[tuple[str, Tensor, Any, Mapping[str, Any]]] = []
         check_columns(records, config)
-        shortest, self.truncated = 0, 0
+        shortest, self.truncated, self.unread = 0, 0, 0
         for index, record in enumerate(records.rows):
             text, ids = encoded_prompt(record, records.location(index), config, tokenizer)
             if len(ids) > prompt_length:
@@ -74,6 +76,18 @@ class PromptRows:
                 f"the shortest has {shortest} tokens: increase rollout.prompt_length",
                 prompt_length=prompt_length,
             )
+
+    def crc32(self, rows: int | None = None) -> int:
+        """Return a checksum of the texts and answers of the first rows; None: of all."""
+        value = 0
+        for text, _, answer, _ in self.kept[:rows]:
+            value = zlib.crc32(f"{text}\0{answer!r}\0".encode(), value)
+        return value
+
+    def keep(self, rows: int) -> None:
+        """Leave out all prompts after the first ``rows``."""
+        self.unread += len(self) - rows
+        del self.kept[rows:]
 
     def __len__(self) -> int:
         return len(self.kept)

@@ -30,6 +30,7 @@ from trainer.loop import RayPPOTrainer
 from trainer.run.config import CONFIG_FILE, RunConfig, tokenizer_files
 from trainer.run.parts import RunParts, chosen_lines, make_parts, roles_of
 from trainer.run.pools import pools_of
+from trainer.run.recorded_rows import DATA, RecordedRows
 from trainer.run.run_report import RunReport
 from trainer.saving.checkpoints import LOCK
 from trainer.saving.preemption import PREEMPTED, Preempted
@@ -151,6 +152,7 @@ def make_trainer(
         warm_up_dataset=parts.warm_up,
         combine_rewards=parts.combine,
         rollout_fn=parts.rollout_fn,
+        stateful={DATA: RecordedRows(config, parts.prompts)},
         trackers=[*make_trackers(config.trackers, run_of_trackers(config, directory)), *trackers],
         display=ProgressDisplay(console),
     )

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, all_reduce
 
+from mcontroller.errors import ConfigError
 from workers.config import ActorConfig
 from workers.losses.kl import estimate_kl
 from workers.losses.masking import inside
@@ -233,14 +234,30 @@ class TokenLoss:
             context_parallel: the process group of the cp axis.
             rows: a micro-batch with its ``whole_mask``.
             output: of ``forward_step``, 0 for targets of other ranks.
+
+        Raises:
+            ConfigError: the function returns other values.
         """
         ranks = context_parallel.size()
         whole = rows if rows.whole_mask is None else replace(rows, mask=rows.whole_mask)
-        total, count, report = self.function(whole, over_context(output, context_parallel))
+        total, count, report = self._checked(self.function(whole, over_context(output, context_parallel)))
         report = {"loss": total, **report}
         shares = {name: report[name] / (1 if rule is Rule.MAX else ranks) for name, rule in self.rules.items()}
         report = {name: value.detach() for name, value in shares.items()}
         return total, count / ranks, report | {TOKENS: whole.mask.sum() / ranks}
+
+    def _checked(self, returned: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Return what the function returned if it is the loss, its count and its report."""
+        match returned:
+            case (Tensor() as total, Tensor() as count, Mapping() as report) if self.metrics.keys() <= report.keys():
+                return total, count, dict(report)
+        values = returned if isinstance(returned, tuple) else (returned,)
+        raise ConfigError(
+            f"the function of TokenLoss {self.name!r} returned {', '.join(type(value).__name__ for value in values)}; "
+            "expected the sum of the loss and the number that it is divided by, two tensors, and a dict of values to "
+            f"report: {', '.join(self.metrics) or 'it may be empty'}",
+            key="loss",
+        )
 
 
 def _distillation(rows: TokenBatch, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

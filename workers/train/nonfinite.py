@@ -20,6 +20,9 @@ from torch import Tensor, nn
 
 from mcontroller.errors import MControllerError
 from parallel_state.agreement import all_gather_values
+from parallel_state.axes import DENSE_AXES
+from parallel_state.hangs.report import rank_text
+from parallel_state.layout import ParallelLayout
 from workers.train.batches import TokenBatch
 
 
@@ -79,7 +82,7 @@ def raise_nonfinite(
     grad_norm: float,
     reports: Sequence[Mapping[str, Tensor]],
     gradient: GradientFinding | None,
-    coordinates: str,
+    layout: ParallelLayout,
 ) -> None:
     """Raise NonFiniteGradient on every rank, with the findings of all of them (a collective over all ranks).
 
@@ -89,17 +92,16 @@ def raise_nonfinite(
         grad_norm: norm of the gradients.
         reports: the reports of this rank's losses for the mini-batch.
         gradient: this rank's ``first_nonfinite_gradient``.
-        coordinates: of this rank, for the message.
+        layout: of the ranks, for the message.
     """
     names = sorted({name for report in reports for name, value in report.items() if not _is_finite(value)})
-    findings = list(enumerate(all_gather_values((coordinates, names, gradient))))
-    ranks = [rank for rank, (_, wrong, _) in findings if wrong]
-    gradients = {rank: finding for rank, (_, _, finding) in findings if finding is not None}
+    findings = list(enumerate(all_gather_values((names, gradient))))
+    ranks = [rank for rank, (wrong, _) in findings if wrong]
+    gradients = {rank: finding for rank, (_, finding) in findings if finding is not None}
     origin = min(gradients, key=lambda rank: (gradients[rank], rank), default=None)
-    origins = [f"{', '.join(wrong)} on rank {rank} ({place})" for rank, (place, wrong, _) in findings if wrong][:1]
+    origins = [f"{', '.join(wrong)} on {_rank_text(layout, rank)}" for rank, (wrong, _) in findings if wrong][:1]
     if origin is not None:
-        place = findings[origin][1][0]
-        origins.append(f"the gradient of {gradients[origin].parameter} on rank {origin} ({place})")
+        origins.append(f"the gradient of {gradients[origin].parameter} on {_rank_text(layout, origin)}")
     elif not origins:
         origins.append("only the sum of the gradients, which are finite on every rank")
     raise NonFiniteGradient(
@@ -112,6 +114,10 @@ def raise_nonfinite(
         parameters={rank: finding.parameter for rank, finding in gradients.items()},
         origin=origin,
     )
+
+
+def _rank_text(layout: ParallelLayout, rank: int) -> str:
+    return rank_text(rank, {axis: layout.coordinates(rank)[axis] for axis in DENSE_AXES})
 
 
 def first_nonfinite_gradient(

@@ -161,8 +161,8 @@ class Gradients:
             state.counters["optimizer_steps"] += 1
             return AppliedStep(lr, step.grad_norm)
         if not step.overflow and not skips_nonfinite:
-            steps, rank = state.counters["optimizer_steps"], str(state.context.rank_info())
-            raise_nonfinite(self._method, steps, step.grad_norm, reports, self._first_nonfinite(), rank)
+            steps, layout = state.counters["optimizer_steps"], state.context.layout
+            raise_nonfinite(self._method, steps, step.grad_norm, reports, self._first_nonfinite(), layout)
         return AppliedStep(lr, None)
 
     def _first_nonfinite(self) -> GradientFinding | None:

@@ -19,6 +19,8 @@ from tests.trainer.run.test_check_run import config_file  # noqa: F401 - a fixtu
 from trainer.report.reading import read_run
 from trainer.run import training
 from trainer.run.config import read_run_config
+from trainer.run.parts import make_parts
+from trainer.run.recorded_rows import RecordedRows
 from trainer.run.resume_verb import config_of_run
 from trainer.saving.run_record import RunRecord, RunState, SavedStep, read_record, write_record
 
@@ -85,6 +87,37 @@ def test_a_run_is_not_resumed_with_fewer_steps_than_it_has(make_run: MakeRun) ->
     with pytest.raises(ConfigError) as caught:
         training.train(config_of_run(str(run), ["trainer.resume=true", "trainer.total_training_steps=5"]), Console())
     assert (caught.value.fields["key"], caught.value.fields["value"]) == ("trainer.total_training_steps", 5)
+
+
+@pytest.mark.parametrize("again", ["trainer.resume=true", "trainer.asynchronous.replay={saves}"])
+def test_a_run_goes_on_with_the_rows_that_it_began_with(make_run: MakeRun, again: str) -> None:
+    run = make_run("checkpoints")
+    config, saves = config_of_run(str(run), []), run / "checkpoints"
+    file = Path(str(config.data.train.path))
+    lines = [json.dumps({"prompt": f"{number}+1=", "answer": str(number + 1)}) + "\n" for number in range(4)]
+    file.write_text("".join(lines))
+    rows = RecordedRows(config, make_parts(config).prompts).state_dict()
+    saves.mkdir()
+    write_record(saves, RunRecord(SavedStep({}, RunState(7, 0.0, program={"data": rows}))))
+    overrides = [again.format(saves=saves), "trainer.max_staleness=2", "rollout=${actor_rollout_ref}"]
+    overrides += ["pool.process_on_nodes=[8]", "algorithm.importance.level=token"]
+    added = '{"prompt": "9+9=", "answer": "18"}\n'
+    file.write_text("".join([*lines, added]))
+    resumed = config_of_run(str(run), overrides)
+    parts = make_parts(resumed)
+    assert [row["prompt"] for row in map(parts.train.__getitem__, range(len(parts.train)))] == [
+        json.loads(line)["prompt"] for line in lines
+    ]
+    assert RecordedRows(resumed, parts.prompts).state_dict() == rows and "1 not read" in parts.problem_lines()[0]
+    for changed, count in ((lines[:-1], 3), ([*lines[1:], added, added], 5), ([*lines[:3], added], 4)):
+        file.write_text("".join(changed))
+        with pytest.raises(DataError) as caught:
+            make_parts(resumed)
+        assert (caught.value.fields["key"], caught.value.fields["rows"]) == ("data.train", count)
+        assert caught.value.fields["expected"] == 4
+    copy = file.with_name("copy.jsonl")
+    copy.write_text(added * 5)
+    assert len(make_parts(config_of_run(str(run), [*overrides, f"data.train.path={copy}"])).train) == 5
 
 
 @pytest.mark.parametrize(("oldest", "resumes"), [(0, False), (3, True)])

@@ -67,7 +67,7 @@ def check(ranks: list[dict[str, Any]], rank: int) -> None:
     for result in ranks:
         assert result["fields"]["origin"] == rank, result["text"]
         assert result["fields"]["parameters"][rank].startswith(name), (name, result["text"])
-        assert f"the gradient of {name}." in result["text"] and f"on rank {rank} (" in result["text"]
+        assert f"the gradient of {name}." in result["text"] and f"on rank {rank} (tp=" in result["text"]
         assert result["fields"]["ranks"] == []  # all losses are finite
         assert result["same"]
 

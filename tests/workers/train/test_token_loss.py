@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -61,6 +62,20 @@ def of_pairs(worker: Any) -> DataProto:
     batch = batch.with_tensors({"advantages": sign, "response_mask": mask})
     batch.meta_info["rows_together"] = 2
     return own_shard(batch, worker)
+
+
+def wrong_losses() -> None:
+    worker = actor({}, "actor", ppo_mini_batch_size=ROWS)
+    no_count = TokenLoss("sum", lambda rows, output: output.sum())  # type: ignore[arg-type, return-value]
+    no_report = dataclasses.replace(PAIRS, function=lambda rows, output: (output.sum(), rows.mask.sum(), {}))
+    for wrong in (no_count, no_report, log_ratio_of_pairs):
+        with pytest.raises(ConfigError) as caught:
+            worker.forward_backward(of_pairs(worker), loss=wrong)
+        assert caught.value.key == "loss"
+
+
+def test_a_loss_that_returns_other_values_is_an_error() -> None:
+    run_ranks(wrong_losses, 1)
 
 
 Case = tuple[dict[str, torch.Tensor], dict[str, Any]]
