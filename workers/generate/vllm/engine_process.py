@@ -31,13 +31,13 @@ class EngineError(MControllerError):
 
     Attributes:
         method: the call that failed.
-        pid: the process of the engine.
+        pid: the process of the engine; 0 if there is none.
         log_tail: the last lines that the process wrote, or its traceback.
     """
 
     method: str
-    pid: int
-    log_tail: str
+    pid: int = 0
+    log_tail: str = ""
 
 
 class EngineDied(EngineError):
@@ -82,15 +82,18 @@ class EngineProcess:
         self._connection, theirs = multiprocessing.Pipe()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the process
         variables = {**interpreter_variables(python), **environment}
-        self._process = subprocess.Popen(
-            [python, str(program), str(theirs.fileno()), str(program.parent), str(_HASHING)],
-            stdin=subprocess.DEVNULL,
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-            env={name: value for name, value in variables.items() if value is not None},
-            pass_fds=[theirs.fileno()],
-            start_new_session=True,  # the tracker of its shared memory outlives it, and unlinks what it has left
-        )
+        try:
+            self._process = subprocess.Popen(
+                [python, str(program), str(theirs.fileno()), str(program.parent), str(_HASHING)],
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=subprocess.STDOUT,
+                env={name: value for name, value in variables.items() if value is not None},
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # the tracker of its shared memory outlives it, and unlinks what it has left
+            )
+        except OSError as error:
+            raise EngineError(f"vLLM's interpreter does not start: {error}", method="start") from error
         theirs.close()
         self._end = weakref.finalize(self, _end, self._process, self._connection, self._log)
         self.send("start", **arguments)

@@ -107,6 +107,9 @@ def test_an_engine_that_does_not_start_is_reported_with_its_exit_code(program: P
         EngineProcess({"end": 5}, {}, start_timeout_s=60, silence_timeout_s=60, program=program)
     assert (caught.value.method, caught.value.exit_cause) == ("start", "exit code 5")
     assert caught.value.log_tail == "started with ['end']"
+    with pytest.raises(EngineError) as not_there:
+        EngineProcess({}, {}, start_timeout_s=60, silence_timeout_s=60, program=program, python="/no/such/python")
+    assert not_there.value.method == "start" and isinstance(not_there.value.__cause__, FileNotFoundError)
 
 
 def test_the_process_ends_with_the_object(program: Path) -> None:
