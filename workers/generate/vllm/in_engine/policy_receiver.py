@@ -6,6 +6,7 @@ copies the result into its own tensors, as ``reload_weights`` does.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import select
@@ -156,7 +157,8 @@ def _end_with_engine(engine: int, parent: int) -> None:
 
     They would run on if it was killed.
     """
-    select.select([os.pidfd_open(engine)], [], [])
+    with contextlib.suppress(ProcessLookupError):  # it ended while vLLM started this process
+        select.select([os.pidfd_open(engine)], [], [])
     if parent not in (engine, 1) and os.getppid() == parent:
         os.kill(parent, signal.SIGKILL)
     time.sleep(_END_S)  # vLLM ends it and unlinks its shared memory, as its connection to the engine core has ended
