@@ -34,6 +34,7 @@ class PolicyReceiver:
     vllm_config: Any
     device: torch.device
     policy_temperature: float | None = None
+    policy_loading: tuple[str, tuple[int, ...]] = ("", ())
     policy_names_expected: frozenset[str]
     policy_names_received: set[str]
     policy_sums: dict[tuple[str, str], torch.Tensor]
@@ -58,13 +59,22 @@ class PolicyReceiver:
         Args:
             paths: of the shared memory, by node of the engine.
             tensors: name, dtype, shape and first byte of each.
+
+        Raises:
+            RuntimeError: vLLM cannot load a tensor, such as one of another model.
         """
         model = self.model_runner.get_model()
         path = paths[self.vllm_config.parallel_config.node_rank_within_dp]
-        with set_current_vllm_config(
-            self.vllm_config
-        ):  # layers that are complete are repacked, with kernels of its choice
-            self.policy_names_received |= model.load_weights(self._copied(self._mapped_bucket(path), tensors))
+        loading = self._copied(self._mapped_bucket(path), tensors)
+        try:
+            with set_current_vllm_config(self.vllm_config):  # complete layers are repacked, with kernels of its choice
+                self.policy_names_received |= model.load_weights(loading)
+        except Exception as error:
+            name, shape = self.policy_loading
+            raise RuntimeError(
+                f"vLLM cannot load {name} of {list(shape)} and what came before ({type(error).__name__}: {error}): the "
+                "engine has another model than the policy, or its vLLM another version than the documentation names"
+            ) from error
         if not current_platform.is_cpu():
             torch.cuda.current_stream().synchronize()
 
@@ -118,6 +128,7 @@ class PolicyReceiver:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Copies of the tensors: vLLM keeps the tensors of a layer until it has all of them."""
         for name, dtype, shape, first in tensors:
+            self.policy_loading = name, shape
             content = memory[first : first + _nbytes(dtype, shape)].view(getattr(torch, dtype)).view(shape)
             copy = content.to(self.device, copy=True, non_blocking=True)
             if self.policy_keys is not None:
