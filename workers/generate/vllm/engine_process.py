@@ -144,7 +144,7 @@ class EngineProcess:
             if kind == "error":
                 cause, self._reported = _last_error(self._written(self._reported)), self._size()
                 text = f"vLLM's engine (pid {self.pid}) failed in {self._method}: {values[0]}"
-                if cause and cause not in text:  # of vLLM's own processes, to which its error only refers
+                if cause.partition(": ")[2] not in text:  # of vLLM's own processes, to which its error only refers
                     text += f"; before, it wrote: {cause}"
                 log = f"{self._log_tail()}\n{values[1]}"
                 raise EngineError(text, method=self._method, pid=self.pid, log_tail=log)

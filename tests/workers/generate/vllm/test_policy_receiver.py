@@ -52,6 +52,13 @@ def test_vllm_loads_and_repacks_weights_under_its_own_config(module: Any, monkey
     receiver.finish_policy_update()
     assert during == [True] * 4 and vllm.config.current is None
 
+    def load_none(pairs: Any) -> set[str]:
+        raise KeyError([*pairs][-1][0])
+
+    model.load_weights = load_none
+    with pytest.raises(RuntimeError, match=r"weight of \[3\]"):
+        receiver.receive_policy_bucket([buckets.path], [place])
+
 
 def test_a_process_of_an_engine_that_ended_before_it_started_ends_too(
     module: Any, monkeypatch: pytest.MonkeyPatch

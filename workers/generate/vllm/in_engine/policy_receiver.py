@@ -72,8 +72,8 @@ class PolicyReceiver:
         except Exception as error:
             name, shape = self.policy_loading
             raise RuntimeError(
-                f"vLLM cannot load {name} of {list(shape)} and what came before ({type(error).__name__}: {error}): the "
-                "engine has another model than the policy, or its vLLM another version than the documentation names"
+                f"the engine has another model than the policy, or an untested vLLM: it cannot load {name} of "
+                f"{list(shape)} with the weights before it: {type(error).__name__}: {str(error)[:300]}"
             ) from error
         if not current_platform.is_cpu():
             torch.cuda.current_stream().synchronize()
