@@ -399,7 +399,7 @@ class RequestServer:
                 number, prompt = head["id"], arrays[0].tolist()
                 task = asyncio.ensure_future(self._answer(writer, f"{name}-{number}", head, prompt))
                 tasks[number] = task
-                task.add_done_callback(lambda _, number=number: tasks.pop(number))
+                task.add_done_callback(partial(tasks.pop, number))
         except (TimeoutError, EOFError):
             pass
         finally:
