@@ -11,7 +11,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from mcontroller.errors import DataError
+from mcontroller.errors import DataError, MControllerError
 from trainer.rollout.engine import Engine, Sampled
 from trainer.rollout.router import NoEngineLeft, RequestLoop, Router
 from workers.generate.request_settings import OF_REQUESTS
@@ -109,8 +109,15 @@ class RoutedEngines:
             others_are_sent = len(self._in_flight) > len(self._unsent)
             self._in_flight[request] = None
             self._unsent.append(request)
-            if others_are_sent or not self._driven:
+            if self._driven:
+                if others_are_sent and self.router is not None:
+                    self._send(connect=False)
+                return
+            try:
                 self._send(connect=not others_are_sent)
+            except MControllerError:  # its caller does not get it, and may submit its trajectory again
+                request.cancel()
+                raise
 
     def requests(self, *, begun: bool = False) -> list[Request]:
         """Return the requests in flight: an engine may have begun each of them."""

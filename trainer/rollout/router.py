@@ -105,8 +105,8 @@ class Router:
             finally:
                 routed.in_flight -= 1
         raise NoEngineLeft(
-            f"no engine is left of {', '.join(self.lost)}: {cause}. Start the rollout's group again, as a run does by "
-            "itself with trainer.recovery",
+            f"no engine is left of {', '.join(self.lost)}: {cause}. Start the rollout's group again, as "
+            "RayPPOTrainer.fit does by itself",
             engines=tuple(self.lost),
             cause=cause,
         )

@@ -26,7 +26,7 @@ from trainer.rollout.router import Router
 from trainer.rollout.seeds import count_call, seed_of
 from trainer.rollout.trajectory import Trajectory
 from workers.columns import HELD_OUT_BATCH, ROUTED_EXPERTS, TOKEN_TEMPERATURES
-from workers.generate.request_settings import SETTINGS, checked_sampling, checked_token_ids
+from workers.generate.request_settings import SETTINGS, checked_sampling, checked_setting, checked_token_ids
 
 SAMPLING = ("eos_token_id", "pad_token_id", *(name for name in SETTINGS if name != "max_tokens"), HELD_OUT_BATCH)
 """The settings that a rollout has for its requests."""
@@ -155,13 +155,13 @@ class TrajectoryRollout:
         sampling: of ``SAMPLING``: ``eos_token_id``, ``pad_token_id``, and settings of ``generate_sequences``.
 
     Raises:
-        ConfigError: a name is not in ``SAMPLING``.
+        ConfigError: a name is not in ``SAMPLING``, or ``response_length`` is not 1 to that of the workers.
 
     Attributes:
         engine: the ``ReferenceEngine``, or the engines behind a router.
         driven, trained, sampling: as passed.
-        limits: of the workers' configuration: ``prompt_length``, ``response_length``, ``vocab_size``, ``max_rows``, and
-            if they have them, ``n``, ``temperature``, ``do_sample`` and ``seed``.
+        limits: of the workers' configuration: ``prompt_length``, ``vocab_size``, ``max_rows``, and if they have them,
+            ``n``, ``temperature``, ``do_sample`` and ``seed``; and ``response_length``, of ``sampling`` if it has one.
         submissions: the number of trajectories that were submitted without a seed, on which the next seed depends.
         log_probs: the name of the column with log-probabilities that an engine returned last; None: there was none.
     """
@@ -184,12 +184,13 @@ class TrajectoryRollout:
                     value=sampling[name],
                 )
         self.group, self.sampling, self.driven, self.trained = group, sampling, driven, trained
-        self.limits: Mapping[str, Any] = group.generation_limits()[0]
+        limits: Mapping[str, Any] = group.generation_limits()[0]
+        self.limits: Mapping[str, Any] = {**limits, "response_length": _response_length(sampling, limits)}
         self.engine: ReferenceEngine | RoutedEngines
         if engines is not None and len(engines) == 1 and isinstance(engines[0], ReferenceEngine):
             self.engine = engines[0]
         elif engines is None and not self.limits.get("takes_requests"):
-            self.engine = ReferenceEngine(group, limits=self.limits)
+            self.engine = ReferenceEngine(group, limits=limits)
         else:
             tokens = {"pad_token_id": sampling.get("pad_token_id", 0), "vocab_size": self.limits["vocab_size"]}
             self.engine = RoutedEngines(group, engines, driven=driven, **tokens)
@@ -252,7 +253,7 @@ class TrajectoryRollout:
                 costs the controller less; those of a ``ReferenceEngine`` are its steps.
             settings: of ``sampling.OF_REQUESTS``: changes of ``temperature``, ``top_p`` and so on; ``seed``, of the
                 random numbers, 64 bits, signed; ``response_length``, [tokens] the most of the whole response, by
-                default the workers' ``rollout.response_length``; ``max_tokens``, [tokens] the most of this turn.
+                default and at most that of ``limits``; ``max_tokens``, [tokens] the most of this turn.
 
         Raises:
             DataError: the prompt is empty or too long, a token is not in the vocabulary, the response has no room, a
@@ -442,6 +443,20 @@ def _experts(trajectories: Sequence[Trajectory], prompt_length: int, response_le
             column[row, start : start + len(part)] = part
             start += len(part)
     return column
+
+
+def _response_length(sampling: Mapping[str, Any], limits: Mapping[str, Any]) -> int:
+    """Return the most tokens of the responses of a rollout."""
+    most: int = limits["response_length"]
+    value = sampling.get("response_length", most)
+    length: int | None = checked_setting("response_length", value)
+    if length is None or length > most:
+        raise ConfigError(
+            f"response_length of TrajectoryRollout is {value!r}; expected 1 to {most}, rollout.response_length",
+            key="response_length",
+            value=value,
+        )
+    return length
 
 
 def _token_ids(value: int | Sequence[int]) -> list[int]:

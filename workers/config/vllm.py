@@ -12,7 +12,10 @@ from mcontroller.errors import ConfigError
 # Arguments of vLLM's engine that follow from other fields, and the field to set instead.
 _SET_ELSEWHERE = {
     "model": "model",
+    "hf_overrides": "model",
     "dtype": "model.dtype",
+    "seed": "rollout.seed, from which every engine has another one",
+    "generation_config": "the fields of rollout",
     "max_model_len": "rollout.prompt_length and rollout.response_length",
     "max_num_seqs": "rollout.max_rows",
     "tensor_parallel_size": "rollout.vllm.tp",

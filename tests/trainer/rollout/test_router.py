@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from mcontroller.errors import ConfigError, DataError
+from mcontroller.errors import ConfigError, DataError, WorkerDied
 from mcontroller.local import LocalWorkerGroup
 from mcontroller.ray.class_with_init import ClassWithInitArgs
 from tests.trainer.rollout.engine import EOS, SAMPLING, Formula
@@ -271,6 +271,27 @@ def test_engines_of_a_group_that_cannot_be_reached_end_a_request_after_one_more_
         assert isinstance(error, NoEngineLeft) and error.engines == (f"127.0.0.1:{port}",)
 
 
+def test_a_request_that_could_not_be_sent_is_not_sent_to_the_next_group() -> None:
+    class Failed:
+        def __init__(self) -> None:
+            self.calls = 0
+
+        def generation_limits(self) -> list[dict[str, Any]]:
+            return [Formula().generation_limits() | {"takes_requests": True}]
+
+        def engine_addresses(self) -> list[EngineAddress]:
+            self.calls += 1
+            raise WorkerDied("it has ended")
+
+    first, second = Failed(), Failed()
+    rollout = TrajectoryRollout(first, **SAMPLING)
+    with pytest.raises(WorkerDied):
+        rollout.submit([3, 4], seed=3)
+    assert (len(rollout), first.calls) == (0, 1)
+    rollout.restart(second)
+    assert second.calls == 0
+
+
 def test_responses_that_have_begun_end_before_those_that_wait() -> None:
     engine = ReferenceEngine(LocalWorkerGroup(ClassWithInitArgs(Formula)), step_tokens=3, max_rows=2)
     rollout = rollout_with(engine, driven=True)
@@ -288,6 +309,16 @@ def test_a_rollout_rejects_unknown_settings(name: str) -> None:
     with pytest.raises(ConfigError) as caught:
         rollout_with(SmallEngine(), **{name: 8})
     assert (caught.value.key, caught.value.value) == (name, 8)
+
+
+def test_responses_of_a_rollout_have_at_most_its_response_length() -> None:
+    engine = SmallEngine()
+    rollout = rollout_with(engine, response_length=4)
+    assert rollout.submit([3]).result(10).tokens.tolist() == [1, 1, 1, EOS] and rollout.limits["response_length"] == 4
+    for length in (0, 25, "4"):
+        with pytest.raises(ConfigError) as caught:
+            rollout_with(engine, response_length=length)
+        assert (caught.value.key, caught.value.value) == ("response_length", length)
 
 
 def test_a_request_without_stop_tokens_is_rejected() -> None:

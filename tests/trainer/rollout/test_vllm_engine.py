@@ -89,6 +89,27 @@ def test_a_request_that_is_cancelled_ends_in_the_engine_and_one_of_a_lost_engine
     asyncio.run(run())
 
 
+def test_a_request_that_is_cancelled_while_it_waits_for_others_is_not_begun(
+    served: EngineInProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(StandInLLM, "answer", staticmethod(lambda prompt: [3] * (100_000 if prompt[0] == 3 else 1)))
+
+    async def run() -> None:
+        engine = VllmEngine(address_of(served), 0)
+        first = asyncio.ensure_future(generate(engine, 3))
+        while not served.llm.in_flight:
+            await asyncio.sleep(0.001)
+        waiting = asyncio.ensure_future(generate(engine, 4, temperature=0.5))
+        await asyncio.sleep(0.01)
+        waiting.cancel()
+        first.cancel()
+        await generate(engine, 5, temperature=0.25)
+        assert served.llm.prompts == [[3], [5]]
+        await engine.close()
+
+    asyncio.run(run())
+
+
 def test_the_controller_takes_at_most_150_microseconds_for_a_trajectory(served: EngineInProcess) -> None:
     """On a thread of its own: the CPU of the engine, in this process too, is not counted."""
 

@@ -47,7 +47,8 @@ class ChatServer:
         base_url: of OpenAI's client, whose API key is that of its session; ``url_of`` has the key in the path.
 
     Raises:
-        ConfigError: the extra ``agents`` is not installed, or there is no such format of tool calls.
+        ConfigError: the extra ``agents`` is not installed, there is no such format of tool calls, or it cannot listen
+            at ``host`` and ``port``.
     """
 
     def __init__(

@@ -86,7 +86,15 @@ class HttpServer:
         app = Starlette(routes=routes, exception_handlers={HTTPException: _not_served})
         app.router.redirect_slashes = False
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listening = socket.create_server((host, port), family=family, backlog=1024)
+        try:
+            listening = socket.create_server((host, port), family=family, backlog=1024)
+        except (OSError, OverflowError) as error:
+            raise ConfigError(
+                f"the chat server cannot listen at {host}, port {port}: {error}. Choose another port, or 0 for a free "
+                "one, and an address of this machine",
+                key="port",
+                value=port,
+            ) from error
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
         strangers: dict[_Connection, None] = {}
         config = uvicorn.Config(

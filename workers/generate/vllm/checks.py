@@ -75,14 +75,7 @@ def check_settings(config: ActorConfig, *, on_cpu: bool) -> None:
     Raises:
         ConfigError: ``key`` is the field that an engine cannot run with.
     """
-    rollout, model = config.rollout, config.model
-    if "hf_overrides" in rollout.vllm.options:
-        key = "rollout.vllm.options.hf_overrides"
-        raise ConfigError(
-            f"{key} would change the vocabulary or the layers, which are the policy's: change model instead",
-            key=key,
-            value=rollout.vllm.options["hf_overrides"],
-        )
+    model = config.model
     if config.router_replay == "rollout" and on_cpu:
         raise ConfigError(
             "router_replay is 'rollout', and vLLM returns the experts of tokens only on GPUs: that takes its model "

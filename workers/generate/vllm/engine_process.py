@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -24,6 +25,8 @@ FIND_TOOL_CALLS = _IN_ENGINE / "find_tool_calls.py"
 _HASHING = Path(__file__).parents[2] / "weights" / "hashing"
 _EXIT_S = 10.0
 _LOG_TAIL_LINES = 30
+_LOG_BYTES = 1 << 20
+_ERROR_LINE = re.compile(r"(?:\(.*?\) )?(?:ERROR .*?\] )?(\w[\w.]*(?:Error|Exception)(?:: .*)?)")
 
 
 class EngineError(MControllerError):
@@ -31,13 +34,13 @@ class EngineError(MControllerError):
 
     Attributes:
         method: the call that failed.
-        pid: the process of the engine.
-        log_tail: the last lines that the process wrote, or its traceback.
+        pid: the process of the engine; 0 if there is none.
+        log_tail: the last lines that the process wrote, and its traceback if it has answered with an error.
     """
 
     method: str
-    pid: int
-    log_tail: str
+    pid: int = 0
+    log_tail: str = ""
 
 
 class EngineDied(EngineError):
@@ -80,17 +83,20 @@ class EngineProcess:
         self._silence_timeout_s = silence_timeout_s
         self._method = "start"
         self._connection, theirs = multiprocessing.Pipe()
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the process
+        self._log, self._reported = tempfile.TemporaryFile(), 0  # noqa: SIM115  # closed with the process
         variables = {**interpreter_variables(python), **environment}
-        self._process = subprocess.Popen(
-            [python, str(program), str(theirs.fileno()), str(program.parent), str(_HASHING)],
-            stdin=subprocess.DEVNULL,
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-            env={name: value for name, value in variables.items() if value is not None},
-            pass_fds=[theirs.fileno()],
-            start_new_session=True,  # the tracker of its shared memory outlives it, and unlinks what it has left
-        )
+        try:
+            self._process = subprocess.Popen(
+                [python, str(program), str(theirs.fileno()), str(program.parent), str(_HASHING)],
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=subprocess.STDOUT,
+                env={name: value for name, value in variables.items() if value is not None},
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # the tracker of its shared memory outlives it, and unlinks what it has left
+            )
+        except OSError as error:
+            raise EngineError(f"vLLM's interpreter does not start: {error}", method="start") from error
         theirs.close()
         self._end = weakref.finalize(self, _end, self._process, self._connection, self._log)
         self.send("start", **arguments)
@@ -133,10 +139,15 @@ class EngineProcess:
         while True:
             kind, *values = self._received(limit)
             if kind == "result":
+                self._reported = self._size()
                 return values[0]
             if kind == "error":
+                cause, self._reported = _last_error(self._written(self._reported)), self._size()
                 text = f"vLLM's engine (pid {self.pid}) failed in {self._method}: {values[0]}"
-                raise EngineError(text, method=self._method, pid=self.pid, log_tail=values[1])
+                if cause.partition(": ")[2] not in text:  # of vLLM's own processes, to which its error only refers
+                    text += f"; before, it wrote: {cause}"
+                log = f"{self._log_tail()}\n{values[1]}"
+                raise EngineError(text, method=self._method, pid=self.pid, log_tail=log)
 
     def close(self) -> None:
         """End the process."""
@@ -160,8 +171,8 @@ class EngineProcess:
     def _died(self) -> EngineDied:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_EXIT_S)  # its connection is closed before it has ended
-        cause, log = exit_cause(self._process.poll()), self._log_tail()
-        last = log.splitlines()[-1] if log else "it wrote nothing"
+        cause, log, new = exit_cause(self._process.poll()), self._log_tail(), self._written(self._reported)
+        last = _last_error(new) or (new.splitlines() or ["it wrote nothing"])[-1]
         self.close()
         return EngineDied(
             f"vLLM's engine (pid {self.pid}) ended in {self._method} with {cause}: {last}",
@@ -185,8 +196,21 @@ class EngineProcess:
         )
 
     def _log_tail(self) -> str:
-        self._log.seek(0)
-        return "\n".join(self._log.read().decode(errors="replace").splitlines()[-_LOG_TAIL_LINES:])
+        return "\n".join(self._written().splitlines()[-_LOG_TAIL_LINES:])
+
+    def _written(self, start: int = 0) -> str:
+        """What the process wrote after a number of bytes; not more than the last ``_LOG_BYTES``."""
+        start = max(start, self._size() - _LOG_BYTES)
+        return os.pread(self._log.fileno(), _LOG_BYTES, start).decode(errors="replace")  # the process's offset stays
+
+    def _size(self) -> int:
+        return os.fstat(self._log.fileno()).st_size
+
+
+def _last_error(log: str) -> str:
+    """Return the last line of a log that a traceback ends with; empty if there is none."""
+    errors = [match[1] for line in log.splitlines() if (match := _ERROR_LINE.fullmatch(line))]
+    return errors[-1] if errors else ""
 
 
 def exit_cause(code: int | None) -> str:

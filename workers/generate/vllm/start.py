@@ -197,11 +197,12 @@ def policy_folder(config: ActorConfig) -> Path:
     if not file.exists():
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as partial:
+                partial.write(text)
+            os.replace(partial.name, file)  # other engines read it
         except OSError:  # vLLM's cache cannot be written either, which is beside it
             file = Path(tempfile.mkdtemp(prefix="policy-"), "config.json")
-        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as partial:
-            partial.write(text)
-        os.replace(partial.name, file)  # other engines read it
+            file.write_text(text)
     return file.parent
 
 

@@ -388,6 +388,10 @@ def test_a_client_that_disconnects_cancels_its_trajectory(serve: Callable[..., C
 def test_a_session_that_is_closed_cancels_its_request(serve: Callable[..., ChatServer]) -> None:
     server = serve(driven=True)
     session = server.open("a")
+    for port in (int(server.url.rpartition(":")[2]), 1 << 20):  # in use, and none
+        with pytest.raises(ConfigError) as rejected:
+            ChatServer(server.rollout, Characters(), port=port)
+        assert (rejected.value.key, rejected.value.value) == ("port", port)
     with connected(server) as client:
         client.sendall(request_of(session))
         until = time.monotonic() + 30

@@ -34,7 +34,7 @@ def installed_signatures() -> dict[str, list[str]]:
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.core_client import AsyncMPClient
 
-    methods = [AsyncLLM.generate, AsyncLLM.abort, AsyncLLM.is_paused, AsyncLLM.resume_generation]
+    methods = [AsyncLLM.generate, AsyncLLM.is_paused, AsyncLLM.resume_generation]
     methods += [AsyncMPClient.pause_scheduler_async]
     methods += [AsyncLLM.sleep, AsyncLLM.wake_up, AsyncLLM.collective_rpc, AsyncLLM.add_lora]
     return {

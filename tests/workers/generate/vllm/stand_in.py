@@ -170,10 +170,6 @@ class StandInLLM:
         finally:
             del self.in_flight[request_id], self.output_processor.request_states[request_id]
 
-    async def abort(self, request_id: str) -> None:
-        if request_id in self.in_flight:
-            self.in_flight[request_id] = True
-
     async def is_paused(self) -> bool:
         while self.is_hanging:
             await asyncio.sleep(0.01)

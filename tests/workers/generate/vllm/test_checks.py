@@ -54,11 +54,6 @@ ALONE = {"vllm": {"adapter_alone": True}}
         ({"rollout": {"vllm": {"kv_cache_bytes": 1000}}}, True, "rollout.vllm.kv_cache_bytes"),
         ({"model": {"max_sequence_length": 31}}, True, "model.max_sequence_length"),
         ({"model": {"gated_linear_unit": False}}, True, "model.gated_linear_unit"),
-        (
-            {"rollout": {"vllm": {"options": {"hf_overrides": {"vocab_size": 7}}}}},
-            True,
-            "rollout.vllm.options.hf_overrides",
-        ),
     ],
 )
 def test_settings_that_an_engine_cannot_run_are_rejected(changes: dict[str, Any], on_cpu: bool, key: str) -> None:
@@ -80,6 +75,8 @@ def test_heads_of_other_widths_are_for_gpus() -> None:
         ({"silence_timeout_s": 0}, "rollout.vllm.silence_timeout_s"),
         ({"options": {"max_num_seqs": 3}}, "rollout.vllm.options.max_num_seqs"),
         ({"options": {"nnodes": 2}}, "rollout.vllm.options.nnodes"),
+        ({"options": {"seed": 2}}, "rollout.vllm.options.seed"),
+        ({"options": {"hf_overrides": {"vocab_size": 7}}}, "rollout.vllm.options.hf_overrides"),
         ({"options": {"enable_batch_sharded_sampling": True}}, "rollout.vllm.options.enable_batch_sharded_sampling"),
     ],
 )

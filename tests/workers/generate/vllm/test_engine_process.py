@@ -25,6 +25,7 @@ method, arguments = connection.recv()
 print("started with", sorted(arguments), flush=True)
 if arguments.get("end"):
     sys.exit(arguments["end"])
+print("KeyError: 'of the start'", flush=True)
 connection.send(("result", {"variable": os.environ.get("GREETING"), "rank": os.environ.get("RANK")}))
 while True:
     method, arguments = connection.recv()
@@ -35,6 +36,7 @@ while True:
         connection.send(("progress",))
         connection.send(("result", "done"))
     elif method == "fail":
+        print("(EngineCore pid=7) ERROR 11-29 12:55:03 [core.py:1186] OSError: [Errno 28] No space left", flush=True)
         connection.send(("error", "ValueError: no such weight", "Traceback ..."))
     elif method == "die":
         print("about to end", flush=True)
@@ -80,7 +82,8 @@ def test_an_exception_of_the_engine_has_its_traceback_and_leaves_it_usable(engin
     with pytest.raises(EngineError) as caught:
         engine.call("fail")
     error = caught.value
-    assert (error.method, error.pid, error.log_tail) == ("fail", engine.pid, "Traceback ...")
+    assert (error.method, error.pid) == ("fail", engine.pid) and error.log_tail.endswith("\nTraceback ...")
+    assert "OSError: [Errno 28]" in str(error) and "KeyError" not in str(error)  # not of an earlier call
     assert engine.call("add", a=2, b=3) == 5
 
 
@@ -107,6 +110,9 @@ def test_an_engine_that_does_not_start_is_reported_with_its_exit_code(program: P
         EngineProcess({"end": 5}, {}, start_timeout_s=60, silence_timeout_s=60, program=program)
     assert (caught.value.method, caught.value.exit_cause) == ("start", "exit code 5")
     assert caught.value.log_tail == "started with ['end']"
+    with pytest.raises(EngineError) as not_there:
+        EngineProcess({}, {}, start_timeout_s=60, silence_timeout_s=60, program=program, python="/no/such/python")
+    assert not_there.value.method == "start" and isinstance(not_there.value.__cause__, FileNotFoundError)
 
 
 def test_the_process_ends_with_the_object(program: Path) -> None:

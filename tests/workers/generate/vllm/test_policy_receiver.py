@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -49,3 +51,20 @@ def test_vllm_loads_and_repacks_weights_under_its_own_config(module: Any, monkey
     receiver.receive_policy_bucket([buckets.path], [place])
     receiver.finish_policy_update()
     assert during == [True] * 4 and vllm.config.current is None
+
+    def load_none(pairs: Any) -> set[str]:
+        raise KeyError([*pairs][-1][0])
+
+    model.load_weights = load_none
+    with pytest.raises(RuntimeError, match=r"weight of \[3\]"):
+        receiver.receive_policy_bucket([buckets.path], [place])
+
+
+def test_a_process_of_an_engine_that_ended_before_it_started_ends_too(
+    module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = list[tuple[int, int]]()
+    monkeypatch.setattr(module.os, "kill", lambda *process_and_signal: ended.append(process_and_signal))
+    monkeypatch.setattr(module, "_END_S", 0.0)
+    module._end_with_engine(1 << 22, os.getppid())  # Linux has no process of this number
+    assert ended == [(os.getppid(), signal.SIGKILL), (os.getpid(), signal.SIGKILL)]

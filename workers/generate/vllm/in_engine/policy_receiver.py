@@ -6,6 +6,7 @@ copies the result into its own tensors, as ``reload_weights`` does.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import select
@@ -33,6 +34,7 @@ class PolicyReceiver:
     vllm_config: Any
     device: torch.device
     policy_temperature: float | None = None
+    policy_loading: tuple[str, tuple[int, ...]] = ("", ())
     policy_names_expected: frozenset[str]
     policy_names_received: set[str]
     policy_sums: dict[tuple[str, str], torch.Tensor]
@@ -57,13 +59,22 @@ class PolicyReceiver:
         Args:
             paths: of the shared memory, by node of the engine.
             tensors: name, dtype, shape and first byte of each.
+
+        Raises:
+            RuntimeError: vLLM cannot load a tensor, such as one of another model.
         """
         model = self.model_runner.get_model()
         path = paths[self.vllm_config.parallel_config.node_rank_within_dp]
-        with set_current_vllm_config(
-            self.vllm_config
-        ):  # layers that are complete are repacked, with kernels of its choice
-            self.policy_names_received |= model.load_weights(self._copied(self._mapped_bucket(path), tensors))
+        loading = self._copied(self._mapped_bucket(path), tensors)
+        try:
+            with set_current_vllm_config(self.vllm_config):  # complete layers are repacked, with kernels of its choice
+                self.policy_names_received |= model.load_weights(loading)
+        except Exception as error:
+            name, shape = self.policy_loading
+            raise RuntimeError(
+                f"the engine has another model than the policy, or an untested vLLM: it cannot load {name} of "
+                f"{list(shape)} with the weights before it: {type(error).__name__}: {str(error)[:300]}"
+            ) from error
         if not current_platform.is_cpu():
             torch.cuda.current_stream().synchronize()
 
@@ -117,6 +128,7 @@ class PolicyReceiver:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Copies of the tensors: vLLM keeps the tensors of a layer until it has all of them."""
         for name, dtype, shape, first in tensors:
+            self.policy_loading = name, shape
             content = memory[first : first + _nbytes(dtype, shape)].view(getattr(torch, dtype)).view(shape)
             copy = content.to(self.device, copy=True, non_blocking=True)
             if self.policy_keys is not None:
@@ -156,7 +168,8 @@ def _end_with_engine(engine: int, parent: int) -> None:
 
     They would run on if it was killed.
     """
-    select.select([os.pidfd_open(engine)], [], [])
+    with contextlib.suppress(ProcessLookupError):  # it ended while vLLM started this process
+        select.select([os.pidfd_open(engine)], [], [])
     if parent not in (engine, 1) and os.getppid() == parent:
         os.kill(parent, signal.SIGKILL)
     time.sleep(_END_S)  # vLLM ends it and unlinks its shared memory, as its connection to the engine core has ended

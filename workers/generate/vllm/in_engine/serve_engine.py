@@ -119,11 +119,13 @@ class Engine:
     ) -> Response:
         """Generate a response to a prompt; the request waits while the engine sleeps or is paused.
 
+        Cancelling the coroutine ends the request, also in vLLM.
+
         Args:
             prompt: token ids.
             parameters: arguments of ``vllm.SamplingParams``.
             temperature: divides the logits. Requests with another one wait until those in flight have ended.
-            request_id: for ``abort``.
+            request_id: a name of its own.
             on_part: called with what was generated since the last call; what is returned is the rest.
         """
         from vllm import SamplingParams
@@ -168,10 +170,6 @@ class Engine:
         finally:
             for task in tasks:
                 task.cancel()
-
-    async def abort(self, request_id: str) -> None:
-        """End a request, whose response has the tokens so far."""
-        await self._llm.abort(request_id)
 
     async def pause(self, mode: str = "keep") -> None:
         """Stop to generate until ``resume``, and drop the keys and values of all tokens.
@@ -383,7 +381,7 @@ class RequestServer:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         from engine_messages import packed, read_message
 
-        tasks: set[asyncio.Task[None]] = set()
+        tasks: dict[int, asyncio.Task[None]] = {}
         name = next(self._connections)
         try:
             head, _ = await asyncio.wait_for(read_message(reader), 10.0)
@@ -391,19 +389,21 @@ class RequestServer:
                 return
             writer.write(packed(await self._engine.start()))
             report = partial(writer.write, packed({}))
-            tasks = {asyncio.ensure_future(self._engine.report_progress(report))}
+            tasks = {-1: asyncio.ensure_future(self._engine.report_progress(report))}
             while True:
                 head, arrays = await read_message(reader)
                 if "abort" in head:
-                    await self._engine.abort(f"{name}-{head['abort']}")
+                    if (task := tasks.get(head["abort"])) is not None:
+                        task.cancel()
                     continue
-                task = asyncio.ensure_future(self._answer(writer, f"{name}-{head['id']}", head, arrays[0].tolist()))
-                tasks.add(task)
-                task.add_done_callback(tasks.discard)
+                number, prompt = head["id"], arrays[0].tolist()
+                task = asyncio.ensure_future(self._answer(writer, f"{name}-{number}", head, prompt))
+                tasks[number] = task
+                task.add_done_callback(partial(tasks.pop, number))
         except (TimeoutError, EOFError):
             pass
         finally:
-            for task in tasks:  # nobody waits for them any more
+            for task in tasks.values():  # nobody waits for them any more
                 task.cancel()
             writer.close()
 
