@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import json
+import os
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +17,7 @@ from mcontroller.errors import ConfigError
 from workers import ActorConfig, ActorRolloutRefWorker, load_config
 from workers.generate.engines import ROLLOUT_ENGINES
 from workers.generate.vllm.checks import check_settings
+from workers.generate.vllm.start import policy_folder
 
 MODEL = {
     "vocab_size": 131,
@@ -107,3 +113,14 @@ def test_an_adapter_goes_alone_only_to_an_engine_of_the_actors_group(monkeypatch
     with pytest.raises(ConfigError) as caught:
         RayClassWithInitArgs(ActorRolloutRefWorker, alone, role="rollout")
     assert caught.value.key == "rollout.vllm.adapter_alone"
+
+
+def test_a_cache_folder_that_is_full_does_not_stop_an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def is_full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(os, "replace", is_full)
+    folder = policy_folder(config())
+    assert folder.parent == tmp_path and json.loads((folder / "config.json").read_text())["vocab_size"]
