@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import functools
-import inspect
 import logging
 import sys
-import textwrap
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
@@ -102,16 +99,6 @@ class MegatronWorker(Worker):
             cls.__init__ = _leaving_context(cls.__init__)  # type: ignore[method-assign]
 
     @classmethod
-    def check_init(cls, *args: Any, **kwargs: Any) -> None:
-        """Reject a subclass that neither passes ``parallel`` on nor reports its layout, as its source shows.
-
-        Raises:
-            ConfigError: its constructor calls ``super().__init__()`` without arguments.
-        """
-        if _passes_nothing_on(cls):
-            cls._check_reports()
-
-    @classmethod
     def cuda_variables(cls, capability: tuple[int, int] | None, *args: Any, **kwargs: Any) -> dict[str, str]:
         """Return CUDA_DEVICE_MAX_CONNECTIONS as the axes among the arguments need it; see ``max_connections``.
 
@@ -145,20 +132,6 @@ class MegatronWorker(Worker):
     def get_megatron_global_info(self) -> DistGlobalInfo:
         """Return the size of each axis, as Megatron reports it."""
         return self.context.global_info()
-
-
-def _passes_nothing_on(cls: type[MegatronWorker]) -> bool:
-    """Return whether the constructor below that of ``MegatronWorker`` calls it without arguments, in its source."""
-    inits = [base for base in cls.__mro__ if "__init__" in vars(base)]
-    below = inits.index(MegatronWorker) - 1
-    if below < 0:
-        return False
-    try:
-        source = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(vars(inits[below])["__init__"]))))
-    except (OSError, TypeError, SyntaxError):  # such as of a class that was defined in a console
-        return False
-    calls = [ast.unparse(node) for node in ast.walk(source) if isinstance(node, ast.Call)]
-    return "super().__init__()" in calls
 
 
 def _leaving_context(init: Callable[..., None]) -> Callable[..., None]:
