@@ -115,7 +115,7 @@ class RoleCall:
         mode.transformer_engine = config.model.transformer_impl != "local"
         fields: dict[str, Any] = {"gradient_accumulation_fusion": False}
         if mode.transformer_engine:
-            fields = {default.field: default.value for default in defaults_with(config.model, with_engine=True)}
+            fields = defaults_with(config.model, with_engine=True)
         transformer = fields | config.model.transformer
         transformer_engine.check_counted(transformer)
         model = replace(config.model, transformer_impl="local", hf_path=None, transformer=transformer)

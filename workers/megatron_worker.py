@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
-import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
@@ -21,8 +19,6 @@ from parallel_state.megatron import MegatronContext, initialize_distributed
 from workers.config import ParallelConfig
 from workers.gpu_ids import check_distinct_gpus
 from workers.model.gpu_defaults import connection_variables, set_max_connections
-
-_logger = logging.getLogger(__name__)
 
 _REPORTS = ("get_megatron_rank_info", "get_megatron_global_info")
 
@@ -77,11 +73,7 @@ class MegatronWorker(Worker):
             return
         layout = parallel.layout(self.world_size)
         if self.device.type == "cuda":
-            explanation, right = set_max_connections(parallel)  # before the device is used
-            if not right:
-                _logger.warning(explanation)
-            elif self.rank == 0:
-                sys.stdout.write(f"{explanation}\n")
+            set_max_connections(parallel)  # before the device is used
             torch.cuda.set_device(self.device)
         address, port = self.get_master_addr_port()
         initialize_distributed(

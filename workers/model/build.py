@@ -205,8 +205,8 @@ class _OwnModel:
             check_device(model, torch.cuda.get_device_capability(), torch.cuda.get_device_name())
         if dist.get_rank() == 0 and device.current.has_memory:  # a dry run's report names the layers
             _print_once(f"model.transformer_impl={model.transformer_impl}: layers of {self.implementation}")
-            for default in gpu_defaults(model):
-                _print_once(str(default))
+            for field, value in gpu_defaults(model).items():
+                _print_once(f"model.transformer.{field}={value}")
 
     def __call__(self, pre_process: bool, post_process: bool, vp_stage: int | None) -> torch.nn.Module:
         model, context = self.model, self.context

@@ -104,7 +104,7 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig) -> Transfor
             of the configuration, or has a value of another type; TransformerConfig itself rejects the model.
     """
     kind, fields, extra = given_fields(model, parallel)
-    fields |= {default.field: default.value for default in gpu_defaults(model)}
+    fields |= gpu_defaults(model)
     # Megatron computes a softmax over one chosen expert, but its check rejects it: the router is not trained then.
     chosen_only = model.moe_router_topk == 1 and extra.get("moe_router_pre_softmax") is False
     try:
