@@ -23,7 +23,6 @@ from mcontroller.transport import Executor, Future
 from mcontroller.worker import W_co
 from parallel_state.axes import DENSE_AXES
 from parallel_state.infos import DistGlobalInfo, DistRankInfo
-from parallel_state.keywords import known_keywords
 from parallel_state.layout import ParallelLayout
 from parallel_state.topology import Topology
 
@@ -146,7 +145,6 @@ class GroupMethod(Generic[P, Result_co, Future_co]):
     def options(self, *, blocking: Literal[True], **options: Unpack[CallOptions]) -> Self: ...
     @overload
     def options(self, *, blocking: bool, **options: Unpack[CallOptions]) -> GroupMethod[P, Any, Future_co]: ...
-    @known_keywords(DispatchError)
     def options(
         self,
         *,

@@ -24,7 +24,6 @@ from parallel_state.axes import (
     span_text,
 )
 from parallel_state.errors import LayoutError
-from parallel_state.keywords import known_keywords
 
 MOST_RANKS = 2**20
 """A topology has the coordinates of each rank: far above, it would take all memory."""
@@ -34,7 +33,6 @@ ORDER_AXES = ("tp", "cp", "ep", "dp", "pp")
 _EXPERT_NAME = {"tp": "etp", "dp": "edp"}
 
 
-@known_keywords(LayoutError)
 @dataclass(frozen=True, slots=True)
 class ParallelLayout:
     """Sizes and order of the axes of ``world_size`` ranks, as ``megatron.core.parallel_state`` arranges them.

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from parallel_state.errors import ParallelStateError
-from parallel_state.keywords import known_keywords
 from parallel_state.layout import ParallelLayout
 from parallel_state.simulated.simulation import Simulation
 from parallel_state.simulated.trace import CommunicationTrace
@@ -17,7 +16,6 @@ from parallel_state.simulated.trace import CommunicationTrace
 T = TypeVar("T")
 
 
-@known_keywords(ParallelStateError)
 def run_ranks(
     layout: int | ParallelLayout,
     function: Callable[..., T],
