@@ -16,10 +16,8 @@ from parallel_state.axes import (
     EXPERT_AXES,
     RESERVED_NAMES,
     FrozenMap,
-    coordinates_text,
     grid_size,
     is_count,
-    normalize_index,
     product_text,
     span_text,
 )
@@ -123,37 +121,6 @@ class ParallelLayout:
             )
         return {axis: rank // self._strides[axis] % size for axis, size in self.sizes.items()}
 
-    def rank(self, **coordinates: int) -> int:
-        """Return the rank with these coordinates.
-
-        Args:
-            coordinates: an index on every axis of the dense grid or of the expert grid. An axis of size 1 may be left
-                out; a negative index counts from the end of its axis.
-
-        Raises:
-            LayoutError: an unknown axis, an index outside its axis, a missing axis, or dense and expert coordinates
-                that belong to different ranks.
-        """
-        indices = {axis: self._index(axis, index) for axis, index in coordinates.items()}
-        missing = {grid: [a for a in grid if a not in indices and self.sizes[a] > 1] for grid in self._grids}
-        complete = [grid for grid in self._grids if not missing[grid]]
-        if not complete:
-            raise LayoutError(
-                f"{coordinates_text(coordinates) or 'no coordinates'}: add {' and '.join(missing[self.dense_axes])}"
-                f" (dense grid) or {' and '.join(missing[self.expert_axes])} (expert grid)",
-                coordinates=coordinates,
-            )
-        rank = sum(indices.get(axis, 0) * self._strides[axis] for axis in complete[0])
-        selected = self.coordinates(rank)
-        if any(selected[axis] != index for axis, index in indices.items()):
-            raise LayoutError(
-                f"no rank has the coordinates {coordinates_text(indices)}: {', '.join(complete[0])} select rank "
-                f"{rank}, which has {coordinates_text({axis: selected[axis] for axis in indices})}",
-                coordinates=coordinates,
-                rank=rank,
-            )
-        return rank
-
     def column(self, axis: str) -> tuple[int, ...]:
         """Return the index of every rank on ``axis``, by rank.
 
@@ -204,17 +171,6 @@ class ParallelLayout:
         for axis in axes:
             if axis not in self.sizes:
                 raise LayoutError(f"the layout has no axis {axis!r}; it has {', '.join(self.sizes)}", axis=axis)
-
-    def _index(self, axis: str, index: int) -> int:
-        self._check_axes((axis,))
-        normalized = normalize_index(index, self.sizes[axis])
-        if normalized is None:
-            raise LayoutError(
-                f"{axis}={index!r} lies outside axis {axis} of size {self.sizes[axis]} ({span_text(self.sizes[axis])})",
-                axis=axis,
-                index=index,
-            )
-        return normalized
 
 
 def _check_arguments(layout: ParallelLayout) -> None:
