@@ -37,10 +37,8 @@ def topology_text(
         max_rows: the largest number of rows of a table; rows in the middle of a longer one are left out.
 
     Raises:
-        TopologyError: another value of ``by``, or ``"node"`` without nodes.
+        TopologyError: ``"node"`` without nodes.
     """
-    if by not in (None, "stage", "node", "rank"):
-        raise TopologyError(f"describe(by={by!r}): expected 'stage', 'node' or 'rank'", by=by)
     if by == "node" and nodes is None:
         raise TopologyError("describe(by='node'): the nodes of these ranks are not known; use 'stage' or 'rank'", by=by)
     blocks = [_headline(sizes, columns, vpp)]
@@ -143,25 +141,7 @@ def _node_block(sizes: Sizes, columns: Indices, nodes: Sequence[str], max_rows: 
     for node, ranks in ranks_on.items():
         indices = (sorted({columns[axis][rank] for rank in ranks}) for axis in axes)
         body.append([node, runs_text(ranks), *map(runs_text, indices)])
-    text = table_text(["node", "ranks", *axes], body, max_rows)
-    return f"{text}\n({_node_crossings(sizes, columns, nodes, axes)})" if axes and len(ranks_on) > 1 else text
-
-
-def _node_crossings(sizes: Sizes, columns: Indices, nodes: Sequence[str], axes: Sequence[str]) -> str:
-    """Return which axes have each of their groups on one node, and which have groups that span nodes."""
-    crossing = {axis for axis in axes if _crosses_nodes(sizes, columns, nodes, axis)}
-    inside = [axis for axis in axes if axis not in crossing]
-    across = [axis for axis in axes if axis in crossing]
-    parts = [f"inside a node: {', '.join(inside)}"] if inside else []
-    return "; ".join([*parts, *([f"across nodes: {', '.join(across)}"] if across else [])])
-
-
-def _crosses_nodes(sizes: Sizes, columns: Indices, nodes: Sequence[str], axis: str) -> bool:
-    grid = expert_grid(sizes) if axis in EXPERT_AXES else dense_grid(sizes)
-    others = [columns[other] for other in grid if other != axis]
-    groups = zip(*others, strict=True) if others else [()] * len(nodes)
-    node_of: dict[tuple[int, ...], str] = {}
-    return any(node_of.setdefault(group, node) != node for group, node in zip(groups, nodes, strict=True))
+    return table_text(["node", "ranks", *axes], body, max_rows)
 
 
 def _rank_block(sizes: Sizes, columns: Indices, texts: Mapping[str, Sequence[str]], max_rows: int) -> str:
