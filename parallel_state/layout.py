@@ -23,9 +23,6 @@ from parallel_state.axes import (
 )
 from parallel_state.errors import LayoutError
 
-MOST_RANKS = 2**20
-"""A topology has the coordinates of each rank: far above, it would take all memory."""
-
 DEFAULT_ORDER = "tp-cp-ep-dp-pp"
 ORDER_AXES = ("tp", "cp", "ep", "dp", "pp")
 _EXPERT_NAME = {"tp": "etp", "dp": "edp"}
@@ -175,10 +172,6 @@ class ParallelLayout:
 
 def _check_arguments(layout: ParallelLayout) -> None:
     """Reject sizes that are not positive ints, and user-defined axes with invalid names."""
-    if not isinstance(layout.order, str):
-        raise LayoutError(f"order is {layout.order!r}; expected axes joined by '-', as in {DEFAULT_ORDER!r}")
-    if not isinstance(layout.extra, Mapping):
-        raise LayoutError(f"extra is {layout.extra!r}; expected the size of each user-defined axis, as {{'fsdp': 2}}")
     for name in layout.extra:
         if not (isinstance(name, str) and name.isidentifier() and name == name.lower()) or name in RESERVED_NAMES:
             raise LayoutError(
@@ -189,11 +182,6 @@ def _check_arguments(layout: ParallelLayout) -> None:
     for name, value in {**counts, **layout.extra}.items():
         if not is_count(value) and not (name in ("etp", "vpp") and value is None):
             raise LayoutError(f"{name} is {value!r}; expected an int of at least 1", axis=name, value=value)
-    if layout.world_size > MOST_RANKS:
-        raise LayoutError(
-            f"world_size is {layout.world_size}; expected at most {MOST_RANKS} ranks",
-            world_size=layout.world_size,
-        )
     if layout.vpp is not None and layout.pp == 1:
         raise LayoutError(
             f"vpp {layout.vpp} with pp 1: virtual stages interleave a pipeline; leave vpp None or use pp >= 2",

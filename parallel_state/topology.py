@@ -99,10 +99,8 @@ class Topology:
             names: the name of every rank, by rank.
 
         Raises:
-            TopologyError: ``layout`` is of another type, or there is not one node or name for each rank.
+            TopologyError: there is not one node or name for each rank.
         """
-        if not isinstance(layout, ParallelLayout):
-            raise TopologyError(f"layout is {layout!r}; expected a ParallelLayout, as in ParallelLayout(8, tp=2)")
         columns = {axis: layout.column(axis) for axis in layout.sizes}
         return cls(layout.world_size, layout.sizes, columns, vpp=layout.vpp, nodes=nodes, names=names)
 

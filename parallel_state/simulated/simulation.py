@@ -84,8 +84,6 @@ class Simulation:
             raise ParallelStateError(
                 f"schedule={schedule!r} with seed={seed}; expected 'round_robin' without a seed, or 'random' with one"
             )
-        if isinstance(layout, bool) or not isinstance(layout, int | ParallelLayout | Topology):
-            raise LayoutError(f"layout is {layout!r}; expected a ParallelLayout, a Topology or a number of ranks")
         self.world_size = layout if isinstance(layout, int) else layout.world_size
         if self.world_size < 1:
             raise LayoutError(f"a simulation has at least one rank, not {self.world_size}", world_size=self.world_size)

@@ -31,7 +31,6 @@ from mcontroller import (
 )
 from mcontroller.dispatch.modes import plan
 from mcontroller.testing import mock_worker_group
-from parallel_state import Topology
 from parallel_state.layout import ParallelLayout
 from tests.mcontroller.batches import numbered, numbers
 from tests.mcontroller.groups import topology_of
@@ -190,10 +189,6 @@ def test_wrong_classes_and_layouts_are_rejected() -> None:
     for make in (lambda: mock_worker_group(Model, "8"), lambda: LocalWorkerGroup(Model, "8")):  # type: ignore[arg-type]
         with pytest.raises(LayoutError):
             make()
-    with pytest.raises(LayoutError):
-        ParallelLayout(8, extra=3)  # type: ignore[arg-type]
-    with pytest.raises(TopologyError):
-        Topology.from_layout(8)  # type: ignore[arg-type]
     with pytest.raises(ConfigError):
         ChannelOptions(ports=(20000,))  # type: ignore[arg-type]
     for sizes in ("2", [2, "2"], None, 3):
