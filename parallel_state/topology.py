@@ -32,7 +32,6 @@ from parallel_state.infos import (
     DistGlobalInfo,
     DistRankInfo,
     agreed_sizes,
-    check_virtual_stages,
     columns_of,
     sizes_of,
 )
@@ -83,7 +82,6 @@ class Topology:
         }
         for name, value in immutable.items():
             object.__setattr__(self, name, value)
-        _check_axis_names(self)
         for grid in filter(None, (self.dense_axes, self.expert_axes)):
             _check_full_grid(self, grid)
 
@@ -123,8 +121,8 @@ class Topology:
             declared: the layout whose sizes the ranks must report.
 
         Raises:
-            TopologyError: the ranks disagree on a size, a coordinate or a virtual stage is outside its axis, two ranks
-                report the same coordinates, or the sizes are not those of ``declared``. The message names the ranks.
+            TopologyError: the ranks disagree on a size, a coordinate is outside its axis, two ranks report the same
+                coordinates, or the sizes are not those of ``declared``. The message names the ranks.
         """
         world_size = len(rank_infos)
         if world_size == 0 or len(global_infos) != world_size:
@@ -132,8 +130,6 @@ class Topology:
                 f"{world_size} rank infos and {len(global_infos)} global infos; expected one of each per rank",
                 world_size=world_size,
             )
-        _check_per_rank("nodes", nodes, world_size)
-        _check_per_rank("names", names, world_size)
 
         def label(rank: int) -> str:
             return _label(rank, nodes, names)
@@ -143,7 +139,6 @@ class Topology:
         if declared is not None:
             _check_declared(sizes, global_info.vpp_size, declared)
         columns = columns_of(rank_infos, global_info, label)
-        check_virtual_stages(rank_infos, global_info, label)
         return cls(world_size, sizes, columns, vpp=global_info.vpp_size, nodes=nodes, names=names)
 
     @classmethod
@@ -359,27 +354,9 @@ def _check_declared(sizes: Mapping[str, int], vpp: int | None, declared: Paralle
         )
 
 
-def _check_axis_names(topology: Topology) -> None:
-    sizes, axes = topology.sizes, (*topology.dense_axes, *topology.expert_axes)
-    if not axes or any(axis not in axes for axis in sizes):
-        raise TopologyError(
-            f"axes {', '.join(sizes) or '(none)'} form no grid; expected at least one axis outside the expert grid, "
-            f"and all of {', '.join(EXPERT_AXES)} or none of them",
-            axes=tuple(sizes),
-        )
-
-
 def _check_full_grid(topology: Topology, axes: Sequence[str]) -> None:
     """Raise TopologyError unless each combination of indices on ``axes`` belongs to exactly one rank."""
     sizes, columns, world_size = topology.sizes, topology.columns, topology.world_size
-    for axis in axes:
-        if not is_count(sizes[axis]):
-            raise TopologyError(f"axis {axis} has size {sizes[axis]!r}; expected an int of at least 1", axis=axis)
-        if len(columns.get(axis, ())) != world_size:
-            raise TopologyError(
-                f"axis {axis} has {len(columns.get(axis, ()))} indices for {world_size} ranks; expected one per rank",
-                axis=axis,
-            )
     if grid_size(axes, sizes) != world_size:
         raise TopologyError(
             f"{product_text(axes, sizes)} = {grid_size(axes, sizes)} ranks expected, but {world_size} report",

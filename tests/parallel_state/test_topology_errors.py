@@ -39,8 +39,6 @@ WRONG_REPORTS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (dict(etp_rank=0), {"ranks": (4, 5), "missing": 1}),
     (dict(tp_size=4), {"ranks": (5,), "field": "tp_size"}),
     (dict(vpp_size=2), {"ranks": (5,), "field": "vpp_size"}),
-    (dict(vpp_rank=0), {"ranks": (5,), "vpp_rank": 0}),
-    (dict(vpp_rank=2, layout=ParallelLayout(8, pp=2, vpp=2)), {"ranks": (5,), "vpp_rank": 2}),
     (
         dict(extra={"lane": 0}),
         {"ranks": (5,)},
@@ -92,7 +90,6 @@ WRONG_WHOLES: list[tuple[Any, dict[str, Any]]] = [
     (lambda: collected(R, G[:7]), {"world_size": 8}),
     (lambda: collected(R[:6], G[:6]), {"world_size": 6, "sizes": {"tp": 2, "cp": 1, "dp": 2, "pp": 2}}),
     (lambda: collected(R, G, nodes=["a"]), {"world_size": 8}),
-    (lambda: collected([*R[:7], {"tp_rank": 1}], G), {"ranks": (7,)}),
     (
         lambda: collected(R, G, declared=ParallelLayout(8, tp=4, pp=2, vpp=2)),
         {
@@ -107,21 +104,13 @@ WRONG_WHOLES: list[tuple[Any, dict[str, Any]]] = [
     ),
     (
         lambda: collected(R, [dataclasses.replace(G[0], dp_size=0)] * 8),
-        {"axis": "dp"},
+        {"world_size": 8, "sizes": {"tp": 2, "cp": 1, "dp": 0, "pp": 2}},
     ),
     (
         lambda: collected(R, [dataclasses.replace(G[0], edp_size=4)] * 8),
         {"world_size": 8, "sizes": {"etp": 2, "ep": 1, "edp": 4, "pp": 2}},
     ),
-    (
-        lambda: collected(R, [dataclasses.replace(G[0], extra={"tp": 1})] * 8),
-        {"axis": "tp"},
-    ),
-    (lambda: collected(R, [dataclasses.replace(G[0], vpp_size=0)] * 8), {"vpp_size": 0, "pp_size": 2}),
     (lambda: Topology.flat(0), {"world_size": 0}),
-    (lambda: Topology(4, {}, {}), {"axes": ()}),
-    (lambda: Topology(4, {"dp": 4, "ep": 2}, {"dp": range(4), "ep": [0, 1] * 2}), {"axes": ("dp", "ep")}),
-    (lambda: Topology(4, {"dp": 4}, {"dp": [0, 1, 2]}), {"axis": "dp"}),
 ]
 
 
