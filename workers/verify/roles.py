@@ -211,9 +211,6 @@ class RoleProgram(Program):
         lengths = _PROMPT + _RESPONSE
         return cls(config, worker.build_model, worker.forward_step, batch, lengths, micro_batches, _ROWS, role=role)
 
-    def check_functions(self) -> None:
-        """Do nothing: the functions are methods of the worker, and called by it."""
-
     def smaller(self, *, micro_batches: int | None = None, seq_length: int | None = None, **fields: Any) -> RoleProgram:
         """Return the role with fewer micro-batches, and other values of fields of its model.
 
