@@ -241,7 +241,9 @@ def _compare(differing: dict[str, tuple[Any, Any]], name: str, built: Any, wante
         differing[name] = (built, wanted)
 
 
-def checked_fields(kind: type, values: Mapping[str, Any], at: str, set_elsewhere: Mapping[str, str]) -> dict[str, Any]:
+def checked_fields(
+    kind: type, values: Mapping[str, Any], at: str, set_elsewhere: Mapping[str, str] = types.MappingProxyType({})
+) -> dict[str, Any]:
     """Return the fields of a configuration class of Megatron, checked and converted to its annotations.
 
     Args:
