@@ -21,7 +21,6 @@ from parallel_state.megatron import MegatronContext
 from parallel_state.releases import language_models
 from workers.config import ModelConfig, ParallelConfig
 from workers.config.fit import check_engine_windows, check_local, padded_vocab_size
-from workers.config.precision import check_device
 from workers.distinct_tokens import attend_over_rows
 from workers.lora.attach import choose_trained_weights
 from workers.model.bridge import BridgeModel
@@ -201,8 +200,6 @@ class _OwnModel:
             check_local(model, on_gpu=torch.cuda.is_available(), counted=transformer_engine.counted_fields())
         else:
             check_engine_windows(model, parallel)
-        if torch.cuda.is_available():
-            check_device(model, torch.cuda.get_device_capability(), torch.cuda.get_device_name())
         if dist.get_rank() == 0 and device.current.has_memory:  # a dry run's report names the layers
             _print_once(f"model.transformer_impl={model.transformer_impl}: layers of {self.implementation}")
             for field, value in gpu_defaults(model).items():
