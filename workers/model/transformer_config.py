@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from megatron.core import activations
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
-from torch import nn
 
 from mcontroller.errors import ConfigError
 from parallel_state.releases import language_models, release
@@ -200,15 +199,8 @@ def check_chunks(chunks: Sequence[Any], model: ModelConfig, parallel: ParallelCo
         owner: what built the chunks, for the message.
 
     Raises:
-        ConfigError: fields differ; ``differing`` has (the chunk's value, the configured value) by name. Or the chunks
-            are no list.
+        ConfigError: fields differ; ``differing`` has (the chunk's value, the configured value) by name.
     """
-    if not isinstance(chunks, list | tuple | nn.ModuleList):
-        raise ConfigError(
-            f"{owner} returned {type(chunks).__name__}; expected a list of this rank's model chunks, such as [model]",
-            key="build_model",
-            value=chunks,
-        )
     expected = transformer_config(model, parallel)
     differing: dict[str, tuple[Any, Any]] = {}
     for chunk in chunks:
