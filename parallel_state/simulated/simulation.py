@@ -19,6 +19,7 @@ from parallel_state.hangs.lines import calling_line, raising_line
 from parallel_state.hangs.report import Position, cause_of, describe_ranks, stories
 from parallel_state.layout import ParallelLayout
 from parallel_state.rank_state import StateSwitch
+from parallel_state.requirements import has_megatron
 from parallel_state.simulated.calls import Call, KeyWait
 from parallel_state.simulated.checkpoint_writer import in_process_writers
 from parallel_state.simulated.errors import (
@@ -33,7 +34,7 @@ from parallel_state.simulated.exchange import Exchange
 from parallel_state.simulated.groups import GroupRegistry
 from parallel_state.simulated.own_modules import OwnModules
 from parallel_state.simulated.process_group import SimulatedGroup, SimulatedStore
-from parallel_state.simulated.process_state import ProcessState, has_megatron
+from parallel_state.simulated.process_state import ProcessState
 from parallel_state.simulated.scheduler import RankThread, Scheduler
 from parallel_state.simulated.shared_writes import SharedWrites
 from parallel_state.simulated.trace import CommunicationTrace
