@@ -158,16 +158,16 @@ def checked(mini_batches: Tensor, shape: tuple[int, int], together: int = 1) -> 
     Raises:
         DataError: their shape is not ``shape``, which is ``[rows, epochs]``, or they part rows that stay together.
     """
-    units = mini_batches.view(-1, together, shape[1]) if tuple(mini_batches.shape) == shape else mini_batches[:, None]
-    if bool((units != units[:, :1]).any()):
-        with before_changes():
-            raise DataError(f"column mini_batches parts {together} rows that stay together", column="mini_batches")
     if tuple(mini_batches.shape) != shape:
         with before_changes():
             raise DataError(
                 f"column mini_batches has the shape {list(mini_batches.shape)}; expected [rows, epochs], {list(shape)}",
                 column="mini_batches",
             )
+    units = mini_batches.view(-1, together, shape[1])
+    if bool((units != units[:, :1]).any()):
+        with before_changes():
+            raise DataError(f"column mini_batches parts {together} rows that stay together", column="mini_batches")
     return mini_batches
 
 
