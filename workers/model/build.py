@@ -86,12 +86,10 @@ def build_model(
     Raises:
         DataError: the checkpoint at ``model.hf_path`` does not fit the model, with the names of its tensors; or the
             model computes something else than transformers (``model.verify_load``), with the name of the layer.
-        ConfigError: before the first collective: the axes do not divide the model, or differ from the context's; a
-            field is unknown or of a wrong type; Transformer Engine is requested and cannot run. Also if Megatron
-            cannot build the model, or a provider's chunk has no Megatron config or one whose flags contradict its
-            dtype.
+        ConfigError: before the first collective: the axes do not divide the model; a field is unknown or of a wrong
+            type; Transformer Engine is requested and cannot run. Also if Megatron cannot build the model, or a
+            provider's chunk has no Megatron config or one whose flags contradict its dtype.
     """
-    _check_axes(parallel, context)
     if model_provider is None:
         built_by = BridgeModel if model.provider == "bridge" else _OwnModel
         model_provider = built_by(model, parallel, context, value_head)
@@ -128,19 +126,6 @@ def _mask_padding(chunk: Any, vocab_size: int) -> None:
     padded = isinstance(chunk, language_models()) and chunk.vocab_size >= vocab_size
     if padded and not hasattr(chunk, "unpadded_vocab_size"):
         mask_padded_vocabulary(chunk, vocab_size)
-
-
-def _check_axes(parallel: ParallelConfig, context: MegatronContext) -> None:
-    layout = context.layout
-    expected = {"tp": parallel.tp, "pp": parallel.pp, "cp": parallel.cp, "ep": parallel.ep, "vpp": parallel.vpp}
-    for axis, size in expected.items():
-        if getattr(layout, axis) != size:
-            raise ConfigError(
-                f"parallel.{axis} is {size}, but the context's layout has {axis}={getattr(layout, axis)}: build both "
-                "from one ParallelConfig",
-                key=f"parallel.{axis}",
-                value=size,
-            )
 
 
 def _with_groups(
