@@ -337,8 +337,7 @@ class ActorRolloutRefWorker(ModelWorker):
 
         Raises:
             ConfigError: the role does not include ``actor``, or ``meta_info["temperature"]`` is not above 0.
-            DataError: a column is missing or of a wrong shape, or responses are longer than
-                ``rollout.response_length``.
+            DataError: a column is missing or of a wrong shape.
         """
         require_role(self.roles, "actor", "compute_log_prob")
         replay = self.router_replay
@@ -554,13 +553,11 @@ class ActorRolloutRefWorker(ModelWorker):
         def experts(batch: Mapping[str, Tensor], rows: TokenBatch) -> RowExperts:
             return self.router_replay.replayed(batch, rows.lengths, rows.tokens.size(1), method)
 
-        rollout = self.config.rollout
         if TOKEN_TEMPERATURES in data.tensor_names:
             columns = (*columns, TOKEN_TEMPERATURES)
-        temperature = temperature_of(data.meta_info, rollout.temperature, method)
-        longest = rollout.response_length
+        temperature = temperature_of(data.meta_info, self.config.rollout.temperature, method)
         return self.reader.responses(
-            data, method, columns, temperature=temperature, max_response=longest, experts=experts if replayed else None
+            data, method, columns, temperature=temperature, experts=experts if replayed else None
         )
 
     def _supervised(self, data: DataProto) -> TokenBatch:
