@@ -53,8 +53,8 @@ def topology_text(
     return "\n\n".join(blocks)
 
 
-def runs_text(values: Sequence[int], limit: int = 3) -> str:
-    """Return numbers, in their order, as runs: ``0-7``, ``0-1, 8-9``, or past ``limit`` runs ``0, 4 .. 28``."""
+def runs_text(values: Sequence[int]) -> str:
+    """Return numbers, in their order, as runs: ``0-7``, ``0-1, 8-9``, or past three runs ``0, 4 .. 28``."""
     runs: list[list[int]] = []
     for value in values:
         if runs and value == runs[-1][1] + 1:
@@ -62,7 +62,7 @@ def runs_text(values: Sequence[int], limit: int = 3) -> str:
         else:
             runs.append([value, value])
     texts = [f"{first}-{last}" if last > first else f"{first}" for first, last in runs]
-    return ", ".join(texts) if len(texts) <= limit else f"{', '.join(texts[: limit - 1])} .. {texts[-1]}"
+    return ", ".join(texts) if len(texts) <= 3 else f"{texts[0]}, {texts[1]} .. {texts[-1]}"
 
 
 def _world_size(columns: Indices) -> int:

@@ -86,21 +86,18 @@ class Topology:
             _check_full_grid(self, grid)
 
     @classmethod
-    def from_layout(
-        cls, layout: ParallelLayout, nodes: Sequence[str] | None = None, names: Sequence[str] | None = None
-    ) -> Topology:
+    def from_layout(cls, layout: ParallelLayout, nodes: Sequence[str] | None = None) -> Topology:
         """Return the topology of ranks in the layout's own order.
 
         Args:
             layout: the declared sizes and order of the axes.
             nodes: the node of every rank, by rank.
-            names: the name of every rank, by rank.
 
         Raises:
-            TopologyError: there is not one node or name for each rank.
+            TopologyError: there is not one node for each rank.
         """
         columns = {axis: layout.column(axis) for axis in layout.sizes}
-        return cls(layout.world_size, layout.sizes, columns, vpp=layout.vpp, nodes=nodes, names=names)
+        return cls(layout.world_size, layout.sizes, columns, vpp=layout.vpp, nodes=nodes)
 
     @classmethod
     def from_infos(
@@ -142,17 +139,16 @@ class Topology:
         return cls(world_size, sizes, columns, vpp=global_info.vpp_size, nodes=nodes, names=names)
 
     @classmethod
-    def flat(cls, world_size: int, nodes: Sequence[str] | None = None, names: Sequence[str] | None = None) -> Topology:
+    def flat(cls, world_size: int, nodes: Sequence[str] | None = None) -> Topology:
         """Return the topology of ranks without axes: ``"rank"`` is the only axis.
 
         Args:
             world_size: the number of ranks.
             nodes: the node of every rank, by rank.
-            names: the name of every rank, by rank.
         """
         if not is_count(world_size):
             raise TopologyError(f"world_size is {world_size!r}; expected an int of at least 1", world_size=world_size)
-        return cls(world_size, {RANK_AXIS: world_size}, {RANK_AXIS: range(world_size)}, nodes=nodes, names=names)
+        return cls(world_size, {RANK_AXIS: world_size}, {RANK_AXIS: range(world_size)}, nodes=nodes)
 
     @property
     def dense_axes(self) -> tuple[str, ...]:

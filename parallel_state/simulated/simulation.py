@@ -118,11 +118,6 @@ class Simulation:
         """All ranks."""
         return self._scheduler.ranks
 
-    @property
-    def switches(self) -> int:
-        """The number of times that another rank went on."""
-        return self._scheduler.switches
-
     def run(self, functions: Mapping[int, Callable[[], Any]]) -> dict[int, Any]:
         """Run each function on its rank, to the end of all; return the results by rank.
 
