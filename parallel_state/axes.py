@@ -70,13 +70,6 @@ def is_count(value: object) -> bool:
     return type(value) is int and value >= 1
 
 
-def normalize_index(index: int, size: int) -> int | None:
-    """Return ``index`` as 0 to ``size - 1``, counting from the end if negative; None if it is out of range."""
-    if type(index) is not int or not -size <= index < size:
-        return None
-    return index % size
-
-
 def grid_size(axes: Iterable[str], sizes: Mapping[str, int]) -> int:
     """Return the product of the sizes of ``axes``."""
     return math.prod(sizes[axis] for axis in axes)

@@ -21,7 +21,6 @@ from parallel_state.axes import (
     expert_grid,
     grid_size,
     is_count,
-    normalize_index,
     product_text,
     ranks_text,
     span_text,
@@ -228,15 +227,14 @@ class Topology:
         ranks: Iterable[int] = range(self.world_size)
         for axis, index in coordinates.items():
             size = self.size(axis)
-            wanted = normalize_index(index, size)
-            if wanted is None:
+            if not -size <= index < size:
                 raise TopologyError(
                     f"{axis}={index!r} lies outside axis {axis} of size {size} ({span_text(size)})",
                     axis=axis,
                     index=index,
                 )
             column = self.column(axis)
-            ranks = [rank for rank in ranks if column[rank] == wanted]
+            ranks = [rank for rank in ranks if column[rank] == index % size]
         selected = tuple(ranks)
         if not selected:
             raise TopologyError(
