@@ -162,6 +162,27 @@ class Simulation:
         """Return a rank with its coordinates, as messages show it."""
         return self._groups.describe(rank)
 
+    def activity(self, rank: int) -> str:
+        """Return what a rank does, for a report; see ``Observed``."""
+        state = self.ranks[rank]
+        if state.error is not None:
+            return f"raised {type(state.error).__name__}: {str(state.error).partition(chr(10))[0]}"
+        if state.ended:
+            return "has ended"
+        return "can go on" if state.waits_for is None else f"waits in {state.waits_for}"
+
+    def progress(self, waiting: int, other: int) -> list[str]:
+        """Return how far a missing rank has come, for a report; see ``Observed``."""
+        call = self.ranks[waiting].waits_for
+        if not isinstance(call, Call) or call.is_transfer:
+            return []
+        if other not in call.group.created_by:
+            return [f"and has not created this group (rank {call.group.creator} did at {call.group.line})"]
+        last = call.group.last_calls.get(other)
+        if last is None:
+            return ["and has not called any collective of this group"]
+        return [f"its last on this group: {last.operation}, call {last.number}, at {last.line}"]
+
     def missing(self, call: Call) -> list[int]:
         """Return the ranks that a call waits for."""
         return self._exchange.missing(call)
@@ -428,22 +449,22 @@ def _same_on_every_rank() -> dict[Any, dict[str, Any]]:
 
 def _deadlock_text(simulation: Simulation) -> tuple[str, tuple[int, ...]]:
     """Return the message of a deadlock, and the ranks that it names as the cause."""
-    observed, positions = _Ranks(simulation), _positions(simulation)
-    cause, ranks = cause_of(observed, positions) or _without_keys(simulation, positions)
+    positions = _positions(simulation)
+    cause, ranks = cause_of(simulation, positions) or _without_keys(simulation, positions)
     size = len(simulation.ranks)
     head = f"{cause}\n\nnone of the {len(positions)} ranks that have not ended can go on ({size} ranks in all)"
-    return f"{head}\n\n{stories(observed, positions)}", ranks
+    return f"{head}\n\n{stories(simulation, positions)}", ranks
 
 
 def _positions_text(simulation: Simulation) -> str:
     """Return where the ranks are that have not ended, for the note of another rank's error."""
-    observed, waiting = _Ranks(simulation), _positions(simulation)
+    waiting = _positions(simulation)
     ready = [
         rank.rank for rank in simulation.ranks if not rank.ended and rank.error is None and rank.rank not in waiting
     ]
-    parts = [f"{describe_ranks(observed, ready)}: can go on"] if ready else []
+    parts = [f"{describe_ranks(simulation, ready)}: can go on"] if ready else []
     if waiting:
-        parts.append(stories(observed, waiting))
+        parts.append(stories(simulation, waiting))
     return "\n".join(parts) or "all other ranks have ended"
 
 
@@ -460,30 +481,3 @@ def _positions(simulation: Simulation) -> dict[int, Position]:
 def _without_keys(simulation: Simulation, positions: dict[int, Position]) -> tuple[str, tuple[int, ...]]:
     keys = sorted({str(simulation.ranks[rank].waits_for) for rank in positions})
     return f"no rank will set the keys of {', '.join(keys)}", tuple(positions)
-
-
-class _Ranks:
-    """The ranks of a simulation as a report sees them; see ``Observed``."""
-
-    def __init__(self, simulation: Simulation) -> None:
-        self._ranks = simulation.ranks
-        self.describe = simulation.describe
-
-    def activity(self, rank: int) -> str:
-        state = self._ranks[rank]
-        if state.error is not None:
-            return f"raised {type(state.error).__name__}: {str(state.error).partition(chr(10))[0]}"
-        if state.ended:
-            return "has ended"
-        return "can go on" if state.waits_for is None else f"waits in {state.waits_for}"
-
-    def progress(self, waiting: int, other: int) -> list[str]:
-        call = self._ranks[waiting].waits_for
-        if not isinstance(call, Call) or call.is_transfer:
-            return []
-        if other not in call.group.created_by:
-            return [f"and has not created this group (rank {call.group.creator} did at {call.group.line})"]
-        last = call.group.last_calls.get(other)
-        if last is None:
-            return ["and has not called any collective of this group"]
-        return [f"its last on this group: {last.operation}, call {last.number}, at {last.line}"]
