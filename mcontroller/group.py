@@ -311,8 +311,11 @@ class WorkerGroup(Generic[W_co]):
             return self._set_topology(self._flat)
         queries = [self.execute_all_async(f"get_megatron_{kind}_info") for kind in ("rank", "global")]
         rank_infos, global_infos = (query.get() for query in queries)
-        nodes, names = self.executor.nodes, [self.name] * self.world_size
-        return self._set_topology(Topology.from_infos(rank_infos, global_infos, nodes, names, declared=self.declared))
+        try:
+            topology = Topology.from_infos(rank_infos, global_infos, self.executor.nodes, self.declared)
+        except TopologyError as error:
+            raise TopologyError(f"group {self.name}: {error}", **error.fields, role=self.name) from None
+        return self._set_topology(topology)
 
     def _set_topology(self, topology: Topology) -> Topology:
         self._topology = topology

@@ -21,7 +21,6 @@ def topology_text(
     *,
     vpp: int | None = None,
     nodes: Sequence[str] | None = None,
-    names: Sequence[str] | None = None,
     by: str | None = None,
     max_rows: int = 16,
 ) -> str:
@@ -32,7 +31,6 @@ def topology_text(
         columns: axis -> the index of every rank, by rank.
         vpp: the number of virtual stages on each pipeline stage.
         nodes: the node of every rank, by rank.
-        names: the name of every rank, by rank.
         by: ``"stage"``, ``"node"`` or ``"rank"``; None for the stages, and the nodes if they are known.
         max_rows: the largest number of rows of a table; rows in the middle of a longer one are left out.
 
@@ -47,9 +45,7 @@ def topology_text(
     if nodes is not None and by in (None, "node"):
         blocks.append(_node_block(sizes, columns, nodes, max_rows))
     if by == "rank":
-        known = {"node": nodes, "name": names}
-        texts = {title: values for title, values in known.items() if values is not None}
-        blocks.append(_rank_block(sizes, columns, texts, max_rows))
+        blocks.append(_rank_block(sizes, columns, nodes, max_rows))
     return "\n\n".join(blocks)
 
 
@@ -144,14 +140,14 @@ def _node_block(sizes: Sizes, columns: Indices, nodes: Sequence[str], max_rows: 
     return table_text(["node", "ranks", *axes], body, max_rows)
 
 
-def _rank_block(sizes: Sizes, columns: Indices, texts: Mapping[str, Sequence[str]], max_rows: int) -> str:
-    """Return one row per rank: its texts, by the title of their column, and its index on each axis in use."""
+def _rank_block(sizes: Sizes, columns: Indices, nodes: Sequence[str] | None, max_rows: int) -> str:
+    """Return one row per rank: its node if that is known, and its index on each axis in use."""
     axes = _axes_in_use(sizes)
     body = []
     for rank in range(_world_size(columns)):
         indices = (str(columns[axis][rank]) for axis in axes)
-        body.append([str(rank), *(values[rank] for values in texts.values()), *indices])
-    return table_text(["rank", *texts, *axes], body, max_rows)
+        body.append([str(rank), *([nodes[rank]] if nodes else []), *indices])
+    return table_text(["rank", *(["node"] if nodes else []), *axes], body, max_rows)
 
 
 def table_text(head: Sequence[str], body: Sequence[Sequence[str]], max_rows: int) -> str:

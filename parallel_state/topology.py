@@ -52,7 +52,6 @@ class Topology:
         columns: axis -> the index of every rank, by rank.
         vpp: the number of virtual stages on each pipeline stage; None without virtual stages.
         nodes: the node of every rank, by rank; None if not known.
-        names: the name of every rank, by rank; None if not known.
 
     Raises:
         TopologyError: the ranks do not form a full grid. The message names the ranks that are wrong.
@@ -68,16 +67,17 @@ class Topology:
     columns: Mapping[str, Sequence[int]]
     vpp: int | None = None
     nodes: Sequence[str] | None = None
-    names: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
-        _check_per_rank("nodes", self.nodes, self.world_size)
-        _check_per_rank("names", self.names, self.world_size)
+        if self.nodes is not None and len(self.nodes) != self.world_size:
+            raise TopologyError(
+                f"{len(self.nodes)} nodes for {self.world_size} ranks; expected one per rank",
+                world_size=self.world_size,
+            )
         immutable = {
             "sizes": FrozenMap(self.sizes),
             "columns": FrozenMap((axis, tuple(column)) for axis, column in self.columns.items()),
             "nodes": None if self.nodes is None else tuple(self.nodes),
-            "names": None if self.names is None else tuple(self.names),
         }
         for name, value in immutable.items():
             object.__setattr__(self, name, value)
@@ -104,7 +104,6 @@ class Topology:
         rank_infos: Sequence[DistRankInfo],
         global_infos: Sequence[DistGlobalInfo],
         nodes: Sequence[str] | None = None,
-        names: Sequence[str] | None = None,
         declared: ParallelLayout | None = None,
     ) -> Topology:
         """Return the topology that the ranks report.
@@ -113,7 +112,6 @@ class Topology:
             rank_infos: the coordinates that each rank reports, by rank.
             global_infos: the sizes that each rank reports, by rank.
             nodes: the node of every rank, by rank.
-            names: the name of every rank, by rank.
             declared: the layout whose sizes the ranks must report.
 
         Raises:
@@ -128,14 +126,14 @@ class Topology:
             )
 
         def label(rank: int) -> str:
-            return _label(rank, nodes, names)
+            return _label(rank, nodes)
 
         global_info = agreed_sizes(global_infos, label)
         sizes = sizes_of(global_info)
         if declared is not None:
             _check_declared(sizes, global_info.vpp_size, declared)
         columns = columns_of(rank_infos, global_info, label)
-        return cls(world_size, sizes, columns, vpp=global_info.vpp_size, nodes=nodes, names=names)
+        return cls(world_size, sizes, columns, vpp=global_info.vpp_size, nodes=nodes)
 
     @classmethod
     def flat(cls, world_size: int, nodes: Sequence[str] | None = None) -> Topology:
@@ -282,13 +280,11 @@ class Topology:
         Raises:
             TopologyError: ``by`` is ``"node"``, and the nodes are not known.
         """
-        return topology_text(
-            self.sizes, self.columns, vpp=self.vpp, nodes=self.nodes, names=self.names, by=by, max_rows=max_rows
-        )
+        return topology_text(self.sizes, self.columns, vpp=self.vpp, nodes=self.nodes, by=by, max_rows=max_rows)
 
     def label(self, rank: int) -> str:
-        """Return the text with which messages name a rank: its number, and its name and node if they are known."""
-        return _label(rank, self.nodes, self.names)
+        """Return the text with which messages name a rank: its number, and its node if that is known."""
+        return _label(rank, self.nodes)
 
     def __hash__(self) -> int:
         return hash(self.sizes)
@@ -320,15 +316,8 @@ def _user_defined(values: Mapping[str, int]) -> dict[str, int]:
     return {axis: value for axis, value in values.items() if axis not in _MEGATRON_AXES}
 
 
-def _label(rank: int, nodes: Sequence[str] | None, names: Sequence[str] | None) -> str:
-    known = [*([names[rank]] if names else []), *([f"on node {nodes[rank]}"] if nodes else [])]
-    return f"rank {rank} ({' '.join(known)})" if known else f"rank {rank}"
-
-
-def _check_per_rank(what: str, values: Sequence[str] | None, world_size: int) -> None:
-    if values is not None and not (isinstance(values, Sequence) and len(values) == world_size):
-        given = len(values) if isinstance(values, Sequence) else repr(values)
-        raise TopologyError(f"{given} {what} for {world_size} ranks; expected one per rank", world_size=world_size)
+def _label(rank: int, nodes: Sequence[str] | None) -> str:
+    return f"rank {rank} (on node {nodes[rank]})" if nodes else f"rank {rank}"
 
 
 def _check_declared(sizes: Mapping[str, int], vpp: int | None, declared: ParallelLayout) -> None:

@@ -140,8 +140,9 @@ def test_workers_that_form_no_grid_are_reported_with_their_role() -> None:
         def get_megatron_global_info(self) -> DistGlobalInfo:
             return DistGlobalInfo(tp_size=1, dp_size=2, pp_size=1)
 
-    with pytest.raises(TopologyError):
+    with pytest.raises(TopologyError) as raised:
         _ = LocalWorkerGroup(Twice, 2, name_prefix="critic").topology
+    assert (raised.value.role, raised.value.ranks) == ("critic", (0, 1))
 
 
 @pytest.mark.parametrize(
