@@ -53,7 +53,7 @@ class GroupRegistry:
         axes = [axis for axis in ("tp", "cp", "dp", "pp") if len(named.get(axis, ())) > 1]
         return rank_text(rank, {axis: named[axis].index(rank) for axis in axes})
 
-    def create(self, rank: int, ranks: tuple[int, ...], name: str, description: str, tag: Any) -> SharedGroup:
+    def create(self, rank: int, ranks: tuple[int, ...], name: str, description: str) -> SharedGroup:
         """Return the group that a rank creates next.
 
         Raises:

@@ -379,7 +379,7 @@ class Simulation:
             self._scheduler.check_running()
             with self._failing():
                 self._check_thread("new_group")
-                shared = self._groups.create(rank, tuple(ranks), name, group_desc or "", pg_tag)
+                shared = self._groups.create(rank, tuple(ranks), name, group_desc or "")
                 if rank not in shared.ranks:
                     return c10d.GroupMember.NON_GROUP_MEMBER, None
                 group = SimulatedGroup(self, shared, rank, self._groups.unique_name(rank))
