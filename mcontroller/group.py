@@ -23,7 +23,6 @@ from mcontroller.transport import Executor, Future
 from mcontroller.worker import W_co
 from parallel_state.axes import DENSE_AXES
 from parallel_state.infos import DistGlobalInfo, DistRankInfo
-from parallel_state.keywords import known_keywords
 from parallel_state.layout import ParallelLayout
 from parallel_state.topology import Topology
 
@@ -146,7 +145,6 @@ class GroupMethod(Generic[P, Result_co, Future_co]):
     def options(self, *, blocking: Literal[True], **options: Unpack[CallOptions]) -> Self: ...
     @overload
     def options(self, *, blocking: bool, **options: Unpack[CallOptions]) -> GroupMethod[P, Any, Future_co]: ...
-    @known_keywords(DispatchError)
     def options(
         self,
         *,
@@ -313,8 +311,11 @@ class WorkerGroup(Generic[W_co]):
             return self._set_topology(self._flat)
         queries = [self.execute_all_async(f"get_megatron_{kind}_info") for kind in ("rank", "global")]
         rank_infos, global_infos = (query.get() for query in queries)
-        nodes, names = self.executor.nodes, [self.name] * self.world_size
-        return self._set_topology(Topology.from_infos(rank_infos, global_infos, nodes, names, declared=self.declared))
+        try:
+            topology = Topology.from_infos(rank_infos, global_infos, self.executor.nodes, self.declared)
+        except TopologyError as error:
+            raise TopologyError(f"group {self.name}: {error}", **error.fields, role=self.name) from None
+        return self._set_topology(topology)
 
     def _set_topology(self, topology: Topology) -> Topology:
         self._topology = topology

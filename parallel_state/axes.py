@@ -70,13 +70,6 @@ def is_count(value: object) -> bool:
     return type(value) is int and value >= 1
 
 
-def normalize_index(index: int, size: int) -> int | None:
-    """Return ``index`` as 0 to ``size - 1``, counting from the end if negative; None if it is out of range."""
-    if type(index) is not int or not -size <= index < size:
-        return None
-    return index % size
-
-
 def grid_size(axes: Iterable[str], sizes: Mapping[str, int]) -> int:
     """Return the product of the sizes of ``axes``."""
     return math.prod(sizes[axis] for axis in axes)
@@ -97,11 +90,10 @@ def span_text(size: int) -> str:
     return f"0 to {size - 1}" if size > 1 else "only 0"
 
 
-def ranks_text(ranks: Sequence[int], limit: int = 8) -> str:
-    """Return ``rank 3`` or ``ranks 3, 5 and 9``; past ``limit`` ranks, the first few and the number of the others."""
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Return ``rank 3`` or ``ranks 3, 5 and 9``; past eight ranks, the first seven and the number of the others."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
-    if len(ranks) > limit:
-        shown = ", ".join(str(rank) for rank in ranks[: limit - 1])
-        return f"ranks {shown} and {len(ranks) - limit + 1:,} more"
+    if len(ranks) > 8:
+        return f"ranks {', '.join(str(rank) for rank in ranks[:7])} and {len(ranks) - 7:,} more"
     return f"ranks {', '.join(str(rank) for rank in ranks[:-1])} and {ranks[-1]}"

@@ -21,7 +21,6 @@ def topology_text(
     *,
     vpp: int | None = None,
     nodes: Sequence[str] | None = None,
-    names: Sequence[str] | None = None,
     by: str | None = None,
     max_rows: int = 16,
 ) -> str:
@@ -32,15 +31,12 @@ def topology_text(
         columns: axis -> the index of every rank, by rank.
         vpp: the number of virtual stages on each pipeline stage.
         nodes: the node of every rank, by rank.
-        names: the name of every rank, by rank.
         by: ``"stage"``, ``"node"`` or ``"rank"``; None for the stages, and the nodes if they are known.
         max_rows: the largest number of rows of a table; rows in the middle of a longer one are left out.
 
     Raises:
-        TopologyError: another value of ``by``, or ``"node"`` without nodes.
+        TopologyError: ``"node"`` without nodes.
     """
-    if by not in (None, "stage", "node", "rank"):
-        raise TopologyError(f"describe(by={by!r}): expected 'stage', 'node' or 'rank'", by=by)
     if by == "node" and nodes is None:
         raise TopologyError("describe(by='node'): the nodes of these ranks are not known; use 'stage' or 'rank'", by=by)
     blocks = [_headline(sizes, columns, vpp)]
@@ -49,14 +45,12 @@ def topology_text(
     if nodes is not None and by in (None, "node"):
         blocks.append(_node_block(sizes, columns, nodes, max_rows))
     if by == "rank":
-        known = {"node": nodes, "name": names}
-        texts = {title: values for title, values in known.items() if values is not None}
-        blocks.append(_rank_block(sizes, columns, texts, max_rows))
+        blocks.append(_rank_block(sizes, columns, nodes, max_rows))
     return "\n\n".join(blocks)
 
 
-def runs_text(values: Sequence[int], limit: int = 3) -> str:
-    """Return numbers, in their order, as runs: ``0-7``, ``0-1, 8-9``, or past ``limit`` runs ``0, 4 .. 28``."""
+def runs_text(values: Sequence[int]) -> str:
+    """Return numbers, in their order, as runs: ``0-7``, ``0-1, 8-9``, or past three runs ``0, 4 .. 28``."""
     runs: list[list[int]] = []
     for value in values:
         if runs and value == runs[-1][1] + 1:
@@ -64,7 +58,7 @@ def runs_text(values: Sequence[int], limit: int = 3) -> str:
         else:
             runs.append([value, value])
     texts = [f"{first}-{last}" if last > first else f"{first}" for first, last in runs]
-    return ", ".join(texts) if len(texts) <= limit else f"{', '.join(texts[: limit - 1])} .. {texts[-1]}"
+    return ", ".join(texts) if len(texts) <= 3 else f"{texts[0]}, {texts[1]} .. {texts[-1]}"
 
 
 def _world_size(columns: Indices) -> int:
@@ -143,35 +137,17 @@ def _node_block(sizes: Sizes, columns: Indices, nodes: Sequence[str], max_rows: 
     for node, ranks in ranks_on.items():
         indices = (sorted({columns[axis][rank] for rank in ranks}) for axis in axes)
         body.append([node, runs_text(ranks), *map(runs_text, indices)])
-    text = table_text(["node", "ranks", *axes], body, max_rows)
-    return f"{text}\n({_node_crossings(sizes, columns, nodes, axes)})" if axes and len(ranks_on) > 1 else text
+    return table_text(["node", "ranks", *axes], body, max_rows)
 
 
-def _node_crossings(sizes: Sizes, columns: Indices, nodes: Sequence[str], axes: Sequence[str]) -> str:
-    """Return which axes have each of their groups on one node, and which have groups that span nodes."""
-    crossing = {axis for axis in axes if _crosses_nodes(sizes, columns, nodes, axis)}
-    inside = [axis for axis in axes if axis not in crossing]
-    across = [axis for axis in axes if axis in crossing]
-    parts = [f"inside a node: {', '.join(inside)}"] if inside else []
-    return "; ".join([*parts, *([f"across nodes: {', '.join(across)}"] if across else [])])
-
-
-def _crosses_nodes(sizes: Sizes, columns: Indices, nodes: Sequence[str], axis: str) -> bool:
-    grid = expert_grid(sizes) if axis in EXPERT_AXES else dense_grid(sizes)
-    others = [columns[other] for other in grid if other != axis]
-    groups = zip(*others, strict=True) if others else [()] * len(nodes)
-    node_of: dict[tuple[int, ...], str] = {}
-    return any(node_of.setdefault(group, node) != node for group, node in zip(groups, nodes, strict=True))
-
-
-def _rank_block(sizes: Sizes, columns: Indices, texts: Mapping[str, Sequence[str]], max_rows: int) -> str:
-    """Return one row per rank: its texts, by the title of their column, and its index on each axis in use."""
+def _rank_block(sizes: Sizes, columns: Indices, nodes: Sequence[str] | None, max_rows: int) -> str:
+    """Return one row per rank: its node if that is known, and its index on each axis in use."""
     axes = _axes_in_use(sizes)
     body = []
     for rank in range(_world_size(columns)):
         indices = (str(columns[axis][rank]) for axis in axes)
-        body.append([str(rank), *(values[rank] for values in texts.values()), *indices])
-    return table_text(["rank", *texts, *axes], body, max_rows)
+        body.append([str(rank), *([nodes[rank]] if nodes else []), *indices])
+    return table_text(["rank", *(["node"] if nodes else []), *axes], body, max_rows)
 
 
 def table_text(head: Sequence[str], body: Sequence[Sequence[str]], max_rows: int) -> str:

@@ -6,9 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from operator import attrgetter
-from typing import Any
 
-from parallel_state.axes import DENSE_AXES, EXPERT_AXES, RESERVED_NAMES, FrozenMap, ranks_text
+from parallel_state.axes import DENSE_AXES, EXPERT_AXES, FrozenMap, ranks_text
 from parallel_state.errors import TopologyError
 
 Label = Callable[[int], str]
@@ -90,20 +89,12 @@ def agreed_sizes(infos: Sequence[DistGlobalInfo], label: Label) -> DistGlobalInf
         label: the text with which messages name a rank.
 
     Raises:
-        TopologyError: the ranks report different sizes (the message names the ranks that differ from the majority),
-            part of the expert grid, or an axis name that is not allowed.
+        TopologyError: the ranks report different sizes (the message names the ranks that differ from the majority), or
+            part of the expert grid.
     """
-    _check_types(infos, DistGlobalInfo, label)
     first = infos[0]
     if any(info != first for info in infos):
         raise _disagreement(infos, label)
-    for axis in first.extra:
-        if not axis.isidentifier() or axis in RESERVED_NAMES:
-            raise TopologyError(
-                f"the ranks report an extra axis {axis!r}; expected an identifier other than "
-                f"{', '.join(sorted(RESERVED_NAMES))}",
-                axis=axis,
-            )
     expert_sizes = {name: getattr(first, f"{name}_size") for name in EXPERT_AXES}
     if not first.has_experts and any(size not in (None, 1) for size in expert_sizes.values()):
         raise TopologyError(
@@ -132,7 +123,6 @@ def columns_of(infos: Sequence[DistRankInfo], sizes: DistGlobalInfo, label: Labe
     Raises:
         TopologyError: a rank reports indices on other user-defined axes than those in ``sizes``.
     """
-    _check_types(infos, DistRankInfo, label)
     axes = (*DENSE_AXES, *(EXPERT_AXES if sizes.has_experts else ()))
     by_rank = map(attrgetter(*(f"{axis}_rank" for axis in axes)), infos)
     columns = dict(zip(axes, zip(*by_rank, strict=True), strict=True))
@@ -144,45 +134,6 @@ def columns_of(infos: Sequence[DistRankInfo], sizes: DistGlobalInfo, label: Labe
                 ranks=(rank,),
             )
     return FrozenMap({**columns, **{axis: tuple(info.extra[axis] for info in infos) for axis in sizes.extra}})
-
-
-def check_virtual_stages(infos: Sequence[DistRankInfo], sizes: DistGlobalInfo, label: Label) -> None:
-    """Check the number of virtual stages, and the current virtual stage of every rank.
-
-    Args:
-        infos: one report per rank, by rank.
-        sizes: the sizes that all ranks report.
-        label: the text with which messages name a rank.
-
-    Raises:
-        TopologyError: virtual stages are reported without a pipeline, or a rank is at one that does not exist.
-    """
-    size = sizes.vpp_size
-    if size is not None and (type(size) is not int or size < 1 or sizes.pp_size == 1):
-        raise TopologyError(
-            f"the ranks report vpp_size {size!r} with pp_size {sizes.pp_size}; expected an int of at least 1, and at "
-            "least 2 pipeline stages",
-            vpp_size=size,
-            pp_size=sizes.pp_size,
-        )
-    for rank, info in enumerate(infos):
-        stage = info.vpp_rank
-        if stage is not None and (size is None or type(stage) is not int or not 0 <= stage < size):
-            declared = "no virtual stages (vpp_size None)" if size is None else f"vpp_size {size} (0 to {size - 1})"
-            raise TopologyError(
-                f"{label(rank)} reports vpp_rank {stage!r}, and {declared}", ranks=(rank,), vpp_rank=stage
-            )
-
-
-def _check_types(infos: Sequence[Any], expected: type, label: Label) -> None:
-    if all(issubclass(kind, expected) for kind in set(map(type, infos))):
-        return
-    wrong = next(rank for rank, info in enumerate(infos) if not isinstance(info, expected))
-    raise TopologyError(
-        f"{label(wrong)} reports {infos[wrong]!r} of type {type(infos[wrong]).__name__}; expected a "
-        f"{expected.__name__}",
-        ranks=(wrong,),
-    )
 
 
 def _disagreement(infos: Sequence[DistGlobalInfo], label: Label) -> TopologyError:

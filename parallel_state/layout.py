@@ -16,25 +16,18 @@ from parallel_state.axes import (
     EXPERT_AXES,
     RESERVED_NAMES,
     FrozenMap,
-    coordinates_text,
     grid_size,
     is_count,
-    normalize_index,
     product_text,
     span_text,
 )
 from parallel_state.errors import LayoutError
-from parallel_state.keywords import known_keywords
-
-MOST_RANKS = 2**20
-"""A topology has the coordinates of each rank: far above, it would take all memory."""
 
 DEFAULT_ORDER = "tp-cp-ep-dp-pp"
 ORDER_AXES = ("tp", "cp", "ep", "dp", "pp")
 _EXPERT_NAME = {"tp": "etp", "dp": "edp"}
 
 
-@known_keywords(LayoutError)
 @dataclass(frozen=True, slots=True)
 class ParallelLayout:
     """Sizes and order of the axes of ``world_size`` ranks, as ``megatron.core.parallel_state`` arranges them.
@@ -125,37 +118,6 @@ class ParallelLayout:
             )
         return {axis: rank // self._strides[axis] % size for axis, size in self.sizes.items()}
 
-    def rank(self, **coordinates: int) -> int:
-        """Return the rank with these coordinates.
-
-        Args:
-            coordinates: an index on every axis of the dense grid or of the expert grid. An axis of size 1 may be left
-                out; a negative index counts from the end of its axis.
-
-        Raises:
-            LayoutError: an unknown axis, an index outside its axis, a missing axis, or dense and expert coordinates
-                that belong to different ranks.
-        """
-        indices = {axis: self._index(axis, index) for axis, index in coordinates.items()}
-        missing = {grid: [a for a in grid if a not in indices and self.sizes[a] > 1] for grid in self._grids}
-        complete = [grid for grid in self._grids if not missing[grid]]
-        if not complete:
-            raise LayoutError(
-                f"{coordinates_text(coordinates) or 'no coordinates'}: add {' and '.join(missing[self.dense_axes])}"
-                f" (dense grid) or {' and '.join(missing[self.expert_axes])} (expert grid)",
-                coordinates=coordinates,
-            )
-        rank = sum(indices.get(axis, 0) * self._strides[axis] for axis in complete[0])
-        selected = self.coordinates(rank)
-        if any(selected[axis] != index for axis, index in indices.items()):
-            raise LayoutError(
-                f"no rank has the coordinates {coordinates_text(indices)}: {', '.join(complete[0])} select rank "
-                f"{rank}, which has {coordinates_text({axis: selected[axis] for axis in indices})}",
-                coordinates=coordinates,
-                rank=rank,
-            )
-        return rank
-
     def column(self, axis: str) -> tuple[int, ...]:
         """Return the index of every rank on ``axis``, by rank.
 
@@ -207,24 +169,9 @@ class ParallelLayout:
             if axis not in self.sizes:
                 raise LayoutError(f"the layout has no axis {axis!r}; it has {', '.join(self.sizes)}", axis=axis)
 
-    def _index(self, axis: str, index: int) -> int:
-        self._check_axes((axis,))
-        normalized = normalize_index(index, self.sizes[axis])
-        if normalized is None:
-            raise LayoutError(
-                f"{axis}={index!r} lies outside axis {axis} of size {self.sizes[axis]} ({span_text(self.sizes[axis])})",
-                axis=axis,
-                index=index,
-            )
-        return normalized
-
 
 def _check_arguments(layout: ParallelLayout) -> None:
     """Reject sizes that are not positive ints, and user-defined axes with invalid names."""
-    if not isinstance(layout.order, str):
-        raise LayoutError(f"order is {layout.order!r}; expected axes joined by '-', as in {DEFAULT_ORDER!r}")
-    if not isinstance(layout.extra, Mapping):
-        raise LayoutError(f"extra is {layout.extra!r}; expected the size of each user-defined axis, as {{'fsdp': 2}}")
     for name in layout.extra:
         if not (isinstance(name, str) and name.isidentifier() and name == name.lower()) or name in RESERVED_NAMES:
             raise LayoutError(
@@ -235,11 +182,6 @@ def _check_arguments(layout: ParallelLayout) -> None:
     for name, value in {**counts, **layout.extra}.items():
         if not is_count(value) and not (name in ("etp", "vpp") and value is None):
             raise LayoutError(f"{name} is {value!r}; expected an int of at least 1", axis=name, value=value)
-    if layout.world_size > MOST_RANKS:
-        raise LayoutError(
-            f"world_size is {layout.world_size}; expected at most {MOST_RANKS} ranks",
-            world_size=layout.world_size,
-        )
     if layout.vpp is not None and layout.pp == 1:
         raise LayoutError(
             f"vpp {layout.vpp} with pp 1: virtual stages interleave a pipeline; leave vpp None or use pp >= 2",

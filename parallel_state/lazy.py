@@ -18,7 +18,6 @@ A module that registers functions of tensors, and is read by configurations, imp
 from __future__ import annotations
 
 import ast
-import difflib
 import importlib
 import linecache
 import sys
@@ -65,9 +64,7 @@ def lazy_exports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[
 
     def load(name: str) -> Any:
         if name not in sources:
-            close = difflib.get_close_matches(name, sources, n=3)
-            hint = f"; did you mean {' or '.join(close)}?" if close else ""
-            raise AttributeError(f"module {package!r} has no attribute {name!r}{hint}")
+            raise AttributeError(f"module {package!r} has no attribute {name!r}", name=name, obj=sys.modules[package])
         module, original = sources[name]
         with naming_extras():
             value = getattr(importlib.import_module(module), original)

@@ -44,7 +44,6 @@ Megatron's own state of experts differs over etp, as inputs do that etp divides.
 
 
 def initialize_distributed(
-    backend: str | None = None,
     timeout_s: float = 600,
     *,
     rank: int | None = None,
@@ -53,10 +52,9 @@ def initialize_distributed(
 ) -> None:
     """Initialize torch.distributed in this process; do nothing if it runs with the same rank and world size.
 
-    With NCCL, set the process's current CUDA device first.
+    The backend is NCCL if CUDA is available; set the process's current CUDA device first then. Otherwise it is gloo.
 
     Args:
-        backend: the torch.distributed backend; None for ``"nccl"`` if CUDA is available and ``"gloo"`` otherwise.
         timeout_s: seconds after which the rendezvous, or a collective on the default group, fails.
         rank: this process's rank; None for the environment variable RANK.
         world_size: the number of ranks; None for the environment variable WORLD_SIZE.
@@ -76,7 +74,7 @@ def initialize_distributed(
             )
         return
     dist.init_process_group(
-        backend or ("nccl" if torch.cuda.is_available() else "gloo"),
+        "nccl" if torch.cuda.is_available() else "gloo",
         init_method=init_method,
         rank=-1 if rank is None else rank,
         world_size=-1 if world_size is None else world_size,

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import importlib.util
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from torch.distributed.distributed_c10d import GroupName, ProcessGroupGloo
 from parallel_state import cpu
 from parallel_state.errors import LayoutError, ParallelStateError
 from parallel_state.rank_state import Attributes, RankState, StateSwitch, distributed_parts, of_a_new_process
+from parallel_state.requirements import has_megatron
 from parallel_state.topology import Topology
 
 _ALL = "tp cp dp pp"
@@ -268,7 +268,7 @@ class MockedRanks:
 
 def _parallel_state() -> ModuleType | None:
     """Import Megatron's module of groups; None if Megatron is not installed."""
-    if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
+    if not has_megatron():
         return None
     if "megatron.core" not in sys.modules:
         cpu.install()

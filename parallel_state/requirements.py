@@ -46,6 +46,11 @@ def require(*modules: str) -> None:
             raise missing_package(module)
 
 
+def has_megatron() -> bool:
+    """Return whether Megatron-Core is installed."""
+    return importlib.util.find_spec("megatron") is not None and importlib.util.find_spec("megatron.core") is not None
+
+
 def require_importable(module: str) -> None:
     """Import a module if it is installed, and raise an error of one line if that fails.
 

@@ -21,7 +21,6 @@ from parallel_state.axes import (
     expert_grid,
     grid_size,
     is_count,
-    normalize_index,
     product_text,
     ranks_text,
     span_text,
@@ -32,7 +31,6 @@ from parallel_state.infos import (
     DistGlobalInfo,
     DistRankInfo,
     agreed_sizes,
-    check_virtual_stages,
     columns_of,
     sizes_of,
 )
@@ -54,7 +52,6 @@ class Topology:
         columns: axis -> the index of every rank, by rank.
         vpp: the number of virtual stages on each pipeline stage; None without virtual stages.
         nodes: the node of every rank, by rank; None if not known.
-        names: the name of every rank, by rank; None if not known.
 
     Raises:
         TopologyError: the ranks do not form a full grid. The message names the ranks that are wrong.
@@ -70,41 +67,36 @@ class Topology:
     columns: Mapping[str, Sequence[int]]
     vpp: int | None = None
     nodes: Sequence[str] | None = None
-    names: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
-        _check_per_rank("nodes", self.nodes, self.world_size)
-        _check_per_rank("names", self.names, self.world_size)
+        if self.nodes is not None and len(self.nodes) != self.world_size:
+            raise TopologyError(
+                f"{len(self.nodes)} nodes for {self.world_size} ranks; expected one per rank",
+                world_size=self.world_size,
+            )
         immutable = {
             "sizes": FrozenMap(self.sizes),
             "columns": FrozenMap((axis, tuple(column)) for axis, column in self.columns.items()),
             "nodes": None if self.nodes is None else tuple(self.nodes),
-            "names": None if self.names is None else tuple(self.names),
         }
         for name, value in immutable.items():
             object.__setattr__(self, name, value)
-        _check_axis_names(self)
         for grid in filter(None, (self.dense_axes, self.expert_axes)):
             _check_full_grid(self, grid)
 
     @classmethod
-    def from_layout(
-        cls, layout: ParallelLayout, nodes: Sequence[str] | None = None, names: Sequence[str] | None = None
-    ) -> Topology:
+    def from_layout(cls, layout: ParallelLayout, nodes: Sequence[str] | None = None) -> Topology:
         """Return the topology of ranks in the layout's own order.
 
         Args:
             layout: the declared sizes and order of the axes.
             nodes: the node of every rank, by rank.
-            names: the name of every rank, by rank.
 
         Raises:
-            TopologyError: ``layout`` is of another type, or there is not one node or name for each rank.
+            TopologyError: there is not one node for each rank.
         """
-        if not isinstance(layout, ParallelLayout):
-            raise TopologyError(f"layout is {layout!r}; expected a ParallelLayout, as in ParallelLayout(8, tp=2)")
         columns = {axis: layout.column(axis) for axis in layout.sizes}
-        return cls(layout.world_size, layout.sizes, columns, vpp=layout.vpp, nodes=nodes, names=names)
+        return cls(layout.world_size, layout.sizes, columns, vpp=layout.vpp, nodes=nodes)
 
     @classmethod
     def from_infos(
@@ -112,7 +104,6 @@ class Topology:
         rank_infos: Sequence[DistRankInfo],
         global_infos: Sequence[DistGlobalInfo],
         nodes: Sequence[str] | None = None,
-        names: Sequence[str] | None = None,
         declared: ParallelLayout | None = None,
     ) -> Topology:
         """Return the topology that the ranks report.
@@ -121,12 +112,11 @@ class Topology:
             rank_infos: the coordinates that each rank reports, by rank.
             global_infos: the sizes that each rank reports, by rank.
             nodes: the node of every rank, by rank.
-            names: the name of every rank, by rank.
             declared: the layout whose sizes the ranks must report.
 
         Raises:
-            TopologyError: the ranks disagree on a size, a coordinate or a virtual stage is outside its axis, two ranks
-                report the same coordinates, or the sizes are not those of ``declared``. The message names the ranks.
+            TopologyError: the ranks disagree on a size, a coordinate is outside its axis, two ranks report the same
+                coordinates, or the sizes are not those of ``declared``. The message names the ranks.
         """
         world_size = len(rank_infos)
         if world_size == 0 or len(global_infos) != world_size:
@@ -134,32 +124,28 @@ class Topology:
                 f"{world_size} rank infos and {len(global_infos)} global infos; expected one of each per rank",
                 world_size=world_size,
             )
-        _check_per_rank("nodes", nodes, world_size)
-        _check_per_rank("names", names, world_size)
 
         def label(rank: int) -> str:
-            return _label(rank, nodes, names)
+            return _label(rank, nodes)
 
         global_info = agreed_sizes(global_infos, label)
         sizes = sizes_of(global_info)
         if declared is not None:
             _check_declared(sizes, global_info.vpp_size, declared)
         columns = columns_of(rank_infos, global_info, label)
-        check_virtual_stages(rank_infos, global_info, label)
-        return cls(world_size, sizes, columns, vpp=global_info.vpp_size, nodes=nodes, names=names)
+        return cls(world_size, sizes, columns, vpp=global_info.vpp_size, nodes=nodes)
 
     @classmethod
-    def flat(cls, world_size: int, nodes: Sequence[str] | None = None, names: Sequence[str] | None = None) -> Topology:
+    def flat(cls, world_size: int, nodes: Sequence[str] | None = None) -> Topology:
         """Return the topology of ranks without axes: ``"rank"`` is the only axis.
 
         Args:
             world_size: the number of ranks.
             nodes: the node of every rank, by rank.
-            names: the name of every rank, by rank.
         """
         if not is_count(world_size):
             raise TopologyError(f"world_size is {world_size!r}; expected an int of at least 1", world_size=world_size)
-        return cls(world_size, {RANK_AXIS: world_size}, {RANK_AXIS: range(world_size)}, nodes=nodes, names=names)
+        return cls(world_size, {RANK_AXIS: world_size}, {RANK_AXIS: range(world_size)}, nodes=nodes)
 
     @property
     def dense_axes(self) -> tuple[str, ...]:
@@ -239,15 +225,14 @@ class Topology:
         ranks: Iterable[int] = range(self.world_size)
         for axis, index in coordinates.items():
             size = self.size(axis)
-            wanted = normalize_index(index, size)
-            if wanted is None:
+            if not -size <= index < size:
                 raise TopologyError(
                     f"{axis}={index!r} lies outside axis {axis} of size {size} ({span_text(size)})",
                     axis=axis,
                     index=index,
                 )
             column = self.column(axis)
-            ranks = [rank for rank in ranks if column[rank] == wanted]
+            ranks = [rank for rank in ranks if column[rank] == index % size]
         selected = tuple(ranks)
         if not selected:
             raise TopologyError(
@@ -293,15 +278,13 @@ class Topology:
             max_rows: the largest number of rows of a table; rows in the middle of a longer one are left out.
 
         Raises:
-            TopologyError: another value of ``by``, or ``"node"`` if the nodes are not known.
+            TopologyError: ``by`` is ``"node"``, and the nodes are not known.
         """
-        return topology_text(
-            self.sizes, self.columns, vpp=self.vpp, nodes=self.nodes, names=self.names, by=by, max_rows=max_rows
-        )
+        return topology_text(self.sizes, self.columns, vpp=self.vpp, nodes=self.nodes, by=by, max_rows=max_rows)
 
     def label(self, rank: int) -> str:
-        """Return the text with which messages name a rank: its number, and its name and node if they are known."""
-        return _label(rank, self.nodes, self.names)
+        """Return the text with which messages name a rank: its number, and its node if that is known."""
+        return _label(rank, self.nodes)
 
     def __hash__(self) -> int:
         return hash(self.sizes)
@@ -333,15 +316,8 @@ def _user_defined(values: Mapping[str, int]) -> dict[str, int]:
     return {axis: value for axis, value in values.items() if axis not in _MEGATRON_AXES}
 
 
-def _label(rank: int, nodes: Sequence[str] | None, names: Sequence[str] | None) -> str:
-    known = [*([names[rank]] if names else []), *([f"on node {nodes[rank]}"] if nodes else [])]
-    return f"rank {rank} ({' '.join(known)})" if known else f"rank {rank}"
-
-
-def _check_per_rank(what: str, values: Sequence[str] | None, world_size: int) -> None:
-    if values is not None and not (isinstance(values, Sequence) and len(values) == world_size):
-        given = len(values) if isinstance(values, Sequence) else repr(values)
-        raise TopologyError(f"{given} {what} for {world_size} ranks; expected one per rank", world_size=world_size)
+def _label(rank: int, nodes: Sequence[str] | None) -> str:
+    return f"rank {rank} (on node {nodes[rank]})" if nodes else f"rank {rank}"
 
 
 def _check_declared(sizes: Mapping[str, int], vpp: int | None, declared: ParallelLayout) -> None:
@@ -361,27 +337,9 @@ def _check_declared(sizes: Mapping[str, int], vpp: int | None, declared: Paralle
         )
 
 
-def _check_axis_names(topology: Topology) -> None:
-    sizes, axes = topology.sizes, (*topology.dense_axes, *topology.expert_axes)
-    if not axes or any(axis not in axes for axis in sizes):
-        raise TopologyError(
-            f"axes {', '.join(sizes) or '(none)'} form no grid; expected at least one axis outside the expert grid, "
-            f"and all of {', '.join(EXPERT_AXES)} or none of them",
-            axes=tuple(sizes),
-        )
-
-
 def _check_full_grid(topology: Topology, axes: Sequence[str]) -> None:
     """Raise TopologyError unless each combination of indices on ``axes`` belongs to exactly one rank."""
     sizes, columns, world_size = topology.sizes, topology.columns, topology.world_size
-    for axis in axes:
-        if not is_count(sizes[axis]):
-            raise TopologyError(f"axis {axis} has size {sizes[axis]!r}; expected an int of at least 1", axis=axis)
-        if len(columns.get(axis, ())) != world_size:
-            raise TopologyError(
-                f"axis {axis} has {len(columns.get(axis, ()))} indices for {world_size} ranks; expected one per rank",
-                axis=axis,
-            )
     if grid_size(axes, sizes) != world_size:
         raise TopologyError(
             f"{product_text(axes, sizes)} = {grid_size(axes, sizes)} ranks expected, but {world_size} report",

@@ -25,7 +25,7 @@ from workers.actor_roles import (
     serves_engine,
 )
 from workers.columns import ROUTED_EXPERTS, TOKEN_TEMPERATURES
-from workers.config import ActorConfig, ParallelConfig
+from workers.config import ActorConfig
 from workers.generate.engines import ROLLOUT_ENGINES
 from workers.generate.generator import Generator
 from workers.generate.rollout_protocol import Rollout
@@ -52,7 +52,7 @@ from workers.train.losses import (
     weights_of,
 )
 from workers.train.metrics import Rule, reported
-from workers.train.mini_batches import configured_mini_batches, division_of
+from workers.train.mini_batches import division_of
 from workers.train.pipeline import Loss
 from workers.train.trainer import Trainer
 from workers.weight_sender import WeightSender, check_same_policy
@@ -153,11 +153,6 @@ class ActorRolloutRefWorker(ModelWorker):
         )
 
     @classmethod
-    def layouts(cls, config: ActorConfig) -> Sequence[ParallelConfig]:
-        """Return the layout of the workers."""
-        return (config.parallel,)
-
-    @classmethod
     def check_transfer(cls, source: ActorConfig, target: ActorConfig, transport: str) -> None:
         """Raise ConfigError if the two groups do not have the same policy; see ``check_same_policy``."""
         check_same_policy(source, target, transport)
@@ -178,16 +173,6 @@ class ActorRolloutRefWorker(ModelWorker):
         """
         mini_batch = config.ppo_mini_batch_prompts * n or config.ppo_mini_batch_size
         return not cls.overrides(ActorRolloutRefWorker.loss) and config.ppo_epochs == 1 and rows <= mini_batch
-
-    @classmethod
-    def mini_batches(cls, config: ActorConfig, rows: int, n: int, update: int) -> Tensor:
-        """Return the mini-batch of each row in each epoch of an update; see ``configured_mini_batches``."""
-        return configured_mini_batches(config, rows, n, update)
-
-    @classmethod
-    def shares_prompts(cls, config: ActorConfig) -> bool:
-        """Return whether a pass computes a prompt once for the rows that begin with it."""
-        return config.share_prompts and not config.packed
 
     def __init__(self, config: ActorConfig, role: str = "actor_rollout_ref") -> None:
         self.roles = parsed_roles(role)
@@ -337,8 +322,7 @@ class ActorRolloutRefWorker(ModelWorker):
 
         Raises:
             ConfigError: the role does not include ``actor``, or ``meta_info["temperature"]`` is not above 0.
-            DataError: a column is missing or of a wrong shape, or responses are longer than
-                ``rollout.response_length``.
+            DataError: a column is missing or of a wrong shape.
         """
         require_role(self.roles, "actor", "compute_log_prob")
         replay = self.router_replay
@@ -554,13 +538,11 @@ class ActorRolloutRefWorker(ModelWorker):
         def experts(batch: Mapping[str, Tensor], rows: TokenBatch) -> RowExperts:
             return self.router_replay.replayed(batch, rows.lengths, rows.tokens.size(1), method)
 
-        rollout = self.config.rollout
         if TOKEN_TEMPERATURES in data.tensor_names:
             columns = (*columns, TOKEN_TEMPERATURES)
-        temperature = temperature_of(data.meta_info, rollout.temperature, method)
-        longest = rollout.response_length
+        temperature = temperature_of(data.meta_info, self.config.rollout.temperature, method)
         return self.reader.responses(
-            data, method, columns, temperature=temperature, max_response=longest, experts=experts if replayed else None
+            data, method, columns, temperature=temperature, experts=experts if replayed else None
         )
 
     def _supervised(self, data: DataProto) -> TokenBatch:

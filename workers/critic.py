@@ -19,7 +19,7 @@ from workers.train.batches import TokenBatch
 from workers.train.forward import forward_values, takes_distinct_tokens
 from workers.train.losses import masked_sum, value_loss
 from workers.train.metrics import TOKENS, Rule, reported
-from workers.train.mini_batches import configured_mini_batches, division_of
+from workers.train.mini_batches import division_of
 from workers.train.trainer import Trainer
 
 
@@ -56,16 +56,6 @@ class CriticWorker(ModelWorker):
     def columns_read(cls, config: CriticConfig) -> Collection[str] | None:
         """Return which columns of the stages of a step ``update_critic`` reads; None if it is overridden."""
         return None if cls.overrides(CriticWorker.update_critic) else ("values", "returns")
-
-    @classmethod
-    def mini_batches(cls, config: CriticConfig, rows: int, n: int, update: int) -> Tensor:
-        """Return the mini-batch of each row in each epoch of an update; see ``configured_mini_batches``."""
-        return configured_mini_batches(config, rows, n, update)
-
-    @classmethod
-    def shares_prompts(cls, config: CriticConfig) -> bool:
-        """Return whether a pass computes a prompt once for the rows that begin with it."""
-        return config.share_prompts and not config.packed
 
     # ---- what a user overrides (see ModelWorker) ---------------------------------------------------------------------
 

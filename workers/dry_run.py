@@ -20,7 +20,6 @@ from parallel_state.dry_run.run import dry_run_of
 from parallel_state.dry_run.training import begin, free, initialize_state, used
 from workers.columns import ROUTED_EXPERTS
 from workers.config import OptimConfig
-from workers.config.optim import OPTIMIZER_SET_ELSEWHERE
 from workers.config.roles import MicroBatchSize
 from workers.model.gpu_defaults import defaults_with
 from workers.model.transformer_config import checked_fields
@@ -115,7 +114,7 @@ class RoleCall:
         mode.transformer_engine = config.model.transformer_impl != "local"
         fields: dict[str, Any] = {"gradient_accumulation_fusion": False}
         if mode.transformer_engine:
-            fields = {default.field: default.value for default in defaults_with(config.model, with_engine=True)}
+            fields = defaults_with(config.model, with_engine=True)
         transformer = fields | config.model.transformer
         transformer_engine.check_counted(transformer)
         model = replace(config.model, transformer_impl="local", hf_path=None, transformer=transformer)
@@ -186,7 +185,7 @@ def _on_device(optim: OptimConfig) -> tuple[OptimConfig, float]:
 
 def _unsaved(optim: OptimConfig) -> float:
     """Return the share of the optimizer's state that does not exist in the precision of Transformer Engine's Adam."""
-    given = checked_fields(OptimizerConfig, optim.megatron, "optim.megatron", OPTIMIZER_SET_ELSEWHERE)
+    given = checked_fields(OptimizerConfig, optim.megatron, "optim.megatron")
     if not given.get("use_precision_aware_optimizer"):
         return 0.0
     sizes = [given.get(name, torch.float32).itemsize for name in _PRECISION[2:]]

@@ -107,7 +107,6 @@ def model_config_from_megatron(
     lengths = (max_sequence_length, _value(source, "max_position_embeddings"), _value(source, "seq_length"))
     fields["max_sequence_length"] = next((length for length in lengths if length is not None), None)
     fields |= changes
-    _check_positions(source, changes)
     for name in ("vocab_size", "max_sequence_length"):
         if fields[name] is None:
             text = f"{type(source).__name__} has no {name}: pass {name}="
@@ -210,10 +209,3 @@ def _check_computed(source: Any, model: ModelConfig, changes: Mapping[str, Any])
                 key=f"model.{name}",
                 value=value,
             )
-
-
-def _check_positions(source: Any, changes: Mapping[str, Any]) -> None:
-    position = _value(source, "position_embedding_type", "rope")
-    if "position_embedding_type" not in changes and position not in ("rope", "learned_absolute", "none"):
-        text = f"position_embedding_type is {position!r}; ModelConfig has rope, learned_absolute and none"
-        raise ConfigError(text, key="model.position_embedding_type", value=position)

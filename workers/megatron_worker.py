@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import functools
-import inspect
-import logging
-import sys
-import textwrap
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
@@ -24,8 +19,6 @@ from parallel_state.megatron import MegatronContext, initialize_distributed
 from workers.config import ParallelConfig
 from workers.gpu_ids import check_distinct_gpus
 from workers.model.gpu_defaults import connection_variables, set_max_connections
-
-_logger = logging.getLogger(__name__)
 
 _REPORTS = ("get_megatron_rank_info", "get_megatron_global_info")
 
@@ -80,11 +73,7 @@ class MegatronWorker(Worker):
             return
         layout = parallel.layout(self.world_size)
         if self.device.type == "cuda":
-            explanation, right = set_max_connections(parallel)  # before the device is used
-            if not right:
-                _logger.warning(explanation)
-            elif self.rank == 0:
-                sys.stdout.write(f"{explanation}\n")
+            set_max_connections(parallel)  # before the device is used
             torch.cuda.set_device(self.device)
         address, port = self.get_master_addr_port()
         initialize_distributed(
@@ -100,16 +89,6 @@ class MegatronWorker(Worker):
         super().__init_subclass__(**kwargs)
         if "__init__" in vars(cls):
             cls.__init__ = _leaving_context(cls.__init__)  # type: ignore[method-assign]
-
-    @classmethod
-    def check_init(cls, *args: Any, **kwargs: Any) -> None:
-        """Reject a subclass that neither passes ``parallel`` on nor reports its layout, as its source shows.
-
-        Raises:
-            ConfigError: its constructor calls ``super().__init__()`` without arguments.
-        """
-        if _passes_nothing_on(cls):
-            cls._check_reports()
 
     @classmethod
     def cuda_variables(cls, capability: tuple[int, int] | None, *args: Any, **kwargs: Any) -> dict[str, str]:
@@ -145,20 +124,6 @@ class MegatronWorker(Worker):
     def get_megatron_global_info(self) -> DistGlobalInfo:
         """Return the size of each axis, as Megatron reports it."""
         return self.context.global_info()
-
-
-def _passes_nothing_on(cls: type[MegatronWorker]) -> bool:
-    """Return whether the constructor below that of ``MegatronWorker`` calls it without arguments, in its source."""
-    inits = [base for base in cls.__mro__ if "__init__" in vars(base)]
-    below = inits.index(MegatronWorker) - 1
-    if below < 0:
-        return False
-    try:
-        source = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(vars(inits[below])["__init__"]))))
-    except (OSError, TypeError, SyntaxError):  # such as of a class that was defined in a console
-        return False
-    calls = [ast.unparse(node) for node in ast.walk(source) if isinstance(node, ast.Call)]
-    return "super().__init__()" in calls
 
 
 def _leaving_context(init: Callable[..., None]) -> Callable[..., None]:

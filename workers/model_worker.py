@@ -24,6 +24,7 @@ from workers.checkpoint.checkpointer import Checkpointer
 from workers.checkpoint.save import Saver
 from workers.config import ModelConfig, OptimConfig, ParallelConfig, RoleConfig
 from workers.config.fit import length_multiple_of
+from workers.config.roles import TrainedConfig
 from workers.lora.base import base_hash
 from workers.lora.peft_files import check_adapter
 from workers.megatron_worker import MegatronWorker
@@ -34,6 +35,7 @@ from workers.role_worker import RoleWorker
 from workers.train.batches import RowReader, TokenBatch
 from workers.train.metrics import Rule
 from workers.train.micro_batches import MicroBatcher
+from workers.train.mini_batches import configured_mini_batches
 from workers.train.optimizer import (
     ParameterGroups,
     check_schedule_unit,
@@ -150,6 +152,16 @@ class ModelWorker(MegatronWorker, RoleWorker):
     def layouts(cls, config: Any) -> Sequence[ParallelConfig]:
         """Return the layout of the model."""
         return (config.parallel,)
+
+    @classmethod
+    def mini_batches(cls, config: Any, rows: int, n: int, update: int) -> Tensor | None:
+        """Return the mini-batch of each row in each epoch of an update; see ``configured_mini_batches``."""
+        return configured_mini_batches(config, rows, n, update) if isinstance(config, TrainedConfig) else None
+
+    @classmethod
+    def shares_prompts(cls, config: Any) -> bool:
+        """Return whether a pass computes a prompt once for the rows that begin with it."""
+        return isinstance(config, TrainedConfig) and config.share_prompts and not config.packed
 
     @classmethod
     def overrides(cls, method: Callable[..., Any]) -> bool:

@@ -8,10 +8,8 @@ from typing import Any
 
 from mcontroller.errors import ConfigError
 from parallel_state.axes import is_count
-from parallel_state.keywords import known_keywords
 
 
-@known_keywords(ConfigError)
 @dataclass(frozen=True, slots=True)
 class ChannelOptions:
     """Settings of the channel between a controller and its worker processes.

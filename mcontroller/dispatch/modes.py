@@ -17,7 +17,6 @@ from mcontroller.errors import DispatchError
 from mcontroller.partition import Padding
 from parallel_state.axes import DENSE_AXES, EXPERT_AXES, RANK_AXIS
 from parallel_state.describe import runs_text, table_text
-from parallel_state.keywords import known_keywords
 from parallel_state.topology import Topology
 
 RANK = RANK_AXIS
@@ -196,7 +195,6 @@ class DispatchModes:
         delattr(self, name)
 
     @staticmethod
-    @known_keywords(DispatchError)
     def over(
         *axes: str,
         collect: Mapping[str, int] | None = None,

@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 from mcontroller.dispatch.modes import Dispatch, DispatchSpec, Execute, ExecuteMode, RowRule, mode_of_functions
 from mcontroller.errors import DispatchError
 from mcontroller.partition import Padding
-from parallel_state.keywords import known_keywords
 
 MAGIC_ATTR = "attrs_3141562937"
 """The attribute of a registered function that holds its ``Registration``."""
@@ -64,7 +63,6 @@ def check_timeout(seconds: float | None) -> None:
         raise DispatchError(f"timeout is {seconds!r}; expected None or more than 0 seconds", timeout=seconds)
 
 
-@known_keywords(DispatchError)
 def register(
     dispatch_mode: Mode = Dispatch.ALL_TO_ALL,
     execute_mode: ExecuteMode = Execute.ALL,

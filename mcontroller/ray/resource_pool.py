@@ -18,7 +18,6 @@ from mcontroller.errors import ConfigError, ResourceError, close_all
 from mcontroller.ray.reservation import Bundle, NodeShape, Reservation, check_fits
 from parallel_state.axes import is_count
 from parallel_state.describe import table_text
-from parallel_state.keywords import known_keywords
 
 _unnamed = itertools.count()
 
@@ -96,7 +95,6 @@ class RayResourcePool(ResourcePool):
             argument is of another type.
     """
 
-    @known_keywords(ResourceError)
     def __init__(
         self,
         process_on_nodes: Iterable[int],

@@ -16,7 +16,6 @@ from mcontroller.ray.detached import attach, find
 from mcontroller.ray.launch import launch
 from mcontroller.ray.resource_pool import RayResourcePool
 from mcontroller.worker import W_co
-from parallel_state.keywords import known_keywords
 from parallel_state.topology import Topology
 
 
@@ -50,7 +49,6 @@ class RayWorkerGroup(WorkerGroup[W_co]):
     resource_pool: RayResourcePool | None
     axes_across_nodes: Collection[str] = ()
 
-    @known_keywords(ConfigError)
     def __init__(
         self,
         resource_pool: RayResourcePool,

@@ -63,23 +63,14 @@ _COLLECTIVES: dict[str, tuple[str, int | None, int]] = {
 _TRANSFERS = {"send": "send", "recv": "recv", "recv_anysource": "recv"}
 
 
-class _Channel:
-    """A route, and its count."""
-
-    __slots__ = ("at", "count")
-
-    def __init__(self, at: int) -> None:
-        self.at, self.count = at, itertools.count()
-
-
 class _Group:
-    """What is known of a group of this process."""
+    """What is known of a group of this process; a channel is the index of its count in the numbers of the record."""
 
     __slots__ = ("collectives", "reference", "routes", "shared")
 
-    def __init__(self, shared: RecordedGroup, collectives: _Channel | None, reference: Any) -> None:
+    def __init__(self, shared: RecordedGroup, collectives: int | None, reference: Any) -> None:
         self.shared, self.collectives, self.reference = shared, collectives, reference
-        self.routes: dict[tuple[str, int, int], _Channel | None] = {}
+        self.routes: dict[tuple[str, int, int], int | None] = {}
 
 
 class Recorder:
@@ -132,7 +123,7 @@ class Recorder:
             key = operation, peer, tag
             if key not in known.routes:
                 other = -1 if peer == -1 else known.shared.ranks[peer]
-                known.routes[key] = self._channel(operation, known.shared, other, tag)
+                known.routes[key] = self._memory.channel(operation, known.shared, other, tag)
             number = self._begin(known.routes[key], text, self._nothing, tensors)
             work = method(group, tensors, *args, **options)
             self._returned(number, work)
@@ -160,11 +151,12 @@ class Recorder:
 
         return recorded
 
-    def _begin(self, channel: _Channel | None, operation: int, detail: int, tensors: Any) -> int:
+    def _begin(self, channel: int | None, operation: int, detail: int, tensors: Any) -> int:
         """Write a call into the next slot of the ring and return its number."""
         if channel is None:
             return -1
-        numbers, number, index = self._numbers, next(self._calls), next(channel.count)
+        numbers, number = self._numbers, next(self._calls)
+        index = numbers[channel]
         place = calling_position()
         line = self._lines.get(place)
         if line is None:
@@ -172,14 +164,14 @@ class Recorder:
         slot = number % RING
         at = RING_AT + slot * SLOT
         numbers[at] = 0
-        numbers[at + 1] = channel.at
+        numbers[at + 1] = channel
         numbers[at + 2] = index
         numbers[at + 3] = operation
         numbers[at + 4] = detail
         numbers[at + 5] = line
         numbers[at + 6] = IN_CALL
         self._write_tensors(at + 7, tensors)
-        numbers[channel.at] = index + 1
+        numbers[channel] = index + 1
         numbers[at] = number + 1
         return number
 
@@ -240,12 +232,8 @@ class Recorder:
         backend = str(world.pg_map[group][0]) if group in world.pg_map else ""
         shared = RecordedGroup(group.group_name, group.group_desc, ranks, backend)
         reference = weakref.ref(group, lambda _: groups.pop(key, None))
-        known = groups[key] = _Group(shared, self._channel("collective", shared, -1, 0), reference)
+        known = groups[key] = _Group(shared, self._memory.channel("collective", shared, -1, 0), reference)
         return known
-
-    def _channel(self, kind: str, group: RecordedGroup, peer: int, tag: int) -> _Channel | None:
-        at = self._memory.channel(kind, group, peer, tag)
-        return None if at is None else _Channel(at)
 
 
 def record_calls(memory: RecordMemory) -> Callable[[], None]:

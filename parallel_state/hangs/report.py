@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from parallel_state.axes import EXPERT_AXES
+from parallel_state.axes import EXPERT_AXES, dense_grid, expert_grid
 from parallel_state.hangs.lines import members_text
 from parallel_state.hangs.record import DONE, RETURNED, LastCall, RankRecord, RecordedGroup, Route
 
@@ -110,6 +110,17 @@ def rank_text(rank: int, coordinates: Mapping[str, int]) -> str:
     """Return a rank with its index on axes, such as ``rank 3 (tp=1 pp=1)``."""
     text = " ".join(f"{axis}={index}" for axis, index in coordinates.items())
     return f"rank {rank} ({text})" if text else f"rank {rank}"
+
+
+def axes_of_group(members: Sequence[Mapping[str, int]], description: str) -> str:
+    """Return the axes on which the members of a group differ, such as ``"tp"`` or ``"dp-cp"``.
+
+    Args:
+        members: the coordinates of the members.
+        description: Megatron's name of the group.
+    """
+    axes = (expert_grid if description.startswith("EXPERT") else dense_grid)(members[0])
+    return "-".join(axis for axis in axes if len({member[axis] for member in members}) > 1)
 
 
 class RecordedRanks:
@@ -245,10 +256,7 @@ class RecordedRanks:
         """Return the axes on which the members of a group differ, such as ``"tp"`` or ``"dp-cp"``."""
         if not group.ranks or max(group.ranks) >= len(self._coordinates):
             return ""
-        members = [self._coordinates[rank] for rank in group.ranks]
-        expert = group.description.startswith("EXPERT")
-        axes = [axis for axis in members[0] if axis not in (("tp", "cp", "dp") if expert else EXPERT_AXES)]
-        return "-".join(axis for axis in axes if len({member[axis] for member in members}) > 1)
+        return axes_of_group([self._coordinates[rank] for rank in group.ranks], group.description)
 
 
 def _difference(call: LastCall, other: LastCall) -> str | None:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from parallel_state.simulated.calls import Call
 from parallel_state.simulated.errors import Disagreement, UnsupportedError
+from parallel_state.simulated.exchange import equal_values
 from parallel_state.simulated.process_group import SimulatedGroup
 
 Values = torch.Tensor | Mapping[str, torch.Tensor]
@@ -83,7 +84,4 @@ def _disagreement(reason: str, calls: list[Call], describe: Callable[[int], str]
 
 
 def _same_bits(some: torch.Tensor, other: torch.Tensor) -> bool:
-    if some.shape != other.shape or some.dtype != other.dtype:
-        return False
-    a, b = some.detach(), other.detach()
-    return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
+    return some.shape == other.shape and some.dtype == other.dtype and equal_values(some, other)

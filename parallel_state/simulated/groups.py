@@ -10,7 +10,7 @@ from typing import Any
 from torch.distributed import distributed_c10d as c10d
 
 from parallel_state.hangs.lines import AXIS_OF_DESCRIPTION, calling_line, members_text
-from parallel_state.hangs.report import rank_text
+from parallel_state.hangs.report import axes_of_group, rank_text
 from parallel_state.simulated.calls import SharedGroup
 from parallel_state.simulated.errors import CollectiveMismatch
 from parallel_state.simulated.process_group import SimulatedGroup
@@ -53,7 +53,7 @@ class GroupRegistry:
         axes = [axis for axis in ("tp", "cp", "dp", "pp") if len(named.get(axis, ())) > 1]
         return rank_text(rank, {axis: named[axis].index(rank) for axis in axes})
 
-    def create(self, rank: int, ranks: tuple[int, ...], name: str, description: str, tag: Any) -> SharedGroup:
+    def create(self, rank: int, ranks: tuple[int, ...], name: str, description: str) -> SharedGroup:
         """Return the group that a rank creates next.
 
         Raises:
@@ -141,13 +141,9 @@ class GroupRegistry:
         return SharedGroup(name, description, ranks, rank, calling_line(), self._axis_of(ranks, description))
 
     def _axis_of(self, ranks: Sequence[int], description: str) -> str:
-        """Return the axes on which the members of a group differ, such as ``"tp"`` or ``"dp-cp"``."""
         if self._topology is None or len(ranks) == 1:
             return AXIS_OF_DESCRIPTION.get(description, "")
-        expert = description.startswith("EXPERT")
-        axes = self._topology.expert_axes if expert else self._topology.dense_axes
-        coordinates = [self._topology.coordinates(rank) for rank in ranks]
-        return "-".join(axis for axis in axes if len({coordinate[axis] for coordinate in coordinates}) > 1)
+        return axes_of_group([self._topology.coordinates(rank) for rank in ranks], description)
 
 
 def _are_apart(group: SharedGroup, members: tuple[int, ...], rank: int) -> bool:

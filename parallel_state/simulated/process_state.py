@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dis
 import functools
-import importlib.util
 import os
 import random
 import sys
@@ -19,6 +18,7 @@ import torch
 
 from parallel_state.patches.import_hook import ImportHook
 from parallel_state.rank_state import Attributes, RankState, StatePart, StateValue, distributed_parts
+from parallel_state.requirements import has_megatron
 from parallel_state.simulated.own_modules import OwnModules
 
 # Containers and objects that are changed in place, so that no function rebinds the name.
@@ -141,11 +141,6 @@ class FirstValues(Attributes):
     def fresh(self) -> dict[str, Any]:
         """Return copies of the first values by name."""
         return {name: self._copied(value) for name, value in self._first.items()}
-
-
-def has_megatron() -> bool:
-    """Whether Megatron-Core is installed."""
-    return importlib.util.find_spec("megatron") is not None and importlib.util.find_spec("megatron.core") is not None
 
 
 def _variables() -> dict[bytes, bytes]:

@@ -8,8 +8,6 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from parallel_state.errors import ParallelStateError
-from parallel_state.keywords import known_keywords
 from parallel_state.layout import ParallelLayout
 from parallel_state.simulated.simulation import Simulation
 from parallel_state.simulated.trace import CommunicationTrace
@@ -17,7 +15,6 @@ from parallel_state.simulated.trace import CommunicationTrace
 T = TypeVar("T")
 
 
-@known_keywords(ParallelStateError)
 def run_ranks(
     layout: int | ParallelLayout,
     function: Callable[..., T],
@@ -52,13 +49,9 @@ def run_ranks(
         CollectiveMismatch: ranks made calls that do not fit together.
         SimulationError: another error in how ranks communicate.
         LayoutError: Megatron cannot have this layout.
-        ParallelStateError: an argument is of another type.
+        ParallelStateError: an unknown schedule, or a random one without a seed.
         BaseException: what the first rank that failed raised; a note has the positions of the others.
     """
-    if not callable(function):
-        raise ParallelStateError(f"function is {function!r}; expected a function, which every rank runs")
-    if not isinstance(trace, CommunicationTrace | None):
-        raise ParallelStateError(f"trace is {trace!r}; expected a CommunicationTrace")
     recorded = CommunicationTrace() if trace is None else trace
     simulation = Simulation(
         layout,

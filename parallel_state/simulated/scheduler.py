@@ -70,7 +70,6 @@ class Scheduler:
         ranks: the ranks.
         current: the rank that runs; None outside of ``run``.
         failure: what ended the ranks; None if nothing has.
-        switches: the number of times that another rank went on.
     """
 
     def __init__(
@@ -84,7 +83,6 @@ class Scheduler:
         self.ranks = [RankThread(rank) for rank in range(world_size)]
         self.current: RankThread | None = None
         self.failure: BaseException | None = None
-        self.switches = 0
         self._random = None if seed is None else random.Random(seed)
         self._on_switch, self._deadlock, self._on_error = on_switch, deadlock, on_error
         self._ready: deque[RankThread] = deque()
@@ -221,7 +219,6 @@ class Scheduler:
             self._all_ended.set()
             return
         if following is not waiting:
-            self.switches += 1
             try:
                 self._on_switch(following.rank)
             except BaseException as error:  # this thread may be of no rank, and the others wait for their batons

@@ -19,6 +19,7 @@ from parallel_state.hangs.lines import calling_line, raising_line
 from parallel_state.hangs.report import Position, cause_of, describe_ranks, stories
 from parallel_state.layout import ParallelLayout
 from parallel_state.rank_state import StateSwitch
+from parallel_state.requirements import has_megatron
 from parallel_state.simulated.calls import Call, KeyWait
 from parallel_state.simulated.checkpoint_writer import in_process_writers
 from parallel_state.simulated.errors import (
@@ -33,7 +34,7 @@ from parallel_state.simulated.exchange import Exchange
 from parallel_state.simulated.groups import GroupRegistry
 from parallel_state.simulated.own_modules import OwnModules
 from parallel_state.simulated.process_group import SimulatedGroup, SimulatedStore
-from parallel_state.simulated.process_state import ProcessState, has_megatron
+from parallel_state.simulated.process_state import ProcessState
 from parallel_state.simulated.scheduler import RankThread, Scheduler
 from parallel_state.simulated.shared_writes import SharedWrites
 from parallel_state.simulated.trace import CommunicationTrace
@@ -84,8 +85,6 @@ class Simulation:
             raise ParallelStateError(
                 f"schedule={schedule!r} with seed={seed}; expected 'round_robin' without a seed, or 'random' with one"
             )
-        if isinstance(layout, bool) or not isinstance(layout, int | ParallelLayout | Topology):
-            raise LayoutError(f"layout is {layout!r}; expected a ParallelLayout, a Topology or a number of ranks")
         self.world_size = layout if isinstance(layout, int) else layout.world_size
         if self.world_size < 1:
             raise LayoutError(f"a simulation has at least one rank, not {self.world_size}", world_size=self.world_size)
@@ -118,11 +117,6 @@ class Simulation:
     def ranks(self) -> list[RankThread]:
         """All ranks."""
         return self._scheduler.ranks
-
-    @property
-    def switches(self) -> int:
-        """The number of times that another rank went on."""
-        return self._scheduler.switches
 
     def run(self, functions: Mapping[int, Callable[[], Any]]) -> dict[int, Any]:
         """Run each function on its rank, to the end of all; return the results by rank.
@@ -167,6 +161,27 @@ class Simulation:
     def describe(self, rank: int) -> str:
         """Return a rank with its coordinates, as messages show it."""
         return self._groups.describe(rank)
+
+    def activity(self, rank: int) -> str:
+        """Return what a rank does, for a report; see ``Observed``."""
+        state = self.ranks[rank]
+        if state.error is not None:
+            return f"raised {type(state.error).__name__}: {str(state.error).partition(chr(10))[0]}"
+        if state.ended:
+            return "has ended"
+        return "can go on" if state.waits_for is None else f"waits in {state.waits_for}"
+
+    def progress(self, waiting: int, other: int) -> list[str]:
+        """Return how far a missing rank has come, for a report; see ``Observed``."""
+        call = self.ranks[waiting].waits_for
+        if not isinstance(call, Call) or call.is_transfer:
+            return []
+        if other not in call.group.created_by:
+            return [f"and has not created this group (rank {call.group.creator} did at {call.group.line})"]
+        last = call.group.last_calls.get(other)
+        if last is None:
+            return ["and has not called any collective of this group"]
+        return [f"its last on this group: {last.operation}, call {last.number}, at {last.line}"]
 
     def missing(self, call: Call) -> list[int]:
         """Return the ranks that a call waits for."""
@@ -364,7 +379,7 @@ class Simulation:
             self._scheduler.check_running()
             with self._failing():
                 self._check_thread("new_group")
-                shared = self._groups.create(rank, tuple(ranks), name, group_desc or "", pg_tag)
+                shared = self._groups.create(rank, tuple(ranks), name, group_desc or "")
                 if rank not in shared.ranks:
                     return c10d.GroupMember.NON_GROUP_MEMBER, None
                 group = SimulatedGroup(self, shared, rank, self._groups.unique_name(rank))
@@ -434,22 +449,22 @@ def _same_on_every_rank() -> dict[Any, dict[str, Any]]:
 
 def _deadlock_text(simulation: Simulation) -> tuple[str, tuple[int, ...]]:
     """Return the message of a deadlock, and the ranks that it names as the cause."""
-    observed, positions = _Ranks(simulation), _positions(simulation)
-    cause, ranks = cause_of(observed, positions) or _without_keys(simulation, positions)
+    positions = _positions(simulation)
+    cause, ranks = cause_of(simulation, positions) or _without_keys(simulation, positions)
     size = len(simulation.ranks)
     head = f"{cause}\n\nnone of the {len(positions)} ranks that have not ended can go on ({size} ranks in all)"
-    return f"{head}\n\n{stories(observed, positions)}", ranks
+    return f"{head}\n\n{stories(simulation, positions)}", ranks
 
 
 def _positions_text(simulation: Simulation) -> str:
     """Return where the ranks are that have not ended, for the note of another rank's error."""
-    observed, waiting = _Ranks(simulation), _positions(simulation)
+    waiting = _positions(simulation)
     ready = [
         rank.rank for rank in simulation.ranks if not rank.ended and rank.error is None and rank.rank not in waiting
     ]
-    parts = [f"{describe_ranks(observed, ready)}: can go on"] if ready else []
+    parts = [f"{describe_ranks(simulation, ready)}: can go on"] if ready else []
     if waiting:
-        parts.append(stories(observed, waiting))
+        parts.append(stories(simulation, waiting))
     return "\n".join(parts) or "all other ranks have ended"
 
 
@@ -466,30 +481,3 @@ def _positions(simulation: Simulation) -> dict[int, Position]:
 def _without_keys(simulation: Simulation, positions: dict[int, Position]) -> tuple[str, tuple[int, ...]]:
     keys = sorted({str(simulation.ranks[rank].waits_for) for rank in positions})
     return f"no rank will set the keys of {', '.join(keys)}", tuple(positions)
-
-
-class _Ranks:
-    """The ranks of a simulation as a report sees them; see ``Observed``."""
-
-    def __init__(self, simulation: Simulation) -> None:
-        self._ranks = simulation.ranks
-        self.describe = simulation.describe
-
-    def activity(self, rank: int) -> str:
-        state = self._ranks[rank]
-        if state.error is not None:
-            return f"raised {type(state.error).__name__}: {str(state.error).partition(chr(10))[0]}"
-        if state.ended:
-            return "has ended"
-        return "can go on" if state.waits_for is None else f"waits in {state.waits_for}"
-
-    def progress(self, waiting: int, other: int) -> list[str]:
-        call = self._ranks[waiting].waits_for
-        if not isinstance(call, Call) or call.is_transfer:
-            return []
-        if other not in call.group.created_by:
-            return [f"and has not created this group (rank {call.group.creator} did at {call.group.line})"]
-        last = call.group.last_calls.get(other)
-        if last is None:
-            return ["and has not called any collective of this group"]
-        return [f"its last on this group: {last.operation}, call {last.number}, at {last.line}"]

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from parallel_state.errors import MControllerError
+from parallel_state.hangs.report import rank_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ class Difference:
     note: str = ""
 
     def __str__(self) -> str:
-        where = _rank_text(self.rank, self.coordinates)
+        where = rank_text(self.rank, self.coordinates)
         if not math.isfinite(self.error):
             return f"{self.kind} {self.name}, step {self.step}, {where}: {self.note or 'not finite'}"
         note = f"; {self.note}" if self.note else ""
@@ -74,7 +75,7 @@ class DifferingModule:
 
     def __str__(self) -> str:
         what = "output of" if self.direction == "forward" else "gradient of the output of"
-        where = _rank_text(self.rank, self.coordinates)
+        where = rank_text(self.rank, self.coordinates)
         note = f"; {self.note}" if self.note else ""
         return (
             f"first in the {self.direction} pass: {what} {self.module} ({self.source}), "
@@ -189,8 +190,3 @@ def _shortened(computed_by: tuple[str, ...], most: int = 3) -> list[str]:
     if any("MoEAuxLossAutoScaler" in line for line in computed_by):
         lines.append("an auxiliary loss is among them; where Megatron scales it wrongly: docs/verify.md#gallery")
     return lines
-
-
-def _rank_text(rank: int, coordinates: dict[str, int]) -> str:
-    inside = " ".join(f"{axis}={index}" for axis, index in coordinates.items())
-    return f"rank {rank}" + (f" ({inside})" if inside else "")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
-import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -61,35 +60,6 @@ class Program:
     micro_batch_size: int = 1
     merge: Callable[[Sequence[Any]], Any] | None = None
     positions: Callable[[int], torch.Tensor] | None = None
-
-    def check_functions(self) -> None:
-        """Check that the functions can be called as the training calls them.
-
-        Raises:
-            VerifyError: a signature does not fit; the message has the call.
-        """
-        calls: tuple[tuple[str, Callable[..., Any], str, tuple[Any, ...], dict[str, Any]], ...] = (
-            ("config", self.config, "config(tensor_model_parallel_size=1, ...)", (), {"tensor_model_parallel_size": 1}),
-            (
-                "model_provider",
-                self.model_provider,
-                "model_provider(config, pre_process, post_process, vp_stage)",
-                (None, True, True, None),
-                {},
-            ),
-            ("forward_step", self.forward_step, "forward_step(data_iterator, model)", (None, None), {}),
-            ("batch", self.batch, "batch(index)", (0,), {}),
-        )
-        for name, function, call, arguments, keywords in calls:
-            try:
-                signature = inspect.signature(function)
-            except (TypeError, ValueError):  # of a builtin, for instance
-                continue
-            try:
-                signature.bind(*arguments, **keywords)
-            except TypeError as error:
-                text = f"{name} is called as {call}, and its parameters are {signature}: {error}"
-                raise VerifyError(text, function=name) from error
 
     def check_inputs(self, rows: int, context_parallel: int, inputs: Mapping[str, Any]) -> None:
         """Check the shapes of what a model gets: ``[rows, seq_length / context_parallel]``.

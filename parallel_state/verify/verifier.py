@@ -92,7 +92,6 @@ class Verifier:
         self._records: dict[int, StepRecords] = {}
         self._in_bf16: _InBf16 | None = None
         self._dtype = torch.float64 if exact else torch.float32
-        program.check_functions()
         check_divisible(program, ONE_PROCESS)
         with self._precision():
             try:

@@ -25,8 +25,7 @@ def test_replicas_by_stages_then_nodes() -> None:
         "\n"
         "node       ranks   tp    dp    pp\n"
         "10.0.0.1   0-3     0-1   0-1   0\n"
-        "10.0.0.2   4-7     0-1   0-1   1\n"
-        "(inside a node: tp, dp; across nodes: pp)"
+        "10.0.0.2   4-7     0-1   0-1   1"
     )
 
 

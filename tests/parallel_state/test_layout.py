@@ -49,21 +49,11 @@ def test_a_user_defined_axis_belongs_to_both_grids() -> None:
 def test_a_layout_with_only_user_defined_axes() -> None:
     layout = ParallelLayout(6, order="lane-island", extra={"lane": 3, "island": 2})
     assert layout.groups("lane") == [[0, 1, 2], [3, 4, 5]]
-    assert layout.rank(lane=2, island=-1) == 5
+    assert layout.coordinates(5)["lane"] == 2
 
 
 def test_order_is_read_in_any_case_and_may_leave_out_axes_of_size_one() -> None:
     assert ParallelLayout(8, tp=2, order="TP-DP").groups("dp") == ParallelLayout(8, tp=2).groups("dp")
-
-
-@unhurried
-@given(layouts())
-def test_coordinates_lead_back_to_the_rank_by_either_grid(layout: ParallelLayout) -> None:
-    for rank in range(layout.world_size):
-        coordinates = layout.coordinates(rank)
-        assert layout.rank(**coordinates) == rank
-        assert layout.rank(**{axis: coordinates[axis] for axis in layout.dense_axes}) == rank
-        assert layout.rank(**{axis: coordinates[axis] for axis in layout.expert_axes}) == rank
 
 
 @unhurried
@@ -108,10 +98,8 @@ INVALID: list[tuple[dict[str, Any], str]] = [
     (dict(world_size=8, tp=0), {"axis": "tp", "value": 0}),
     (dict(world_size=8, tp="2"), {"axis": "tp", "value": "2"}),
     (dict(world_size=8, pp=True), {"axis": "pp", "value": True}),
-    (dict(world_size=10**9), {"world_size": 1000000000}),
     (dict(world_size=0), {"axis": "world_size", "value": 0}),
     (dict(world_size=8, vpp=2), {"vpp": 2, "pp": 1}),
-    (dict(world_size=8, order=None), {}),
     (dict(world_size=8, order="tp-xp-dp"), {"order": "tp-xp-dp", "axis": "xp"}),
     (dict(world_size=8, order="tp-dp-tp"), {"order": "tp-dp-tp", "axis": "tp"}),
     (
@@ -153,14 +141,6 @@ def test_an_error_has_its_figures_as_fields() -> None:
 
 
 INVALID_QUERIES = [
-    (lambda layout: layout.rank(tp=2, pp=0, dp=0), {"axis": "tp", "index": 2}),
-    (lambda layout: layout.rank(cp=1), {"axis": "cp", "index": 1}),
-    (lambda layout: layout.rank(tp=0), {"coordinates": {"tp": 0}}),
-    (lambda layout: layout.rank(xp=0), {"axis": "xp"}),
-    (
-        lambda layout: layout.rank(tp=1, dp=0, pp=0, ep=0),
-        {"coordinates": {"tp": 1, "dp": 0, "pp": 0, "ep": 0}, "rank": 1},
-    ),
     (lambda layout: layout.coordinates(8), {"rank": 8}),
     (lambda layout: layout.coordinates(-1), {"rank": -1}),
     (

@@ -73,18 +73,12 @@ def test_a_star_import_binds_the_exported_names(package: ModuleType) -> None:
     assert namespace["Feather"] is package.Feather and "TYPE_CHECKING" not in namespace
 
 
-def test_an_unknown_name_suggests_near_matches(package: ModuleType) -> None:
+def test_an_unknown_name_is_an_error_for_which_python_suggests_near_matches(package: ModuleType) -> None:
     with pytest.raises(AttributeError) as caught:
         _ = package.Fether
-    assert "did you mean Feather?" in str(caught.value)
+    assert (caught.value.name, caught.value.obj) == ("Fether", package)
     with pytest.raises(ImportError):
         exec("from lazypkg import Fether")
-
-
-def test_an_unknown_name_without_a_near_match_suggests_nothing(package: ModuleType) -> None:
-    with pytest.raises(AttributeError) as caught:
-        _ = package.hammer
-    assert "did you mean" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["parallel_state", "mcontroller", "trainer", "mcontroller.ray", "workers"])

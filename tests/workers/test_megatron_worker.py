@@ -7,29 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from mcontroller import ClassWithInitArgs, DataProto, Dispatch, Worker, register
+from mcontroller import DataProto, Dispatch, register
 from mcontroller.errors import ConfigError
 from mcontroller.testing import mock_worker_group, mocked_rank
 from parallel_state import DistGlobalInfo, DistRankInfo, ParallelLayout
 from workers import MegatronWorker
-
-
-class Ported(MegatronWorker):
-    """Passes nothing on, as a worker of another controller that is not ported yet."""
-
-    def __init__(self, config: dict[str, int]) -> None:
-        super().__init__()
-
-
-class Reporting(Ported):
-    get_megatron_rank_info = get_megatron_global_info = Worker.call_context  # type: ignore[assignment]
-
-
-def test_a_worker_without_axes_is_rejected_before_anything_starts() -> None:
-    with pytest.raises(ConfigError) as caught:
-        ClassWithInitArgs(Ported, {"tp": 2})
-    assert caught.value.key == "parallel"
-    ClassWithInitArgs(Reporting, {"tp": 2})
 
 
 class OwnGroups(MegatronWorker):

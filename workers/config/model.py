@@ -13,8 +13,6 @@ from workers.config.lora import LoraConfig
 from workers.weights.hf.config import describes_model, has_bridge, model_fields_from_hf
 from workers.weights.hf.hub import local_directory
 
-MOST_LAYERS = 10_000
-"""Layers above which a configuration is a mistake: building and estimating them would not end."""
 # Fields that only a native model reads: Bridge has them from config.json.
 _NATIVE = {
     "normalization",
@@ -150,9 +148,6 @@ class ModelConfig:
                 value=self.hybrid_layer_pattern,
             )
         check_one_of("model.verify_load", self.verify_load, ("auto", "layers", "off"))
-        if self.num_layers > MOST_LAYERS:
-            text = f"model.num_layers is {self.num_layers}; it must be at most {MOST_LAYERS}"
-            raise ConfigError(text, key="model.num_layers", value=self.num_layers)
         check_above("model.layernorm_epsilon", self.layernorm_epsilon, 0.0)
         check_at_least("model.init_method_std", self.init_method_std, 0.0)
         if self.rope_scaling_factor is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,7 +12,8 @@ from mcontroller.errors import ConfigError
 
 DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 
-OPTIMIZER_SET_ELSEWHERE = {
+# Fields of Megatron's OptimizerConfig that other keys of a role's configuration set, and these keys.
+_SET_ELSEWHERE = {
     "optimizer": "optim.optimizer",
     "lr": "optim.lr",
     "min_lr": "optim.min_lr",
@@ -29,8 +30,6 @@ OPTIMIZER_SET_ELSEWHERE = {
     "fp8_recipe": "model.transformer.fp8_recipe",
     "reuse_grad_buf_for_mxfp8_param_ag": "ddp.reuse_grad_buf_for_mxfp8_param_ag",
 }
-"""Fields of Megatron's OptimizerConfig that other keys of a role's configuration set, and these keys."""
-
 _TIMERS = "it belongs to the timers of Megatron-LM's training loop"
 # Fields of OptimizerConfig, the only supported value, and the reason.
 _NOT_COMPUTED: dict[str, tuple[object, str]] = {
@@ -42,41 +41,17 @@ _NOT_COMPUTED: dict[str, tuple[object, str]] = {
     "barrier_with_L1_time": (False, _TIMERS),
     "timers": (None, _TIMERS),
 }
-# Prefix of fields of OptimizerConfig -> the optimizers that read them.
-_FIELDS_OF = {
-    "sgd_": ("sgd",),
-    "muon_": ("muon",),
-    "adaptive_muon_": ("adaptive_muon",),
-    "soap_": ("soap",),
-    "lion_": ("lion", "muon"),
-    "decoupled_weight_decay": ("adam",),
-}
 _UNSUPPORTED = {
     "adaptive_muon": "its first step fails with emerging-optimizers 0.3",
     "dist_muon": "it does not use the buffers of optim.distributed_optimizer; use muon",
     "soap": "megatron-core cannot save its state in a checkpoint",
 }
-# Field -> the switch among the other fields without which it has no effect.
-_NEEDS = {
-    "store_param_remainders": "use_precision_aware_optimizer",
-    "main_grads_dtype": "use_precision_aware_optimizer",
-    "main_params_dtype": "use_precision_aware_optimizer",
-    "exp_avg_dtype": "use_precision_aware_optimizer",
-    "exp_avg_sq_dtype": "use_precision_aware_optimizer",
-    "optimizer_offload_fraction": "optimizer_cpu_offload",
-    "use_torch_optimizer_for_cpu_offload": "optimizer_cpu_offload",
-    "overlap_cpu_optimizer_d2h_h2d": "optimizer_cpu_offload",
-    "pin_cpu_grads": "optimizer_cpu_offload",
-    "pin_cpu_params": "optimizer_cpu_offload",
-    "decoupled_min_lr": "decoupled_lr",
-}
-_DYNAMIC_SCALE = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
-DDP_SET_ELSEWHERE = {
+# Fields of DistributedDataParallelConfig that other keys of a role's configuration set, and these keys.
+_DDP_SET_ELSEWHERE = {
     "use_distributed_optimizer": "optim.distributed_optimizer",
     "overlap_grad_reduce": "optim.overlap_grad_reduce",
     "overlap_param_gather": "optim.overlap_param_gather",
 }
-"""Fields of DistributedDataParallelConfig that other keys of a role's configuration set, and these keys."""
 DDP_DEFAULTS: dict[str, Any] = {"grad_reduce_in_fp32": True, "average_in_collective": False}
 """Fields of DistributedDataParallelConfig whose defaults differ from Megatron's."""
 _FSDP = (
@@ -96,19 +71,6 @@ _DDP_NOT_COMPUTED: dict[str, tuple[object, str]] = {
     "keep_fp8_transpose_cache": (False, _FP8_WEIGHTS),
     "use_megatron_fsdp": (False, _FSDP),
     "use_custom_fsdp": (False, _FSDP),
-    "data_parallel_sharding_strategy": ("no_shard", _FSDP),
-    "outer_dp_sharding_strategy": ("no_shard", _FSDP),
-    "gradient_reduce_div_fusion": (True, _FSDP),
-    "suggested_communication_unit_size": (None, _FSDP),
-    "preserve_fp32_weights": (True, _FSDP),
-}
-_FSDP_PREFIXES = ("fsdp_", "megatron_fsdp_")
-_DDP_NEEDS: dict[str, str] = {
-    "bucket_size": "overlap_grad_reduce",
-    "num_buckets": "overlap_grad_reduce",
-    "align_param_gather": "overlap_param_gather",
-    "pad_buckets_for_high_nccl_busbw": "distributed_optimizer",
-    "reduce_scatter_with_fp32_accumulation": "distributed_optimizer",
 }
 
 
@@ -217,71 +179,28 @@ def _check_megatron(optim: OptimConfig) -> None:
             key="optim.distributed_optimizer",
             value=True,
         )
-    for name, value in optim.megatron.items():
-        key = f"optim.megatron.{name}"
-        if name in OPTIMIZER_SET_ELSEWHERE:
-            raise ConfigError(f"{key} follows from {OPTIMIZER_SET_ELSEWHERE[name]}: set it there", key=key, value=value)
-        for why in _reasons_against(optim, name, value):
-            raise ConfigError(f"{key}={value!r} {why}", key=key, value=value)
+    _check_fields("optim.megatron", optim.megatron, _SET_ELSEWHERE, _NOT_COMPUTED)
 
 
-def _reasons_against(optim: OptimConfig, name: str, value: Any) -> Iterator[str]:
-    neutral, why = _NOT_COMPUTED.get(name, (value, ""))
-    if value not in (None, neutral):
-        yield f"is not supported: {why}"
-    for prefix, optimizers in _FIELDS_OF.items():
-        if name.startswith(prefix) and optim.optimizer not in optimizers:
-            yield f"has no effect on optim.optimizer={optim.optimizer!r}; it belongs to {', '.join(optimizers)}"
-    switch = _NEEDS.get(name)
-    if switch is not None and not optim.megatron.get(switch):
-        yield f"has no effect without optim.megatron.{switch}"
-
-
-def check_loss_scale(optim: OptimConfig, dtype: str, at: str) -> None:
-    """Check that the fields about the scale of the loss have an effect for parameters of this type.
-
-    Args:
-        optim: the optimizer.
-        dtype: ``model.dtype``.
-        at: the key of the optimizer in the configuration.
-
-    Raises:
-        ConfigError: a field has no effect; ``key`` names it.
-    """
-    fields = optim.megatron
-    if "loss_scale" in fields and dtype == "float32" and not optim.distributed_optimizer:
-        key = f"{at}.megatron.loss_scale"
-        text = f"{key} has no effect on parameters in float32 without {at}.distributed_optimizer; leave it out"
-        raise ConfigError(text, key=key, value=fields["loss_scale"])
-    for name in _DYNAMIC_SCALE:
-        if name in fields and (dtype != "float16" or fields.get("loss_scale")):
-            key = f"{at}.megatron.{name}"
-            reason = (
-                "a constant loss_scale is set" if dtype == "float16" else f"model.dtype is {dtype!r}, not 'float16'"
-            )
-            raise ConfigError(f"{key} has no effect: {reason}; leave it out", key=key, value=fields[name])
-
-
-def check_ddp(ddp: Mapping[str, Any], optim: OptimConfig) -> None:
-    """Check the fields that need neither megatron-core nor a process group.
-
-    Args:
-        ddp: fields of DistributedDataParallelConfig.
-        optim: the optimizer that uses the gradients.
+def check_ddp(ddp: Mapping[str, Any]) -> None:
+    """Check the fields of DistributedDataParallelConfig that need neither megatron-core nor a process group.
 
     Raises:
         ConfigError: a field is set by another key, or would not be computed; ``key`` names it.
     """
-    for name, value in ddp.items():
-        key = f"ddp.{name}"
-        if name in DDP_SET_ELSEWHERE:
-            raise ConfigError(f"{key} follows from {DDP_SET_ELSEWHERE[name]}: set it there", key=key, value=value)
-        neutral, why = _DDP_NOT_COMPUTED.get(name, (value, ""))
-        if name.startswith(_FSDP_PREFIXES):
-            neutral, why = None, _FSDP
+    _check_fields("ddp", ddp, _DDP_SET_ELSEWHERE, _DDP_NOT_COMPUTED)
+
+
+def _check_fields(
+    at: str,
+    fields: Mapping[str, Any],
+    set_elsewhere: Mapping[str, str],
+    not_computed: Mapping[str, tuple[object, str]],
+) -> None:
+    for name, value in fields.items():
+        key = f"{at}.{name}"
+        if name in set_elsewhere:
+            raise ConfigError(f"{key} follows from {set_elsewhere[name]}: set it there", key=key, value=value)
+        neutral, why = not_computed.get(name, (value, ""))
         if value not in (None, neutral):
             raise ConfigError(f"{key}={value!r} is not supported: {why}", key=key, value=value)
-        switch = _DDP_NEEDS.get(name)
-        if switch is not None and value and not getattr(optim, switch):
-            text = f"{key}={value!r} has no effect without optim.{switch}: set optim.{switch}=true, or leave it out"
-            raise ConfigError(text, key=key, value=value)

@@ -63,17 +63,10 @@ class ParallelConfig:
                 Virtual stages are taken as Megatron-LM's ``validate_args`` has computed them.
 
         Raises:
-            ConfigError: virtual stages are given in layers, and were not converted to a number of stages; or the
-                arguments have no attribute with the size of an axis, such as a dict.
+            ConfigError: virtual stages are given in layers, and were not converted to a number of stages.
         """
-        if not any(hasattr(args, name) for name in _MEGATRON_NAMES.values()):
-            raise ConfigError(
-                f"args of type {type(args).__name__} has no attribute {', '.join(_MEGATRON_NAMES.values())}: pass the "
-                "argparse.Namespace of Megatron-LM, or a TransformerConfig",
-                key="parallel",
-                value=args,
-            )
         sizes = {axis: getattr(args, name, None) for axis, name in _MEGATRON_NAMES.items()}
+        sizes["tp"] = args.tensor_model_parallel_size  # every source has it; a dict has no attributes
         layers = getattr(args, "num_layers_per_virtual_pipeline_stage", None)
         if sizes["vpp"] is None and layers is not None:
             raise ConfigError(

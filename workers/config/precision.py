@@ -1,4 +1,4 @@
-"""Checks of low precision: FP8 recipes and the fields that go with them, and the dtypes that a device has.
+"""Checks of low precision: FP8 recipes and the fields that go with them.
 
 Status: run on one H100, except mxfp8.
 """
@@ -11,7 +11,6 @@ from mcontroller.errors import ConfigError
 from workers.config.model import ModelConfig
 from workers.config.parallel import ParallelConfig
 
-_BFLOAT16 = (8, 0)
 _REJECTED: dict[str, tuple[object, str]] = {
     "fp4": (None, "no part of the training was run with it; use fp8"),
     "fp4_param": (False, "no part of the training was run with it; use fp8"),
@@ -33,23 +32,19 @@ class _Recipe:
         tokens: the tokens of a product are a multiple of this.
         gathered_tokens: the same for the tokens of one rank, if sequence parallelism gathers them in fp8.
         channels: both sides of every weight of a rank are a multiple of this.
-        capability: the lowest compute capability.
-        below: the lowest compute capability that does not have it any more; None if there is none.
     """
 
     tokens: int
     gathered_tokens: int
     channels: int
-    capability: tuple[int, int]
-    below: tuple[int, int] | None = None
 
 
-# Transformer Engine 2.20: assert_dim_for_fp8_exec, the quantizers' is_quantizable, and check_*_support.
+# Transformer Engine 2.20: assert_dim_for_fp8_exec, and the quantizers' is_quantizable.
 _RECIPES = {
-    "delayed": _Recipe(16, 16, 16, (8, 9)),
-    "tensorwise": _Recipe(16, 16, 16, (8, 9)),
-    "blockwise": _Recipe(16, 128, 16, (9, 0)),
-    "mxfp8": _Recipe(32, 32, 32, (10, 0), below=(12, 0)),
+    "delayed": _Recipe(16, 16, 16),
+    "tensorwise": _Recipe(16, 16, 16),
+    "blockwise": _Recipe(16, 128, 16),
+    "mxfp8": _Recipe(32, 32, 32),
 }
 
 
@@ -83,36 +78,6 @@ def check_precision(model: ModelConfig, parallel: ParallelConfig) -> None:
                 f"makes weights of {size} channels on a rank; fp8 with {key}={_recipe_name(model)!r} needs multiples "
                 f"of {recipe.channels}",
             )
-
-
-def check_device(model: ModelConfig, capability: tuple[int, int], device: str) -> None:
-    """Check that a GPU has the dtypes of the model.
-
-    Args:
-        model: the model.
-        capability: compute capability of the GPU, such as ``(9, 0)``.
-        device: name of the GPU, for the message.
-
-    Raises:
-        ConfigError: it lacks one; ``key`` names the field.
-    """
-    recipe, has = _recipe_of(model), f"{device} has compute capability {capability[0]}.{capability[1]}"
-    if model.dtype == "bfloat16" and capability < _BFLOAT16:
-        raise _error("model.dtype", model.dtype, f"is 'bfloat16', which needs 8.0, but {has}: set float16 or float32")
-    if recipe is None:
-        return
-    name = _recipe_name(model)
-    if capability < recipe.capability:
-        least = ".".join(map(str, recipe.capability))
-        fitting = [other for other, needs in _RECIPES.items() if capability >= needs.capability]
-        fix = f"use {' or '.join(fitting)}" if fitting else "leave model.transformer.fp8 out"
-        raise _error("model.transformer.fp8_recipe", name, f"is {name!r}, which needs {least}, but {has}: {fix}")
-    if recipe.below is not None and capability >= recipe.below:
-        raise _error(
-            "model.transformer.fp8_recipe",
-            name,
-            f"is {name!r}, which Transformer Engine does not have from {recipe.below[0]}.0 on; {has}: use tensorwise",
-        )
 
 
 def _recipe_name(model: ModelConfig) -> str:

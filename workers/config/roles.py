@@ -14,7 +14,7 @@ from mcontroller.config.fields import check_unused, strict_fields
 from mcontroller.errors import ConfigError
 from workers.config.fit import check_fit, check_packing
 from workers.config.model import ModelConfig
-from workers.config.optim import OptimConfig, check_ddp, check_loss_scale
+from workers.config.optim import OptimConfig, check_ddp
 from workers.config.parallel import ParallelConfig
 from workers.config.rollout import RolloutConfig
 from workers.losses.kl import check_kl_loss
@@ -92,8 +92,7 @@ class TrainedConfig:
         check_at_least("ppo_mini_batch_prompts", self.ppo_mini_batch_prompts, 0)
         check_at_least("ppo_max_tokens_per_micro_batch", self.ppo_max_tokens_per_micro_batch, 0)
         check_above("timeout_s", self.timeout_s, 0.0)
-        check_ddp(self.ddp, self.optim)
-        check_loss_scale(self.optim, self.model.dtype, "optim")
+        check_ddp(self.ddp)
 
 
 @strict_fields
@@ -183,8 +182,6 @@ class ActorConfig(TrainedConfig):
         if self.loss_agg_mode is not None:
             AGGREGATIONS.get_or_raise(self.loss_agg_mode)
         check_kl_loss(self.kl_loss_type)
-        if self.sft_optim is not None:
-            check_loss_scale(self.sft_optim, self.model.dtype, "sft_optim")
         _check_buffers(self)
         _check_router_replay(self)
         starting = self.rollout.vllm.start_timeout_s

@@ -24,7 +24,6 @@ from workers.gpu_ids import node_address
 from workers.lora.adapters import without_adapters
 from workers.lora.peft_files import adapter_tensors, peft_config
 from workers.memory.offloader import Offloader
-from workers.router_replay.replay import check_recorded
 from workers.train.batch_checks import check_prompts
 from workers.train.batches import tensor_columns
 from workers.train.state import TrainingState
@@ -98,7 +97,6 @@ class Generator:
         )
         if generated is None:
             return None
-        check_recorded(config.router_replay, generated.tensors(), rollout)
         version = torch.full((len(generated),), self._state.policy_version, dtype=torch.long)
         generated = generated.with_tensors({"policy_version": version})
         generated.meta_info.setdefault("temperature", config.rollout.temperature)

@@ -21,7 +21,6 @@ from parallel_state.megatron import MegatronContext
 from parallel_state.releases import language_models
 from workers.config import ModelConfig, ParallelConfig
 from workers.config.fit import check_engine_windows, check_local, padded_vocab_size
-from workers.config.precision import check_device
 from workers.distinct_tokens import attend_over_rows
 from workers.lora.attach import choose_trained_weights
 from workers.model.bridge import BridgeModel
@@ -87,12 +86,10 @@ def build_model(
     Raises:
         DataError: the checkpoint at ``model.hf_path`` does not fit the model, with the names of its tensors; or the
             model computes something else than transformers (``model.verify_load``), with the name of the layer.
-        ConfigError: before the first collective: the axes do not divide the model, or differ from the context's; a
-            field is unknown or of a wrong type; Transformer Engine is requested and cannot run. Also if Megatron
-            cannot build the model, or a provider's chunk has no Megatron config or one whose flags contradict its
-            dtype.
+        ConfigError: before the first collective: the axes do not divide the model; a field is unknown or of a wrong
+            type; Transformer Engine is requested and cannot run. Also if Megatron cannot build the model, or a
+            provider's chunk has no Megatron config or one whose flags contradict its dtype.
     """
-    _check_axes(parallel, context)
     if model_provider is None:
         built_by = BridgeModel if model.provider == "bridge" else _OwnModel
         model_provider = built_by(model, parallel, context, value_head)
@@ -129,19 +126,6 @@ def _mask_padding(chunk: Any, vocab_size: int) -> None:
     padded = isinstance(chunk, language_models()) and chunk.vocab_size >= vocab_size
     if padded and not hasattr(chunk, "unpadded_vocab_size"):
         mask_padded_vocabulary(chunk, vocab_size)
-
-
-def _check_axes(parallel: ParallelConfig, context: MegatronContext) -> None:
-    layout = context.layout
-    expected = {"tp": parallel.tp, "pp": parallel.pp, "cp": parallel.cp, "ep": parallel.ep, "vpp": parallel.vpp}
-    for axis, size in expected.items():
-        if getattr(layout, axis) != size:
-            raise ConfigError(
-                f"parallel.{axis} is {size}, but the context's layout has {axis}={getattr(layout, axis)}: build both "
-                "from one ParallelConfig",
-                key=f"parallel.{axis}",
-                value=size,
-            )
 
 
 def _with_groups(
@@ -201,12 +185,10 @@ class _OwnModel:
             check_local(model, on_gpu=torch.cuda.is_available(), counted=transformer_engine.counted_fields())
         else:
             check_engine_windows(model, parallel)
-        if torch.cuda.is_available():
-            check_device(model, torch.cuda.get_device_capability(), torch.cuda.get_device_name())
         if dist.get_rank() == 0 and device.current.has_memory:  # a dry run's report names the layers
             _print_once(f"model.transformer_impl={model.transformer_impl}: layers of {self.implementation}")
-            for default in gpu_defaults(model):
-                _print_once(str(default))
+            for field, value in gpu_defaults(model).items():
+                _print_once(f"model.transformer.{field}={value}")
 
     def __call__(self, pre_process: bool, post_process: bool, vp_stage: int | None) -> torch.nn.Module:
         model, context = self.model, self.context

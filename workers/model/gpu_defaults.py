@@ -1,4 +1,4 @@
-"""Fields of TransformerConfig that are set on a GPU if the configuration does not set them, each with its reason.
+"""Fields of TransformerConfig that are set on a GPU if the configuration does not set them.
 
 Status: run on one H100.
 """
@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,31 +20,15 @@ from mcontroller.errors import ConfigError
 from workers.config import ModelConfig, ParallelConfig
 from workers.planning import is_planned
 
+_logger = logging.getLogger(__name__)
+
 _WRAPPERS = (
     "megatron.core.extensions.transformer_engine",
     "megatron.core.extensions.transformer_engine_spec_provider",
 )
 """What Megatron imports to use Transformer Engine; if that fails, its layer specifications do without."""
-_APEX_KERNEL = "fused_weight_gradient_mlp_cuda"
+_CHANGED_SWIGLU = ("use_te_activation_func", "glu_linear_offset", "activation_func_clamp_value")
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
-
-
-@dataclass(frozen=True)
-class GpuDefault:
-    """A field of TransformerConfig with the value that it has on this machine, and why.
-
-    Attributes:
-        field: the name of the field; ``model.transformer.<field>`` in a configuration overrides it.
-        value: its value.
-        reason: why it has this value.
-    """
-
-    field: str
-    value: bool
-    reason: str
-
-    def __str__(self) -> str:
-        return f"model.transformer.{self.field}={self.value}: {self.reason}"
 
 
 def chosen_implementation(transformer_impl: str) -> str:
@@ -89,7 +73,7 @@ def _check_wrapper(transformer_impl: str) -> None:
     )
 
 
-def gpu_defaults(model: ModelConfig) -> list[GpuDefault]:
+def gpu_defaults(model: ModelConfig) -> dict[str, bool]:
     """Return the fields that are set on this machine for this model and that its configuration leaves open.
 
     The process of rank 0 prints them when it builds the model. Without a GPU there are none.
@@ -101,58 +85,27 @@ def gpu_defaults(model: ModelConfig) -> list[GpuDefault]:
         ConfigError: as ``chosen_implementation``.
     """
     if not torch.cuda.is_available():
-        return []
+        return {}
     return defaults_with(model, with_engine=chosen_implementation(model.transformer_impl) == "transformer_engine")
 
 
-def defaults_with(model: ModelConfig, *, with_engine: bool) -> list[GpuDefault]:
+def defaults_with(model: ModelConfig, *, with_engine: bool) -> dict[str, bool]:
     """Return the fields as ``gpu_defaults`` on any machine, with Transformer Engine's layers or with local ones."""
-    chosen = [
-        _rotary(model, with_engine),
-        _activation(model),
-        _dropout(model),
-        _gradient_accumulation(with_engine),
-    ]
-    return [default for default in chosen if default.field not in model.transformer]
-
-
-def _rotary(model: ModelConfig, with_engine: bool) -> GpuDefault:
-    name = "apply_rope_fusion"
-    if model.position_embedding_type != "rope":
-        return GpuDefault(name, False, f"position_embedding_type is {model.position_embedding_type}")
-    if not with_engine:
-        return GpuDefault(name, False, "the kernel is Transformer Engine's, and layers are local")
-    if model.transformer.get("multi_latent_attention"):
-        return GpuDefault(name, False, "multi-latent attention has another kernel")
-    return GpuDefault(name, True, "one kernel in place of several operations")
-
-
-def _activation(model: ModelConfig) -> GpuDefault:
-    name = "bias_activation_fusion"
-    if model.transformer.get("use_te_activation_func"):
-        return GpuDefault(name, False, "use_te_activation_func is set")
-    for changed in ("glu_linear_offset", "activation_func_clamp_value"):
-        if model.transformer.get(changed):
-            return GpuDefault(name, False, f"{changed} is set, which the fused SwiGLU does not compute")
-    if model.activation == "silu" and model.gated_linear_unit:
-        return GpuDefault(name, True, "SwiGLU and its bias are one compiled function, with the same values")
-    return GpuDefault(name, False, "only SwiGLU keeps its values: the fused GELU is the approximation by tanh")
-
-
-def _dropout(model: ModelConfig) -> GpuDefault:
-    name = "bias_dropout_fusion"
-    if model.num_moe_experts is not None and model.add_bias_linear:
-        return GpuDefault(name, False, "Megatron does not support it for experts with biases")
-    return GpuDefault(name, True, "bias, dropout and the residual sum are one compiled function")
-
-
-def _gradient_accumulation(with_engine: bool) -> GpuDefault:
-    name = "gradient_accumulation_fusion"
-    if with_engine:
-        has_apex = importlib.util.find_spec(_APEX_KERNEL) is not None
-        kept = "" if has_apex else "; the output layer, whose kernel is Apex's, is not fused"
-        return GpuDefault(name, True, f"Transformer Engine adds weight gradients to their sum{kept}")
-    return GpuDefault(name, False, "it needs Transformer Engine, and layers are local")
+    given = model.transformer
+    plain_swiglu = model.activation == "silu" and model.gated_linear_unit and not any(map(given.get, _CHANGED_SWIGLU))
+    fields = {
+        # Transformer Engine's kernel; multi-latent attention has another one
+        "apply_rope_fusion": with_engine
+        and model.position_embedding_type == "rope"
+        and not given.get("multi_latent_attention"),
+        # other activations would change their values: the fused GELU is the approximation by tanh
+        "bias_activation_fusion": plain_swiglu,
+        # Megatron does not support it for experts with biases
+        "bias_dropout_fusion": model.num_moe_experts is None or not model.add_bias_linear,
+        # Transformer Engine adds weight gradients to their sum
+        "gradient_accumulation_fusion": with_engine,
+    }
+    return {name: value for name, value in fields.items() if name not in given}
 
 
 def max_connections(parallel: ParallelConfig, capability: tuple[int, int] | None) -> tuple[str | None, str]:
@@ -186,23 +139,25 @@ def connection_variables(arguments: Iterable[Any], capability: tuple[int, int] |
     return {}
 
 
-def set_max_connections(parallel: ParallelConfig) -> tuple[str, bool]:
-    """Set CUDA_DEVICE_MAX_CONNECTIONS if CUDA has not been used; return its explanation, and whether it is right.
+def set_max_connections(parallel: ParallelConfig) -> None:
+    """Set CUDA_DEVICE_MAX_CONNECTIONS, or warn if the environment has another value or it is too late.
 
-    The environment's own value stays. The driver reads the variable when the CUDA context of the process is created, so
-    this comes before the first use of the device.
+    The driver reads the variable when the CUDA context of the process is created, so this comes before the first use of
+    the device.
 
     Args:
         parallel: the axes.
     """
     value, reason = max_connections(parallel, compute_capability())
-    if value is not None and not torch.cuda.is_initialized():
+    if value is None:
+        return
+    if not torch.cuda.is_initialized():
         os.environ.setdefault(_CONNECTIONS, value)
-    present = os.environ.get(_CONNECTIONS)
-    if present is None:
-        text = f"{_CONNECTIONS} is not set" + (f": {reason}" if value is None else f", and should be {value}: {reason}")
-        advice = "; this process has used CUDA already: set it in the environment of the worker processes (runtime_env)"
-        return text + ("" if value is None else advice), value is None
-    if value in (None, present):
-        return f"{_CONNECTIONS}={present}: {reason if value else 'set in the environment'}", True
-    return f"{_CONNECTIONS}={present} is set in the environment, and should be {value}: {reason}; unset it", False
+    if os.environ.get(_CONNECTIONS) != value:
+        _logger.warning(
+            "%s is %s and should be %s before the process uses CUDA: %s; set it in the environment of the workers",
+            _CONNECTIONS,
+            os.environ.get(_CONNECTIONS),
+            value,
+            reason,
+        )

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from megatron.core import activations
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
-from torch import nn
 
 from mcontroller.errors import ConfigError
 from parallel_state.releases import language_models, release
@@ -104,7 +103,7 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig) -> Transfor
             of the configuration, or has a value of another type; TransformerConfig itself rejects the model.
     """
     kind, fields, extra = given_fields(model, parallel)
-    fields |= {default.field: default.value for default in gpu_defaults(model)}
+    fields |= gpu_defaults(model)
     # Megatron computes a softmax over one chosen expert, but its check rejects it: the router is not trained then.
     chosen_only = model.moe_router_topk == 1 and extra.get("moe_router_pre_softmax") is False
     try:
@@ -200,15 +199,8 @@ def check_chunks(chunks: Sequence[Any], model: ModelConfig, parallel: ParallelCo
         owner: what built the chunks, for the message.
 
     Raises:
-        ConfigError: fields differ; ``differing`` has (the chunk's value, the configured value) by name. Or the chunks
-            are no list.
+        ConfigError: fields differ; ``differing`` has (the chunk's value, the configured value) by name.
     """
-    if not isinstance(chunks, list | tuple | nn.ModuleList):
-        raise ConfigError(
-            f"{owner} returned {type(chunks).__name__}; expected a list of this rank's model chunks, such as [model]",
-            key="build_model",
-            value=chunks,
-        )
     expected = transformer_config(model, parallel)
     differing: dict[str, tuple[Any, Any]] = {}
     for chunk in chunks:
@@ -241,7 +233,9 @@ def _compare(differing: dict[str, tuple[Any, Any]], name: str, built: Any, wante
         differing[name] = (built, wanted)
 
 
-def checked_fields(kind: type, values: Mapping[str, Any], at: str, set_elsewhere: Mapping[str, str]) -> dict[str, Any]:
+def checked_fields(
+    kind: type, values: Mapping[str, Any], at: str, set_elsewhere: Mapping[str, str] = types.MappingProxyType({})
+) -> dict[str, Any]:
     """Return the fields of a configuration class of Megatron, checked and converted to its annotations.
 
     Args:

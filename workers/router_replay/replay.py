@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
-from mcontroller.errors import ConfigError, DataError
+from mcontroller.errors import DataError
 from workers.columns import ROUTED_EXPERTS
 from workers.router_replay.routers import NOT_RECORDED, ModelRouters
 from workers.router_replay.rows import RecordedExperts, ReplayedExperts, at_columns, from_first_token
@@ -108,26 +108,6 @@ class RouterReplay:
                 column=ROUTED_EXPERTS,
             )
         return column
-
-
-def check_recorded(mode: str, columns: Collection[str], rollout: object) -> None:
-    """Check that a rollout has returned the experts of its tokens if they are to be replayed.
-
-    Args:
-        mode: ``router_replay`` of the configuration.
-        columns: of the generated batch.
-        rollout: what generated it.
-
-    Raises:
-        ConfigError: it has not.
-    """
-    if mode == "rollout" and ROUTED_EXPERTS not in columns:
-        raise ConfigError(
-            f"router_replay is 'rollout', but {type(rollout).__name__} returned no routed_experts (see Generated): set "
-            "router_replay to old_log_probs or none",
-            key="router_replay",
-            value=mode,
-        )
 
 
 def _first_columns(batch: Mapping[str, Tensor]) -> Tensor:

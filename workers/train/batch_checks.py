@@ -29,18 +29,6 @@ def check_top_columns(batch: Mapping[str, Tensor], vocab_size: int, method: str)
         )
 
 
-def check_response_length(batch: Mapping[str, Tensor], longest: int, method: str) -> None:
-    """Raise DataError if ``responses`` are wider than ``rollout.response_length``, which is ``longest``."""
-    length = batch["responses"].size(1)
-    if length > longest:
-        raise DataError(
-            f"{method}: responses are {length} tokens wide, more than rollout.response_length, which is {longest}",
-            method=method,
-            column="responses",
-            length=length,
-        )
-
-
 def temperature_of(meta_info: Mapping[str, Any], default: float, method: str) -> float:
     """Return the temperature of a batch, or the ``default``.
 

@@ -22,7 +22,6 @@ from workers.distinct_tokens import DistinctTokens, distinct_tokens
 from workers.train.batch_checks import (
     TOP_COLUMNS,
     check_mask,
-    check_response_length,
     check_responses,
     check_shapes,
     check_temperatures,
@@ -183,7 +182,6 @@ def response_batch(
     max_length: int,
     multiple: int = 1,
     temperature: float = 1.0,
-    max_response: int | None = None,
 ) -> TokenBatch:
     """Build a token batch whose targets are the response tokens.
 
@@ -197,18 +195,14 @@ def response_batch(
         max_length: the most tokens of a row.
         multiple: the sequence length is rounded up to a multiple of this.
         temperature: divides the logits when the rows are scored.
-        max_response: ``rollout.response_length``, the most tokens of a response; None is no limit.
 
     Raises:
         DataError: if a column is missing or has another shape than the responses; if a row is only padding, has a gap
-            in its mask or is longer than ``max_length``; if responses are wider than ``max_response``; if a token is
-            outside the vocabulary; if ``responses`` differs from the end of ``input_ids``; if ``response_mask`` is 1 on
-            padding; if a mask has values other than 0 and 1; or if ``token_temperatures`` is not above 0 for a token
-            that counts.
+            in its mask or is longer than ``max_length``; if a token is outside the vocabulary; if ``responses`` differs
+            from the end of ``input_ids``; if ``response_mask`` is 1 on padding; if a mask has values other than 0 and
+            1; or if ``token_temperatures`` is not above 0 for a token that counts.
     """
     require_columns(batch, ("input_ids", "attention_mask", "responses", *columns), method)
-    if max_response is not None:
-        check_response_length(batch, max_response, method)
     width = batch["responses"].size(1)
     check_token_ids("responses", batch["responses"], method)
     prompt_width = batch["input_ids"].size(1) - width
@@ -307,7 +301,6 @@ class RowReader:
         columns: Sequence[str] = (),
         *,
         temperature: float = 1.0,
-        max_response: int | None = None,
         experts: Callable[[Mapping[str, Tensor], TokenBatch], RowExperts] | None = None,
     ) -> TokenBatch:
         """Return the rows whose targets are the response tokens, with the arguments and errors of ``response_batch``.
@@ -317,15 +310,12 @@ class RowReader:
             method: the worker method that reads them, for error messages.
             columns: names of other columns that the loss needs.
             temperature: divides the logits when the rows are scored.
-            max_response: the most tokens of a response; None is no limit.
             experts: returns the ``experts`` of the rows from the columns of the batch; None if there are none.
         """
         batch = tensor_columns(data)
 
         def read() -> TokenBatch:
-            rows = response_batch(
-                batch, columns, method=method, **self._limits, temperature=temperature, max_response=max_response
-            )
+            rows = response_batch(batch, columns, method=method, **self._limits, temperature=temperature)
             rows.together = self._together(data, rows)
             if experts is not None:
                 rows.experts = experts(batch, rows)

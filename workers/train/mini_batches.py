@@ -13,7 +13,7 @@ from torch import Tensor
 from mcontroller.data.batch import DataProto
 from mcontroller.errors import DataError, before_changes
 from workers.columns import MINI_BATCHES
-from workers.config import ActorConfig, CriticConfig
+from workers.config.roles import TrainedConfig
 from workers.train.batches import TokenBatch
 
 
@@ -57,7 +57,7 @@ def draw_mini_batches(
     return torch.stack(passes, 1)
 
 
-def configured_mini_batches(config: ActorConfig | CriticConfig, rows: int, n: int, update: int) -> Tensor:
+def configured_mini_batches(config: TrainedConfig, rows: int, n: int, update: int) -> Tensor:
     """Return the mini-batch of each row in each epoch of an update, int64 ``[rows, epochs]``, before it is called.
 
     A program that passes them as the column ``mini_batches`` of the update can order the rows as it likes, such as
@@ -98,7 +98,7 @@ class Division(NamedTuple):
     seed: int | None = None
 
 
-def division_of(config: ActorConfig | CriticConfig, data: DataProto, method: str) -> Division:
+def division_of(config: TrainedConfig, data: DataProto, method: str) -> Division:
     """Return the division of a batch as configured, or by its column ``mini_batches``.
 
     Args:
@@ -158,16 +158,16 @@ def checked(mini_batches: Tensor, shape: tuple[int, int], together: int = 1) -> 
     Raises:
         DataError: their shape is not ``shape``, which is ``[rows, epochs]``, or they part rows that stay together.
     """
-    units = mini_batches.view(-1, together, shape[1]) if tuple(mini_batches.shape) == shape else mini_batches[:, None]
-    if bool((units != units[:, :1]).any()):
-        with before_changes():
-            raise DataError(f"column mini_batches parts {together} rows that stay together", column="mini_batches")
     if tuple(mini_batches.shape) != shape:
         with before_changes():
             raise DataError(
                 f"column mini_batches has the shape {list(mini_batches.shape)}; expected [rows, epochs], {list(shape)}",
                 column="mini_batches",
             )
+    units = mini_batches.view(-1, together, shape[1])
+    if bool((units != units[:, :1]).any()):
+        with before_changes():
+            raise DataError(f"column mini_batches parts {together} rows that stay together", column="mini_batches")
     return mini_batches
 
 

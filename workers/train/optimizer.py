@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_standard_config_overrides
 from megatron.core.optimizer.optimizer_config import ParamKey
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, ParamGroupOverride
@@ -22,7 +21,7 @@ from mcontroller.errors import ConfigError, before_changes
 from parallel_state.errors import ParallelStateError
 from parallel_state.releases import build_optimizer
 from workers.config import OptimConfig
-from workers.config.optim import DDP_DEFAULTS, DDP_SET_ELSEWHERE, OPTIMIZER_SET_ELSEWHERE
+from workers.config.optim import DDP_DEFAULTS
 from workers.model.transformer_config import checked_fields
 from workers.train.router_losses import keeping_expert_bias, prepare_routers
 
@@ -38,14 +37,10 @@ def optimizer_config(optim: OptimConfig, model: TransformerConfig) -> OptimizerC
         model: Megatron's configuration of the model, of which the dtypes are read.
 
     Raises:
-        ConfigError: a field of ``optim.megatron`` is unknown in the installed megatron-core, follows from other fields
-            of the configuration, or has a value of another type; OptimizerConfig itself rejects the fields.
+        ConfigError: a field of ``optim.megatron`` is unknown in the installed megatron-core, or has a value of another
+            type; OptimizerConfig itself rejects the fields.
     """
-    extra = checked_fields(OptimizerConfig, optim.megatron, "optim.megatron", OPTIMIZER_SET_ELSEWHERE)
-    if extra.get("use_precision_aware_optimizer") and not gpt_layer_specs.HAVE_TE:
-        key = "optim.megatron.use_precision_aware_optimizer"
-        text = f"{key}=True needs Transformer Engine's FusedAdam, and the package transformer_engine cannot be imported"
-        raise ConfigError(text, key=key, value=True)
+    extra = checked_fields(OptimizerConfig, optim.megatron, "optim.megatron")
     if extra.get("optimizer_cpu_offload") and not torch.cuda.is_available():
         key = "optim.megatron.optimizer_cpu_offload"
         text = f"{key}=True moves the optimizer from a GPU to host memory, and CUDA is not available; leave it out"
@@ -83,21 +78,15 @@ def data_parallel_config(optim: OptimConfig, ddp: Mapping[str, Any]) -> Distribu
         ddp: other fields of DistributedDataParallelConfig.
 
     Raises:
-        ConfigError: a field is unknown in the installed megatron-core, follows from ``optim``, or has a value of
-            another type; DistributedDataParallelConfig itself rejects the fields.
+        ConfigError: a field is unknown in the installed megatron-core, or has a value of another type;
+            DistributedDataParallelConfig itself rejects the fields.
     """
     fields = DDP_DEFAULTS | {
         "use_distributed_optimizer": bool(optim.distributed_optimizer),
         "overlap_grad_reduce": optim.overlap_grad_reduce,
         "overlap_param_gather": optim.overlap_param_gather,
     }
-    extra = checked_fields(DistributedDataParallelConfig, ddp, "ddp", DDP_SET_ELSEWHERE)
-    if extra.get("nccl_ub") and not torch.cuda.is_available():
-        raise ConfigError(
-            "ddp.nccl_ub=True registers buffers with NCCL, and CUDA is not available; leave it out",
-            key="ddp.nccl_ub",
-            value=True,
-        )
+    extra = checked_fields(DistributedDataParallelConfig, ddp, "ddp")
     try:
         return DistributedDataParallelConfig(**(fields | extra))
     except (AssertionError, ValueError) as error:

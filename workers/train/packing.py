@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from parallel_state.patches.packed_rope import packed_positions
 from workers.distinct_tokens import DistinctTokens, Spread, spread_of
 from workers.model.packed_rows import PackedRows
 
@@ -52,14 +53,10 @@ class Packing:
         Returns:
             Two tensors ``[total / cp]`` int64, in the order of the rank's tokens.
         """
-        lengths, starts = self.lengths, self.bounds[:-1].long() // cp
+        lengths, tokens = self.lengths, self.total // cp
         rows = torch.arange(len(lengths), device=lengths.device)
-        row = rows.repeat_interleave(lengths // cp, output_size=self.total // cp)
-        within = torch.arange(self.total // cp, device=lengths.device) - starts[row]
-        if cp == 1:
-            return row, within
-        piece = lengths[row] // (2 * cp)
-        return row, within + torch.where(within < piece, rank, 2 * cp - 2 - rank) * piece
+        row = rows.repeat_interleave(lengths // cp, output_size=tokens)
+        return row, packed_positions(self.bounds, tokens, cp, rank)
 
     def params(self) -> PackedRows:
         """Return the parameters that Megatron's attention and rotary positions take.

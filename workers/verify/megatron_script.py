@@ -346,6 +346,7 @@ def _passed_to_pretrain(path: Path, line: Sequence[str], parse_and_validate: Cal
 
 def _set_globals(arguments: Any) -> None:
     """Set the globals of Megatron-LM on this rank."""
+    from megatron.core import Timers
     from megatron.core.rerun_state_machine import (
         RerunMode,
         destroy_rerun_state_machine,
@@ -357,21 +358,9 @@ def _set_globals(arguments: Any) -> None:
         setattr(global_vars, name, None)
     arguments.rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     global_vars.set_args(arguments)
-    global_vars._GLOBAL_TIMERS = _Timers()
+    global_vars._GLOBAL_TIMERS = Timers(-1, "max")  # of which none is on
     destroy_rerun_state_machine()  # of the process that ran the script
     initialize_rerun_state_machine(mode=RerunMode.DISABLED)
-
-
-class _Timers:
-    """Timers that measure nothing."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> _Timers:
-        return self
-
-    def start(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing."""
-
-    stop = start
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import dataclasses
 import math
 import os
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -203,16 +204,13 @@ class RoleProgram(Program):
 
         def config(**fields: Any) -> Any:
             model_in_dtype = replace(model, dtype="bfloat16") if fields["bf16"] else model
-            return transformer_config(model_in_dtype, ParallelConfig.from_megatron_args(_Fields(fields)))
+            return transformer_config(model_in_dtype, ParallelConfig.from_megatron_args(SimpleNamespace(**fields)))
 
         def batch(index: int) -> DataProto:
             return rows_of_role(index, role.config)
 
         lengths = _PROMPT + _RESPONSE
         return cls(config, worker.build_model, worker.forward_step, batch, lengths, micro_batches, _ROWS, role=role)
-
-    def check_functions(self) -> None:
-        """Do nothing: the functions are methods of the worker, and called by it."""
 
     def smaller(self, *, micro_batches: int | None = None, seq_length: int | None = None, **fields: Any) -> RoleProgram:
         """Return the role with fewer micro-batches, and other values of fields of its model.
@@ -231,11 +229,6 @@ class RoleProgram(Program):
         known = {field.name for field in dataclasses.fields(self.role.config)}
         config = replace(self.role.config, **{name: value for name, value in neutral.items() if name in known})
         return self.of(replace(self.role, config=config), self.micro_batches)
-
-
-class _Fields:
-    def __init__(self, fields: dict[str, Any]) -> None:
-        vars(self).update(fields)
 
 
 def rows_of_role(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import subprocess
 import sys
@@ -34,10 +33,6 @@ ACTOR = ActorConfig(GPT, rollout=ROLLOUT)
 @pytest.mark.parametrize(
     ("make", "key"),
     [
-        (
-            lambda: ModelConfig(**{**dataclasses.asdict(GPT), "num_layers": 10**9}),
-            "model.num_layers",
-        ),
         (lambda: ParallelConfig(tp=2, dp=2), "dp"),
         (lambda: ParallelConfig(tensor_model_parallel_size=2), "tensor_model_parallel_size"),
         (lambda: ActorConfig(GPT, lr=1), "lr"),

@@ -10,7 +10,6 @@ import pytest
 from mcontroller.errors import ConfigError
 from workers.config import ModelConfig, ParallelConfig
 from workers.config.fit import check_fit, check_packing, length_multiple_of
-from workers.config.precision import check_device
 
 GPT = ModelConfig(
     vocab_size=100,
@@ -88,26 +87,3 @@ def test_weights_that_a_recipe_does_not_divide_are_rejected(
 )
 def test_rows_have_whole_blocks_on_every_rank(axes: dict[str, Any], recipe: str, multiple: int) -> None:
     assert length_multiple_of(gpt(fp8="hybrid", fp8_recipe=recipe), ParallelConfig(**axes)) == multiple
-
-
-@pytest.mark.parametrize(
-    ("model", "capability", "key"),
-    [
-        (gpt(), (7, 5), "model.dtype"),
-        (gpt(fp8="hybrid"), (8, 0), "model.transformer.fp8_recipe"),
-        (gpt(fp8="hybrid", fp8_recipe="mxfp8"), (9, 0), "model.transformer.fp8_recipe"),
-        (gpt(fp8="hybrid", fp8_recipe="mxfp8"), (12, 0), "model.transformer.fp8_recipe"),
-    ],
-)
-def test_a_dtype_that_the_gpu_lacks_is_rejected(model: ModelConfig, capability: tuple[int, int], key: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        check_device(model, capability, "T4")
-    assert caught.value.fields["key"] == key
-
-
-@pytest.mark.parametrize(
-    ("model", "capability"),
-    [(gpt(), (8, 0)), (gpt(fp8="hybrid"), (8, 9)), (gpt(fp8="hybrid", fp8_recipe="mxfp8"), (10, 3))],
-)
-def test_a_dtype_that_the_gpu_has_is_accepted(model: ModelConfig, capability: tuple[int, int]) -> None:
-    assert check_device(model, capability, "GPU") is None

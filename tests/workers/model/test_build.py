@@ -90,16 +90,6 @@ def test_a_user_defined_provider_builds_the_chunks() -> None:
     assert last == ([(False, True, None)] * 2, (40, 64), (1, 64))
 
 
-@pytest.mark.simulated
-def test_axes_that_are_not_the_contexts_are_rejected() -> None:
-    def rejected() -> tuple[str, int]:
-        with pytest.raises(ConfigError) as caught:
-            build_model(SMALL_GPT, ParallelConfig(tp=2), new_context(ParallelConfig(pp=2)))
-        return caught.value.key, caught.value.value
-
-    assert run_ranks(rejected, 2) == [("parallel.tp", 2)] * 2
-
-
 @pytest.mark.processes
 def test_the_choice_of_layers_is_printed_once(capfd: pytest.CaptureFixture[str]) -> None:
     def built_twice() -> None:

@@ -11,13 +11,12 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 from mcontroller.errors import ConfigError, DataError
 from tests.ranks import run_ranks
-from tests.workers.roles import MODEL, SAMPLED, prompts
+from tests.workers.roles import MODEL
 from tests.workers.router_replay.setup import EXPERTS, MIXTURE, batch_with_experts, policy
 from trainer import AlgorithmConfig, PPOConfig, Role
 from trainer.roles import check_roles
 from workers import ROLLOUT_ENGINES, ActorRolloutRefWorker, RolloutEngine
 from workers.config import ActorConfig, load_config
-from workers.generate.rollout_protocol import Generated
 
 ROLLOUT = {"prompt_length": 8, "response_length": 8}
 
@@ -125,33 +124,6 @@ def needs_of_old_log_probs() -> list[str]:
 @pytest.mark.simulated
 def test_update_without_the_pass_of_old_log_probs_needs_no_experts() -> None:
     assert run_ranks(needs_of_old_log_probs, 1) == [["routed_experts"]]
-
-
-class Silent(ActorRolloutRefWorker):
-    """A worker whose own rollout returns no experts."""
-
-    def build_rollout(self) -> Any:
-        built = super().build_rollout()
-        generate = built.generate
-
-        def without(*arguments: Any) -> Generated | None:
-            generated = generate(*arguments)
-            return None if generated is None else generated._replace(routed_experts=None)
-
-        built.generate = without
-        return built
-
-
-def silent_rollout() -> tuple[str, str]:
-    worker = policy({}, "rollout", "actor_rollout", worker_class=Silent)
-    with pytest.raises(ConfigError) as caught:
-        worker.generate_sequences(prompts(2, SAMPLED))
-    return caught.value.key, caught.value.value
-
-
-@pytest.mark.simulated
-def test_own_rollout_that_returns_no_experts_is_reported() -> None:
-    assert run_ranks(silent_rollout, 1) == [("router_replay", "rollout")]
 
 
 class OwnRouter(TopKRouter):
