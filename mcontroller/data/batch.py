@@ -937,14 +937,14 @@ class DataProto(OutOfBand):
         return self.derive(batch, copy.deepcopy(self.non_tensor_batch, memo), copy.deepcopy(self.meta_info, memo))
 
     def save_to_disk(self, filepath: str | PathLike[str]) -> None:
-        """Write the batch to one safetensors file.
+        """Write the batch to one file of ``torch.save``.
 
         Args:
             filepath: path of the file; an existing file is replaced when the new one is complete.
 
         Raises:
-            DataError: if a value can be stored only with pickle; names the column or key. Values can be tensors,
-                numpy arrays of numbers, strings or objects, numbers, strings, lists, tuples and dicts.
+            DataError: if loading a value would run code; names the column or key. Values can be tensors, numpy arrays
+                of numbers, strings or objects, numbers, strings, lists, tuples and dicts.
         """
         save_batch(filepath, self.prefetch().local_batch, self._array_rows(slice(None)), self.meta_info)
 
