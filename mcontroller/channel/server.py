@@ -12,6 +12,7 @@ import errno
 import hmac
 import logging
 import os
+import pickle
 import random
 import secrets
 import socket
@@ -25,7 +26,7 @@ from zmq.utils.monitor import recv_monitor_message
 from zmq.utils.z85 import decode
 
 from mcontroller.channel.address import Address, ChannelKeys, endpoint_url, private_folder
-from mcontroller.channel.wire import configure, monitor, pack_reply, send_frames, unpack_query
+from mcontroller.channel.wire import configure, monitor, send_frames
 from mcontroller.errors import DataError
 from mcontroller.machine import boot_id
 
@@ -147,16 +148,12 @@ class QueryServer:
         self._context.destroy(linger=0)
 
     def _handle(self, client: bytes, query: bytes) -> None:
-        """Answer a query; a malformed one gets a `DataError`, or is dropped and logged if it has no number."""
-        try:
-            number, name, arguments = unpack_query(query)
-        except DataError as error:
-            _logger.warning("dropped a query of %r: %s", client, error)
-            return
+        """Answer a query, with a `DataError` if its handler raises."""
+        number, name, arguments = pickle.loads(query)
 
         def reply(value: Any, frames: Sequence[Any] = ()) -> None:
             if number:
-                self._replies.put((client, pack_reply(number, value), frames))
+                self._replies.put((client, pickle.dumps((number, value)), frames))
                 os.eventfd_write(self._wake, 1)
 
         try:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import threading
 import time
 import uuid
@@ -53,8 +52,6 @@ PLACE_SECONDS = 0.5
 
 STOPPED_SECONDS = 2.0
 """Time between two looks at the processes that ``before_shutdown`` waits for, and for their answers."""
-
-_logger = logging.getLogger(__name__)
 
 
 class RayExecutor:
@@ -323,11 +320,7 @@ class GroupProcesses:
 
     def _deliver(self, rank: int, frames: list[Any]) -> None:
         """Add the answer of a rank to its call; the hub's lock is held."""
-        try:
-            number, error, stored, data = unpack_answer(frames[0])
-        except DataError as malformed:
-            _logger.warning("dropped a message of rank %d: %s", rank, malformed)
-            return
+        number, error, stored, data = unpack_answer(frames[0])
         call = self.supervision.calls.get(number)
         if call is None or rank not in call.pending:  # the answer was sent again
             return

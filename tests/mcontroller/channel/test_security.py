@@ -15,6 +15,7 @@ from mcontroller.channel.address import Address, ChannelKeys, KeyPair
 from mcontroller.channel.controller import ask
 from mcontroller.channel.server import reserve_port
 from mcontroller.channel.worker import Endpoint
+from mcontroller.errors import DataError
 from tests.free_ports import free_ports
 from tests.mcontroller.channel.endpoints import (
     SECONDS,
@@ -50,6 +51,14 @@ def test_a_client_with_another_key_gets_no_answer(address: Address) -> None:
 
 def test_a_client_that_expects_another_server_sends_nothing(address: Address) -> None:
     assert ask([replace(address, server_key=KeyPair.generate().public)], "double", 3, timeout=SECONDS) == [None]
+
+
+def test_an_unknown_query_and_wrong_arguments_raise_at_the_caller(address: Address) -> None:
+    with pytest.raises(DataError):
+        ask([address], "treble", 3, timeout=SECONDS)
+    with pytest.raises(DataError):
+        ask([address], "double", timeout=SECONDS)
+    assert ask([address], "double", 3, timeout=SECONDS) == [(6, [])]
 
 
 def test_a_call_with_another_key_does_not_run(keys: ChannelKeys) -> None:
