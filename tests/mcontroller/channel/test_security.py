@@ -10,7 +10,6 @@ from dataclasses import replace
 import pytest
 from torch.distributed import TCPStore
 
-from mcontroller.channel import server
 from mcontroller.channel.address import Address, ChannelKeys, KeyPair
 from mcontroller.channel.controller import ask
 from mcontroller.channel.server import reserve_port
@@ -97,22 +96,6 @@ def test_a_silent_connection_is_closed(address: Address) -> None:
     with open_connection(address.calls) as silent:
         while silent.recv(100):  # what ZeroMQ says first; then the end of the connection
             pass
-
-
-def test_connections_beyond_the_bound_are_closed_and_open_ones_work(
-    keys: ChannelKeys, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(server, "CONNECTIONS", 5)
-    address = elsewhere(start_endpoint(keys))
-    controller = Controller([address])
-    controller.call(0, b"x")
-    with ExitStack() as open_ones:
-        strangers = [open_ones.enter_context(open_connection(address.calls)) for _ in range(8)]
-        late = strangers[-1]
-        with suppress(ConnectionError):
-            while late.recv(100):
-                pass
-        assert controller.call(1, b"y") == {0: [b"y"]}
 
 
 def test_ports_are_taken_from_the_range_and_a_full_range_is_an_error(keys: ChannelKeys) -> None:
