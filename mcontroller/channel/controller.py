@@ -121,11 +121,6 @@ class Hub:
         self._closed = False
 
     @property
-    def closed(self) -> bool:
-        """Whether the hub was closed."""
-        return self._closed
-
-    @property
     def events_descriptor(self) -> int:
         """A descriptor to poll for reading: then a connection was lost or established, which ``wait`` finds out."""
         with self._turn:

@@ -42,7 +42,7 @@ Reply = Callable[..., None]
 
 
 class QueryServer:
-    """Answers queries on a thread, from ``start`` to ``close``, or until the process ends.
+    """Answers queries on a thread, from ``start`` until the process ends.
 
     Args:
         host: the address of this machine, as other machines know it.
@@ -73,7 +73,6 @@ class QueryServer:
         self._authenticator.bind("inproc://zeromq.zap.01")
         self._replies: SimpleQueue[tuple[bytes, bytes, Sequence[Any]]] = SimpleQueue()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
-        self._closed = False
         self.address: Address
         self.thread = 0
 
@@ -119,16 +118,11 @@ class QueryServer:
         thread.start()
         self.thread = thread.native_id or 0
 
-    def close(self) -> None:
-        """Stop listening, and close the connections; does not wait."""
-        self._closed = True
-        os.eventfd_write(self._wake, 1)
-
     def _serve(self) -> None:
         poller = zmq.Poller()
         for readable in (self._socket, self._authenticator, self._wake):
             poller.register(readable, zmq.POLLIN)
-        while not self._closed:
+        while True:
             for ready, _ in poller.poll():
                 if ready is self._socket:
                     client, *frames = self._socket.recv_multipart()
@@ -137,7 +131,6 @@ class QueryServer:
                     self._authenticate()
                 elif ready == self._wake:
                     self._send_replies()
-        self._context.destroy(linger=0)
 
     def _handle(self, client: bytes, query: bytes) -> None:
         """Answer a query, with a `DataError` if its handler raises."""
