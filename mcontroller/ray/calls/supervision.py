@@ -15,8 +15,7 @@ The states of a group are in ``process_handles``; those of a connection, and wha
 | state | next |
 |---|---|
 | established | lost |
-| lost | reported after ``frozen_after``; restored |
-| reported | restored; after ``RECONNECT_SECONDS`` the group breaks |
+| lost | restored; after ``RECONNECT_SECONDS`` the group breaks |
 | restored | established, when the calls without an answer were sent again; lost |
 """
 
@@ -193,8 +192,6 @@ class Connection(enum.Enum):
     """The state of the connection to a rank; one that is not known to have changed is established."""
 
     LOST = "lost"
-    REPORTED = "reported"
-    """It is lost, and that was logged."""
     RESTORED = "restored"
     """It is established again, and what it may have lost was not sent again yet."""
 
@@ -224,7 +221,6 @@ class Supervision:
         self.failures: list[tuple[SentCall | None, int, BaseException]] = []
         self.earlier: list[ProcessHandles] = []
         self._connections: dict[int, tuple[Connection, float]] = {}  # and since when it was lost
-        self._connections_lock = threading.Lock()  # changes come with the hub's lock; the watch reports without it
         self._raises_cause = False  # whether the next call raises the cause, because none was in flight
         self._late = _LateCall()
         self._lock = threading.RLock()
@@ -287,12 +283,11 @@ class Supervision:
 
     def connection_changed(self, rank: int, established: bool) -> None:
         """Note that a connection was lost or is established."""
-        with self._connections_lock:
-            state, since = self._connections.get(rank, (None, 0.0))
-            if established and state is not None:
-                self._connections[rank] = Connection.RESTORED, since
-            elif not established and state not in (Connection.LOST, Connection.REPORTED):
-                self._connections[rank] = Connection.LOST, time.monotonic()
+        state, since = self._connections.get(rank, (None, 0.0))
+        if established and state is not None:
+            self._connections[rank] = Connection.RESTORED, since
+        elif not established and state is not Connection.LOST:
+            self._connections[rank] = Connection.LOST, time.monotonic()
         if not established:
             for call in tuple(self.calls.values()):
                 if not call.pending:  # an interrupt came before this, and had the hub connect again
@@ -371,29 +366,15 @@ class Supervision:
             self.hub.send(self._sent_again())
         deaths = self.handles.deaths(tuple(lost))
         for rank, since in lost.items():
-            seconds = time.monotonic() - since
-            if rank not in deaths and seconds > min(self.handles.options.frozen_after, RECONNECT_SECONDS):
-                error = self._connection_lost(
+            if rank not in deaths and time.monotonic() - since > RECONNECT_SECONDS:
+                deaths[rank] = self._connection_lost(
                     rank,
-                    f"cannot be reached since {min(round(seconds, 1), RECONNECT_SECONDS):g} s in {{}}, although Ray "
-                    f"reports its process alive: check that this node can connect to "
-                    f"{self.handles.infos[rank].address.calls}",
+                    f"cannot be reached since {RECONNECT_SECONDS:g} s in {{}}, although Ray reports its process alive: "
+                    f"check that this node can connect to {self.handles.infos[rank].address.calls}",
                 )
-                if seconds > RECONNECT_SECONDS:
-                    deaths[rank] = error
-                elif self._is_new_loss(rank, since):
-                    _logger.warning("%s. The group ends after %g s without it", error, RECONNECT_SECONDS)
         known = {rank for _, rank, _ in self.failures}
         for rank in deaths.keys() - known:
             self.failed(self._first_call(rank), rank, deaths[rank])
-
-    def _is_new_loss(self, rank: int, since: float) -> bool:
-        """Return whether the loss of a connection is still to be reported, and count it as reported."""
-        with self._connections_lock:
-            is_new = self._connections.get(rank) == (Connection.LOST, since)
-            if is_new:
-                self._connections[rank] = Connection.REPORTED, since
-            return is_new
 
     def _first_call(self, rank: int) -> SentCall | None:
         """Return the call that a rank is running, if it has one."""
