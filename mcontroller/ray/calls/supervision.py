@@ -518,11 +518,6 @@ def error_of_process(actor: str) -> GroupError | None:
     return next(filter(None, (group.error_for(actor) for group in list(_living))), None)
 
 
-def living_groups() -> list[Supervision]:
-    """Return the groups of this driver that have not ended."""
-    return [group for group in list(_living) if not group.handles.ended]
-
-
 def _cause_of(failures: Sequence[RankFailure]) -> GroupError:
     """Return the first cause; for a lost argument, the error of the group whose process should have produced it."""
     cause = first_cause(failures)
