@@ -39,7 +39,7 @@ class Registration:
         changes_rows: whether the method may return another number of rows than it got.
 
     Raises:
-        DispatchError: a flag is not a bool, or ``timeout`` is not a positive number.
+        DispatchError: ``timeout`` is not a positive number.
     """
 
     dispatch_mode: DispatchSpec
@@ -51,10 +51,6 @@ class Registration:
     changes_rows: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("blocking", "materialize_futures", "changes_rows"):
-            flag = getattr(self, name)
-            if not isinstance(flag, bool):
-                raise DispatchError(f"{name} is {flag!r}; expected True or False", **{name: flag})
         check_timeout(self.timeout)
 
 
@@ -114,7 +110,7 @@ def register(
     """
     registration = Registration(
         _as_spec(dispatch_mode),
-        _as_execute_mode(execute_mode),
+        execute_mode,
         blocking,
         materialize_futures,
         RowRule(padding, balance, group_by, within),
@@ -180,12 +176,3 @@ def _mode_hint(mode: Any) -> str:
         close = [name] if name in Dispatch.members else difflib.get_close_matches(name.upper(), Dispatch.members, n=1)
         return f": write Dispatch.{close[0]}, without quotes" if close else f"; modes are {', '.join(Dispatch.members)}"
     return ": write @register() with its parentheses" if callable(mode) else ""
-
-
-def _as_execute_mode(mode: Any) -> ExecuteMode:
-    if isinstance(mode, ExecuteMode):
-        return mode
-    raise DispatchError(
-        f"execute_mode is {mode!r}; expected Execute.ALL or Execute.RANK_ZERO",
-        execute_mode=mode,
-    )
