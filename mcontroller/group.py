@@ -113,7 +113,7 @@ class GroupMethod(Generic[P, Result_co, Future_co]):
                 method=self.name,
                 mode=spec.name,
             )
-        if self.registration.execute_mode.rank_zero_only:
+        if self.registration.execute_mode is Execute.RANK_ZERO:
             spec = Dispatch.RANK_ZERO
         topology = self.group.topology_for(spec)
         try:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from enum import Enum
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, get_args
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
 
 from mcontroller.errors import DispatchError
 from mcontroller.partition import Padding
@@ -272,27 +273,14 @@ def _reject_unknown(mode: str, axes: Iterable[object], extra: Collection[str]) -
         )
 
 
-@dataclass(frozen=True)
-class ExecuteMode:
-    """Which ranks run: all of the dispatch mode, or rank 0 alone, with the arguments as they are.
-
-    Attributes:
-        name: the name in messages.
-        rank_zero_only: whether only rank 0 runs.
-    """
-
-    name: str
-    rank_zero_only: bool = False
-
-
-class Execute:
-    """The execute modes by name: ``ALL`` runs the dispatch mode as it is.
+class Execute(Enum):
+    """The execute modes: ``ALL`` runs the dispatch mode as it is.
 
     ``RANK_ZERO`` sends the arguments as they are to rank 0 alone and returns its value, whatever the dispatch mode.
     """
 
-    ALL: ClassVar[ExecuteMode] = ExecuteMode("ALL")
-    RANK_ZERO: ClassVar[ExecuteMode] = ExecuteMode("RANK_ZERO", rank_zero_only=True)
+    ALL = "ALL"
+    RANK_ZERO = "RANK_ZERO"
 
 
 @dataclass(frozen=True)

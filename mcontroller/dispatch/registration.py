@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from mcontroller.dispatch.modes import Dispatch, DispatchSpec, Execute, ExecuteMode, RowRule, mode_of_functions
+from mcontroller.dispatch.modes import Dispatch, DispatchSpec, Execute, RowRule, mode_of_functions
 from mcontroller.errors import DispatchError
 from mcontroller.partition import Padding
 from parallel_state.keywords import known_keywords
@@ -43,7 +43,7 @@ class Registration:
     """
 
     dispatch_mode: DispatchSpec
-    execute_mode: ExecuteMode
+    execute_mode: Execute
     blocking: bool = True
     materialize_futures: bool = True
     rows: RowRule = field(default_factory=RowRule)
@@ -63,7 +63,7 @@ def check_timeout(seconds: float | None) -> None:
 @known_keywords(DispatchError)
 def register(
     dispatch_mode: Mode = Dispatch.ALL_TO_ALL,
-    execute_mode: ExecuteMode = Execute.ALL,
+    execute_mode: Execute = Execute.ALL,
     blocking: bool = True,
     materialize_futures: bool = True,
     *,
