@@ -226,16 +226,28 @@ def mock_worker_group(
         >>> with pytest.raises(WorkerDied):
         ...     group.compute_values(batch)
     """
-    topology = as_topology(layout)
-    if isinstance(worker, ClassWithInitArgs) and (args or kwargs):
+    topology, init = as_topology(layout), init_of(worker, args, kwargs)
+    _check_failures(failures or {}, topology.world_size, init.cls)
+    executor = MockExecutor(init, topology, name, failures or {})
+    return MockWorkerGroup(init.cls, executor, name, timeout=timeout, topology=topology)
+
+
+def init_of(
+    worker: type[W_co] | ClassWithInitArgs[W_co], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> ClassWithInitArgs[W_co]:
+    """Return a worker class with its arguments; one that has them allows no others.
+
+    Raises:
+        DispatchError: there are others.
+    """
+    if not isinstance(worker, ClassWithInitArgs):
+        return ClassWithInitArgs(worker, *args, **kwargs)
+    if args or kwargs:
         raise DispatchError(
             f"{worker!r} has its arguments; remove the others: {', '.join([*map(repr, args), *kwargs])}",
             arguments=(*args, *kwargs),
         )
-    init = worker if isinstance(worker, ClassWithInitArgs) else ClassWithInitArgs(worker, *args, **kwargs)
-    _check_failures(failures or {}, topology.world_size, init.cls)
-    executor = MockExecutor(init, topology, name, failures or {})
-    return MockWorkerGroup(init.cls, executor, name, timeout=timeout, topology=topology)
+    return worker
 
 
 def _check_failures(failures: Mapping[int, InjectedFailure], world_size: int, worker_cls: type) -> None:
