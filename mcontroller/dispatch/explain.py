@@ -116,7 +116,7 @@ def explain(call: PreparedCall) -> Explanation:
             coordinates=plan.topology.coordinates(rank),
             node=nodes[rank] if nodes else None,
             shard=shard,
-            rows=None if origin is None else origin.rows(shard),
+            rows=None if origin is None else origin.shards[shard],
             padding=0 if origin is None else origin.pads[shard],
             bytes=sizes[id(call.shards[shard])],
             returns=rank in returning,
