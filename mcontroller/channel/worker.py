@@ -16,7 +16,7 @@ import math
 import threading
 import time
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -302,18 +302,17 @@ class KeptResults:
             result = self._results.get(key)
         read(result)
 
-    def release(self, caller: bytes, numbers: Iterable[int], finished: int) -> None:
-        """Drop results of a controller, also those to come.
+    def release(self, caller: bytes, number: int, finished: int) -> None:
+        """Drop the result of a call, also if it is still to come.
 
         Args:
-            caller: the controller.
-            numbers: the calls.
+            caller: its controller.
+            number: its number.
             finished: the last call of this controller that has ended.
         """
         with self._lock:
-            for number in numbers:
-                if self._results.pop((caller, number), None) is None and number > finished:
-                    self._released.setdefault(caller, set()).add(number)
+            if self._results.pop((caller, number), None) is None and number > finished:
+                self._released.setdefault(caller, set()).add(number)
 
     def release_all(self, caller: bytes) -> None:
         """Drop all results of a controller that has ended."""
