@@ -9,7 +9,7 @@ import argparse
 import sys
 
 from mcontroller.dispatch.modes import Dispatch, plan
-from mcontroller.locality import locality, nodes_of
+from mcontroller.locality import locality_lines, nodes_of
 from parallel_state.layout import ParallelLayout
 from parallel_state.topology import Topology
 
@@ -43,8 +43,8 @@ def run(arguments: argparse.Namespace) -> int:
     nodes = None if per_node is None else nodes_of(arguments.world_size, per_node)
     topology = Topology.from_layout(layout, nodes=nodes)
     blocks = [topology.describe(by=arguments.by, max_rows=arguments.max_rows)]
-    if shared := locality(topology):
-        blocks.append("\n".join(shared.lines()))
+    if lines := locality_lines(topology):
+        blocks.append("\n".join(lines))
     if arguments.mode is not None:
         blocks.append(plan(Dispatch[arguments.mode], topology).describe(arguments.max_rows))
     sys.stdout.write("\n\n".join(blocks) + "\n")
