@@ -136,13 +136,12 @@ class RayExecutor:
         encoded: dict[int, Encoded] = {}
         for shard in arguments.values():
             if id(shard) not in encoded:
-                sendable = _with_objects(shard)
                 try:
-                    encoded[id(shard)] = encode(sendable, inline_bytes)
+                    encoded[id(shard)] = encode(shard, inline_bytes)
                 except DataError as error:
                     raise DataError(f"{self.role}.{call.method}: {error}", **error.fields) from error
                 call.held.append(encoded[id(shard)].stored)
-                values = (*sendable.args, *sendable.kwargs.values())
+                values = (*shard.args, *shard.kwargs.values())
                 call.held += [value.handles() for value in values if isinstance(value, Deferred)]
         return encoded
 
@@ -238,18 +237,6 @@ class RayExecutor:
         finally:
             processes.handles.end()
             processes.handles.check_ended(processes.name)
-
-
-def _with_objects(arguments: Arguments) -> Arguments:
-    """Return the arguments with each of Ray's references replaced by a ``Deferred``: the rank reads its value."""
-    if not any(isinstance(value, ray.ObjectRef) for value in (*arguments.args, *arguments.kwargs.values())):
-        return arguments
-    args = tuple(map(_with_object, arguments.args))
-    return Arguments(args, {name: _with_object(value) for name, value in arguments.kwargs.items()})
-
-
-def _with_object(value: Any) -> Any:
-    return StoredValue(value, raw=True) if isinstance(value, ray.ObjectRef) else value
 
 
 class GroupProcesses:
