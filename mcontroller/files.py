@@ -2,7 +2,7 @@
 
 A lock is a file with the name of its holder, and a lock of the kernel on it (``flock``), which ends with the process.
 A lock of ``lockf`` would end when its process closes the file after any other use, such as reading who has the lock.
-Network file systems that have such locks enforce them between nodes. Without them the content of the file decides.
+Network file systems that have such locks enforce them between nodes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import shutil
 import socket
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 from mcontroller.errors import ConfigError, DataError
 from mcontroller.machine import machine_id
@@ -129,24 +129,10 @@ def delete_with_links(directory: Path) -> None:
         shutil.rmtree(directory)
 
 
-class _Holder(NamedTuple):
-    """The process that holds a lock; ``started`` is in clock ticks since the boot, ``since`` when it got the lock."""
-
-    host: str
-    machine: str
-    pid: int
-    started: int
-    since: str
-
-    def __str__(self) -> str:
-        return f"process {self.pid} on {self.host} since {self.since}"
-
-
 def acquire_lock(path: Path, what: str) -> None:
     """Lock something for this process, until ``release_lock`` or the end of the process; no more if it has the lock.
 
-    A lock whose process has ended is taken over. If the process ran on another node, it counts as ended if the file
-    system gives the lock to this process; on a file system without locks the user must delete the file.
+    The lock of a process that has ended is free. On a file system without locks, a warning is logged.
 
     Args:
         path: the file of the lock. Its directory is created.
@@ -191,49 +177,25 @@ def _lock_path(path: Path) -> Path:
 
 def _lock(descriptor: int, path: Path, what: str) -> None:
     """Lock an open file for this process, or raise DataError; then write the name of this process into it."""
-    enforced, free = True, True
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        if error.errno not in (errno.EACCES, errno.EAGAIN, *_WITHOUT_LOCKS):
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            holder = _read_holder(descriptor)
+            by = "process {pid} on {host} since {since}".format_map(holder) if holder else "another process"
+            text = f"{what} is in use by {by}: wait for its end, or use another directory"
+            raise DataError(text, path=str(path), **holder) from None
+        if error.errno not in _WITHOUT_LOCKS:
             raise
-        enforced, free = error.errno not in _WITHOUT_LOCKS, error.errno in _WITHOUT_LOCKS
-    holder, here = _read_holder(descriptor), machine_id()
-    if holder is not None and free:
-        free = _start_of(holder.pid) != holder.started if holder.machine == here else enforced
-    if not free:
-        remedy = "" if enforced else f"; if that process has ended, delete {path}"
-        text = f"{what} is in use by {holder or 'another process'}: wait for its end, or use another directory{remedy}"
-        fields = {} if holder is None else holder._asdict()
-        raise DataError(text, path=str(path), **fields)
-    if holder is not None:
-        _logger.warning("%s was in use by %s, which has ended without releasing it", what, holder)
-    os.ftruncate(descriptor, 0)
+        _logger.warning("%s is not protected from a second process: the file system of %s has no locks", what, path)
     since = time.strftime("%Y-%m-%d %H:%M:%S %z")
-    this = _Holder(socket.gethostname(), here, os.getpid(), _start_of(os.getpid()) or 0, since)
-    os.pwrite(descriptor, json.dumps(this._asdict()).encode(), 0)
+    holder = {"host": socket.gethostname(), "machine": machine_id(), "pid": os.getpid(), "since": since}
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, json.dumps(holder).encode(), 0)
     os.fsync(descriptor)
 
 
-def _read_holder(descriptor: int) -> _Holder | None:
-    """Return the process that a lock file names; None if it names none, because it is new or was cut off."""
-    try:
-        content = json.loads(os.pread(descriptor, 10_000, 0))
-        return _Holder(
-            host=str(content["host"]),
-            machine=str(content["machine"]),
-            pid=int(content["pid"]),
-            started=int(content["started"]),
-            since=str(content["since"]),
-        )
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return None
-
-
-def _start_of(pid: int) -> int | None:
-    """Return when a process of this node started, in clock ticks since the boot; None if it has ended."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in "ZX" else int(fields[19])
+def _read_holder(descriptor: int) -> dict[str, Any]:
+    """Return what the holder of a lock has written; nothing if it has not done so yet."""
+    content = os.pread(descriptor, 10_000, 0)
+    return dict(json.loads(content)) if content else {}

@@ -112,7 +112,7 @@ class GroupMethod(Generic[P, Result_co, Future_co]):
                 method=self.name,
                 mode=spec.name,
             )
-        if self.registration.execute_mode.rank_zero_only:
+        if self.registration.execute_mode is Execute.RANK_ZERO:
             spec = Dispatch.RANK_ZERO
         topology = self.group.topology_for(spec)
         try:
@@ -178,8 +178,6 @@ class GroupMethod(Generic[P, Result_co, Future_co]):
         rows = _changed(self.registration.rows, padding=padding, balance=balance, group_by=group_by, within=within)
         registration = _changed(self.registration, timeout=timeout, blocking=blocking, rows=rows)
         chosen = self.ranks if ranks is _UNSET else ranks
-        if not isinstance(chosen, Collection | None):
-            raise DispatchError(f"ranks is {chosen!r}; expected None or a list of ranks", ranks=chosen)
         return replace(self, registration=registration, ranks=None if chosen is None else tuple(chosen))
 
 
@@ -437,7 +435,7 @@ class WorkerGroup(Generic[W_co]):
     execute_rank_zero = execute_rank_zero_async
 
     def _execute(self, spec: DispatchSpec, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future[Any]:
-        if not isinstance(method, str) or not (hasattr(self.worker_cls, method) or method in self._methods):
+        if not (hasattr(self.worker_cls, method) or method in self._methods):
             raise DispatchError(f"{self.worker_cls.__name__} has no method {method!r}", role=self.name, method=method)
         registration = Registration(spec, Execute.ALL, blocking=False)
         called: GroupMethod[..., Future[Any], Future[Any]] = GroupMethod(self, method, registration)

@@ -14,12 +14,13 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import torch
 
+from mcontroller.dispatch.call import SentBatch
 from mcontroller.errors import (
     CallTimeout,
     DispatchError,
@@ -34,7 +35,6 @@ from mcontroller.group import WorkerGroup
 from mcontroller.trace.recorder import on_rank, start_timer
 from mcontroller.transport import (
     Arguments,
-    Deferred,
     Handle,
     call_context,
     complete,
@@ -378,13 +378,14 @@ class LocalExecutor:
 def private_copy(value: Any) -> Any:
     """Return a copy that shares no memory with ``value``; of a view, only the visible part of its storage is copied.
 
-    A Deferred copies only the values that it has itself, because its handles resolve to private copies. Objects that
-    cannot be copied raise what ``copy.deepcopy`` raises; they could not be sent to another process either.
+    A batch with tensors on workers copies only the columns that it has itself: the others are copied when they are
+    fetched. Objects that cannot be copied raise what ``copy.deepcopy`` raises; they could not be sent to another
+    process either.
     """
     if isinstance(value, _IMMUTABLE):
         return value
-    if isinstance(value, Deferred):
-        return value.private(private_copy)
+    if isinstance(value, SentBatch):
+        return replace(value, sent=private_copy(value.sent))
     if type(value) is torch.Tensor and not value.is_nested:
         return value.detach().clone().requires_grad_(value.requires_grad)
     if isinstance(value, np.ndarray) and value.dtype != object:

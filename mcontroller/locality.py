@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
 
 from mcontroller.errors import ConfigError
 from parallel_state.describe import runs_text
@@ -21,43 +20,10 @@ LOCAL_AXES = ("tp", "cp", "ep", "etp")
 """The axes whose collectives run in every layer."""
 
 
-@dataclass(frozen=True, slots=True)
-class Locality:
-    """The result of ``locality``. False if it found nothing.
+def crossing_groups(topology: Topology, allowed: Collection[str] = ()) -> dict[str, list[tuple[int, ...]]]:
+    """Return the groups of ranks of ``LOCAL_AXES`` that span nodes, by axis; the ranks of each in the order of the axis.
 
-    Attributes:
-        topology: the coordinates of the ranks, with their nodes.
-        crossing: the groups of ranks of an axis that span nodes, by axis in the order of ``LOCAL_AXES``; the ranks of
-            each group in the order of the axis.
-    """
-
-    topology: Topology
-    crossing: Mapping[str, Sequence[tuple[int, ...]]]
-
-    def __bool__(self) -> bool:
-        return bool(self.crossing)
-
-    def lines(self) -> list[str]:
-        """Return one sentence for each finding, with what to change."""
-        return [self._crossing_text(axis, groups) for axis, groups in self.crossing.items()]
-
-    def _crossing_text(self, axis: str, groups: Sequence[tuple[int, ...]]) -> str:
-        nodes, size = self.topology.nodes or (), self.topology.sizes[axis]
-        on = ", ".join(dict.fromkeys(nodes[rank] for rank in groups[0]))
-        fix = (
-            f"put {axis} before the other axes in the layout's order, or choose sizes that divide the ranks of a node"
-            if size <= max(nodes.count(node) for node in set(nodes))
-            else f"a node has fewer ranks than the size of the axis, {size}: choose a smaller one"
-        )
-        count = self.topology.world_size // size
-        first = f"such as ranks {runs_text(groups[0])} on {on}"
-        return f"axis {axis} crosses nodes in {len(groups)} of {count} groups, {first}; {fix}"
-
-
-def locality(topology: Topology, allowed: Collection[str] = ()) -> Locality:
-    """Return the axes of ``LOCAL_AXES`` that cross nodes.
-
-    Without an expert-parallel axis, etp is the same as tp and is left out. A topology without nodes has no findings.
+    Without an expert-parallel axis, etp is the same as tp and is left out. A topology without nodes has no such groups.
 
     Args:
         topology: the coordinates of the ranks, with their nodes.
@@ -69,18 +35,39 @@ def locality(topology: Topology, allowed: Collection[str] = ()) -> Locality:
     check_axes(allowed)
     nodes = topology.nodes
     if nodes is None:
-        return Locality(topology, {})
+        return {}
     axes = [axis for axis in LOCAL_AXES if axis in topology.sizes and axis not in allowed]
     if topology.sizes.get("ep", 1) == 1:
         axes = [axis for axis in axes if axis != "etp" or topology.sizes["etp"] != topology.sizes["tp"]]
-    return Locality(topology, {axis: spanning for axis in axes if (spanning := _spanning(topology, axis, nodes))})
+    crossing = {
+        axis: [group for group in _groups(topology, axis) if len({nodes[rank] for rank in group}) > 1] for axis in axes
+    }
+    return {axis: groups for axis, groups in crossing.items() if groups}
 
 
-def log_findings(locality: Locality, group: str) -> None:
-    """Log one warning with the findings of a group; nothing if there are none."""
-    if locality:
+def locality_lines(topology: Topology, allowed: Collection[str] = ()) -> list[str]:
+    """Return a sentence for each axis with ``crossing_groups``, with what to change; the arguments are the same."""
+    crossing = crossing_groups(topology, allowed)
+    return [_crossing_text(topology, topology.nodes or (), axis, groups) for axis, groups in crossing.items()]
+
+
+def _crossing_text(topology: Topology, nodes: Sequence[str], axis: str, groups: Sequence[tuple[int, ...]]) -> str:
+    size = topology.sizes[axis]
+    on = ", ".join(dict.fromkeys(nodes[rank] for rank in groups[0]))
+    fix = (
+        f"put {axis} before the other axes in the layout's order, or choose sizes that divide the ranks of a node"
+        if size <= max(nodes.count(node) for node in set(nodes))
+        else f"a node has fewer ranks than the size of the axis, {size}: choose a smaller one"
+    )
+    first = f"such as ranks {runs_text(groups[0])} on {on}"
+    return f"axis {axis} crosses nodes in {len(groups)} of {topology.world_size // size} groups, {first}; {fix}"
+
+
+def log_findings(lines: Sequence[str], group: str) -> None:
+    """Log one warning with the ``locality_lines`` of a group; nothing if there are none."""
+    if lines:
         accept = "Pass axes_across_nodes to the group, or set trainer.axes_across_nodes, to accept an axis"
-        logger.warning("group %s: %s. %s", group, ". ".join(locality.lines()), accept)
+        logger.warning("group %s: %s. %s", group, ". ".join(lines), accept)
 
 
 def check_axes(allowed: Collection[str], key: str = "axes_across_nodes") -> None:
@@ -104,11 +91,6 @@ def nodes_of(world_size: int, ranks_per_node: int) -> list[str]:
             f"ranks_per_node is {ranks_per_node}; expected at least 1", key="ranks_per_node", value=ranks_per_node
         )
     return [f"node{rank // ranks_per_node}" for rank in range(world_size)]
-
-
-def _spanning(topology: Topology, axis: str, nodes: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """Return the groups of an axis that span nodes."""
-    return tuple(group for group in _groups(topology, axis) if len({nodes[rank] for rank in group}) > 1)
 
 
 def _groups(topology: Topology, axis: str) -> list[tuple[int, ...]]:

@@ -52,19 +52,10 @@ class Partition:
     pads: tuple[int, ...]
     zero_loss: bool = False
 
-    def rows(self, shard: int) -> Shard:
-        """Return the caller's rows in a shard, padding last."""
-        return self.shards[shard]
-
     def unpadded_rows(self, shard: int) -> Shard:
         """Return the caller's rows in a shard without padding; every row is in exactly one shard."""
         rows = self.shards[shard]
         return rows[: len(rows) - self.pads[shard]]
-
-    @cached_property
-    def is_padded(self) -> bool:
-        """Whether some shard has padding rows."""
-        return any(self.pads)
 
     @cached_property
     def order(self) -> tuple[int, ...] | None:
@@ -104,7 +95,7 @@ class Partition:
                 lengths=tuple(lengths),
                 shards=len(self.shards),
             )
-        if self.order is None and not self.is_padded:
+        if self.order is None and not any(self.pads):
             return Restoration(tuple(lengths), None)
         times = [self._rows_per_row(shard, length) for shard, length in enumerate(lengths)]
         keep = tuple(count * len(self.unpadded_rows(shard)) for shard, count in enumerate(times))
@@ -181,7 +172,6 @@ def balanced(
     k: int,
     groups: Sequence[Hashable] | None = None,
     *,
-    equal_size: bool = False,
     within: Sequence[Hashable] | None = None,
     padding: Padding = "spread",
 ) -> Partition:
@@ -191,15 +181,12 @@ def balanced(
         lengths: length of every row, such as its number of tokens.
         k: number of shards.
         groups: a label per row, such as the id of its prompt. Rows with the same label stay in one shard.
-        equal_size: whether the numbers of rows of two shards may differ by at most one row; with ``groups``, which
-            must then be of equal size, by at most one group.
         within: a label per row, such as its mini-batch: rows with the same label are balanced by themselves, at equal
             numbers of rows or groups.
         padding: as in ``split_rows``; padding rows repeat the shortest row.
 
     Raises:
-        DataError: if ``k`` is less than 1, a length is negative, the numbers of lengths and labels differ, or groups
-            differ in size with ``equal_size``.
+        DataError: if ``k`` is less than 1, a length is negative, or the numbers of lengths and labels differ.
     """
     n, lengths = len(lengths), list(map(int, lengths))
     _check_counts(n, k)
@@ -207,11 +194,12 @@ def balanced(
         row = next(row for row, length in enumerate(lengths) if length < 0)
         raise DataError(f"row {row} has length {lengths[row]}: expected at least 0", row=row, length=lengths[row])
     _check_labels(within, "labels of rows to balance by themselves", n)
+    _check_labels(groups, "group labels", n)
     filled: list[list[int]] = [[] for _ in range(k)]
     for rows_of in _members(within or [None] * n).values():
-        units = [[row] for row in rows_of] if groups is None else _grouped(groups, rows_of, n, equal_size)
+        units = [[row] for row in rows_of] if groups is None else list(_members(groups, rows_of).values())
         weights = [sum(lengths[row] for row in unit) for unit in units]
-        bins = balance(weights, k, equal_size or within is not None)
+        bins = balance(weights, k, within is not None)
         _add([[row for unit in items for row in units[unit]] for items in bins], filled, lengths)
     chosen = sorted((tuple(sorted(rows)) for rows in filled), key=lambda rows: rows[0] if rows else n)
     least = {"none": 0, "spread": 1}.get(padding, max(map(len, chosen)))
@@ -244,19 +232,6 @@ def _members(labels: Sequence[Hashable], rows: Sequence[int] | None = None) -> d
     return members
 
 
-def _grouped(groups: Sequence[Hashable], rows_of: Sequence[int], n: int, equal_size: bool) -> list[list[int]]:
-    _check_labels(groups, "group labels", n)
-    members = _members(groups, rows_of)
-    sizes = {len(rows) for rows in members.values()}
-    if equal_size and len(sizes) > 1:
-        raise DataError(
-            f"groups of {min(sizes)} to {max(sizes)} rows do not fit into shards of equal size: "
-            "expected groups of one size, or equal_size=False",
-            sizes=sorted(sizes),
-        )
-    return list(members.values())
-
-
 def _compact(rows: tuple[int, ...]) -> Shard:
     if not rows:
         return range(0)
@@ -271,7 +246,6 @@ def split_rows(
     padding: Padding | None = None,
     lengths: Sequence[int] | None = None,
     groups: Sequence[Hashable] | None = None,
-    equal_size: bool = False,
     within: Sequence[Hashable] | None = None,
     together: int = 1,
 ) -> Partition:
@@ -286,7 +260,6 @@ def split_rows(
             if n < k.
         lengths: length of every row, such as its number of tokens; balances their sums.
         groups: a label per row; rows with the same label stay in one shard.
-        equal_size: whether to balance at equal numbers of rows.
         within: a label per row; rows with the same label are balanced by themselves.
         together: every so many consecutive rows stay next to each other in one shard, padding rows too; they have the
             labels of the first of them.
@@ -296,7 +269,7 @@ def split_rows(
             differ, or ``n`` is not a multiple of ``together``.
     """
     if together != 1:
-        return _together(n, k, together, padding, lengths, groups, equal_size, within)
+        return _together(n, k, together, padding, lengths, groups, within)
     padding = "spread" if padding is None else padding
     if padding not in get_args(Padding):
         raise DataError(f"padding is {padding!r}: expected one of {', '.join(get_args(Padding))}", padding=padding)
@@ -304,7 +277,7 @@ def split_rows(
         raise DataError(f"{len(lengths)} lengths for {n} rows: expected one per row", lengths=len(lengths), rows=n)
     if lengths is not None or groups is not None or within is not None:
         lengths = [1] * n if lengths is None else lengths
-        return balanced(lengths, k, groups, equal_size=equal_size, within=within, padding=padding)
+        return balanced(lengths, k, groups, within=within, padding=padding)
     if padding in ("repeat", "zero_loss"):
         return padded(n, k, zero_loss=padding == "zero_loss")
     return _ranges(n, k, 1 if padding == "spread" else 0)
@@ -317,16 +290,13 @@ def _together(
     padding: Padding | None,
     lengths: Sequence[int] | None,
     groups: Sequence[Hashable] | None,
-    equal_size: bool,
     within: Sequence[Hashable] | None,
 ) -> Partition:
     if n % size:
         raise DataError(f"{n} rows, of which every {size} stay together: expected a multiple of {size}", rows=n)
     sums = None if lengths is None else [sum(lengths[at : at + size]) for at in range(0, n, size)]
     labels = [None if label is None else label[::size] for label in (groups, within)]
-    units = split_rows(
-        n // size, k, padding=padding, lengths=sums, groups=labels[0], equal_size=equal_size, within=labels[1]
-    )
+    units = split_rows(n // size, k, padding=padding, lengths=sums, groups=labels[0], within=labels[1])
     shards = [tuple(row for unit in shard for row in range(unit * size, unit * size + size)) for shard in units.shards]
     return Partition(n, tuple(map(_compact, shards)), tuple(pad * size for pad in units.pads), units.zero_loss)
 

@@ -66,14 +66,6 @@ class Deferred(ABC):
     def resolve(self, fetch: Fetch) -> Any:
         """Return the value, and fetch no more than it needs."""
 
-    def private(self, copy: Callable[[Any], Any]) -> Deferred:
-        """Return this argument with private copies of the values that it has itself: itself if it has handles only.
-
-        Args:
-            copy: returns a private copy of a value.
-        """
-        return self
-
 
 class InFlightCall(Protocol):
     """A call that was sent to its ranks.

@@ -26,18 +26,6 @@ fuzz = settings(
 
 KEYS = st.sampled_from(
     [
-        "batch",
-        "non_tensor_batch",
-        "meta_info",
-        "format",
-        "version",
-        "$tensor",
-        "$array",
-        "$objects",
-        "$tensordict",
-        "$tuple",
-        "$dict",
-        "$number",
         "global_steps",
         "kl_coef",
         "groups",

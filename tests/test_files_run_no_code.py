@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from mcontroller.config.load import load_config
 from mcontroller.data.batch import DataProto
@@ -63,15 +63,13 @@ def test_pickle_in_place_of_a_batch(tmp_path: Path, proof: Path, write: Callable
     assert not proof.exists()
 
 
-def test_array_of_a_batch_that_is_a_pickle(tmp_path: Path, proof: Path) -> None:
-    """Arrays of objects are JSON: bytes of a pickle stay bytes."""
-    content = {"$objects": [[{"$pickle": pickle.dumps(RunsCode(proof)).hex()}], [1], "O"]}
-    description = {"format": "mcontroller.DataProto", "version": 1, "batch": None, "meta_info": {}}
-    text = json.dumps(description | {"non_tensor_batch": {"column": content}}).encode()
-    save_file({"description": torch.frombuffer(bytearray(text), dtype=torch.uint8)}, tmp_path / "batch")
+def test_array_of_a_batch_that_has_an_object_of_a_class(tmp_path: Path, proof: Path) -> None:
+    column = np.array([RunsCode(proof)], dtype=object)
+    parts = {"batch": None, "non_tensor_batch": {"column": column}, "meta_info": {}}
+    torch.save({"format": "mcontroller.DataProto", "version": 2} | parts, tmp_path / "batch")
     with pytest.raises(MControllerError) as caught:
         DataProto.load_from_disk(tmp_path / "batch")
-    assert caught.value.kind == "$pickle"
+    assert caught.value.path == tmp_path / "batch"
     assert not proof.exists()
 
 

@@ -12,7 +12,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import save_file
 
 from mcontroller.config.load import load_config
 from mcontroller.data.batch import DataProto
@@ -85,29 +84,14 @@ def test_malformed_override_is_a_configuration_error(override: str) -> None:
 
 
 @fuzz
-@given(st.dictionaries(st.sampled_from(["batch", "non_tensor_batch", "meta_info"]), VALUES), st.booleans())
-def test_description_of_a_saved_batch(tmp_path: Path, content: dict[str, Any], complete: bool) -> None:
-    parts: dict[str, Any] = {"batch": None, "non_tensor_batch": {}, "meta_info": {}} if complete else {}
-    description = {"format": "mcontroller.DataProto", "version": 1} | parts | content
-    save_description(tmp_path / "batch", json.dumps(description).encode())
-    only_errors_of_this_project(lambda: DataProto.load_from_disk(tmp_path / "batch"))
-
-
-@pytest.mark.parametrize("text", [b"[", b"[]", b"null", b"[" * 100_000, b"\xff"])
-def test_damaged_description_of_a_saved_batch(tmp_path: Path, text: bytes) -> None:
-    save_description(tmp_path / "batch", text)
-    with pytest.raises(MControllerError) as caught:
-        DataProto.load_from_disk(tmp_path / "batch")
-    assert caught.value.path == tmp_path / "batch"
-
-
-def test_array_of_strings_that_would_take_all_memory(tmp_path: Path) -> None:
-    array = {"$objects": [["x"], [1], "<U500000000"]}
-    parts = {"batch": None, "non_tensor_batch": {"a": array}, "meta_info": {}}
-    save_description(tmp_path / "batch", json.dumps({"format": "mcontroller.DataProto", "version": 1} | parts).encode())
-    with pytest.raises(MControllerError) as caught:
-        DataProto.load_from_disk(tmp_path / "batch")
-    assert caught.value.dtype == "<U500000000"
+@given(st.data())
+def test_a_saved_batch_with_other_bytes(tmp_path: Path, data: st.DataObject) -> None:
+    path = tmp_path / "batch"
+    DataProto.from_dict({"a": torch.arange(4)}, {"uid": ["x"] * 4}, {"b": [1, {"c": 2.0}]}).save_to_disk(path)
+    content = bytearray(path.read_bytes())
+    content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    path.write_bytes(content)
+    only_errors_of_this_project(lambda: DataProto.load_from_disk(path))
 
 
 @fuzz
@@ -130,7 +114,3 @@ def test_name_of_the_latest_checkpoint(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "latest").write_bytes(content)
     with pytest.raises(MControllerError):
         find_checkpoint(tmp_path)
-
-
-def save_description(path: Path, text: bytes) -> None:
-    save_file({"description": torch.frombuffer(bytearray(text), dtype=torch.uint8)}, path)

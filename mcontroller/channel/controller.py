@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import pickle
 import select
 import sys
 import threading
@@ -29,10 +30,8 @@ from mcontroller.channel.wire import (
     configure,
     get_option,
     monitor,
-    pack_query,
     receive_frames,
     send_frames,
-    unpack_reply,
 )
 from mcontroller.errors import DataError
 
@@ -120,11 +119,6 @@ class Hub:
         self._woken = False  # whether it was written to: reading it in vain costs more
         self._poll = self._poll_for(self._links)
         self._closed = False
-
-    @property
-    def closed(self) -> bool:
-        """Whether the hub was closed."""
-        return self._closed
 
     @property
     def events_descriptor(self) -> int:
@@ -451,7 +445,7 @@ class _Client:
                 if address is not None:
                     link = self._link(address)
                     number = next(self._requests) if wanted else 0
-                    send_frames(self._links.socket, [link, pack_query(number, name, arguments)])
+                    send_frames(self._links.socket, [link, pickle.dumps((number, name, arguments))])
                     waiting[number] = position, link
         self.send_postponed()
         return waiting
@@ -475,7 +469,7 @@ class _Client:
 
     def _received(self, waiting: dict[int, tuple[int, bytes]]) -> Iterator[tuple[int, Any, list[Any]]]:
         for _, frames in self._links.receive():
-            number, value = unpack_reply(frames[0])
+            number, value = pickle.loads(frames[0])
             if number in waiting:  # else it came after its timeout
                 if isinstance(value, DataError):
                     raise value

@@ -64,12 +64,6 @@ class ChannelOptions:
                 key="ports",
                 value=self.ports,
             )
-        if not (isinstance(self.inline_bytes, int) and 0 <= self.inline_bytes <= 1 << 28):
-            raise ConfigError(
-                f"inline_bytes is {self.inline_bytes!r}; expected 0 to {1 << 28}",
-                key="inline_bytes",
-                value=self.inline_bytes,
-            )
         for key in ("report_after", "watch_every", "frozen_after", "end_frozen_after"):
             seconds = getattr(self, key)
             positive = isinstance(seconds, int | float) and seconds > 0

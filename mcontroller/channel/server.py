@@ -12,6 +12,7 @@ import errno
 import hmac
 import logging
 import os
+import pickle
 import random
 import secrets
 import socket
@@ -21,18 +22,14 @@ from queue import SimpleQueue
 from typing import Any
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 from zmq.utils.z85 import decode
 
 from mcontroller.channel.address import Address, ChannelKeys, endpoint_url, private_folder
-from mcontroller.channel.wire import configure, monitor, pack_reply, send_frames, unpack_query
+from mcontroller.channel.wire import configure, send_frames
 from mcontroller.errors import DataError
 from mcontroller.machine import boot_id
 
 _logger = logging.getLogger(__name__)
-
-CONNECTIONS = 4096
-"""Open TCP connections of one socket. More are closed at once, so that strangers cannot use up the descriptors."""
 
 HANDSHAKE_MS = 5_000
 """Milliseconds in which a new connection must prove that it has the key."""
@@ -45,7 +42,7 @@ Reply = Callable[..., None]
 
 
 class QueryServer:
-    """Answers queries on a thread, from ``start`` to ``close``, or until the process ends.
+    """Answers queries on a thread, from ``start`` until the process ends.
 
     Args:
         host: the address of this machine, as other machines know it.
@@ -74,10 +71,8 @@ class QueryServer:
         self._context.max_sockets = 65_000
         self._authenticator = self._context.socket(zmq.ROUTER)
         self._authenticator.bind("inproc://zeromq.zap.01")
-        self._connections: dict[zmq.Socket[Any], set[int]] = {}
         self._replies: SimpleQueue[tuple[bytes, bytes, Sequence[Any]]] = SimpleQueue()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
-        self._closed = False
         self.address: Address
         self.thread = 0
 
@@ -98,7 +93,6 @@ class QueryServer:
                 self._folder = self._path = ""
         sock.zap_domain = b"mcontroller"
         sock.curve_server, sock.curve_secretkey = True, self._keys.server.secret
-        self._connections[monitor(sock, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)] = set()
         return sock, _bind_to_host(sock, self._host, self._ports)
 
     def start(self, handlers: Mapping[str, Callable[..., None]], call_port: int = 0) -> None:
@@ -124,16 +118,11 @@ class QueryServer:
         thread.start()
         self.thread = thread.native_id or 0
 
-    def close(self) -> None:
-        """Stop listening, and close the connections; does not wait."""
-        self._closed = True
-        os.eventfd_write(self._wake, 1)
-
     def _serve(self) -> None:
         poller = zmq.Poller()
-        for readable in (self._socket, self._authenticator, *self._connections, self._wake):
+        for readable in (self._socket, self._authenticator, self._wake):
             poller.register(readable, zmq.POLLIN)
-        while not self._closed:
+        while True:
             for ready, _ in poller.poll():
                 if ready is self._socket:
                     client, *frames = self._socket.recv_multipart()
@@ -142,21 +131,14 @@ class QueryServer:
                     self._authenticate()
                 elif ready == self._wake:
                     self._send_replies()
-                elif ready in self._connections:
-                    _bound(self._connections[ready], recv_monitor_message(ready))
-        self._context.destroy(linger=0)
 
     def _handle(self, client: bytes, query: bytes) -> None:
-        """Answer a query; a malformed one gets a `DataError`, or is dropped and logged if it has no number."""
-        try:
-            number, name, arguments = unpack_query(query)
-        except DataError as error:
-            _logger.warning("dropped a query of %r: %s", client, error)
-            return
+        """Answer a query, with a `DataError` if its handler raises."""
+        number, name, arguments = pickle.loads(query)
 
         def reply(value: Any, frames: Sequence[Any] = ()) -> None:
             if number:
-                self._replies.put((client, pack_reply(number, value), frames))
+                self._replies.put((client, pickle.dumps((number, value)), frames))
                 os.eventfd_write(self._wake, 1)
 
         try:
@@ -179,19 +161,6 @@ class QueryServer:
         known = mechanism == b"CURVE" and hmac.compare_digest(credentials[0], self._allowed)
         verdict = (b"200", b"OK") if known else (b"400", b"not the key of the group")
         self._authenticator.send_multipart([sender, b"", version, request, *verdict, b"", b""])
-
-
-def _bound(opened: set[int], event: Mapping[str, Any]) -> None:
-    """Note an event of a socket's monitor among its open TCP connections; shut down one that is too many."""
-    descriptor, endpoint = event["value"], event["endpoint"].decode()
-    if event["event"] == zmq.EVENT_DISCONNECTED:
-        opened.discard(descriptor)
-    elif endpoint.startswith("tcp:") and len(opened) < CONNECTIONS:
-        opened.add(descriptor)
-    elif endpoint.startswith("tcp:"):  # ZeroMQ then closes it; the descriptor may belong to another one by now
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
-            if endpoint.endswith(f":{connection.getsockname()[1]}"):
-                connection.shutdown(socket.SHUT_RDWR)
 
 
 def _bind_to_host(sock: zmq.Socket[Any], host: str, ports: tuple[int, int] | None) -> int:

@@ -12,12 +12,11 @@ trip, 0.1 to 0.3 ms.
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 import time
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -28,7 +27,7 @@ from mcontroller.channel.address import ChannelKeys
 from mcontroller.channel.controller import RECONNECT_SECONDS, CallOrder
 from mcontroller.channel.server import QueryServer, Reply
 from mcontroller.channel.wire import CallHeader, Place, pack_answer, receive_frames, send_frames, unpack_call
-from mcontroller.errors import DataError, GroupError
+from mcontroller.errors import GroupError
 
 MISSING_SECONDS = RECONNECT_SECONDS + 10.0
 """Time to wait for a call that has a place but has not arrived.
@@ -50,8 +49,6 @@ Received = tuple[bytes, CallHeader, memoryview, list[Buffer]]
 
 Reader = Callable[[Any], None]
 """Called with the result of a call, or with None if it has been released."""
-
-_logger = logging.getLogger(__name__)
 
 
 class Endpoint:
@@ -103,10 +100,7 @@ class Endpoint:
         self.address, self.query_thread = server.address, server.thread
 
     def receive(self) -> Received:
-        """Wait for the next call in order and return it. Called by the main thread.
-
-        A message that is not a call is dropped and logged.
-        """
+        """Wait for the next call in order and return it. Called by the main thread."""
         while True:
             call = self._queue.next()
             if call is not None:
@@ -117,11 +111,7 @@ class Endpoint:
                     self._add(caller, frames)
 
     def _add(self, caller: bytes, frames: list[Buffer]) -> None:
-        try:
-            header, data = unpack_call(frames.pop(0))
-        except DataError as error:
-            _logger.warning("dropped a message of controller %r: %s", caller, error)
-            return
+        header, data = unpack_call(frames.pop(0))
         if caller not in self._answers:
             self._look_for_unreachable()
         if self._unreachable:
@@ -312,18 +302,17 @@ class KeptResults:
             result = self._results.get(key)
         read(result)
 
-    def release(self, caller: bytes, numbers: Iterable[int], finished: int) -> None:
-        """Drop results of a controller, also those to come.
+    def release(self, caller: bytes, number: int, finished: int) -> None:
+        """Drop the result of a call, also if it is still to come.
 
         Args:
-            caller: the controller.
-            numbers: the calls.
+            caller: its controller.
+            number: its number.
             finished: the last call of this controller that has ended.
         """
         with self._lock:
-            for number in numbers:
-                if self._results.pop((caller, number), None) is None and number > finished:
-                    self._released.setdefault(caller, set()).add(number)
+            if self._results.pop((caller, number), None) is None and number > finished:
+                self._released.setdefault(caller, set()).add(number)
 
     def release_all(self, caller: bytes) -> None:
         """Drop all results of a controller that has ended."""

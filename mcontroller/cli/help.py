@@ -181,17 +181,18 @@ def _section(cls: type, keys: list[str], used: Mapping[type, list[str]]) -> str:
 
 def _item(field: FieldDoc) -> str:
     """Return the line of a field: name and default, the type if the default does not show it, unit, first sentence."""
-    shown = field.default[:1] in "'\"-0123456789" or field.default in ("True", "False")
-    kind = "" if shown or field.nested is not None else f": {field.annotation}"
-    default = "" if field.nested is not None or field.default == "required" else f" = {field.default}"
-    name = f"`{field.name}{kind}{default}`"
     if field.nested is not None:
         name = f"[`{field.name}`](#{field.nested.__name__.lower()})"
-        name += "" if field.default.startswith("the defaults") else f" (default {field.default})"
-    name = name.replace(" (default required)", " (required)") + (" (required)" if field.default == "required" else "")
+        note = "" if field.default.startswith("the defaults") else f" (default {field.default})"
+    else:
+        shown = field.default[:1] in "'\"-0123456789" or field.default in ("True", "False")
+        default = "" if field.default == "required" else f" = {field.default}"
+        name, note = f"`{field.name}{'' if shown else f': {field.annotation}'}{default}`", ""
+    if field.default == "required":
+        note = " (required)"
     unit = f" [{field.unit}]" if field.unit else ""
     first = _SENTENCE.split(" ".join(field.meaning.split()), maxsplit=1)[0]
-    return f"- {name}{unit} {_code(first)}".replace("(required) (required)", "(required)")
+    return f"- {name}{note}{unit} {_code(first)}"
 
 
 def _code(text: str) -> str:

@@ -7,16 +7,14 @@ examples: mcontroller logs runs/first --role actor --tp 0
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
 from pathlib import Path
 
 from mcontroller.errors import DataError
 from mcontroller.output import printable
-from mcontroller.ray.rank_logs import PLACES, RankLog, find_logs, merged_lines
+from mcontroller.ray.rank_logs import RankLog, find_logs, merged_lines
 
 AXES = ("tp", "cp", "dp", "pp")
 LOGS = "logs"
@@ -46,7 +44,6 @@ def run(arguments: argparse.Namespace) -> int:
     if not any(_is_chosen(log, arguments) for log in everything) and not arguments.follow:
         has = ", ".join(map(str, everything)) or f"no file NAME-rankN.log in {directory}"
         raise DataError(f"{given} has no output of such ranks; it has {has}", path=str(directory))
-    sys.stderr.writelines(_elsewhere(directory, everything, arguments))
     offsets: dict[str, int] = {}
     try:
         while True:
@@ -69,14 +66,3 @@ def _is_chosen(log: RankLog, arguments: argparse.Namespace) -> bool:
         and arguments.rank in (None, log.rank)
         and all(index is None or log.coordinates.get(axis) == index for axis, index in wanted.items())
     )
-
-
-def _elsewhere(directory: Path, logs: list[RankLog], arguments: argparse.Namespace) -> Iterator[str]:
-    """Yield a line for each rank whose file is on another node."""
-    local = {(log.role, log.rank) for log in logs}
-    for path in sorted(directory.glob(f"*{PLACES}")):
-        role = path.name.removesuffix(PLACES)
-        for rank, node in enumerate(json.loads(path.read_text())):
-            if (role, rank) not in local and arguments.role in (None, role) and arguments.rank in (None, rank):
-                text = f"{role} rank {rank}: its file is on {node}, which does not share {directory.resolve()} with"
-                yield f"{text} this machine: run this command there\n"

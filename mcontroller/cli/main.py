@@ -12,7 +12,6 @@ import os
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
-from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -94,26 +93,15 @@ def list_of(verbs: Mapping[str, EntryPoint]) -> str:
 
 
 def summary_of(module: str) -> str:
-    """Return the first line of a module's docstring, read from its source without importing it or its packages."""
-    spec = _find_spec(module)
+    """Return the first line of a module's docstring, read from its source: only its packages are imported."""
+    try:
+        spec = importlib.util.find_spec(module)
+    except ModuleNotFoundError:
+        spec = None
     if spec is None or spec.origin is None:
         return f"(not available: there is no module {module})"
     docstring = ast.get_docstring(ast.parse(Path(spec.origin).read_bytes())) or ""
     return docstring.partition("\n")[0]
-
-
-def _find_spec(module: str) -> ModuleSpec | None:
-    """Find a module without importing its parent packages; ``importlib.util.find_spec`` would import them."""
-    top, *below = module.split(".")
-    spec = importlib.util.find_spec(top)
-    name = top
-    for part in below:
-        name = f"{name}.{part}"
-        locations = spec.submodule_search_locations if spec is not None else None
-        if locations is None:
-            return None
-        spec = PathFinder.find_spec(name, list(locations))
-    return spec
 
 
 def entry_points(group: str, checkout: Path | None = None) -> dict[str, EntryPoint]:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from mcontroller.config.imports import import_class
+from mcontroller.dispatch.modes import Execute
 from mcontroller.dispatch.registration import Registration, registrations, written_parameters
 from mcontroller.group import ANSWERED, Future_co, GroupMethod
 
@@ -158,7 +159,7 @@ def _method(worker_cls: type, name: str, registration: Registration, names: _Nam
     static = inspect.getattr_static(worker_cls, name)
     function = inspect.unwrap(getattr(worker_cls, name))
     hints = _hints(function)
-    spec, zero = registration.dispatch_mode, registration.execute_mode.rank_zero_only
+    spec, zero = registration.dispatch_mode, registration.execute_mode is Execute.RANK_ZERO
     unknown = spec.functions is not None and not zero  # user-defined functions have parameters and results of any type
     arguments, shown = ("whole", "value") if zero or unknown else (spec.arguments, spec.result)
     parameters = written_parameters(inspect.signature(function))

@@ -6,12 +6,10 @@ example: mcontroller topology --world-size 16 --tp 2 --pp 2 --gpus-per-node 8 --
 from __future__ import annotations
 
 import argparse
-import difflib
 import sys
 
-from mcontroller.dispatch.modes import Dispatch, DispatchSpec, plan
-from mcontroller.errors import DispatchError
-from mcontroller.locality import locality, nodes_of
+from mcontroller.dispatch.modes import Dispatch, plan
+from mcontroller.locality import locality_lines, nodes_of
 from parallel_state.layout import ParallelLayout
 from parallel_state.topology import Topology
 
@@ -45,25 +43,9 @@ def run(arguments: argparse.Namespace) -> int:
     nodes = None if per_node is None else nodes_of(arguments.world_size, per_node)
     topology = Topology.from_layout(layout, nodes=nodes)
     blocks = [topology.describe(by=arguments.by, max_rows=arguments.max_rows)]
-    if shared := locality(topology):
-        blocks.append("\n".join(shared.lines()))
+    if lines := locality_lines(topology):
+        blocks.append("\n".join(lines))
     if arguments.mode is not None:
-        blocks.append(plan(mode_named(arguments.mode), topology).describe(arguments.max_rows))
+        blocks.append(plan(Dispatch[arguments.mode], topology).describe(arguments.max_rows))
     sys.stdout.write("\n\n".join(blocks) + "\n")
     return 0
-
-
-def mode_named(name: str) -> DispatchSpec:
-    """Return the dispatch mode of this name.
-
-    Raises:
-        DispatchError: there is none (the message contains near matches), or it is never called through a group.
-    """
-    if name not in Dispatch.members:
-        close = difflib.get_close_matches(name.upper(), Dispatch.members, n=3)
-        hint = f"did you mean {' or '.join(close)}?" if close else f"the modes are {', '.join(Dispatch.members)}"
-        raise DispatchError(f"there is no dispatch mode {name!r}; {hint}", mode=name)
-    spec = Dispatch.members[name]
-    if spec.in_worker_only:
-        raise DispatchError(f"mode {name} is called on the worker itself, never through a group", mode=name)
-    return spec

@@ -45,17 +45,6 @@ def check_one_of(key: str, value: str, possible: Iterable[str]) -> None:
         raise ConfigError(f"{key} is {value!r}; possible: {', '.join(possible)}", key=key, value=value)
 
 
-def check_known_keys(name: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Raise ConfigError if the mapping ``name`` has a key that is not in ``known``."""
-    unknown = [key for key in given if key not in set(known)]
-    if unknown:
-        raise ConfigError(
-            f"{name} has {', '.join(map(repr, unknown))}; possible: {', '.join(map(repr, known))}",
-            key=name,
-            value=unknown,
-        )
-
-
 def close_names(name: str, known: Iterable[str]) -> str:
     """Return ``"; did you mean a or b?"`` for the names in ``known`` that are similar; empty if there are none."""
     close = difflib.get_close_matches(name, list(known), n=3)

@@ -31,7 +31,6 @@ from mcontroller.data.columns import (
     as_keys,
     check_columns,
     check_keys,
-    check_mapping,
     describe,
     is_tensordict,
     join_rows,
@@ -127,8 +126,6 @@ class DataProto(OutOfBand):
         non_tensor_batch: dict[str, np.ndarray] | None = None,
         meta_info: dict[str, Any] | None = None,
     ) -> None:
-        check_mapping("non_tensor_batch", non_tensor_batch)
-        check_mapping("meta_info", meta_info)
         self.local_batch = batch
         self.non_tensor_batch = {} if non_tensor_batch is None else non_tensor_batch
         self.meta_info = {} if meta_info is None else meta_info
@@ -175,8 +172,6 @@ class DataProto(OutOfBand):
             ...     meta_info={"temperature": 0.7},
             ... )
         """
-        for name, value in (("tensors", tensors), ("non_tensors", non_tensors), ("meta_info", meta_info)):
-            check_mapping(name, value)
         num_batch_dims = as_count("num_batch_dims", num_batch_dims, 1)
         if num_batch_dims > 1 and non_tensors:
             raise DataError(
@@ -205,7 +200,6 @@ class DataProto(OutOfBand):
         Raises:
             DataError: if columns differ in their number of rows, or are of the wrong type; names the column.
         """
-        check_mapping("data", data)
         tensors = {key: value for key, value in data.items() if isinstance(value, Tensor) or is_tensordict(value)}
         others = {key: value for key, value in data.items() if key not in tensors}
         for key, value in others.items():
@@ -313,15 +307,8 @@ class DataProto(OutOfBand):
         return (self[row] for row in range(len(self)))
 
     def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> Self:
-        """Return rows ``start:end:step`` as views; with a negative step, as a copy.
-
-        Raises:
-            DataError: if a bound is no integer, or the step is 0.
-        """
-        try:
-            begin, stop, stride = slice(start, end, step).indices(len(self))
-        except (TypeError, ValueError) as error:
-            raise DataError(f"rows {start!r}:{end!r}:{step!r}: {error}", start=start, end=end, step=step) from None
+        """Return rows ``start:end:step`` as views; with a negative step, as a copy."""
+        begin, stop, stride = slice(start, end, step).indices(len(self))
         if stride < 0:
             return self.select_idxs(np.arange(begin, stop, stride))
         stop = max(begin, stop)
@@ -445,7 +432,7 @@ class DataProto(OutOfBand):
         Raises:
             DataError: if an argument is out of range, or the batch has no row to repeat.
         """
-        if not isinstance(padding_candidate, str) or padding_candidate not in ("first", "last"):
+        if padding_candidate not in ("first", "last"):
             text = f"padding_candidate is {padding_candidate!r}: expected 'first' or 'last'"
             raise DataError(text, padding_candidate=padding_candidate)
         padding_size = as_count("padding_size", padding_size, 0)
@@ -937,14 +924,14 @@ class DataProto(OutOfBand):
         return self.derive(batch, copy.deepcopy(self.non_tensor_batch, memo), copy.deepcopy(self.meta_info, memo))
 
     def save_to_disk(self, filepath: str | PathLike[str]) -> None:
-        """Write the batch to one safetensors file.
+        """Write the batch to one file of ``torch.save``.
 
         Args:
             filepath: path of the file; an existing file is replaced when the new one is complete.
 
         Raises:
-            DataError: if a value can be stored only with pickle; names the column or key. Values can be tensors,
-                numpy arrays of numbers, strings or objects, numbers, strings, lists, tuples and dicts.
+            DataError: if loading a value would run code; names the column or key. Values can be tensors, numpy arrays
+                of numbers, strings or objects, numbers, strings, lists, tuples and dicts.
         """
         save_batch(filepath, self.prefetch().local_batch, self._array_rows(slice(None)), self.meta_info)
 

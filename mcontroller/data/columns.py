@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -197,32 +197,12 @@ class RowIndexError(DataError, IndexError):
     """A row that the batch does not have; fields ``index`` and ``rows``."""
 
 
-def check_mapping(argument: str, value: object) -> None:
-    """Check that an argument is a dict, or None, and that names of columns are strings."""
-    if not (value is None or isinstance(value, Mapping)):
-        raise DataError(f"{argument} is {type(value).__name__}: expected a dict of name -> value", argument=argument)
-    for name in () if value is None else value.keys():
-        if not isinstance(name, str) and argument != "meta_info":
-            raise DataError(f"{argument} has {name!r}: names of columns are strings", argument=argument, name=name)
-
-
 def as_count(argument: str, value: Any, least: int) -> int:
     """Return an argument that counts something as an int."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = least - 1
-    if isinstance(value, bool) or not least <= number <= sys.maxsize:
+    number = operator.index(value)
+    if number < least:
         raise DataError(f"{argument} is {value!r}: expected an integer of at least {least}", **{argument: value})
     return number
-
-
-def _numbers(values: Any) -> np.ndarray:
-    """Return a list, array or tensor as an array on the CPU; one of objects if its entries are not numbers."""
-    try:
-        return np.asarray(values.detach().cpu() if isinstance(values, Tensor) else values)
-    except (ValueError, TypeError):  # rows of different lengths, or a sparse tensor
-        return np.array([None], dtype=object)
 
 
 def row_index(idxs: Any, rows: int) -> np.ndarray:
@@ -230,7 +210,7 @@ def row_index(idxs: Any, rows: int) -> np.ndarray:
     if isinstance(idxs, str):
         text = f"row {idxs!r}: rows are selected by number; a column is batch.batch[{idxs!r}] or "
         raise DataError(f"{text}batch.non_tensor_batch[{idxs!r}]", column=idxs)
-    index = _numbers(idxs)
+    index = np.asarray(idxs.detach().cpu() if isinstance(idxs, Tensor) else idxs)
     if index.dtype == bool and index.shape == (rows,):
         return np.flatnonzero(index)
     if index.ndim != 1 or (index.size and index.dtype.kind not in "iu"):
@@ -250,13 +230,9 @@ def row_index(idxs: Any, rows: int) -> np.ndarray:
 
 def as_keys(keys: str | Iterable[str] | None, default: Iterable[str] = ()) -> list[str]:
     """Return names as a list: one name, several, or ``default`` for None."""
-    if keys is None or isinstance(keys, str):
-        return list(default) if keys is None else [keys]
-    single = isinstance(keys, np.ndarray | Tensor) or not isinstance(keys, Iterable)
-    names: list[Any] = [keys] if single else list(keys)
-    if not all(isinstance(name, Hashable) for name in names) or names == [keys]:
-        raise DataError(f"names are {keys!r:.80}: expected a string or a list of strings", names=keys)
-    return names
+    if keys is None:
+        return list(default)
+    return [keys] if isinstance(keys, str) else list(keys)
 
 
 def check_keys(kind: str, wanted: Iterable[str], present: Iterable[str]) -> None:

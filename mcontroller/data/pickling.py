@@ -8,7 +8,6 @@ columns are writable and private.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Self
 
@@ -119,7 +118,7 @@ def check_sendable(tensor: Tensor, location: str) -> None:
     """
     if tensor.is_nested:
         kind = "a nested tensor"
-    elif type(tensor) not in (Tensor, torch.nn.Parameter) and not _is_memory_mapped(tensor):
+    elif type(tensor) not in (Tensor, torch.nn.Parameter):
         kind = type(tensor).__name__
     elif tensor.layout != torch.strided:
         kind = f"a tensor of layout {tensor.layout}"
@@ -130,11 +129,6 @@ def check_sendable(tensor: Tensor, location: str) -> None:
     else:
         return
     raise DataError(f"cannot send {location}, which is {kind}: expected a dense tensor", location=location, kind=kind)
-
-
-def _is_memory_mapped(tensor: Tensor) -> bool:
-    package = sys.modules.get("tensordict")
-    return package is not None and type(tensor) is package.MemoryMappedTensor
 
 
 def _tensor(array: np.ndarray, dtype: torch.dtype, device: str, requires_grad: bool, parameter: bool) -> Tensor:

@@ -219,10 +219,6 @@ class SentBatch(Deferred):
         """Return the handles of the tensors to fetch."""
         return [part for columns in self.remote for part in columns.parts]
 
-    def private(self, copy: Callable[[Any], Any]) -> SentBatch:
-        """Return the same with a private copy of the columns that are sent."""
-        return replace(self, sent=copy(self.sent))
-
     def resolve(self, fetch: Fetch) -> DataProto:
         """Return the batch."""
         batch = self.sent.with_remote([replace(columns, fetch=fetch) for columns in self.remote])

@@ -13,7 +13,7 @@ import torch
 from mcontroller.data.batch import DataProto, format_bytes
 from mcontroller.dispatch.call import PreparedCall, SentBatch
 from mcontroller.dispatch.modes import Plan
-from mcontroller.locality import locality
+from mcontroller.locality import locality_lines
 from mcontroller.transport import Arguments, Deferred
 from parallel_state.topology import Topology
 
@@ -88,7 +88,7 @@ class Explanation:
         tail = f"{sent} read by all ranks, {stored} stored"
         if unknown:
             tail += "; the size of columns on workers is not known in the controller"
-        crossing = locality(self.plan.topology).lines()
+        crossing = locality_lines(self.plan.topology)
         return "\n".join([self._headline(), *lines, tail, *crossing])
 
     __repr__ = __str__
@@ -116,7 +116,7 @@ def explain(call: PreparedCall) -> Explanation:
             coordinates=plan.topology.coordinates(rank),
             node=nodes[rank] if nodes else None,
             shard=shard,
-            rows=None if origin is None else origin.rows(shard),
+            rows=None if origin is None else origin.shards[shard],
             padding=0 if origin is None else origin.pads[shard],
             bytes=sizes[id(call.shards[shard])],
             returns=rank in returning,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from mcontroller.dispatch.modes import Dispatch, DispatchSpec, Execute, ExecuteMode, RowRule, mode_of_functions
+from mcontroller.dispatch.modes import Dispatch, DispatchSpec, Execute, RowRule, mode_of_functions
 from mcontroller.errors import DispatchError
 from mcontroller.partition import Padding
 
@@ -38,11 +38,11 @@ class Registration:
         changes_rows: whether the method may return another number of rows than it got.
 
     Raises:
-        DispatchError: a flag is not a bool, or ``timeout`` is not a positive number.
+        DispatchError: ``timeout`` is not a positive number.
     """
 
     dispatch_mode: DispatchSpec
-    execute_mode: ExecuteMode
+    execute_mode: Execute
     blocking: bool = True
     materialize_futures: bool = True
     rows: RowRule = field(default_factory=RowRule)
@@ -50,10 +50,6 @@ class Registration:
     changes_rows: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("blocking", "materialize_futures", "changes_rows"):
-            flag = getattr(self, name)
-            if not isinstance(flag, bool):
-                raise DispatchError(f"{name} is {flag!r}; expected True or False", **{name: flag})
         check_timeout(self.timeout)
 
 
@@ -65,7 +61,7 @@ def check_timeout(seconds: float | None) -> None:
 
 def register(
     dispatch_mode: Mode = Dispatch.ALL_TO_ALL,
-    execute_mode: ExecuteMode = Execute.ALL,
+    execute_mode: Execute = Execute.ALL,
     blocking: bool = True,
     materialize_futures: bool = True,
     *,
@@ -112,7 +108,7 @@ def register(
     """
     registration = Registration(
         _as_spec(dispatch_mode),
-        _as_execute_mode(execute_mode),
+        execute_mode,
         blocking,
         materialize_futures,
         RowRule(padding, balance, group_by, within),
@@ -178,12 +174,3 @@ def _mode_hint(mode: Any) -> str:
         close = [name] if name in Dispatch.members else difflib.get_close_matches(name.upper(), Dispatch.members, n=1)
         return f": write Dispatch.{close[0]}, without quotes" if close else f"; modes are {', '.join(Dispatch.members)}"
     return ": write @register() with its parentheses" if callable(mode) else ""
-
-
-def _as_execute_mode(mode: Any) -> ExecuteMode:
-    if isinstance(mode, ExecuteMode):
-        return mode
-    raise DispatchError(
-        f"execute_mode is {mode!r}; expected Execute.ALL or Execute.RANK_ZERO",
-        execute_mode=mode,
-    )

@@ -52,12 +52,8 @@ class RayClassWithInitArgs(ClassWithInitArgs[W_co]):
         """Add Ray actor options for the processes (``runtime_env``, ``resources``, ...), and return this object.
 
         Raises:
-            ConfigError: ``options`` is no dict, or an option is set by the pool or the group (``RESERVED_OPTIONS``).
+            ConfigError: an option is set by the pool or the group (``RESERVED_OPTIONS``).
         """
-        if not isinstance(options, Mapping):
-            raise ConfigError(
-                f"options are {options!r}; expected a dict, as {{'runtime_env': ...}}", key="options", value=options
-            )
         reserved = sorted(RESERVED_OPTIONS.intersection(options))
         if reserved:
             raise ConfigError(

@@ -16,13 +16,14 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 from mcontroller.channel.options import ChannelOptions
 from mcontroller.errors import ResourceError
 from mcontroller.ray.calls.executor import GroupProcesses
-from mcontroller.ray.calls.supervision import living_groups
 from mcontroller.ray.process import ProcessInfo
 from mcontroller.ray.process_handles import GroupState, ProcessHandles
 from mcontroller.ray.resource_pool import SlotLease
 
 NAMESPACE = "mcontroller"
 """Ray's namespace for the processes of detached groups, where other drivers look for them."""
+
+NOT_DETACHED = "has ended, or was started without detached=True on a RayResourcePool(..., detached=True)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,7 @@ def find(name: str) -> list[str]:
     matching = [group for group in groups if group.rsplit("/", 1)[0] == name]
     if len(matching) != 1:
         count = "has no detached group" if not matching else f"has {len(matching)} detached groups"
-        fix = _fix_for(name) if not matching else "Pass the worker_names of one of them"
+        fix = f"It {NOT_DETACHED}" if not matching else "Pass the worker_names of one of them"
         raise ResourceError(
             f"the cluster {count} named {name!r}; detached groups: {', '.join(groups) or 'none'}. {fix}",
             name=name,
@@ -111,7 +112,7 @@ def attach(worker_names: Sequence[str]) -> tuple[GroupProcesses, dict[str, type]
             missing=missing,
         )
     if missing:
-        text = f"the cluster has no detached process named {', '.join(missing)}. {_fix_for(group.rsplit('/', 1)[0])}"
+        text = f"the cluster has no detached process named {', '.join(missing)}: the group {NOT_DETACHED}"
         raise ResourceError(text, name=group, missing=missing)
     if record is None or not record.infos:
         raise ResourceError(f"the cluster is still starting group {group}: try again", name=group, missing=missing)
@@ -126,16 +127,6 @@ def attach(worker_names: Sequence[str]) -> tuple[GroupProcesses, dict[str, type]
     )
     handles.enter(GroupState.READY)
     return GroupProcesses(worker_names[0].rsplit("/", 2)[0], handles, detached=True), record.classes
-
-
-def _fix_for(name: str) -> str:
-    """Return the advice for a missing detached group ``name``; a group of this name may exist that is not detached."""
-    if any(group.name == name and not group.detached for group in living_groups()):
-        return (
-            f"Group {name!r} of this driver was started without detached=True: use it directly, or start it with "
-            "detached=True on a RayResourcePool(..., detached=True)"
-        )
-    return "It has ended, or it was started without detached=True"
 
 
 @dataclass(frozen=True, slots=True)

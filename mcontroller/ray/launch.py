@@ -22,7 +22,6 @@ from mcontroller.ray.calls.failures import RankFailure, RankLabel, first_cause
 from mcontroller.ray.detached import NAMESPACE, RecordedLease
 from mcontroller.ray.process import Identity, ProcessInfo, WorkerProcess
 from mcontroller.ray.process_handles import GroupState, ProcessHandles
-from mcontroller.ray.rank_logs import write_places
 from mcontroller.ray.reservation import Bundle
 from mcontroller.ray.resource_pool import RayResourcePool, SlotLease
 from mcontroller.ray.threads import threads_of_rank
@@ -84,8 +83,6 @@ def launch(
         warm = set() if pool.use_gpu else {WorkerProcess.__module__, *named}
         reports = _start(handles, pool, lease, unique, options, detached, warm)
         handles.infos = _with_threads(pool, lease, _await_infos(reports, next(iter(packed)), timeout))
-        if pool.logs is not None:
-            write_places(pool.logs, name, [info.node for info in handles.infos])
         processes = GroupProcesses(name, handles, detached=detached)
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
         call = _build(processes, pool, lease, roles.values(), packed, left)

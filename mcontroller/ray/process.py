@@ -284,7 +284,7 @@ class WorkerProcess:
         self._kept.read((caller, number), number <= self._finished.get(caller, -1), read)
 
     def _release(self, reply: Reply, caller: bytes, number: int) -> None:
-        self._kept.release(caller, [number], self._finished.get(caller, -1))
+        self._kept.release(caller, number, self._finished.get(caller, -1))
         reply(None)
 
     def _position(self) -> ProcessPosition:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import heapq
-import json
 import logging
 import os
 import re
@@ -22,9 +21,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
-
-PLACES = ".places.json"
-"""End of the name of the file in which a driver records the node of every rank of a group, by rank."""
 
 MAX_LINE = 1 << 16
 """Bytes of a line; longer ones, and the updates of a progress bar, are cut."""
@@ -139,21 +135,6 @@ def merged_lines(logs: Sequence[RankLog], offsets: dict[str, int]) -> Iterator[L
                 yield LogLine(text[:_STAMP], log, text[_STAMP + 1 :])
 
     return heapq.merge(*map(lines, logs), key=lambda line: line.time)
-
-
-def write_places(directory: str, role: str, nodes: Sequence[str]) -> None:
-    """Record the node of every rank of a group: its file is there, if the nodes do not share the directory.
-
-    Raises:
-        DataError: the directory cannot be written.
-    """
-    try:
-        Path(directory).mkdir(parents=True, exist_ok=True)
-        Path(directory, role.replace("/", "_") + PLACES).write_text(json.dumps(list(nodes)))
-    except OSError as error:
-        from mcontroller.errors import DataError
-
-        raise DataError(f"cannot write the output of ranks to logs={directory}: {error}", path=directory) from error
 
 
 def without_import_warnings(lines: Sequence[str]) -> list[str]:

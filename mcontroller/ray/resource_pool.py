@@ -91,8 +91,7 @@ class RayResourcePool(ResourcePool):
             a pool is reserved until ``shutdown``.
 
     Raises:
-        ResourceError: ``process_on_nodes`` is not a list or is empty, a count is not a positive integer, or another
-            argument is of another type.
+        ResourceError: ``process_on_nodes`` is not a list or is empty, or a count is not a positive integer.
     """
 
     def __init__(
@@ -112,19 +111,9 @@ class RayResourcePool(ResourcePool):
         spare_bundles: int = 0,
     ) -> None:
         super().__init__(process_on_nodes, max_colocate_count)
-        if threads is not None and (not isinstance(threads, int) or isinstance(threads, bool) or threads < 1):
-            raise ResourceError(f"threads is {threads!r}; expected a positive integer, or None", threads=threads)
         if not isinstance(spare_bundles, int) or spare_bundles < 0:
             text = f"spare_bundles is {spare_bundles!r}; expected a number of bundles on each node, 0 for none"
             raise ResourceError(text, spare_bundles=spare_bundles)
-        for name, value, kind in (
-            ("use_gpu", use_gpu, bool),
-            ("channel", channel, ChannelOptions | None),
-            ("logs", logs, str | os.PathLike | None),
-        ):
-            if not isinstance(value, kind):
-                expected = getattr(kind, "__name__", kind)
-                raise ResourceError(f"{name} is {value!r}; expected {expected}", **{name: value})
         self.use_gpu = use_gpu
         self.name_prefix = name_prefix or f"pool{next(_unnamed)}"
         self.detached = detached
@@ -262,7 +251,7 @@ class RayResourcePool(ResourcePool):
         Raises:
             ResourceError: the pool does not have all of these ranks; or as ``reserve`` does.
         """
-        if not (isinstance(start, int) and isinstance(stop, int) and 0 <= start < stop <= self.world_size):
+        if not 0 <= start < stop <= self.world_size:
             raise ResourceError(
                 f"pool {self.name_prefix!r} has ranks 0 to {self.world_size - 1}; range({start!r}, {stop!r}) is not "
                 "among them",
@@ -286,11 +275,8 @@ class RayResourcePool(ResourcePool):
         Raises:
             ResourceError: the sizes do not add up, or one is not positive.
         """
-        counts: Sequence[object] = sizes if isinstance(sizes, Sequence) else [sizes]
-        if isinstance(sizes, int) and is_count(sizes):
-            counts = [sizes] * (self.world_size // sizes)
-        parts = [count for count in counts if isinstance(count, int) and count > 0]
-        if len(parts) < len(counts) or sum(parts) != self.world_size:
+        parts = [sizes] * (self.world_size // max(sizes, 1)) if isinstance(sizes, int) else sizes
+        if min(parts, default=0) < 1 or sum(parts) != self.world_size:
             raise ResourceError(
                 f"split({sizes!r}) of pool {self.name_prefix!r}, which has {self.world_size} bundles: expected one "
                 "size that divides this number, or positive sizes that add up to it",
@@ -346,7 +332,7 @@ class ResourcePoolManager:
         resource_pool_dict: the pools by name, after ``create_resource_pool``.
 
     Raises:
-        ConfigError: a role is mapped to a pool that ``resource_pool_spec`` does not have, or an argument is no mapping.
+        ConfigError: a role is mapped to a pool that ``resource_pool_spec`` does not have.
     """
 
     resource_pool_spec: Mapping[str, Sequence[int]]
@@ -361,9 +347,6 @@ class ResourcePoolManager:
     resource_pool_dict: dict[str, RayResourcePool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for key in ("resource_pool_spec", "mapping"):
-            if not isinstance(value := getattr(self, key), Mapping):
-                raise ConfigError(f"{key} is {value!r}; expected a dict", key=key, value=value)
         for role, name in self.mapping.items():
             if name not in self.resource_pool_spec:
                 raise ConfigError(

@@ -9,7 +9,7 @@ from typing import Any, Self
 from mcontroller.dispatch.registration import check_timeout
 from mcontroller.errors import ConfigError, ResourceError
 from mcontroller.group import WorkerGroup
-from mcontroller.locality import check_axes, locality, log_findings
+from mcontroller.locality import check_axes, locality_lines, log_findings
 from mcontroller.ray.calls.executor import GroupProcesses, RayExecutor
 from mcontroller.ray.class_with_init import RayClassWithInitArgs, Roles, check_class_with_init
 from mcontroller.ray.detached import attach, find
@@ -233,6 +233,6 @@ class MegatronRayWorkerGroup(RayWorkerGroup[W_co]):
         reported = name in processes.supervision.coordinates  # by another group of the same role
         super()._join(processes, name, worker_cls, role_classes, timeout, topology)
         if topology is None and hasattr(worker_cls, "get_megatron_rank_info"):
-            findings = locality(self.collect_topology(), self.axes_across_nodes)
+            lines = locality_lines(self.collect_topology(), self.axes_across_nodes)
             if not reported:
-                log_findings(findings, self.name)
+                log_findings(lines, self.name)

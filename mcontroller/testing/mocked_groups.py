@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mcontroller.dispatch.registration import registrations
-from mcontroller.errors import CallTimeout, DispatchError, GroupError, LayoutError, WorkerDied
+from mcontroller.errors import CallTimeout, DispatchError, GroupError, WorkerDied
 from mcontroller.group import WorkerGroup
 from mcontroller.local import LocalExecutor, private_copy
 from mcontroller.transport import Arguments, Deferred
@@ -219,28 +219,38 @@ def mock_worker_group(
     Raises:
         DispatchError: ``failures`` names a rank that the layout does not have or a method that is not called through
             a group, or contains something other than a failure; or there are arguments next to a ClassWithInitArgs.
-        LayoutError: ``layout`` is of another type.
+        TopologyError: ``layout`` is of another type.
 
     Examples:
         >>> group = mock_worker_group(CriticWorker, ParallelLayout(8, tp=2, pp=2), config, failures={5: dies()})
         >>> with pytest.raises(WorkerDied):
         ...     group.compute_values(batch)
     """
-    topology = as_topology(layout)
-    if isinstance(worker, ClassWithInitArgs) and (args or kwargs):
-        raise DispatchError(
-            f"{worker!r} has its arguments; remove the others: {', '.join([*map(repr, args), *kwargs])}",
-            arguments=(*args, *kwargs),
-        )
-    init = worker if isinstance(worker, ClassWithInitArgs) else ClassWithInitArgs(worker, *args, **kwargs)
+    topology, init = as_topology(layout), init_of(worker, args, kwargs)
     _check_failures(failures or {}, topology.world_size, init.cls)
     executor = MockExecutor(init, topology, name, failures or {})
     return MockWorkerGroup(init.cls, executor, name, timeout=timeout, topology=topology)
 
 
+def init_of(
+    worker: type[W_co] | ClassWithInitArgs[W_co], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> ClassWithInitArgs[W_co]:
+    """Return a worker class with its arguments; one that has them allows no others.
+
+    Raises:
+        DispatchError: there are others.
+    """
+    if not isinstance(worker, ClassWithInitArgs):
+        return ClassWithInitArgs(worker, *args, **kwargs)
+    if args or kwargs:
+        raise DispatchError(
+            f"{worker!r} has its arguments; remove the others: {', '.join([*map(repr, args), *kwargs])}",
+            arguments=(*args, *kwargs),
+        )
+    return worker
+
+
 def _check_failures(failures: Mapping[int, InjectedFailure], world_size: int, worker_cls: type) -> None:
-    if not isinstance(failures, Mapping):
-        raise DispatchError(f"failures is {failures!r}; expected failures by rank, as {{3: dies()}}", failures=failures)
     outside = [rank for rank in failures if rank not in range(world_size)]
     if outside:
         raise DispatchError(
@@ -272,8 +282,7 @@ def mocked_rank(layout: int | ParallelLayout | Topology, rank: int) -> Iterator[
     sets are the rank's, on one node.
 
     Raises:
-        LayoutError: ``layout`` is neither a ParallelLayout, nor a Topology, nor a number of ranks.
-        TopologyError: the layout has no such rank.
+        TopologyError: ``layout`` is of another type, or has no such rank.
 
     Examples:
         >>> with mocked_rank(ParallelLayout(8, tp=2, pp=2), rank=5) as coordinates:
@@ -290,10 +299,8 @@ def as_topology(layout: int | ParallelLayout | Topology) -> Topology:
     """Return the topology of a layout, or of a number of data-parallel ranks.
 
     Raises:
-        LayoutError: ``layout`` is of another type.
+        TopologyError: ``layout`` is of another type.
     """
     if isinstance(layout, Topology):
         return layout
-    if not isinstance(layout, int | ParallelLayout):
-        raise LayoutError(f"layout is {layout!r}; expected a ParallelLayout, a Topology or a number of ranks")
     return Topology.from_layout(ParallelLayout(world_size=layout) if isinstance(layout, int) else layout)

@@ -13,17 +13,16 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import pytest
 
 from parallel_state.patches.import_hook import call_before_import
 
 if TYPE_CHECKING:
-    from mcontroller.testing.mocked_groups import InjectedFailure, MockWorkerGroup
+    from mcontroller.testing.mocked_groups import MockWorkerGroup
     from mcontroller.testing.simulated_groups import SimulatedWorkerGroup
-    from mcontroller.worker import ClassWithInitArgs
     from parallel_state.dry_run.outcome import Outcome as DryOutcome
     from parallel_state.layout import ParallelLayout
     from parallel_state.topology import Topology
@@ -31,59 +30,18 @@ if TYPE_CHECKING:
     from parallel_state.verify.program import Program
     from parallel_state.verify.verifier import Verifier
 
-W = TypeVar("W")
+MockGroup: TypeAlias = "Callable[..., MockWorkerGroup[Any]]"
+"""The type of the fixture ``mock_group``: called as ``mcontroller.testing.mock_worker_group``."""
+SimulatedGroupMaker: TypeAlias = "Callable[..., SimulatedWorkerGroup[Any]]"
+"""The type of the fixture ``simulated_group``: called as ``mcontroller.testing.simulated_worker_group``."""
+MockRank: TypeAlias = "Callable[[int | ParallelLayout | Topology, int], dict[str, int]]"
+"""The type of the fixture ``mock_rank``: called with a layout and a rank, returns the coordinates of the rank."""
+LayoutFixture: TypeAlias = "Callable[..., Outcome]"
+"""The type of the fixture ``verify_layout``: called as ``verify_layout(program, layout, *, steps=2, exact=False)``.
 
-
-class MockGroup(Protocol):
-    """The type of the fixture ``mock_group``, for annotations of tests."""
-
-    def __call__(
-        self,
-        worker: type[W] | ClassWithInitArgs[W],
-        layout: int | ParallelLayout | Topology,
-        *args: Any,
-        name: str = "mock",
-        failures: Mapping[int, InjectedFailure] | None = None,
-        timeout: float | None = None,
-        **kwargs: Any,
-    ) -> MockWorkerGroup[W]:
-        """Make a mocked worker group, with the arguments of ``mcontroller.testing.mock_worker_group``."""
-
-
-class SimulatedGroupMaker(Protocol):
-    """The type of the fixture ``simulated_group``, for annotations of tests."""
-
-    def __call__(
-        self, worker: type[W] | ClassWithInitArgs[W], layout: int | ParallelLayout, *args: Any, **kwargs: Any
-    ) -> SimulatedWorkerGroup[W]:
-        """Make a simulated worker group; see ``mcontroller.testing.simulated_worker_group``."""
-
-
-class MockRank(Protocol):
-    """The type of the fixture ``mock_rank``, for annotations of tests."""
-
-    def __call__(self, layout: int | ParallelLayout | Topology, rank: int) -> dict[str, int]:
-        """Run the rest of the test as this rank; return its coordinates."""
-
-
-class LayoutFixture(Protocol):
-    """The type of the fixture ``verify_layout``, for annotations of tests."""
-
-    def __call__(self, program: Program | str, layout: str, *, steps: int = 2, exact: bool = False) -> Outcome:
-        """Fail the test with a report unless the layout trains the model of one process; see ``Verifier``.
-
-        ``program`` is a Program, or FILE.py:NAME or MODULE:NAME of one. One process trains it once for all tests.
-        """
-
-
-class DryRunFixture(Protocol):
-    """The type of the fixture ``dry_run``, for annotations of tests."""
-
-    def __call__(self, program: Program | str, layout: str, **options: Any) -> DryOutcome:
-        """Make one step without data; see ``parallel_state.dry_run.dry_run``.
-
-        ``program`` is a Program, or FILE.py:NAME or MODULE:NAME of one.
-        """
+``program`` is a Program, or FILE.py:NAME or MODULE:NAME of one. One process trains it once for all tests."""
+DryRunFixture: TypeAlias = "Callable[..., DryOutcome]"
+"""The type of the fixture ``dry_run``: called as ``parallel_state.dry_run.dry_run``, or with the name of a program."""
 
 
 @pytest.fixture(scope="session", name="dry_run")

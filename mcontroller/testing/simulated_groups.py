@@ -15,10 +15,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from mcontroller.errors import DispatchError, WorkerError
+from mcontroller.errors import WorkerError
 from mcontroller.group import WorkerGroup
 from mcontroller.local import LocalExecutor
-from mcontroller.testing.mocked_groups import as_topology
+from mcontroller.testing.mocked_groups import as_topology, init_of
 from mcontroller.worker import ClassWithInitArgs, RankEnvironment, W_co
 from parallel_state.layout import ParallelLayout
 from parallel_state.simulated.errors import SimulationError
@@ -129,13 +129,7 @@ def simulated_worker_group(
         WorkerError: a worker's constructor raised.
         SimulationError: the constructors communicate wrongly.
     """
-    if isinstance(worker, ClassWithInitArgs) and (args or kwargs):
-        raise DispatchError(
-            f"{worker!r} has its arguments; remove the others: {', '.join([*map(repr, args), *kwargs])}",
-            arguments=(*args, *kwargs),
-        )
-    init = worker if isinstance(worker, ClassWithInitArgs) else ClassWithInitArgs(worker, *args, **kwargs)
-    topology = as_topology(layout)
+    topology, init = as_topology(layout), init_of(worker, args, kwargs)
     size = topology.world_size
 
     def simulate() -> Simulation:

@@ -213,35 +213,18 @@ def stage_shares(trace: RunTrace) -> dict[str, float]:
     return {name: share / total for name, share in took.most_common()}
 
 
-@dataclass(frozen=True)
-class PathPart:
-    """A part of the critical path of the steps: what a step waits for, from its end back to its begin.
+def critical_path(trace: RunTrace) -> dict[str, float]:
+    """Return what the steps wait for, from the end of each back to its begin: shares of their time, the longest first.
 
-    Attributes:
-        work: a method; or the controller, if no rank runs what it waits for.
-        share: of the time of the steps.
-        last: the label of the rank that most often ends last.
-        often: in which share of the calls it does.
-        uneven: the share of the time of the steps that equal work of all ranks would save.
+    By method; ``controller`` is the time in which no rank runs what the step waits for.
     """
-
-    work: str
-    share: float
-    last: str = ""
-    often: float = 0.0
-    uneven: float = 0.0
-
-
-def critical_path(trace: RunTrace) -> list[PathPart]:
-    """Return the parts of the critical path of the steps, the longest first."""
-    calls: dict[tuple[object, ...], list[tuple[TraceEvent, TraceLane]]] = defaultdict(list)
+    calls: dict[tuple[object, ...], TraceEvent] = {}
     for lane in trace.ranks:
         for call, _ in calls_of(lane):
-            calls[lane.about["group"], lane.about.get("launch"), call.name, call.number].append((call, lane))
-    ends = {max(ranks, key=lambda pair: pair[0].end)[0]: ranks for ranks in calls.values()}
-    took, uneven, total = Counter[str](), Counter[str](), 0
-    last: dict[str, Counter[str]] = defaultdict(Counter)
-    for step, inside in _by_step(trace, ends):
+            key = lane.about["group"], lane.about.get("launch"), call.name, call.number
+            calls[key] = max(calls.get(key, call), call, key=lambda event: event.end)
+    took, total = Counter[str](), 0
+    for step, inside in _by_step(trace, calls.values()):
         total += step.took
         at = step.end
         for call in sorted(inside, key=lambda event: -event.end):
@@ -249,35 +232,9 @@ def critical_path(trace: RunTrace) -> list[PathPart]:
                 continue
             took["controller"] += at - call.end
             took[call.name] += call.took
-            busy = [event.busy for event, _ in ends[call]]
-            uneven[call.name] += max(busy) - int(mean(busy))
-            last[call.name][next(lane for event, lane in ends[call] if event == call).label()] += 1
             at = call.begin
         took["controller"] += at - step.begin
-    parts = [PathPart("controller", took.pop("controller", 0) / max(total, 1))]
-    for work, time in took.items():
-        [(rank, count)] = last[work].most_common(1)
-        often = count / last[work].total()
-        parts.append(PathPart(work, time / total, rank, often, uneven[work] / total))
-    return sorted(parts, key=lambda part: -part.share)
-
-
-def savings(trace: RunTrace, path: Sequence[PathPart]) -> list[tuple[str, float]]:
-    """Return what would shorten a step, with the share of its time that is saved, the most first.
-
-    Each is counted by itself: the shares do not add up.
-
-    Args:
-        trace: the trace.
-        path: its critical path.
-    """
-    share = {part.work: part.share for part in path}
-    saved = [(f"no time of the {part.work}", part.share) for part in path if part.work == "controller"]
-    saved += [(f"equal work of the ranks in {part.work}", part.uneven) for part in path]
-    saved += [
-        (f"no bubble in {bubble.work}", bubble.measured * share.get(bubble.work, 0.0)) for bubble in bubbles(trace)
-    ]
-    return sorted(saved, key=lambda saving: -saving[1])
+    return {name: time / max(total, 1) for name, time in took.most_common()}
 
 
 def summary_lines(trace: RunTrace) -> list[str]:
@@ -288,15 +245,8 @@ def summary_lines(trace: RunTrace) -> list[str]:
     seconds = [step.took / 1e6 for step in steps.values()]
     lines = [f"{len(steps)} steps, {min(steps)} to {max(steps)}: median {median(seconds):.3g} s"]
     lines.append("stages: " + ", ".join(f"{name} {share:.0%}" for name, share in stage_shares(trace).items()))
-    path = critical_path(trace)
-    lines.append("critical path: " + ", ".join(f"{part.work} {part.share:.0%}" for part in path if part.share >= 0.005))
-    if saved := ", ".join(f"{what} {share:.0%}" for what, share in savings(trace, path)[:3] if share >= 0.01):
-        lines.append(f"what would shorten a step most: {saved}")
-    if (most := max(path, key=lambda part: part.uneven)).uneven >= 0.01:
-        lines.append(
-            f"equal work of the ranks in {most.work} would save {most.uneven:.0%} of a step; {most.last} ends last in "
-            f"{most.often:.0%} of its calls"
-        )
+    path = ", ".join(f"{name} {share:.0%}" for name, share in critical_path(trace).items() if share >= 0.005)
+    lines.append(f"critical path: {path}")
     lines += map(str, bubbles(trace))
     lines += list(map(str, stragglers(trace))) or [NOTHING_SLOW]
     return lines
@@ -304,7 +254,7 @@ def summary_lines(trace: RunTrace) -> list[str]:
 
 def end_lines(trace: RunTrace) -> list[str]:
     """Return the two lines that a run prints at its end: the critical path, and ranks that are slower than others."""
-    path = ", ".join(f"{part.work} {part.share:.0%}" for part in critical_path(trace)[:4])
+    path = ", ".join(f"{name} {share:.0%}" for name, share in list(critical_path(trace).items())[:4])
     slow = "; ".join(map(str, stragglers(trace)[:2])) or NOTHING_SLOW
     return [f"critical path: {path}", f"{slow} (mcontroller trace shows more)"]
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcontroller import ConfigError, DataProto, Dispatch, Worker, register
-from mcontroller.locality import LOCAL_AXES, locality, log_findings, nodes_of
+from mcontroller.locality import LOCAL_AXES, crossing_groups, locality_lines, log_findings, nodes_of
 from mcontroller.testing import mock_worker_group
 from parallel_state.layout import ParallelLayout
 from parallel_state.topology import Topology
@@ -29,7 +29,7 @@ def topologies(draw: st.DrawFn) -> Topology:
 @unhurried
 @given(topologies())
 def test_an_axis_crosses_nodes_if_two_ranks_that_differ_on_it_alone_do(topology: Topology) -> None:
-    reported = locality(topology).crossing
+    reported = crossing_groups(topology)
     for axis in set(LOCAL_AXES) - {"etp"}:
         grid = topology.dense_axes if axis in topology.dense_axes else topology.expert_axes
         others = [other for other in grid if other != axis]
@@ -47,8 +47,8 @@ def test_an_axis_crosses_nodes_if_two_ranks_that_differ_on_it_alone_do(topology:
 @unhurried
 @given(topologies(), st.sets(st.sampled_from(LOCAL_AXES)))
 def test_what_is_allowed_is_left_out_and_the_rest_is_kept(topology: Topology, allowed: set[str]) -> None:
-    everything, rest = locality(topology), locality(topology, allowed)
-    assert rest.crossing == {axis: groups for axis, groups in everything.crossing.items() if axis not in allowed}
+    everything, rest = crossing_groups(topology), crossing_groups(topology, allowed)
+    assert rest == {axis: groups for axis, groups in everything.items() if axis not in allowed}
 
 
 @unhurried
@@ -56,24 +56,24 @@ def test_what_is_allowed_is_left_out_and_the_rest_is_kept(topology: Topology, al
 def test_an_axis_whose_groups_are_blocks_that_divide_a_node_is_not_reported(layout: ParallelLayout, count: int) -> None:
     fastest = layout.dense_axes[0]
     nodes = nodes_of(layout.world_size, layout.sizes[fastest] * count)
-    report = locality(Topology.from_layout(layout, nodes=nodes))
-    assert fastest not in report.crossing
+    report = crossing_groups(Topology.from_layout(layout, nodes=nodes))
+    assert fastest not in report
 
 
 def test_nothing_is_found_without_nodes_or_on_one_node() -> None:
     layout = ParallelLayout(16, tp=4, cp=2, ep=4)
-    assert not locality(Topology.from_layout(layout))
-    assert not locality(Topology.from_layout(layout, nodes=["a"] * 16))
+    assert not crossing_groups(Topology.from_layout(layout))
+    assert not crossing_groups(Topology.from_layout(layout, nodes=["a"] * 16))
 
 
 def test_a_finding_names_the_axis_the_ranks_the_nodes_and_the_fix() -> None:
     strided = Topology.from_layout(ParallelLayout(8, tp=2, order="dp-tp-cp-ep-pp"), nodes=nodes_of(8, 4))
-    assert locality(strided).lines() == [
+    assert locality_lines(strided) == [
         "axis tp crosses nodes in 4 of 4 groups, such as ranks 0, 4 on node0, node1; put tp before the other axes in "
         "the layout's order, or choose sizes that divide the ranks of a node"
     ]
     large = Topology.from_layout(ParallelLayout(16, tp=16), nodes=nodes_of(16, 8))
-    assert locality(large).lines() == [
+    assert locality_lines(large) == [
         "axis tp crosses nodes in 1 of 1 groups, such as ranks 0-15 on node0, node1; a node has fewer ranks than the "
         "size of the axis, 16: choose a smaller one"
     ]
@@ -81,15 +81,15 @@ def test_a_finding_names_the_axis_the_ranks_the_nodes_and_the_fix() -> None:
 
 def test_experts_across_nodes_are_reported_apart_from_tensor_parallelism() -> None:
     topology = Topology.from_layout(ParallelLayout(16, tp=2, ep=16, etp=1), nodes=nodes_of(16, 8))
-    assert list(locality(topology).crossing) == ["ep"]
-    assert not locality(topology, allowed=["ep"])
+    assert list(crossing_groups(topology)) == ["ep"]
+    assert not crossing_groups(topology, allowed=["ep"])
 
 
 def test_findings_are_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     topology = Topology.from_layout(ParallelLayout(4, tp=2), nodes=["a", "b", "a", "b"])
     with caplog.at_level(logging.WARNING):
-        log_findings(locality(topology), "actor")
-        log_findings(locality(topology, ["tp"]), "critic")
+        log_findings(locality_lines(topology), "actor")
+        log_findings(locality_lines(topology, ["tp"]), "critic")
     [record] = caplog.records
     assert record.getMessage().startswith("group actor: axis tp crosses nodes in 2 of 2 groups, such as ranks 0-1 on a")
 
@@ -97,7 +97,7 @@ def test_findings_are_one_warning(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.parametrize("allowed", [["dp"], "tp", ["tp", "rank"]])
 def test_what_cannot_be_allowed_is_rejected(allowed: list[str]) -> None:
     with pytest.raises(ConfigError) as raised:
-        locality(Topology.flat(2, nodes=["a", "a"]), allowed)
+        crossing_groups(Topology.flat(2, nodes=["a", "a"]), allowed)
     assert raised.value.value == allowed
 
 

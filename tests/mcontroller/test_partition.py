@@ -40,7 +40,7 @@ def test_contiguous_shards_are_ranges_that_differ_by_at_most_one_row(n: int, k: 
     sizes = [len(rows) for rows in partition.shards]
     assert [row for rows in partition.shards for row in rows] == list(range(n))
     assert max(sizes) - min(sizes) <= 1
-    assert partition.order is None and not partition.is_padded
+    assert partition.order is None and not any(partition.pads)
 
 
 @unhurried
@@ -78,18 +78,12 @@ def test_zero_loss_marks_the_partition_and_repeat_does_not() -> None:
 
 
 @unhurried
-@given(row_lengths, shard_counts, st.sampled_from(PADDINGS), st.booleans(), st.integers(0, 3), st.booleans())
+@given(row_lengths, shard_counts, st.sampled_from(PADDINGS), st.booleans(), st.integers(0, 3))
 def test_results_come_back_in_the_callers_order_without_padding(
-    lengths: list[int], k: int, padding: str, by_length: bool, times: int, equal_size: bool
+    lengths: list[int], k: int, padding: str, by_length: bool, times: int
 ) -> None:
     n = len(lengths)
-    partition = split_rows(
-        n,
-        k,
-        padding=padding,
-        lengths=lengths if by_length else None,
-        equal_size=equal_size,
-    )
+    partition = split_rows(n, k, padding=padding, lengths=lengths if by_length else None)
     assert sorted(all_rows(partition)) == list(range(n))
     assert collected(partition, times) == [(row, number) for row in range(n) for number in range(times)]
 
@@ -107,13 +101,6 @@ def test_padding_is_at_the_end_of_a_shard_and_repeats_a_row_of_the_batch(
         assert all(partition.shards)
     if padding in ("repeat", "zero_loss"):
         assert len({len(rows) for rows in partition.shards}) == 1
-
-
-@unhurried
-@given(row_lengths, shard_counts)
-def test_equal_size_balances_at_equal_numbers_of_rows(lengths: list[int], k: int) -> None:
-    sizes = [len(rows) for rows in balanced(lengths, k, equal_size=True, padding="none").shards]
-    assert max(sizes) - min(sizes) <= 1
 
 
 @unhurried
@@ -136,7 +123,7 @@ def test_rows_of_each_label_are_balanced_at_equal_numbers(rows: list[tuple[int, 
     partition = split_rows(len(rows), k, padding="none", lengths=lengths, within=labels)
     assert sorted(all_rows(partition)) == list(range(len(rows)))
     for label in set(labels):
-        counts = [sum(labels[row] == label for row in partition.rows(shard)) for shard in range(k)]
+        counts = [sum(labels[row] == label for row in partition.shards[shard]) for shard in range(k)]
         assert max(counts) - min(counts) <= 1
     assert max(map(len, partition.shards)) - min(map(len, partition.shards)) <= 1
 
@@ -172,7 +159,8 @@ def overweight(partition: Partition, lengths: Sequence[int], equal_size: bool) -
 def test_the_heaviest_shard_is_at_most_two_percent_over_the_mean(kind: str, n: int, k: int, equal_size: bool) -> None:
     for seed in range(3):
         lengths = realistic(kind, n, seed)
-        assert overweight(balanced(lengths, k, equal_size=equal_size), lengths, equal_size) <= 0.02
+        within = [0] * n if equal_size else None
+        assert overweight(balanced(lengths, k, within=within), lengths, equal_size) <= 0.02
 
 
 def test_few_rows_per_shard_are_balanced_as_well_as_any_partition_can_be() -> None:
@@ -208,7 +196,6 @@ def test_results_that_cannot_be_restored_are_rejected_with_the_numbers() -> None
         ({"n": 4, "k": 2, "lengths": [1, 2, 3]}, {"lengths": 3, "rows": 4}),
         ({"n": 3, "k": 2, "lengths": [1, -2, 3]}, {"row": 1, "length": -2}),
         ({"n": 3, "k": 2, "groups": ["a", "b"]}, {"groups": 2, "rows": 3}),
-        ({"n": 3, "k": 2, "groups": ["a", "b", "b"], "equal_size": True}, {"sizes": [1, 2]}),
     ],
 )
 def test_numbers_that_do_not_agree_are_rejected(arguments: dict, fields: dict) -> None:

@@ -137,14 +137,14 @@ def test_the_batch_in_flight_is_recorded_kept_and_deleted_with_its_step(tmp_path
     assert [[batch.number for batch in save.in_flight] for save in (last, earlier)] == [[4], [3]]
     assert (last.state.drawn_batches, last.state.rollout) == (5, {"samples": 5})
     kept = sorted(str(path.relative_to(tmp_path / "in_flight")) for path in (tmp_path / "in_flight").rglob("*.*"))
-    assert kept == ["global_step_3/batch_3.safetensors", "global_step_4/batch_4.safetensors"]
+    assert kept == ["global_step_3/batch_3.pt", "global_step_4/batch_4.pt"]
 
 
 def test_a_damaged_batch_in_flight_takes_all_groups_to_the_step_before(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     fitted(config_of(tmp_path, ADAPTIVE, 3, save_freq=1))
-    path = tmp_path / "in_flight" / "global_step_3" / "batch_3.safetensors"
+    path = tmp_path / "in_flight" / "global_step_3" / "batch_3.pt"
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)

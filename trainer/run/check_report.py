@@ -17,7 +17,7 @@ import torch
 from mcontroller.cli.help import roots
 from mcontroller.config.load import load_config
 from mcontroller.errors import ConfigError
-from mcontroller.locality import locality
+from mcontroller.locality import locality_lines
 from parallel_state.axes import DENSE_AXES
 from parallel_state.dry_run.memory import KINDS
 from parallel_state.dry_run.outcome import Outcome, gpu_bytes
@@ -288,7 +288,7 @@ def _locality_lines(config: RunConfig, roles: Mapping[str, RoleConfig], sizes: M
     for placed in role_layouts(config):
         nodes = [f"node{node}" for node, size in enumerate(placed.nodes) for _ in range(size)]
         topology = Topology.from_layout(placed.parallel.layout(len(nodes)), nodes=nodes)
-        lines += [f"{placed.key}: {line}" for line in locality(topology).lines()]
+        lines += [f"{placed.key}: {line}" for line in locality_lines(topology)]
     counts = ", ".join(f"{len(nodes)} in the {_named(name)}" for name, nodes in pool_nodes(config).items())
     return lines or [f"locality: no axis of a role, and no engine, crosses nodes ({counts})"]
 

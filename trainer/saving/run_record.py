@@ -99,7 +99,7 @@ def read_batches(directory: Path, saved: Sequence[SavedBatch]) -> tuple[BatchInF
 
 
 def _path(directory: Path, number: int) -> Path:
-    return directory / f"batch_{number}.safetensors"
+    return directory / f"batch_{number}.pt"
 
 
 def _checksum(path: Path) -> int:

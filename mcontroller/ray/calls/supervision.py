@@ -10,16 +10,13 @@ for answers. One sleeps until something happens: a process that this one can see
 reports the end of one, or a connection is lost. The other asks every process regularly whether it answers, and finds
 out about those that do not: they are stopped, or in native code that holds the interpreter, or their node is silent.
 
-The states of a group are in ``process_handles``; those of a call and of a connection, and what follows them:
+The states of a group are in ``process_handles``; those of a connection, and what follows them:
 
-| of | state | next |
-|---|---|---|
-| a call | sent | running with the first answer; failed; cancelled |
-| | running | answered with the last one; failed; cancelled |
-| a connection | established | lost |
-| | lost | reported after ``frozen_after``; restored |
-| | reported | restored; after ``RECONNECT_SECONDS`` the group breaks |
-| | restored | established, when the calls without an answer were sent again; lost |
+| state | next |
+|---|---|
+| established | lost |
+| lost | restored; after ``RECONNECT_SECONDS`` the group breaks |
+| restored | established, when the calls without an answer were sent again; lost |
 """
 
 from __future__ import annotations
@@ -87,21 +84,6 @@ _logger = logging.getLogger(__name__)
 # ---- a call ---------------------------------------------------------------------------------------------------------
 
 
-class CallState(enum.Enum):
-    """The state of a call, as far as the controller knows it."""
-
-    SENT = "sent"
-    """No rank has answered."""
-    RUNNING = "running"
-    """A rank has answered, others have not; or the first cause of a failure is still looked for."""
-    ANSWERED = "answered"
-    """Every rank has answered, with a value."""
-    FAILED = "failed"
-    """It has an error. If every rank has rejected it, the group is usable."""
-    CANCELLED = "cancelled"
-    """Its caller has cancelled it: all ranks run it or none, and its values are dropped."""
-
-
 class SentCall(ABC):
     """A call and the ranks that have not answered it yet, as supervision sees it; ``GroupCall`` reads its values.
 
@@ -121,7 +103,6 @@ class SentCall(ABC):
         held: what must exist until all have answered: the handles and references in its arguments.
         rejections: the errors of the ranks that have rejected it before they changed anything, by rank.
         rejected_since: when the first rank rejected it, by ``time.monotonic``.
-        cancelled: whether its caller has cancelled it.
         error: what every read of the result raises.
     """
 
@@ -143,23 +124,11 @@ class SentCall(ABC):
         self.held: list[Any] = []
         self.rejections: dict[int, CallRejected] = {}
         self.rejected_since = 0.0
-        self.cancelled = False
         self.error: GroupError | None = None
 
     @abstractmethod
     def add(self, rank: int, data: Buffer, frames: Sequence[Buffer], stored: bool) -> None:
         """Keep the answer of a rank until it is read; if it is in the object store, until it is released there."""
-
-    @property
-    def state(self) -> CallState:
-        """The state of the call."""
-        if self.cancelled:
-            return CallState.CANCELLED
-        if self.error is not None:
-            return CallState.FAILED
-        if self.failing or self.pending:
-            return CallState.SENT if len(self.pending) == len(self.ranks) else CallState.RUNNING
-        return CallState.ANSWERED
 
     def remaining(self, timeout: float | None = None) -> float | None:
         """Return the seconds until the deadline, or ``timeout`` if that is less; None for no limit."""
@@ -223,8 +192,6 @@ class Connection(enum.Enum):
     """The state of the connection to a rank; one that is not known to have changed is established."""
 
     LOST = "lost"
-    REPORTED = "reported"
-    """It is lost, and that was logged."""
     RESTORED = "restored"
     """It is established again, and what it may have lost was not sent again yet."""
 
@@ -243,7 +210,6 @@ class Supervision:
     Attributes:
         coordinates: index on each axis, by role and rank, as far as known.
         calls: the calls in flight, by number.
-        keeping: calls whose values the processes keep, as long as the calls exist.
         failures: the call, the rank and the error of each failure whose cause is looked for.
         earlier: the processes that these have replaced, with the failures that explain why their values are lost.
     """
@@ -252,11 +218,9 @@ class Supervision:
         self.name, self.handles, self.hub, self.detached = name, handles, hub, detached
         self.coordinates: dict[str, Sequence[Mapping[str, int]]] = {}
         self.calls: dict[int, SentCall] = {}
-        self.keeping: weakref.WeakSet[Any] = weakref.WeakSet()
         self.failures: list[tuple[SentCall | None, int, BaseException]] = []
         self.earlier: list[ProcessHandles] = []
         self._connections: dict[int, tuple[Connection, float]] = {}  # and since when it was lost
-        self._connections_lock = threading.Lock()  # changes come with the hub's lock; the watch reports without it
         self._raises_cause = False  # whether the next call raises the cause, because none was in flight
         self._late = _LateCall()
         self._lock = threading.RLock()
@@ -274,14 +238,6 @@ class Supervision:
             (_watch_answers, itself, self.handles.infos, self.handles.options),
         ):
             threading.Thread(target=watch, args=arguments, name=watch.__name__, daemon=True).start()
-
-    @property
-    def state(self) -> GroupState:
-        """The state of the group."""
-        state = self.handles.state
-        if self.handles.ended and self.handles.cause is None:  # with the Ray cluster
-            return GroupState.ENDED
-        return GroupState.BUSY if state is GroupState.READY and self.calls else state
 
     def check(self, role: str) -> None:
         """Raise GroupBroken if the group is broken, or its cause if that happened between calls and is not known yet.
@@ -327,12 +283,11 @@ class Supervision:
 
     def connection_changed(self, rank: int, established: bool) -> None:
         """Note that a connection was lost or is established."""
-        with self._connections_lock:
-            state, since = self._connections.get(rank, (None, 0.0))
-            if established and state is not None:
-                self._connections[rank] = Connection.RESTORED, since
-            elif not established and state not in (Connection.LOST, Connection.REPORTED):
-                self._connections[rank] = Connection.LOST, time.monotonic()
+        state, since = self._connections.get(rank, (None, 0.0))
+        if established and state is not None:
+            self._connections[rank] = Connection.RESTORED, since
+        elif not established and state is not Connection.LOST:
+            self._connections[rank] = Connection.LOST, time.monotonic()
         if not established:
             for call in tuple(self.calls.values()):
                 if not call.pending:  # an interrupt came before this, and had the hub connect again
@@ -411,29 +366,15 @@ class Supervision:
             self.hub.send(self._sent_again())
         deaths = self.handles.deaths(tuple(lost))
         for rank, since in lost.items():
-            seconds = time.monotonic() - since
-            if rank not in deaths and seconds > min(self.handles.options.frozen_after, RECONNECT_SECONDS):
-                error = self._connection_lost(
+            if rank not in deaths and time.monotonic() - since > RECONNECT_SECONDS:
+                deaths[rank] = self._connection_lost(
                     rank,
-                    f"cannot be reached since {min(round(seconds, 1), RECONNECT_SECONDS):g} s in {{}}, although Ray "
-                    f"reports its process alive: check that this node can connect to "
-                    f"{self.handles.infos[rank].address.calls}",
+                    f"cannot be reached since {RECONNECT_SECONDS:g} s in {{}}, although Ray reports its process alive: "
+                    f"check that this node can connect to {self.handles.infos[rank].address.calls}",
                 )
-                if seconds > RECONNECT_SECONDS:
-                    deaths[rank] = error
-                elif self._is_new_loss(rank, since):
-                    _logger.warning("%s. The group ends after %g s without it", error, RECONNECT_SECONDS)
         known = {rank for _, rank, _ in self.failures}
         for rank in deaths.keys() - known:
             self.failed(self._first_call(rank), rank, deaths[rank])
-
-    def _is_new_loss(self, rank: int, since: float) -> bool:
-        """Return whether the loss of a connection is still to be reported, and count it as reported."""
-        with self._connections_lock:
-            is_new = self._connections.get(rank) == (Connection.LOST, since)
-            if is_new:
-                self._connections[rank] = Connection.REPORTED, since
-            return is_new
 
     def _first_call(self, rank: int) -> SentCall | None:
         """Return the call that a rank is running, if it has one."""
@@ -485,10 +426,7 @@ class Supervision:
         actors = {handle.actor for handle in late.handles}
         group = next((group for group in [self, *_living] if actors & set(group.handles.actor_ids)), self)
         ranks = [rank for rank, actor in enumerate(group.handles.actor_ids) if actor in actors]
-        numbers = {handle.number for handle in late.handles}
-        known = next((call for call in tuple(group.keeping) if call.number in numbers), None)
-        role, method = (known.role, known.method) if known else (group.name, "an earlier call")
-        return group.time_out(role, method, ranks, ranks, timeout, VALUES_LATE)
+        return group.time_out(group.name, "an earlier call", ranks, ranks, timeout, VALUES_LATE)
 
     # ---- the first cause ---------------------------------------------------------------------------------------------
 
@@ -578,11 +516,6 @@ _living: weakref.WeakSet[Supervision] = weakref.WeakSet()
 def error_of_process(actor: str) -> GroupError | None:
     """Return the error that ended the process with Ray's id ``actor``; None if no group of this driver knows it."""
     return next(filter(None, (group.error_for(actor) for group in list(_living))), None)
-
-
-def living_groups() -> list[Supervision]:
-    """Return the groups of this driver that have not ended."""
-    return [group for group in list(_living) if not group.handles.ended]
 
 
 def _cause_of(failures: Sequence[RankFailure]) -> GroupError:

@@ -91,16 +91,13 @@ class StoredValue(Deferred):
 
     Args:
         reference: the object.
-        raw: whether Ray has serialized it, as the result of a Ray task: it is read as Ray reads it, so its arrays are
-            read-only, and shared by the processes of the node.
     """
 
-    def __init__(self, reference: ray.ObjectRef[Any], raw: bool = False) -> None:
+    def __init__(self, reference: ray.ObjectRef[Any]) -> None:
         self.reference = reference
-        self.raw = raw
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _stored_value, (write_reference(self.reference), self.raw)
+        return _stored_value, (write_reference(self.reference),)
 
     def handles(self) -> Sequence[Any]:
         """Return this handle."""
@@ -108,11 +105,11 @@ class StoredValue(Deferred):
 
     def resolve(self, fetch: Fetch) -> Any:
         """Return the value."""
-        return ray.get(self.reference) if self.raw else fetch((self,))[0]
+        return fetch((self,))[0]
 
 
-def _stored_value(written: WrittenReference, raw: bool) -> StoredValue:
-    return StoredValue(read_reference(written), raw)
+def _stored_value(written: WrittenReference) -> StoredValue:
+    return StoredValue(read_reference(written))
 
 
 def fetch(handles: Sequence[Any], timeout: float | None = None) -> list[Any]:

@@ -73,9 +73,9 @@ def test_a_result_waits_for_its_readers_and_readers_wait_for_it() -> None:
 def test_a_released_result_is_gone_and_one_released_early_is_not_kept() -> None:
     kept, results = KeptResults(), []
     kept.put((A, 0), "result")
-    kept.release(A, [0], finished=0)
+    kept.release(A, 0, finished=0)
     kept.read((A, 0), True, results.append)
-    kept.release(A, [1], finished=0)
+    kept.release(A, 1, finished=0)
     kept.put((A, 1), "late")
     assert results == [None]
     assert len(kept) == 0

@@ -10,11 +10,11 @@ from dataclasses import replace
 import pytest
 from torch.distributed import TCPStore
 
-from mcontroller.channel import server
 from mcontroller.channel.address import Address, ChannelKeys, KeyPair
 from mcontroller.channel.controller import ask
 from mcontroller.channel.server import reserve_port
 from mcontroller.channel.worker import Endpoint
+from mcontroller.errors import DataError
 from tests.free_ports import free_ports
 from tests.mcontroller.channel.endpoints import (
     SECONDS,
@@ -50,6 +50,14 @@ def test_a_client_with_another_key_gets_no_answer(address: Address) -> None:
 
 def test_a_client_that_expects_another_server_sends_nothing(address: Address) -> None:
     assert ask([replace(address, server_key=KeyPair.generate().public)], "double", 3, timeout=SECONDS) == [None]
+
+
+def test_an_unknown_query_and_wrong_arguments_raise_at_the_caller(address: Address) -> None:
+    with pytest.raises(DataError):
+        ask([address], "treble", 3, timeout=SECONDS)
+    with pytest.raises(DataError):
+        ask([address], "double", timeout=SECONDS)
+    assert ask([address], "double", 3, timeout=SECONDS) == [(6, [])]
 
 
 def test_a_call_with_another_key_does_not_run(keys: ChannelKeys) -> None:
@@ -88,22 +96,6 @@ def test_a_silent_connection_is_closed(address: Address) -> None:
     with open_connection(address.calls) as silent:
         while silent.recv(100):  # what ZeroMQ says first; then the end of the connection
             pass
-
-
-def test_connections_beyond_the_bound_are_closed_and_open_ones_work(
-    keys: ChannelKeys, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(server, "CONNECTIONS", 5)
-    address = elsewhere(start_endpoint(keys))
-    controller = Controller([address])
-    controller.call(0, b"x")
-    with ExitStack() as open_ones:
-        strangers = [open_ones.enter_context(open_connection(address.calls)) for _ in range(8)]
-        late = strangers[-1]
-        with suppress(ConnectionError):
-            while late.recv(100):
-                pass
-        assert controller.call(1, b"y") == {0: [b"y"]}
 
 
 def test_ports_are_taken_from_the_range_and_a_full_range_is_an_error(keys: ChannelKeys) -> None:

@@ -32,18 +32,11 @@ def test_long_tables_are_cut(capsys: pytest.CaptureFixture[str]) -> None:
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[-5:]] == ["0", "1", "2", "..", "63"]
 
 
-@pytest.mark.parametrize(
-    ("mode", "message"),
-    [
-        ("megatron_compute", "there is no dispatch mode 'megatron_compute'; did you mean MEGATRON_COMPUTE or"),
-        ("something", "the modes are RANK_ZERO, ONE_TO_ALL"),
-        ("DIRECT_ROLLOUT_METHOD", "is called on the worker itself, never through a group"),
-    ],
-)
-def test_a_mode_that_cannot_be_planned_is_rejected(mode: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("mode", ["megatron_compute", "something"])
+def test_a_mode_that_does_not_exist_is_rejected(mode: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["topology", "--world-size", "2", "--mode", mode]) == 1
     printed = capsys.readouterr()
-    assert message in printed.err and printed.out == ""
+    assert mode in printed.err and printed.out == ""
 
 
 def test_axes_that_cross_nodes_are_reported_without_a_cluster(capsys: pytest.CaptureFixture[str]) -> None:

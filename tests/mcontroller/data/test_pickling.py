@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given
-from tensordict import MemoryMappedTensor, TensorDict
+from tensordict import TensorDict
 
 from mcontroller.data import meta
 from mcontroller.data.batch import DataProto
@@ -164,11 +164,6 @@ def test_gradients_are_not_sent_and_parameters_stay_parameters() -> None:
     assert isinstance(back[0], torch.nn.Parameter) and back[0].requires_grad
     assert back[1].requires_grad and back[1].is_leaf
     assert not back[2].requires_grad and back[2].tolist() == [2.0, 2.0]
-
-
-def test_a_memory_mapped_tensor_arrives_as_a_tensor() -> None:
-    back = received_value(MemoryMappedTensor.from_tensor(torch.arange(3)))
-    assert type(back) is torch.Tensor and back.tolist() == [0, 1, 2]
 
 
 class Wrapper(torch.Tensor):

@@ -75,11 +75,6 @@ def test_metrics_without_rows_are_no_error(group: LocalWorkerGroup) -> None:
     assert len(group.same(ROWS, [-1, -1])) == 0
 
 
-def test_changes_rows_must_be_a_bool() -> None:
-    with pytest.raises(DispatchError):
-        register(changes_rows=2)  # type: ignore[arg-type]
-
-
 def test_the_rows_of_a_result_that_is_passed_on_are_counted(group: LocalWorkerGroup) -> None:
     doubled = group.other.options(blocking=False)(ROWS, [8, 8])
     assert len(group.echo(doubled)) == 16

@@ -9,9 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mcontroller.channel.controller import Links
-from mcontroller.channel.wire import CallHeader, pack_call, send_frames, unpack_answer
-from mcontroller.errors import ConnectionLost, DataError, GroupBroken, WorkerError
+from mcontroller.errors import ConnectionLost, DataError, GroupBroken
 from mcontroller.ray import RayWorkerGroup
 from mcontroller.ray.calls import supervision
 from mcontroller.ray.calls.executor import GroupCall, GroupProcesses, RayExecutor
@@ -106,21 +104,6 @@ def test_a_process_that_cannot_be_reached_is_told_apart_from_one_that_died(
     assert (lost.value.rank, lost.value.pid, lost.value.method) == (1, pids[1], method)
     with pytest.raises(GroupBroken):
         call(executor, "pid")
-
-
-def test_a_message_that_is_no_call_is_dropped_and_the_group_goes_on(steady: RayWorkerGroup) -> None:
-    [address, *_] = [info.address for info in steady.executor.processes.handles.infos]
-    links = Links(b"sends anything")
-    links.connect(b"rank", address.calls, address)
-    send_frames(links.socket, [b"rank", b"short"])
-    send_frames(links.socket, [b"rank", pack_call(CallHeader(0, 0, None, steady.name, "pid"), b"not a pickle")])
-    answers = []
-    while not answers:
-        answers += [frames for _, frames in links.receive()]
-    links.close()
-    number, error, _, _ = unpack_answer(answers[0][0])
-    assert number == 0 and isinstance(error, WorkerError) and "DataError: a value cannot be read" in str(error)
-    assert len(set(steady.pid())) == 4
 
 
 def test_a_result_of_a_class_that_the_controller_cannot_import_is_a_data_error(steady: RayWorkerGroup) -> None:

@@ -15,9 +15,9 @@ import pytest
 from mcontroller.cli.main import main
 from mcontroller.dispatch.modes import Dispatch
 from mcontroller.dispatch.registration import register
-from mcontroller.errors import DataError, WorkerDied
+from mcontroller.errors import WorkerDied
 from mcontroller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
-from mcontroller.ray.rank_logs import RankLog, find_logs, without_import_warnings, write_places
+from mcontroller.ray.rank_logs import RankLog, find_logs, without_import_warnings
 from parallel_state.infos import DistRankInfo
 from tests.mcontroller.ray.roles import end
 from trainer.config import TrainerConfig
@@ -101,24 +101,12 @@ def test_the_output_of_every_rank_is_a_file_with_the_last_line_before_a_crash(
     assert "it has actor rank 0 (tp=0" in capsys.readouterr().err
 
 
-def test_the_verb_names_the_node_of_a_file_that_is_not_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "actor-rank0-tp0.log").write_text("2026-11-25 18:00:00.000001 a line\n")
-    write_places(str(tmp_path), "actor", ["10.0.0.1", "10.0.0.2"])
-    assert main(["logs", str(tmp_path)]) == 0
-    output = capsys.readouterr()
-    assert output.out == "2026-11-25 18:00:00.000001 actor rank 0 (tp=0): a line\n"
-    assert "actor rank 1: its file is on 10.0.0.2" in output.err
-
-
 def test_a_directory_that_cannot_be_written_costs_the_file_and_not_the_rank(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "logs").write_text("a file")
     assert RankLog.open(str(tmp_path / "logs"), "actor", 3) is None
     assert "actor rank 3 has no file of its output" in caplog.text
-    with pytest.raises(DataError) as caught:
-        write_places(str(tmp_path / "logs"), "actor", ["10.0.0.1"])
-    assert caught.value.fields["path"] == str(tmp_path / "logs")
 
 
 def test_warnings_of_imports_are_left_out_and_others_are_not() -> None:

@@ -6,12 +6,10 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from mcontroller import Dispatch, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, Worker, register
-from mcontroller.errors import ResourceError
 from mcontroller.ray.threads import DEFAULT_MARK, chosen_threads, threads_of_rank
 
 ROOT = Path(__file__).parents[3]
@@ -40,12 +38,6 @@ def test_the_threads_that_ray_sets_by_default_are_nobodys_choice(monkeypatch: py
     assert chosen_threads() == 4
     monkeypatch.setenv(DEFAULT_MARK, "1")
     assert chosen_threads() is None
-
-
-@pytest.mark.parametrize("threads", [0, -1, 1.5, True, "2"])
-def test_a_number_of_threads_that_cannot_be_is_rejected(threads: Any) -> None:
-    with pytest.raises(ResourceError):
-        RayResourcePool([1], use_gpu=False, threads=threads)
 
 
 def test_torch_computes_with_the_threads_of_the_pool(ray_cluster: None) -> None:

@@ -58,10 +58,6 @@ def test_values_go_to_their_rank_and_come_back_by_rank(steady: RayWorkerGroup) -
     assert steady.first("x") == (0, "x")
 
 
-def test_a_reference_of_ray_arrives_as_its_value(steady: RayWorkerGroup) -> None:
-    assert steady.echo([ray.put("a"), "b", "c", "d"]) == ["a", "b", "c", "d"]
-
-
 def test_a_signal_handler_that_native_code_has_set_stays(pool: RayResourcePool) -> None:
     with RayWorkerGroup(pool, RayClassWithInitArgs(Plain), name_prefix="native") as group:
         assert group.ignores_sigint(0) == [False, False]
