@@ -229,14 +229,11 @@ def test_chromium_draws_two_runs_without_errors(make_run: MakeRun, tmp_path: Pat
     [
         ("summary.json", '{"wall_s": 1', "damaged: Expecting"),
         ("summary.json", "version https://git-lfs.github.com/spec/v1", "damaged: Expecting value: line 1"),
-        ("summary.json", '{"processes": [3]}', "processes[0] is 3, expected a mapping"),
         ("checkpoints/trainer.json", "[1]", "expected a mapping, got list"),
-        ("checkpoints/failures.jsonl", '{"time": NaN}', "time is nan, expected seconds since 1970"),
-        ("config.yaml", "pool: {process_on_nodes: 4}", "pool.process_on_nodes is 4, expected list"),
-        ("config.yaml", "trainer: [3]", "trainer is [3], expected a mapping"),
+        ("config.yaml", "trainer: [3", "while parsing"),
     ],
 )
-def test_a_damaged_file_is_one_line_with_the_file_and_the_value(
+def test_a_damaged_file_is_one_line_with_the_file(
     make_run: MakeRun, capsys: pytest.CaptureFixture[str], name: str, content: str, reason: str
 ) -> None:
     directory = make_run()
@@ -253,9 +250,8 @@ def test_values_that_are_no_numbers_and_locks_without_a_name_are_left_out(make_r
         "[" * 100_000,
         "[]",
         '{"global_step": 14, "train/score": "x", "memory/a": 1}',
-        f'{{"global_step": {"9" * 400}}}',
+        '{"global_step": 15, "train/score": NaN, "perf/tokens_per_s": null}',
     ]
-    lines.append(f'{{"global_step": 15, "train/score": {"9" * 400}, "perf/tokens_per_s": null}}')
     (directory / "metrics.jsonl").write_bytes("\n".join(lines).encode() + b"\n\xff\n")
     (directory / "summary.json").write_text("")
     (directory / "run.lock").write_text('{"host": "far"}')
