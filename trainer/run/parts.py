@@ -43,9 +43,6 @@ from workers.reward import RewardModelWorker
 from workers.weights.hf.checkpoint import check_checkpoint_files
 from workers.weights.hf.files import WeightFiles, has_weights
 
-COMPARED = 64
-"""Prompts by which the vocabularies of the policy and of other models are compared."""
-
 
 @dataclass(frozen=True)
 class RunParts:
@@ -209,7 +206,7 @@ def make_parts(config: RunConfig) -> RunParts:
     tokenizer, problem_rows = problems.tokenizer, problems.train
     environment, episodes = None, None
     if tokenizer is not None:
-        attempt(lambda: check_vocabulary(config, tokenizer, _first_texts(problem_rows)))
+        attempt(lambda: check_vocabulary(config, tokenizer))
         environment = attempt(partial(make_environment, config.multi_turn, tokenizer))
         episodes = attempt(partial(make_episodes, config.multi_turn, tokenizer, _vllm_python(config)))
         if environment is not None:
@@ -245,10 +242,6 @@ def make_parts(config: RunConfig) -> RunParts:
         prompts=problems.prompts,
         training_sets=[*config.data.training_sets()],
     )
-
-
-def _first_texts(prompts: PromptRows | Mixture | None) -> list[str]:
-    return [] if prompts is None else [prompts[index]["prompt"] for index in range(min(len(prompts), COMPARED))]
 
 
 def _vllm_python(config: RunConfig) -> str | None:
@@ -379,13 +372,12 @@ def make_tokenizer(config: RunConfig, records: Sequence[Records]) -> TextTokeniz
     return tokenizer
 
 
-def check_vocabulary(config: RunConfig, tokenizer: TextTokenizer, texts: Sequence[str] = ()) -> None:
+def check_vocabulary(config: RunConfig, tokenizer: TextTokenizer) -> None:
     """Raise ConfigError if a model has fewer token ids than the tokenizer, or ids that it cannot decode.
 
     Args:
         config: the configuration.
         tokenizer: of the policy, whose token ids all models get.
-        texts: prompts to compare vocabularies by.
     """
     policy = config.actor_rollout_ref.model
     try:
@@ -410,7 +402,7 @@ def check_vocabulary(config: RunConfig, tokenizer: TextTokenizer, texts: Sequenc
         if role == "actor_rollout_ref" or (path is not None and path in (config.tokenizer.path, policy.hf_path)):
             continue
         if path is not None and has_tokenizer(path):
-            check_tokens(path, f"{role}.model.hf_path", tokenizer, texts)
+            check_tokens(path, f"{role}.model.hf_path", tokenizer)
         elif role in ("ref", "reward_model") and size not in (policy.vocab_size, tokenizer.vocab_size):
             raise ConfigError(
                 f"{key} is {size}, and that of the policy, whose token ids {role} gets, {policy.vocab_size}. Use a "
