@@ -18,9 +18,9 @@ from tests.trainer.toy import ToyActor, next_letter, toy_config, toy_trainer
 from trainer import AlgorithmConfig, FilterGroupsConfig, PPOConfig, Reward, RewardsConfig, Role
 from trainer.metrics import METRIC_RULES, MetricRule, Metrics, over_ranks, rule_of
 from trainer.rewards.config import RewardFunctionConfig
-from trainer.rewards.configured import check_reported
 from trainer.rewards.processes import LoadedFunction
 from trainer.rewards.reward import rewarded
+from trainer.rewards.trial import check_reported
 from trainer.rollout.trajectory_log import TrajectoryLog, read
 
 

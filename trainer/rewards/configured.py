@@ -15,7 +15,7 @@ from trainer.columns import columns
 from trainer.rewards.config import RewardsConfig
 from trainer.rewards.processes import LoadedFunction, Sample, ScoreOutcome, ScoringProcesses, Task
 from trainer.rewards.reward import Reward, outcome_scores
-from trainer.rewards.trial import SHOWN, check_reported, description_of, try_functions
+from trainer.rewards.trial import SHOWN, description_of, try_functions
 
 logger = logging.getLogger(__name__)
 
@@ -177,7 +177,6 @@ class FunctionRewards:
     def _other_values(self, name: str, outcomes: Sequence[ScoreOutcome]) -> dict[str, Sequence[float]]:
         prefix = "" if len(self.functions) == 1 else f"{name}/"
         keys = dict.fromkeys(key for outcome in outcomes for key in outcome.values or {})
-        check_reported(self.functions, name, dict.fromkeys(keys, math.nan))
         return {f"{prefix}{key}": [(outcome.values or {}).get(key, math.nan) for outcome in outcomes] for key in keys}
 
     def _report(self, name: str, outcomes: Sequence[ScoreOutcome], samples: Sequence[Sample]) -> None:

@@ -209,12 +209,6 @@ class RewardSources:
             return rule
         parts = {"rule_score": rule.token_level_scores, "model_score": model}
         sums = {name: scores.sum(1).tolist() for name, scores in parts.items()}
-        if both := rule.columns.keys() & parts.keys():
-            raise DataError(
-                f"the reward function returned the columns {', '.join(sorted(both))}, which the scores of the reward "
-                "function and of the reward model have: give them other names",
-                column=min(both),
-            )
         combined = self.combine(rule.token_level_scores, model)
         whole = Reward(combined, {**rule.columns, **sums}, rule.samples, rule.answers, rule.scored)
         return rewarded(lambda batch: whole, batch, "combine_rewards")
