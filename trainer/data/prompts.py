@@ -40,7 +40,6 @@ class PromptRows:
     Attributes:
         dropped: the number of prompts that were too long.
         truncated: the number of prompts that were too long and lost their first tokens.
-        unread: the number of prompts that ``keep`` has left out.
 
     Raises:
         DataError: a record lacks the prompt, has one of another type, the chat template rejects it, or it is too long.
@@ -53,7 +52,7 @@ class PromptRows:
         self.prompt_length = prompt_length
         self.kept: list[tuple[str, Tensor, Any, Mapping[str, Any]]] = []
         check_columns(records, config)
-        shortest, self.truncated, self.unread = 0, 0, 0
+        shortest, self.truncated = 0, 0
         for index, record in enumerate(records.rows):
             text, ids = encoded_prompt(record, records.location(index), config, tokenizer)
             if len(ids) > prompt_length:
@@ -77,17 +76,12 @@ class PromptRows:
                 prompt_length=prompt_length,
             )
 
-    def crc32(self, rows: int | None = None) -> int:
-        """Return a checksum of the texts and answers of the first rows; None: of all."""
+    def crc32(self) -> int:
+        """Return a checksum of all texts and answers."""
         value = 0
-        for text, _, answer, _ in self.kept[:rows]:
+        for text, _, answer, _ in self.kept:
             value = zlib.crc32(f"{text}\0{answer!r}\0".encode(), value)
         return value
-
-    def keep(self, rows: int) -> None:
-        """Leave out all prompts after the first ``rows``."""
-        self.unread += len(self) - rows
-        del self.kept[rows:]
 
     def __len__(self) -> int:
         return len(self.kept)

@@ -29,7 +29,7 @@ from trainer.run import hf_tokenizer  # noqa: F401  # registers its tokenizer
 from trainer.run.config import RunConfig
 from trainer.run.conversion import check_new_directory
 from trainer.run.pools import check_layout, pool_errors, pools_of, role_layouts
-from trainer.run.recorded_rows import keep_recorded_rows
+from trainer.run.recorded_rows import check_recorded_rows
 from trainer.trackers import TRACKERS
 from trainer.validation import Evaluation
 from workers.actor import ActorRolloutRefWorker
@@ -79,14 +79,13 @@ class RunParts:
         return BatchStream(self.train, config.data.train_batch_size, 0).batches_of(config.trainer.epochs)
 
     def problem_lines(self) -> list[str]:
-        """Return a line for each data set, with the number of prompts that are dropped, truncated or not read."""
+        """Return a line for each data set, with the number of prompts that are dropped or truncated."""
         lines = []
         for name, prompts in self.prompts.items():
             long = f"longer than {prompts.prompt_length} tokens"
             dropped = f", {prompts.dropped} dropped: {long}" if prompts.dropped else ""
             truncated = f", {prompts.truncated} without their beginning: {long}" if prompts.truncated else ""
-            unread = f", {prompts.unread} not read: they were added after the run was saved" if prompts.unread else ""
-            lines.append(f"{name}: {len(prompts)} prompts{dropped}{truncated}{unread}")
+            lines.append(f"{name}: {len(prompts)} prompts{dropped}{truncated}")
         return lines
 
     def close(self) -> None:
@@ -319,7 +318,7 @@ def read_problems(config: RunConfig, errors: CollectedErrors) -> Problems:
         encoded = attempt(partial(PromptRows, record, data, tokenizer, rollout.prompt_length))
         if encoded is not None:
             prompts[key] = encoded
-    attempt(lambda: keep_recorded_rows(config, prompts))
+    attempt(lambda: check_recorded_rows(config, prompts))
     train: PromptRows | Mixture | None = prompts.get("data.train")
     if data.mixture and data.training_sets().keys() <= prompts.keys():
         mixed = {name: prompts[f"data.mixture.{name}"] for name in data.mixture}
