@@ -236,11 +236,6 @@ class RunLifecycle:
     # ---- where the run is --------------------------------------------------------------------------------------------
 
     @property
-    def drawn_batches(self) -> int:
-        """The number of batches that were drawn from the data set."""
-        return self.problems.count
-
-    @property
     def total_steps(self) -> int:
         """The most steps of the run; with ``trainer.epochs`` and dynamic sampling it may need fewer."""
         trainer = self.config.trainer
