@@ -10,7 +10,7 @@ from typing import Any
 
 from mcontroller.config.load import CollectedErrors
 from mcontroller.errors import ConfigError
-from trainer.config import TrainerConfig, ValidationConfig
+from trainer.config import ValidationConfig
 from trainer.data.config import DatasetConfig
 from trainer.data.prompts import Demonstrations, PromptRows, answer_of, check_columns, demonstrations_of
 from trainer.data.sources import Records, load_records
@@ -124,8 +124,8 @@ class RunParts:
 
 
 def chosen_lines(config: RunConfig) -> list[str]:
-    """Return a line each for the policy loss with its limits, for uneven mini-batches, and for when a run is saved."""
-    return [policy_loss_line(config.actor_rollout_ref), *_mini_batch_lines(config), _saving_line(config.trainer)]
+    """Return a line each for the policy loss with its limits, and for uneven mini-batches."""
+    return [policy_loss_line(config.actor_rollout_ref), *_mini_batch_lines(config)]
 
 
 def _mini_batch_lines(config: RunConfig) -> Iterator[str]:
@@ -142,19 +142,6 @@ def _mini_batch_lines(config: RunConfig) -> Iterator[str]:
             f"{key}: the {rows} responses of a step ({config.data.train_batch_size} problems x {n}) are divided into "
             f"{steps} mini-batch{'es' if steps > 1 else ''} of {sizes}: ppo_mini_batch_size={size} does not divide them"
         )
-
-
-def _saving_line(trainer: TrainerConfig) -> str:
-    """Return when a run is saved, what is lost at most, and how many checkpoints are kept."""
-    if trainer.save_freq > 0:
-        when = f"every {trainer.save_freq} steps (trainer.save_freq)"
-    elif trainer.save_freq == 0 and trainer.save_minutes:
-        when = f"after the step that ends {trainer.save_minutes:g} minutes after the last (trainer.save_minutes)"
-    else:
-        when = "at the end alone (trainer.save_freq, trainer.save_minutes): a run that is killed loses everything"
-    kept = "all are kept" if trainer.max_to_keep is None else f"the last {trainer.max_to_keep} are kept"
-    best = f", and {trainer.keep_best} of the best {trainer.best_metric}" if trainer.keep_best else ""
-    return f"checkpoints: {when}; {kept} (trainer.max_to_keep){best}"
 
 
 def policy_loss_line(config: ActorConfig) -> str:
