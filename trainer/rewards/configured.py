@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from mcontroller.data.batch import DataProto
 from mcontroller.errors import ConfigError, DataError
-from trainer.columns import columns
+from trainer.columns import columns, response_lengths
 from trainer.rewards.config import RewardsConfig
 from trainer.rewards.processes import LoadedFunction, Sample, ScoreOutcome, ScoringProcesses, Task
 from trainer.rewards.reward import Reward, outcome_scores
@@ -85,7 +85,7 @@ class FunctionRewards:
     def samples(self, batch: DataProto) -> list[Sample]:
         """Return the arguments of the functions for every response of a batch."""
         responses, mask = columns(batch, "responses", "response_mask")
-        lengths = mask.shape[1] - mask.flip(1).argmax(1)
+        lengths = response_lengths(mask)
         others = batch.non_tensor_batch
         samples: list[Sample] = []
         for row, (ids, length) in enumerate(zip(responses.tolist(), lengths.tolist(), strict=True)):
