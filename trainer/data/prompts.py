@@ -51,7 +51,7 @@ class PromptRows:
         self.tokenizer = tokenizer
         self.prompt_length = prompt_length
         self.kept: list[tuple[str, Tensor, Any, Mapping[str, Any]]] = []
-        check_columns(records, config)
+        _check_columns(records, config)
         shortest, self.truncated = 0, 0
         for index, record in enumerate(records.rows):
             text, ids = encoded_prompt(record, records.location(index), config, tokenizer)
@@ -186,7 +186,7 @@ def demonstrations_of(
     return next(iter(parts.values())) if len(parts) == 1 else Mixture(parts, {})
 
 
-def check_columns(records: Records, config: ProblemsConfig) -> None:
+def _check_columns(records: Records, config: ProblemsConfig) -> None:
     """Raise an error if a record lacks the column of the prompt, or all lack the column of the answer that was set."""
     key = config.answer_key
     if key != ProblemsConfig().answer_key and all(answer_of(row, key) is None for row in records.rows):

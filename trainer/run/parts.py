@@ -11,8 +11,7 @@ from typing import Any
 from mcontroller.config.load import CollectedErrors
 from mcontroller.errors import ConfigError
 from trainer.config import ValidationConfig
-from trainer.data.config import DatasetConfig
-from trainer.data.prompts import Demonstrations, PromptRows, answer_of, check_columns, demonstrations_of
+from trainer.data.prompts import Demonstrations, PromptRows, answer_of, demonstrations_of
 from trainer.data.sources import Records, load_records
 from trainer.data.stream import BatchStream, Mixture
 from trainer.data.tokenizers import TOKENIZERS, TextTokenizer, TokenizerSource, check_tokenizer
@@ -289,12 +288,7 @@ def read_problems(config: RunConfig, errors: CollectedErrors) -> Problems:
     data, rollout, attempt = config.data, config.actor_rollout_ref.rollout, errors.attempt
     configured = data.training_sets() | data.held_out_sets()
 
-    def load(dataset: DatasetConfig, key: str) -> Records:
-        read = load_records(dataset, key)
-        check_columns(read, data)  # before a tokenizer is made from the texts
-        return read
-
-    loaded = {key: attempt(partial(load, dataset, key)) for key, dataset in configured.items()}
+    loaded = {key: attempt(partial(load_records, dataset, key)) for key, dataset in configured.items()}
     records = {key: value for key, value in loaded.items() if value is not None}
     tokenizer = None
     if data.training_sets().keys() <= records.keys():
