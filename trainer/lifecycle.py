@@ -25,7 +25,7 @@ from trainer.display import Display
 from trainer.elastic import ElasticPools, PoolSizes, pools_text
 from trainer.groups import RunGroups
 from trainer.rewards.reward import CombineRewards, RewardFunction, RewardSources
-from trainer.roles import Role, check_generates_alone, check_reference_sync, check_roles
+from trainer.roles import Role, check_generates_alone, check_roles
 from trainer.rollout.generation import ProblemStream, RolloutFunction
 from trainer.saving.checkpoints import CLOSE_TIMEOUT_S, RunCheckpoints, Stateful
 from trainer.saving.memory import MemoryCheckpoints
@@ -123,7 +123,6 @@ class RunLifecycle:
         display: Display | None = None,
     ) -> None:
         check_roles(config, role_worker_mapping, resource_pool_manager)
-        check_reference_sync(config, role_worker_mapping)
         check_generates_alone(config, role_worker_mapping, resource_pool_manager, rollout_fn)
         if train_dataset is None:
             raise ConfigError("RayPPOTrainer needs a train_dataset", key="train_dataset")
