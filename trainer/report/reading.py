@@ -13,12 +13,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import psutil
 import yaml
 
 from mcontroller.errors import DataError
 from mcontroller.files import moved_path
-from mcontroller.machine import machine_id
 from mcontroller.trace.reading import RunTrace
 from mcontroller.trace.recorder import MEMORY
 from mcontroller.trace.summary import calls_of
@@ -50,7 +48,6 @@ class RunFiles:
         summary: ``summary.json``; empty if there is none.
         saved: the record of the last save, ``trainer.json``; empty before the first.
         failures: the lines of ``failures.jsonl``.
-        holder: the process that holds the run's lock (``host``, ``pid``, ``since``); empty if none does.
     """
 
     directory: Path
@@ -58,7 +55,6 @@ class RunFiles:
     summary: Record
     saved: Record
     failures: Sequence[Record]
-    holder: Record
 
     def process(self) -> Record:
         """Return what the last process of the run recorded: its command, versions and host."""
@@ -70,16 +66,12 @@ class RunFiles:
         process, summary = self.process(), {name: value for name, value in self.summary.items() if value is not None}
         total = (self.config.get("trainer") or {}).get("total_training_steps")
         last = last_records(self.directory / "metrics.jsonl")
-        holder = "{pid} on {host} since {since}".format_map(self.holder) if self.holder else ""
-        if holder and self.holder.get("machine") == machine_id() and not psutil.pid_exists(self.holder["pid"]):
-            holder += ", which was killed"
         facts = {
             "command": process.get("command"),
             "host": process.get("host"),
             "commit": process.get("commit"),
             "versions": ", ".join(f"{name} {version}" for name, version in (process.get("versions") or {}).items()),
             "started": ", ".join(str(process.get("started")) for process in summary.get("processes", ())),
-            "running process": holder,
             "step": f"{last[-1]['global_step']} of {total or 'unknown'}" if last else "",
             "saved step": self.saved.get("global_steps"),
             "restarts": summary.get("restarts", sum(map(_is_restart, self.failures))),
@@ -113,17 +105,7 @@ def read_run(directory: Path) -> RunFiles:
         summary,
         _object(checkpoints / "trainer.json"),
         list(records_of(failures.read_bytes())) if failures.is_file() else [],
-        _holder(directory / "run.lock") or _holder(checkpoints / "run.lock"),
     )
-
-
-def _holder(path: Path) -> Record:
-    """Return the process that a lock names; empty if it names none, because it is free, or just being written."""
-    if not path.is_file():
-        return {}
-    holder = next(records_of(path.read_bytes().replace(b"\n", b" ")), {})
-    known = all(isinstance(holder.get(name), kind) for name, kind in {"host": str, "pid": int, "since": str}.items())
-    return holder if known and holder["pid"] > 0 else {}
 
 
 def read_summary(directory: Path) -> Record:
