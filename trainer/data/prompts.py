@@ -21,6 +21,7 @@ from trainer.data.tokenizers import (
     Message,
     PrefixingTokenizer,
     TextTokenizer,
+    stop_tokens,
 )
 
 
@@ -144,8 +145,7 @@ class Demonstrations:
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         prompt, tokenizer = self.prompts[index], self.prompts.tokenizer
         response = self.demonstrate(prompt)
-        stop = tokenizer.eos_token_id
-        ids, trained_on = [*response.tokens, stop if isinstance(stop, int) else stop[0]], [*response.mask, 1]
+        ids, trained_on = [*response.tokens, stop_tokens(tokenizer)[0]], [*response.mask, 1]
         row, mask = _padded(torch.tensor(ids), self.response_length, tokenizer.pad_token_id, left=False)
         trained, _ = _padded(torch.tensor(trained_on), self.response_length, 0, left=False)
         return {
