@@ -66,7 +66,8 @@ class GroupFilter:
         """
         self._batches.append(batch)
         self.rewards.append(reward)
-        self._kept.append(~groups_of(batch).equal(self._values(reward)) if self.config.enable else _all(batch))
+        if self.config.enable:
+            self._kept.append(~groups_of(batch).equal(self._values(reward)))
 
     @property
     def is_complete(self) -> bool:
@@ -125,10 +126,6 @@ class GroupFilter:
                 value=self.config.metric,
             )
         return torch.where(reward.row_scores().isnan(), torch.nan, torch.as_tensor(values, dtype=torch.float64))
-
-
-def _all(batch: DataProto) -> Tensor:
-    return torch.ones(len(batch), dtype=torch.bool)
 
 
 def penalized(reward: Reward, response_mask: Tensor, config: OverlongConfig, limit: int) -> Reward:
