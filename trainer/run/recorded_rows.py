@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,11 @@ class RecordedRows:
 
     def __init__(self, config: RunConfig, prompts: Mapping[str, PromptRows]) -> None:
         self._state = {
-            key: {"source": _source(dataset), "rows": len(prompts[key]), "crc32": prompts[key].crc32()}
+            key: {
+                "source": {item.name: getattr(dataset, item.name) for item in fields(DatasetConfig)},
+                "rows": len(prompts[key]),
+                "crc32": prompts[key].crc32(),
+            }
             for key, dataset in config.data.training_sets().items()
             if key in prompts
         }
@@ -66,18 +71,3 @@ def check_recorded_rows(config: RunConfig, prompts: Mapping[str, PromptRows]) ->
                 rows=now["rows"],
                 expected=before["rows"],
             )
-
-
-def _source(dataset: DatasetConfig) -> list[Any]:
-    """Return what selects the rows of a data set, as JSON."""
-    paths = [path if path is None else str(Path(str(path)).absolute()) for path in dataset.paths]
-    return [
-        dataset.source,
-        paths,
-        dataset.split,
-        dataset.task,
-        dataset.options,
-        dataset.seed,
-        dataset.skip,
-        dataset.size,
-    ]
