@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from trainer.data.tokenizers import TOKENIZERS as TOKENIZERS
     from trainer.data.tokenizers import TextTokenizer as TextTokenizer
     from trainer.data.tokenizers import TokenizerSource as TokenizerSource
-    from trainer.display import Callback as Callback
     from trainer.display import Display as Display
     from trainer.display import ProgressDisplay as ProgressDisplay
     from trainer.estimators.built_in import GAEOptions as GAEOptions
@@ -55,6 +54,7 @@ if TYPE_CHECKING:
     from trainer.kl import FixedKLController as FixedKLController
     from trainer.kl import KLControlConfig as KLControlConfig
     from trainer.kl import apply_kl_penalty as apply_kl_penalty
+    from trainer.lifecycle import Callback as Callback
     from trainer.lifecycle import restart_rollout as restart_rollout
     from trainer.loop import RayPPOTrainer as RayPPOTrainer
     from trainer.mismatch import importance_weights as importance_weights

@@ -67,6 +67,11 @@ def columns(batch: DataProto, *names: str) -> list[Tensor]:
     return [tensors[name] for name in names]
 
 
+def response_lengths(response_mask: Tensor) -> Tensor:
+    """Return the tokens of responses up to the last one of the policy, int64 ``[rows]``; 0 if there is none."""
+    return (torch.arange(1, response_mask.shape[1] + 1) * (response_mask != 0)).amax(1)
+
+
 def supervised_rows(responses: DataProto) -> DataProto:
     """Return responses as rows of ``update_sft``, which train on the tokens of the policy.
 

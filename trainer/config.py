@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from mcontroller.config.checks import check_above, check_at_least, check_between, check_one_of
 from mcontroller.config.fields import check_unused, strict_fields, unknown_field
@@ -119,11 +118,6 @@ class MultiTurnConfig:
 @dataclass(frozen=True, slots=True)
 class AlgorithmConfig:
     """The computation of advantages from scores."""
-
-    field_hints: ClassVar[Mapping[str, str]] = {
-        "normalize_advantages": "normalization belongs to the estimator: set algorithm.gae.normalize, "
-        "algorithm.reinforce_plus_plus.normalize or algorithm.reinforce_plus_plus_baseline.normalize",
-    }
 
     adv_estimator: str = "gae"
     """Name of the advantage estimator: gae (needs a critic), grpo, rloo, opo, gpg, reinforce_plus_plus,
@@ -301,7 +295,6 @@ class ValidationConfig:
         check_at_least("validation.n", self.n, 1)
         if self.response_length is not None:
             check_at_least("validation.response_length", self.response_length, 1)
-        check_above("validation.temperature", self.temperature, 0.0)
         check_between("validation.temperature", self.temperature, 1e-6, 1e6)
         check_above("validation.top_p", self.top_p, 0.0)
         check_between("validation.top_p", self.top_p, 0.0, 1.0)
@@ -495,13 +488,7 @@ class TrainerConfig:
         check_one_of("trainer.offload", self.offload, OFFLOAD_CHOICES)
         check_axes(self.axes_across_nodes, "trainer.axes_across_nodes")
         check_above("trainer.weight_timeout", self.weight_timeout, 0.0)
-        if not isinstance(self.max_staleness, int) or isinstance(self.max_staleness, bool) or self.max_staleness < 0:
-            raise ConfigError(
-                f"trainer.max_staleness is {self.max_staleness!r}; possible: 0 (generate, then train), 1 (generate the "
-                "next batch while training), or a greater number of batches (generate by trajectory)",
-                key="trainer.max_staleness",
-                value=self.max_staleness,
-            )
+        check_at_least("trainer.max_staleness", self.max_staleness, 0)
         if self.asynchronous.replay is not None and self.max_staleness < 1:
             raise ConfigError(
                 f"trainer.asynchronous.replay is set with trainer.max_staleness={self.max_staleness}, which has one "

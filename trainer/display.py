@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TextIO, cast
+from collections.abc import Mapping, Sequence
+from typing import Any, TextIO, cast
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
 from rich.text import Text
 
-from mcontroller.data.batch import DataProto
 from mcontroller.group import WorkerGroup
 from mcontroller.output import Output, printable
 from parallel_state.axes import RANK_AXIS
 from parallel_state.topology import Topology
-from trainer.saving.recovery import Failure
 
-_logger = logging.getLogger(__name__)
 MAX_RANKS = 32
 """Ranks that the table of ranks shows."""
 WIDE = 100
@@ -42,7 +38,10 @@ SHOWN: Mapping[str, tuple[str, str]] = {
 
 
 class Display:
-    """Override the methods of the events to show; the trainer calls them in its own thread."""
+    """Override the methods of the events to show; the trainer calls them in its own thread.
+
+    The first failure of a display is logged; nothing more is shown then, and the run goes on.
+    """
 
     def starting(self, what: str) -> None:
         """Show the start of an operation that takes seconds, described by ``what``."""
@@ -64,50 +63,6 @@ class Display:
 
     def close(self) -> None:
         """End the display; called once, also after an error."""
-
-
-class RunningTrainer(Protocol):
-    """The part of ``RayPPOTrainer`` that callbacks use most."""
-
-    global_steps: int
-    """Steps of PPO done."""
-
-    def stop(self) -> None:
-        """End training after the current step."""
-
-
-class Callback:
-    """Override the methods of the events to react to. They are called in the trainer's thread, in this order."""
-
-    def started(self, trainer: RunningTrainer) -> None:
-        """Run before the first step, after the warm-up or after a checkpoint was loaded."""
-
-    def batch_ready(self, trainer: RunningTrainer, batch: DataProto) -> None:
-        """Run before the updates of a step.
-
-        Args:
-            trainer: the trainer.
-            batch: responses with ``token_level_scores``, ``advantages`` and ``returns``. Changes are trained on.
-        """
-
-    def step_ended(self, trainer: RunningTrainer, metrics: dict[str, float]) -> None:
-        """Run after the updates of a step; additions to ``metrics`` are logged."""
-
-    def validated(self, trainer: RunningTrainer, metrics: dict[str, float]) -> None:
-        """Run after validation; additions to ``metrics`` are logged."""
-
-    def restarted(self, trainer: RunningTrainer, failure: Failure) -> None:
-        """Run after a failure, when the groups have the state of ``trainer.global_steps`` and the run goes on.
-
-        With ``trainer.elastic``, also when pools have grown again: ``failure.kind`` is then ``PoolsResized``. After a
-        change of size, the groups are other objects.
-        """
-
-    def saved(self, trainer: RunningTrainer, directory: str) -> None:
-        """Run after a save under ``directory`` has started, which the groups may complete in the background."""
-
-    def ended(self, trainer: RunningTrainer) -> None:
-        """Run after the last step; not after an error."""
 
 
 class ProgressDisplay(Display):
@@ -192,55 +147,6 @@ class ProgressDisplay(Display):
     def _print(self, shown: RenderableType, *, soft_wrap: bool = False) -> None:
         """Print texts as they are: names and messages of programs may look like markup."""
         self.console.print(shown, markup=False, emoji=False, highlight=False, soft_wrap=soft_wrap)
-
-
-class FailSafeDisplay(Display):
-    """Another display, whose first failure is logged: nothing more is shown then, and the run goes on.
-
-    Args:
-        display: the other display.
-    """
-
-    def __init__(self, display: Display) -> None:
-        self._display, self._failed = display, False
-
-    def starting(self, what: str) -> None:
-        """Show the start of an operation."""
-        self._show(lambda: self._display.starting(what))
-
-    def groups(self, groups: Mapping[str, WorkerGroup]) -> None:
-        """Show all groups."""
-        self._show(lambda: self._display.groups(groups))
-
-    def phase(self, name: str, steps: int, done: int = 0) -> None:
-        """Show the start of a phase."""
-        self._show(lambda: self._display.phase(name, steps, done))
-
-    def step(self, metrics: Mapping[str, float]) -> None:
-        """Show the metrics of a finished step."""
-        self._show(lambda: self._display.step(metrics))
-
-    def samples(self, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Show samples of a finished step."""
-        self._show(lambda: self._display.samples(samples))
-
-    def held_out(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show the metrics of the held-out problems."""
-        self._show(lambda: self._display.held_out(step, metrics))
-
-    def close(self) -> None:
-        """End the other display, also if it has failed."""
-        self._failed = False
-        self._show(self._display.close)
-
-    def _show(self, action: Callable[[], None]) -> None:
-        if self._failed:
-            return
-        try:
-            action()
-        except (Exception, SystemExit) as error:  # rich exits the program if its output is closed
-            self._failed = True
-            _logger.warning("the display has failed, and shows nothing more: %s: %s", type(error).__name__, error)
 
 
 def metrics_text(metrics: Mapping[str, float]) -> str:

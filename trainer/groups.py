@@ -17,7 +17,6 @@ from mcontroller.group import GroupMethod, WorkerGroup
 from mcontroller.ray.resource_pool import ResourcePoolManager
 from trainer.columns import PROMPTS, STAGE_COLUMNS, TOKENS, columns
 from trainer.config import PPOConfig
-from trainer.display import Display
 from trainer.reserved_memory import reserved_for_others
 from trainer.roles import GroupSpec, Role, reads_reference, role_workers
 from trainer.stages import Stages
@@ -38,7 +37,7 @@ class RunGroups:
         pools: the pools, and the pool of each role.
         group_cls: called with ``(pool, class with arguments, name_prefix=...)`` to start a group.
         stages: the stage ``start`` gets the seconds; its devices get the groups.
-        display: shows what starts.
+        starting: called with a description of what starts.
 
     Attributes:
         mapping: as passed.
@@ -53,12 +52,12 @@ class RunGroups:
         pools: ResourcePoolManager,
         group_cls: Callable[..., WorkerGroup],
         stages: Stages,
-        display: Display,
+        starting: Callable[[str], None],
     ) -> None:
         self.workers = reserved_for_others(role_workers(config, mapping), pools, config.trainer.offload)
         check_engines_fit(self.workers, pools)
         self.by_name: dict[str, WorkerGroup] = {}
-        self._pools, self._group_cls, self._stages, self._display = pools, group_cls, stages, display
+        self._pools, self._group_cls, self._stages, self._starting = pools, group_cls, stages, starting
         self.mapping, self._config, self._options = mapping, config, config.trainer
         self._lost: set[str] = set()
         self._reference_in_actor = Role.RefPolicy not in mapping and reads_reference(config, mapping)
@@ -73,7 +72,6 @@ class RunGroups:
         for worker in self.workers:
             self._start_group(worker)
         self._build_models(self.by_name.values())
-        self._display.groups(self.by_name)
 
     def restart(self, names: Iterable[str]) -> None:
         """Restart groups, and build their models; they have no weights of the run yet.
@@ -85,7 +83,7 @@ class RunGroups:
         with self._stages("start"):
             self.end(groups)
             for group in groups:
-                self._display.starting(f"restarting {group.name}")
+                self._starting(f"restarting {group.name}")
                 group.restart()
         self._build_models(groups)
 
@@ -126,7 +124,7 @@ class RunGroups:
         axes = self._options.axes_across_nodes
         options: dict[str, Any] = {"axes_across_nodes": axes} if axes else {}  # a custom class needs none
         with self._stages("start"):
-            self._display.starting(f"starting {worker.name}: {worker.init.cls.__name__}")
+            self._starting(f"starting {worker.name}: {worker.init.cls.__name__}")
             group = self._group_cls(pool, worker.init, name_prefix=worker.name, **options)
             self._stages.devices.add(group, pool)
         self.by_name[worker.name] = group

@@ -140,8 +140,3 @@ class AdaptiveKLController:
     def resume(self, value: float) -> None:
         """Continue from the weight of a saved run."""
         self.value = value
-
-
-def make_kl_controller(config: KLControlConfig) -> KLController:
-    """Return the controller that ``config.type`` names."""
-    return KL_CONTROLLERS[config.type](config)

@@ -10,8 +10,9 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ParamSpec, Self
 
+from mcontroller.data.batch import DataProto
 from mcontroller.errors import CallRejected, ConfigError, GroupError, MControllerError, close_all
 from mcontroller.group import WorkerGroup
 from mcontroller.ray.resource_pool import ResourcePoolManager
@@ -20,11 +21,11 @@ from mcontroller.trace.recorder import recorder, span
 from trainer.config import PPOConfig
 from trainer.data.stream import BatchStream, Dataset, check_rows
 from trainer.data.tokenizers import Tokenizer
-from trainer.display import Callback, Display, FailSafeDisplay
+from trainer.display import Display
 from trainer.elastic import ElasticPools, PoolSizes, pools_text
 from trainer.groups import RunGroups
 from trainer.rewards.reward import CombineRewards, RewardFunction, RewardSources
-from trainer.roles import Role, check_generates_alone, check_reference_sync, check_roles
+from trainer.roles import Role, check_generates_alone, check_roles
 from trainer.rollout.generation import ProblemStream, RolloutFunction
 from trainer.saving.checkpoints import CLOSE_TIMEOUT_S, RunCheckpoints, Stateful
 from trainer.saving.memory import MemoryCheckpoints
@@ -36,7 +37,42 @@ from trainer.step import PPOStep
 from trainer.trackers import Tracker, rewind
 from trainer.validation import Evaluation, check_validation, evaluations_by_prefix
 
+P = ParamSpec("P")
 _logger = logging.getLogger(__name__)
+
+
+class Callback:
+    """Override the methods of the events to react to. They are called in the trainer's thread, in this order."""
+
+    def started(self, trainer: RunLifecycle) -> None:
+        """Run before the first step, after the warm-up or after a checkpoint was loaded."""
+
+    def batch_ready(self, trainer: RunLifecycle, batch: DataProto) -> None:
+        """Run before the updates of a step.
+
+        Args:
+            trainer: the trainer.
+            batch: responses with ``token_level_scores``, ``advantages`` and ``returns``. Changes are trained on.
+        """
+
+    def step_ended(self, trainer: RunLifecycle, metrics: dict[str, float]) -> None:
+        """Run after the updates of a step; additions to ``metrics`` are logged."""
+
+    def validated(self, trainer: RunLifecycle, metrics: dict[str, float]) -> None:
+        """Run after validation; additions to ``metrics`` are logged."""
+
+    def restarted(self, trainer: RunLifecycle, failure: Failure) -> None:
+        """Run after a failure, when the groups have the state of ``trainer.global_steps`` and the run goes on.
+
+        With ``trainer.elastic``, also when pools have grown again: ``failure.kind`` is then ``PoolsResized``. After a
+        change of size, the groups are other objects.
+        """
+
+    def saved(self, trainer: RunLifecycle, directory: str) -> None:
+        """Run after a save under ``directory`` has started, which the groups may complete in the background."""
+
+    def ended(self, trainer: RunLifecycle) -> None:
+        """Run after the last step; not after an error."""
 
 
 class RunLifecycle:
@@ -87,7 +123,6 @@ class RunLifecycle:
         display: Display | None = None,
     ) -> None:
         check_roles(config, role_worker_mapping, resource_pool_manager)
-        check_reference_sync(config, role_worker_mapping)
         check_generates_alone(config, role_worker_mapping, resource_pool_manager, rollout_fn)
         if train_dataset is None:
             raise ConfigError("RayPPOTrainer needs a train_dataset", key="train_dataset")
@@ -105,13 +140,13 @@ class RunLifecycle:
         self.warm_up_dataset = warm_up_dataset
         self.tokenizer_files: str | None = None  # the directory for an export; None: the one of model.hf_path
         self.stateful, self.trackers, self.callbacks = dict(stateful or {}), trackers, callbacks
-        self.display: Display = FailSafeDisplay(display or Display())
+        self.display, self._is_shown = display or Display(), True
         self.train_batches = BatchStream(train_dataset, config.data.train_batch_size, config.data.seed)
         options = config.trainer
         devices = SharedDevices(options.offload, options.offload_communicators)
         self.stages = Stages(devices, options.patience, options.patience_factor)
         self.run_groups = RunGroups(
-            config, role_worker_mapping, resource_pool_manager, ray_worker_group_cls, self.stages, self.display
+            config, role_worker_mapping, resource_pool_manager, ray_worker_group_cls, self.stages, self._show_starting
         )
         self.groups = self.run_groups.by_name
         self.step = PPOStep(config, tokenizer, self.run_groups, self.stages, rewards, rollout_fn)
@@ -141,6 +176,7 @@ class RunLifecycle:
 
     def _start_groups(self) -> None:
         self.run_groups.start()
+        self.show(self.display.groups, self.groups)
         if self.config.trainer.memory_save_freq:
             self.memory.check(self.run_groups.trained())
         self.step.connect()
@@ -160,7 +196,7 @@ class RunLifecycle:
         close_all(
             "the trainer",
             [
-                ("display", self.display.close),
+                ("display", self._close_display),
                 ("checkpoints", self.checkpoints.close),
                 ("memory", self.memory.close),
                 ("weights", self.step.weights.close),
@@ -177,12 +213,26 @@ class RunLifecycle:
     def __exit__(self, *_: object) -> None:
         self.shutdown()
 
-    # ---- where the run is --------------------------------------------------------------------------------------------
+    # ---- shown -------------------------------------------------------------------------------------------------------
 
-    @property
-    def drawn_batches(self) -> int:
-        """The number of batches that were drawn from the data set."""
-        return self.problems.count
+    def show(self, event: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Show an event with a method of the display, unless the display has failed: a run does not end with it."""
+        if not self._is_shown:
+            return
+        try:
+            event(*args, **kwargs)
+        except (Exception, SystemExit) as error:  # rich exits the program if its output is closed
+            self._is_shown = False
+            _logger.warning("the display has failed, and shows nothing more: %s: %s", type(error).__name__, error)
+
+    def _close_display(self) -> None:
+        self._is_shown = True  # a display that has failed is closed too
+        self.show(self.display.close)
+
+    def _show_starting(self, what: str) -> None:
+        self.show(self.display.starting, what)
+
+    # ---- where the run is --------------------------------------------------------------------------------------------
 
     @property
     def total_steps(self) -> int:
@@ -289,7 +339,7 @@ class RunLifecycle:
         """
         self._continue_from(self.checkpoints.load(self.run_groups.trained()))
         for text in self.checkpoints.fallbacks():
-            self.display.starting(f"{text}: going on from step {self.global_steps}, without later metrics and samples")
+            self._show_starting(f"{text}: going on from step {self.global_steps}, without later metrics and samples")
         return self.global_steps
 
     def _continue_from(self, state: RunState) -> None:
@@ -319,7 +369,7 @@ class RunLifecycle:
         """
         done = self.global_steps
         while (failure := self.recovery.admit(error, self.global_steps + 1)) is not None:
-            self.display.starting(f"step {failure.step} failed: {failure.message}")
+            self._show_starting(f"step {failure.step} failed: {failure.message}")
             if (trace := recorder()) is not None:
                 trace.mark(f"failure {failure.message:.200}", failure.step)
             try:
@@ -329,7 +379,7 @@ class RunLifecycle:
                 error = another
                 continue
             text = f"going on from step {self.global_steps} after {failure.kind} in step {failure.step}"
-            self.display.starting(f"{text}; completed steps to repeat: {done - self.global_steps}")
+            self._show_starting(f"{text}; completed steps to repeat: {done - self.global_steps}")
             for callback in self.callbacks:
                 callback.restarted(self, failure)
             return
@@ -423,7 +473,7 @@ class RunLifecycle:
         declared = f"configured: {pools_text(self.elastic.declared)}"
         text = f"the pools have {pools_text(sizes)} processes, before {pools_text(before)} ({declared})"
         _logger.warning("from step %d on, %s", self.global_steps + 1, text)
-        self.display.starting(text)
+        self._show_starting(text)
         return self.recovery.resized(self.global_steps + 1, text, before=before, after=sizes)
 
 

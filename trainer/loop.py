@@ -91,7 +91,7 @@ class RayPPOTrainer(RunLifecycle):
                             self.global_steps = number
                             for callback in self.callbacks:
                                 callback.step_ended(self, metrics)
-                            self.display.step(metrics)
+                            self.show(self.display.step, metrics)
                             if self.is_due(options.test_freq):
                                 metrics = united(metrics, self.validate())
                             self.step.synchronize_reference(number)
@@ -152,13 +152,13 @@ class RayPPOTrainer(RunLifecycle):
         if warm_up.steps == 0 or self.warm_up_dataset is None:
             return
         batches = BatchStream(self.warm_up_dataset, warm_up.batch_size, self.config.data.seed, "warm_up_dataset")
-        self.display.phase("warm-up", warm_up.steps)
+        self.show(self.display.phase, "warm-up", warm_up.steps)
         for step in range(warm_up.steps):
             self.stop_if_preempted()
             with self.stages("warm-up", self.actor.update_sft):
                 metrics = over_ranks(self.actor.update_sft(batches[step]).meta_info["metrics"])
             self.step.weights.changed()
-            self.display.step(metrics)
+            self.show(self.display.step, metrics)
             self.log(metrics, step + 1, WARM_UP)
         if self.reference is not None:
             self.reference.sync_reference()
@@ -181,7 +181,7 @@ class RayPPOTrainer(RunLifecycle):
             raise ConfigError(text, key="trainer.best_metric", value=best)
         for callback in self.callbacks:
             callback.validated(self, metrics)
-        self.display.held_out(self.global_steps, metrics)
+        self.show(self.display.held_out, self.global_steps, metrics)
         return metrics
 
     def _show_start(self) -> None:
@@ -192,7 +192,7 @@ class RayPPOTrainer(RunLifecycle):
                 callback.started(self)
         estimator = self.config.algorithm.adv_estimator
         name = "PPO" if estimator == "gae" else estimator.upper().replace("_", " ")
-        self.display.phase(name, self.total_steps, done=self.global_steps)
+        self.show(self.display.phase, name, self.total_steps, done=self.global_steps)
 
     def _export(self) -> None:
         """Write the policy to ``trainer.export_hf``, if it is set."""
@@ -227,7 +227,7 @@ class RayPPOTrainer(RunLifecycle):
         samples = reward.samples or decoded_samples(batch, tokens)
         if not samples:
             return
-        self.display.samples(samples)
+        self.show(self.display.samples, samples)
         table = samples[:SAMPLES_PER_STEP]
         detailed = (
             [{**row, "tokens": row_tokens} for row, row_tokens in zip(table, tokens, strict=True)] if tokens else table

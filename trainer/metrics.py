@@ -32,14 +32,12 @@ class MetricRule(enum.Enum):
     SUM = "sum"
     MAX = "max"
     MIN = "min"
-    LAST = "last"
 
 
 for _names, _rule in {
     ("episodes/*",): MetricRule.SUM,
     ("rollout/*seconds", "rollout/*bytes*", "weights/*seconds", "weights/*bytes*"): MetricRule.SUM,
-    ("weights/policy_version",): MetricRule.LAST,
-    ("memory/*",): MetricRule.MAX,
+    ("weights/policy_version", "memory/*"): MetricRule.MAX,
 }.items():
     for _name in _names:
         METRIC_RULES.add(_name, _rule)
@@ -94,7 +92,7 @@ def _reduced(rule: MetricRule, parts: Sequence[tuple[float, float]]) -> float:
         return max(values)
     if rule is MetricRule.MIN:
         return min(values)
-    if rule is MetricRule.LAST or len({*values}) == 1:
+    if len({*values}) == 1:
         return values[-1]
     return sum(value * weight for value, weight in parts) / sum(weight for _, weight in parts)
 

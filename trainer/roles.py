@@ -159,7 +159,8 @@ def check_roles(config: PPOConfig, mapping: Mapping[Role, Any], pools: ResourceP
             role_class(mapping, Role.Actor).check_transfer(config.actor_rollout_ref, config.rollout, transport)
         if pools is not None:
             _check_colocated(pools, Role.Actor, Role.Rollout)
-    check_ahead(config, mapping)
+    _check_ahead(config, mapping)
+    _check_reference_sync(config, mapping)
     algorithm = config.algorithm
     if _needs_critic(config) and Role.Critic not in mapping:
         raise _misfit(mapping, f"algorithm.adv_estimator={algorithm.adv_estimator} needs Role.Critic")
@@ -198,7 +199,7 @@ def check_roles(config: PPOConfig, mapping: Mapping[Role, Any], pools: ResourceP
         )
 
 
-def check_reference_sync(config: PPOConfig, mapping: Mapping[Role, Any]) -> None:
+def _check_reference_sync(config: PPOConfig, mapping: Mapping[Role, Any]) -> None:
     """Raise ConfigError if the reference is to follow the policy, and is not in the same workers or never read."""
     steps = config.trainer.ref_sync_steps
     if steps and policy_settings(config, mapping).has_adapter:
@@ -302,7 +303,7 @@ def _misfit(mapping: Mapping[Role, Any], rule: str) -> ConfigError:
     return ConfigError(f"role_worker_mapping has {mapped}: {rule}", key="role_worker_mapping", value=mapped)
 
 
-def check_ahead(config: PPOConfig, roles: Collection[Role]) -> None:
+def _check_ahead(config: PPOConfig, roles: Collection[Role]) -> None:
     """Raise ConfigError if ``trainer.max_staleness`` does not fit the roles or the algorithm.
 
     Logs a warning if nothing in the algorithm corrects for the older policy.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mcontroller.data.batch import DataProto
 from mcontroller.errors import DataError
-from trainer.columns import columns, of_equal_width
+from trainer.columns import columns, of_equal_width, response_lengths
 from trainer.config import SCORE, FilterGroupsConfig, OverlongConfig
 from trainer.estimators.built_in import groups_of
 from trainer.metrics import Metrics
@@ -66,7 +66,8 @@ class GroupFilter:
         """
         self._batches.append(batch)
         self.rewards.append(reward)
-        self._kept.append(~groups_of(batch).equal(self._values(reward)) if self.config.enable else _all(batch))
+        if self.config.enable:
+            self._kept.append(~groups_of(batch).equal(self._values(reward)))
 
     @property
     def is_complete(self) -> bool:
@@ -127,10 +128,6 @@ class GroupFilter:
         return torch.where(reward.row_scores().isnan(), torch.nan, torch.as_tensor(values, dtype=torch.float64))
 
 
-def _all(batch: DataProto) -> Tensor:
-    return torch.ones(len(batch), dtype=torch.bool)
-
-
 def penalized(reward: Reward, response_mask: Tensor, config: OverlongConfig, limit: int) -> Reward:
     """Return the reward with the length penalty on the last token of every response, and as a column.
 
@@ -145,7 +142,7 @@ def penalized(reward: Reward, response_mask: Tensor, config: OverlongConfig, lim
         limit: [tokens] the longest possible response.
     """
     buffer = min(config.buffer, limit)
-    beyond = _lengths(response_mask) - (limit - buffer)
+    beyond = response_lengths(response_mask) - (limit - buffer)
     penalty = -config.penalty * (beyond / buffer).clamp(0.0, 1.0)
     scores = reward.token_level_scores + outcome_scores(penalty, response_mask)
     columns_of_rows = {**reward.columns, "overlong_penalty": penalty.tolist()}
@@ -163,10 +160,5 @@ def truncated_rows(batch: DataProto, eos_token_ids: Collection[int]) -> Tensor:
     if "truncated" in batch.tensor_names:
         return columns(batch, "truncated")[0]
     responses, mask = columns(batch, "responses", "response_mask")
-    last = responses.gather(1, (_lengths(mask)[:, None] - 1).clamp(min=0)).squeeze(1)
+    last = responses.gather(1, (response_lengths(mask)[:, None] - 1).clamp(min=0)).squeeze(1)
     return ~torch.isin(last, torch.tensor(list(eos_token_ids), dtype=responses.dtype))
-
-
-def _lengths(mask: Tensor) -> Tensor:
-    """Return the tokens of responses up to the last one of the policy, int64 ``[rows]``; 0 if there is none."""
-    return (torch.arange(1, mask.shape[1] + 1) * (mask != 0)).amax(1)

@@ -14,7 +14,7 @@ from trainer.data.tokenizers import Tokenizer, special_tokens, stop_tokens
 from trainer.estimators.clips import clipped_advantages, clipped_scores
 from trainer.estimators.registry import ADVANTAGE_ESTIMATORS, compute_advantage
 from trainer.groups import RunGroups, TokenBalance
-from trainer.kl import apply_kl_penalty, make_kl_controller
+from trainer.kl import KL_CONTROLLERS, apply_kl_penalty
 from trainer.metrics import over_ranks
 from trainer.mismatch import TOKEN_VERSIONS, importance_weights, mismatch_metrics, version_metrics
 from trainer.rewards.reward import Reward, RewardSources, Scores
@@ -63,7 +63,7 @@ class PPOStep:
     ) -> None:
         self.config, self.tokenizer, self.groups, self.stages = config, tokenizer, groups, stages
         self.rewards, self.rollout_fn = rewards, rollout_fn
-        self.kl_ctrl = make_kl_controller(config.algorithm.kl_ctrl)
+        self.kl_ctrl = KL_CONTROLLERS[config.algorithm.kl_ctrl.type](config.algorithm.kl_ctrl)
         self.balance = TokenBalance(groups, config.trainer.balance_tokens)
         self.weights = RolloutWeights(stages, config.trainer)
         ahead = config.trainer.max_staleness

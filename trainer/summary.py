@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mcontroller.data.batch import DataProto
-from trainer.columns import columns
+from trainer.columns import columns, response_lengths
 from trainer.estimators.built_in import groups_of, outcomes
 from trainer.rewards.reward import Reward
 from trainer.selection import GroupFilter, truncated_rows
@@ -116,9 +116,9 @@ def sample_tokens(batch: DataProto, tokenizer: Any, count: int) -> list[dict[str
         policy, engine = columns(some, "old_log_probs", "rollout_log_probs")
         values["mismatch"] = policy - engine
     samples = []
-    for row, of_policy in enumerate(mask.bool()):
-        length = min(len(of_policy) - int(of_policy.flip(0).int().argmax()), MOST_TOKENS)
-        tokens = ids[row, :length].tolist() if of_policy.any() else []
+    lengths = response_lengths(mask).clamp(max=MOST_TOKENS).tolist()
+    for row, (of_policy, length) in enumerate(zip(mask.bool(), lengths, strict=True)):
+        tokens = ids[row, :length].tolist()
         # A token is what it adds to the text of the one before: some tokenizers drop the space before the first.
         texts = [decode(tokens[:1]), *(decode([*pair]).removeprefix(decode([pair[0]])) for pair in pairwise(tokens))]
         samples.append(

@@ -9,7 +9,7 @@ import math
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -319,7 +319,7 @@ class MlflowTracker:
             return
         started = self._mlflow.start_run(run_name=run.name)
         run.remembered(self._ID, lambda: str(started.info.run_id))
-        self._mlflow.log_params(_flat(run.config))
+        self._mlflow.log_params(dict(leaves(run.config)))
 
     def log(self, metrics: Mapping[str, float], step: int, phase: str = TRAIN) -> None:
         """Record metrics of a step."""
@@ -372,9 +372,10 @@ def _step_of(line: bytes) -> float:
         return math.inf
 
 
-def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested mappings into one with dotted names."""
-    flat: dict[str, Any] = {}
-    for key, value in config.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return flat
+def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values of nested mappings with their dotted names; an empty mapping is a value."""
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from benchmarks.against_trl import PROMPT, PROMPTS, RESPONSE, SAMPLES, Blocks, Settings, share_correct
 from mcontroller.config.load import load_config
-from trainer.display import Callback, RunningTrainer
+from trainer.lifecycle import Callback, RunLifecycle
 from trainer.run.config import RunConfig
 from trainer.run.parts import make_parts
 from trainer.run.training import make_trainer, start_ray
@@ -53,11 +53,11 @@ class Stepping(Callback):
     def __init__(self, blocks: Blocks) -> None:
         self.blocks = blocks
 
-    def started(self, trainer: RunningTrainer) -> None:
+    def started(self, trainer: RunLifecycle) -> None:
         if not self.blocks.start():
             trainer.stop()
 
-    def step_ended(self, trainer: RunningTrainer, metrics: dict[str, float]) -> None:
+    def step_ended(self, trainer: RunLifecycle, metrics: dict[str, float]) -> None:
         if not self.blocks.step_ended(metrics["train/score"]):
             trainer.stop()
 

@@ -46,10 +46,10 @@ MARKUP = "no rank can read [/data/x] :warning: ∑"
 
 def trained(directory: Path, display: Display, **others: Any) -> int:
     with toy_trainer(toy_config(2, default_local_dir=str(directory)), display=display, **others) as trainer:
-        trainer.display.starting(MARKUP)
+        trainer.show(trainer.display.starting, MARKUP)
         trainer.init_workers()
-        trainer.display.samples([{"prompt": MARKUP, "response": MARKUP, "score": 1.0}])
-        trainer.display.held_out(0, {f"held_out/{MARKUP}": 1.0})
+        trainer.show(trainer.display.samples, [{"prompt": MARKUP, "response": MARKUP, "score": 1.0}])
+        trainer.show(trainer.display.held_out, 0, {f"held_out/{MARKUP}": 1.0})
         trainer.fit()
     return trainer.global_steps
 

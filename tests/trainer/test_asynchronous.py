@@ -73,7 +73,7 @@ def test_each_problem_is_trained_on_once_and_within_the_staleness(
     assert len(numbers) == len(set(numbers)) == STEPS * 8
     if options.get("take") == "in_order":
         assert numbers == list(range(STEPS * 8))
-    assert trainer.drawn_batches == STEPS + staleness and len(trainer.step.generations) == staleness
+    assert trainer.problems.count == STEPS + staleness and len(trainer.step.generations) == staleness
     for step, (batch, line) in enumerate(zip(batches.seen, lines, strict=True)):
         versions, mask = batch.batch["token_versions"], batch.batch["response_mask"].bool()
         assert bool((versions[mask] <= step).all()) and bool((versions[~mask] == -1).all())
@@ -295,7 +295,7 @@ def test_a_checkpoint_of_a_greater_staleness_is_rejected(tmp_path: Path, stalene
         trainer.load_checkpoint()
     assert (caught.value.key, caught.value.value) == ("trainer.max_staleness", staleness)
     more, _ = run(sliced_config(3, tmp_path, 4, {"resume": True}))
-    assert more.drawn_batches == 7
+    assert more.problems.count == 7
 
 
 @pytest.mark.parametrize("staleness", [2, 4])
@@ -322,9 +322,9 @@ def test_a_resume_with_another_batch_size_trains_on_every_row_once(
         trainer, lines = run(config, train_dataset=rows, reward_fn=numbered)
         batches, in_flight = trainer.train_batches, trainer.step.generations.problems_in_flight()
         waiting = [batches.rows(number)[problem] for number, chosen in in_flight.items() for problem in chosen]
-        waiting += batches.pending(trainer.drawn_batches)
+        waiting += batches.pending(trainer.problems.count)
         in_order = BatchStream(rows, 144, config.data.seed)[0].non_tensor_batch["row"]
-        expected = in_order[: batches.position(trainer.drawn_batches)]
+        expected = in_order[: batches.position(trainer.problems.count)]
         assert sorted(trained + [in_order[position] for position in waiting]) == sorted(expected)
         assert lines[-1]["train/epoch"] == pytest.approx(len(trained) / 144)
     assert len(trained) == 24 + 8 + 12 + 16 and len(in_flight) > staleness

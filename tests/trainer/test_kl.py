@@ -17,7 +17,6 @@ from trainer import (
     estimate_kl,
     register_kl_estimator,
 )
-from trainer.kl import make_kl_controller
 from workers.losses.kl import check_kl_loss
 
 
@@ -98,7 +97,7 @@ def test_the_penalty_is_subtracted_from_scores_and_updates_the_controller():
             "response_mask": torch.tensor([[1, 1, 0], [1, 0, 0]]),
         }
     )
-    controller = make_kl_controller(KLControlConfig(type="adaptive", kl_coef=0.5, target_kl=0.1, horizon=10))
+    controller = AdaptiveKLController(KLControlConfig(type="adaptive", kl_coef=0.5, target_kl=0.1, horizon=10))
     penalised, metrics = apply_kl_penalty(batch, controller)
     torch.testing.assert_close(
         penalised.batch["token_level_rewards"], torch.tensor([[-0.25, 1.5, 0.0], [1.5, 0.0, 0.0]])
@@ -141,7 +140,7 @@ def test_a_masked_token_reaches_neither_rewards_nor_the_weight(name, value):
         log_probs, reference = columns
         tensors = {"old_log_probs": log_probs, "ref_log_prob": reference, "token_level_scores": torch.ones(2, 3)}
         tensors["response_mask"] = torch.tensor([[1, 1, 0], [1, 0, 0]])
-        controller = make_kl_controller(KLControlConfig(type="adaptive", kl_coef=0.5, horizon=10))
+        controller = AdaptiveKLController(KLControlConfig(type="adaptive", kl_coef=0.5, horizon=10))
         rewards, metrics = apply_kl_penalty(DataProto.from_dict(tensors), controller, name)
         return rewards.batch["token_level_rewards"], metrics, controller.value
 
@@ -153,7 +152,7 @@ def test_a_masked_token_reaches_neither_rewards_nor_the_weight(name, value):
 def test_a_token_whose_kl_is_not_finite_does_not_move_the_weight():
     columns = {name: torch.zeros(2, 2) for name in ("old_log_probs", "ref_log_prob", "token_level_scores")}
     columns["old_log_probs"][1, 0] = math.nan
-    controller = make_kl_controller(KLControlConfig(type="adaptive", kl_coef=0.5))
+    controller = AdaptiveKLController(KLControlConfig(type="adaptive", kl_coef=0.5))
     with pytest.raises(DataError) as caught:
         apply_kl_penalty(DataProto.from_dict(columns | {"response_mask": torch.ones(2, 2)}), controller)
     assert caught.value.fields["tokens"] == 1 and controller.value == 0.5
@@ -166,7 +165,7 @@ def test_the_estimate_is_clipped_on_both_sides():
     assert estimate.tolist() == [0.5, 1.0, -1.0] and gradient.tolist() == [1.0, 0.0, 0.0]
     tensors = {"old_log_probs": log_ratio.detach()[None], "ref_log_prob": torch.zeros(1, 3)}
     tensors |= {"token_level_scores": torch.zeros(1, 3), "response_mask": torch.ones(1, 3)}
-    controller = make_kl_controller(KLControlConfig(kl_coef=2.0))
+    controller = FixedKLController(KLControlConfig(kl_coef=2.0))
     rewards, metrics = apply_kl_penalty(DataProto.from_dict(tensors), controller, "k1", 1.0)
     assert rewards.batch["token_level_rewards"].tolist() == [[-1.0, -2.0, 2.0]]
     assert metrics["actor/reward_kl_penalty"] == pytest.approx(0.5 / 3)

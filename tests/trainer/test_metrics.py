@@ -18,9 +18,9 @@ from tests.trainer.toy import ToyActor, next_letter, toy_config, toy_trainer
 from trainer import AlgorithmConfig, FilterGroupsConfig, PPOConfig, Reward, RewardsConfig, Role
 from trainer.metrics import METRIC_RULES, MetricRule, Metrics, over_ranks, rule_of
 from trainer.rewards.config import RewardFunctionConfig
-from trainer.rewards.configured import check_reported
 from trainer.rewards.processes import LoadedFunction
 from trainer.rewards.reward import rewarded
+from trainer.rewards.trial import check_reported
 from trainer.rollout.trajectory_log import TrajectoryLog, read
 
 
@@ -112,7 +112,7 @@ def test_each_rule_reduces_values_by_hand() -> None:
     metrics.add({"weights/policy_version": 8.0, "y_max": 1.0})
     metrics.add({"weights/policy_version": 7.0, "y_max": 0.0})
     expected = {"memory/actor/update/peak": 3, "test_metrics/count": 7, "x_min": 2, "x": 3}
-    assert metrics.take() == expected | {"weights/policy_version": 7, "y_max": 1}
+    assert metrics.take() == expected | {"weights/policy_version": 8, "y_max": 1}
     assert metrics.take() == {}
     assert rule_of("episodes/timeout") is rule_of("weights/bytes_sent") is MetricRule.SUM
 

@@ -103,7 +103,7 @@ def test_epochs_count_all_that_dynamic_sampling_reads() -> None:
     ) as trainer:
         trainer.init_workers()
         trainer.fit()
-        assert (trainer.global_steps, trainer.drawn_batches) == (4, 8)
+        assert (trainer.global_steps, trainer.problems.count) == (4, 8)
 
 
 def test_evaluations_have_their_own_problems_length_and_sampling() -> None:

@@ -129,7 +129,7 @@ def test_dynamic_sampling_draws_from_the_batches_in_flight() -> None:
     for step, generated_by in enumerate(versions.of_batches[1:], 1):
         assert set(generated_by) <= {step - 1, step}
     assert all(0.0 <= line["training/staleness_mean"] <= line["training/staleness_max"] <= 1.0 for line in lines)
-    assert trainer.drawn_batches == 1 + sum(line["dynamic_sampling/batches"] for line in lines)
+    assert trainer.problems.count == 1 + sum(line["dynamic_sampling/batches"] for line in lines)
 
 
 class Twice(SeparateActor):

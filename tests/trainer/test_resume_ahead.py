@@ -126,7 +126,7 @@ def test_weights_and_metrics_equal_those_of_a_run_that_was_not_interrupted(
     assert numbers(first + second) == numbers(of_whole)
     for name in ("actor", "critic") if rule is ADAPTIVE else ("actor",):
         assert resumed.groups[name].workers[0].table.equal(whole.groups[name].workers[0].table)
-    assert resumed.drawn_batches == whole.drawn_batches
+    assert resumed.problems.count == whole.problems.count
     if staleness:
         assert [line["training/staleness_max"] for line in second] == [1.0] * 3
 
@@ -181,9 +181,9 @@ def test_a_run_may_resume_with_another_staleness(tmp_path: Path) -> None:
     """On policy again, the batch in flight is dropped and its problems are drawn again."""
     fitted(config_of(tmp_path, ADAPTIVE, 2))
     on_policy, lines = fitted(config_of(tmp_path, ADAPTIVE, 4, resume=True, max_staleness=0))
-    assert on_policy.drawn_batches == 4 and "training/staleness_max" not in lines[-1]
+    assert on_policy.problems.count == 4 and "training/staleness_max" not in lines[-1]
     off_policy, lines = fitted(config_of(tmp_path, ADAPTIVE, 6, resume=True))
-    assert off_policy.drawn_batches == 7
+    assert off_policy.problems.count == 7
     assert [line["training/staleness_max"] for line in lines if line.get("train/score")] == [0.0, 1.0]
 
 
@@ -203,7 +203,7 @@ def test_a_run_that_resumes_with_another_batch_size_repeats_no_row(tmp_path: Pat
         last, lines = fitted(config, train_dataset=rows, val_dataset=None, reward_fn=numbered)
     assert sorted(read[:96]) == list(range(96)) and len(set(read[96:])) == 48
     assert [line["train/epoch"] for line in lines] == [1.5]
-    assert last.train_batches.position(last.drawn_batches - staleness) == 144
+    assert last.train_batches.position(last.problems.count - staleness) == 144
 
 
 def test_a_step_is_saved_without_a_batch_in_flight_that_failed(

@@ -21,6 +21,7 @@ from trainer.data.tokenizers import (
     Message,
     PrefixingTokenizer,
     TextTokenizer,
+    stop_tokens,
 )
 
 
@@ -40,7 +41,6 @@ class PromptRows:
     Attributes:
         dropped: the number of prompts that were too long.
         truncated: the number of prompts that were too long and lost their first tokens.
-        unread: the number of prompts that ``keep`` has left out.
 
     Raises:
         DataError: a record lacks the prompt, has one of another type, the chat template rejects it, or it is too long.
@@ -52,8 +52,8 @@ class PromptRows:
         self.tokenizer = tokenizer
         self.prompt_length = prompt_length
         self.kept: list[tuple[str, Tensor, Any, Mapping[str, Any]]] = []
-        check_columns(records, config)
-        shortest, self.truncated, self.unread = 0, 0, 0
+        _check_columns(records, config)
+        shortest, self.truncated = 0, 0
         for index, record in enumerate(records.rows):
             text, ids = encoded_prompt(record, records.location(index), config, tokenizer)
             if len(ids) > prompt_length:
@@ -77,17 +77,12 @@ class PromptRows:
                 prompt_length=prompt_length,
             )
 
-    def crc32(self, rows: int | None = None) -> int:
-        """Return a checksum of the texts and answers of the first rows; None: of all."""
+    def crc32(self) -> int:
+        """Return a checksum of all texts and answers."""
         value = 0
-        for text, _, answer, _ in self.kept[:rows]:
+        for text, _, answer, _ in self.kept:
             value = zlib.crc32(f"{text}\0{answer!r}\0".encode(), value)
         return value
-
-    def keep(self, rows: int) -> None:
-        """Leave out all prompts after the first ``rows``."""
-        self.unread += len(self) - rows
-        del self.kept[rows:]
 
     def __len__(self) -> int:
         return len(self.kept)
@@ -150,8 +145,7 @@ class Demonstrations:
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         prompt, tokenizer = self.prompts[index], self.prompts.tokenizer
         response = self.demonstrate(prompt)
-        stop = tokenizer.eos_token_id
-        ids, trained_on = [*response.tokens, stop if isinstance(stop, int) else stop[0]], [*response.mask, 1]
+        ids, trained_on = [*response.tokens, stop_tokens(tokenizer)[0]], [*response.mask, 1]
         row, mask = _padded(torch.tensor(ids), self.response_length, tokenizer.pad_token_id, left=False)
         trained, _ = _padded(torch.tensor(trained_on), self.response_length, 0, left=False)
         return {
@@ -192,7 +186,7 @@ def demonstrations_of(
     return next(iter(parts.values())) if len(parts) == 1 else Mixture(parts, {})
 
 
-def check_columns(records: Records, config: ProblemsConfig) -> None:
+def _check_columns(records: Records, config: ProblemsConfig) -> None:
     """Raise an error if a record lacks the column of the prompt, or all lack the column of the answer that was set."""
     key = config.answer_key
     if key != ProblemsConfig().answer_key and all(answer_of(row, key) is None for row in records.rows):

@@ -158,9 +158,8 @@ def source_of_path(path: Path) -> str:
     """Return the name of the reader of a path.
 
     Raises:
-        ConfigError: the suffix is unknown, or there is no such file or directory.
+        ConfigError: the suffix is unknown.
     """
-    _check_exists(path)
     if path.is_dir():
         return "hf"
     if path.suffix not in SUFFIXES:
@@ -180,19 +179,15 @@ def read_jsonl(config: DatasetConfig) -> Records:
     Raises:
         DataError: a line is not a JSON object, or the file is empty; with the file and the line.
     """
-    path = _path(config)
+    path = Path(config.path)
     rows, locations = [], []
     for number, line in enumerate(_lines(path), start=1):
         if not line.strip():
             continue
         try:
             value = json.loads(line)
-            if "\\ud" in line.lower():  # json reads half of a surrogate pair, which no tokenizer and no file takes
-                json.dumps(value, ensure_ascii=False).encode()
         except (ValueError, RecursionError) as error:  # the last from lists in lists, thousands of them
             reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
-            if isinstance(error, UnicodeEncodeError):
-                reason = f"a text has {error.object[error.start]!r}, half of a surrogate pair: write the character"
             text = f"{path}, line {number} is not JSON: {reason}: {line.strip()[:60]!r}"
             raise DataError(text, path=str(path), line=number) from error
         rows.append(checked_record(value, f"{path}, line {number}"))
@@ -207,7 +202,7 @@ def read_parquet(config: DatasetConfig) -> Records:
     Raises:
         DataError: the file is not Parquet, is damaged, or has no rows.
     """
-    path = _path(config)
+    path = Path(config.path)
     pyarrow, parquet = (import_extra(name, "data", "source") for name in ("pyarrow", "pyarrow.parquet"))
     try:
         table = parquet.read_table(str(path))
@@ -226,7 +221,7 @@ def read_hf(config: DatasetConfig) -> Records:
     Raises:
         DataError: the directory is not a data set, or has no such split or no rows.
     """
-    path = _path(config)
+    path = Path(config.path)
     datasets = import_extra("datasets", "data", "source")
     saved = (path / "state.json").is_file() or (path / "dataset_dict.json").is_file()
     try:
@@ -279,14 +274,6 @@ def _not_empty(records: Records) -> Records:
     return records
 
 
-def _path(config: DatasetConfig) -> Path:
-    if config.path is None:
-        raise ConfigError(f"source {config.source!r} needs a path", key="path")
-    path = Path(config.path)
-    _check_exists(path)
-    return path
-
-
 def _check_exists(path: Path) -> None:
     """Raise an error if a path leads to no file with data and to no directory."""
     if not path.exists():
@@ -317,15 +304,15 @@ def check_dataset(config: DatasetConfig, key: str) -> list[str]:
     Raises:
         ConfigError: there is no such reader, file or directory.
     """
-    if config.source is None and config.path is None:
+    reads_files = config.source in (None, *SUFFIXES.values(), "hf")
+    if reads_files and config.path is None:
         raise ConfigError(f"{key} has no path: set {key}.path to a JSONL or Parquet file", key=f"{key}.path")
     names = []
-    for path in config.paths:
-        name = config.source or source_of_path(Path(str(path)))
-        DATASET_SOURCES.get_or_raise(name, key=f"{key}.source")
-        if name in (*SUFFIXES.values(), "hf"):
-            _path(replace(config, path=path))
-        names.append(name)
+    for path in [Path(str(path)) for path in config.paths]:
+        if reads_files:
+            _check_exists(path)
+        names.append(config.source or source_of_path(path))
+        DATASET_SOURCES.get_or_raise(names[-1], key=f"{key}.source")
     return names
 
 

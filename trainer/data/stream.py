@@ -154,10 +154,6 @@ class BatchStream:
         """Return the number of rows of the batches before ``index``, with those that ended passes left out."""
         return self.position(index) - len(self.pending(index))
 
-    def passes(self, index: int) -> float:
-        """Return the passes over the data set before batch ``index``."""
-        return self.rows_before(index) / len(self.dataset)
-
     def batches_of(self, passes: int) -> int:
         """Return the number of batches of a new stream in so many passes."""
         is_endless = isinstance(self.dataset, Mixture)

@@ -18,8 +18,8 @@ TOKENIZERS: Registry[Callable[[TokenizerSource], TextTokenizer]] = Registry("tok
 """Tokenizers by the name that a configuration uses; ``TOKENIZERS.register`` adds one."""
 
 
-class TextTokenizer(Protocol):
-    """Texts to ids and back."""
+class Tokenizer(Protocol):
+    """The attributes of a tokenizer that the trainer reads."""
 
     @property
     def eos_token_id(self) -> int | list[int]:
@@ -28,6 +28,10 @@ class TextTokenizer(Protocol):
     @property
     def pad_token_id(self) -> int:
         """Token that pads prompts and responses."""
+
+
+class TextTokenizer(Tokenizer, Protocol):
+    """Texts to ids and back."""
 
     @property
     def vocab_size(self) -> int:
@@ -54,10 +58,6 @@ class TextTokenizer(Protocol):
 
         A tokenizer without files writes nothing.
         """
-
-
-TOKENIZER_MEMBERS = ("eos_token_id", "pad_token_id", "vocab_size", "encode", "decode", "render", "save")
-"""The attributes and methods of ``TextTokenizer``."""
 
 
 @runtime_checkable
@@ -126,7 +126,8 @@ def check_tokenizer(tokenizer: TextTokenizer, kind: str) -> None:
         ConfigError: it lacks methods or attributes, or ``save`` fails.
     """
     name = f"tokenizer.kind={kind} ({type(tokenizer).__name__})"
-    missing = [member for member in TOKENIZER_MEMBERS if not hasattr(tokenizer, member)]
+    members = [member for member in dir(TextTokenizer) if not member.startswith("_")]
+    missing = [member for member in members if not hasattr(tokenizer, member)]
     if missing:
         text = f"{name} has no {', '.join(missing)}; a tokenizer has the methods of trainer.TextTokenizer"
         raise ConfigError(text, key="tokenizer.kind", value=kind, missing=missing)
@@ -136,18 +137,6 @@ def check_tokenizer(tokenizer: TextTokenizer, kind: str) -> None:
     except Exception as error:  # whatever the program raises
         text = f"{name} cannot be saved: save raises {type(error).__name__}: {error}"
         raise ConfigError(text, key="tokenizer.kind", value=kind, missing=[]) from error
-
-
-class Tokenizer(Protocol):
-    """The attributes of a tokenizer that the trainer reads."""
-
-    @property
-    def eos_token_id(self) -> int | list[int]:
-        """Token that ends a response, or several."""
-
-    @property
-    def pad_token_id(self) -> int:
-        """Token that pads prompts and responses."""
 
 
 def special_tokens(tokenizer: Tokenizer) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +18,13 @@ def has_tokenizer(path: str) -> bool:
     return any(Path(path, name).is_file() for name in FILES)
 
 
-def check_tokens(path: str, key: str, policy: TextTokenizer, texts: Iterable[str]) -> None:
+def check_tokens(path: str, key: str, policy: TextTokenizer) -> None:
     """Raise ConfigError if the tokenizer in a model's directory has other ids than the policy's.
 
     Args:
         path: the directory.
         key: its key in the configuration.
-        policy: the tokenizer of the policy.
-        texts: prompts, by which a tokenizer of the policy that is not Hugging Face's is compared.
+        policy: the tokenizer of the policy; one that is not Hugging Face's is not compared.
     """
     transformers = import_extra("transformers", "hf", key)
     try:
@@ -35,18 +33,14 @@ def check_tokens(path: str, key: str, policy: TextTokenizer, texts: Iterable[str
         text = f"transformers cannot load the tokenizer in {key} {path!r}: {' '.join(str(error).split())[:400]}"
         raise ConfigError(text, key=key, value=path) from error
     inner = getattr(policy, "tokenizer", None)
-    if isinstance(inner, transformers.PreTrainedTokenizerBase):
-        different, total = _different_ids(inner, other), f"{policy.vocab_size} token ids"
-    else:
-        pairs = {text: (policy.encode(text), other.encode(text, add_special_tokens=False)) for text in texts}
-        different = {repr(text[:60]): ids for text, ids in pairs.items() if ids[0] != ids[1]}
-        total = f"{len(pairs)} prompts"
+    different = _different_ids(inner, other) if isinstance(inner, transformers.PreTrainedTokenizerBase) else {}
     if different:
         shown, (of_policy, of_model) = next(iter(different.items()))
         raise ConfigError(
             f"{key} {path!r} has another vocabulary than the policy, whose token ids it gets: {len(different)} of "
-            f"{total} differ, such as {shown}: {of_policy} for the policy, {of_model} for the model. Use a model with "
-            "the same vocabulary; for a reward, a reward function can send texts to the model instead",
+            f"{policy.vocab_size} token ids differ, such as {shown}: {of_policy} for the policy, {of_model} for the "
+            "model. Use a model with the same vocabulary; for a reward, a "
+            "reward function can send texts to the model instead",
             key=key,
             value=path,
         )

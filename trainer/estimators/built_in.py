@@ -26,28 +26,20 @@ else:
 
 BLOCK = 64
 """Tokens whose discounted sums are one matrix product. 32 to 128 take about the same time."""
-
-CACHED = 1 << 20
-"""Elements of a block of rows: its temporary tensors stay in the cache of a core."""
+EXACT = 1 << 20
+"""Squares that are added in float32; larger sums are added in float64."""
 SCALES = ("group", "batch", "none")
 EPSILON = 1e-6
 """Added to a standard deviation before a division."""
-
-
-def row_blocks(shape: Sequence[int]) -> list[slice]:
-    """Return slices that divide the rows of ``[rows, columns]`` into blocks that fit into the cache."""
-    size = max(1, CACHED // max(1, shape[1]))
-    return [slice(start, start + size) for start in range(0, shape[0], size)]
 
 
 def whiten(values: Tensor, mask: Tensor) -> Tensor:
     """Return values scaled to mean 0 and variance 1 over the entries with a mask of 1, and 0 for the others."""
     kept = mask.bool()
     result, count = torch.where(kept, values, 0.0), max(1, int(kept.sum()))
-    mean, squares = float(result.sum()) / count, 0.0
-    for rows in row_blocks(values.shape):
-        part = result[rows].sub_(mean).mul_(kept[rows])
-        squares += float(torch.linalg.vector_norm(part)) ** 2
+    result.sub_(float(result.sum()) / count).mul_(kept)
+    parts = torch.split(result, max(1, EXACT // max(1, values.size(1))))
+    squares = sum(float(torch.linalg.vector_norm(part)) ** 2 for part in parts)
     return result.mul_((squares / count + 1e-8) ** -0.5)
 
 
@@ -229,14 +221,11 @@ def compute_gae(
         gamma: discount factor per token.
         lam: weight of later errors; 0 is one-step, 1 is Monte Carlo.
     """
-    advantages, returns = torch.empty_like(values), torch.empty_like(values)
-    for rows in row_blocks(values.shape):
-        mask = response_mask[rows].bool()
-        errors, known = packed_left(token_level_rewards[rows].to(values.dtype), mask), packed_left(values[rows], mask)
-        errors.sub_(known)[:, :-1].add_(known[:, 1:], alpha=gamma)
-        advantages[rows] = unpacked(discounted_sums(errors, gamma * lam), mask)
-        torch.add(advantages[rows], inside(values[rows], mask), out=returns[rows])
-    return advantages, returns
+    mask = response_mask.bool()
+    errors, known = packed_left(token_level_rewards.to(values.dtype), mask), packed_left(values, mask)
+    errors.sub_(known)[:, :-1].add_(known[:, 1:], alpha=gamma)
+    advantages = unpacked(discounted_sums(errors, gamma * lam), mask)
+    return advantages, advantages + inside(values, mask)
 
 
 @register_advantage_estimator("gae", needs_critic=True, options=GAEOptions)
@@ -426,8 +415,4 @@ def remax(data: DataProto, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]
 
 def _returns(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
     """Return ``sum_k gamma^k * r_{t+k}`` over the tokens of the response, in the shape and dtype of ``rewards``."""
-    returns = torch.empty_like(rewards)
-    for rows in row_blocks(rewards.shape):
-        kept = mask[rows].bool()
-        returns[rows] = unpacked(discounted_sums(packed_left(rewards[rows], kept), gamma), kept)
-    return returns
+    return unpacked(discounted_sums(packed_left(rewards, mask), gamma), mask)

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mcontroller.config.registry import Registry
 from mcontroller.errors import ConfigError
@@ -37,21 +37,6 @@ else:
 ADVANTAGE_ESTIMATORS: Registry[AdvantageEstimator] = Registry("advantage estimator", key="algorithm.adv_estimator")
 """Advantage estimators by the name that ``algorithm.adv_estimator`` takes."""
 F = TypeVar("F", bound=Callable[..., "tuple[Tensor, Tensor]"])
-
-
-class AdvantageFunction(Protocol):
-    """The function of an advantage estimator. It also gets ``options`` if it was registered with a class of options."""
-
-    def __call__(self, data: DataProto, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-        """Return advantages and returns, both float32 ``[rows, response]``, 0 for tokens with a mask of 0.
-
-        Args:
-            data: a scored batch with ``token_level_scores``, ``token_level_rewards`` (the scores minus the KL penalty
-                in the reward, if there is one) and ``response_mask`` ``[rows, response]``. Responses without a score
-                are not in it, so that groups can have different sizes.
-            gamma: discount factor per token.
-            lam: lambda of generalized advantage estimation.
-        """
 
 
 class KLInReward(Enum):
@@ -96,6 +81,11 @@ def register_advantage_estimator(
     reads: tuple[str, ...] = ("gamma", "lam"),
 ) -> Callable[[F], F]:
     """Return a decorator that registers an advantage estimator under ``name``.
+
+    The function gets a scored batch ``data`` with ``token_level_scores``, ``token_level_rewards`` (the scores minus the
+    KL penalty in the reward, if there is one) and ``response_mask`` ``[rows, response]``, and the keyword arguments
+    ``gamma`` and ``lam``. Responses without a score are not in the batch, so that groups can have different sizes. It
+    returns advantages and returns, both float32 ``[rows, response]``, 0 for tokens with a mask of 0.
 
     Args:
         name: the value of ``algorithm.adv_estimator`` that chooses it.

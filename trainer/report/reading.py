@@ -13,12 +13,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import psutil
 import yaml
 
 from mcontroller.errors import DataError
 from mcontroller.files import moved_path
-from mcontroller.machine import machine_id
 from mcontroller.trace.reading import RunTrace
 from mcontroller.trace.recorder import MEMORY
 from mcontroller.trace.summary import calls_of
@@ -35,31 +33,6 @@ ROLE_OF = {"actor_rollout_ref": "actor"}
 MAX_RANKS = 2048
 """Most ranks of a grid."""
 
-LAST_TIME = 1e11
-"""[s] A time after which seconds since 1970 are no date."""
-
-NUMBER = int | float
-_NODES = {"process_on_nodes": [int], "roles": [str]}
-FileShape = Any
-"""A type; a list of one shape; or a mapping from keys to shapes, "*" for all others."""
-CONFIG: FileShape = {
-    "run_dir": str,
-    "trainer": {"total_training_steps": int, "default_local_dir": str},
-    "pool": _NODES,
-    "pools": {"*": _NODES},
-}
-SUMMARY: FileShape = {
-    "processes": [
-        {"command": str, "host": str, "commit": str, "versions": {}, "started": str, "changes": {}, "config": CONFIG}
-    ],
-    "wall_s": NUMBER,
-    "restarts": NUMBER,
-    "results": {},
-    "first_results": {},
-    "stages_s": {"*": NUMBER},
-}
-FAILURE: FileShape = {"time": NUMBER, "step": NUMBER, "role": str, "kind": str, "message": str}
-
 Record = dict[str, Any]
 Curves = dict[str, tuple["array[float]", "array[float]"]]
 """Name of a metric -> its steps and its values."""
@@ -75,7 +48,6 @@ class RunFiles:
         summary: ``summary.json``; empty if there is none.
         saved: the record of the last save, ``trainer.json``; empty before the first.
         failures: the lines of ``failures.jsonl``.
-        holder: the process that holds the run's lock (``host``, ``pid``, ``since``); empty if none does.
     """
 
     directory: Path
@@ -83,7 +55,6 @@ class RunFiles:
     summary: Record
     saved: Record
     failures: Sequence[Record]
-    holder: Record
 
     def process(self) -> Record:
         """Return what the last process of the run recorded: its command, versions and host."""
@@ -95,16 +66,12 @@ class RunFiles:
         process, summary = self.process(), {name: value for name, value in self.summary.items() if value is not None}
         total = (self.config.get("trainer") or {}).get("total_training_steps")
         last = last_records(self.directory / "metrics.jsonl")
-        holder = "{pid} on {host} since {since}".format_map(self.holder) if self.holder else ""
-        if holder and self.holder.get("machine") == machine_id() and not psutil.pid_exists(self.holder["pid"]):
-            holder += ", which was killed"
         facts = {
             "command": process.get("command"),
             "host": process.get("host"),
             "commit": process.get("commit"),
             "versions": ", ".join(f"{name} {version}" for name, version in (process.get("versions") or {}).items()),
             "started": ", ".join(str(process.get("started")) for process in summary.get("processes", ())),
-            "running process": holder,
             "step": f"{last[-1]['global_step']} of {total or 'unknown'}" if last else "",
             "saved step": self.saved.get("global_steps"),
             "restarts": summary.get("restarts", sum(map(_is_restart, self.failures))),
@@ -126,100 +93,52 @@ def read_run(directory: Path) -> RunFiles:
     if not any((directory / name).is_file() for name in ("config.yaml", "metrics.jsonl", "summary.json")):
         expected = "expected a run directory, with config.yaml, metrics.jsonl or summary.json"
         raise DataError(f"{directory} contains no run: {expected}", path=str(directory))
-    config = _object(directory / "config.yaml", CONFIG)
+    config = _object(directory / "config.yaml")
     summary = read_summary(directory)
     config = (summary.get("processes") or [{}])[-1].get("config") or config  # a resumed run may have changed it
     given = (config.get("trainer") or {}).get("default_local_dir") or "checkpoints"
     checkpoints = moved_path(given, config.get("run_dir") or directory.absolute(), directory)
+    failures = checkpoints / "failures.jsonl"
     return RunFiles(
         directory,
         config,
         summary,
-        _object(checkpoints / "trainer.json", {}),
-        _failures(checkpoints / "failures.jsonl"),
-        _holder(directory / "run.lock") or _holder(checkpoints / "run.lock"),
+        _object(checkpoints / "trainer.json"),
+        list(records_of(failures.read_bytes())) if failures.is_file() else [],
     )
-
-
-def _holder(path: Path) -> Record:
-    """Return the process that a lock names; empty if it names none, because it is free, or just being written."""
-    if not path.is_file():
-        return {}
-    holder = next(records_of(path.read_bytes().replace(b"\n", b" ")), {})
-    known = all(isinstance(holder.get(name), kind) for name, kind in {"host": str, "pid": int, "since": str}.items())
-    return holder if known and holder["pid"] > 0 else {}
 
 
 def read_summary(directory: Path) -> Record:
     """Return ``summary.json`` of a run; empty if there is none.
 
     Raises:
-        DataError: it is damaged; the text names the value.
+        DataError: it is damaged.
     """
-    return _object(directory / "summary.json", SUMMARY)
+    return _object(directory / "summary.json")
 
 
-def _object(path: Path, shape: FileShape) -> Record:
+def _object(path: Path) -> Record:
     """Return the mapping in a YAML or JSON file; empty without a file, and for an empty one."""
-    if not path.is_file():
-        return {}
     try:
-        text = path.read_text(encoding="utf-8")
-        content = (yaml.safe_load if path.suffix == ".yaml" else _loads)(text) if text else {}
+        text = path.read_text(encoding="utf-8") if path.is_file() else ""
+        content = (yaml.safe_load if path.suffix == ".yaml" else json.loads)(text) if text else {}
+        reason = "" if isinstance(content, dict) else f"expected a mapping, got {type(content).__name__}"
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise _damaged(path, " ".join(str(error).split())) from error
-    _check(path, "", content, shape)
+        reason = " ".join(str(error).split())
+    if reason:
+        raise DataError(f"{path} is damaged: {reason}; restore the file, or move it away", path=str(path))
     return dict(content)
-
-
-def _check(path: Path, name: str, value: Any, shape: FileShape) -> None:
-    """Raise DataError unless a value has a shape: a type; or a list, or a mapping, of values of shapes."""
-    kind = dict if isinstance(shape, dict) else list if isinstance(shape, list) else shape
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        expected = "a mapping" if kind is dict else getattr(kind, "__name__", "a number")
-        given = (
-            f"{name} is {value!r:.60}, expected {expected}"
-            if name
-            else f"expected {expected}, got {type(value).__name__}"
-        )
-        raise _damaged(path, given)
-    if isinstance(shape, list):
-        for index, item in enumerate(value):
-            _check(path, f"{name}[{index}]", item, shape[0])
-    elif isinstance(shape, dict):
-        for key, item in dict(value).items():
-            if item is not None and (inner := shape.get(key, shape.get("*"))) is not None:
-                _check(path, f"{name}.{key}" if name else str(key), item, inner)
-
-
-def _damaged(path: Path, reason: str) -> DataError:
-    return DataError(f"{path} is damaged: {reason}; restore the file, or move it away", path=str(path))
-
-
-def _loads(text: str | bytes) -> Any:
-    """Parse JSON; an integer that no float can represent becomes infinite."""
-    return json.loads(text, parse_int=lambda digits: int(digits) if len(digits) < 300 else float(digits))
 
 
 def records_of(lines: bytes) -> Iterator[Record]:
     """Yield the objects of JSON lines; the last line of a run that goes on may be incomplete."""
     for line in lines.splitlines():
         try:
-            record = _loads(line)
+            record = json.loads(line)
         except (ValueError, RecursionError):
             continue
         if isinstance(record, dict):
             yield record
-
-
-def _failures(path: Path) -> list[Record]:
-    """Return the lines of a file of failures."""
-    failures = list(records_of(path.read_bytes())) if path.is_file() else []
-    for record in failures:
-        _check(path, "", record, FAILURE)
-        if not abs(record.get("time") or 0.0) < LAST_TIME:
-            raise _damaged(path, f"time is {record['time']}, expected seconds since 1970")
-    return failures
 
 
 def last_records(path: Path, size: int = 1 << 17) -> list[Record]:

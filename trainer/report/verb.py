@@ -15,7 +15,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from mcontroller.trace.reading import read_trace
 from mcontroller.trace.recorder import FOLDER
 from mcontroller.trace.summary import summary_lines
 from trainer.report.reading import few_points, measured_grids, read_metrics, read_run, read_samples, role_grids
+from trainer.trackers import leaves
 
 BARS = 160
 """Most bars of the chart of stages."""
@@ -86,19 +87,11 @@ def _content(directory: Path) -> dict[str, Any]:
         "all_samples": complete,
         "trace": summary_lines(trace) if trace is not None else [],
         "grids": measured_grids(role_grids(run_files.config), trace),
-        "config": {key: _text(value) for key, value in _leaves(run_files.config)},
+        "config": {key: _text(value) for key, value in leaves(run_files.config)},
         "changes": {key: _text(usual) for key, usual in changes.items()}
         if (changes := run_files.process().get("changes")) is not None
         else None,
     }
-
-
-def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _text(value: Any) -> str:

@@ -11,11 +11,11 @@ from typing import Any, Protocol
 
 from mcontroller.data.batch import DataProto
 from mcontroller.errors import ConfigError, DataError
-from trainer.columns import columns
+from trainer.columns import columns, response_lengths
 from trainer.rewards.config import RewardsConfig
 from trainer.rewards.processes import LoadedFunction, Sample, ScoreOutcome, ScoringProcesses, Task
 from trainer.rewards.reward import Reward, outcome_scores
-from trainer.rewards.trial import SHOWN, check_reported, description_of, try_functions
+from trainer.rewards.trial import SHOWN, description_of, try_functions
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ class FunctionRewards:
     def samples(self, batch: DataProto) -> list[Sample]:
         """Return the arguments of the functions for every response of a batch."""
         responses, mask = columns(batch, "responses", "response_mask")
-        lengths = mask.shape[1] - mask.flip(1).argmax(1)
+        lengths = response_lengths(mask)
         others = batch.non_tensor_batch
         samples: list[Sample] = []
         for row, (ids, length) in enumerate(zip(responses.tolist(), lengths.tolist(), strict=True)):
@@ -177,7 +177,6 @@ class FunctionRewards:
     def _other_values(self, name: str, outcomes: Sequence[ScoreOutcome]) -> dict[str, Sequence[float]]:
         prefix = "" if len(self.functions) == 1 else f"{name}/"
         keys = dict.fromkeys(key for outcome in outcomes for key in outcome.values or {})
-        check_reported(self.functions, name, dict.fromkeys(keys, math.nan))
         return {f"{prefix}{key}": [(outcome.values or {}).get(key, math.nan) for outcome in outcomes] for key in keys}
 
     def _report(self, name: str, outcomes: Sequence[ScoreOutcome], samples: Sequence[Sample]) -> None:

@@ -9,9 +9,7 @@ import os
 import signal
 import subprocess
 import sys
-import weakref
 from collections.abc import Iterator
-from io import BufferedWriter
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
@@ -28,22 +26,11 @@ STARTS = 4
 """Processes that may be killed one after the other while they start: the last one's end is an error."""
 
 
-_OPEN: weakref.WeakSet[BufferedWriter] = weakref.WeakSet()
-
-
 @contextlib.contextmanager
 def served(descriptor: int) -> Iterator[Connection]:
     """Yield the connection with this file descriptor to the body of a process, which ends with the program."""
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         yield Connection(descriptor)
-
-
-def _close_all() -> None:
-    for end in _OPEN:
-        end.close()
-
-
-os.register_at_fork(after_in_child=_close_all)  # a fork may outlive this process
 
 
 class HelperProcess:
@@ -67,7 +54,6 @@ class HelperProcess:
         self.connection, theirs = Pipe()
         ends, starts = os.pipe()
         self._open = os.fdopen(starts, "wb")
-        _OPEN.add(self._open)
         try:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", code, str(theirs.fileno())],

@@ -8,16 +8,14 @@ import inspect
 import math
 import numbers
 import socket
-import threading
+import struct
 import time
 import traceback
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection
-from multiprocessing.reduction import ForkingPickler
-from queue import Empty, SimpleQueue
-from typing import Any, TypeAlias
+from multiprocessing.connection import Connection, wait
+from typing import Any
 
 from mcontroller.config.imports import import_object
 from mcontroller.errors import ConfigError
@@ -30,7 +28,6 @@ MOMENT_S = 0.02
 Sample = Mapping[str, Any]
 """The arguments of a reward function for one response, by name."""
 SERVER = "import sys; from trainer.rewards.processes import serve_descriptor; serve_descriptor(int(sys.argv[1]))"
-_Arrived: TypeAlias = "SimpleQueue[tuple[HelperProcess, list[ScoreOutcome]]]"
 
 
 @dataclass(frozen=True)
@@ -225,7 +222,6 @@ class Task:
 class _Running:
     server: HelperProcess
     task: Task
-    exchange: threading.Thread
     deadline: float
     returned: int = 0
 
@@ -261,13 +257,11 @@ class ScoringProcesses:
         """
         results: dict[str, dict[int, ScoreOutcome]] = {task.name: {} for task in tasks}
         pending = deque(tasks)
-        running: dict[HelperProcess, _Running] = {}
-        arrived: _Arrived = SimpleQueue()
+        running: list[_Running] = []
         while pending or running:
             while pending and len(running) < self.processes:
-                call = self._send(pending.popleft(), arrived)
-                running[call.server] = call
-            for call, outcomes, lost in self._next_events(running, arrived):
+                running.append(self._send(pending.popleft()))
+            for call, outcomes, lost in self._next_events(running):
                 task = call.task
                 results[task.name].update(zip(task.indices[call.returned :], outcomes, strict=False))
                 call.returned += len(outcomes)
@@ -278,9 +272,8 @@ class ScoringProcesses:
                 elif lost:
                     results[task.name].update((row, ScoreOutcome(error=lost)) for _, row in left)
                 if lost or not left:
-                    del running[call.server]
+                    running.remove(call)
                 if not left and not lost:
-                    call.exchange.join()
                     self._idle.append(call.server)
         return results
 
@@ -293,73 +286,52 @@ class ScoringProcesses:
     def _deadline(self, task: Task) -> float:
         return time.monotonic() + self.timeout_s + task.margin_s
 
-    def _send(self, task: Task, arrived: _Arrived) -> _Running:
+    def _send(self, task: Task) -> _Running:
         """Start a task on an idle process that lives, or on a new one."""
         server = self._idle.pop() if self._idle else self._start()
         while server.process.poll() is not None:
             self._end(server)
             server = self._idle.pop() if self._idle else self._start()
-        message = ForkingPickler.dumps((task.name, task.samples))
-        arguments = (server, message, len(task.samples), arrived)
-        exchange = threading.Thread(target=_exchange, args=arguments, name="reward process", daemon=True)
-        exchange.start()
-        return _Running(server, task, exchange, self._deadline(task))
+        call = _Running(server, task, self._deadline(task))
+        with contextlib.suppress(OSError):  # it has ended, or does not read: the next events say so
+            server.connection.send((task.name, task.samples))
+        return call
 
-    def _next_events(
-        self, running: Mapping[HelperProcess, _Running], arrived: _Arrived
-    ) -> Iterator[tuple[_Running, list[ScoreOutcome], str]]:
+    def _next_events(self, running: Sequence[_Running]) -> Iterator[tuple[_Running, list[ScoreOutcome], str]]:
         """Wait for outcomes or a deadline; yield tasks, their outcomes, and why their processes were lost, if so."""
-        timeout = max(0.0, min(call.deadline for call in running.values()) - time.monotonic())
-        with contextlib.suppress(Empty):
-            while True:
-                server, outcomes = arrived.get(timeout=timeout)
-                timeout = 0.0
-                if server in running:  # else it was late, and has been ended
-                    yield running[server], outcomes, "" if outcomes else self._ended(running[server])
-        for call in [call for call in running.values() if time.monotonic() >= call.deadline]:
-            self._end(call.server, call)
+        timeout = max(0.0, min(call.deadline for call in running) - time.monotonic())
+        ready = wait([call.server.connection for call in running], timeout)
+        for call in [call for call in running if call.server.connection in ready]:
+            outcomes: list[ScoreOutcome] = []
+            with contextlib.suppress(EOFError, OSError):
+                outcomes = call.server.connection.recv()
+            yield call, outcomes, "" if outcomes else self._ended(call.server)
+        for call in [call for call in running if time.monotonic() >= call.deadline]:
+            self._end(call.server)
             yield call, [], f"it did not return within {self.timeout_s:g} s"
 
-    def _ended(self, running: _Running) -> str:
+    def _ended(self, server: HelperProcess) -> str:
         """Return how a process ended that has closed its connection."""
-        running.server.wait()
-        return f"its process ended with exit code {self._end(running.server, running)}"
+        server.wait()
+        return f"its process ended with exit code {self._end(server)}"
 
     def _start(self) -> HelperProcess:
-        """Start a process that imports the functions."""
+        """Start a process that imports the functions. A message to it, or from it, does not take longer than a task."""
         if self._closed:
             raise ConfigError("the processes of the reward functions were closed", key="rewards.functions")
         first = self.functions, self.timeout_s
         server = HelperProcess.start(SERVER, first, "the reward functions", "rewards.functions")
+        with socket.fromfd(server.connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as ours:
+            for limit in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+                ours.setsockopt(socket.SOL_SOCKET, limit, struct.pack("ll", math.ceil(self.timeout_s), 0))
         self.replaced += server.replaced
         self._servers.append(server)
         if self._closed:  # meanwhile, by another thread
             server.kill()
         return server
 
-    def _end(self, server: HelperProcess, running: _Running | None = None) -> int:
+    def _end(self, server: HelperProcess) -> int:
         """End a process and its children, and return its exit code."""
         self._servers.remove(server)
         self.replaced += 1
-        code = server.kill()
-        if running is not None:
-            with socket.fromfd(server.connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as ours:
-                ours.shutdown(socket.SHUT_RDWR)  # ends the exchange even if a child that left the group lives
-            running.exchange.join()
-        server.connection.close()
-        return code
-
-
-def _exchange(server: HelperProcess, message: bytes, samples: int, arrived: _Arrived) -> None:
-    """Send a task and receive its outcomes, on a thread: a process that is stopped neither reads nor writes.
-
-    No outcomes mean that the process has ended.
-    """
-    try:
-        server.connection.send_bytes(message)
-        while samples > 0:
-            outcomes: list[ScoreOutcome] = server.connection.recv()
-            samples -= len(outcomes)
-            arrived.put((server, outcomes))
-    except (OSError, EOFError):
-        arrived.put((server, []))
+        return server.close()

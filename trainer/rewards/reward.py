@@ -14,7 +14,7 @@ from torch import Tensor
 from mcontroller.data.batch import DataProto
 from mcontroller.errors import ConfigError, DataError
 from mcontroller.transport import complete
-from trainer.columns import EPISODE_SCORES, FAILED, columns, without
+from trainer.columns import EPISODE_SCORES, FAILED, columns, response_lengths, without
 from trainer.metrics import name_conflict
 from workers.columns import ROUTED_EXPERTS
 
@@ -100,7 +100,7 @@ def outcome_scores(scores: Sequence[float] | Tensor, response_mask: Tensor) -> T
 
     A response without tokens has a score of 0.
     """
-    last = response_mask.shape[1] - 1 - response_mask.flip(1).argmax(1)
+    last = (response_lengths(response_mask) - 1).clamp(min=0)
     on_tokens = torch.zeros(response_mask.shape, dtype=torch.float32)
     on_tokens.scatter_(1, last.unsqueeze(1), torch.as_tensor(scores, dtype=torch.float32).unsqueeze(1))
     return on_tokens.mul_(response_mask != 0)
@@ -209,12 +209,6 @@ class RewardSources:
             return rule
         parts = {"rule_score": rule.token_level_scores, "model_score": model}
         sums = {name: scores.sum(1).tolist() for name, scores in parts.items()}
-        if both := rule.columns.keys() & parts.keys():
-            raise DataError(
-                f"the reward function returned the columns {', '.join(sorted(both))}, which the scores of the reward "
-                "function and of the reward model have: give them other names",
-                column=min(both),
-            )
         combined = self.combine(rule.token_level_scores, model)
         whole = Reward(combined, {**rule.columns, **sums}, rule.samples, rule.answers, rule.scored)
         return rewarded(lambda batch: whole, batch, "combine_rewards")

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any, ClassVar, TypeVar
 
 from mcontroller.config.checks import check_at_least
@@ -153,9 +152,6 @@ class RunConfig(PPOConfig):
         """Check the other pools; their roles are checked with the rest, see ``trainer.run.pools.pool_errors``."""
         for name, pool in self.pools.items():
             _check_nodes(f"pools.{name}.process_on_nodes", pool.process_on_nodes)
-        for name in ("project_name", "experiment_name"):
-            if getattr(self, name) == "":
-                raise ConfigError(f"{name} is empty; expected a name, or leave it out", key=name, value="")
         if not {*self.trackers} - {"jsonl", "tensorboard"}:
             reason = f"with trackers={self.trackers}, whose files are in the run's directory"
             check_unused(self, ("project_name", "experiment_name"), "", reason)
@@ -246,15 +242,12 @@ def read_with_files(path: str | Path, overrides: Iterable[str], errors: Collecte
     return config
 
 
-def _imported(module: str) -> ModuleType:
-    return import_module(module, "imports")
-
-
 def _read_partly(path: str | Path, overrides: Iterable[str], errors: CollectedErrors) -> RunConfig | None:
     overrides = list(overrides)
     given = given_values(path, overrides=overrides)
-    for module in _imports(given):
-        errors.attempt(partial(_imported, module))
+    imports = given.get("imports")
+    for module in imports if isinstance(imports, list) else ():  # else an error of the field
+        errors.attempt(partial(import_module, str(module), "imports"))
     return load_partly(RunConfig, errors, _USUAL_SIZES, _rollout_defaults(given), path, overrides=overrides)
 
 
@@ -285,15 +278,6 @@ def check_files(config: RunConfig) -> None:
             text = f"{key} is {function.function!r}, and there is no file {file!r} (in {Path.cwd()})"
             errors.errors.append(ConfigError(text, key=key, value=function.function))
     errors.raise_any()
-
-
-def _imports(given: Mapping[str, Any]) -> list[str]:
-    imports = given.get("imports")
-    if imports is None:
-        return []
-    if not isinstance(imports, list):
-        raise ConfigError(f"imports is {imports!r}; expected a list of modules", key="imports", value=imports)
-    return [str(path) for path in imports]
 
 
 def _rollout_defaults(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -145,21 +145,10 @@ class HuggingFaceTokenizer:
 
 
 def _check_files(directory: Path) -> None:
-    """Raise ConfigError if a file that transformers may read is a pointer of Git LFS, or has no object in JSON."""
+    """Raise ConfigError if a file that transformers may read is a pointer of Git LFS."""
     for path in sorted(file for file in directory.iterdir() if file.is_file() and file.suffix != ".safetensors"):
         if is_lfs_pointer(path):
             text = f"{str(path)!r} is a pointer of Git LFS, not the file: run `git lfs pull` in {str(directory)!r}"
-            raise ConfigError(text, key="tokenizer.path", value=str(directory))
-    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"):
-        if not (path := directory / name).is_file():
-            continue
-        try:
-            content = json.loads(path.read_bytes())
-            reason = "" if isinstance(content, dict) else f"it contains {type(content).__name__}, expected an object"
-        except (ValueError, RecursionError) as error:
-            reason = str(error)
-        if reason:
-            text = f"{str(path)!r} is damaged: {reason}. Download it again"
             raise ConfigError(text, key="tokenizer.path", value=str(directory))
 
 

@@ -10,9 +10,8 @@ from typing import Any
 
 from mcontroller.config.load import CollectedErrors
 from mcontroller.errors import ConfigError
-from trainer.config import TrainerConfig, ValidationConfig
-from trainer.data.config import DatasetConfig
-from trainer.data.prompts import Demonstrations, PromptRows, answer_of, check_columns, demonstrations_of
+from trainer.config import ValidationConfig
+from trainer.data.prompts import Demonstrations, PromptRows, answer_of, demonstrations_of
 from trainer.data.sources import Records, load_records
 from trainer.data.stream import BatchStream, Mixture
 from trainer.data.tokenizers import TOKENIZERS, TextTokenizer, TokenizerSource, check_tokenizer
@@ -29,7 +28,7 @@ from trainer.run import hf_tokenizer  # noqa: F401  # registers its tokenizer
 from trainer.run.config import RunConfig
 from trainer.run.conversion import check_new_directory
 from trainer.run.pools import check_layout, pool_errors, pools_of, role_layouts
-from trainer.run.recorded_rows import keep_recorded_rows
+from trainer.run.recorded_rows import check_recorded_rows
 from trainer.trackers import TRACKERS
 from trainer.validation import Evaluation
 from workers.actor import ActorRolloutRefWorker
@@ -42,9 +41,6 @@ from workers.planning import is_planned
 from workers.reward import RewardModelWorker
 from workers.weights.hf.checkpoint import check_checkpoint_files
 from workers.weights.hf.files import WeightFiles, has_weights
-
-COMPARED = 64
-"""Prompts by which the vocabularies of the policy and of other models are compared."""
 
 
 @dataclass(frozen=True)
@@ -82,14 +78,13 @@ class RunParts:
         return BatchStream(self.train, config.data.train_batch_size, 0).batches_of(config.trainer.epochs)
 
     def problem_lines(self) -> list[str]:
-        """Return a line for each data set, with the number of prompts that are dropped, truncated or not read."""
+        """Return a line for each data set, with the number of prompts that are dropped or truncated."""
         lines = []
         for name, prompts in self.prompts.items():
             long = f"longer than {prompts.prompt_length} tokens"
             dropped = f", {prompts.dropped} dropped: {long}" if prompts.dropped else ""
             truncated = f", {prompts.truncated} without their beginning: {long}" if prompts.truncated else ""
-            unread = f", {prompts.unread} not read: they were added after the run was saved" if prompts.unread else ""
-            lines.append(f"{name}: {len(prompts)} prompts{dropped}{truncated}{unread}")
+            lines.append(f"{name}: {len(prompts)} prompts{dropped}{truncated}")
         return lines
 
     def close(self) -> None:
@@ -128,8 +123,8 @@ class RunParts:
 
 
 def chosen_lines(config: RunConfig) -> list[str]:
-    """Return a line each for the policy loss with its limits, for uneven mini-batches, and for when a run is saved."""
-    return [policy_loss_line(config.actor_rollout_ref), *_mini_batch_lines(config), _saving_line(config.trainer)]
+    """Return a line each for the policy loss with its limits, and for uneven mini-batches."""
+    return [policy_loss_line(config.actor_rollout_ref), *_mini_batch_lines(config)]
 
 
 def _mini_batch_lines(config: RunConfig) -> Iterator[str]:
@@ -146,19 +141,6 @@ def _mini_batch_lines(config: RunConfig) -> Iterator[str]:
             f"{key}: the {rows} responses of a step ({config.data.train_batch_size} problems x {n}) are divided into "
             f"{steps} mini-batch{'es' if steps > 1 else ''} of {sizes}: ppo_mini_batch_size={size} does not divide them"
         )
-
-
-def _saving_line(trainer: TrainerConfig) -> str:
-    """Return when a run is saved, what is lost at most, and how many checkpoints are kept."""
-    if trainer.save_freq > 0:
-        when = f"every {trainer.save_freq} steps (trainer.save_freq)"
-    elif trainer.save_freq == 0 and trainer.save_minutes:
-        when = f"after the step that ends {trainer.save_minutes:g} minutes after the last (trainer.save_minutes)"
-    else:
-        when = "at the end alone (trainer.save_freq, trainer.save_minutes): a run that is killed loses everything"
-    kept = "all are kept" if trainer.max_to_keep is None else f"the last {trainer.max_to_keep} are kept"
-    best = f", and {trainer.keep_best} of the best {trainer.best_metric}" if trainer.keep_best else ""
-    return f"checkpoints: {when}; {kept} (trainer.max_to_keep){best}"
 
 
 def policy_loss_line(config: ActorConfig) -> str:
@@ -209,7 +191,7 @@ def make_parts(config: RunConfig) -> RunParts:
     tokenizer, problem_rows = problems.tokenizer, problems.train
     environment, episodes = None, None
     if tokenizer is not None:
-        attempt(lambda: check_vocabulary(config, tokenizer, _first_texts(problem_rows)))
+        attempt(lambda: check_vocabulary(config, tokenizer))
         environment = attempt(partial(make_environment, config.multi_turn, tokenizer))
         episodes = attempt(partial(make_episodes, config.multi_turn, tokenizer, _vllm_python(config)))
         if environment is not None:
@@ -245,10 +227,6 @@ def make_parts(config: RunConfig) -> RunParts:
         prompts=problems.prompts,
         training_sets=[*config.data.training_sets()],
     )
-
-
-def _first_texts(prompts: PromptRows | Mixture | None) -> list[str]:
-    return [] if prompts is None else [prompts[index]["prompt"] for index in range(min(len(prompts), COMPARED))]
 
 
 def _vllm_python(config: RunConfig) -> str | None:
@@ -310,12 +288,7 @@ def read_problems(config: RunConfig, errors: CollectedErrors) -> Problems:
     data, rollout, attempt = config.data, config.actor_rollout_ref.rollout, errors.attempt
     configured = data.training_sets() | data.held_out_sets()
 
-    def load(dataset: DatasetConfig, key: str) -> Records:
-        read = load_records(dataset, key)
-        check_columns(read, data)  # before a tokenizer is made from the texts
-        return read
-
-    loaded = {key: attempt(partial(load, dataset, key)) for key, dataset in configured.items()}
+    loaded = {key: attempt(partial(load_records, dataset, key)) for key, dataset in configured.items()}
     records = {key: value for key, value in loaded.items() if value is not None}
     tokenizer = None
     if data.training_sets().keys() <= records.keys():
@@ -326,7 +299,7 @@ def read_problems(config: RunConfig, errors: CollectedErrors) -> Problems:
         encoded = attempt(partial(PromptRows, record, data, tokenizer, rollout.prompt_length))
         if encoded is not None:
             prompts[key] = encoded
-    attempt(lambda: keep_recorded_rows(config, prompts))
+    attempt(lambda: check_recorded_rows(config, prompts))
     train: PromptRows | Mixture | None = prompts.get("data.train")
     if data.mixture and data.training_sets().keys() <= prompts.keys():
         mixed = {name: prompts[f"data.mixture.{name}"] for name in data.mixture}
@@ -379,13 +352,12 @@ def make_tokenizer(config: RunConfig, records: Sequence[Records]) -> TextTokeniz
     return tokenizer
 
 
-def check_vocabulary(config: RunConfig, tokenizer: TextTokenizer, texts: Sequence[str] = ()) -> None:
+def check_vocabulary(config: RunConfig, tokenizer: TextTokenizer) -> None:
     """Raise ConfigError if a model has fewer token ids than the tokenizer, or ids that it cannot decode.
 
     Args:
         config: the configuration.
         tokenizer: of the policy, whose token ids all models get.
-        texts: prompts to compare vocabularies by.
     """
     policy = config.actor_rollout_ref.model
     try:
@@ -410,7 +382,7 @@ def check_vocabulary(config: RunConfig, tokenizer: TextTokenizer, texts: Sequenc
         if role == "actor_rollout_ref" or (path is not None and path in (config.tokenizer.path, policy.hf_path)):
             continue
         if path is not None and has_tokenizer(path):
-            check_tokens(path, f"{role}.model.hf_path", tokenizer, texts)
+            check_tokens(path, f"{role}.model.hf_path", tokenizer)
         elif role in ("ref", "reward_model") and size not in (policy.vocab_size, tokenizer.vocab_size):
             raise ConfigError(
                 f"{key} is {size}, and that of the policy, whose token ids {role} gets, {policy.vocab_size}. Use a "

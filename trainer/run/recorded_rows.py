@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,13 @@ class RecordedRows:
 
     def __init__(self, config: RunConfig, prompts: Mapping[str, PromptRows]) -> None:
         self._state = {
-            key: {"source": _source(dataset), "rows": len(prompts[key]), "crc32": prompts[key].crc32()}
+            key: {
+                "source": {item.name: getattr(dataset, item.name) for item in fields(DatasetConfig)},
+                "rows": len(prompts[key]),
+                "crc32": prompts[key].crc32(),
+            }
             for key, dataset in config.data.training_sets().items()
+            if key in prompts
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -35,11 +41,11 @@ class RecordedRows:
         return self._state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Do nothing: ``keep_recorded_rows`` has compared them before a process was started."""
+        """Do nothing: ``check_recorded_rows`` has compared them before a process was started."""
 
 
-def keep_recorded_rows(config: RunConfig, prompts: Mapping[str, PromptRows]) -> None:
-    """Leave out rows that were appended to the training sets of a run that is resumed or replayed.
+def check_recorded_rows(config: RunConfig, prompts: Mapping[str, PromptRows]) -> None:
+    """Raise DataError if rows of the training sets of a run that is resumed or replayed were added, removed or changed.
 
     The order in which rows are drawn depends on their number. Data sets with another path or selection than that of the
     run are used as they are.
@@ -47,49 +53,21 @@ def keep_recorded_rows(config: RunConfig, prompts: Mapping[str, PromptRows]) -> 
     Args:
         config: the configuration of the run.
         prompts: the problems of the data sets by their keys in the configuration.
-
-    Raises:
-        DataError: rows of the run were removed or changed; or the record of its saves is damaged.
     """
     trainer = config.trainer
     directory = Path(config.run_dir or ".", trainer.asynchronous.replay or trainer.default_local_dir)
     is_new = not trainer.resume and trainer.asynchronous.replay is None
     if is_new or not (directory / RECORD).is_file():
         return
-    by_key = read_record(directory).last.state.program.get(DATA)
-    for key, dataset in config.data.training_sets().items():
-        recorded = by_key.get(key) if isinstance(by_key, Mapping) else None
-        match recorded:  # None in a checkpoint of an earlier version, or of another program
-            case {"source": source, "rows": int(rows), "crc32": crc32} if key in prompts and source == _source(dataset):
-                _keep(key, prompts[key], rows, crc32, directory)
-
-
-def _keep(key: str, prompts: PromptRows, rows: int, crc32: Any, directory: Path) -> None:
-    count = len(prompts)
-    if count >= rows and prompts.crc32(rows) == crc32:
-        prompts.keep(rows)
-        return
-    fewer = f"{key} has {count} prompts, fewer than"
-    changed = f"{key} has {count} prompts, and its first {rows}, or their answers, differ from"
-    raise DataError(
-        f"{fewer if count < rows else changed} the {rows} that the run in {directory} began with, so it would go on "
-        f"with other rows: restore the file; or pass a copy of it as {key}.path=COPY to go on with its rows",
-        key=key,
-        rows=count,
-        expected=rows,
-    )
-
-
-def _source(dataset: DatasetConfig) -> list[Any]:
-    """Return what selects the rows of a data set, as JSON."""
-    paths = [path if path is None else str(Path(str(path)).absolute()) for path in dataset.paths]
-    return [
-        dataset.source,
-        paths,
-        dataset.split,
-        dataset.task,
-        dataset.options,
-        dataset.seed,
-        dataset.skip,
-        dataset.size,
-    ]
+    by_key = read_record(directory).last.state.program.get(DATA, {})
+    for key, now in RecordedRows(config, prompts).state_dict().items():
+        before = by_key.get(key, now)  # of a checkpoint of another program
+        if before["source"] == now["source"] and before != now:
+            raise DataError(
+                f"{key} has {now['rows']} prompts, and they, or their answers, are not the {before['rows']} that the "
+                f"run in {directory} began with, so it would go on with other rows: restore the file; or pass a copy "
+                f"of it as {key}.path=COPY to go on with its rows",
+                key=key,
+                rows=now["rows"],
+                expected=before["rows"],
+            )

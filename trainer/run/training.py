@@ -47,7 +47,7 @@ def until_interrupted(action: Callable[[], object]) -> int:
 
     Output that cannot be written is dropped.
     """
-    with interruptible(), redirect_stdout(Output(sys.stdout)), redirect_stderr(Output(sys.stderr)):
+    with _handling_signals(_interrupt), redirect_stdout(Output(sys.stdout)), redirect_stderr(Output(sys.stderr)):
         try:
             action()
         except KeyboardInterrupt:
@@ -107,7 +107,7 @@ def train(config: RunConfig, console: Console) -> Path:
             report.end_early(trainer.global_steps)
             raise
     finally:
-        with _uninterrupted():
+        with _handling_signals(signal.SIG_IGN):  # while processes end, which takes seconds: some would be left
             parts.close()
             ray.shutdown()
             release_lock(directory / LOCK)
@@ -224,28 +224,17 @@ def _keeping_sigterm() -> Iterator[None]:
 
 
 @contextmanager
-def interruptible() -> Iterator[None]:
-    """Handle SIGTERM and SIGINT like Ctrl-C, even if the parent process made this one ignore SIGINT."""
-    before = {number: signal.signal(number, _interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Ignore SIGTERM and SIGINT while the processes of the run end, which takes seconds: some would be left."""
+def _handling_signals(handler: Callable[[int, FrameType | None], object] | signal.Handlers) -> Iterator[None]:
+    """Handle SIGTERM and SIGINT so in the block, in the main thread: Python allows no handlers in others."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, former in before.items():
+            signal.signal(number, former)
 
 
 def run_of_trackers(config: RunConfig, directory: Path) -> Run:
@@ -323,4 +312,5 @@ def _set_aside(directory: Path) -> str:
 
 
 def _interrupt(signal_number: int, frame: FrameType | None) -> None:
+    """Handle a signal like Ctrl-C, even if the parent process made this one ignore SIGINT."""
     raise KeyboardInterrupt

@@ -210,10 +210,8 @@ def test_damaged_and_missing_files_of_a_tokenizer_are_rejected_with_their_name(t
     settings = tmp_path / "tokenizer_config.json"
     settings.write_text('{"tokenizer_class": "Qwen2Tokenizer", "eos_token": "</s>"}')
     assert "it has none of merges.txt, tokenizer.json, vocab.json" in error()
-    for content, reason in (("", "Expecting value: line 1"), ("[]", "it contains list"), ('{"a', "line 1 column 2")):
+    for content in ("", "[]", '{"a', "{}"):
         (tmp_path / "tokenizer.json").write_text(content)
-        assert "tokenizer.json' is damaged" in error() and reason in error()
-    (tmp_path / "tokenizer.json").write_text("{}")
-    assert "transformers cannot load the tokenizer" in error()
+        assert f"transformers cannot load the tokenizer in {str(tmp_path)!r}" in error()
     (tmp_path / "chat_template.jinja").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d\nsize 1\n")
     assert "chat_template.jinja' is a pointer of Git LFS" in error()

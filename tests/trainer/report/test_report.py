@@ -60,7 +60,6 @@ def make_run(tmp_path: Path) -> MakeRun:
         for path, text in {
             directory / "metrics.jsonl": '{"global_step": 13, "train/sc',
             checkpoints / "failures.jsonl": json.dumps({**FAILURE, "restarted": True, "reason": None}) + "\n",
-            directory / "run.lock": json.dumps({"host": "far", "pid": 7, "started": 1, "since": "noon"}),
             checkpoints / "trainer.json": '{"global_steps": 10}',
             directory / "config.yaml": yaml.safe_dump(CONFIG, sort_keys=False),
         }.items():
@@ -123,7 +122,6 @@ def test_the_page_has_the_values_of_the_files_and_no_references(make_run: MakeRu
         "host": "far",
         "versions": "torch 2",
         "started": "now",
-        "running process": "7 on far since noon",
         "step": f"{STEPS} of 40",
         "saved step": "10",
         "restarts": "1",
@@ -229,14 +227,11 @@ def test_chromium_draws_two_runs_without_errors(make_run: MakeRun, tmp_path: Pat
     [
         ("summary.json", '{"wall_s": 1', "damaged: Expecting"),
         ("summary.json", "version https://git-lfs.github.com/spec/v1", "damaged: Expecting value: line 1"),
-        ("summary.json", '{"processes": [3]}', "processes[0] is 3, expected a mapping"),
         ("checkpoints/trainer.json", "[1]", "expected a mapping, got list"),
-        ("checkpoints/failures.jsonl", '{"time": NaN}', "time is nan, expected seconds since 1970"),
-        ("config.yaml", "pool: {process_on_nodes: 4}", "pool.process_on_nodes is 4, expected list"),
-        ("config.yaml", "trainer: [3]", "trainer is [3], expected a mapping"),
+        ("config.yaml", "trainer: [3", "while parsing"),
     ],
 )
-def test_a_damaged_file_is_one_line_with_the_file_and_the_value(
+def test_a_damaged_file_is_one_line_with_the_file(
     make_run: MakeRun, capsys: pytest.CaptureFixture[str], name: str, content: str, reason: str
 ) -> None:
     directory = make_run()
@@ -247,23 +242,20 @@ def test_a_damaged_file_is_one_line_with_the_file_and_the_value(
     assert "move it away" in printed and printed.count("\n") == 1
 
 
-def test_values_that_are_no_numbers_and_locks_without_a_name_are_left_out(make_run: MakeRun, tmp_path: Path) -> None:
+def test_values_that_are_no_numbers_are_left_out(make_run: MakeRun, tmp_path: Path) -> None:
     directory = make_run()
     lines = [
         "[" * 100_000,
         "[]",
         '{"global_step": 14, "train/score": "x", "memory/a": 1}',
-        f'{{"global_step": {"9" * 400}}}',
+        '{"global_step": 15, "train/score": NaN, "perf/tokens_per_s": null}',
     ]
-    lines.append(f'{{"global_step": 15, "train/score": {"9" * 400}, "perf/tokens_per_s": null}}')
     (directory / "metrics.jsonl").write_bytes("\n".join(lines).encode() + b"\n\xff\n")
     (directory / "summary.json").write_text("")
-    (directory / "run.lock").write_text('{"host": "far"}')
     tokens = {"text": ["\ud800"], "advantage": [math.nan]}
     (directory / "samples.jsonl").write_text(json.dumps({"global_step": 1, "prompt": "p", "tokens": tokens}) + "\n")
     assert main(["report", str(directory), "-o", str(tmp_path / "page.html")]) == 0
     assert '"advantage":[null]' in (tmp_path / "page.html").read_text()
-    assert reading.read_run(directory).holder == {}
 
 
 def test_control_characters_of_a_run_do_not_reach_the_terminal(

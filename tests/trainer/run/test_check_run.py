@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 import ray
-from typing_extensions import get_protocol_members
 
 from mcontroller.cli.main import main
 from mcontroller.errors import ConfigError, DataError, LayoutError, MControllerError
 from tests.workers.weights.test_hf_fields import QWEN_3_CODER
-from trainer.data.tokenizers import TOKENIZER_MEMBERS, TextTokenizer, check_tokenizer
+from trainer.data.tokenizers import check_tokenizer
 from trainer.run import check_verb
 from trainer.run.config import read_run_config
 from trainer.run.model_roles import role_calls
@@ -184,10 +183,6 @@ def test_a_tokenizer_that_a_run_cannot_save_is_rejected(tokenizer: Any, missing:
         check_tokenizer(tokenizer, "mine")
     assert (raised.value.key, raised.value.value, raised.value.missing) == ("tokenizer.kind", "mine", missing)
     check_tokenizer(Saves(), "mine")  # type: ignore[arg-type]
-
-
-def test_the_members_of_a_tokenizer_are_those_of_its_protocol() -> None:
-    assert {*TOKENIZER_MEMBERS} == get_protocol_members(TextTokenizer)
 
 
 def test_check_rejects_the_directory_of_another_run_as_train_does(config_file, tmp_path):

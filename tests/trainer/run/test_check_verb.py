@@ -55,15 +55,13 @@ def test_the_roles_of_a_run_are_printed_without_starting_anything(capsys: pytest
     assert "GPU" not in printed.replace("0 GPUs", "") and "GB (2**30 bytes) in a process" in printed
     table = printed[printed.index("GB (2**30 bytes)") :].splitlines()
     assert len(table) > 8 and max(map(len, table)) <= 100
-    assert "checkpoints: after the step that ends 10 minutes after the last (trainer.save_minutes); the" in printed
-    changed = ["pool.use_gpu=true", "trainer.save_freq=25", "critic.ppo_mini_batch_size=100"]
+    changed = ["pool.use_gpu=true", "critic.ppo_mini_batch_size=100"]
     assert main(["check", *config, *changed, "--layouts"]) == 0
     printed = capsys.readouterr().out
     assert "layouts of training fit in 90% of the 80.0 GB of a GPU" in printed and "  one rank: " not in printed
     assert "  tp 2 x dp 2: " in printed
     assert "GB (2**30 bytes) on a GPU" in printed and "trainer.offload=never" in printed
     assert "NCCL's buffers are not counted" in printed
-    assert "checkpoints: every 25 steps (trainer.save_freq); the last 3 are kept (trainer.max_to_keep)" in printed
     assert "11 mini-batches of 93 or 94: ppo_mini_batch_size=100 does not divide them" in printed
 
 

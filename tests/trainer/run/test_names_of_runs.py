@@ -29,7 +29,3 @@ def test_names_that_no_tracker_shows_are_rejected(tmp_path: Path, override: str)
         with pytest.raises(ConfigError) as caught:
             names(tmp_path, override, f"trackers={trackers}")
         assert override.startswith(str(caught.value.key))
-    key = override.partition("=")[0]
-    with pytest.raises(ConfigError) as caught:
-        names(tmp_path, f"{key}=''")
-    assert caught.value.key == key

@@ -102,14 +102,9 @@ def test_a_run_goes_on_with_the_rows_that_it_began_with(make_run: MakeRun, again
     overrides = [again.format(saves=saves), "trainer.max_staleness=2", "rollout=${actor_rollout_ref}"]
     overrides += ["pool.process_on_nodes=[8]", "algorithm.importance.level=token"]
     added = '{"prompt": "9+9=", "answer": "18"}\n'
-    file.write_text("".join([*lines, added]))
     resumed = config_of_run(str(run), overrides)
-    parts = make_parts(resumed)
-    assert [row["prompt"] for row in map(parts.train.__getitem__, range(len(parts.train)))] == [
-        json.loads(line)["prompt"] for line in lines
-    ]
-    assert RecordedRows(resumed, parts.prompts).state_dict() == rows and "1 not read" in parts.problem_lines()[0]
-    for changed, count in ((lines[:-1], 3), ([*lines[1:], added, added], 5), ([*lines[:3], added], 4)):
+    assert RecordedRows(resumed, make_parts(resumed).prompts).state_dict() == rows
+    for changed, count in (([*lines, added], 5), (lines[:-1], 3), ([*lines[:3], added], 4)):
         file.write_text("".join(changed))
         with pytest.raises(DataError) as caught:
             make_parts(resumed)

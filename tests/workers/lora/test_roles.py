@@ -8,7 +8,7 @@ import pytest
 
 from mcontroller.errors import ConfigError
 from tests.workers.roles import MODEL
-from trainer.roles import Role, check_reference_sync, check_roles, role_workers
+from trainer.roles import Role, check_roles, role_workers
 from trainer.run.config import RunConfig
 from trainer.run.parts import roles_of
 from workers.actor import ActorRolloutRefWorker
@@ -74,5 +74,4 @@ def test_reference_that_would_move_is_rejected(changes: dict[str, Any]) -> None:
     config, mapping = config_of(**changes), {Role.ActorRolloutRef: ActorRolloutRefWorker}
     with pytest.raises(ConfigError) as caught:
         check_roles(config, mapping)
-        check_reference_sync(config, mapping)
     assert caught.value.value == 2
