@@ -21,7 +21,7 @@ from workers.weights.moves import (
     Move,
     TensorInBucket,
     places_in_bucket,
-    plan_whole,
+    plan_buckets,
     whole_tensors,
 )
 from workers.weights.shards import SliceReader, WeightShard
@@ -106,8 +106,12 @@ class WholeTensors:
         self._wanted, self._planned_for = targets[dist.get_rank()], (mine, receivers)
         self._buckets = ()
         if any(targets):
-            self._buckets = plan_whole(
-                sources, targets, self._bucket_bytes, lambda source, target: int(nodes[source] != nodes[target])
+            self._buckets = plan_buckets(
+                sources,
+                targets,
+                self._bucket_bytes,
+                lambda source, target: int(nodes[source] != nodes[target]),
+                whole=True,
             )
 
 

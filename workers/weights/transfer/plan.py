@@ -16,10 +16,7 @@ from workers.weights.moves import (
     LocalTensor,
     Move,
     check_known,
-    in_buckets,
-    interleaved,
-    plan_moves,
-    plan_whole,
+    plan_buckets,
     whole_tensors,
 )
 
@@ -113,11 +110,6 @@ class RankSchedule:
     sources: int = 0
     exchanges: tuple[tuple[Move, ...], ...] = ()
 
-    @property
-    def nbytes(self) -> int:
-        """The bytes that the rank sends or receives."""
-        return sum(slices.nbytes for bucket in self.buckets for slices in bucket)
-
     @cached_property
     def peers(self) -> tuple[int, ...]:
         """The ranks that this one sends to or receives from."""
@@ -136,8 +128,7 @@ class TransferSchedule:
 
     Attributes:
         source_size, target_size: number of ranks of the groups.
-        buckets: moves of one dtype each; in one bucket no rank sends or receives more than the limit.
-        least_bytes: over all ranks of the target, the bytes of what they have. No schedule sends less.
+        buckets: see ``plan_buckets``.
         targets: by rank of the target, the tensors that it gets.
         relays: by number of a rank of the target, the rank of the source on its GPU that sends it everything, also
             what that rank gets from other ranks of the source; empty if ranks send what they have themselves.
@@ -146,7 +137,6 @@ class TransferSchedule:
     source_size: int
     target_size: int
     buckets: tuple[tuple[Move, ...], ...]
-    least_bytes: int
     targets: tuple[tuple[LocalTensor, ...], ...]
     relays: Mapping[int, int] = field(default_factory=dict)
 
@@ -195,6 +185,11 @@ class TransferSchedule:
             dtypes_of[tensor.name].add(tensor.dtype)
         return {name: sorted(dtypes) for name, dtypes in dtypes_of.items()}
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes that are sent: of all tensors of all ranks of the target."""
+        return sum(move.nbytes for move in chain(*self.buckets))
+
     @cached_property
     def routes(self) -> dict[tuple[int, int], int]:
         """The bytes from each rank of the source to each rank of the target, counted from 0."""
@@ -234,14 +229,10 @@ def schedule_transfer(
     def distance(one: int, other: int) -> int:
         return _distance(ranks[one], ranks[other])
 
-    if engines:
-        limit = min(bucket_bytes, *(engine.bucket_bytes for engine in engines))
-        buckets = plan_whole(from_ranks, to_ranks, limit, distance)
-    else:
-        buckets = tuple(in_buckets(interleaved(plan_moves(from_ranks, to_ranks, distance)), bucket_bytes))
-    least = sum(move.nbytes for move in chain(*buckets))
+    limit = min([bucket_bytes, *(engine.bucket_bytes for engine in engines)])
+    buckets = plan_buckets(from_ranks, to_ranks, limit, distance, whole=bool(engines))
     relays = _relays(sources, targets, buckets) if relayed else {}
-    return TransferSchedule(len(sources), len(targets), buckets, least, wanted, relays)
+    return TransferSchedule(len(sources), len(targets), buckets, wanted, relays)
 
 
 def _relays(
@@ -300,11 +291,9 @@ def explanation(schedule: TransferSchedule, transport: str, bucket_bytes: int, s
         source: the name of the group that weights come from.
         target: the name of the group that they go to.
     """
-    sent = sum(schedule.routes.values())
     lines = [
         f"{source} ({_ranks(schedule.source_size)}) -> {target} ({_ranks(schedule.target_size)}) by {transport}: "
-        f"{_size(sent)} in {len(schedule.buckets)} buckets of at most {_size(bucket_bytes)}; the least is "
-        f"{_size(schedule.least_bytes)}"
+        f"{_size(schedule.nbytes)} in {len(schedule.buckets)} buckets of at most {_size(bucket_bytes)}"
     ]
     senders: dict[int, dict[int, int]] = defaultdict(dict)
     for (sender, receiver), nbytes in schedule.routes.items():

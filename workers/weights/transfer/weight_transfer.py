@@ -49,8 +49,7 @@ class TransferReport:
 
     Attributes:
         transport: the name of the transport.
-        bytes_sent: bytes sent, over all ranks.
-        least_bytes: bytes that the ranks of the target have, over all ranks: no transfer sends less.
+        bytes_sent: bytes sent, over all ranks: no more than the ranks of the target have.
         seconds: wall-clock time of the slowest rank.
         buffer_bytes: the most memory that a rank keeps for the transfer, in addition to the weights.
         policy_version: the version of the policy that was sent.
@@ -60,7 +59,6 @@ class TransferReport:
 
     transport: str
     bytes_sent: int
-    least_bytes: int
     seconds: float
     buffer_bytes: int
     policy_version: int
@@ -74,7 +72,6 @@ class TransferReport:
             **verified,
             "weights/seconds": self.seconds,
             "weights/bytes_sent": float(self.bytes_sent),
-            "weights/least_bytes": float(self.least_bytes),
             "weights/policy_version": float(self.policy_version),
         }
 
@@ -165,8 +162,7 @@ class WeightTransfer:
         self.target.accept_weights(version)
         return TransferReport(
             transport=self.transport,
-            bytes_sent=sum(outcome.nbytes for outcome in sent),
-            least_bytes=self.schedule.least_bytes,
+            bytes_sent=self.schedule.nbytes,
             seconds=max(outcome.seconds for outcome in (*sent, *received)),
             buffer_bytes=max(outcome.buffer_bytes for outcome in (*sent, *received)),
             policy_version=version,

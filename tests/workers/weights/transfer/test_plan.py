@@ -41,7 +41,7 @@ def test_slices_travel_in_buckets_within_the_limit(sources: list[LocalTensor], t
         [RankWeights((part,), (), "node", pid, "cpu") for pid, part in enumerate(side)] for side in (sources, targets)
     ]
     schedule = schedule_transfer(*ranks, MIB)
-    assert sum(schedule.routes.values()) == schedule.least_bytes == ROWS * COLUMNS * targets[0].itemsize
+    assert sum(schedule.routes.values()) == schedule.nbytes == ROWS * COLUMNS * targets[0].itemsize
     for bucket in schedule.buckets:
         nbytes: dict[int, int] = defaultdict(int)
         for move in bucket:
@@ -116,4 +116,4 @@ def test_engines_get_whole_tensors_each_complete_in_one_bucket() -> None:
             rows[move.target_rank, move.target_slot] += move.length
         assert all(count == schedule.targets[1][slot].shape[0] for (_, slot), count in rows.items())
         assert {target for target, _ in rows} == {3, 4}  # ranks are counted over both groups
-    assert schedule.least_bytes == 2 * 2 * COLUMNS * (ROWS + 2 * 64)
+    assert schedule.nbytes == 2 * 2 * COLUMNS * (ROWS + 2 * 64)
