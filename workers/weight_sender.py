@@ -101,7 +101,9 @@ class WeightSender:
         unknown = () if hf_names else tuple(unknown_positions(shards))
         place = node_id(), os.getpid(), gpu
         nccl_host = os.environ.get("NCCL_HOSTID", "")
-        return RankWeights(described, unknown, *place, verify, visible_gpus(), engine, nccl_host)
+        by_config = hf_names or self._generator.serves_engine
+        model = (self._config.model, self._config.parallel) if by_config else None
+        return RankWeights(described, unknown, *place, verify, visible_gpus(), engine, nccl_host, model)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def weight_fingerprints(

@@ -11,9 +11,10 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, groupby, zip_longest
 from math import inf, prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mcontroller.errors import DataError
+from workers.weights.same_tensors import check_same_tensors
 
 _ALIGNMENT = 64  # [bytes] of a tensor in a bucket
 _LAYER = re.compile(r"(?:^|\.)(\d+)\.")
@@ -113,7 +114,8 @@ def plan_moves(
     Raises:
         DataError: the two are not the same model, or no source has a part of a tensor; with the names.
     """
-    _check_same_model(sources, targets)
+    have, need = ({tensor.name: tensor.shape for tensor in chain(*model)} for model in (sources, targets))
+    check_same_tensors(have, need, "source and target are not the same model")
     dims = _dims(chain(*sources, *targets))
     parts = _parts(sources, dims)
     sent = [0] * len(sources)
@@ -224,6 +226,14 @@ def places_in_bucket(tensors: Iterable[LocalTensor]) -> tuple[list[TensorInBucke
     return places, end
 
 
+def dtypes_by_name(by_rank: Iterable[Iterable[Any]]) -> dict[str, list[str]]:
+    """Return by name the dtypes in which ranks have the tensor, of descriptions with a ``name`` and a ``dtype``."""
+    dtypes: dict[str, set[str]] = defaultdict(set)
+    for tensor in chain.from_iterable(by_rank):
+        dtypes[tensor.name].add(tensor.dtype)
+    return {name: sorted(names) for name, names in dtypes.items()}
+
+
 def check_known(names: Sequence[str]) -> None:
     """Raise DataError if there are ``names``: tensors whose position in the whole model is unknown."""
     if names:
@@ -311,21 +321,3 @@ def _dims(tensors: Iterable[LocalTensor]) -> dict[str, int]:
                 name=name,
             )
     return {name: min(used, default=0) for name, used in dims.items()}
-
-
-def _check_same_model(sources: Sequence[Sequence[LocalTensor]], targets: Sequence[Sequence[LocalTensor]]) -> None:
-    have, need = ({local.name: local.shape for local in chain(*model)} for model in (sources, targets))
-    missing, unexpected = sorted(need.keys() - have.keys()), sorted(have.keys() - need.keys())
-    differing = [
-        f"{name} is {have[name]}, the target's is {need[name]}"
-        for name in sorted(have.keys() & need.keys())
-        if have[name] != need[name]
-    ]
-    if missing or unexpected or differing:
-        raise DataError(
-            f"source and target are not the same model: the source lacks {missing or 'none'}, the target lacks "
-            f"{unexpected or 'none'}; of another shape {differing or 'none'}",
-            missing=missing,
-            unexpected=unexpected,
-            differing=differing,
-        )

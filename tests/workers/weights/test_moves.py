@@ -164,7 +164,7 @@ def test_another_model_is_rejected_with_the_names() -> None:
     with pytest.raises(DataError) as caught:
         schedule_of(cut(16, 2, 2), [[*held, head] for held in cut(18, 2, 2)], 64)
     assert caught.value.missing == ["head"]  # type: ignore[attr-defined]
-    assert caught.value.differing == ["weight is (16, 4), the target's is (18, 4)"]  # type: ignore[attr-defined]
+    assert caught.value.differing == ["weight is [16, 4], the model's is [18, 4]"]  # type: ignore[attr-defined]
 
 
 def test_a_part_that_no_rank_has_is_rejected_with_its_name() -> None:

@@ -37,6 +37,7 @@ from workers.weights.hf.names import (
 )
 from workers.weights.hf.verify_load import verify_load
 from workers.weights.moves import TensorInBucket, places_in_bucket
+from workers.weights.same_tensors import check_same_tensors
 from workers.weights.shards import WeightShard, named_shards
 from workers.weights.whole_tensors import BucketMemory, Receivers, WholeTensors, receives_all, tensor_in, tensors_in
 
@@ -253,7 +254,6 @@ def _check_names(
     path: str,
 ) -> None:
     """Raise, on all ranks, unless the checkpoint fits the model, which may lack the names ``left``."""
-    missing = sorted(shapes.keys() - files.names - left)
     # A model with tied embeddings or a value head does not need the output layer of a checkpoint.
     spare = {*names_of(family).get(OUTPUT_LAYER, ()), *copies}
     if family is not None and family.has_extra_layers:
@@ -262,20 +262,13 @@ def _check_names(
         spare |= extra
         if extra and dist.get_rank() == 0:
             logger.warning("%s: left out %d tensors of layers that predict more tokens at once", path, len(extra))
-    unexpected = sorted(name for name in files.names - shapes.keys() - spare if not name.endswith(_DERIVED))
-    differing = [
-        f"{name} is {list(files.shape(name))}, the model's is {list(shapes[name])}"
-        for name in sorted(shapes.keys() & files.names)
-        if files.shape(name) != shapes[name]
-    ]
-    if missing or unexpected or differing:
-        raise DataError(
-            f"the checkpoint at {path!r} does not fit the model: missing {_some(missing)}; unexpected "
-            f"{_some(unexpected)}; of another shape {_some(differing)}",
-            missing=missing,
-            unexpected=unexpected,
-            differing=differing,
-        )
+    have = {
+        name: files.shape(name) if name in shapes else ()
+        for name in files.names
+        if name in shapes or (name not in spare and not name.endswith(_DERIVED))
+    }
+    need = {name: shape for name, shape in shapes.items() if name not in left}
+    check_same_tensors(have, need, f"the checkpoint at {path!r} does not fit the model")
 
 
 def _check_copies(copies: Mapping[str, list[str]], files: WeightFiles, path: str) -> None:
@@ -290,9 +283,3 @@ def _check_copies(copies: Mapping[str, list[str]], files: WeightFiles, path: str
                         "model.transformer.mtp_num_layers",
                         tensor=copy,
                     )
-
-
-def _some(names: Sequence[str]) -> str:
-    if not names:
-        return "none"
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from workers.weights.moves import (
     LocalTensor,
@@ -52,6 +52,8 @@ class RankWeights(NamedTuple):
         visible: the unique ids of the GPUs that its process can use, in their order there.
         engine: the engine that it serves, which gets whole tensors with Hugging Face names; ``tensors`` is empty then.
         nccl_host: the ``NCCL_HOSTID`` of its process, if that is set: NCCL takes ranks of two hosts on one GPU.
+        model: the ``ModelConfig`` and the ``ParallelConfig`` of a rank whose tensors have Hugging Face names, or that
+            serves an engine.
     """
 
     tensors: tuple[LocalTensor, ...]
@@ -63,6 +65,7 @@ class RankWeights(NamedTuple):
     visible: tuple[str, ...] = ()
     engine: ServedEngine | None = None
     nccl_host: str = ""
+    model: tuple[Any, Any] | None = None
 
 
 class PeerSlices(NamedTuple):
@@ -176,14 +179,6 @@ class TransferSchedule:
     def sender_of(self, move: Move) -> int:
         """Return the rank that a rank of the target gets a slice from."""
         return self.relays.get(move.target_rank, move.source_rank)
-
-    @property
-    def dtypes(self) -> dict[str, list[str]]:
-        """By name, the dtypes in which the target gets the tensor."""
-        dtypes_of: dict[str, set[str]] = defaultdict(set)
-        for tensor in chain(*self.targets):
-            dtypes_of[tensor.name].add(tensor.dtype)
-        return {name: sorted(dtypes) for name, dtypes in dtypes_of.items()}
 
     @property
     def nbytes(self) -> int:

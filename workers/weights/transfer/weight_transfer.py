@@ -14,11 +14,13 @@ import zlib
 from dataclasses import dataclass
 from typing import Any, Self
 
-from mcontroller.errors import ConnectionLost, GroupError, MControllerError
+from mcontroller.errors import ConnectionLost, DataError, GroupError, MControllerError
 from mcontroller.group import WorkerGroup
 from mcontroller.transport import Future
+from workers.same_policy import differing_fields
+from workers.weights.moves import dtypes_by_name
 from workers.weights.transfer.endpoint import TransferOutcome, choose_transport
-from workers.weights.transfer.plan import RankSchedule, TransferSchedule, explanation, schedule_transfer
+from workers.weights.transfer.plan import RankSchedule, RankWeights, TransferSchedule, explanation, schedule_transfer
 from workers.weights.verification import Verification
 
 logger = logging.getLogger(__name__)
@@ -123,6 +125,8 @@ class WeightTransfer:
         targets = target.describe_weights()
         self._hf_names = any(rank.engine is not None for rank in targets)
         sources = source.describe_weights(self._hf_names)
+        if self._hf_names:
+            self._check_same_model(sources[0], targets[0])
         self.transport = choose_transport(transport, sources, targets)
         self.schedule: TransferSchedule = schedule_transfer(
             sources, targets, bucket_bytes, relayed=self.transport == "cuda_ipc"
@@ -195,6 +199,19 @@ class WeightTransfer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _check_same_model(self, source: RankWeights, target: RankWeights) -> None:
+        """Raise DataError if engines compute another model than the source's; they have not reported their tensors."""
+        assert source.model is not None and target.model is not None
+        (ours, our_axes), (theirs, their_axes) = source.model, target.model
+        differing = differing_fields(ours, theirs, our_axes, their_axes)
+        if differing:
+            values = (f"model.{name} is {one!r} and {other!r}" for name, (one, other) in sorted(differing.items()))
+            raise DataError(
+                f"{self.source.name} and the engines of {self.target.name} do not have the same model: "
+                f"{'; '.join(values):.500}: configure both groups with the same one",
+                differing=differing,
+            )
+
     def _connect(self) -> None:
         sources = self.schedule.source_size
         size = sources + self.schedule.target_size
@@ -232,7 +249,8 @@ class WeightTransfer:
             the seconds, and a fingerprint of all weights together.
         """
         started = time.perf_counter()
-        expected = self.source.weight_fingerprints.options(blocking=False)(self.schedule.dtypes, self._hf_names)
+        dtypes = dtypes_by_name(self.schedule.targets)
+        expected = self.source.weight_fingerprints.options(blocking=False)(dtypes, self._hf_names)
         arrived = self.target.weight_fingerprints.options(blocking=False)()
         sent = expected.get()
         self._verification.check(sent, arrived.get(), version)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from mcontroller.errors import CallRejected
+from mcontroller.errors import CallRejected, DataError
 from mcontroller.testing import simulated_worker_group
 from tests.ranks import run_ranks
 from tests.workers.generate.vllm.stand_in import StandInLLM, standing_in
@@ -132,6 +132,15 @@ def test_a_tensor_that_changes_on_its_way_is_named_with_the_rank(monkeypatch: py
         monkeypatch.setattr(StandInLLM, "_receive_policy_bucket", receive)
         transfer.run()
     assert len(rollout.generate_sequences(prompts(4, SAMPLED))) == 4
+
+
+@pytest.mark.simulated
+def test_an_engine_of_another_model_is_rejected_before_anything_is_sent() -> None:
+    actors, other = group("actor", 1, {}, DENSE), DENSE | {"hidden_size": 64, "num_layers": 3}
+    with pytest.raises(DataError) as caught:
+        WeightTransfer(actors, engine_group(1, {}, other))
+    assert caught.value.differing.items() >= {"hidden_size": (128, 64), "num_layers": (4, 3)}.items()  # type: ignore[attr-defined]
+    assert all("receive_policy_bucket" not in llm.events for llm in StandInLLM.started)
 
 
 @pytest.mark.simulated

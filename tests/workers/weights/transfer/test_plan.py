@@ -6,7 +6,7 @@ from collections import defaultdict
 
 import pytest
 
-from workers.weights.moves import LocalTensor, spans_of
+from workers.weights.moves import LocalTensor, dtypes_by_name, spans_of
 from workers.weights.transfer.plan import RankWeights, ServedEngine, schedule_transfer
 
 MIB = 1 << 20
@@ -107,7 +107,7 @@ def test_engines_get_whole_tensors_each_complete_in_one_bucket() -> None:
         [],
         *[["a", "model.layers.0.w", "b"]] * 2,
     ]
-    assert schedule.dtypes == {name: ["bfloat16"] for name in ("a", "b", "model.layers.0.w")}
+    assert dtypes_by_name(schedule.targets) == {name: ["bfloat16"] for name in ("a", "b", "model.layers.0.w")}
     names = [{schedule.targets[1][move.target_slot].name for move in bucket} for bucket in schedule.buckets]
     assert names == [{"a"}, {"model.layers.0.w"}, {"b"}]
     for bucket in schedule.buckets:
