@@ -80,15 +80,18 @@ class WeightSender:
                 )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def describe_weights(self, hf_names: bool = False) -> RankWeights:
+    def describe_weights(self, receiver: ServedEngine | None = None) -> RankWeights:
         """Return which parts of the model this rank has, and where it runs.
 
         Args:
-            hf_names: whether the parts are tensors of a Hugging Face checkpoint.
+            receiver: the engine that gets them, if one does: the parts are tensors of a Hugging Face checkpoint.
 
         Raises:
-            DataError: ``hf_names``, and a tensor has no counterpart in a Hugging Face checkpoint.
+            DataError: the engine has another model, or a tensor has no counterpart in a Hugging Face checkpoint.
         """
+        hf_names = receiver is not None
+        if receiver is not None:
+            self._check_model(receiver)
         gpu = gpu_id(self._device) if self._device.type == "cuda" else "cpu"
         verify = self._config.rollout.verify_weights != "never"
         shards, engine = self._shards(hf_names), None
@@ -96,14 +99,27 @@ class WeightSender:
             verify = verify and isinstance(self._generator.rollout, ReadableRollout)
             if receives_all(self._generator.rollout.receivers, dist.get_rank()):
                 dtype = self._config.model.dtype
-                engine = ServedEngine(dtype, getattr(torch, dtype).itemsize, self._config.rollout.vllm.bucket_bytes)
+                model = self._config.model, self._config.parallel
+                bucket_bytes = self._config.rollout.vllm.bucket_bytes
+                engine = ServedEngine(dtype, getattr(torch, dtype).itemsize, bucket_bytes, model)
         described = tuple(shard.described() for shard in shards)
         unknown = () if hf_names else tuple(unknown_positions(shards))
         place = node_id(), os.getpid(), gpu
         nccl_host = os.environ.get("NCCL_HOSTID", "")
-        by_config = hf_names or self._generator.serves_engine
-        model = (self._config.model, self._config.parallel) if by_config else None
-        return RankWeights(described, unknown, *place, verify, visible_gpus(), engine, nccl_host, model)
+        return RankWeights(described, unknown, *place, verify, visible_gpus(), engine, nccl_host)
+
+    def _check_model(self, engine: ServedEngine) -> None:
+        """Raise DataError if an engine has another model, since it does not report the shapes of its tensors."""
+        (theirs, their_axes), config = engine.model, self._config
+        with before_changes():
+            differing = differing_fields(config.model, theirs, config.parallel, their_axes)
+            if differing:
+                values = (f"{name} is {one!r}, the engine's is {other!r}" for name, (one, other) in differing.items())
+                raise DataError(
+                    f"the engine that gets the weights has another model: {'; '.join(values):.500}; configure both "
+                    "groups with the same one",
+                    differing=differing,
+                )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def weight_fingerprints(
@@ -113,7 +129,7 @@ class WeightSender:
 
         Args:
             dtypes: see ``shard_fingerprints``.
-            hf_names: see ``describe_weights``.
+            hf_names: whether the parts are tensors of a Hugging Face checkpoint.
         """
         if self._generator.serves_engine:
             engine = self._generator.rollout

@@ -10,6 +10,7 @@ from typing import Any
 
 from mcontroller.config.load import CollectedErrors
 from mcontroller.errors import ConfigError
+from mcontroller.files import check_new_directory
 from trainer.config import TrainerConfig, ValidationConfig
 from trainer.data.config import DatasetConfig
 from trainer.data.prompts import Demonstrations, PromptRows, answer_of, check_columns, demonstrations_of
@@ -27,7 +28,6 @@ from trainer.rollout.episodes import Episodes
 from trainer.rollout.turns import Demonstrating, MultiTurnRollout, make_environment, make_episodes
 from trainer.run import hf_tokenizer  # noqa: F401  # registers its tokenizer
 from trainer.run.config import RunConfig
-from trainer.run.conversion import check_new_directory
 from trainer.run.pools import check_layout, pool_errors, pools_of, role_layouts
 from trainer.run.recorded_rows import keep_recorded_rows
 from trainer.trackers import TRACKERS

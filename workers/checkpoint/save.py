@@ -28,7 +28,7 @@ import io
 import json
 import os
 import shutil
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -52,23 +52,24 @@ from mcontroller.files import (
     acquire_lock,
     delete_with_links,
     free_space,
+    partial_path,
     release_lock,
     replace_text,
     sync_directory,
 )
 from parallel_state.agreement import all_gather_values, raise_on_every_rank
 from workers.checkpoint.manifest import (
+    FORMAT,
     LATEST,
     STEP,
     Buckets,
     FileEntry,
     Manifest,
     checkpoint_path,
-    partial_path,
     write_manifest,
 )
 from workers.checkpoint.optimizer_state import buckets_to_save
-from workers.checkpoint.state import layout_of, sharded_state, weight_shapes
+from workers.checkpoint.state import layout_of, sharded_state, vocab_size_of
 from workers.train.state import TrainingState
 
 _CHUNK = 1 << 22
@@ -119,7 +120,7 @@ class Saver:
             training = dataclasses.replace(training, optimizer=None)
         buckets = None if reshardable or training.optimizer is None else buckets_to_save(training.optimizer)
         state = sharded_state(training, loading=False, in_buckets=buckets is not None)
-        manifest = _manifest(training, state, step, buckets)
+        manifest = _manifest(training, step, buckets)
         structure = (*manifest["parts"], reshardable)
         strategy = self._strategies.get(structure) or FullyParallelSaveStrategyWrapper(
             get_default_save_sharded_strategy(), training.context.pg.dp_cp, do_cache_distribution=True
@@ -195,10 +196,10 @@ class _Save:
             ) from error
 
 
-def _manifest(training: TrainingState, state: Mapping[str, Any], step: int, buckets: Buckets | None) -> Manifest:
+def _manifest(training: TrainingState, step: int, buckets: Buckets | None) -> Manifest:
     optimizer = training.optimizer
     return {
-        "format": 3,
+        "format": FORMAT,
         "step": step,
         "layout": layout_of(training),
         "parts": [*training.saved_models, *(["optimizer"] if optimizer is not None else [])],
@@ -206,7 +207,7 @@ def _manifest(training: TrainingState, state: Mapping[str, Any], step: int, buck
         "optimizer_buckets": buckets,
         "scheduler_steps": 0 if training.scheduler is None else training.scheduler.num_steps,
         "counters": training.counters | ({"reference_in_float32": 1} if training.float32 else {}),
-        "weights": weight_shapes(training, state, {part: part for part in training.saved_models}),
+        "vocab_size": vocab_size_of(training),
         "base": training.base,
         "files": {},
     }

@@ -35,7 +35,7 @@ def gguf_to_hf(gguf: str | os.PathLike[str], directory: str | os.PathLike[str]) 
     # transformers does not save a model that it has read from quantized weights, even unpacked ones.
     config = model.config.to_dict()
     config.pop("quantization_config", None)
-    weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    weights = dict(model.state_dict())
     if config["tie_word_embeddings"]:
         weights.pop("lm_head.weight", None)
     target.mkdir(parents=True, exist_ok=True)

@@ -46,8 +46,6 @@ logger = logging.getLogger(__name__)
 # Tensors that old checkpoints contain and that follow from the configuration.
 _DERIVED = ".rotary_emb.inv_freq"
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
-_ROWS = 16
-"""Rows of a copy that are compared."""
 
 
 @torch.no_grad()
@@ -275,11 +273,10 @@ def _check_copies(copies: Mapping[str, list[str]], files: WeightFiles, path: str
     """Raise DataError unless rows of the copies that layers of multi-token prediction have are those of the weights."""
     for name, names in copies.items():
         for copy in files.names.intersection(names):
-            rows, *_ = files.shape(name)
-            for row in range(0, rows, max(rows // _ROWS, 1)):
-                if not files.read(name, 0, row, row + 1).equal(files.read(copy, 0, row, row + 1)):
-                    raise DataError(
-                        f"{path}: row {row} of {copy} differs from {name}, of which it is a copy: leave out "
-                        "model.transformer.mtp_num_layers",
-                        tensor=copy,
-                    )
+            row = files.first_different_row(name, copy)
+            if row is not None:
+                raise DataError(
+                    f"{path}: row {row} of {copy} differs from {name}, of which it is a copy: leave out "
+                    "model.transformer.mtp_num_layers",
+                    tensor=copy,
+                )

@@ -32,11 +32,13 @@ class ServedEngine(NamedTuple):
     Attributes:
         dtype, itemsize: the dtype that it computes in, and the bytes of an element.
         bucket_bytes: the size of the buckets that it reads.
+        model: the ``ModelConfig`` and the ``ParallelConfig`` of its worker.
     """
 
     dtype: str
     itemsize: int
     bucket_bytes: int
+    model: tuple[Any, Any]
 
 
 class RankWeights(NamedTuple):
@@ -52,8 +54,6 @@ class RankWeights(NamedTuple):
         visible: the unique ids of the GPUs that its process can use, in their order there.
         engine: the engine that it serves, which gets whole tensors with Hugging Face names; ``tensors`` is empty then.
         nccl_host: the ``NCCL_HOSTID`` of its process, if that is set: NCCL takes ranks of two hosts on one GPU.
-        model: the ``ModelConfig`` and the ``ParallelConfig`` of a rank whose tensors have Hugging Face names, or that
-            serves an engine.
     """
 
     tensors: tuple[LocalTensor, ...]
@@ -65,7 +65,6 @@ class RankWeights(NamedTuple):
     visible: tuple[str, ...] = ()
     engine: ServedEngine | None = None
     nccl_host: str = ""
-    model: tuple[Any, Any] | None = None
 
 
 class PeerSlices(NamedTuple):

@@ -14,13 +14,12 @@ import zlib
 from dataclasses import dataclass
 from typing import Any, Self
 
-from mcontroller.errors import ConnectionLost, DataError, GroupError, MControllerError
+from mcontroller.errors import ConnectionLost, GroupError, MControllerError
 from mcontroller.group import WorkerGroup
 from mcontroller.transport import Future
-from workers.same_policy import differing_fields
 from workers.weights.moves import dtypes_by_name
 from workers.weights.transfer.endpoint import TransferOutcome, choose_transport
-from workers.weights.transfer.plan import RankSchedule, RankWeights, TransferSchedule, explanation, schedule_transfer
+from workers.weights.transfer.plan import RankSchedule, TransferSchedule, explanation, schedule_transfer
 from workers.weights.verification import Verification
 
 logger = logging.getLogger(__name__)
@@ -99,6 +98,7 @@ class WeightTransfer:
 
     Raises:
         DataError: the groups do not have the same model, or the position of a weight in the whole model is unknown.
+        CallRejected: the engines of the target do not have the model of the source.
         ConfigError: the transport does not exist, or cannot be used between these groups.
         TransferError: the ranks cannot reach each other.
         GroupError: a call to one of the groups failed.
@@ -123,10 +123,9 @@ class WeightTransfer:
         self.timeout = timeout
         self.bucket_bytes = bucket_bytes
         targets = target.describe_weights()
-        self._hf_names = any(rank.engine is not None for rank in targets)
-        sources = source.describe_weights(self._hf_names)
-        if self._hf_names:
-            self._check_same_model(sources[0], targets[0])
+        engine = next((rank.engine for rank in targets if rank.engine is not None), None)
+        self._hf_names = engine is not None
+        sources = source.describe_weights(engine)
         self.transport = choose_transport(transport, sources, targets)
         self.schedule: TransferSchedule = schedule_transfer(
             sources, targets, bucket_bytes, relayed=self.transport == "cuda_ipc"
@@ -198,19 +197,6 @@ class WeightTransfer:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _check_same_model(self, source: RankWeights, target: RankWeights) -> None:
-        """Raise DataError if engines compute another model than the source's; they have not reported their tensors."""
-        assert source.model is not None and target.model is not None
-        (ours, our_axes), (theirs, their_axes) = source.model, target.model
-        differing = differing_fields(ours, theirs, our_axes, their_axes)
-        if differing:
-            values = (f"model.{name} is {one!r} and {other!r}" for name, (one, other) in sorted(differing.items()))
-            raise DataError(
-                f"{self.source.name} and the engines of {self.target.name} do not have the same model: "
-                f"{'; '.join(values):.500}: configure both groups with the same one",
-                differing=differing,
-            )
 
     def _connect(self) -> None:
         sources = self.schedule.source_size

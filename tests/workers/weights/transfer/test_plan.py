@@ -100,7 +100,7 @@ def test_engines_get_whole_tensors_each_complete_in_one_bucket() -> None:
     ]
     large = held("model.layers.0.w", 0, 2)
     sources = [RankWeights((small[0][rank], large[rank], small[1][rank]), (), "node", rank, "cpu") for rank in range(2)]
-    engine = ServedEngine("bfloat16", 2, MIB)
+    engine = ServedEngine("bfloat16", 2, MIB, (None, None))
     targets = [RankWeights((), (), "node", 10 + pid, "cpu", engine=engine if pid else None) for pid in range(3)]
     schedule = schedule_transfer(sources, targets, MIB)
     assert [[tensor.name for tensor in tensors] for tensors in schedule.targets] == [
