@@ -21,7 +21,7 @@ from workers.lora.adapters import Adapter, adapters_of, changed_beside_adapters
 from workers.lora.base import base_hash, tensors_at
 from workers.weights.hf.files import open_safetensors, publish_export, save_tensors, start_export
 from workers.weights.moves import Span
-from workers.weights.shards import WeightShard
+from workers.weights.shards import WeightShard, whole_shard
 from workers.weights.whole_tensors import Receivers, WholeTensors, tensors_in
 
 _FILE = "adapter_model.safetensors"
@@ -60,7 +60,7 @@ def _experts_name(name: str, experts: set[str]) -> str:
 
 def _part(adapter: Adapter, name: str, factor: Tensor, dim: int) -> WeightShard:
     if adapter.split != dim:
-        return WeightShard(name, factor, tuple(factor.shape))
+        return whole_shard(name, factor)
     ways, index, size = adapter.group.size(), adapter.group.rank(), factor.size(dim)
     shape = list(factor.shape)
     shape[dim] *= ways

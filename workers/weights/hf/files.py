@@ -108,7 +108,7 @@ class WeightFiles:
             raise DataError(text, path=str(self.directory), tensor=name)
         return shape
 
-    def read(self, name: str, dim: int | None, start: int, stop: int) -> torch.Tensor:
+    def read(self, name: str, dim: int | None = None, start: int = 0, stop: int = 0) -> torch.Tensor:
         """Return ``[start:stop]`` of a tensor along ``dim`` (0 or 1), or all of it if ``dim`` is None."""
         values = self._slice(name, dim, start, stop)
         if name + _SCALE not in self._file_of:
