@@ -23,7 +23,7 @@ from workers.train.state import TrainingState
 from workers.weights.fingerprints import Fingerprint, shard_fingerprints
 from workers.weights.hf.names import bridge_of, hf_shards, model_family
 from workers.weights.shards import WeightShard, model_shards, unknown_positions
-from workers.weights.transfer.endpoint import TRANSPORTS, RankSchedule, TransferEndpoint, TransferOutcome
+from workers.weights.transfer.endpoint import RankSchedule, TransferEndpoint, TransferOutcome
 from workers.weights.transfer.plan import RankWeights, ServedEngine
 from workers.weights.whole_tensors import receives_all
 
@@ -31,15 +31,13 @@ OF_AN_ENGINE = ("max_rows", "engine", "vllm", "verify_weights")
 """Fields of RolloutConfig that only the group that generates reads."""
 
 
-def check_same_policy(source: ActorConfig, target: ActorConfig, transport: str) -> None:
+def check_same_policy(source: ActorConfig, target: ActorConfig) -> None:
     """Check that weights can go from groups of one configuration to groups of another, before any process starts.
 
     Raises:
         ConfigError: the models compute something else (see ``differing_fields``); the settings of generation differ;
-            only one of them has ``router_replay=rollout``; or there is no such transport.
+            or only one of them has ``router_replay=rollout``.
     """
-    if transport != "auto":
-        TRANSPORTS.get_or_raise(transport, key="trainer.weight_transport")
     _raise_differing("model", differing_fields(source.model, target.model, source.parallel, target.parallel))
     names = [field.name for field in dataclasses.fields(source.rollout) if field.name not in OF_AN_ENGINE]
     sampling = {name: (getattr(source.rollout, name), getattr(target.rollout, name)) for name in names}
