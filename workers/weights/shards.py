@@ -1,7 +1,8 @@
 """The tensors of this rank as parts of the tensors of the whole model.
 
 Everything that moves weights starts from this description: checkpoints of Hugging Face, exports, transfers between
-groups, fingerprints.
+groups, fingerprints. Checkpoints of training have Megatron's own description (``workers.checkpoint.state``), with which
+Megatron-LM reads them.
 """
 
 from __future__ import annotations
