@@ -62,6 +62,32 @@ def check_new_directory(path: str | os.PathLike[str]) -> None:
         raise DataError(f"{str(path)!r} exists already and is not empty: choose another directory", path=str(path))
 
 
+def start_directory(target: Path, lock: Path, what: str) -> None:
+    """Create an empty directory at ``partial_path(target)``, and lock a file.
+
+    Args:
+        target: what the directory is renamed to when it is complete.
+        lock: the file, see ``acquire_lock``.
+        what: what it protects.
+
+    Raises:
+        DataError: another process holds the lock, or the directory cannot be created.
+    """
+    try:
+        acquire_lock(lock, what)
+        shutil.rmtree(partial_path(target), ignore_errors=True)
+        partial_path(target).mkdir()
+    except OSError as error:
+        discard_directory(target, lock)
+        raise DataError(f"cannot write to {str(target)!r}: {error}", path=str(target)) from error
+
+
+def discard_directory(target: Path, lock: Path) -> None:
+    """Delete what was written to a directory that is not complete, and release its lock."""
+    shutil.rmtree(partial_path(target), ignore_errors=True)
+    release_lock(lock)
+
+
 def replace_text(path: Path, text: str) -> None:
     """Write a file next to ``path``, flush it to the disk, and rename it to ``path``.
 

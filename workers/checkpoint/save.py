@@ -49,12 +49,13 @@ from torch.utils.serialization import config as serialization
 
 from mcontroller.errors import ConfigError, DataError, before_changes
 from mcontroller.files import (
-    acquire_lock,
     delete_with_links,
+    discard_directory,
     free_space,
     partial_path,
     release_lock,
     replace_text,
+    start_directory,
     sync_directory,
 )
 from parallel_state.agreement import all_gather_values, raise_on_every_rank
@@ -221,7 +222,7 @@ def _deleted_if_it_fails(target: Path) -> Iterator[None]:
     except DataError:
         dist.barrier()
         if dist.get_rank() == 0:
-            delete_partial(target)
+            discard_directory(target, target.with_name(_LOCK))
         dist.barrier()
         raise
 
@@ -340,20 +341,7 @@ def create_partial(target: Path) -> None:
     Raises:
         DataError: if it cannot be created, or another process saves there.
     """
-    partial = partial_path(target)
-    try:
-        acquire_lock(target.with_name(_LOCK), f"the directory of checkpoints {target.parent}")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
-    except OSError as error:
-        delete_partial(target)
-        raise DataError(f"cannot write a checkpoint to {str(target)!r}: {error}", path=str(target)) from error
-
-
-def delete_partial(target: Path) -> None:
-    """Delete what was written of a checkpoint that was not committed."""
-    shutil.rmtree(partial_path(target), ignore_errors=True)
-    release_lock(target.with_name(_LOCK))
+    start_directory(target, target.with_name(_LOCK), f"the directory of checkpoints {target.parent}")
 
 
 def commit(target: Path, manifest: Manifest, keep: int | None) -> None:

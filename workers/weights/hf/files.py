@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 
 from mcontroller.errors import DataError
-from mcontroller.files import acquire_lock, check_new_directory, partial_path, release_lock
+from mcontroller.files import check_new_directory, partial_path, release_lock, start_directory
 
 if TYPE_CHECKING:
     import safetensors  # imported on use: a model without a Hugging Face checkpoint needs none
@@ -278,14 +278,8 @@ def start_export(target: Path) -> None:
         DataError: ``target`` exists and is not an empty directory, another process exports to it, or the directory
             cannot be created.
     """
-    try:
-        check_new_directory(target)
-        acquire_lock(_lock(target), f"the export to {target}")
-        shutil.rmtree(partial_path(target), ignore_errors=True)
-        partial_path(target).mkdir()
-    except OSError as error:
-        release_lock(_lock(target))
-        raise DataError(f"cannot export to {str(target)!r}: {error}", path=str(target)) from error
+    check_new_directory(target)
+    start_directory(target, _lock(target), f"the export to {target}")
 
 
 def finish_export(
