@@ -23,8 +23,6 @@ from workers.weights.moves import (
 ALIGNMENT = 64
 """[bytes] The start of a bucket in the memory that has two of them."""
 
-_MOST_LINES = 40
-
 
 class ServedEngine(NamedTuple):
     """An engine that gets weights.
@@ -273,40 +271,3 @@ def _by_peer(by_peer: dict[int, list[Move]]) -> tuple[PeerSlices, ...]:
         of_peers.append(PeerSlices(peer, start, nbytes, tuple(moves)))
         start += nbytes
     return tuple(of_peers)
-
-
-def explanation(schedule: TransferSchedule, transport: str, bucket_bytes: int, source: str, target: str) -> str:
-    """Return which rank sends how many bytes to which, one line for each rank of the target.
-
-    Args:
-        schedule: of the transfer.
-        transport: the name of the transport.
-        bucket_bytes: the most bytes that a rank sends at once.
-        source: the name of the group that weights come from.
-        target: the name of the group that they go to.
-    """
-    lines = [
-        f"{source} ({_ranks(schedule.source_size)}) -> {target} ({_ranks(schedule.target_size)}) by {transport}: "
-        f"{_size(schedule.nbytes)} in {len(schedule.buckets)} buckets of at most {_size(bucket_bytes)}"
-    ]
-    senders: dict[int, dict[int, int]] = defaultdict(dict)
-    for (sender, receiver), nbytes in schedule.routes.items():
-        senders[receiver][sender] = nbytes
-    for receiver, by_sender in sorted(senders.items())[:_MOST_LINES]:
-        parts = ", ".join(f"{_size(nbytes)} from rank {sender}" for sender, nbytes in by_sender.items())
-        lines.append(f"  {target} rank {receiver} <- {parts}")
-    if len(senders) > _MOST_LINES:
-        lines.append(f"  ... and {len(senders) - _MOST_LINES} more ranks")
-    return "\n".join(lines)
-
-
-def _ranks(count: int) -> str:
-    return f"{count} rank{'s' if count > 1 else ''}"
-
-
-def _size(nbytes: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if nbytes < 1024 or unit == "GiB":
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1024
-    raise AssertionError  # the last unit returns

@@ -11,15 +11,17 @@ import logging
 import time
 import uuid
 import zlib
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any, Self
 
+from mcontroller.data.batch import format_bytes
 from mcontroller.errors import ConnectionLost, GroupError, MControllerError
 from mcontroller.group import WorkerGroup
 from mcontroller.transport import Future
 from workers.weights.moves import dtypes_by_name
 from workers.weights.transfer.endpoint import TransferOutcome, choose_transport
-from workers.weights.transfer.plan import RankSchedule, TransferSchedule, explanation, schedule_transfer
+from workers.weights.transfer.plan import RankSchedule, TransferSchedule, schedule_transfer
 from workers.weights.verification import Verification
 
 logger = logging.getLogger(__name__)
@@ -174,8 +176,18 @@ class WeightTransfer:
         )
 
     def explain(self) -> str:
-        """Return which rank sends how many bytes to which, and by which transport, as a table."""
-        return explanation(self.schedule, self.transport, self.bucket_bytes, self.source.name, self.target.name)
+        """Return which rank sends how many bytes to which, and by which transport: a line for each rank that gets."""
+        schedule, target = self.schedule, self.target.name
+        lines = [
+            f"{self.source.name} (world_size={schedule.source_size}) -> {target} (world_size={schedule.target_size}) "
+            f"by {self.transport}: {format_bytes(schedule.nbytes)} in {len(schedule.buckets)} buckets of at most "
+            f"{format_bytes(self.bucket_bytes)}"
+        ]
+        senders: dict[int, list[str]] = defaultdict(list)
+        for (sender, receiver), nbytes in schedule.routes.items():
+            senders[receiver].append(f"{format_bytes(nbytes)} from rank {sender}")
+        lines += [f"  {target} rank {receiver} <- {', '.join(senders[receiver])}" for receiver in sorted(senders)]
+        return "\n".join(lines)
 
     def close(self) -> None:
         """End the connections and free the buffers of all ranks; after a failure, of the remaining ranks."""

@@ -105,5 +105,5 @@ def test_explain_lists_the_bytes_from_rank_to_rank() -> None:
     actor, rollout = group("actor_rollout", 2, {"tp": 2}, {}), group("rollout", 1, {}, {})
     with WeightTransfer(actor, rollout) as transfer:
         first, line = transfer.explain().splitlines()
-    assert first.startswith("actor_rollout (2 ranks) -> rollout (1 rank) by in_process: ")
+    assert first.startswith("actor_rollout (world_size=2) -> rollout (world_size=1) by in_process: ")
     assert line.startswith("  rollout rank 0 <- ") and "from rank 0, " in line and line.endswith("from rank 1")
