@@ -39,7 +39,7 @@ def base_hash(model: ModelConfig) -> str:
         digest.update(f"{name} {tensor.get_dtype()} {shape}".encode())
         for part in range(_SAMPLES):
             row = tuple(slice(at, at + 1) for at in [(size - 1) * part // (_SAMPLES - 1) for size in shape[:-1]])
-            digest.update(tensor[row or slice(None)].contiguous().view(torch.uint8).numpy().tobytes())
+            digest.update(tensor[row or ...].reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
