@@ -182,7 +182,7 @@ def open_safetensors(file: Path) -> safetensors.safe_open:
     try:
         return safetensors.safe_open(file, framework="pt")
     except (OSError, safetensors.SafetensorError) as error:
-        text = f"{file.name} in {str(file.parent)!r} is damaged: {error}"
+        text = f"{file.name} in {str(file.parent)!r} cannot be read: {error}"
         raise DataError(text, path=file.name) from error
 
 
