@@ -293,6 +293,20 @@ def test_unsuitable_checkpoint_is_rejected_with_the_names_that_differ(tmp_path: 
     assert run_ranks(rejected, 1, path, "nothing")[0].path == f"{path}/elsewhere"
 
 
+def rejected_vocabulary(path: str) -> Any:
+    actor({"tp": 2}, "rollout").save_checkpoint(path)
+    with pytest.raises(DataError) as caught:
+        actor({"tp": 2}, "rollout", model={"vocab_size": MODEL["vocab_size"] + 1}).load_checkpoint(path)
+    return caught.value
+
+
+@pytest.mark.simulated
+def test_another_vocabulary_of_the_same_padded_size_is_rejected(tmp_path: Path) -> None:
+    assert MODEL["vocab_size"] % 2 == 1
+    for error in run_ranks(rejected_vocabulary, 2, str(tmp_path)):
+        assert error.differing and all("embedding" in text or "output_layer" in text for text in error.differing)
+
+
 def drawn_after_another_devices_state() -> list[torch.Tensor]:
     with actor({}, "rollout").call_context("load_checkpoint"):
         state = random_state()
