@@ -25,7 +25,7 @@ from tests.workers.roles import (
     prompts,
     weights,
 )
-from workers.checkpoint.manifest import checkpoint_path, find_checkpoint, read_manifest
+from workers.checkpoint.manifest import FORMAT, checkpoint_path, find_checkpoint, read_manifest
 from workers.checkpoint.save import commit, create_partial
 from workers.train.state import random_state, set_random_state
 
@@ -162,14 +162,14 @@ def test_remains_of_interrupted_saves_are_deleted_with_old_checkpoints(tmp_path:
 
 
 EMPTY: Any = {
-    "format": 3,
+    "format": FORMAT,
     "layout": {},
     "parts": ["model"],
     "distributed_optimizer": False,
     "optimizer_buckets": None,
     "scheduler_steps": 0,
     "counters": {},
-    "weights": {"model": {}},
+    "vocab_size": None,
     "files": {},
 }
 
