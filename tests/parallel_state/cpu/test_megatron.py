@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate
 
 from parallel_state import cpu
 from parallel_state.patches import adam
@@ -47,7 +46,7 @@ def test_a_buffer_of_fsdp_has_the_current_stream() -> None:
 
     def create() -> None:
         mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
-        buffer = dbuffer.DBuffer(mesh, [Replicate()], [torch.Size([2])], torch.float32, "cpu")
+        buffer = dbuffer.DBuffer(mesh, [dbuffer.Replicate()], [torch.Size([2])], torch.float32, "cpu")
         assert buffer.allocation_stream == torch.cuda.current_stream()
 
     run_ranks(1, create)
