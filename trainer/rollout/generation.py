@@ -115,9 +115,7 @@ class RolloutWeights:
         with self.moving(), self._stages("weights", actor.send_weights):
             if self._transfer is None:
                 sender: type[RoleWorker] = actor.worker_cls
-                self._transfer = sender.open_transfer(
-                    actor, rollout, transport=self._config.weight_transport, timeout=self._config.weight_timeout
-                )
+                self._transfer = sender.open_transfer(actor, rollout, timeout=self._config.weight_timeout)
             self._report = self._transfer.run()
             self._metrics.add(self._report.metrics())
         self._stale = False

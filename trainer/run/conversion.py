@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mcontroller.errors import DataError
 from workers.config import ActorConfig, ModelConfig, ParallelConfig
 
 if TYPE_CHECKING:
@@ -33,13 +32,6 @@ def layout_of_arguments(arguments: argparse.Namespace) -> tuple[ParallelConfig, 
     """Return the layout of the arguments and its smallest number of processes."""
     sizes = {axis: getattr(arguments, axis) for axis in AXES}
     return ParallelConfig(**sizes, sequence_parallel=sizes["tp"] > 1), sizes["tp"] * sizes["pp"] * sizes["ep"]
-
-
-def check_new_directory(path: str) -> None:
-    """Raise DataError if a directory exists already and is not empty."""
-    target = Path(path)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise DataError(f"{path} exists already and is not empty: choose another directory", path=path)
 
 
 def print_files_left_out(source: str | None, target: str) -> None:

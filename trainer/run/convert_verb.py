@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mcontroller.errors import ConfigError, DataError
-from trainer.run.conversion import add_layout_arguments, check_new_directory, on_workers, print_files_left_out
+from mcontroller.files import check_new_directory
+from trainer.run.conversion import add_layout_arguments, on_workers, print_files_left_out
 from workers.config.from_hf import model_config_from_hf
 
 if TYPE_CHECKING:

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mcontroller.errors import ConfigError
+from mcontroller.files import check_new_directory
 from trainer.run.config import tokenizer_files
-from trainer.run.conversion import add_layout_arguments, check_new_directory, on_workers, print_files_left_out
+from trainer.run.conversion import add_layout_arguments, on_workers, print_files_left_out
 from trainer.run.resume_verb import config_of_run
 
 if TYPE_CHECKING:

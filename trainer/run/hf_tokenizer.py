@@ -13,7 +13,7 @@ from mcontroller.errors import ConfigError, DataError
 from mcontroller.files import is_lfs_pointer
 from trainer.data.prompts import from_json
 from trainer.data.tokenizers import TOKENIZERS, Message, TokenizerSource
-from workers.weights.hf.generation import stop_tokens_of
+from workers.weights.hf.config import stop_tokens_of
 
 
 @TOKENIZERS.register("huggingface")

@@ -10,6 +10,7 @@ from typing import Any
 
 from mcontroller.config.load import CollectedErrors
 from mcontroller.errors import ConfigError
+from mcontroller.files import check_new_directory
 from trainer.config import ValidationConfig
 from trainer.data.prompts import Demonstrations, PromptRows, answer_of, demonstrations_of
 from trainer.data.sources import Records, load_records
@@ -26,7 +27,6 @@ from trainer.rollout.episodes import Episodes
 from trainer.rollout.turns import Demonstrating, MultiTurnRollout, make_environment, make_episodes
 from trainer.run import hf_tokenizer  # noqa: F401  # registers its tokenizer
 from trainer.run.config import RunConfig
-from trainer.run.conversion import check_new_directory
 from trainer.run.pools import check_layout, pool_errors, pools_of, role_layouts
 from trainer.run.recorded_rows import check_recorded_rows
 from trainer.trackers import TRACKERS

@@ -8,7 +8,6 @@ gets a copy, and all are hashed. After a failure, only ranks whose node has no f
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import os
 import pickle
@@ -22,6 +21,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from mcontroller.errors import ConfigError
+from mcontroller.files import sha256_of
 from mcontroller.group import WorkerGroup
 from parallel_state.axes import RANK_AXIS
 from trainer.saving.run_record import RunState
@@ -51,7 +51,7 @@ class StateHolder:
 
     def __init__(self) -> None:
         self._files: dict[str, int] = {}
-        self._digests: dict[str, bytes] = {}
+        self._digests: dict[str, str] = {}
 
     def create(self, names: Sequence[str]) -> list[str]:
         """Create empty files; return paths that processes of the same user on this node can write and read."""
@@ -68,15 +68,14 @@ class StateHolder:
             self._digests.pop(name, None)
             os.close(self._files.pop(name))
 
-    def hash(self, names: Sequence[str]) -> list[bytes]:
+    def hash(self, names: Sequence[str]) -> list[str]:
         """Record the SHA-256 of complete files, and return it."""
         for name in names:
             self._digests[name] = self._digest(name)
         return [self._digests[name] for name in names]
 
-    def _digest(self, name: str) -> bytes:
-        with open(self._paths([name])[0], "rb") as file:
-            return hashlib.file_digest(file, "sha256").digest()
+    def _digest(self, name: str) -> str:
+        return sha256_of(self._paths([name])[0])
 
     def whole(self, names: Sequence[str]) -> list[str | None]:
         """Return the paths of files; None for one that this process does not have, or that is damaged."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path, PurePosixPath
@@ -17,11 +16,10 @@ from typing import Any
 
 from mcontroller.data.batch import DataProto
 from mcontroller.errors import DataError
-from mcontroller.files import replace_text, sync_directory
+from mcontroller.files import replace_text, sha256_of, sync_directory
 from trainer.data.stream import BatchStream
 
 RECORD = "trainer.json"
-_CHUNK = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -51,13 +49,13 @@ class SavedBatch:
 
     Attributes:
         number: of its problems in the sequence of the data set.
-        crc32: of its file.
+        sha256: of its file.
         problems: see ``BatchInFlight``.
         rows: see ``BatchInFlight``.
     """
 
     number: int
-    crc32: int
+    sha256: str
     problems: tuple[int, ...] | None = None
     rows: tuple[int, ...] = ()
 
@@ -75,7 +73,7 @@ def write_batches(directory: Path, batches: Sequence[BatchInFlight]) -> tuple[Sa
         batch.responses.save_to_disk(path)
         with open(path, "rb") as file:
             os.fsync(file.fileno())
-        saved.append(SavedBatch(batch.number, _checksum(path), batch.problems, batch.rows))
+        saved.append(SavedBatch(batch.number, sha256_of(path), batch.problems, batch.rows))
     sync_directory(directory)
     return tuple(saved)
 
@@ -91,23 +89,16 @@ def read_batches(directory: Path, saved: Sequence[SavedBatch]) -> tuple[BatchInF
         path = _path(directory, record.number)
         if not path.is_file():
             raise DataError(f"{path} does not exist", path=str(path))
-        checksum = _checksum(path)
-        if checksum != record.crc32:
-            raise DataError(f"{path} has the CRC-32 {checksum}; expected {record.crc32}: it is damaged", path=str(path))
+        sha256 = sha256_of(path)
+        if sha256 != record.sha256:
+            text = f"{path} is damaged: its SHA-256 is {sha256}, expected {record.sha256}"
+            raise DataError(text, path=str(path))
         batches.append(BatchInFlight(record.number, DataProto.load_from_disk(path), record.problems, record.rows))
     return tuple(batches)
 
 
 def _path(directory: Path, number: int) -> Path:
     return directory / f"batch_{number}.pt"
-
-
-def _checksum(path: Path) -> int:
-    value = 0
-    with open(path, "rb") as file:
-        while chunk := file.read(_CHUNK):
-            value = zlib.crc32(chunk, value)
-    return value
 
 
 @dataclass(frozen=True)
@@ -295,13 +286,14 @@ def _batches(path: Path, content: Mapping[str, Any]) -> tuple[SavedBatch, ...]:
         raise _damaged(path, f"in_flight is {batches!r:.100}, expected a list of objects")
     saved = []
     for batch in batches:
-        for name in ("number", "crc32"):
-            _check(path, f"{name} of in_flight", batch.get(name), int)
+        _check(path, "number of in_flight", batch.get("number"), int)
+        if not isinstance(batch.get("sha256"), str):
+            raise _damaged(path, f"sha256 of in_flight is {batch.get('sha256')!r:.100}, expected a string")
         rows = _counts(path, "rows of in_flight", batch.get("rows"))
         problems = batch.get("problems")
         if problems is not None and any(row >= len(rows) for row in _counts(path, "problems of in_flight", problems)):
             raise _damaged(path, f"problems of in_flight is {problems!r:.100}, expected counts below {len(rows)}")
-        saved.append(SavedBatch(batch["number"], batch["crc32"], None if problems is None else tuple(problems), rows))
+        saved.append(SavedBatch(batch["number"], batch["sha256"], None if problems is None else tuple(problems), rows))
     return tuple(saved)
 
 

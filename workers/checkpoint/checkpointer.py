@@ -51,13 +51,14 @@ class Checkpointer:
         state, trainer = self._state, self._trainer
         distributed = {phase: bool(optim.distributed_optimizer) for phase, optim in trainer.phases.items()}
         with before_changes():
-            checkpoint, manifest = open_checkpoint(path, self._model.vocab_size)
-            without_head = check_checkpoint(state, checkpoint, manifest, distributed)
+            checkpoint = open_checkpoint(path, self._model.vocab_size)
+            without_head = check_checkpoint(state, checkpoint, distributed)
+        manifest = checkpoint.manifest
         counters = dict(manifest["counters"])
         mixed = counters.pop("reference_in_float32", False) and {"model", "reference"} <= state.models.keys()
         with_optimizer = "optimizer" in manifest["parts"] and not without_head
         with self._changing({} if without_head else counters, mixed, with_optimizer):
-            load_checkpoint(state, checkpoint, manifest, without_head=without_head)
+            load_checkpoint(state, checkpoint, without_head=without_head)
         return manifest["step"]
 
     @contextlib.contextmanager

@@ -7,54 +7,81 @@ optimizer, and ``load_checkpoint`` changes them. Nothing has changed if one of t
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject
-from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy, load_sharded_metadata
+from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from mcontroller.errors import DataError
+from mcontroller.files import sha256_of
 from parallel_state.agreement import raise_on_every_rank
-from workers.checkpoint.manifest import FileEntry, Manifest, Shapes, find_checkpoint, read_manifest
+from workers.checkpoint.manifest import FileEntry, Manifest, find_checkpoint, read_manifest
 from workers.checkpoint.megatron_lm import find_megatron_lm_checkpoint, megatron_lm_manifest
 from workers.checkpoint.optimizer_state import check_buckets, merge_optimizer_state
-from workers.checkpoint.state import RANDOM, is_adapted, layout_of, sharded_state, weight_prefix, weight_shapes
+from workers.checkpoint.state import (
+    RANDOM,
+    Shapes,
+    is_adapted,
+    layout_of,
+    needed_shapes,
+    saved_shapes,
+    sharded_state,
+    weight_prefix,
+)
 from workers.checkpoint.unpickle import check_objects, known_types, read_common, read_metadata
 from workers.train.state import TrainingState, set_random_state
+from workers.weights.same_tensors import check_same_tensors
 
 _HEAD = "output_layer.weight"
+_OF_HEAD = (_HEAD, "output_layer.bias")
 _CONFIG = "metadata.json"
 _logger = logging.getLogger(__name__)
 
 
-def open_checkpoint(path: str | os.PathLike[str], vocab_size: int) -> tuple[Path, Manifest]:
+class Checkpoint(NamedTuple):
+    """A checkpoint that was found whole.
+
+    Attributes:
+        directory: of its files.
+        manifest: its manifest.
+        weights: the names and shapes of its weights.
+        objects: the names of its objects that are not tensors.
+    """
+
+    directory: Path
+    manifest: Manifest
+    weights: Shapes
+    objects: frozenset[str]
+
+
+def open_checkpoint(path: str | os.PathLike[str], vocab_size: int) -> Checkpoint:
     """Find the checkpoint at ``path``, or the latest one in it, read its manifest and verify it (a collective).
 
     Args:
         path: the directory of a checkpoint or of several; Megatron-LM's, in its distributed format, are read too.
         vocab_size: of the model, without padding.
 
-    Returns:
-        The directory of the checkpoint, and its manifest.
-
     Raises:
         DataError: on every rank, if one of them finds no checkpoint, or one that is unfinished or damaged.
     """
-    checkpoint, manifest = raise_on_every_rank(lambda: _open(path, vocab_size))
-    verify(checkpoint, manifest)
-    return checkpoint, manifest
+    directory, manifest = raise_on_every_rank(lambda: _open(path, vocab_size))
+    metadata = verify(directory, manifest)
+    names = metadata.state_dict_metadata.items()
+    objects = {name.partition("/shard_")[0] for name, entry in names if isinstance(entry, BytesStorageMetadata)}
+    weights = saved_shapes(metadata, manifest["parts"], manifest["vocab_size"])
+    return Checkpoint(directory, manifest, weights, frozenset(objects))
 
 
 def _open(path: str | os.PathLike[str], vocab_size: int) -> tuple[Path, Manifest]:
@@ -65,8 +92,8 @@ def _open(path: str | os.PathLike[str], vocab_size: int) -> tuple[Path, Manifest
     return checkpoint, read_manifest(checkpoint)
 
 
-def verify(checkpoint: Path, manifest: Manifest) -> None:
-    """Check all files of a checkpoint, each rank a part of them (a collective).
+def verify(checkpoint: Path, manifest: Manifest) -> Metadata:
+    """Check all files of a checkpoint, each rank a part of them, and return torch's description (a collective).
 
     A checkpoint of Megatron-LM, which has no checksums, is checked for complete files and the types of its pickles.
 
@@ -87,13 +114,15 @@ def verify(checkpoint: Path, manifest: Manifest) -> None:
         for name in largest_first[rank::world_size]:
             _verify_file(checkpoint, name, files[name])
 
-    def verify_types() -> None:
+    def verify_types() -> Metadata:
         _verify_config(checkpoint)
         read_common(checkpoint)
-        check_objects(checkpoint, read_metadata(checkpoint), rank, world_size)
+        metadata = read_metadata(checkpoint)
+        check_objects(checkpoint, metadata, rank, world_size)
+        return metadata
 
     raise_on_every_rank(verify_files)
-    raise_on_every_rank(verify_types)
+    return raise_on_every_rank(verify_types)
 
 
 def _verify_file(checkpoint: Path, name: str, expected: FileEntry) -> None:
@@ -103,8 +132,7 @@ def _verify_file(checkpoint: Path, name: str, expected: FileEntry) -> None:
         if size != expected["size"]:
             reason = f"{name} has {size} bytes, expected {expected['size']}"
         else:
-            with open(path, "rb") as file:
-                sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+            sha256 = sha256_of(path)
             if sha256 != expected["sha256"]:
                 reason = f"the SHA-256 of {name} is {sha256}, expected {expected['sha256']}"
     except OSError as error:
@@ -126,15 +154,12 @@ def _verify_config(checkpoint: Path) -> None:
         raise DataError(text, path=str(checkpoint), file=_CONFIG)
 
 
-def check_checkpoint(
-    training: TrainingState, checkpoint: Path, manifest: Manifest, distributed: Mapping[str, bool]
-) -> bool:
+def check_checkpoint(training: TrainingState, checkpoint: Checkpoint, distributed: Mapping[str, bool]) -> bool:
     """Compare a checkpoint with the models and the optimizer that it is to be loaded into (a collective).
 
     Args:
         training: the objects to load into.
-        checkpoint: the directory, as ``open_checkpoint`` returns it.
-        manifest: its manifest.
+        checkpoint: as ``open_checkpoint`` returns it.
         distributed: by phase of training, whether its optimizer is a distributed one; empty if it is not trained.
 
     Returns:
@@ -145,34 +170,40 @@ def check_checkpoint(
             missing, of an unknown phase, in buckets that this optimizer does not have, or that of a distributed
             optimizer and this one is not, or the reverse.
     """
-    raise_on_every_rank(lambda: _check_base(training.base, manifest.get("base"), checkpoint))
+    directory, manifest, saved, _ = checkpoint
+    raise_on_every_rank(lambda: _check_base(training.base, manifest.get("base"), directory))
     sources = _sources(training, manifest)
     models = {part: training.models[part] for part in sources}
     weights = sharded_state(dataclasses.replace(training, models=models, optimizer=None), loading=True, sources=sources)
-    needed = weight_shapes(training, weights, sources)
-    if _has_other_head(needed, manifest):
-        without = {part: {name: shape for name, shape in needed[part].items() if name != _HEAD} for part in needed}
-        _check_weights(without, _without_head(manifest), sources, checkpoint)
+    needed = needed_shapes(training, weights, sources)
+    head = needed.get("model", {}).get(_HEAD)
+    without_head = head is not None and head[0] == 1 and saved.get("model", {}).get(_HEAD) != head
+    for part, source in sources.items():
+        have, need = saved[source], needed[part]
+        if without_head:
+            have, need = ({name: shape for name, shape in it.items() if name not in _OF_HEAD} for it in (have, need))
+        text = f"the checkpoint {str(directory)!r} does not match the {part}"
+        check_same_tensors(have, need, text, path=str(directory))
+    if without_head:
         if dist.get_rank() == 0:
             _logger.warning(
                 "the checkpoint %r is of a model with logits: the value head is not loaded and keeps its initial "
                 "weights, and the optimizer is new",
-                str(checkpoint),
+                str(directory),
             )
         return True
-    _check_weights(needed, manifest, sources, checkpoint)
     if distributed:
         phase = str(manifest["counters"].get("phase") or training.counters.get("phase"))
         if phase not in distributed:
             raise DataError(
-                f"the checkpoint {str(checkpoint)!r} was saved in the phase {phase!r}; this role is trained in "
+                f"the checkpoint {str(directory)!r} was saved in the phase {phase!r}; this role is trained in "
                 f"{', '.join(distributed)}",
-                path=str(checkpoint),
+                path=str(directory),
                 phase=phase,
             )
-        _check_optimizer(distributed[phase], manifest, checkpoint)
+        _check_optimizer(distributed[phase], manifest, directory)
         if manifest["optimizer_buckets"] is not None and training.optimizer is not None:
-            check_buckets(training.optimizer, layout_of(training), manifest, checkpoint)
+            check_buckets(training.optimizer, layout_of(training), manifest, directory)
     return False
 
 
@@ -199,27 +230,6 @@ def _check_base(base: Mapping[str, Any] | None, saved: Mapping[str, Any] | None,
         )
 
 
-def _check_weights(needed: Shapes, manifest: Manifest, sources: Mapping[str, str], checkpoint: Path) -> None:
-    for part, source in sources.items():
-        saved, shapes = manifest["weights"][source], needed[part]
-        missing = sorted(shapes.keys() - saved.keys())
-        unexpected = sorted(saved.keys() - shapes.keys())
-        differing = [
-            f"{name} is {saved[name]}, the model's is {shapes[name]}"
-            for name in sorted(shapes.keys() & saved.keys())
-            if saved[name] != shapes[name]
-        ]
-        if missing or unexpected or differing:
-            raise DataError(
-                f"the checkpoint {str(checkpoint)!r} does not match the {part}: missing weights {missing or 'none'}; "
-                f"unexpected {unexpected or 'none'}; of another shape {differing or 'none'}",
-                path=str(checkpoint),
-                missing=missing,
-                unexpected=unexpected,
-                differing=differing,
-            )
-
-
 def _check_optimizer(distributed: bool, manifest: Manifest, checkpoint: Path) -> None:
     if "optimizer" not in manifest["parts"]:
         steps = manifest["counters"].get("optimizer_steps", 0)
@@ -242,22 +252,7 @@ def _check_optimizer(distributed: bool, manifest: Manifest, checkpoint: Path) ->
         )
 
 
-def _has_other_head(needed: Shapes, manifest: Manifest) -> bool:
-    head = needed.get("model", {}).get(_HEAD)
-    return head is not None and head[0] == 1 and manifest["weights"].get("model", {}).get(_HEAD) != head
-
-
-def _without_head(manifest: Manifest) -> Manifest:
-    weights = {
-        part: {name: shape for name, shape in shapes.items() if not name.startswith("output_layer.")}
-        for part, shapes in manifest["weights"].items()
-    }
-    return {**manifest, "weights": weights}
-
-
-def load_checkpoint(
-    training: TrainingState, checkpoint: Path, manifest: Manifest, *, without_head: bool = False
-) -> None:
+def load_checkpoint(training: TrainingState, checkpoint: Checkpoint, *, without_head: bool = False) -> None:
     """Load the checkpoint into the models, the optimizer and the schedule (a collective).
 
     The weights may come from any layout. The optimizer's state is loaded, unless it had made no step. The random state
@@ -266,10 +261,10 @@ def load_checkpoint(
 
     Args:
         training: the objects to load into.
-        checkpoint: the directory, as ``open_checkpoint`` returns it.
-        manifest: its manifest, which ``check_checkpoint`` has accepted.
+        checkpoint: as ``open_checkpoint`` returns it; ``check_checkpoint`` has accepted it.
         without_head: load the weights only, without the head's: the result of ``check_checkpoint``.
     """
+    directory, manifest, _, objects = checkpoint
     sources = _sources(training, manifest)
     with_optimizer = "optimizer" in manifest["parts"] and training.optimizer is not None and not without_head
     same_layout = manifest["layout"] == layout_of(training) and not without_head
@@ -284,13 +279,13 @@ def load_checkpoint(
         del state[RANDOM]
     optimizer = state.pop("optimizer", None)
     # Tensors are found by their own names. Under another key they stay apart from the optimizer's other state.
-    kept = _take_absent_extra_states(state, sources, checkpoint)
+    kept = _take_absent_extra_states(state, sources, objects)
     if without_head:
         for chunk, values in kept.items():
             if _HEAD in state[chunk]:
                 values[_HEAD] = state[chunk].pop(_HEAD).data
     replicas = training.context.pg.dp_cp
-    loaded = _read(state if optimizer is None else state | {"tensors_of_optimizer": optimizer}, checkpoint, replicas)
+    loaded = _read(state if optimizer is None else state | {"tensors_of_optimizer": optimizer}, directory, replicas)
     for part, values in kept.items():
         loaded[part] |= values
     load_models(training, loaded, sources)
@@ -317,14 +312,13 @@ def _read(state: dict[str, Any], checkpoint: Path, replicas: dist.ProcessGroup) 
 
 
 def _take_absent_extra_states(
-    state: Mapping[str, Any], sources: Mapping[str, str], checkpoint: Path
+    state: Mapping[str, Any], sources: Mapping[str, str], saved: Collection[str]
 ) -> dict[str, dict[str, Any]]:
     """Remove the extra states that the checkpoint does not have, and return the model's own, by chunk and name.
 
     Transformer Engine's layers have one each, with the scales of fp8. Local layers have none, and Megatron reads what
     it is asked for or fails.
     """
-    saved = {entry.key for entry in nested_values(load_sharded_metadata(str(checkpoint)))}
     kept: dict[str, dict[str, Any]] = {}
     for chunk, weights in state.items():
         if chunk.rstrip("0123456789") not in sources:

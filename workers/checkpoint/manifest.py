@@ -1,7 +1,7 @@
 """The manifest of a checkpoint, and where to find it: ``save`` writes checkpoints, ``load`` reads them.
 
-The manifest is a JSON file with the step, layout, parts, counters, the shape of every weight, and the checksums of the
-other files.
+The manifest is a JSON file with the step, layout, parts, counters, and the checksums of the other files. Names and
+shapes of the tensors are in ``.metadata``, torch's description.
 """
 
 from __future__ import annotations
@@ -10,18 +10,17 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict, cast
 
 from mcontroller.errors import DataError
-from mcontroller.files import replace_text
+from mcontroller.files import partial_path, replace_text
 
 MANIFEST = "manifest.json"
+FORMAT = 4
 METADATA = ".metadata"
 """The description of a distributed checkpoint by torch, in Megatron-LM's too."""
-Shapes = Mapping[str, Mapping[str, list[int]]]
-"""By part, the name and shape of every weight in the whole model, without padding of its vocabulary."""
 Buckets = Mapping[str, list[list[Any]]]
 """By optimizer and model-parallel rank, for each buffer its dtypes and the elements of its buckets."""
 
@@ -44,7 +43,7 @@ class Manifest(TypedDict):
     """The description of a checkpoint, in the file ``manifest.json`` of its directory."""
 
     format: int
-    """Version of this description: 3."""
+    """Version of this description, ``FORMAT``."""
     step: int
     """The step that it was saved at."""
     layout: dict[str, Any] | None
@@ -59,8 +58,8 @@ class Manifest(TypedDict):
     """Steps of the learning-rate schedule so far."""
     counters: dict[str, Any]
     """Counters of the worker, see ``TrainingState``; empty if unknown."""
-    weights: Shapes
-    """The shapes of the weights."""
+    vocab_size: int | None
+    """The size of the vocabulary without padding; None if the model has none."""
     base: NotRequired[dict[str, Any] | None]
     """If the weights are of adapters: path and SHA-256 of the base, and the factor of the adapters; else None."""
     files: dict[str, FileEntry]
@@ -80,7 +79,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
     """Return the manifest of the checkpoint in this directory.
 
     Raises:
-        DataError: it is not JSON, or a value is missing or of another type; the text names it.
+        DataError: it is not JSON, of another format, or was changed.
     """
     try:
         content = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
@@ -88,62 +87,11 @@ def read_manifest(checkpoint: Path) -> Manifest:
         raise _damaged(checkpoint, str(error)) from error
     if not isinstance(content, dict):
         raise _damaged(checkpoint, f"expected an object, got {type(content).__name__}")
-    if content.get("format") != 3:
-        raise _damaged(checkpoint, f"its format is {content.get('format')!r:.100}; this version reads format 3")
+    if content.get("format") != FORMAT:
+        raise _damaged(checkpoint, f"its format is {content.get('format')!r:.100}; this version reads {FORMAT}")
     if content.pop("sha256", None) != _checksum(content):
         raise _damaged(checkpoint, "its content has another SHA-256 than it states")
-    for name, expected in _FIELDS.items():
-        if name not in content or not expected(content[name]):
-            value = repr(content[name])[:100] if name in content else "missing"
-            raise _damaged(checkpoint, f"{name} is {value}")
-    if set(content["weights"]) != set(content["parts"]) - {"optimizer"}:
-        reason = f"it has the parts {content['parts']!r:.100} and weights of {list(content['weights'])!r:.100}"
-        raise _damaged(checkpoint, reason)
     return cast(Manifest, content)
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _is_shape(value: Any) -> bool:
-    return isinstance(value, list) and all(map(_is_count, value))
-
-
-def _are_weights(value: Any) -> bool:
-    parts = value.values() if isinstance(value, dict) else [None]
-    return all(isinstance(part, dict) and all(map(_is_shape, part.values())) for part in parts)
-
-
-def _are_files(value: Any) -> bool:
-    """Names of files in the directory itself, with their length and checksum."""
-    return isinstance(value, dict) and all(
-        name == Path(name).name
-        and isinstance(entry, dict)
-        and _is_count(entry.get("size"))
-        and isinstance(entry.get("sha256"), str)
-        for name, entry in value.items()
-    )
-
-
-def _are_buckets(value: Any) -> bool:
-    return isinstance(value, dict) and all(
-        isinstance(buffers, list) and all(isinstance(buffer, list) for buffer in buffers) for buffers in value.values()
-    )
-
-
-_FIELDS: dict[str, Callable[[Any], bool]] = {
-    "step": _is_count,
-    "layout": lambda value: isinstance(value, dict),
-    "parts": lambda value: isinstance(value, list) and bool(value) and all(isinstance(part, str) for part in value),
-    "distributed_optimizer": lambda value: isinstance(value, bool),
-    "optimizer_buckets": lambda value: value is None or _are_buckets(value),
-    "scheduler_steps": _is_count,
-    "counters": lambda value: isinstance(value, dict) and all(isinstance(count, int | str) for count in value.values()),
-    "weights": _are_weights,
-    "files": _are_files,
-}
-"""By field, whether a value is one that it can have."""
 
 
 def _checksum(manifest: Mapping[str, Any]) -> str:
@@ -158,11 +106,6 @@ def _damaged(checkpoint: Path, reason: str) -> DataError:
 def checkpoint_path(root: Path, step: int) -> Path:
     """Return the directory of the checkpoint of a step."""
     return root / STEP.format(step)
-
-
-def partial_path(target: Path) -> Path:
-    """Return the directory in which ``target`` is written before it is committed."""
-    return target.with_name(f".{target.name}.partial")
 
 
 def find_checkpoint(path: str | os.PathLike[str]) -> Path:

@@ -8,15 +8,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
 from mcontroller.errors import DataError
-from workers.checkpoint.manifest import MANIFEST, METADATA, Manifest
+from workers.checkpoint.manifest import FORMAT, MANIFEST, METADATA, Manifest
 from workers.checkpoint.state import RANDOM
 from workers.checkpoint.unpickle import read_common, read_metadata
 
 _LATEST = "latest_checkpointed_iteration.txt"
-_OVER_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias")
 
 
 def find_megatron_lm_checkpoint(root: Path) -> Path | None:
@@ -39,20 +36,14 @@ def find_megatron_lm_checkpoint(root: Path) -> Path | None:
 
 
 def megatron_lm_manifest(checkpoint: Path, vocab_size: int) -> Manifest:
-    """Return a manifest for Megatron-LM's checkpoint, which lists only weights.
+    """Return a manifest for Megatron-LM's checkpoint, of which only weights are read.
 
     Args:
         checkpoint: its directory.
-        vocab_size: of the model that reads it; the padding of the vocabulary is not counted in the shapes.
+        vocab_size: of the model that reads it; all further rows count as padding.
     """
-    described = read_metadata(checkpoint).state_dict_metadata
-    tensors = {name: tensor for name, tensor in described.items() if isinstance(tensor, TensorStorageMetadata)}
-    weights = {name: list(tensor.size) for name, tensor in tensors.items() if "optimizer." not in name}
-    for name in _OVER_VOCABULARY:
-        if name in weights:
-            weights[name][0] = min(weights[name][0], vocab_size)
     return {
-        "format": 3,
+        "format": FORMAT,
         "step": _iteration(checkpoint),
         "layout": None,
         "parts": ["model"],
@@ -60,7 +51,7 @@ def megatron_lm_manifest(checkpoint: Path, vocab_size: int) -> Manifest:
         "optimizer_buckets": None,
         "scheduler_steps": 0,
         "counters": {},
-        "weights": {"model": weights},
+        "vocab_size": vocab_size,
         "files": {},
     }
 

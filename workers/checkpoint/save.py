@@ -28,7 +28,7 @@ import io
 import json
 import os
 import shutil
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -49,26 +49,28 @@ from torch.utils.serialization import config as serialization
 
 from mcontroller.errors import ConfigError, DataError, before_changes
 from mcontroller.files import (
-    acquire_lock,
     delete_with_links,
+    discard_directory,
     free_space,
+    partial_path,
     release_lock,
     replace_text,
+    start_directory,
     sync_directory,
 )
 from parallel_state.agreement import all_gather_values, raise_on_every_rank
 from workers.checkpoint.manifest import (
+    FORMAT,
     LATEST,
     STEP,
     Buckets,
     FileEntry,
     Manifest,
     checkpoint_path,
-    partial_path,
     write_manifest,
 )
 from workers.checkpoint.optimizer_state import buckets_to_save
-from workers.checkpoint.state import layout_of, sharded_state, weight_shapes
+from workers.checkpoint.state import layout_of, sharded_state, vocab_size_of
 from workers.train.state import TrainingState
 
 _CHUNK = 1 << 22
@@ -119,7 +121,7 @@ class Saver:
             training = dataclasses.replace(training, optimizer=None)
         buckets = None if reshardable or training.optimizer is None else buckets_to_save(training.optimizer)
         state = sharded_state(training, loading=False, in_buckets=buckets is not None)
-        manifest = _manifest(training, state, step, buckets)
+        manifest = _manifest(training, step, buckets)
         structure = (*manifest["parts"], reshardable)
         strategy = self._strategies.get(structure) or FullyParallelSaveStrategyWrapper(
             get_default_save_sharded_strategy(), training.context.pg.dp_cp, do_cache_distribution=True
@@ -195,10 +197,10 @@ class _Save:
             ) from error
 
 
-def _manifest(training: TrainingState, state: Mapping[str, Any], step: int, buckets: Buckets | None) -> Manifest:
+def _manifest(training: TrainingState, step: int, buckets: Buckets | None) -> Manifest:
     optimizer = training.optimizer
     return {
-        "format": 3,
+        "format": FORMAT,
         "step": step,
         "layout": layout_of(training),
         "parts": [*training.saved_models, *(["optimizer"] if optimizer is not None else [])],
@@ -206,7 +208,7 @@ def _manifest(training: TrainingState, state: Mapping[str, Any], step: int, buck
         "optimizer_buckets": buckets,
         "scheduler_steps": 0 if training.scheduler is None else training.scheduler.num_steps,
         "counters": training.counters | ({"reference_in_float32": 1} if training.float32 else {}),
-        "weights": weight_shapes(training, state, {part: part for part in training.saved_models}),
+        "vocab_size": vocab_size_of(training),
         "base": training.base,
         "files": {},
     }
@@ -220,7 +222,7 @@ def _deleted_if_it_fails(target: Path) -> Iterator[None]:
     except DataError:
         dist.barrier()
         if dist.get_rank() == 0:
-            delete_partial(target)
+            discard_directory(target, target.with_name(_LOCK))
         dist.barrier()
         raise
 
@@ -339,20 +341,7 @@ def create_partial(target: Path) -> None:
     Raises:
         DataError: if it cannot be created, or another process saves there.
     """
-    partial = partial_path(target)
-    try:
-        acquire_lock(target.with_name(_LOCK), f"the directory of checkpoints {target.parent}")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
-    except OSError as error:
-        delete_partial(target)
-        raise DataError(f"cannot write a checkpoint to {str(target)!r}: {error}", path=str(target)) from error
-
-
-def delete_partial(target: Path) -> None:
-    """Delete what was written of a checkpoint that was not committed."""
-    shutil.rmtree(partial_path(target), ignore_errors=True)
-    release_lock(target.with_name(_LOCK))
+    start_directory(target, target.with_name(_LOCK), f"the directory of checkpoints {target.parent}")
 
 
 def commit(target: Path, manifest: Manifest, keep: int | None) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,10 +11,15 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from megatron.core.utils import unwrap_model
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from parallel_state.agreement import all_gather_values
-from workers.checkpoint.manifest import Shapes
 from workers.train.state import TrainingState, random_state
+
+Shapes = Mapping[str, Mapping[str, list[int]]]
+"""By part, the name and shape of every weight in the whole model, without padding of its vocabulary."""
+
+_OVER_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias")
 
 RANDOM = "random"
 """The name of the random states of the ranks, which no checkpoint of Megatron-LM has."""
@@ -88,7 +93,13 @@ def _with_values(entry: ShardedTensor | ShardedTensorFactory, values: Tensor) ->
     return replace(entry, data=values)
 
 
-def weight_shapes(training: TrainingState, state: Mapping[str, Any], sources: Mapping[str, str]) -> Shapes:
+def vocab_size_of(training: TrainingState) -> int | None:
+    """Return the size of the vocabulary without padding, if a chunk of this rank has one."""
+    chunks = [unwrap_model(chunk) for chunks in training.saved_models.values() for chunk in chunks]
+    return next((chunk.unpadded_vocab_size for chunk in chunks if hasattr(chunk, "unpadded_vocab_size")), None)
+
+
+def needed_shapes(training: TrainingState, state: Mapping[str, Any], sources: Mapping[str, str]) -> Shapes:
     """Collect the shapes of the weights from all ranks (a collective).
 
     Args:
@@ -97,16 +108,37 @@ def weight_shapes(training: TrainingState, state: Mapping[str, Any], sources: Ma
         sources: by part, the part of the checkpoint whose names the sharded tensors have.
     """
     mine: dict[str, dict[str, list[int]]] = {part: {} for part in sources}
+    vocab_size = vocab_size_of(training)
     for part, source in sources.items():
-        for index, chunk in enumerate(training.models[part]):
-            vocab_size = getattr(unwrap_model(chunk), "unpadded_vocab_size", None)
+        for index in range(len(training.models[part])):
             for tensor in _sharded_tensors(state[f"{part}{index}"]):
-                shape = list(tensor.global_shape)
-                if tensor.allow_shape_mismatch and vocab_size is not None:
-                    shape[0] = min(shape[0], vocab_size)
-                mine[part][tensor.key.removeprefix(weight_prefix(source))] = shape
+                name = tensor.key.removeprefix(weight_prefix(source))
+                mine[part][name] = _unpadded(name, tensor.global_shape, vocab_size)
     ranks = all_gather_values(mine)
-    return {part: {name: shape for rank in ranks for name, shape in sorted(rank[part].items())} for part in sources}
+    return {part: {name: shape for rank in ranks for name, shape in rank[part].items()} for part in sources}
+
+
+def saved_shapes(metadata: Metadata, parts: Collection[str], vocab_size: int | None) -> Shapes:
+    """Return the shapes of the weights in a checkpoint.
+
+    Args:
+        metadata: torch's description of it.
+        parts: the parts that it has.
+        vocab_size: of its model, without padding.
+    """
+    shapes: dict[str, dict[str, list[int]]] = {part: {} for part in parts if part != "optimizer"}
+    for name, tensor in metadata.state_dict_metadata.items():
+        if isinstance(tensor, TensorStorageMetadata) and "optimizer." not in name:
+            part = next((part for part in shapes if part != "model" and name.startswith(weight_prefix(part))), "model")
+            own_name = name.removeprefix(weight_prefix(part))
+            shapes[part][own_name] = _unpadded(own_name, tensor.size, vocab_size)
+    return shapes
+
+
+def _unpadded(name: str, shape: Sequence[int], vocab_size: int | None) -> list[int]:
+    if name in _OVER_VOCABULARY and vocab_size is not None:
+        return [min(shape[0], vocab_size), *shape[1:]]
+    return list(shape)
 
 
 def _sharded_tensors(weights: Mapping[str, Any]) -> Iterator[ShardedTensor]:

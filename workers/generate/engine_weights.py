@@ -10,7 +10,8 @@ from mcontroller.errors import ConfigError
 from parallel_state.agreement import all_gather_values
 from workers.config.rollout import RolloutConfig
 from workers.generate.rollout_protocol import PolicyWeights, ReadableRollout, Rollout
-from workers.weights.verification import Verification, dtypes_by_name
+from workers.weights.moves import dtypes_by_name
+from workers.weights.verification import Verification
 
 logger = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from workers.memory.offloader import Offloader
 from workers.train.batch_checks import check_prompts
 from workers.train.batches import tensor_columns
 from workers.train.state import TrainingState
-from workers.weights.hf.model import CheckpointTensors, hf_whole_tensors
+from workers.weights.hf.model import checkpoint_tensors, hf_whole_tensors
 
 
 class Generator:
@@ -166,7 +166,7 @@ class Generator:
                     + ": run a WeightTransfer to this group first"
                     + ("" if path is not None else ", or set model.hf_path")
                 )
-        whole = CheckpointTensors(path, self._config.rollout.vllm.bucket_bytes)
+        whole = checkpoint_tensors(path, self._config.rollout.vllm.bucket_bytes)
         return PolicyWeights([], self._state.context, whole, self._device)
 
     def generation_limits(self) -> dict[str, Any]:

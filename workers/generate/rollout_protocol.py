@@ -12,11 +12,11 @@ from mcontroller.errors import ConfigError
 from parallel_state.megatron import MegatronContext
 from workers.generate.sampling import Sampling
 from workers.weights.fingerprints import Fingerprint, shard_fingerprints
-from workers.weights.hf.model import CheckpointTensors, hf_whole_tensors
+from workers.weights.hf.model import hf_whole_tensors
 from workers.weights.hf.names import hf_shards, model_family
 from workers.weights.moves import TensorInBucket
 from workers.weights.shards import model_shards
-from workers.weights.whole_tensors import BucketMemory, InBuckets, Receivers, tensors_in
+from workers.weights.whole_tensors import BucketMemory, InBuckets, Receivers, StreamedTensors, tensors_in
 
 
 class Prompts(NamedTuple):
@@ -106,7 +106,7 @@ class PolicyWeights:
         self,
         chunks: Sequence[nn.Module],
         context: MegatronContext,
-        whole: InBuckets | CheckpointTensors | None = None,
+        whole: InBuckets | None = None,
         device: torch.device | None = None,
     ) -> None:
         self.chunks, self.context = chunks, context
@@ -131,7 +131,7 @@ class PolicyWeights:
             ConfigError: there is no such naming.
         """
         if naming == "hugging_face":
-            if isinstance(self._whole, CheckpointTensors):
+            if isinstance(self._whole, StreamedTensors):
                 return self._whole.fingerprints(dtypes)
             return shard_fingerprints(hf_shards(self.chunks, self.context, model_family(self.chunks)), dtypes)
         if naming == "megatron":

@@ -15,7 +15,7 @@ from workers.config.model import ModelConfig
 from workers.config.trained_weights import adapter_target, check_not_overlapped, trains
 from workers.lora.adapters import Adapter, Adapters
 from workers.lora.peft_files import load_adapter
-from workers.weights.hf.names import weight_names
+from workers.weights.hf.names import rows_of_pieces, weight_names
 from workers.weights.shards import named_shards
 
 
@@ -69,7 +69,8 @@ def _add_adapters(
             if target is None:
                 continue
             _check_layer(layer, name, config)
-            heights = _heights(layer.weight0 if experts else layer.weight, len(target.pieces), config)
+            rows = len(layer.weight0 if experts else layer.weight)
+            heights = rows_of_pieces(rows, len(target.pieces), config)
             adapters.add(
                 Adapter(target, layer, heights, lora, config, context.pg), layer, f"decoder.layers.{position}.{inside}"
             )
@@ -90,14 +91,6 @@ def _check_layer(layer: Any, name: str, config: Any) -> None:
             key="model.lora.exclude",
             value=name,
         )
-
-
-def _heights(weight: torch.Tensor, pieces: int, config: Any) -> tuple[int, ...]:
-    """Rows of each piece of a weight in one of its blocks: q, k and v of a query group, or gate and up."""
-    if pieces == 3:
-        width = config.kv_channels
-        return config.num_attention_heads // config.num_query_groups * width, width, width
-    return (weight.size(0) // pieces,) * pieces
 
 
 def _start_backward_pass(chunk: Any) -> None:

@@ -9,18 +9,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mcontroller.errors import DataError
-from workers.config.model import ModelConfig
+import torch
 
-_SAMPLE = 64
-"""[bytes] Read at the start, in the middle and at the end of every tensor."""
+from workers.config.model import ModelConfig
+from workers.weights.hf.files import open_safetensors
+
+_SAMPLES = 3
+"""Rows that are read of every tensor: the first, one in the middle, and the last."""
 _NOT_OF_BASE = ("lora", "freeze", "train_only", "hf_path", "dtype", "transformer_impl", "max_sequence_length")
 
 
 def base_hash(model: ModelConfig) -> str:
     """Return a SHA-256 of the weights that a model starts from: the same for any division into files.
 
-    It covers the name, dtype and shape of every tensor at ``model.hf_path``, and samples of its bytes. Without a
+    It covers the name, dtype and shape of every tensor at ``model.hf_path``, and some of its rows. Without a
     checkpoint, it covers the sizes and the seed, from which the weights follow.
 
     Raises:
@@ -32,30 +34,21 @@ def base_hash(model: ModelConfig) -> str:
         kept = {name: value for name, value in fields.items() if name not in _NOT_OF_BASE}
         digest.update(json.dumps(kept, sort_keys=True, default=str).encode())
         return digest.hexdigest()
-    for name, header, file, start in sorted(tensor_headers(Path(model.hf_path)), key=lambda header: header[0]):
-        begin, end = header["data_offsets"]
-        digest.update(f"{name} {header['dtype']} {header['shape']}".encode())
-        with open(file, "rb") as opened:
-            for offset in (begin, (begin + end) // 2, max(begin, end - _SAMPLE)):
-                opened.seek(start + offset)
-                digest.update(opened.read(min(_SAMPLE, end - offset)))
+    for name, tensor in sorted(tensors_at(Path(model.hf_path)), key=lambda named: named[0]):
+        shape = tensor.get_shape()
+        digest.update(f"{name} {tensor.get_dtype()} {shape}".encode())
+        for part in range(_SAMPLES):
+            row = tuple(slice(at, at + 1) for at in [(size - 1) * part // (_SAMPLES - 1) for size in shape[:-1]])
+            digest.update(tensor[row or ...].reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
-def tensor_headers(directory: Path) -> Iterator[tuple[str, dict[str, Any], Path, int]]:
-    """Iterate over the tensors in the safetensors of a directory: name, header, file, and where its data begin.
+def tensors_at(directory: Path) -> Iterator[tuple[str, Any]]:
+    """Iterate over the names and the slices (``get_slice`` of safetensors) of all tensors in a directory.
 
     Raises:
         DataError: a file is damaged.
     """
-    for file in sorted(directory.glob("*.safetensors")):
-        try:
-            with open(file, "rb") as opened:
-                length = int.from_bytes(opened.read(8), "little")
-                headers: Any = json.loads(opened.read(length) if length < file.stat().st_size else b"")
-            for name, header in headers.items():
-                if name != "__metadata__":
-                    header["dtype"], header["shape"], sum(header["data_offsets"])
-                    yield name, header, file, 8 + length
-        except (ValueError, KeyError, TypeError, OSError, AttributeError, RecursionError) as error:
-            raise DataError(f"{str(file)!r} is damaged: {error}", path=str(file)) from error
+    for path in sorted(directory.glob("*.safetensors")):
+        file = open_safetensors(path)
+        yield from ((name, file.get_slice(name)) for name in file.keys())  # noqa: SIM118 - not a mapping

@@ -14,12 +14,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mcontroller.errors import ConfigError, DataError, before_changes
+from mcontroller.files import partial_path
 from parallel_state.agreement import all_gather_values, raise_on_every_rank
 from workers.config.model import ModelConfig
 from workers.lora.adapters import Adapter, adapters_of, changed_beside_adapters
-from workers.lora.base import base_hash, tensor_headers
+from workers.lora.base import base_hash, tensors_at
+from workers.weights.hf.files import open_safetensors, publish_export, save_tensors, start_export
 from workers.weights.moves import Span
-from workers.weights.shards import WeightShard
+from workers.weights.shards import WeightShard, whole_shard
 from workers.weights.whole_tensors import Receivers, WholeTensors, tensors_in
 
 _FILE = "adapter_model.safetensors"
@@ -58,7 +60,7 @@ def _experts_name(name: str, experts: set[str]) -> str:
 
 def _part(adapter: Adapter, name: str, factor: Tensor, dim: int) -> WeightShard:
     if adapter.split != dim:
-        return WeightShard(name, factor, tuple(factor.shape))
+        return whole_shard(name, factor)
     ways, index, size = adapter.group.size(), adapter.group.rank(), factor.size(dim)
     shape = list(factor.shape)
     shape[dim] *= ways
@@ -111,13 +113,8 @@ def load_adapter(chunks: Sequence[Any], model: ModelConfig) -> None:
 
 
 def _read(path: Path) -> dict[str, Tensor]:
-    import safetensors
-    from safetensors.torch import load_file
-
-    try:
-        return load_file(path / _FILE)
-    except (OSError, safetensors.SafetensorError) as error:
-        raise DataError(f"the adapter {str(path / _FILE)!r} cannot be read: {error}", path=str(path)) from error
+    file = open_safetensors(path / _FILE)
+    return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
 
 
 def _name_in_file(shard: WeightShard) -> str:
@@ -180,34 +177,18 @@ def export_adapter(chunks: Sequence[Any], path: str, model: ModelConfig) -> None
             why = "model.lora is not set" if lora is None else f"{', '.join(sorted(also)[:3])} are trained too"
             text = f"the adapter alone cannot be exported: {why}; export the merged model instead"
             raise ConfigError(text, key="model.lora")
-        raise_on_every_rank(lambda: _create(target) if dist.get_rank() == 0 else None)
+        raise_on_every_rank(lambda: start_export(target) if dist.get_rank() == 0 else None)
     tensors, config = adapter_tensors(chunks), peft_config(chunks, model)
     if dist.get_rank() == 0:
-        write_adapter(target, tensors, config, {"base_sha256": base_hash(model)})
+        write_adapter(partial_path(target), tensors, config, base_sha256=base_hash(model))
+        publish_export(target)
     dist.barrier()
 
 
-def write_adapter(
-    folder: Path,
-    tensors: Mapping[str, Tensor],
-    config: Mapping[str, Any],
-    metadata: Mapping[str, str] | None = None,
-) -> None:
-    """Write the two files of an adapter into a folder."""
-    from safetensors.torch import save_file
-
-    dense = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    save_file(dense, folder / _FILE, metadata={"format": "pt", **(metadata or {})})
+def write_adapter(folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any], **metadata: str) -> None:
+    """Write the two files of an adapter into a folder, with ``metadata`` in the header of the tensors."""
+    save_tensors(tensors, folder / _FILE, **metadata)
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2))
-
-
-def _create(target: Path) -> None:
-    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        raise DataError(f"{str(target)!r} exists: export into a new directory", path=str(target))
-    try:
-        target.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DataError(f"cannot export to {str(target)!r}: {error}", path=str(target)) from error
 
 
 def peft_config(chunks: Sequence[Any], model: ModelConfig) -> dict[str, Any]:
@@ -250,8 +231,9 @@ def check_adapter(model: ModelConfig) -> None:
     file = Path(lora.path) / _FILE
     if not file.is_file():
         raise ConfigError(f"model.lora.path: there is no {str(file)!r}", key="model.lora.path", value=lora.path)
-    shapes = {name: header["shape"] for name, header, in_file, _ in tensor_headers(Path(lora.path)) if in_file == file}
-    expected, base = _metadata(file).get("base_sha256"), base_hash(model)
+    adapter = open_safetensors(file)
+    shapes = {name: adapter.get_slice(name).get_shape() for name in adapter.keys()}  # noqa: SIM118 - not a mapping
+    expected, base = (adapter.metadata() or {}).get("base_sha256"), base_hash(model)
     if expected is not None and expected != base:
         raise ConfigError(
             f"the adapter at {lora.path!r} was trained on another base: its base has the SHA-256 {expected[:16]}..., "
@@ -261,7 +243,7 @@ def check_adapter(model: ModelConfig) -> None:
         )
     if model.hf_path is None:
         return
-    of_base = {name: header["shape"] for name, header, *_ in tensor_headers(Path(model.hf_path))}
+    of_base = {name: tensor.get_shape() for name, tensor in tensors_at(Path(model.hf_path))}
     for name, shape in shapes.items():
         of_factor = _FACTOR.fullmatch(name)
         if of_factor is None:
@@ -283,10 +265,3 @@ def check_adapter(model: ModelConfig) -> None:
                 key="model.lora.path",
                 value=lora.path,
             )
-
-
-def _metadata(file: Path) -> dict[str, str]:
-    with open(file, "rb") as opened:
-        headers = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
-    metadata: dict[str, str] = headers.get("__metadata__", {})
-    return metadata

@@ -41,11 +41,9 @@ from workers.weights.hf.family import ModelFamily
 from workers.weights.hf.fields import INERT
 from workers.weights.hf.files import WeightFiles
 from workers.weights.hf.hub import local_directory
-from workers.weights.hf.model import CheckpointTensors
 from workers.weights.hf.names import OUTPUT_LAYER
-from workers.weights.moves import TensorInBucket
-from workers.weights.shards import WeightShard
-from workers.weights.whole_tensors import BucketMemory, Receivers, receives_all
+from workers.weights.shards import WeightShard, whole_shard
+from workers.weights.whole_tensors import StreamedTensors
 
 # What Bridge turns on for training on GPUs with Transformer Engine, and this project's layers and losses do without.
 _WITHOUT_ENGINE = {
@@ -178,7 +176,7 @@ class BridgeWeights:
                 shape = list(files.shape(ModelFamily.value_head))
                 text = f"{ModelFamily.value_head} at {path} is {shape}, the model's is {list(head.weight.shape)}"
                 raise DataError(text, path=path)
-            head.weight.data.copy_(files.read(ModelFamily.value_head, None, 0, 0))
+            head.weight.data.copy_(files.read(ModelFamily.value_head))
         return frozenset()
 
     def names(self, chunks: Sequence[nn.Module]) -> Callable[[str], tuple[str, ...]]:
@@ -218,9 +216,9 @@ class BridgeWeights:
             head = next(value for value in all_gather_values(local_head) if value is not None)
             yield ModelFamily.value_head, head.to(torch.cuda.current_device())
 
-    def tensors(self, chunks: Sequence[nn.Module], bucket_bytes: int) -> BridgeTensors:
-        """Return the tensors for refit, engines and export, to be read as often as they change."""
-        return BridgeTensors(functools.partial(self.exported, chunks), bucket_bytes)
+    def tensors(self, chunks: Sequence[nn.Module], bucket_bytes: int) -> StreamedTensors:
+        """Return the tensors for engines and export, to be read as often as they change."""
+        return StreamedTensors(functools.partial(self.exported, chunks), bucket_bytes, collective=True)
 
     def shards(self, chunks: Sequence[nn.Module]) -> list[WeightShard]:
         """Return whole tensors as this rank's parts, of which each rank keeps its share, with the current values.
@@ -231,33 +229,10 @@ class BridgeWeights:
         mine = (tensor for number, tensor in enumerate(self.exported(chunks)) if number % share == dist.get_rank())
         kept = {shard.name: shard for shard in self._parts}
         self._parts = [
-            WeightShard(name, kept[name].param.copy_(tensor) if name in kept else tensor.clone(), tuple(tensor.shape))
+            whole_shard(name, kept[name].param.copy_(tensor) if name in kept else tensor.clone())
             for name, tensor in mine
         ]
         return self._parts
-
-
-class BridgeTensors(CheckpointTensors):
-    """All tensors of the whole model as Bridge exports them, every one on every rank.
-
-    Args:
-        exported: iterates over them (a collective).
-        bucket_bytes: the size of a bucket; a larger tensor has one for itself.
-    """
-
-    def __init__(self, exported: Callable[[], Iterator[tuple[str, Tensor]]], bucket_bytes: int) -> None:
-        self._tensors, self._bucket_bytes = exported, bucket_bytes  # type: ignore[method-assign]
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        return self._tensors()
-
-    def buckets(self, memory: BucketMemory, receivers: Receivers = "all") -> Iterator[list[TensorInBucket]]:
-        """Iterate over the buckets; see ``WholeTensors.buckets``. The first rank with a part of any tensor is 0."""
-        if receives_all((0,) if receivers == "first" else receivers, dist.get_rank()):
-            yield from super().buckets(memory)
-        else:
-            for _ in self._tensors():
-                pass
 
 
 def _check_installed() -> None:

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import starmap
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from workers.weights.hashing.bit_sums import IndexKeys, sum_of_bits
-from workers.weights.shards import WeightShard
+from workers.weights.shards import WeightShard, whole_shard
 
 
 class Fingerprint(NamedTuple):
@@ -37,7 +38,9 @@ class Fingerprint(NamedTuple):
     first: int = 0
 
 
-def tensor_fingerprints(tensors: Iterable[tuple[str, Tensor]]) -> list[Fingerprint]:
+def tensor_fingerprints(
+    tensors: Iterable[tuple[str, Tensor]], dtypes: Mapping[str, Collection[str]] | None = None
+) -> list[Fingerprint]:
     """Return the fingerprints of whole tensors, such as an engine's ``named_parameters()``.
 
     An engine that packs several tensors into one passes the slices, each under the tensor's own name. A copy is passed
@@ -45,8 +48,9 @@ def tensor_fingerprints(tensors: Iterable[tuple[str, Tensor]]) -> list[Fingerpri
 
     Args:
         tensors: names and tensors, read one at a time.
+        dtypes: see ``shard_fingerprints``.
     """
-    return shard_fingerprints(WeightShard(name, tensor, tuple(tensor.shape)) for name, tensor in tensors)
+    return shard_fingerprints(starmap(whole_shard, tensors), dtypes)
 
 
 @torch.no_grad()

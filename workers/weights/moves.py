@@ -11,9 +11,10 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, groupby, zip_longest
 from math import inf, prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mcontroller.errors import DataError
+from workers.weights.same_tensors import check_same_tensors
 
 _ALIGNMENT = 64  # [bytes] of a tensor in a bucket
 _LAYER = re.compile(r"(?:^|\.)(\d+)\.")
@@ -113,7 +114,8 @@ def plan_moves(
     Raises:
         DataError: the two are not the same model, or no source has a part of a tensor; with the names.
     """
-    _check_same_model(sources, targets)
+    have, need = ({tensor.name: tensor.shape for tensor in chain(*model)} for model in (sources, targets))
+    check_same_tensors(have, need, "source and target are not the same model")
     dims = _dims(chain(*sources, *targets))
     parts = _parts(sources, dims)
     sent = [0] * len(sources)
@@ -145,45 +147,73 @@ def whole_tensors(sources: Sequence[Sequence[LocalTensor]]) -> list[LocalTensor]
     return [tensor for _, tensor in sorted(by_name.values(), key=lambda pair: pair[0])]
 
 
-def plan_whole(
+def plan_buckets(
     sources: Sequence[Sequence[LocalTensor]],
     targets: Sequence[Sequence[LocalTensor]],
-    bucket_bytes: int,
+    limit: int,
     distance: Callable[[int, int], int] = lambda source, target: 0,
+    *,
+    whole: bool = False,
 ) -> tuple[tuple[Move, ...], ...]:
-    """Return the moves that put whole tensors together, in buckets of one dtype in which every tensor is complete.
+    """Return the moves of ``plan_moves`` in buckets of one dtype, tensor after tensor.
 
-    In a bucket no rank sends or receives more bytes than the limit, unless the bucket has one tensor only. Of a bucket,
-    every rank gets its tensors in the order of their slots.
+    In a bucket no rank sends or receives more bytes than the limit, unless the bucket has one tensor, or one index of a
+    tensor, that is larger. Of a tensor, a rank receives first from the rank after it, and last from the rank before it,
+    so that all ranks send and receive at the same time.
 
     Args:
         sources: by rank, its tensors.
-        targets: by rank, the whole tensors that it wants, in the order of ``whole_tensors``.
-        bucket_bytes: the limit.
+        targets: by rank, the tensors that it gets.
+        limit: [bytes] see above.
         distance: from one rank to another.
+        whole: every tensor is complete in one bucket; else it is sliced.
 
     Raises:
-        DataError: no source has a part of a tensor.
+        DataError: see ``plan_moves``.
     """
     order = {tensor.name: number for number, tensor in enumerate(whole_tensors(sources))}
 
-    def number_of(move: Move) -> int:
-        return order[targets[move.target_rank][move.target_slot].name]
+    def tensor_of(move: Move) -> tuple[str, int]:
+        return move.dtype, order[targets[move.target_rank][move.target_slot].name]
 
-    moves = sorted(chain(*plan_moves(sources, targets, distance)), key=lambda move: (move.dtype, number_of(move)))
+    moves = list(chain(*plan_moves(sources, targets, distance)))
+    moves.sort(key=lambda move: (*tensor_of(move), (move.source_rank - move.target_rank) % len(targets)))
+    parts = [list(tensor) for _, tensor in groupby(moves, key=tensor_of)]
+    if not whole:
+        parts = [[move] for tensor in parts for move in _sliced(tensor, limit)]
     buckets: list[list[Move]] = []
-    nbytes, reached = Counter[tuple[str, int]](), ""
-    for _, of_tensor in groupby(moves, key=number_of):
-        tensor, added = list(of_tensor), Counter[tuple[str, int]]()
-        for move in tensor:
+    filled = Counter[tuple[str, int]]()
+    for part in parts:
+        added = Counter[tuple[str, int]]()
+        for move in part:
             added["from", move.source_rank] += move.nbytes
             added["to", move.target_rank] += move.nbytes
-        if tensor[0].dtype != reached or any(nbytes[key] + more > bucket_bytes for key, more in added.items()):
+        is_full = any(filled[key] + more > limit for key, more in added.items())
+        if not buckets or is_full or buckets[-1][0].dtype != part[0].dtype:
             buckets.append([])
-            nbytes, reached = Counter(), tensor[0].dtype
-        buckets[-1] += tensor
-        nbytes += added
+            filled = Counter()
+        buckets[-1] += part
+        filled += added
     return tuple(map(tuple, buckets))
+
+
+def _sliced(moves: Sequence[Move], limit: int) -> Iterator[Move]:
+    """Slice moves into pieces of at most the limit: first the first piece of every move, then the second of every."""
+    pieces = [list(_pieces(move, limit)) for move in moves]
+    return (piece for round_of_pieces in zip_longest(*pieces) for piece in round_of_pieces if piece is not None)
+
+
+def _pieces(move: Move, limit: int) -> Iterator[Move]:
+    per_index = move.nbytes // move.length
+    longest = max(limit // per_index, 1)
+    for start in range(0, move.length, longest):
+        length = min(longest, move.length - start)
+        yield move._replace(
+            length=length,
+            nbytes=length * per_index,
+            source_start=move.source_start + start,
+            target_start=move.target_start + start,
+        )
 
 
 def places_in_bucket(tensors: Iterable[LocalTensor]) -> tuple[list[TensorInBucket], int]:
@@ -194,6 +224,14 @@ def places_in_bucket(tensors: Iterable[LocalTensor]) -> tuple[list[TensorInBucke
         places.append((tensor.name, tensor.dtype, tensor.shape, end))
         end += -(-prod(tensor.shape) * tensor.itemsize // _ALIGNMENT) * _ALIGNMENT
     return places, end
+
+
+def dtypes_by_name(by_rank: Iterable[Iterable[Any]]) -> dict[str, list[str]]:
+    """Return by name the dtypes in which ranks have the tensor, of descriptions with a ``name`` and a ``dtype``."""
+    dtypes: dict[str, set[str]] = defaultdict(set)
+    for tensor in chain.from_iterable(by_rank):
+        dtypes[tensor.name].add(tensor.dtype)
+    return {name: sorted(names) for name, names in dtypes.items()}
 
 
 def check_known(names: Sequence[str]) -> None:
@@ -271,58 +309,6 @@ def _into(
         )
 
 
-def interleaved(moves: Sequence[Sequence[Move]]) -> list[Move]:
-    """Return the moves (given by target rank) ordered so that all ranks send and receive at the same time.
-
-    Every rank receives from the rank after it first, and from the rank before it last.
-    """
-    world_size = len(moves)
-    ordered = [
-        sorted(of_target, key=lambda move: (move.source_rank - move.target_rank) % world_size) for of_target in moves
-    ]
-    return [move for round_of_moves in zip_longest(*ordered) for move in round_of_moves if move is not None]
-
-
-def in_buckets(moves: Sequence[Move], limit: int) -> Iterator[tuple[Move, ...]]:
-    """Slice moves into buckets of one dtype each, in which no rank sends or receives more bytes than the limit.
-
-    A slice goes into the bucket that its two ranks have reached, or the next one.
-    """
-    for dtype in sorted({move.dtype for move in moves}):
-        buckets: list[list[Move]] = []
-        outbound, inbound = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)  # bytes by bucket
-        for move in moves:
-            if move.dtype == dtype:
-                _add(move, buckets, outbound[move.source_rank], inbound[move.target_rank], limit)
-        yield from (tuple(bucket) for bucket in buckets)
-
-
-def _add(move: Move, buckets: list[list[Move]], outbound: list[int], inbound: list[int], limit: int) -> None:
-    """Add the move to buckets, in slices that fill them, starting at the bucket that its two ranks have reached."""
-    per_index, done = move.nbytes // move.length, 0
-    index = max(len(outbound), len(inbound), 1) - 1
-    while done < move.length:
-        for filled in (outbound, inbound):
-            filled += [0] * (index + 1 - len(filled))
-        buckets += [[] for _ in range(index + 1 - len(buckets))]
-        filled_bytes = max(outbound[index], inbound[index])
-        length = min((limit - filled_bytes) // per_index, move.length - done)
-        if length <= 0 and filled_bytes == 0:
-            length = 1  # one index alone has more bytes than the limit
-        if length > 0:
-            part = move._replace(
-                length=length,
-                nbytes=length * per_index,
-                source_start=move.source_start + done,
-                target_start=move.target_start + done,
-            )
-            buckets[index].append(part)
-            outbound[index] += part.nbytes
-            inbound[index] += part.nbytes
-            done += length
-        index += 1
-
-
 def _dims(tensors: Iterable[LocalTensor]) -> dict[str, int]:
     """The dim along which each tensor moves: the one that any rank divides it along."""
     dims: dict[str, set[int]] = defaultdict(set)
@@ -335,21 +321,3 @@ def _dims(tensors: Iterable[LocalTensor]) -> dict[str, int]:
                 name=name,
             )
     return {name: min(used, default=0) for name, used in dims.items()}
-
-
-def _check_same_model(sources: Sequence[Sequence[LocalTensor]], targets: Sequence[Sequence[LocalTensor]]) -> None:
-    have, need = ({local.name: local.shape for local in chain(*model)} for model in (sources, targets))
-    missing, unexpected = sorted(need.keys() - have.keys()), sorted(have.keys() - need.keys())
-    differing = [
-        f"{name} is {have[name]}, the target's is {need[name]}"
-        for name in sorted(have.keys() & need.keys())
-        if have[name] != need[name]
-    ]
-    if missing or unexpected or differing:
-        raise DataError(
-            f"source and target are not the same model: the source lacks {missing or 'none'}, the target lacks "
-            f"{unexpected or 'none'}; of another shape {differing or 'none'}",
-            missing=missing,
-            unexpected=unexpected,
-            differing=differing,
-        )

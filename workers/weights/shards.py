@@ -1,7 +1,8 @@
 """The tensors of this rank as parts of the tensors of the whole model.
 
 Everything that moves weights starts from this description: checkpoints of Hugging Face, exports, transfers between
-groups, fingerprints.
+groups, fingerprints. Checkpoints of training have Megatron's own description (``workers.checkpoint.state``), with which
+Megatron-LM reads them.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import starmap
 from typing import Any
 
 import torch
@@ -90,6 +91,11 @@ class WeightShard:
         return torch.cat(parts, self.dim)
 
 
+def whole_shard(name: str, tensor: Tensor) -> WeightShard:
+    """Return the description of a tensor that this rank has all of."""
+    return WeightShard(name, tensor, tuple(tensor.shape))
+
+
 class SliceReader:
     """Reads slices of shards. It keeps the last tensor, which may have an adapter added, for the next slice of it.
 
@@ -145,8 +151,7 @@ def named_buffers(chunks: Sequence[torch.nn.Module], context: MegatronContext) -
 
 def model_shards(chunks: Sequence[torch.nn.Module], context: MegatronContext) -> list[WeightShard]:
     """Return the parameters and the persistent buffers of this rank's model chunks."""
-    buffers = (WeightShard(name, buffer, tuple(buffer.shape)) for name, buffer in named_buffers(chunks, context))
-    return list(chain(named_shards(chunks, context), buffers))
+    return [*named_shards(chunks, context), *starmap(whole_shard, named_buffers(chunks, context))]
 
 
 def unknown_positions(shards: Sequence[WeightShard]) -> list[str]:
@@ -171,7 +176,7 @@ def _shard(chunk: Any, local_name: str, param: torch.nn.Parameter, context: Mega
     if expert and ".linear_fc" in name:  # Transformer Engine marks all of an expert's weights as divided at dim 0
         dim = 0 if ".linear_fc1." in name else 1 if ".weight" in name else None
     if dim is None:
-        return WeightShard(name, param, tuple(param.shape))
+        return whole_shard(name, param)
     group = context.pg.expt_tp if expert else context.pg.tp
     shape, ways, index = list(param.shape), group.size(), group.rank()
     shape[dim] *= ways

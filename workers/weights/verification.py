@@ -7,7 +7,6 @@ than engine and policy differ anyway. Fingerprints of the tensors are equal or n
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
 from collections.abc import Collection, Sequence
 
 from mcontroller.errors import MControllerError
@@ -35,15 +34,6 @@ class WeightsNotArrived(MControllerError):
     missing: list[str]
     unknown: list[str]
     ranks: list[int]
-
-
-def dtypes_by_name(by_rank: Sequence[Sequence[Fingerprint]]) -> dict[str, list[str]]:
-    """Return by name the dtypes in which ranks hold the tensor."""
-    dtypes: dict[str, set[str]] = defaultdict(set)
-    for fingerprints in by_rank:
-        for fingerprint in fingerprints:
-            dtypes[fingerprint.name].add(fingerprint.dtype)
-    return {name: sorted(names) for name, names in dtypes.items()}
 
 
 class Verification:

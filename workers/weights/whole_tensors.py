@@ -16,15 +16,16 @@ from torch import Tensor
 
 from parallel_state.agreement import all_gather_values
 from workers.gpu_ids import node_id
+from workers.weights.fingerprints import Fingerprint, tensor_fingerprints
 from workers.weights.moves import (
     LocalTensor,
     Move,
     TensorInBucket,
     places_in_bucket,
-    plan_whole,
+    plan_buckets,
     whole_tensors,
 )
-from workers.weights.shards import SliceReader, WeightShard
+from workers.weights.shards import SliceReader, WeightShard, whole_shard
 
 BucketMemory = Callable[[int], Tensor]
 """From a number of bytes to memory of at least as many, uint8 ``[bytes]``."""
@@ -106,9 +107,58 @@ class WholeTensors:
         self._wanted, self._planned_for = targets[dist.get_rank()], (mine, receivers)
         self._buckets = ()
         if any(targets):
-            self._buckets = plan_whole(
-                sources, targets, self._bucket_bytes, lambda source, target: int(nodes[source] != nodes[target])
+            self._buckets = plan_buckets(
+                sources,
+                targets,
+                self._bucket_bytes,
+                lambda source, target: int(nodes[source] != nodes[target]),
+                whole=True,
             )
+
+
+class StreamedTensors:
+    """Whole tensors that are read one after another: from files, or as Megatron-Bridge converts them.
+
+    Args:
+        tensors: iterates over names and tensors.
+        bucket_bytes: the size of a bucket; a larger tensor has one for itself.
+        collective: whether every rank must iterate until the end, also a rank that gets no tensors.
+    """
+
+    def __init__(
+        self, tensors: Callable[[], Iterator[tuple[str, Tensor]]], bucket_bytes: int, *, collective: bool = False
+    ) -> None:
+        self._tensors, self._bucket_bytes, self._collective = tensors, bucket_bytes, collective
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return self._tensors()
+
+    def buckets(self, memory: BucketMemory, receivers: Receivers = "all") -> Iterator[list[TensorInBucket]]:
+        """Iterate over the buckets; see ``WholeTensors.buckets``. Rank 0 is the first with a part of any tensor."""
+        if not receives_all((0,) if receivers == "first" else receivers, dist.get_rank()):
+            for _ in self._tensors() if self._collective else ():
+                pass
+            return
+        bucket: list[tuple[str, Tensor]] = []
+        for name, tensor in self._tensors():
+            if bucket and sum(held.nbytes for _, held in bucket) + tensor.nbytes > self._bucket_bytes:
+                yield _copied(bucket, memory)
+                bucket = []
+            bucket.append((name, tensor))
+        if bucket:
+            yield _copied(bucket, memory)
+
+    def fingerprints(self, dtypes: Mapping[str, Collection[str]]) -> list[Fingerprint]:
+        """Return the fingerprints of all tensors; see ``shard_fingerprints``."""
+        return tensor_fingerprints(self._tensors(), dtypes)
+
+
+def _copied(tensors: Sequence[tuple[str, Tensor]], memory: BucketMemory) -> list[TensorInBucket]:
+    places, nbytes = places_in_bucket(whole_shard(name, tensor).described() for name, tensor in tensors)
+    room = memory(nbytes)
+    for place, (_, tensor) in zip(places, tensors, strict=True):
+        tensor_in(room, place).copy_(tensor)
+    return places
 
 
 def filled_bucket(

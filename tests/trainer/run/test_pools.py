@@ -97,7 +97,7 @@ def test_mappings_of_a_rollout_are_those_of_the_actor_by_key(config_file: Path, 
     assert rollout.model.transformer == {"window_size": [7, 0], "apply_rope_fusion": False, "softmax_scale": 0.5}
     options = {"enable_prefix_caching": True, "compilation_config": {"level": 0, "mode": "a"}}
     assert rollout.rollout.vllm.options == options
-    check_same_policy(actor, rollout, "auto")
+    check_same_policy(actor, rollout)
 
 
 def test_sizes_that_are_given_leave_the_rest_of_a_config_json(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from tests.workers.roles import (
     prompts,
     weights,
 )
-from workers.checkpoint.manifest import checkpoint_path, find_checkpoint, read_manifest
+from workers.checkpoint.manifest import FORMAT, checkpoint_path, find_checkpoint, read_manifest
 from workers.checkpoint.save import commit, create_partial
 from workers.train.state import random_state, set_random_state
 
@@ -112,7 +112,7 @@ def test_manifest_describes_what_was_saved(checkpoint: dict[str, Any]) -> None:
     assert directory.name == (directory.parent / "latest").read_text() == "global_step_7"
     assert manifest["parts"] == ["model", "reference", "optimizer"]
     assert manifest["layout"]["tp"] == 2 and manifest["layout"]["world_size"] == 8
-    assert manifest["weights"]["model"]["embedding.word_embeddings.weight"] == [MODEL["vocab_size"], 32]
+    assert manifest["vocab_size"] == MODEL["vocab_size"]
     assert [entry.name for entry in directory.parent.iterdir() if entry.name.startswith(".")] == []
 
 
@@ -162,14 +162,14 @@ def test_remains_of_interrupted_saves_are_deleted_with_old_checkpoints(tmp_path:
 
 
 EMPTY: Any = {
-    "format": 3,
+    "format": FORMAT,
     "layout": {},
     "parts": ["model"],
     "distributed_optimizer": False,
     "optimizer_buckets": None,
     "scheduler_steps": 0,
     "counters": {},
-    "weights": {"model": {}},
+    "vocab_size": None,
     "files": {},
 }
 
@@ -291,6 +291,20 @@ def test_unsuitable_checkpoint_is_rejected_with_the_names_that_differ(tmp_path: 
     assert any("linear_fc1.weight" in text and "[4, 128, 32]" in text for text in larger.differing)
     assert run_ranks(rejected, 1, path, "optimizer")[0].distributed_optimizer is False
     assert run_ranks(rejected, 1, path, "nothing")[0].path == f"{path}/elsewhere"
+
+
+def rejected_vocabulary(path: str) -> Any:
+    actor({"tp": 2}, "rollout").save_checkpoint(path)
+    with pytest.raises(DataError) as caught:
+        actor({"tp": 2}, "rollout", model={"vocab_size": MODEL["vocab_size"] + 1}).load_checkpoint(path)
+    return caught.value
+
+
+@pytest.mark.simulated
+def test_another_vocabulary_of_the_same_padded_size_is_rejected(tmp_path: Path) -> None:
+    assert MODEL["vocab_size"] % 2 == 1
+    for error in run_ranks(rejected_vocabulary, 2, str(tmp_path)):
+        assert error.differing and all("embedding" in text or "output_layer" in text for text in error.differing)
 
 
 def drawn_after_another_devices_state() -> list[torch.Tensor]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,8 @@ from tests.workers.roles import (
     prompts,
     weights,
 )
+from workers.checkpoint.state import saved_shapes
+from workers.checkpoint.unpickle import read_metadata
 from workers.lora.adapters import adapters_of, without_adapters
 from workers.lora.peft_files import adapter_tensors
 
@@ -122,8 +123,7 @@ def test_checkpoints_of_adapters_resume_and_move(source: str, target: str, same:
     world_size, parallel, optim, _ = LAYOUTS[target] if target != "one" else (1, {}, {}, {})
     actual = run_ranks(resumed, world_size, parallel, optim, model, tmp_path)[0]
     assert largest_difference(expected["factors"], actual) <= (0.0 if same else 1e-5)
-    manifest = json.loads((Path(expected["directory"]) / "manifest.json").read_text())
-    shapes = manifest["weights"]["model"]
+    shapes = saved_shapes(read_metadata(Path(expected["directory"])), ["model"], None)["model"]
     assert all(name.startswith("lora.") for name in shapes)
     assert sum(math.prod(shape) for shape in shapes.values()) == sum(tensor.numel() for tensor in actual.values())
 

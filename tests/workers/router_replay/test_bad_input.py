@@ -59,10 +59,10 @@ def test_engine_that_returns_no_experts_is_rejected_before_any_process_starts() 
 def test_groups_of_their_own_must_agree_on_what_the_rollout_records() -> None:
     check = ActorRolloutRefWorker.check_transfer
     for actor, rollout in (("rollout", "rollout"), ("old_log_probs", "none"), ("none", "none")):
-        check(config_of(actor), config_of(rollout), "auto")
+        check(config_of(actor), config_of(rollout))
     for actor, rollout in (("rollout", "none"), ("none", "rollout"), ("old_log_probs", "rollout")):
         with pytest.raises(ConfigError) as caught:
-            check(config_of(actor), config_of(rollout), "auto")
+            check(config_of(actor), config_of(rollout))
         assert caught.value.key == "rollout.router_replay"
         assert caught.value.key == "rollout.router_replay"
 

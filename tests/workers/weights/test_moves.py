@@ -17,9 +17,7 @@ from workers.weights.moves import (
     LocalTensor,
     Move,
     Span,
-    in_buckets,
-    interleaved,
-    plan_moves,
+    plan_buckets,
     spans_of,
 )
 
@@ -33,10 +31,10 @@ class Schedule(NamedTuple):
 
 
 def schedule_of(sources: list[list[LocalTensor]], targets: list[list[LocalTensor]], bucket_bytes: int) -> Schedule:
-    by_rank = plan_moves(sources, targets)
-    copies = [move for moves in by_rank for move in moves if move.source_rank == move.target_rank]
-    sent = [[move for move in moves if move.source_rank != move.target_rank] for moves in by_rank]
-    buckets = tuple(in_buckets(interleaved(sent), bucket_bytes))
+    planned = plan_buckets(sources, targets, bucket_bytes)
+    copies = [move for move in chain(*planned) if move.source_rank == move.target_rank]
+    sent = (tuple(move for move in bucket if move.source_rank != move.target_rank) for bucket in planned)
+    buckets = tuple(filter(None, sent))
     return Schedule(copies, buckets, sum(move.nbytes for move in chain(*buckets)))
 
 
@@ -166,7 +164,7 @@ def test_another_model_is_rejected_with_the_names() -> None:
     with pytest.raises(DataError) as caught:
         schedule_of(cut(16, 2, 2), [[*held, head] for held in cut(18, 2, 2)], 64)
     assert caught.value.missing == ["head"]  # type: ignore[attr-defined]
-    assert caught.value.differing == ["weight is (16, 4), the target's is (18, 4)"]  # type: ignore[attr-defined]
+    assert caught.value.differing == ["weight is [16, 4], the model's is [18, 4]"]  # type: ignore[attr-defined]
 
 
 def test_a_part_that_no_rank_has_is_rejected_with_its_name() -> None:

@@ -9,8 +9,6 @@ from mcontroller.errors import DataError
 from workers.weights.hf.config import family_at
 from workers.weights.hf.files import WeightFiles, has_weights
 
-_ROWS = 16
-
 
 def check_checkpoint_files(model: Any) -> None:
     """Check that the files at ``model.hf_path`` are whole, and that an output layer is tied as ``config.json`` says.
@@ -37,12 +35,10 @@ def check_checkpoint_files(model: Any) -> None:
     names = [family.names.get(name, ("",))[0] for name in ("embedding.word_embeddings.weight", "output_layer.weight")]
     if not getattr(model, "tie_embeddings", False) or not files.names.issuperset(names):
         return
-    rows, *_ = files.shape(names[0])
-    for row in range(0, rows, max(rows // _ROWS, 1)):
-        embedding, output = (files.read(name, 0, row, row + 1) for name in names)
-        if not embedding.equal(output):
-            raise DataError(
-                f"{model.hf_path}: config.json has tie_word_embeddings=true, but row {row} of {names[1]} differs from "
-                f"{names[0]}: set tie_word_embeddings to false, or remove the tensor from the files",
-                tensor=names[1],
-            )
+    row = files.first_different_row(*names)
+    if row is not None:
+        raise DataError(
+            f"{model.hf_path}: config.json has tie_word_embeddings=true, but row {row} of {names[1]} differs from "
+            f"{names[0]}: set tie_word_embeddings to false, or remove the tensor from the files",
+            tensor=names[1],
+        )

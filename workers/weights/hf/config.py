@@ -164,11 +164,30 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     file = Path(local_directory(path)) / "config.json"
     if not file.is_file():
         raise ConfigError(f"there is no config.json in {str(path)!r}", key="hf_path", value=str(path))
+    return _read_object(file, path)
+
+
+def stop_tokens_of(path: str | os.PathLike[str]) -> list[int]:
+    """Return the tokens that end a response, from ``generation_config.json``; none if the directory has no such file.
+
+    Raises:
+        ConfigError: the file is damaged, or a token is no number.
+    """
+    file = Path(path) / "generation_config.json"
+    ids = _read_object(file, path).get("eos_token_id") if file.is_file() else None
+    tokens = ids if isinstance(ids, list) else [ids] if ids is not None else []
+    if any(type(token) is not int or token < 0 for token in tokens):
+        text = f"{file}: eos_token_id is {ids!r}; expected token ids"
+        raise ConfigError(text, key="eos_token_id", value=ids)
+    return tokens
+
+
+def _read_object(file: Path, path: str | os.PathLike[str]) -> dict[str, Any]:
     try:
-        config: Any = json.loads(file.read_text(encoding="utf-8"))
+        content: Any = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file} is damaged: {error}", key="hf_path", value=str(path)) from error
-    if not isinstance(config, dict):
-        text = f"{file} is damaged: it contains {type(config).__name__}, expected an object"
+    if not isinstance(content, dict):
+        text = f"{file} is damaged: it contains {type(content).__name__}, expected an object"
         raise ConfigError(text, key="hf_path", value=str(path))
-    return config
+    return content

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 
 from mcontroller.errors import DataError
-from mcontroller.files import acquire_lock, release_lock
+from mcontroller.files import check_new_directory, partial_path, release_lock, start_directory
 
 if TYPE_CHECKING:
     import safetensors  # imported on use: a model without a Hugging Face checkpoint needs none
@@ -108,7 +108,7 @@ class WeightFiles:
             raise DataError(text, path=str(self.directory), tensor=name)
         return shape
 
-    def read(self, name: str, dim: int | None, start: int, stop: int) -> torch.Tensor:
+    def read(self, name: str, dim: int | None = None, start: int = 0, stop: int = 0) -> torch.Tensor:
         """Return ``[start:stop]`` of a tensor along ``dim`` (0 or 1), or all of it if ``dim`` is None."""
         values = self._slice(name, dim, start, stop)
         if name + _SCALE not in self._file_of:
@@ -154,18 +154,36 @@ class WeightFiles:
                 tensor=name,
             )
 
+    def first_different_row(self, one: str, other: str) -> int | None:
+        """Compare two tensors of one shape in 16 rows; return the first one that differs, or None."""
+        rows, *_ = self.shape(one)
+        for row in range(0, rows, max(rows // 16, 1)):
+            if not self.read(one, 0, row, row + 1).equal(self.read(other, 0, row, row + 1)):
+                return row
+        return None
+
     def _file(self, name: str) -> safetensors.safe_open:
         return self._opened(self._file_of[name])
 
     def _opened(self, path: str) -> safetensors.safe_open:
         if path not in self._open:
-            import safetensors
-
-            try:
-                self._open[path] = safetensors.safe_open(self.directory / path, framework="pt")
-            except safetensors.SafetensorError as error:
-                raise DataError(f"{path} in {str(self.directory)!r} is damaged: {error}", path=path) from error
+            self._open[path] = open_safetensors(self.directory / path)
         return self._open[path]
+
+
+def open_safetensors(file: Path) -> safetensors.safe_open:
+    """Open a file, which reads its header and compares its length.
+
+    Raises:
+        DataError: it cannot be read, or is damaged.
+    """
+    import safetensors
+
+    try:
+        return safetensors.safe_open(file, framework="pt")
+    except (OSError, safetensors.SafetensorError) as error:
+        text = f"{file.name} in {str(file.parent)!r} cannot be read: {error}"
+        raise DataError(text, path=file.name) from error
 
 
 def _read_index(directory: Path) -> dict[str, str]:
@@ -209,7 +227,7 @@ class WeightWriter:
     """
 
     def __init__(self, target: Path, rank: int, max_bytes: int) -> None:
-        self._directory, self._rank, self._max_bytes = _partial(target), rank, max_bytes
+        self._directory, self._rank, self._max_bytes = partial_path(target), rank, max_bytes
         self._pending: dict[str, torch.Tensor] = {}
         self._num_bytes = 0
         self._written: list[WrittenFile] = []
@@ -234,40 +252,34 @@ class WeightWriter:
         self._pending, self._num_bytes = {}, 0
 
 
-def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path, **metadata: str) -> None:
     """Write tensors in the format of safetensors, to a file that others may read as the umask says.
 
     Args:
-        tensors: contiguous tensors by name.
+        tensors: by name.
         path: the file.
+        metadata: texts for the header of the file.
     """
     from safetensors.torch import save_file
 
     path.touch()
     mode = path.stat().st_mode
-    save_file(dict(tensors), path, metadata={"format": "pt"})  # replaces it with a file of its owner alone
+    dense = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(dense, path, metadata={"format": "pt", **metadata})  # replaces it with a file of its owner alone
     path.chmod(mode)
 
 
 def start_export(target: Path) -> None:
-    """Create an empty directory next to ``target``, in which every rank's ``WeightWriter`` writes its files.
+    """Create an empty directory at ``partial_path(target)``, in which ranks write their files.
 
-    It is locked until ``finish_export``.
+    ``target`` is locked until ``publish_export``.
 
     Raises:
         DataError: ``target`` exists and is not an empty directory, another process exports to it, or the directory
             cannot be created.
     """
-    try:
-        acquire_lock(_lock(target), f"the export to {target}")
-        if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-            release_lock(_lock(target))
-            raise DataError(f"{str(target)!r} exists: export into a new directory", path=str(target))
-        shutil.rmtree(_partial(target), ignore_errors=True)
-        _partial(target).mkdir()
-    except OSError as error:
-        release_lock(_lock(target))
-        raise DataError(f"cannot export to {str(target)!r}: {error}", path=str(target)) from error
+    check_new_directory(target)
+    start_directory(target, _lock(target), f"the export to {target}")
 
 
 def finish_export(
@@ -286,7 +298,7 @@ def finish_export(
         companions: a directory whose tokenizer, code and generation configuration are copied, or None.
         tokenizer: a directory with the files of another tokenizer, which are copied instead; None for that one.
     """
-    partial = _partial(target)
+    partial = partial_path(target)
     weight_map: dict[str, str] = {}
     for file, name in zip(files, _names(len(files)), strict=True):
         (partial / file.name).rename(partial / name)
@@ -302,9 +314,14 @@ def finish_export(
     for entry in copied:
         copy = shutil.copytree if entry.is_dir() else shutil.copy
         copy(entry, partial / entry.name)
+    publish_export(target)
+
+
+def publish_export(target: Path) -> None:
+    """Rename the directory of ``start_export`` to ``target``, and release the lock."""
     if target.exists():
         target.rmdir()
-    partial.rename(target)
+    partial_path(target).rename(target)
     release_lock(_lock(target))
 
 
@@ -340,10 +357,6 @@ def _names(count: int) -> Iterator[str]:
         return
     for number in range(1, count + 1):
         yield f"model-{number:05}-of-{count:05}.safetensors"
-
-
-def _partial(target: Path) -> Path:
-    return target.with_name(f".{target.name}.partial")
 
 
 def _lock(target: Path) -> Path:

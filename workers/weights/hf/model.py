@@ -9,7 +9,7 @@ import dataclasses
 import logging
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ from megatron.core.utils import unwrap_model
 from mcontroller.errors import DataError, before_changes
 from parallel_state.agreement import all_gather_values, raise_on_every_rank
 from parallel_state.megatron import MegatronContext
-from workers.weights.fingerprints import Fingerprint, shard_fingerprints
 from workers.weights.hf.config import family_at, family_of, hf_config_of
 from workers.weights.hf.family import ModelFamily
 from workers.weights.hf.files import WeightFiles, WeightWriter, files_left_out, finish_export, start_export
@@ -36,17 +35,15 @@ from workers.weights.hf.names import (
     with_copies,
 )
 from workers.weights.hf.verify_load import verify_load
-from workers.weights.moves import TensorInBucket, places_in_bucket
+from workers.weights.same_tensors import check_same_tensors
 from workers.weights.shards import WeightShard, named_shards
-from workers.weights.whole_tensors import BucketMemory, Receivers, WholeTensors, receives_all, tensor_in, tensors_in
+from workers.weights.whole_tensors import StreamedTensors, WholeTensors, tensors_in
 
 logger = logging.getLogger(__name__)
 
 # Tensors that old checkpoints contain and that follow from the configuration.
 _DERIVED = ".rotary_emb.inv_freq"
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
-_ROWS = 16
-"""Rows of a copy that are compared."""
 
 
 @torch.no_grad()
@@ -91,7 +88,7 @@ def load_hf(
 
 def hf_whole_tensors(
     chunks: Sequence[torch.nn.Module], context: MegatronContext, bucket_bytes: int = 64 << 20
-) -> WholeTensors:
+) -> WholeTensors | StreamedTensors:
     """Return all tensors of the whole model under their Hugging Face names, to be read as often as they change.
 
     They have no padding of the vocabulary; tied output weights come once, as the embedding. The names are from the
@@ -120,8 +117,8 @@ def hf_tensors(chunks: Sequence[torch.nn.Module], context: MegatronContext) -> I
     yield from hf_whole_tensors(chunks, context)
 
 
-class CheckpointTensors:
-    """The tensors of a Hugging Face directory, for an engine in a group without a model.
+def checkpoint_tensors(path: str | os.PathLike[str], bucket_bytes: int) -> StreamedTensors:
+    """Return the tensors of a Hugging Face directory, for an engine in a group without a model.
 
     Args:
         path: the directory.
@@ -130,38 +127,9 @@ class CheckpointTensors:
     Raises:
         DataError: files are missing or damaged.
     """
-
-    def __init__(self, path: str | os.PathLike[str], bucket_bytes: int) -> None:
-        self._files, self._bucket_bytes = WeightFiles(Path(local_directory(path))), bucket_bytes
-        self._names = sorted(name for name in self._files.names if not name.endswith(_DERIVED))
-
-    def buckets(self, memory: BucketMemory, receivers: Receivers = "all") -> Iterator[list[TensorInBucket]]:
-        """Iterate over the buckets; see ``WholeTensors.buckets``."""
-        bucket: dict[str, torch.Tensor] = {}
-        for name, tensor in self._tensors() if receives_all(receivers, dist.get_rank()) else ():
-            if bucket and sum(held.nbytes for held in bucket.values()) + tensor.nbytes > self._bucket_bytes:
-                yield _filled(bucket, memory)
-                bucket = {}
-            bucket[name] = tensor
-        if bucket:
-            yield _filled(bucket, memory)
-
-    def fingerprints(self, dtypes: Mapping[str, Collection[str]]) -> list[Fingerprint]:
-        """Return the fingerprints of all tensors; see ``shard_fingerprints``."""
-        shards = (WeightShard(name, tensor, tuple(tensor.shape)) for name, tensor in self._tensors())
-        return shard_fingerprints(shards, dtypes)
-
-    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return ((name, self._files.read(name, None, 0, 0)) for name in self._names)
-
-
-def _filled(tensors: Mapping[str, torch.Tensor], memory: BucketMemory) -> list[TensorInBucket]:
-    described = [WeightShard(name, tensor, tuple(tensor.shape)).described() for name, tensor in tensors.items()]
-    places, nbytes = places_in_bucket(described)
-    room = memory(nbytes)
-    for place, tensor in zip(places, tensors.values(), strict=True):
-        tensor_in(room, place).copy_(tensor)
-    return places
+    files = WeightFiles(Path(local_directory(path)))
+    names = sorted(name for name in files.names if not name.endswith(_DERIVED))
+    return StreamedTensors(lambda: ((name, files.read(name)) for name in names), bucket_bytes)
 
 
 @torch.no_grad()
@@ -234,7 +202,7 @@ def _shapes(shards: Sequence[WeightShard]) -> dict[str, tuple[int, ...]]:
 def _read(shard: WeightShard, files: WeightFiles) -> None:
     """Fill a part from the checkpoint: this rank's indices, which are consecutive there."""
     if shard.dim is None:
-        shard.param.copy_(files.read(shard.name, None, 0, 0))
+        shard.param.copy_(files.read(shard.name))
         return
     if shard.spans:
         first = shard.spans[0].start
@@ -253,7 +221,6 @@ def _check_names(
     path: str,
 ) -> None:
     """Raise, on all ranks, unless the checkpoint fits the model, which may lack the names ``left``."""
-    missing = sorted(shapes.keys() - files.names - left)
     # A model with tied embeddings or a value head does not need the output layer of a checkpoint.
     spare = {*names_of(family).get(OUTPUT_LAYER, ()), *copies}
     if family is not None and family.has_extra_layers:
@@ -262,37 +229,23 @@ def _check_names(
         spare |= extra
         if extra and dist.get_rank() == 0:
             logger.warning("%s: left out %d tensors of layers that predict more tokens at once", path, len(extra))
-    unexpected = sorted(name for name in files.names - shapes.keys() - spare if not name.endswith(_DERIVED))
-    differing = [
-        f"{name} is {list(files.shape(name))}, the model's is {list(shapes[name])}"
-        for name in sorted(shapes.keys() & files.names)
-        if files.shape(name) != shapes[name]
-    ]
-    if missing or unexpected or differing:
-        raise DataError(
-            f"the checkpoint at {path!r} does not fit the model: missing {_some(missing)}; unexpected "
-            f"{_some(unexpected)}; of another shape {_some(differing)}",
-            missing=missing,
-            unexpected=unexpected,
-            differing=differing,
-        )
+    have = {
+        name: files.shape(name) if name in shapes else ()
+        for name in files.names
+        if name in shapes or (name not in spare and not name.endswith(_DERIVED))
+    }
+    need = {name: shape for name, shape in shapes.items() if name not in left}
+    check_same_tensors(have, need, f"the checkpoint at {path!r} does not fit the model")
 
 
 def _check_copies(copies: Mapping[str, list[str]], files: WeightFiles, path: str) -> None:
     """Raise DataError unless rows of the copies that layers of multi-token prediction have are those of the weights."""
     for name, names in copies.items():
         for copy in files.names.intersection(names):
-            rows, *_ = files.shape(name)
-            for row in range(0, rows, max(rows // _ROWS, 1)):
-                if not files.read(name, 0, row, row + 1).equal(files.read(copy, 0, row, row + 1)):
-                    raise DataError(
-                        f"{path}: row {row} of {copy} differs from {name}, of which it is a copy: leave out "
-                        "model.transformer.mtp_num_layers",
-                        tensor=copy,
-                    )
-
-
-def _some(names: Sequence[str]) -> str:
-    if not names:
-        return "none"
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+            row = files.first_different_row(name, copy)
+            if row is not None:
+                raise DataError(
+                    f"{path}: row {row} of {copy} differs from {name}, of which it is a copy: leave out "
+                    "model.transformer.mtp_num_layers",
+                    tensor=copy,
+                )

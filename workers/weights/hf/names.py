@@ -14,7 +14,7 @@ from mcontroller.errors import DataError
 from parallel_state.megatron import MegatronContext
 from workers.weights.hf.family import MODEL_FAMILIES, ModelFamily, hf_names_of, matching_family
 from workers.weights.moves import Span
-from workers.weights.shards import WeightShard, named_buffers, named_shards
+from workers.weights.shards import WeightShard, named_buffers, named_shards, whole_shard
 
 OUTPUT_LAYER = "output_layer.weight"
 
@@ -44,7 +44,7 @@ def hf_shards(
         shards += [part for shard in named_shards([chunk], context) for part in _parts(shard, family, config)]
         for name, buffer in named_buffers([chunk], context):
             if hf_names_of(family, name):
-                shards += _parts(WeightShard(name, buffer, tuple(buffer.shape)), family, config)
+                shards += _parts(whole_shard(name, buffer), family, config)
             elif complete and bool(buffer.any()):
                 text = f"{name} is a buffer and not 0: it has no counterpart in a Hugging Face checkpoint"
                 raise DataError(text, tensor=name)
@@ -105,9 +105,7 @@ def _parts(shard: WeightShard, family: ModelFamily | None, config: Any) -> Itera
         yield replace(shard, name=names[0])
         return
     length = shard.param.size(0)
-    rows = (length // len(names),) * len(names)  # each consecutive, as gate and up
-    if ".linear_qkv." in shard.name:
-        rows = _rows_of_group(config)
+    rows = rows_of_pieces(length, len(names), config)
     blocks = length // sum(rows)
     before = 0
     for name, height in zip(names, rows, strict=True):
@@ -137,7 +135,15 @@ def _hf_names(shard: WeightShard, family: ModelFamily | None, config: Any) -> tu
     return names
 
 
-def _rows_of_group(config: Any) -> tuple[int, int, int]:
-    """Rows of q, k and v in one query group of ``linear_qkv``."""
-    width = config.kv_channels
-    return (config.num_attention_heads // config.num_query_groups * width, width, width)
+def rows_of_pieces(length: int, pieces: int, config: Any) -> tuple[int, ...]:
+    """Return the rows that each tensor has in a block of a stacked weight.
+
+    Args:
+        length: rows of the rank's weight.
+        pieces: three are q, k and v, with a block for each query group; two are gate and up, in one block.
+        config: Megatron's, of the model.
+    """
+    if pieces == 3:
+        width = config.kv_channels
+        return config.num_attention_heads // config.num_query_groups * width, width, width
+    return (length // pieces,) * pieces

@@ -301,19 +301,19 @@ class _Reference:
         """Return a parameter of a layer, stacked from the tensors of experts if the files have those."""
         on_disk = f"{self.prefix}.layers.{number}.{name}"
         if on_disk in self.files.names or name not in _STACKED:
-            return self.files.read(on_disk, None, 0, 0)
+            return self.files.read(on_disk)
         templates = self.names[f"decoder.layers.{{layer}}.{_STACKED[name]}"]
         if "{expert}" not in templates[0]:
-            return self.files.read(templates[0].format(layer=number), None, 0, 0)
+            return self.files.read(templates[0].format(layer=number))
         experts, stacked = 0, []
         while templates[0].format(layer=number, expert=experts) in self.files.names:
             names = [template.format(layer=number, expert=experts) for template in templates]
-            stacked.append(torch.cat([self.files.read(hf_name, None, 0, 0) for hf_name in names]))
+            stacked.append(torch.cat([self.files.read(hf_name) for hf_name in names]))
             experts += 1
         return torch.stack(stacked)
 
     def _read(self, name: str) -> Tensor:
-        return self.files.read(self.names[name][0], None, 0, 0)
+        return self.files.read(self.names[name][0])
 
 
 @torch.no_grad()

@@ -77,7 +77,6 @@ class TransferOutcome(NamedTuple):
     """The result of one rank's part of a transfer.
 
     Attributes:
-        nbytes: bytes that it sent or received.
         seconds: wall-clock time.
         buffer_bytes: memory that its side keeps in addition to the weights.
         version: the version of the policy that it sent; None for a rank that received.
@@ -85,7 +84,6 @@ class TransferOutcome(NamedTuple):
         peer: the number of the rank that it waited for; None without a failure.
     """
 
-    nbytes: int
     seconds: float
     buffer_bytes: int
     version: int | None
@@ -161,7 +159,7 @@ class TransferEndpoint:
             self.close()
             raise
         seconds = time.perf_counter() - started
-        return TransferOutcome(self._schedule.nbytes, seconds, self._end.buffer_bytes, None, failure, peer)
+        return TransferOutcome(seconds, self._end.buffer_bytes, None, failure, peer)
 
     def _send(self) -> None:
         self._reader = SliceReader(self._shards)  # the weights have changed

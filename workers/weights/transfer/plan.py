@@ -10,23 +10,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from workers.weights.moves import (
     LocalTensor,
     Move,
     check_known,
-    in_buckets,
-    interleaved,
-    plan_moves,
-    plan_whole,
+    plan_buckets,
     whole_tensors,
 )
 
 ALIGNMENT = 64
 """[bytes] The start of a bucket in the memory that has two of them."""
-
-_MOST_LINES = 40
 
 
 class ServedEngine(NamedTuple):
@@ -35,11 +30,13 @@ class ServedEngine(NamedTuple):
     Attributes:
         dtype, itemsize: the dtype that it computes in, and the bytes of an element.
         bucket_bytes: the size of the buckets that it reads.
+        model: the ``ModelConfig`` and the ``ParallelConfig`` of its worker.
     """
 
     dtype: str
     itemsize: int
     bucket_bytes: int
+    model: tuple[Any, Any]
 
 
 class RankWeights(NamedTuple):
@@ -113,11 +110,6 @@ class RankSchedule:
     sources: int = 0
     exchanges: tuple[tuple[Move, ...], ...] = ()
 
-    @property
-    def nbytes(self) -> int:
-        """The bytes that the rank sends or receives."""
-        return sum(slices.nbytes for bucket in self.buckets for slices in bucket)
-
     @cached_property
     def peers(self) -> tuple[int, ...]:
         """The ranks that this one sends to or receives from."""
@@ -136,8 +128,7 @@ class TransferSchedule:
 
     Attributes:
         source_size, target_size: number of ranks of the groups.
-        buckets: moves of one dtype each; in one bucket no rank sends or receives more than the limit.
-        least_bytes: over all ranks of the target, the bytes of what they have. No schedule sends less.
+        buckets: see ``plan_buckets``.
         targets: by rank of the target, the tensors that it gets.
         relays: by number of a rank of the target, the rank of the source on its GPU that sends it everything, also
             what that rank gets from other ranks of the source; empty if ranks send what they have themselves.
@@ -146,7 +137,6 @@ class TransferSchedule:
     source_size: int
     target_size: int
     buckets: tuple[tuple[Move, ...], ...]
-    least_bytes: int
     targets: tuple[tuple[LocalTensor, ...], ...]
     relays: Mapping[int, int] = field(default_factory=dict)
 
@@ -188,12 +178,9 @@ class TransferSchedule:
         return self.relays.get(move.target_rank, move.source_rank)
 
     @property
-    def dtypes(self) -> dict[str, list[str]]:
-        """By name, the dtypes in which the target gets the tensor."""
-        dtypes_of: dict[str, set[str]] = defaultdict(set)
-        for tensor in chain(*self.targets):
-            dtypes_of[tensor.name].add(tensor.dtype)
-        return {name: sorted(dtypes) for name, dtypes in dtypes_of.items()}
+    def nbytes(self) -> int:
+        """The bytes that are sent: of all tensors of all ranks of the target."""
+        return sum(move.nbytes for move in chain(*self.buckets))
 
     @cached_property
     def routes(self) -> dict[tuple[int, int], int]:
@@ -234,14 +221,10 @@ def schedule_transfer(
     def distance(one: int, other: int) -> int:
         return _distance(ranks[one], ranks[other])
 
-    if engines:
-        limit = min(bucket_bytes, *(engine.bucket_bytes for engine in engines))
-        buckets = plan_whole(from_ranks, to_ranks, limit, distance)
-    else:
-        buckets = tuple(in_buckets(interleaved(plan_moves(from_ranks, to_ranks, distance)), bucket_bytes))
-    least = sum(move.nbytes for move in chain(*buckets))
+    limit = min([bucket_bytes, *(engine.bucket_bytes for engine in engines)])
+    buckets = plan_buckets(from_ranks, to_ranks, limit, distance, whole=bool(engines))
     relays = _relays(sources, targets, buckets) if relayed else {}
-    return TransferSchedule(len(sources), len(targets), buckets, least, wanted, relays)
+    return TransferSchedule(len(sources), len(targets), buckets, wanted, relays)
 
 
 def _relays(
@@ -288,42 +271,3 @@ def _by_peer(by_peer: dict[int, list[Move]]) -> tuple[PeerSlices, ...]:
         of_peers.append(PeerSlices(peer, start, nbytes, tuple(moves)))
         start += nbytes
     return tuple(of_peers)
-
-
-def explanation(schedule: TransferSchedule, transport: str, bucket_bytes: int, source: str, target: str) -> str:
-    """Return which rank sends how many bytes to which, one line for each rank of the target.
-
-    Args:
-        schedule: of the transfer.
-        transport: the name of the transport.
-        bucket_bytes: the most bytes that a rank sends at once.
-        source: the name of the group that weights come from.
-        target: the name of the group that they go to.
-    """
-    sent = sum(schedule.routes.values())
-    lines = [
-        f"{source} ({_ranks(schedule.source_size)}) -> {target} ({_ranks(schedule.target_size)}) by {transport}: "
-        f"{_size(sent)} in {len(schedule.buckets)} buckets of at most {_size(bucket_bytes)}; the least is "
-        f"{_size(schedule.least_bytes)}"
-    ]
-    senders: dict[int, dict[int, int]] = defaultdict(dict)
-    for (sender, receiver), nbytes in schedule.routes.items():
-        senders[receiver][sender] = nbytes
-    for receiver, by_sender in sorted(senders.items())[:_MOST_LINES]:
-        parts = ", ".join(f"{_size(nbytes)} from rank {sender}" for sender, nbytes in by_sender.items())
-        lines.append(f"  {target} rank {receiver} <- {parts}")
-    if len(senders) > _MOST_LINES:
-        lines.append(f"  ... and {len(senders) - _MOST_LINES} more ranks")
-    return "\n".join(lines)
-
-
-def _ranks(count: int) -> str:
-    return f"{count} rank{'s' if count > 1 else ''}"
-
-
-def _size(nbytes: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if nbytes < 1024 or unit == "GiB":
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1024
-    raise AssertionError  # the last unit returns

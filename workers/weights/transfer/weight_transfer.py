@@ -11,14 +11,17 @@ import logging
 import time
 import uuid
 import zlib
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any, Self
 
+from mcontroller.data.batch import format_bytes
 from mcontroller.errors import ConnectionLost, GroupError, MControllerError
 from mcontroller.group import WorkerGroup
 from mcontroller.transport import Future
+from workers.weights.moves import dtypes_by_name
 from workers.weights.transfer.endpoint import TransferOutcome, choose_transport
-from workers.weights.transfer.plan import RankSchedule, TransferSchedule, explanation, schedule_transfer
+from workers.weights.transfer.plan import RankSchedule, TransferSchedule, schedule_transfer
 from workers.weights.verification import Verification
 
 logger = logging.getLogger(__name__)
@@ -49,8 +52,7 @@ class TransferReport:
 
     Attributes:
         transport: the name of the transport.
-        bytes_sent: bytes sent, over all ranks.
-        least_bytes: bytes that the ranks of the target have, over all ranks: no transfer sends less.
+        bytes_sent: bytes sent, over all ranks: no more than the ranks of the target have.
         seconds: wall-clock time of the slowest rank.
         buffer_bytes: the most memory that a rank keeps for the transfer, in addition to the weights.
         policy_version: the version of the policy that was sent.
@@ -60,7 +62,6 @@ class TransferReport:
 
     transport: str
     bytes_sent: int
-    least_bytes: int
     seconds: float
     buffer_bytes: int
     policy_version: int
@@ -74,7 +75,6 @@ class TransferReport:
             **verified,
             "weights/seconds": self.seconds,
             "weights/bytes_sent": float(self.bytes_sent),
-            "weights/least_bytes": float(self.least_bytes),
             "weights/policy_version": float(self.policy_version),
         }
 
@@ -100,6 +100,7 @@ class WeightTransfer:
 
     Raises:
         DataError: the groups do not have the same model, or the position of a weight in the whole model is unknown.
+        CallRejected: the engines of the target do not have the model of the source.
         ConfigError: the transport does not exist, or cannot be used between these groups.
         TransferError: the ranks cannot reach each other.
         GroupError: a call to one of the groups failed.
@@ -124,8 +125,9 @@ class WeightTransfer:
         self.timeout = timeout
         self.bucket_bytes = bucket_bytes
         targets = target.describe_weights()
-        self._hf_names = any(rank.engine is not None for rank in targets)
-        sources = source.describe_weights(self._hf_names)
+        engine = next((rank.engine for rank in targets if rank.engine is not None), None)
+        self._hf_names = engine is not None
+        sources = source.describe_weights(engine)
         self.transport = choose_transport(transport, sources, targets)
         self.schedule: TransferSchedule = schedule_transfer(
             sources, targets, bucket_bytes, relayed=self.transport == "cuda_ipc"
@@ -165,8 +167,7 @@ class WeightTransfer:
         self.target.accept_weights(version)
         return TransferReport(
             transport=self.transport,
-            bytes_sent=sum(outcome.nbytes for outcome in sent),
-            least_bytes=self.schedule.least_bytes,
+            bytes_sent=self.schedule.nbytes,
             seconds=max(outcome.seconds for outcome in (*sent, *received)),
             buffer_bytes=max(outcome.buffer_bytes for outcome in (*sent, *received)),
             policy_version=version,
@@ -175,8 +176,18 @@ class WeightTransfer:
         )
 
     def explain(self) -> str:
-        """Return which rank sends how many bytes to which, and by which transport, as a table."""
-        return explanation(self.schedule, self.transport, self.bucket_bytes, self.source.name, self.target.name)
+        """Return which rank sends how many bytes to which, and by which transport: a line for each rank that gets."""
+        schedule, target = self.schedule, self.target.name
+        lines = [
+            f"{self.source.name} (world_size={schedule.source_size}) -> {target} (world_size={schedule.target_size}) "
+            f"by {self.transport}: {format_bytes(schedule.nbytes)} in {len(schedule.buckets)} buckets of at most "
+            f"{format_bytes(self.bucket_bytes)}"
+        ]
+        senders: dict[int, list[str]] = defaultdict(list)
+        for (sender, receiver), nbytes in schedule.routes.items():
+            senders[receiver].append(f"{format_bytes(nbytes)} from rank {sender}")
+        lines += [f"  {target} rank {receiver} <- {', '.join(senders[receiver])}" for receiver in sorted(senders)]
+        return "\n".join(lines)
 
     def close(self) -> None:
         """End the connections and free the buffers of all ranks; after a failure, of the remaining ranks."""
@@ -236,7 +247,8 @@ class WeightTransfer:
             the seconds, and a fingerprint of all weights together.
         """
         started = time.perf_counter()
-        expected = self.source.weight_fingerprints.options(blocking=False)(self.schedule.dtypes, self._hf_names)
+        dtypes = dtypes_by_name(self.schedule.targets)
+        expected = self.source.weight_fingerprints.options(blocking=False)(dtypes, self._hf_names)
         arrived = self.target.weight_fingerprints.options(blocking=False)()
         sent = expected.get()
         self._verification.check(sent, arrived.get(), version)

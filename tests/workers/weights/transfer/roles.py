@@ -41,7 +41,7 @@ class Policy(ActorRolloutRefWorker):
         if self.fault == "lose the connection":
             self.fault = ""
             self.sender.close_weights(transfer)
-            return TransferOutcome(0, 0.0, 0, 0)
+            return TransferOutcome(0.0, 0, 0)
         return self.sender.send_weights(transfer, timeout)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -52,7 +52,7 @@ class Policy(ActorRolloutRefWorker):
             time.sleep(0.1)
         if self.fault in ("die after the answer", "lose the connection") and self.rank == 0:
             self.sender.close_weights(transfer)
-            return TransferOutcome(0, 0.0, 0, None)
+            return TransferOutcome(0.0, 0, None)
         return self.sender.receive_weights(transfer, timeout)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

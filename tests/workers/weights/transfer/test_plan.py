@@ -6,7 +6,7 @@ from collections import defaultdict
 
 import pytest
 
-from workers.weights.moves import LocalTensor, spans_of
+from workers.weights.moves import LocalTensor, dtypes_by_name, spans_of
 from workers.weights.transfer.plan import RankWeights, ServedEngine, schedule_transfer
 
 MIB = 1 << 20
@@ -41,7 +41,7 @@ def test_slices_travel_in_buckets_within_the_limit(sources: list[LocalTensor], t
         [RankWeights((part,), (), "node", pid, "cpu") for pid, part in enumerate(side)] for side in (sources, targets)
     ]
     schedule = schedule_transfer(*ranks, MIB)
-    assert sum(schedule.routes.values()) == schedule.least_bytes == ROWS * COLUMNS * targets[0].itemsize
+    assert sum(schedule.routes.values()) == schedule.nbytes == ROWS * COLUMNS * targets[0].itemsize
     for bucket in schedule.buckets:
         nbytes: dict[int, int] = defaultdict(int)
         for move in bucket:
@@ -100,14 +100,14 @@ def test_engines_get_whole_tensors_each_complete_in_one_bucket() -> None:
     ]
     large = held("model.layers.0.w", 0, 2)
     sources = [RankWeights((small[0][rank], large[rank], small[1][rank]), (), "node", rank, "cpu") for rank in range(2)]
-    engine = ServedEngine("bfloat16", 2, MIB)
+    engine = ServedEngine("bfloat16", 2, MIB, (None, None))
     targets = [RankWeights((), (), "node", 10 + pid, "cpu", engine=engine if pid else None) for pid in range(3)]
     schedule = schedule_transfer(sources, targets, MIB)
     assert [[tensor.name for tensor in tensors] for tensors in schedule.targets] == [
         [],
         *[["a", "model.layers.0.w", "b"]] * 2,
     ]
-    assert schedule.dtypes == {name: ["bfloat16"] for name in ("a", "b", "model.layers.0.w")}
+    assert dtypes_by_name(schedule.targets) == {name: ["bfloat16"] for name in ("a", "b", "model.layers.0.w")}
     names = [{schedule.targets[1][move.target_slot].name for move in bucket} for bucket in schedule.buckets]
     assert names == [{"a"}, {"model.layers.0.w"}, {"b"}]
     for bucket in schedule.buckets:
@@ -116,4 +116,4 @@ def test_engines_get_whole_tensors_each_complete_in_one_bucket() -> None:
             rows[move.target_rank, move.target_slot] += move.length
         assert all(count == schedule.targets[1][slot].shape[0] for (_, slot), count in rows.items())
         assert {target for target, _ in rows} == {3, 4}  # ranks are counted over both groups
-    assert schedule.least_bytes == 2 * 2 * COLUMNS * (ROWS + 2 * 64)
+    assert schedule.nbytes == 2 * 2 * COLUMNS * (ROWS + 2 * 64)

@@ -28,6 +28,19 @@ def names_in_layer(names: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str,
     }
 
 
+EXPERT_NAMES = names_in_layer(
+    {
+        "mlp.router.weight": ("mlp.gate.weight",),
+        "mlp.experts.linear_fc1.weight{expert}": (
+            "mlp.experts.{expert}.gate_proj.weight",
+            "mlp.experts.{expert}.up_proj.weight",
+        ),
+        "mlp.experts.linear_fc2.weight{expert}": ("mlp.experts.{expert}.down_proj.weight",),
+    }
+)
+"""The names of most families that have experts."""
+
+
 @register_model_family("llama")
 class Llama(ModelFamily):
     """Llama 2, 3, 3.1 to 3.3, and models in the same format such as SmolLM2.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from workers.weights.hf.families.llama import Llama, names_in_layer
+from workers.weights.hf.families.llama import EXPERT_NAMES, Llama
 from workers.weights.hf.families.qwen3 import Qwen3
 from workers.weights.hf.family import not_built, register_model_family
 from workers.weights.hf.fields import flag_of, optional_size_of, size_of
@@ -17,16 +17,7 @@ class Qwen3Moe(Qwen3):
 
     architecture = "Qwen3Moe"
     has_experts = True
-    names = Qwen3.names | names_in_layer(
-        {
-            "mlp.router.weight": ("mlp.gate.weight",),
-            "mlp.experts.linear_fc1.weight{expert}": (
-                "mlp.experts.{expert}.gate_proj.weight",
-                "mlp.experts.{expert}.up_proj.weight",
-            ),
-            "mlp.experts.linear_fc2.weight{expert}": ("mlp.experts.{expert}.down_proj.weight",),
-        }
-    )
+    names = Qwen3.names | EXPERT_NAMES
     computed: ClassVar[tuple[str, ...]] = (
         *Qwen3.computed,
         "num_experts",

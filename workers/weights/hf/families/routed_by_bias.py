@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from workers.weights.hf.families.llama import Llama, names_in_layer
+from workers.weights.hf.families.llama import EXPERT_NAMES, Llama, names_in_layer
 from workers.weights.hf.family import not_built
 from workers.weights.hf.fields import count_of, flag_of, number_of, size_of
 
@@ -28,25 +28,23 @@ class RoutedByBias(Llama):
     has_experts = True
     has_extra_layers = True
     special: ClassVar[Mapping[str, Any]] = {**Llama.special, "moe_router_enable_expert_bias": True}
-    names = Llama.names | names_in_layer(
-        {
-            "mlp.router.weight": ("mlp.gate.weight",),
-            "mlp.router.expert_bias": ("mlp.gate.e_score_correction_bias",),
-            "mlp.experts.linear_fc1.weight{expert}": (
-                "mlp.experts.{expert}.gate_proj.weight",
-                "mlp.experts.{expert}.up_proj.weight",
-            ),
-            "mlp.experts.linear_fc2.weight{expert}": ("mlp.experts.{expert}.down_proj.weight",),
-            "mlp.shared_experts.linear_fc1.weight": (
-                "mlp.shared_experts.gate_proj.weight",
-                "mlp.shared_experts.up_proj.weight",
-            ),
-            "mlp.shared_experts.linear_fc2.weight": ("mlp.shared_experts.down_proj.weight",),
-            "enorm.weight": ("enorm.weight",),
-            "hnorm.weight": ("hnorm.weight",),
-            "eh_proj.weight": ("eh_proj.weight",),
-            "final_layernorm.weight": ("shared_head.norm.weight",),
-        }
+    names = (
+        Llama.names
+        | EXPERT_NAMES
+        | names_in_layer(
+            {
+                "mlp.router.expert_bias": ("mlp.gate.e_score_correction_bias",),
+                "mlp.shared_experts.linear_fc1.weight": (
+                    "mlp.shared_experts.gate_proj.weight",
+                    "mlp.shared_experts.up_proj.weight",
+                ),
+                "mlp.shared_experts.linear_fc2.weight": ("mlp.shared_experts.down_proj.weight",),
+                "enorm.weight": ("enorm.weight",),
+                "hnorm.weight": ("hnorm.weight",),
+                "eh_proj.weight": ("eh_proj.weight",),
+                "final_layernorm.weight": ("shared_head.norm.weight",),
+            }
+        )
     )
     copies: ClassVar[Mapping[str, str]] = {
         "embedding.word_embeddings.weight": "model.layers.{layer}.embed_tokens.weight",
