@@ -22,9 +22,9 @@ import torch
 from mcontroller.data.batch import DataProto
 from mcontroller.errors import MControllerError
 from trainer.columns import LOG_PROBS, columns
-from trainer.rollout.engine import EngineLost, Sampled
 from trainer.rollout.requests import Request
 from workers.columns import ROUTED_EXPERTS
+from workers.generate.engine_protocol import EngineLost, Sampled
 
 STEP_TOKENS = 64
 """[tokens] The most by which a step continues a request."""
@@ -34,7 +34,7 @@ _READ = ("responses", "response_mask", *LOG_PROBS, _VERSION, ROUTED_EXPERTS)
 
 
 class ReferenceEngine:
-    """Generates with a group, one step at a time; see ``trainer.rollout.engine.Engine``.
+    """Generates with a group, one step at a time; see ``workers.generate.engine_protocol.Engine``.
 
     Args:
         group: its workers have ``generate_sequences`` with the columns ``sample_seed`` and ``generated``, and

@@ -19,13 +19,14 @@ from torch import Tensor
 from mcontroller.config.checks import close_names
 from mcontroller.errors import ConfigError, DataError
 from trainer.columns import LOG_PROBS
-from trainer.rollout.engine import Engine, Sampled
 from trainer.rollout.reference_engine import ReferenceEngine
 from trainer.rollout.requests import Request, RoutedEngines
 from trainer.rollout.router import Router
 from trainer.rollout.seeds import count_call, seed_of
 from trainer.rollout.trajectory import Trajectory
 from workers.columns import HELD_OUT_BATCH, ROUTED_EXPERTS, TOKEN_TEMPERATURES
+from workers.generate.batch_requests import experts_of_rows
+from workers.generate.engine_protocol import Engine, Sampled
 from workers.generate.request_settings import SETTINGS, checked_sampling, checked_setting, checked_token_ids
 
 SAMPLING = ("eos_token_id", "pad_token_id", *(name for name in SETTINGS if name != "max_tokens"), HELD_OUT_BATCH)
@@ -192,8 +193,7 @@ class TrajectoryRollout:
         elif engines is None and not self.limits.get("takes_requests"):
             self.engine = ReferenceEngine(group, limits=limits)
         else:
-            tokens = {"pad_token_id": sampling.get("pad_token_id", 0), "vocab_size": self.limits["vocab_size"]}
-            self.engine = RoutedEngines(group, engines, driven=driven, **tokens)
+            self.engine = RoutedEngines(group, engines, driven=driven, vocab_size=self.limits["vocab_size"])
         self.submissions = 0
         self.log_probs: str | None = LOG_PROBS[0]
         self._sampled_before: int | None = None
@@ -435,14 +435,10 @@ def trajectory_batch(
 
 def _experts(trajectories: Sequence[Trajectory], prompt_length: int, response_length: int) -> Tensor:
     """Return the column ``routed_experts`` of whole responses; -1 for tokens that have none."""
-    one = next(trajectory.experts[0] for trajectory in trajectories if trajectory.experts)
-    column = one.new_full((len(trajectories), prompt_length + response_length, *one.shape[1:]), -1)
-    for row, trajectory in enumerate(trajectories):
-        start = prompt_length - len(trajectory.prompt)
-        for part in trajectory.experts:
-            column[row, start : start + len(part)] = part
-            start += len(part)
-    return column
+    none = next(trajectory.experts[0][:0] for trajectory in trajectories if trajectory.experts)
+    experts = [torch.cat([none, *trajectory.experts]) for trajectory in trajectories]
+    starts = [prompt_length - len(trajectory.prompt) for trajectory in trajectories]
+    return experts_of_rows(experts, starts, prompt_length + response_length)
 
 
 def _response_length(sampling: Mapping[str, Any], limits: Mapping[str, Any]) -> int:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from mcontroller.errors import ConfigError
 from parallel_state.megatron import MegatronContext
+from workers.generate.engine_protocol import EngineAddress
 from workers.generate.sampling import Sampling
 from workers.weights.fingerprints import Fingerprint, shard_fingerprints
 from workers.weights.hf.model import CheckpointTensors, hf_whole_tensors
@@ -164,13 +165,10 @@ class Rollout(Protocol):
         """Whether programs send requests to the engine itself, at its ``address``."""
         return False
 
-    def address(self, host: str) -> Any:
+    def address(self) -> EngineAddress | None:
         """Return where the engine of this rank takes requests, if it ``takes_requests`` and this rank has one.
 
         Called on every rank. The engine has its weights.
-
-        Args:
-            host: the address of this node to listen at.
         """
         return None
 

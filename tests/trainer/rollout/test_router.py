@@ -13,18 +13,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from workers.generate.vllm.requests import EngineAddress
 
 from mcontroller.errors import ConfigError, DataError, WorkerDied
 from mcontroller.local import LocalWorkerGroup
 from mcontroller.ray.class_with_init import ClassWithInitArgs
 from tests.trainer.rollout.engine import EOS, SAMPLING, Formula
 from trainer import Trajectory, TrajectoryRollout
-from trainer.rollout.engine import Engine, EngineLost, RequestFailed, Sampled
 from trainer.rollout.episodes import Episodes
 from trainer.rollout.reference_engine import ReferenceEngine
 from trainer.rollout.router import BLOCK_TOKENS, UNEVEN, NoEngineLeft, RequestLoop, Router, prefix_blocks
 from workers.config import RolloutConfig
-from workers.generate.vllm.requests import EngineAddress
+from workers.generate.engine_protocol import Engine, EngineLost, RequestFailed, Sampled
 
 OnPart = Callable[[Sampled], None] | None
 

@@ -29,7 +29,7 @@ import workers.generate.vllm.in_engine as in_engine
 import workers.weights.hashing as hashing
 from tests.workers.generate.vllm.signatures import check_arguments
 from workers.generate.vllm import checks, start
-from workers.generate.vllm.engine_process import EngineError
+from workers.generate.vllm.engine_process import EngineError, EngineHung
 from workers.generate.vllm.interpreter import InstalledVllm
 
 TAGS = frozenset(("weights", "kv_cache"))
@@ -374,9 +374,11 @@ class EngineInProcess:
         return self.result()
 
     def send(self, method: str, **arguments: Any) -> None:
+        if method == "check" and self.llm.is_hanging:
+            raise EngineHung("vLLM's engine reported no progress", method=method, pid=self.pid, timeout_s=0.0)
         self._answer = self._in_engine(method, getattr(self.served, method)(**arguments))
 
-    def result(self) -> Any:
+    def result(self, silence_timeout_s: float | None = None) -> Any:
         return self._answer
 
     def close(self) -> None: ...

@@ -21,7 +21,7 @@ from tests.workers.router_replay.setup import EXPERTS, LAYERS, NO_BALANCE, TOPK,
 from trainer import TrajectoryRollout
 from workers import ActorRolloutRefWorker, Generated, Prompts, Sampling
 from workers.generate.vllm import start
-from workers.generate.vllm.engine_process import EngineError
+from workers.generate.vllm.engine_process import EngineError, EngineHung
 from workers.generate.vllm.start import vllm_rollout
 
 pytestmark = pytest.mark.simulated
@@ -146,6 +146,24 @@ def failing(parallel: dict[str, int]) -> str:
 def test_the_failure_of_one_engine_is_raised_on_every_rank() -> None:
     with standing_in():
         assert run_ranks(failing, 2, {"tp": 2}) == ["engine 1 failed"] * 2
+
+
+def hanging() -> str:
+    settings = config(rollout={"vllm": {"silence_timeout_s": 0.2}})
+    context = MegatronContext(settings.parallel.layout(2), 0)
+    with context.activate():
+        rollout = vllm_rollout(settings, context, 0, beside_policy=True)
+        if torch.distributed.get_rank() == 1:
+            rollout.engine.llm.running.clear()  # type: ignore[union-attr]
+            rollout.engine.llm.is_hanging = True  # type: ignore[union-attr]
+        with pytest.raises(EngineHung) as caught:
+            rollout.generate(prompts_of(context.pg.dp.rank(), 4, 1), sampling(1))
+    return caught.value.method
+
+
+def test_the_rank_of_an_engine_that_is_lost_reports_why_on_every_rank() -> None:
+    with standing_in():
+        assert run_ranks(hanging, 2) == ["check"] * 2
 
 
 def seeded(vllm: dict[str, Any]) -> list[bool]:
