@@ -5,7 +5,7 @@ Status: tested on a CPU by hand (make test-vllm).
 - ``checks``: what an engine cannot run, before any process starts.
 - ``placement``: which ranks' GPUs an engine uses, on one node or several.
 - ``gpu_memory``: how much of a GPU an engine may take beside the policy.
-- ``interpreter``: the interpreter that engines run with, and which vLLM it has.
+- ``interpreter``: the interpreter that engines run with, and whether it has vLLM.
 - ``start``: start the engines.
 - ``rollout``: the ``Rollout`` of the workers.
 - ``vllm_engine``: requests to an engine, from any process.

@@ -23,7 +23,7 @@ from parallel_state.megatron import MegatronContext
 from workers.config import ActorConfig
 from workers.generate.batch_requests import generate_by_requests
 from workers.generate.engine_protocol import EngineLost
-from workers.generate.rollout_protocol import Generated, HeldWeights, PolicyWeights, Prompts, Rollout
+from workers.generate.rollout_protocol import Generated, PolicyWeights, Prompts, Rollout
 from workers.generate.sampling import Sampling
 from workers.generate.vllm.buckets import SharedBuckets
 from workers.generate.vllm.engine_process import EngineError, EngineProcess
@@ -113,9 +113,9 @@ class VllmRollout(Rollout):
         port = self.engine.call("listen", host=host, token=self._token, **experts)
         return VllmAddress(host, port, self._token, self._config.rollout, model.vocab_size)
 
-    def fingerprints(self) -> HeldWeights:
+    def fingerprints(self) -> Sequence[Fingerprint]:
         """Return the fingerprints of the tensors that have arrived in each process of this rank's engine."""
-        return HeldWeights("hugging_face", self._arrived)
+        return self._arrived
 
     def generate(self, prompts: Prompts, sampling: Sampling) -> Generated | None:
         """Return the responses of this rank's shard; None on ranks that do not return results (a collective).

@@ -30,7 +30,6 @@ import workers.weights.hashing as hashing
 from tests.workers.generate.vllm.signatures import check_arguments
 from workers.generate.vllm import checks, start
 from workers.generate.vllm.engine_process import EngineError, EngineHung
-from workers.generate.vllm.interpreter import InstalledVllm
 
 TAGS = frozenset(("weights", "kv_cache"))
 WEIGHTS_BYTES = 1 << 30
@@ -401,19 +400,19 @@ class EngineInProcess:
 def standing_in(gpu: Callable[[], Gpu] | None = None) -> Iterator[type[StandInLLM]]:
     """Let engines be stand-ins in this process, on GPUs that ``gpu`` makes, or on a CPU."""
     folders = [*in_engine.__path__, *hashing.__path__]
-    finder, process, installed = _Finder(), start.EngineProcess, checks.installed_vllm
+    finder, process, installed = _Finder(), start.EngineProcess, checks.has_vllm
     known = set(sys.modules)
     sys.meta_path.insert(0, finder)
     sys.path[:0] = folders
     start.EngineProcess = EngineInProcess  # type: ignore[misc,assignment]
-    checks.installed_vllm = lambda python: InstalledVllm(cpu_build=False)
+    checks.has_vllm = lambda python: True
     StandInLLM.gpu, StandInLLM.started, StandInExecutor.started = gpu, [], []
     try:
         variables = {"ENGINE_PID": ""}  # which an engine sets
         with tempfile.TemporaryDirectory() as caches, mock.patch.dict("os.environ", variables, XDG_CACHE_HOME=caches):
             yield StandInLLM
     finally:
-        start.EngineProcess, checks.installed_vllm = process, installed  # type: ignore[misc]
+        start.EngineProcess, checks.has_vllm = process, installed  # type: ignore[misc]
         StandInLLM.gpu = None
         sys.meta_path.remove(finder)
         sys.path[:] = [path for path in sys.path if path not in folders]
