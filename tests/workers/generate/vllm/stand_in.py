@@ -134,7 +134,7 @@ class StandInLLM:
         if len(given) >= self.arguments["max_model_len"]:
             raise ValueError(f"the prompt has {len(given)} tokens")
         await self.admitting.wait()
-        if not self.in_flight:
+        if self.events[-1:] != ["generate"]:
             self.events.append("generate")
         self.parameters.append(sampling_params.values)
         self.prompts.append(given)
@@ -212,6 +212,7 @@ class StandInLLM:
 
     async def add_lora(self, lora_request: Any) -> bool:
         assert self.arguments["enable_lora"] and lora_request.load_inplace
+        self.events.append("add_lora")
         self.adapters.append(load_file(Path(lora_request.path) / "adapter_model.safetensors"))
         return True
 
