@@ -309,7 +309,7 @@ class Episodes:
         ]
         whole = trajectory_batch(
             made,
-            prompt_length=max(ids.shape[1], *(len(trajectory.prompt) for trajectory in made)),
+            prompt_length=ids.shape[1],
             response_length=rollout.limits["response_length"],
             pad_token_id=problems.meta_info["pad_token_id"],
             log_probs=rollout.log_probs,

@@ -388,7 +388,7 @@ def trajectory_batch(
 
     Args:
         trajectories: the rows.
-        prompt_length: [tokens] columns of the prompts.
+        prompt_length: [tokens] columns of the prompts; more if a prompt is longer.
         response_length: [tokens] columns of the responses.
         pad_token_id: fills the prompts on the left and the responses on the right.
         log_probs: the name of the column with log-probabilities; None: there is none.
@@ -401,6 +401,7 @@ def trajectory_batch(
         of each token, at which workers score it; it is left out if it is not known for all tokens.
     """
     rows = len(trajectories)
+    prompt_length = max([prompt_length, *(len(trajectory.prompt) for trajectory in trajectories)])
     ids = np.full((rows, prompt_length + response_length), pad_token_id)
     attended, mask = np.zeros(ids.shape, np.int8), np.zeros((rows, response_length), np.int8)
     versions, scores = np.full(mask.shape, -1, np.int32), np.zeros(mask.shape, np.float32)
