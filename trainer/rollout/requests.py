@@ -13,8 +13,8 @@ from typing import Any
 
 from mcontroller.errors import DataError, MControllerError
 from trainer.rollout.router import NoEngineLeft, RequestLoop, Router
+from workers.config.sampling import OF_REQUESTS
 from workers.generate.engine_protocol import Engine, Sampled
-from workers.generate.request_settings import OF_REQUESTS
 from workers.generate.sampling import later_seed
 
 _OF_ENGINES = ("eos_token_id", *(name for name in OF_REQUESTS if name != "max_tokens"))

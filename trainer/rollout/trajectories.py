@@ -25,11 +25,12 @@ from trainer.rollout.router import Router
 from trainer.rollout.seeds import count_call, seed_of
 from trainer.rollout.trajectory import Trajectory
 from workers.columns import HELD_OUT_BATCH, ROUTED_EXPERTS, TOKEN_TEMPERATURES
+from workers.config.sampling import OF_BATCHES, checked_setting
 from workers.generate.batch_requests import experts_of_rows
 from workers.generate.engine_protocol import Engine, Sampled
-from workers.generate.request_settings import SETTINGS, checked_sampling, checked_setting, checked_token_ids
+from workers.generate.request_settings import checked_sampling, checked_token_ids
 
-SAMPLING = ("eos_token_id", "pad_token_id", *(name for name in SETTINGS if name != "max_tokens"), HELD_OUT_BATCH)
+SAMPLING = ("eos_token_id", "pad_token_id", *OF_BATCHES, HELD_OUT_BATCH)
 """The settings that a rollout has for its requests."""
 
 

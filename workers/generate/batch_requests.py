@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from workers.config.sampling import OF_REQUESTS
 from workers.generate.engine_protocol import Engine, Sampled
-from workers.generate.request_settings import OF_REQUESTS
 from workers.generate.rollout_protocol import Generated, LogProbBasis, Prompts
 from workers.generate.sampling import Sampling
 

@@ -3,43 +3,13 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from numbers import Integral, Real
 from typing import Any
 
 from mcontroller.config.checks import close_names
 from mcontroller.errors import DataError
-
-SETTINGS: dict[str, tuple[type, Callable[[Any], bool], str]] = {
-    "temperature": (float, lambda value: 1e-6 <= value <= 1e6, "a number from 1e-6 to 1e6"),
-    "top_p": (float, lambda value: 0.0 < value <= 1.0, "a number above 0 and at most 1"),
-    "top_k": (int, lambda value: 0 <= value < 1 << 31, "an integer from 0, which keeps all tokens, to 2^31 - 1"),
-    "min_p": (float, lambda value: 0.0 <= value <= 1.0, "a number from 0 to 1"),
-    "repetition_penalty": (float, lambda value: 1e-6 <= value <= 1e6, "a number from 1e-6 to 1e6"),
-    "do_sample": (bool, lambda value: True, "true or false"),
-    "n": (int, lambda value: value >= 1, "an integer of at least 1"),
-    "seed": (int, lambda value: -(1 << 63) <= value < 1 << 63, "an integer of 64 bits, signed"),
-    "response_length": (int, lambda value: value >= 1, "an integer of at least 1"),
-    "max_tokens": (int, lambda value: value >= 1, "an integer of at least 1"),
-}
-"""Of every setting its type, a rule for values of the type, and both in words."""
-
-OF_REQUESTS = tuple(name for name in SETTINGS if name != "n")
-"""The settings that a request may have."""
-
-
-def checked_setting(name: str, value: Any) -> Any:
-    """Return the value of a setting as a number of Python; None if its type or value is wrong.
-
-    Args:
-        name: of ``SETTINGS``.
-        value: of any type.
-    """
-    kind, rule, _ = SETTINGS[name]
-    if isinstance(value, bool) or kind is bool:
-        return value if isinstance(value, bool) and kind is bool else None
-    is_of_kind = isinstance(value, Real if kind is float else Integral)
-    return kind(value) if is_of_kind and rule(value) else None
+from workers.config.sampling import OF_REQUESTS, SETTINGS, checked_setting
 
 
 def checked_sampling(request: Mapping[str, Any], limits: Mapping[str, Any]) -> dict[str, Any]:
