@@ -169,12 +169,6 @@ class HttpRollout(Rollout):
         dist.barrier()  # no rank generates before the server has the weights
         return {}
 
-    def sleep(self) -> int:
-        return 0  # the server's memory is not this job's
-
-    def wake_up(self) -> None:
-        pass
-
 
 class HttpActor(ActorRolloutRefWorker):
     """An actor that generates with ``server``: ``RayClassWithInitArgs(HttpActor, config, server=Server(...))``."""

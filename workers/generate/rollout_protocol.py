@@ -198,11 +198,11 @@ class Rollout(Protocol):
 
     def sleep(self) -> int:
         """Free the device memory of the engine, and return how many bytes; its weights need not be kept."""
-        ...
+        return 0
 
     def wake_up(self) -> None:
         """Allocate the device memory again, now or when the next update or generation needs it."""
-        ...
+        return None
 
 
 @runtime_checkable

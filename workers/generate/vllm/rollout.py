@@ -210,14 +210,14 @@ class VllmRollout(Rollout):
             self.engine.call("resume", version=version)
 
     def sleep(self) -> int:
-        """Free the memory of the engine's GPUs, and return how many bytes (a collective); on a CPU it frees nothing."""
+        """Free the memory of the engine's GPUs, and return how many bytes (a collective); on a CPU it frees nothing.
+
+        The next update wakes the engine's weights, and the next generation its cache.
+        """
         freed: int = 0 if self.engine is None else self.engine.call("sleep")
         if self._on_gpus and self._config.rollout.vllm.tp > 1:
             all_gather_values(freed)  # other ranks of the engine use its GPUs next
         return freed
-
-    def wake_up(self) -> None:
-        """Leave the engine asleep: the next update wakes its weights, and the next generation its cache."""
 
     def _sent(self, weights: PolicyWeights) -> int:
         buckets = self._buckets
