@@ -38,7 +38,7 @@ from trainer.rollout.reference_engine import ReferenceEngine
 from trainer.rollout.requests import Request
 from trainer.rollout.seeds import TRAINING, seed_of
 from trainer.rollout.trajectories import Submitted, TrajectoryRollout, trajectory_batch
-from trainer.rollout.trajectory import Trajectory
+from trainer.rollout.trajectory import ARRAYS, Trajectory
 from trainer.rollout.trajectory_log import Taken, TrajectoryLog
 from trainer.saving.run_record import RECORD, BatchInFlight, read_record
 from trainer.stages import Stages
@@ -293,8 +293,8 @@ class AsynchronousGenerations(Generations):
                 number = taken.groups[at // self._n]
                 for start, end in _sampled_by(response, self._version):
                     prompt = response.prompt or self._groups[number].prompt
-                    names = ("tokens", "mask", "log_probs", "versions")
-                    again = Trajectory(prompt, **{name: getattr(response, name)[:start] for name in names})
+                    made = {name: getattr(response, name)[:start] for name in ARRAYS if name != "prompt"}
+                    again = Trajectory(prompt, **made)
                     submitted = self._trajectories.submit(again, seed=response.seed or 0, max_tokens=end - start)
                     compared.append((self.log.count + ahead, number, at % self._n, response, submitted))
             ahead += 1

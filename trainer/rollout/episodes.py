@@ -479,7 +479,7 @@ class Episodes:
             self._made.put((running, request))
         elif turn.submitted is None:
             try:
-                seed = checked_sampling({"seed": options.pop("seed", None)}, rollout.limits).get("seed")
+                seed = checked_sampling({"seed": options.pop("seed", None)}).get("seed")
                 if seed is not None:  # an agent may ask for the same one in all samples of a problem
                     turn.trajectory.seed = seed_of(running.seed, "request", seed)
                 turn.submitted = rollout.submit(turn.trajectory, seed=turn.trajectory.seed, **options)

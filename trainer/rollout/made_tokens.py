@@ -83,8 +83,7 @@ def checked_trajectory(turns: Collection[Turn], returned: Any, limits: Mapping[s
             kind="invalid",
         )
     log_probs, versions = array("d", [0.0]) * length, array("q", [-1]) * length
-    is_known = all(turn.trajectory.temperatures for turn in turns if turn.trajectory.tokens)
-    temperatures = array("d", [1.0]) * (length if is_known else 0)
+    temperatures = array("d", [1.0]) * length
     checked = replace(returned, log_probs=log_probs, versions=versions, temperatures=temperatures, experts=[])
     checked.score, checked.metrics = score, metrics
     tokens = checked.tokens
@@ -112,8 +111,7 @@ def checked_trajectory(turns: Collection[Turn], returned: Any, limits: Mapping[s
             )
         checked.log_probs[position:stop] = after.log_probs[position:stop]
         checked.versions[position:stop] = after.versions[position:stop]
-        if is_known:
-            checked.temperatures[position:stop] = after.temperatures[position:stop]
+        checked.temperatures[position:stop] = after.temperatures[position:stop]
         checked.seed, checked.experts = after.seed, after.experts_before(stop)
         position = stop
     return checked

@@ -23,7 +23,7 @@ from trainer.rollout.reference_engine import ReferenceEngine
 from trainer.rollout.requests import Request, RoutedEngines
 from trainer.rollout.router import Router
 from trainer.rollout.seeds import count_call, seed_of
-from trainer.rollout.trajectory import Trajectory
+from trainer.rollout.trajectory import ARRAYS, Trajectory
 from workers.columns import HELD_OUT_BATCH, ROUTED_EXPERTS, TOKEN_TEMPERATURES
 from workers.config.sampling import OF_BATCHES, checked_setting
 from workers.generate.batch_requests import experts_of_rows
@@ -44,8 +44,7 @@ class Submitted(Request):
         room: [tokens] the most of the whole response.
         stop_token_ids: the tokens that end this turn, and leave the response open.
         settings: the ``meta_info`` of its requests.
-        temperature: of its tokens; 0 if it takes the most probable ones among others that are sampled; None if the
-            workers do not say.
+        temperature: of its tokens; 0 if it takes the most probable ones among others that are sampled.
         seed, streams: see ``Request``.
 
     Attributes:
@@ -63,7 +62,7 @@ class Submitted(Request):
         room: int,
         stop_token_ids: frozenset[int],
         settings: Mapping[str, Any],
-        temperature: float | None,
+        temperature: float,
         seed: int,
         *,
         streams: bool,
@@ -162,8 +161,8 @@ class TrajectoryRollout:
     Attributes:
         engine: the ``ReferenceEngine``, or the engines behind a router.
         driven, trained, sampling: as passed.
-        limits: of the workers' configuration: ``prompt_length``, ``vocab_size``, ``max_rows``, and if they have them,
-            ``n``, ``temperature``, ``do_sample`` and ``seed``; and ``response_length``, of ``sampling`` if it has one.
+        limits: of the workers' configuration: ``prompt_length``, ``vocab_size``, ``max_rows``, ``temperature``, and if
+            they have them ``n``, ``do_sample`` and ``seed``; and ``response_length``, of ``sampling`` if it has one.
         submissions: the number of trajectories that were submitted without a seed, on which the next seed depends.
         log_probs: the name of the column with log-probabilities that an engine returned last; None: there was none.
     """
@@ -207,8 +206,7 @@ class TrajectoryRollout:
 
     def meta_info(self, n: int) -> dict[str, Any]:
         """Return the ``meta_info`` of a batch of trajectories, ``n`` for each problem."""
-        temperature = {"temperature": self.limits["temperature"]} if "temperature" in self.limits else {}
-        return {**temperature, **self._basis, **self.sampling, "n": n}
+        return {"temperature": self.limits["temperature"], **self._basis, **self.sampling, "n": n}
 
     @property
     def seed(self) -> int:
@@ -260,7 +258,7 @@ class TrajectoryRollout:
             DataError: the prompt is empty or too long, a token is not in the vocabulary, the response has no room, a
                 setting is unknown, missing or invalid, or the most probable tokens are to be trained on.
         """
-        checked, vocab_size = checked_sampling(settings, self.limits), self.limits["vocab_size"]
+        checked, vocab_size = checked_sampling(settings), self.limits["vocab_size"]
         trajectory = (
             prompt if isinstance(prompt, Trajectory) else Trajectory(checked_token_ids("prompt", prompt, vocab_size))
         )
@@ -295,7 +293,7 @@ class TrajectoryRollout:
             self._settings[stops] = settings
         return settings
 
-    def _temperature(self, changes: Mapping[str, Any]) -> float | None:
+    def _temperature(self, changes: Mapping[str, Any]) -> float:
         """Return the temperature that the tokens of a request are scored at: see ``Submitted``.
 
         Raises:
@@ -310,9 +308,7 @@ class TrajectoryRollout:
                     field="temperature",
                     value=0.0,
                 )
-            return 0.0 if "temperature" in self.limits else None
-        if "temperature" not in self.limits:
-            return None
+            return 0.0
         temperature: float = {**usual, **changes}["temperature"]
         return temperature
 
@@ -366,7 +362,7 @@ class TrajectoryRollout:
                 f"submit: the prompt has {length} tokens, expected 1 to rollout.prompt_length, which is {most}",
                 length=length,
             )
-        lengths = {name: len(getattr(trajectory, name)) for name in ("tokens", "mask", "log_probs", "versions")}
+        lengths = {name: len(getattr(trajectory, name)) for name in ARRAYS if name != "prompt"}
         if len({*lengths.values()}) > 1:
             raise DataError(f"submit: the trajectory has {lengths}; expected one of each for every token", **lengths)
         if len(trajectory.tokens) >= limit:
@@ -399,15 +395,14 @@ def trajectory_batch(
         bool ``[rows]``: whether a response ended for lack of room or turns. ``policy_version`` int64 ``[rows]`` is that
         of a row's oldest token, or the newest of all if it has none; ``token_versions`` int32 ``[rows, response]`` that
         of each token, -1 for those not sampled. ``token_temperatures`` float32 ``[rows, response]`` is the temperature
-        of each token, at which workers score it; it is left out if it is not known for all tokens.
+        of each token, at which workers score it.
     """
     rows = len(trajectories)
     prompt_length = max([prompt_length, *(len(trajectory.prompt) for trajectory in trajectories)])
     ids = np.full((rows, prompt_length + response_length), pad_token_id)
     attended, mask = np.zeros(ids.shape, np.int8), np.zeros((rows, response_length), np.int8)
     versions, scores = np.full(mask.shape, -1, np.int32), np.zeros(mask.shape, np.float32)
-    are_known = all(len(trajectory.temperatures) == len(trajectory.tokens) for trajectory in trajectories)
-    temperatures = np.ones((rows if are_known else 0, response_length), np.float32)
+    temperatures = np.ones(mask.shape, np.float32)
     for row, trajectory in enumerate(trajectories):
         length, start = len(trajectory.tokens), prompt_length - len(trajectory.prompt)
         end = prompt_length + length
@@ -416,8 +411,7 @@ def trajectory_batch(
         mask[row, :length] = trajectory.mask
         versions[row, :length] = trajectory.versions
         scores[row, :length] = trajectory.log_probs
-        if are_known:
-            temperatures[row, :length] = trajectory.temperatures
+        temperatures[row, :length] = trajectory.temperatures
     oldest = versions.view(np.uint32).min(1).view(np.int32).astype(np.int64)  # without sign, -1 is the greatest
     oldest[oldest < 0] = versions.max(initial=0)
     # numpy asks for huge pages, so that writing to new memory is several times faster than in torch's
@@ -426,8 +420,7 @@ def trajectory_batch(
     whole = {name: torch.from_numpy(column) for name, column in parts.items()}
     whole["truncated"] = torch.tensor([trajectory.ended == "length" for trajectory in trajectories])
     whole |= {"policy_version": torch.from_numpy(oldest), "token_versions": torch.from_numpy(versions)}
-    if are_known:
-        whole[TOKEN_TEMPERATURES] = torch.from_numpy(temperatures)
+    whole[TOKEN_TEMPERATURES] = torch.from_numpy(temperatures)
     if log_probs is not None:
         whole[log_probs] = torch.from_numpy(scores)
     if any(trajectory.experts for trajectory in trajectories):

@@ -12,7 +12,7 @@ from mcontroller.errors import DataError
 from workers.config.sampling import OF_REQUESTS, SETTINGS, checked_setting
 
 
-def checked_sampling(request: Mapping[str, Any], limits: Mapping[str, Any]) -> dict[str, Any]:
+def checked_sampling(request: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a request, as keyword arguments of ``TrajectoryRollout.submit``.
 
     None is as good as left out. ``temperature`` 0 and ``top_p`` 0, which OpenAI allows, take the most probable token:
@@ -20,11 +20,9 @@ def checked_sampling(request: Mapping[str, Any], limits: Mapping[str, Any]) -> d
 
     Args:
         request: names of ``OF_REQUESTS`` and values, as a client or an episode has sent them.
-        limits: ``generation_limits`` of the workers.
 
     Raises:
-        DataError: a name is unknown, a value has another type or is out of range, or the workers do not say at which
-            temperature they score a request that has none, and this one has; fields ``field`` and ``value``.
+        DataError: a name is unknown, or a value has another type or is out of range; fields ``field`` and ``value``.
     """
     checked: dict[str, Any] = {}
     for name, value in request.items():
@@ -47,13 +45,6 @@ def checked_sampling(request: Mapping[str, Any], limits: Mapping[str, Any]) -> d
                 f"{name} of a request is {_shown(value)}; expected {SETTINGS[name][2]}", field=name, value=value
             )
         checked.setdefault(name, setting)
-    if "temperature" in checked and "temperature" not in limits:
-        raise DataError(
-            "temperature of a request cannot be scored: generation_limits of the workers has no temperature, which "
-            "the other requests are scored at. Add it there, or leave it out",
-            field="temperature",
-            value=checked["temperature"],
-        )
     return checked
 
 
